@@ -1,0 +1,51 @@
+# prfaas. `make demo` shows the main job on real vLLM, `make test` runs the tests; both set everything up first.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+LOCK   := requirements/cpu.lock
+
+# torch's CPU build: where pip isn't set up to find it, give PyTorch's wheel index for CPU builds here.
+TORCH_INDEX_URL ?=
+PIP_INDEX := $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL))
+
+STAMP := $(VENV)/.prfaas-setup
+
+.PHONY: help setup demo check test bench clean
+
+help:
+	@echo "make demo   one long and several short prompts through two clusters on this machine, compared with plain vLLM"
+	@echo "make test   every test (starts real vLLM engines; about ten minutes)"
+	@echo "make check  formatting, lint, types, import arrows"
+	@echo "make bench  transport and gateway benchmarks"
+	@echo "make setup  only the virtual environment"
+
+setup: $(STAMP)
+
+# The lock is complete and installed without dependency resolution: it leaves out torchvision, torchaudio and
+# torchcodec, which vLLM's CPU build names but which don't load beside the CPU build of torch.
+$(STAMP): $(LOCK) pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "prfaas needs Python 3.11 to 3.13: make PYTHON=/path/to/python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --no-deps $(PIP_INDEX) -r $(LOCK)
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+demo: setup
+	$(BIN)/prfaas demo $(DEMO_ARGS)
+
+check: setup
+	$(BIN)/ruff format --check src tests bench
+	$(BIN)/ruff check src tests bench
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: setup
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+bench: setup
+	$(BIN)/python bench/transport.py
+	$(BIN)/python bench/gateway.py
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

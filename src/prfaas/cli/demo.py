@@ -1,0 +1,143 @@
+"""`prfaas demo`: the main job, shown and checked."""
+
+import contextlib
+import json
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from prfaas.demo import DemoPrompt
+    from prfaas.deployment import Deployment
+    from prfaas.engines.running import EngineProgress, RunningEngines
+
+# Where a table for people should not wrap.
+_TABLE_WIDTH = 150
+
+
+def demo(
+    deployment: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="DEPLOYMENT", help="A one-machine deployment file; default: examples/local.yaml."
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Also write the findings to FILE ('-': stdout)."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="A tiny model in place of the deployment's: qwen3-next, gpt-oss, …"),
+    ] = None,
+) -> None:
+    """Send six prompts through two clusters on this machine, then through one plain vLLM, and compare.
+
+    Ends with 0 if no answer differs and at least five of six are exactly equal (the others up to a tie).
+
+    Example: prfaas demo --model gpt-oss --json demo.json
+    """
+    from rich.console import Console
+
+    from prfaas.cli.errors import CliError
+    from prfaas.demo import DemoError, run_demo
+    from prfaas.demo.table import closing, footnotes, outcome_table
+    from prfaas.deployment import load_deployment
+
+    loaded = load_deployment(deployment or _packaged_example())
+    if model is not None:
+        loaded = _with_tiny_model(loaded, model)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        outcome = run_demo(loaded, _Shown(Console(stderr=True)))
+    except DemoError as error:
+        raise CliError(str(error)) from error
+    except KeyboardInterrupt:
+        typer.echo("stopped", err=True)
+        raise typer.Exit(130) from None
+    to_stdout = json_file is not None and str(json_file) == "-"
+    out = Console(stderr=to_stdout, highlight=False)
+    if not out.is_terminal:
+        out = Console(stderr=to_stdout, highlight=False, width=_TABLE_WIDTH)
+    out.print(outcome_table(outcome))
+    for note in footnotes(outcome):
+        out.print(note, style="dim")
+    out.print()
+    out.print(closing(outcome), style="bold")
+    if json_file is not None:
+        document = json.dumps(outcome.to_json(), indent=2) + "\n"
+        if to_stdout:
+            typer.echo(document, nl=False)
+        else:
+            json_file.write_text(document)
+    if not outcome.all_equal:
+        raise typer.Exit(1)
+
+
+def _packaged_example() -> Path:
+    """`examples/local.yaml` beside an installed package, or in the repository that it was installed from."""
+    import prfaas
+    from prfaas.cli.errors import CliError
+
+    package = Path(prfaas.__file__).parent
+    for directory in (package / "examples", package.parents[1] / "examples"):
+        if (directory / "local.yaml").is_file():
+            return directory / "local.yaml"
+    raise CliError("examples/local.yaml is not installed; give a deployment file")
+
+
+def _with_tiny_model(deployment: "Deployment", name: str) -> "Deployment":
+    from prfaas.cli.errors import CliError
+    from prfaas.engines.tiny import TINY_MODEL_NAMES
+
+    if name not in TINY_MODEL_NAMES:
+        raise CliError(
+            f"--model: there is no tiny model {name!r}; choose one of {', '.join(TINY_MODEL_NAMES)}"
+        )
+    path = deployment.state_dir / "models" / name
+    return replace(
+        deployment, model=replace(deployment.model, served_name=f"{name}-tiny", path=path, tiny=name)
+    )
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+class _Shown:
+    """Progress on stderr: moving lines on a terminal, one line per step elsewhere."""
+
+    def __init__(self, console: "Console") -> None:
+        self._console = console
+
+    @contextlib.contextmanager
+    def starting(self, engines: "RunningEngines") -> "Iterator[Callable[[EngineProgress], None]]":
+        from prfaas.cli.engine_progress import shown_progress
+
+        with shown_progress(engines) as lines:
+            yield lines.show
+
+    @contextlib.contextmanager
+    def asking(self, whom: str, prompts: "Sequence[DemoPrompt]") -> Iterator[Callable[[], None]]:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self._console, disable=not self._console.is_terminal) as progress:
+            task = progress.add_task(f"{len(prompts)} prompts to {whom}", total=len(prompts))
+            answered = 0
+
+            def step() -> None:
+                nonlocal answered
+                answered += 1
+                progress.advance(task)
+                if not self._console.is_terminal:
+                    self._console.print(f"{whom}: {answered} of {len(prompts)} prompts answered")
+
+            yield step

@@ -1,0 +1,92 @@
+"""`prfaas doctor`: does everything fit, and does disaggregation really happen."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prfaas.cli.options import AsJson, DeploymentPath
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from prfaas.cli.finding import Finding
+    from prfaas.deployment import Deployment
+
+
+def doctor(
+    deployment: DeploymentPath,
+    probe: Annotated[
+        bool, typer.Option(help="Send one prompt over the threshold, to see that it is prefilled elsewhere.")
+    ] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Check a deployment: files, key, engines, versions, KV ports, gateway, and that disaggregation really happens.
+
+    Each problem comes with what to do about it. Exit code 1 if there is one.
+
+    Example: prfaas doctor examples/local.yaml
+    """
+    from prfaas.cli.finding import any_problem
+
+    findings = _diagnose(deployment, probe)
+    if as_json:
+        _print_json(findings)
+    else:
+        _print_text(findings)
+    if any_problem(findings):
+        raise typer.Exit(1)
+
+
+def _diagnose(path: "Path", probe: bool) -> "list[Finding]":
+    import asyncio
+
+    from prfaas.cli.check_files import check_key, check_model
+    from prfaas.cli.finding import ok, problem
+    from prfaas.deployment import DeploymentError, load_deployment
+
+    try:
+        loaded = load_deployment(path)
+    except DeploymentError as error:
+        return [problem("file", str(error), "correct the file; docs/deployment.md explains every field")]
+    findings = [ok("file", f"{path} is valid"), check_model(loaded), check_key(loaded)]
+    return findings + asyncio.run(_ask(loaded, probe))
+
+
+async def _ask(deployment: "Deployment", probe: bool) -> "list[Finding]":
+    import aiohttp
+
+    from prfaas.cli.check_engines import check_engines
+    from prfaas.cli.check_gateway import check_disaggregation, check_gateway
+    from prfaas.cli.finding import any_problem
+
+    async with aiohttp.ClientSession() as session:
+        findings = await check_engines(deployment, session)
+        gateway = await check_gateway(deployment, session)
+        findings.append(gateway)
+        if probe and not any_problem([gateway]):
+            findings.append(await check_disaggregation(deployment, session))
+    return findings
+
+
+def _print_text(findings: "list[Finding]") -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    for finding in findings:
+        bad = finding.level == "problem"
+        line = Text("problem  " if bad else "ok       ", style="bold red" if bad else "green")
+        line.append(f"{finding.subject}: {finding.text}", style="default")
+        console.print(line)
+        if finding.mend is not None:
+            console.print(Text(f"         → {finding.mend}"))
+
+
+def _print_json(findings: "list[Finding]") -> None:
+    import dataclasses
+    import json
+
+    from prfaas.cli.finding import any_problem
+
+    document = {"ok": not any_problem(findings), "findings": [dataclasses.asdict(each) for each in findings]}
+    typer.echo(json.dumps(document, indent=2))

@@ -1,0 +1,45 @@
+"""`prfaas engine`: one vLLM server, in place of this process."""
+
+import os
+import shlex
+from typing import Annotated
+
+import typer
+
+from prfaas.cli.options import AsJson, DeploymentPath, InstanceName
+
+
+def engine(
+    deployment: DeploymentPath,
+    name: InstanceName,
+    print_only: Annotated[
+        bool, typer.Option("--print", help="Print the exact command line and start nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Start one vLLM server of a deployment, or print how.
+
+    Run it on the machine that the instance's host names. --json implies --print.
+
+    Example: prfaas engine examples/local.yaml home-decode-0 --print
+    """
+    from prfaas.deployment import load_deployment
+    from prfaas.engines.preparation import ensure_key, ensure_model, ensure_vllm
+    from prfaas.engines.vllm.command import engine_command
+
+    loaded = load_deployment(deployment)
+    instance = loaded.instance(name)
+    ensure_model(loaded)
+    command = engine_command(loaded, instance)
+    if as_json:
+        import json
+
+        typer.echo(json.dumps({"argv": command.argv, "env": command.env}, indent=2))
+        return
+    if print_only:
+        settings = [f"{key}={value}" for key, value in command.env.items()]
+        typer.echo(shlex.join(["env", *settings, *command.argv]))
+        return
+    ensure_vllm()
+    ensure_key(loaded)
+    os.execve(command.argv[0], command.argv, command.environment())

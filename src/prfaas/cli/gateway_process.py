@@ -1,0 +1,61 @@
+"""The gateway as this process's main job: until a signal, beside tasks that watch other things."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Coroutine, Sequence
+
+from prfaas.cli.errors import CliError
+from prfaas.deployment import Deployment
+from prfaas.engines.ports import port_problem
+
+
+def run_gateway(
+    deployment: Deployment,
+    *,
+    ready: Callable[[int], None] | None = None,
+    beside: Sequence[Callable[[], Coroutine[None, None, None]]] = (),
+) -> None:
+    """Serve until SIGINT or SIGTERM, with `beside` running meanwhile. Returns normally after a signal.
+
+    `ready` is called with the port once clients can connect.
+
+    Raises:
+        CliError: the gateway's address can't be listened on.
+    """
+    import uvloop
+
+    check_gateway_port(deployment)
+    uvloop.run(_serve(deployment, ready, beside))
+
+
+def check_gateway_port(deployment: Deployment) -> None:
+    """Refuse early what would fail late, after engines have taken a minute to start.
+
+    Raises:
+        CliError: the gateway's address can't be listened on.
+    """
+    problem = port_problem(deployment.gateway.host, deployment.gateway.port)
+    if problem is not None:
+        raise CliError(f"gateway of {deployment.path}: {problem}; free it or change gateway.port")
+
+
+async def _serve(
+    deployment: Deployment,
+    ready: Callable[[int], None] | None,
+    beside: Sequence[Callable[[], Coroutine[None, None, None]]],
+) -> None:
+    from prfaas.gateway.server import serve_gateway
+
+    loop = asyncio.get_running_loop()
+    gateway = asyncio.create_task(serve_gateway(deployment, ready=ready))
+    others = [asyncio.create_task(make()) for make in beside]
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, gateway.cancel)
+    try:
+        with contextlib.suppress(asyncio.CancelledError):
+            await gateway
+    finally:
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)

@@ -1,0 +1,64 @@
+"""The `prfaas` command: registers the commands and turns errors a user can mend into one sentence.
+
+Modules of commands import only typer at the top and the rest inside the command, so that `prfaas --help` is quick
+and works without vLLM.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from prfaas import __version__
+from prfaas.cli.doctor import doctor
+from prfaas.cli.engine import engine
+from prfaas.cli.errors import sentence
+from prfaas.cli.key import key
+from prfaas.cli.serve import serve
+from prfaas.cli.up import up
+
+app = typer.Typer(
+    name="prfaas",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (up, serve, engine, key, doctor):
+    app.command()(command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"prfaas {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Prefill-as-a-Service: long prompts are prefilled in another cluster and decoded here, on unmodified vLLM.
+
+    Results go to stdout, logs and progress to stderr. Exit code 2: the command can't be carried out as given.
+
+    Example: prfaas up examples/local.yaml
+    """
+
+
+def main() -> None:
+    """Entry point of the `prfaas` script."""
+    try:
+        app()
+    except Exception as error:
+        text = sentence(error)
+        if text is None:
+            raise
+        print(f"prfaas: {text}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The demo's client: streams one completion and takes the time as a user would."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import orjson
+
+from prfaas.demo.route import ROUTE_HEADER, RouteReport
+
+REQUEST_TIMEOUT_S = 180.0
+
+
+class RequestFailedError(Exception):
+    """A prompt got no proper answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One streamed answer. `ttft_s` runs from sending to the first token; `tokens_per_s` counts what came after it."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    prompt_tokens: int
+    route: RouteReport
+    ttft_s: float
+    tokens_per_s: float | None
+
+
+async def stream_completion(
+    session: aiohttp.ClientSession, url: str, model: str, prompt: str, max_tokens: int
+) -> Answer:
+    """Greedy completion of `prompt` by the gateway at `url`, exactly `max_tokens` tokens.
+
+    Raises:
+        RequestFailedError: an error status, a stream that breaks off or lacks what was asked for, or no answer in time.
+    """
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
+    token_ids: list[int] = []
+    text: list[str] = []
+    prompt_tokens = 0
+    first_s = last_s = None
+    sent_s = time.monotonic()
+    try:
+        async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            async with session.post(
+                f"{url}/v1/completions", data=orjson.dumps(body), headers=_JSON
+            ) as response:
+                if response.status != 200:
+                    raise RequestFailedError(
+                        f"the gateway answered {response.status}: {await response.text()}"
+                    )
+                route = RouteReport.parse(response.headers.get(ROUTE_HEADER, ""))
+                async for line in response.content:
+                    event = _event(line)
+                    if event is None:
+                        continue
+                    for choice in event.get("choices", ()):
+                        new_ids = choice.get("token_ids") or ()
+                        if new_ids:
+                            last_s = time.monotonic()
+                            first_s = first_s or last_s
+                        token_ids.extend(new_ids)
+                        text.append(choice.get("text") or "")
+                    prompt_tokens = (event.get("usage") or {}).get("prompt_tokens", prompt_tokens)
+    except TimeoutError:
+        raise RequestFailedError(f"no whole answer within {REQUEST_TIMEOUT_S:.0f} s") from None
+    except (aiohttp.ClientError, ValueError) as error:
+        raise RequestFailedError(f"the answer can't be read: {error}") from error
+    if len(token_ids) != max_tokens or first_s is None or last_s is None or prompt_tokens == 0:
+        raise RequestFailedError(
+            f"the stream ended with {len(token_ids)} of {max_tokens} tokens and {prompt_tokens} prompt tokens"
+        )
+    decode_s = last_s - first_s
+    return Answer(
+        token_ids=tuple(token_ids),
+        text="".join(text),
+        prompt_tokens=prompt_tokens,
+        route=route,
+        ttft_s=first_s - sent_s,
+        tokens_per_s=(max_tokens - 1) / decode_s if decode_s > 0 else None,
+    )
+
+
+_JSON = {"Content-Type": "application/json"}
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """The JSON object of one line of a server-sent event stream, None for other lines and the end mark."""
+    if not line.startswith(b"data:"):
+        return None
+    data = line[len(b"data:") :].strip()
+    if data == b"[DONE]":
+        return None
+    event = orjson.loads(data)
+    if not isinstance(event, dict):
+        raise ValueError(f"an event must be an object, not {data[:80]!r}")
+    if "error" in event:
+        raise RequestFailedError(f"the stream ended in an error: {event['error']}")
+    return event

@@ -1,0 +1,79 @@
+"""The prompts of the demo: English prose that every Python installation carries, cut the same way every time.
+
+The text is Python's own language reference as `help()` knows it (`pydoc_data.topics`).
+"""
+
+import functools
+from dataclasses import dataclass
+
+# Tokens of a prompt that stands for itself, in the order of sending; 9,000 comes before what shares its beginning.
+_SHORT = (100, 1500, 3000)
+_FIRST_LONG = 9000
+_SHARED, _OWN = 6144, 6000
+_LONGEST = 16000
+
+_TYPOGRAPHIC = str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "…": "...", "–": "-", "—": "--"})
+
+
+@dataclass(frozen=True, slots=True)
+class DemoPrompt:
+    """What one prompt is there to show, and its text."""
+
+    label: str
+    text: str
+
+
+def demo_prompts(chars_per_token: float = 1.0) -> tuple[DemoPrompt, ...]:
+    """Six prompts of 100 to 16,000 tokens, for a tokenizer that makes a token of `chars_per_token` characters.
+
+    With a byte-level tokenizer (1.0) the lengths are exact. Two prompts share their first 6,144 tokens; no others
+    share anything.
+
+    Raises:
+        ValueError: `chars_per_token` is so large that the text doesn't suffice.
+    """
+    reader = _Reader(chars_per_token)
+    shortest, short, medium = (reader.passage(tokens) for tokens in _SHORT)
+    first = reader.passage(_FIRST_LONG)
+    second = first[: reader.chars(_SHARED)] + reader.passage(_OWN)
+    longest = reader.passage(_LONGEST)
+    return (
+        DemoPrompt("a question", shortest),
+        DemoPrompt("a page", short),
+        DemoPrompt("a long document", first),
+        DemoPrompt("some pages", medium),
+        DemoPrompt("same beginning as the long document", second),
+        DemoPrompt("the longest", longest),
+    )
+
+
+@functools.cache
+def corpus() -> str:
+    """All topics in the order of their names, in ASCII, so that a character is one byte."""
+    from pydoc_data.topics import topics
+
+    text = "\n\n".join(topics[name].strip() for name in sorted(topics))
+    return text.translate(_TYPOGRAPHIC).encode("ascii", "ignore").decode("ascii")
+
+
+class _Reader:
+    """Reads the corpus from front to back, each passage from the beginning of a paragraph."""
+
+    def __init__(self, chars_per_token: float) -> None:
+        self._chars_per_token = chars_per_token
+        self._position = 0
+
+    def chars(self, tokens: int) -> int:
+        return round(tokens * self._chars_per_token)
+
+    def passage(self, tokens: int) -> str:
+        text = corpus()
+        end = self._position + self.chars(tokens)
+        if end > len(text):
+            raise ValueError(
+                f"the demo's text has {len(text)} characters, too few at {self._chars_per_token:.1f} per token"
+            )
+        passage = text[self._position : end]
+        paragraph = text.find("\n\n", end)
+        self._position = len(text) if paragraph < 0 else paragraph + 2
+        return passage

@@ -1,0 +1,101 @@
+"""From a deployment file to a `Deployment`."""
+
+import os
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from prfaas.deployment.checks import check_together
+from prfaas.deployment.problems import first_problem
+from prfaas.deployment.schema import ClusterSection, DeploymentFile
+from prfaas.deployment.source import read_source
+from prfaas.deployment.types import (
+    Cluster,
+    Deployment,
+    EngineConfig,
+    GatewayConfig,
+    Instance,
+    Link,
+    ModelRef,
+    Routing,
+    Security,
+    Slo,
+    TransferLimits,
+)
+
+
+def default_state_dir() -> Path:
+    """Where models, keys and logs are kept: `$PRFAAS_HOME`, else `~/.cache/prfaas`."""
+    home = os.environ.get("PRFAAS_HOME")
+    return Path(home).expanduser().absolute() if home else Path.home() / ".cache" / "prfaas"
+
+
+def load_deployment(path: Path | str, *, state_dir: Path | None = None) -> Deployment:
+    """Read and check a deployment file. `state_dir` defaults to `default_state_dir()`.
+
+    Raises:
+        DeploymentError: the first thing that is wrong, with file, line and field.
+    """
+    path = Path(path)
+    source = read_source(path)
+    if not isinstance(source.values, dict):
+        raise source.error((), 'must be a mapping of fields ("name: …", "model: …", …)')
+    try:
+        file = DeploymentFile.model_validate(source.values)
+    except ValidationError as error:
+        raise first_problem(source, error) from None
+    check_together(source, file)
+    return _frozen(path, file, (state_dir or default_state_dir()).absolute())
+
+
+def _frozen(path: Path, file: DeploymentFile, state_dir: Path) -> Deployment:
+    engine = file.engine
+    return Deployment(
+        name=file.name,
+        path=path,
+        state_dir=state_dir,
+        model=_model(path, file, state_dir),
+        clusters=tuple(_cluster(cluster) for cluster in file.clusters),
+        links=tuple(Link(link.source, link.target, link.bandwidth, link.connections) for link in file.links),
+        routing=Routing(file.routing.policy, file.routing.threshold_tokens),
+        slo=Slo(file.slo.ttft_s, file.slo.tpot_s),
+        gateway=GatewayConfig(file.gateway.host, file.gateway.port),
+        security=Security(state_dir / file.name / Path(file.security.key_file).expanduser()),
+        engine=EngineConfig(
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            max_num_seqs=engine.max_num_seqs,
+            kv_cache_gib=engine.kv_cache_gib,
+            staging_bytes=engine.staging,
+            transfer_block_bytes=engine.transfer_block,
+            prefix_cache_retention_tokens=engine.prefix_cache_retention_tokens,
+            extra_args=tuple(engine.extra_args),
+            env=dict(engine.env),
+        ),
+        transfer=TransferLimits(**file.transfer.model_dump()),
+    )
+
+
+def _model(path: Path, file: DeploymentFile, state_dir: Path) -> ModelRef:
+    model = file.model
+    if model.tiny is not None:
+        directory = state_dir / "models" / model.tiny
+    else:
+        assert model.path is not None
+        directory = path.parent.absolute() / Path(model.path).expanduser()
+    return ModelRef(model.served_name, model.max_model_len, directory, model.tiny)
+
+
+def _cluster(cluster: ClusterSection) -> Cluster:
+    instances = tuple(
+        Instance(
+            name=instance.name,
+            cluster=cluster.name,
+            roles=tuple(instance.roles),
+            host=instance.host,
+            http_port=instance.http_port,
+            kv_port=instance.kv_port,
+            tensor_parallel=instance.tensor_parallel,
+        )
+        for instance in cluster.instances
+    )
+    return Cluster(cluster.name, cluster.kind, cluster.hardware, instances)

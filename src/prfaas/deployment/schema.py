@@ -1,0 +1,164 @@
+"""The shape of a deployment file, field by field. Only `load.py` uses it: everything else sees `types.py`."""
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from prfaas.units import GIB, MIB, parse_bits_per_s, parse_bytes
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+
+# The command line builder sets these from other fields; a second value would silently win over them.
+OWNED_ARGS = {
+    "--kv-transfer-config": "it is made from clusters, links and transfer",
+    "--host": "give the instance's host",
+    "--port": "give the instance's http_port",
+    "--model": "give model.path or model.tiny",
+    "--served-model-name": "give model.served_name",
+    "--tensor-parallel-size": "give the instance's tensor_parallel",
+}
+
+
+def _owned_arg(arg: str) -> str | None:
+    name = arg.split("=", 1)[0].split(".", 1)[0].replace("_", "-")
+    if len(name) <= 2 or not name.startswith("--"):
+        return "--tensor-parallel-size" if arg.startswith("-tp") else None
+    # argparse takes any unambiguous beginning of an option's name for the whole one.
+    return next((owned for owned in OWNED_ARGS if owned == name or owned.startswith(name)), None)
+
+
+def _free_arg(arg: str) -> str:
+    owned = _owned_arg(arg)
+    if owned is not None:
+        raise ValueError(f"{arg!r} can't be given here; {OWNED_ARGS[owned]}")
+    return arg
+
+
+def _env_name(name: str) -> str:
+    if not name or "=" in name or "\0" in name:
+        raise ValueError(f"{name!r} is no name of an environment variable")
+    return name
+
+
+def _env_value(value: object) -> object:
+    # YAML reads `X: 1` as a number, which is what a person means by "1" here.
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Positive = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1)]
+Bandwidth = Annotated[float, BeforeValidator(parse_bits_per_s)]
+Size = Annotated[int, BeforeValidator(parse_bytes)]
+Arg = Annotated[str, AfterValidator(_free_arg)]
+EnvName = Annotated[str, AfterValidator(_env_name)]
+EnvValue = Annotated[str, BeforeValidator(_env_value)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ModelSection(_Section):
+    """Which model, under which name, up to which length. Exactly one of `path` and `tiny`."""
+
+    served_name: Text
+    max_model_len: Positive
+    path: Text | None = None
+    tiny: Text | None = None
+
+
+class InstanceSection(_Section):
+    """One vLLM server."""
+
+    name: Name
+    roles: Annotated[list[Literal["prefill", "decode"]], Field(min_length=1)]
+    host: Text
+    http_port: Port
+    kv_port: Port
+    tensor_parallel: Positive = 1
+
+
+class ClusterSection(_Section):
+    """Instances that share a network."""
+
+    name: Name
+    kind: Literal["prfaas", "pd"]
+    hardware: Text
+    instances: Annotated[list[InstanceSection], Field(min_length=1)]
+
+
+class LinkSection(_Section):
+    """A directed path for KV between clusters."""
+
+    source: Name
+    target: Name
+    bandwidth: Bandwidth
+    connections: Annotated[int, Field(ge=1, le=64)] = 4
+
+
+class RoutingSection(_Section):
+    """When to prefill elsewhere."""
+
+    policy: Literal["threshold", "local", "offload"] = "threshold"
+    threshold_tokens: Positive
+
+
+class SloSection(_Section):
+    """What users should see."""
+
+    ttft_s: Seconds | None = None
+    tpot_s: Seconds | None = None
+
+
+class GatewaySection(_Section):
+    """Where clients connect."""
+
+    host: Text = "127.0.0.1"
+    port: Port = 8000
+
+
+class SecuritySection(_Section):
+    """Where the key lies; relative to the deployment's folder in the state directory."""
+
+    key_file: Text = "key"
+
+
+class EngineSection(_Section):
+    """How every vLLM server is started."""
+
+    max_num_batched_tokens: Positive = 2048
+    max_num_seqs: Positive = 16
+    kv_cache_gib: Positive | None = None
+    staging: Size = 4 * GIB
+    transfer_block: Annotated[Size, Field(ge=64 * 1024, le=64 * MIB)] = MIB
+    prefix_cache_retention_tokens: Annotated[int, Field(ge=0)] | None = None
+    extra_args: list[Arg] = []
+    env: dict[EnvName, EnvValue] = {}
+
+
+class TransferSection(_Section):
+    """How long each step of a KV transfer may take."""
+
+    lease_s: Seconds = 60.0
+    load_wait_s: Seconds = 30.0
+    staging_wait_s: Seconds = 20.0
+    staging_ttl_s: Seconds = 60.0
+    progress_deadline_s: Seconds = 8.0
+
+
+class DeploymentFile(_Section):
+    """The whole file."""
+
+    name: Name
+    model: ModelSection
+    clusters: Annotated[list[ClusterSection], Field(min_length=1)]
+    links: list[LinkSection] = []
+    routing: RoutingSection
+    slo: SloSection = SloSection()
+    gateway: GatewaySection = GatewaySection()
+    security: SecuritySection = SecuritySection()
+    engine: EngineSection = EngineSection()
+    transfer: TransferSection = TransferSection()

@@ -1,0 +1,77 @@
+"""What must be on this machine before an engine or the gateway starts: the model and the key."""
+
+import importlib.util
+import ipaddress
+
+from prfaas.deployment import Deployment
+from prfaas.engines.errors import EngineError
+from prfaas.transport.keyfile import KeyFileError, create_key, load_key
+
+
+def ensure_vllm() -> None:
+    """Refuse to go on without vLLM, without importing it (that takes seconds).
+
+    Raises:
+        EngineError: vLLM is not installed.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise EngineError(
+            "vLLM is not installed in this environment; "
+            "`make setup` installs its CPU build, `pip install 'prfaas[engine]'` the one for GPUs"
+        )
+
+
+def ensure_model(deployment: Deployment) -> None:
+    """Make the deployment's tiny model if it names one (seconds, once); otherwise see that its checkpoint is there.
+
+    Raises:
+        EngineError: there is no checkpoint, or no tiny model of that name.
+    """
+    model = deployment.model
+    if model.tiny is not None:
+        from prfaas.engines.tiny import tiny_model  # late: it brings numpy and the like
+
+        try:
+            tiny_model(model.tiny, model.path.parent)
+        except (ValueError, OSError) as error:
+            raise EngineError(f"model.tiny of {deployment.path}: {error}") from error
+    elif not (model.path / "config.json").is_file():
+        raise EngineError(
+            f"model.path of {deployment.path}: {model.path} has no config.json; name a Hugging Face checkpoint"
+        )
+
+
+def ensure_key(deployment: Deployment) -> None:
+    """See that the key is there and private; make one if the whole deployment is on this machine.
+
+    Elsewhere a new key would only shut this machine out: all machines need the same one.
+
+    Raises:
+        KeyFileError: the key is missing or open to others.
+    """
+    path = deployment.security.key_file
+    if not path.exists():
+        if not is_on_one_machine(deployment):
+            raise KeyFileError(
+                f"key file {path} is missing: make one with `prfaas key {deployment.path}` and copy it to this "
+                "path on every machine of the deployment"
+            )
+        try:
+            create_key(path)
+        except KeyFileError:
+            # Another engine of this deployment may have been first.
+            if not path.exists():
+                raise
+    load_key(path)
+
+
+def is_on_one_machine(deployment: Deployment) -> bool:
+    """True if every instance is reached by a loopback address."""
+    return all(_is_loopback(instance.host) for instance in deployment.instances)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

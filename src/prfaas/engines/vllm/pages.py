@@ -1,0 +1,209 @@
+"""Engine KV memory seen as opaque pages, and the copies between it and host buffers."""
+
+from collections.abc import Sequence
+from threading import Lock
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Bytes2D = npt.NDArray[np.uint8]
+
+
+class LayoutError(ValueError):
+    """A KV tensor whose blocks are not plain pages of memory."""
+
+
+class LayerPages(Protocol):
+    """KV of one layer: `num_blocks` pages of `page_bytes`, in whatever memory the engine keeps them."""
+
+    num_blocks: int
+    page_bytes: int
+
+    def mark_written(self) -> None:
+        """Remember that what the compute stream has queued so far must be done before a read."""
+        ...
+
+    def read(self, block: int, start: int, out: memoryview) -> None:
+        """Copy bytes [start, start + len(out)) of a page to host memory; returns when they are there."""
+        ...
+
+    def write(self, block: int, pieces: Sequence[memoryview]) -> None:
+        """Fill one page from consecutive host pieces; done for sure only after `flush`."""
+        ...
+
+    def flush(self) -> None:
+        """Wait until every write so far is in place."""
+        ...
+
+
+def raw_pages(tensor: torch.Tensor, num_blocks: int, content_bytes: int | None = None) -> torch.Tensor:
+    """View a layer's KV tensor as uint8 pages, shape (num_blocks, page_bytes), sharing its memory.
+
+    Works for any dense inner order (NHD, HND) with block as first dimension and for kernel blocks that
+    are a whole fraction of a manager's block. `content_bytes` cuts padding off the end of a page (the
+    row of a linear state is padded to the page of the attention layers that it shares memory with).
+
+    Raises:
+        LayoutError: the memory of one block is not one dense run of bytes.
+    """
+    if tensor.dim() < 2 or tensor.shape[0] % num_blocks:
+        raise LayoutError(
+            f"KV tensor of shape {tuple(tensor.shape)} has no leading dimension of {num_blocks} blocks"
+        )
+    rows_per_block = tensor.shape[0] // num_blocks
+    item_bytes = tensor.element_size()
+    row_bytes = tensor[0].numel() * item_bytes
+    if _dense_extent(tensor[0]) * item_bytes != row_bytes:
+        raise LayoutError(
+            f"a block of KV tensor {tuple(tensor.shape)} with strides {tensor.stride()} is not dense"
+        )
+    stride_bytes = tensor.stride(0) * item_bytes
+    if rows_per_block > 1 and stride_bytes != row_bytes:
+        raise LayoutError(
+            f"{rows_per_block} kernel blocks of one block are not adjacent: strides {tensor.stride()}"
+        )
+    page_bytes = row_bytes * rows_per_block
+    if content_bytes is not None:
+        page_bytes = min(page_bytes, content_bytes)
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return raw.set_(
+        tensor.untyped_storage(),
+        tensor.storage_offset() * item_bytes,
+        (num_blocks, page_bytes),
+        (stride_bytes * rows_per_block, 1),
+    )
+
+
+def _dense_extent(block: torch.Tensor) -> int:
+    """Elements from the first to the last of a block in memory, whatever the order of its dimensions."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(block.shape, block.stride(), strict=True))
+
+
+class HostPages:
+    """Pages in host memory (vLLM's CPU backend)."""
+
+    def __init__(self, raw: torch.Tensor) -> None:
+        self.num_blocks, self.page_bytes = raw.shape
+        self._pages: Bytes2D = raw.numpy()
+
+    def mark_written(self) -> None:
+        """Host kernels have finished when the hook runs."""
+
+    def read(self, block: int, start: int, out: memoryview) -> None:
+        np.copyto(np.frombuffer(out, dtype=np.uint8), self._pages[block, start : start + len(out)])
+
+    def write(self, block: int, pieces: Sequence[memoryview]) -> None:
+        page, start = self._pages[block], 0
+        for piece in pieces:
+            page[start : start + len(piece)] = np.frombuffer(piece, dtype=np.uint8)
+            start += len(piece)
+
+    def flush(self) -> None:
+        """Host writes are done when they return."""
+
+
+class DevicePages:
+    """Pages in accelerator memory, copied through pinned host memory on a stream beside the compute stream.
+
+    Also runs on CPU tensors (streams and pinning fall away), which is how its logic is tested.
+    """
+
+    BOUNCE_BYTES = 4 * 1024 * 1024
+
+    def __init__(self, raw: torch.Tensor) -> None:
+        self.num_blocks, self.page_bytes = raw.shape
+        self._raw = raw
+        self._on_device = raw.device.type == "cuda"
+        self._stream = torch.cuda.Stream(raw.device) if self._on_device else None
+        self._bounce = torch.empty(
+            min(self.BOUNCE_BYTES, self.page_bytes), dtype=torch.uint8, pin_memory=self._on_device
+        )
+        self._bounce_bytes: npt.NDArray[np.uint8] = self._bounce.numpy()
+        self._lock = Lock()
+        self._written: torch.cuda.Event | None = None
+
+    def mark_written(self) -> None:
+        if self._on_device:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._raw.device))
+            self._written = event
+
+    def read(self, block: int, start: int, out: memoryview) -> None:
+        target = np.frombuffer(out, dtype=np.uint8)
+        with self._lock:
+            for done in range(0, len(out), len(self._bounce)):
+                count = min(len(self._bounce), len(out) - done)
+                source = self._raw[block, start + done : start + done + count]
+                self._copy(self._bounce[:count], source)
+                self._synchronize()
+                target[done : done + count] = self._bounce_bytes[:count]
+
+    def write(self, block: int, pieces: Sequence[memoryview]) -> None:
+        start = 0
+        for piece in pieces:
+            # The staging arena is pinned on a device engine, so this copy runs beside the compute stream.
+            source = torch.from_numpy(np.frombuffer(piece, dtype=np.uint8))
+            self._copy(self._raw[block, start : start + len(piece)], source)
+            start += len(piece)
+
+    def flush(self) -> None:
+        self._synchronize()
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if self._stream is None:
+            target.copy_(source)
+            return
+        with torch.cuda.stream(self._stream):
+            if self._written is not None:
+                self._stream.wait_event(self._written)
+            target.copy_(source, non_blocking=True)
+
+    def _synchronize(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def layer_pages(raw: torch.Tensor) -> LayerPages:
+    """Choose the copies by where the KV lives."""
+    return HostPages(raw) if raw.device.type == "cpu" else DevicePages(raw)
+
+
+class PagedSource:
+    """A run of pages of one layer, read by the transport's writer threads when their turn comes.
+
+    The engine's blocks are the send buffer: nothing is copied until a connection is free to take it.
+    Before the engine reuses the blocks (preemption), `detach` copies what is left to private memory.
+    """
+
+    def __init__(self, pages: LayerPages, blocks: Sequence[int]) -> None:
+        self.nbytes = len(blocks) * pages.page_bytes
+        self._pages = pages
+        self._blocks = tuple(blocks)
+        self._private: memoryview | None = None
+        self._lock = Lock()
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """Copy bytes [start, start + len(out)) of the run to `out`."""
+        with self._lock:
+            if self._private is not None:
+                out[:] = self._private[start : start + len(out)]
+                return
+            self._copy(start, out)
+
+    def detach(self) -> None:
+        """Stop depending on the engine's blocks; returns when they may be overwritten."""
+        with self._lock:
+            if self._private is None:
+                private = memoryview(bytearray(self.nbytes))
+                self._copy(0, private)
+                self._private = private
+
+    def _copy(self, start: int, out: memoryview) -> None:
+        page_bytes, done = self._pages.page_bytes, 0
+        while done < len(out):
+            index, offset = divmod(start + done, page_bytes)
+            count = min(page_bytes - offset, len(out) - done)
+            self._pages.read(self._blocks[index], offset, out[done : done + count])
+            done += count

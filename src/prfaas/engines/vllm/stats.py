@@ -1,0 +1,76 @@
+"""Counters of the connector, carried by vLLM to the engine's own `/metrics`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import Counter
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+    PromMetricT,
+)
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+COUNTERS: Mapping[str, str] = {
+    "sends_completed": "KV transfers that this engine sent and the other side acknowledged",
+    "sends_failed": "KV transfers that this engine gave up sending",
+    "leases_expired": "KV transfers given up because nobody acknowledged them within the lease",
+    "bytes_sent": "KV bytes acknowledged by decode engines",
+    "loads_completed": "KV transfers loaded from staging into the engine's blocks",
+    "loads_failed": "KV transfers that could not be loaded; their requests were prefilled locally",
+    "bytes_loaded": "KV bytes copied from staging into the engine's blocks",
+}
+
+
+@dataclass
+class ConnectorStats(KVConnectorStats):
+    """Increments since the last step; vLLM adds them up over ranks and steps."""
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            self.reset()
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = dict.fromkeys(COUNTERS, 0)
+
+    def add(self, name: str, amount: int = 1) -> None:
+        self.data[name] += amount
+
+    def aggregate(self, other: KVConnectorStats) -> "ConnectorStats":
+        for name in COUNTERS:
+            self.data[name] += other.data.get(name, 0)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+
+class ConnectorPromMetrics(KVConnectorPromMetrics):
+    """`vllm:prfaas_<counter>_total` per engine."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter_class = metric_types[Counter]
+        self._counters = {
+            name: create_metric_per_engine(
+                counter_class(name=f"vllm:prfaas_{name}", documentation=text, labelnames=labelnames),
+                self.per_engine_labelvalues,
+            )
+            for name, text in COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, counters in self._counters.items():
+            counters[engine_idx].inc(transfer_stats_data.get(name, 0))

@@ -1,0 +1,89 @@
+"""What the gateway counts, in Prometheus form."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
+
+
+class Metrics:
+    """All series of one gateway, in a registry of their own. Every label takes values from a bounded set."""
+
+    def __init__(self) -> None:
+        registry = CollectorRegistry()
+        self._registry = registry
+        self.requests = Counter(
+            "prfaas_gateway_requests",
+            "Requests that ended, by endpoint, route and outcome (ok, client_error, engine_error, cancelled).",
+            ("endpoint", "route", "outcome"),
+            registry=registry,
+        )
+        self.uncached_tokens = Counter(
+            "prfaas_gateway_uncached_tokens",
+            "Prompt tokens that the PD cluster did not hold.",
+            ("route",),
+            registry=registry,
+        )
+        self.transferred_bytes = Counter(
+            "prfaas_gateway_transferred_bytes",
+            "KV bytes moved to decode instances.",
+            ("route",),
+            registry=registry,
+        )
+        self.hidden_bytes = Counter(
+            "prfaas_gateway_hidden_bytes",
+            "KV bytes that had arrived when the prefill ended.",
+            ("route",),
+            registry=registry,
+        )
+        self.fallbacks = Counter(
+            "prfaas_gateway_fallbacks",
+            "Failed prefills elsewhere, by reason.",
+            ("reason",),
+            registry=registry,
+        )
+        self.direct = Counter(
+            "prfaas_gateway_direct",
+            "Requests prefilled by their decode instance, by reason.",
+            ("reason",),
+            registry=registry,
+        )
+        self.ttft_seconds = Histogram(
+            "prfaas_gateway_ttft_seconds",
+            "From the request's arrival to the first byte of its answer.",
+            ("route",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.prefill_seconds = Histogram(
+            "prfaas_gateway_prefill_seconds",
+            "A prefill hop, from request to answer.",
+            ("route",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.transfer_seconds = Histogram(
+            "prfaas_gateway_transfer_seconds",
+            "From the prefill's start to the transfer's completion.",
+            ("route",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.in_flight_requests = Gauge(
+            "prfaas_gateway_in_flight_requests", "Requests being served.", registry=registry
+        )
+        self.in_flight_transfers = Gauge(
+            "prfaas_gateway_in_flight_transfers", "KV transfers being waited for.", registry=registry
+        )
+        self.background_tasks = Gauge(
+            "prfaas_gateway_background_tasks", "Abandonments under way.", registry=registry
+        )
+        self.instance_up = Gauge(
+            "prfaas_gateway_instance_up",
+            "1 when the instance is in routing.",
+            ("instance",),
+            registry=registry,
+        )
+
+    def exposition(self) -> bytes:
+        """The text format of GET /metrics."""
+        return generate_latest(self._registry)
