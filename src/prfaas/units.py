@@ -31,7 +31,7 @@ _SIZES = {
 }
 
 
-def parse_bits_per_s(value: str | int | float) -> float:
+def parse_bits_per_s(value: object) -> float:
     """A rate in bits per second from "60 Mbit/s", "10 Gbit/s" or a plain number of bits per second.
 
     Raises:
@@ -51,7 +51,7 @@ def parse_bits_per_s(value: str | int | float) -> float:
     return rate
 
 
-def parse_bytes(value: str | int) -> int:
+def parse_bytes(value: object) -> int:
     """A number of bytes from "256 MiB", "1 GB" or a plain whole number of bytes.
 
     Raises:
@@ -102,8 +102,8 @@ def format_s(seconds: float) -> str:
     return f"{minutes} min {rest} s"
 
 
-def _split(text: str) -> tuple[float, str]:
-    match = _QUANTITY.fullmatch(text)
+def _split(value: object) -> tuple[float, str]:
+    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
     return (float(match[1]), match[2]) if match else (math.nan, "")
 
 

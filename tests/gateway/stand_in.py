@@ -1,7 +1,7 @@
 """A stand-in for a vLLM server, for tests of the gateway only: the HTTP API that the gateway uses, the real transport.
 
-Its "KV" is the prompt's ids as uint32, and its answer is a function of the prompt's ids alone, so an answer says nothing
-about the route, and bytes that arrive can be compared with the ids.
+Its "KV" is the prompt's ids as uint32, and its answer is a function of the prompt's ids alone, so an answer says
+nothing about the route, and bytes that arrive can be compared with the ids.
 """
 
 import asyncio
@@ -88,6 +88,7 @@ class StandInEngine:
     chunk_s: float = 0.0
     dies_while_streaming: bool = False
     other_ids: bool = False
+    staging_bytes: int = 1 << 20
     seen: list[Seen] = field(default_factory=list)
     loaded: list[int] = field(default_factory=list)
     cancelled: int = 0
@@ -97,7 +98,7 @@ class StandInEngine:
     async def start(self) -> None:
         self.tokenizer = Tokenizer.from_file(str(self.model_dir / "tokenizer.json"))
         self.template = ChatTemplate.of_model(self.model_dir)
-        self.arena = StagingArena(1 << 20, block_bytes=1 << 16)
+        self.arena = StagingArena(self.staging_bytes, block_bytes=1 << 16)
         self.receiver = Receiver(
             name=f"{self.name}/0",
             key=self.key,

@@ -131,7 +131,11 @@ def test_abort_tells_the_consumer(world: World) -> None:
 
 def test_staging_full_makes_others_wait_in_order(make_world: MakeWorld) -> None:
     world = make_world(staging_bytes=4 << 20)
-    sent = [world.send(500_000) for _ in range(5)]  # one fits at a time
+    sent = []
+    for _ in range(5):  # one fits at a time; the order is that of arrival
+        sent.append(world.send(500_000))
+        known = sent[-1][0].transfer_id
+        await_true(lambda known=known: world.receiver.state(known) is not None, 5.0, lambda: "OPEN")
     for ticket, transfer, content in sent:
         world.await_phase(ticket, TransferPhase.COMPLETE)
         later = [t for t, _, _ in sent if (s := world.receiver.state(t.transfer_id)) and not s.taken]

@@ -10,10 +10,12 @@ from typing import Annotated
 import typer
 
 from prfaas import __version__
+from prfaas.cli.demo import demo
 from prfaas.cli.doctor import doctor
 from prfaas.cli.engine import engine
 from prfaas.cli.errors import sentence
 from prfaas.cli.key import key
+from prfaas.cli.model import model
 from prfaas.cli.serve import serve
 from prfaas.cli.up import up
 
@@ -24,8 +26,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (up, serve, engine, key, doctor):
+for command in (up, serve, engine, key, doctor, demo):
     app.command()(command)
+app.add_typer(model, name="model")
 
 
 def _print_version(wanted: bool) -> None:

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-# Logits of the tiny models lie below 16, where neighbouring bf16 numbers are 1/16 apart: two logits that should be equal
-# may come out one step apart. More than that is not rounding.
+# Logits of the tiny models lie below 16, where neighbouring bf16 numbers are 1/16 apart: two logits that should be
+# equal may come out one step apart. More than that is not rounding.
 TIE_BOUND_NATS = 0.1
 
 

@@ -128,7 +128,8 @@ def _dense(outcome: Outcome, longest: Row) -> str:
     needs_s = transfer_s(longest.exact_bytes, link.bandwidth_bits_per_s)
     hybrid_s = transfer_s(hybrid.bytes_to_move(longest.answer.prompt_tokens - 1), link.bandwidth_bits_per_s)
     judgement = "it should stay home" if needs_s > route.prefill_s else "this link can carry it"
+    rate = format_bits_per_s(link.bandwidth_bits_per_s)
     return (
-        f"{sentence}. The longest prompt needs {format_s(needs_s)} of the {format_bits_per_s(link.bandwidth_bits_per_s)} "
-        f"link ({_HYBRID}: {format_s(hybrid_s)}), its prefill {format_s(route.prefill_s)}: {judgement}."
+        f"{sentence}. The longest prompt needs {format_s(needs_s)} of the {rate} link "
+        f"({_HYBRID}: {format_s(hybrid_s)}), its prefill {format_s(route.prefill_s)}: {judgement}."
     )

@@ -10,12 +10,13 @@ VOCAB_SIZE = 320
 # The only tokens that a tiny model can answer with, so that answers are readable text and never end by themselves.
 PRINTABLE_IDS: tuple[int, ...] = (ord("\n"), *range(0x20, 0x7F))
 
+# Content is always used as text: a test like "is string" would make vLLM hand over lists of parts.
 CHAT_TEMPLATE = """\
 {%- if tools %}<|im_start|>system
 tools: {{ tools | tojson }}<|im_end|>
 {% endif %}
 {%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content if message.content is string else '' }}
+{{ message.content or '' }}
 {%- if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}<|im_end|>
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant

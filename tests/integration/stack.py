@@ -1,0 +1,282 @@
+"""A whole deployment on this machine for tests: real vLLM engines and the gateway, on free ports."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prfaas.demo.compare import Comparison, Equality, compare
+from prfaas.deployment import Deployment, load_deployment
+from prfaas.engines.running import RunningEngines
+from prfaas.engines.vllm.reference import FORCED_TOKENS_ARG, LOGITS_PROCESSOR
+from prfaas.transport.keyfile import load_key
+from prfaas.transport.observer import Observer
+
+MODEL = "tiny"
+THRESHOLD_TOKENS = 2000
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in sockets]
+
+
+def write_deployment(directory: Path, *, bandwidth: str, extra_args: Sequence[str] = ()) -> Path:
+    """Three engines of the tiny Qwen3-Next: one PrfaaS prefill, one PD prefill, one PD decode."""
+    ports = free_ports(7)
+    names = (
+        ("prfaas-east", "east-prefill-0", "prefill"),
+        ("home", "home-prefill-0", "prefill"),
+        ("home", "home-decode-0", "decode"),
+    )
+    clusters: dict[str, list[dict[str, object]]] = {"prfaas-east": [], "home": []}
+    for index, (cluster, name, role) in enumerate(names):
+        clusters[cluster].append(
+            {
+                "name": name,
+                "roles": [role],
+                "host": "127.0.0.1",
+                "http_port": ports[index],
+                "kv_port": ports[3 + index],
+            }
+        )
+    deployment = {
+        "name": directory.name,
+        "model": {"served_name": MODEL, "tiny": "qwen3-next", "max_model_len": 32768},
+        "clusters": [
+            {
+                "name": "prfaas-east",
+                "kind": "prfaas",
+                "hardware": "cpu",
+                "instances": clusters["prfaas-east"],
+            },
+            {"name": "home", "kind": "pd", "hardware": "cpu", "instances": clusters["home"]},
+        ],
+        "links": [{"source": "prfaas-east", "target": "home", "bandwidth": bandwidth, "connections": 4}],
+        "routing": {"policy": "threshold", "threshold_tokens": THRESHOLD_TOKENS},
+        "gateway": {"host": "127.0.0.1", "port": ports[6]},
+        "engine": {
+            "max_num_batched_tokens": 1024,
+            "max_num_seqs": 16,
+            "kv_cache_gib": 1,
+            "staging": "64 MiB",
+            "extra_args": ["--logits-processors", LOGITS_PROCESSOR, *extra_args],
+        },
+    }
+    path = directory / "deployment.yaml"
+    path.write_text(json.dumps(deployment))  # JSON is YAML
+    return path
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An HTTP answer; `body` is parsed JSON."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: Any
+
+    @property
+    def route(self) -> dict[str, str]:
+        """`x-prfaas-route` as a dict; the first word is under "route"."""
+        first, *rest = self.headers["x-prfaas-route"].split("; ")
+        return {"route": first, **dict(item.split("=", 1) for item in rest)}
+
+    @property
+    def token_ids(self) -> list[int]:
+        ids: list[int] = self.body["choices"][0]["token_ids"]
+        return ids
+
+
+class Stack:
+    """Engines and gateway of one deployment file; use as a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.deployment: Deployment = load_deployment(path)
+        self.engines = RunningEngines(self.deployment)
+        self._gateway: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "Stack":
+        try:
+            self.engines.start()
+            self.engines.wait_ready(240)
+            self._start_gateway()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._gateway is not None:
+            self._gateway.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._gateway.wait(10)
+            self._gateway.kill()
+            self._gateway.wait()
+        self.engines.stop()
+
+    def _start_gateway(self) -> None:
+        log = (self.path.parent / "gateway.log").open("wb")
+        self._gateway = subprocess.Popen(
+            [sys.executable, "-m", "prfaas.cli.main", "serve", str(self.path)], stdout=log, stderr=log
+        )
+        log.close()
+        wait_until(self._gateway_is_up, 30, "the gateway answers /health with every engine up")
+
+    def _gateway_is_up(self) -> bool:
+        with contextlib.suppress(OSError):
+            answer = call(self.url("gateway", "/health"))
+            return bool(answer.status == 200 and set(answer.body["instances"].values()) == {"up"})
+        return False
+
+    def url(self, name: str, path: str) -> str:
+        """The URL of an instance's HTTP API, or the gateway's."""
+        if name == "gateway":
+            return f"http://127.0.0.1:{self.deployment.gateway.port}{path}"
+        return f"http://127.0.0.1:{self.deployment.instance(name).http_port}{path}"
+
+    def complete(self, prompt: Sequence[int], max_tokens: int = 24, **fields: Any) -> Answer:
+        """A greedy completion of token ids through the gateway."""
+        return call(self.url("gateway", "/v1/completions"), completion_body(prompt, max_tokens, **fields))
+
+    def reference(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 24,
+        salt: str = "reference",
+        engine: str = "home-prefill-0",
+    ) -> Answer:
+        """What a plain engine answers with the same split: the last prompt token is computed alone.
+
+        The salt keeps its prefix cache apart from that of the requests under test.
+        """
+        body = completion_body(
+            prompt[:-1],
+            max_tokens + 1,
+            vllm_xargs={FORCED_TOKENS_ARG: [prompt[-1]]},
+            cache_salt=salt,
+            logprobs=10,
+            return_tokens_as_token_ids=True,
+        )
+        return call(self.url(engine, "/v1/completions"), body)
+
+    def check_answer(self, answer: Answer, reference: Answer) -> None:
+        """Equal tokens, or a first difference within bf16 rounding."""
+        assert answer.status == 200, answer.body
+        assert reference.status == 200, reference.body
+        comparison = self.compare(answer, reference)
+        assert comparison.equality is not Equality.NO, comparison
+
+    @staticmethod
+    def compare(answer: Answer, reference: Answer) -> Comparison:
+        logprobs = [
+            {int(token.removeprefix("token_id:")): value for token, value in place.items()}
+            for place in reference.body["choices"][0]["logprobs"]["top_logprobs"][1:]
+        ]
+        return compare(answer.token_ids, reference.token_ids[1:], logprobs)
+
+    def kv_stats(self, name: str) -> dict[str, Any]:
+        """Counters of an engine's receiver, over its KV port."""
+
+        async def ask() -> dict[str, Any]:
+            instance = self.deployment.instance(name)
+            observer = Observer(
+                "test",
+                load_key(self.deployment.security.key_file),
+                instance.host,
+                instance.kv_port,
+                f"{name}/0",
+            )
+            try:
+                return await observer.stats()
+            finally:
+                await observer.close()
+
+        return asyncio.run(ask())
+
+    def metric(self, name: str, metric: str) -> float:
+        """Sum of a Prometheus metric's samples at an instance or the gateway."""
+        with urllib.request.urlopen(self.url(name, "/metrics"), timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        samples = [line for line in lines if line.startswith((metric + "{", metric + " "))]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in samples)
+
+    def is_clean(self) -> bool:
+        """No block, staging byte, transfer or request is in use anywhere."""
+        for instance in self.deployment.instances:
+            stats = self.kv_stats(instance.name)
+            if stats["staging_used_blocks"] or any(
+                stats["transfers"][phase] for phase in ("waiting", "receiving", "complete")
+            ):
+                return False
+            for metric in (
+                "vllm:kv_cache_usage_perc",
+                "vllm:num_requests_running",
+                "vllm:num_requests_waiting",
+            ):
+                if self.metric(instance.name, metric):
+                    return False
+        flights = ("prfaas_gateway_in_flight_requests", "prfaas_gateway_in_flight_transfers")
+        return not any(self.metric("gateway", metric) for metric in flights)
+
+    def wait_clean(self, timeout_s: float = 30) -> None:
+        wait_until(self.is_clean, timeout_s, "nothing is left over")
+
+
+def completion_body(prompt: Sequence[int], max_tokens: int, **fields: Any) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **fields,
+    }
+
+
+def call(url: str, body: Any = None, timeout_s: float = 120) -> Answer:
+    """GET, or POST of a JSON body; an HTTP error is an answer like any other."""
+    request = urllib.request.Request(url, headers={"Content-Type": "application/json"})
+    if body is not None:
+        request.data = json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            return Answer(answer.status, dict(answer.headers), _parsed(answer.read()))
+    except urllib.error.HTTPError as error:
+        with error:
+            return Answer(error.code, dict(error.headers), _parsed(error.read()))
+
+
+def _parsed(raw: bytes) -> Any:
+    try:
+        return json.loads(raw)
+    except ValueError:
+        return raw.decode(errors="replace")
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"not within {timeout_s:g} s: {what}")
+        time.sleep(0.2)
+
+
+def running(path: Path) -> Iterator[Stack]:
+    """For fixtures."""
+    with Stack(path) as stack:
+        yield stack

@@ -1,0 +1,138 @@
+"""The main job on real vLLM: right tokens, right bytes, right routes."""
+
+import random
+
+import openai
+import pytest
+
+from prfaas.kvmodel import model_from_directory
+
+from .stack import MODEL, THRESHOLD_TOKENS, Stack, call, completion_body
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+BLOCK_TOKENS = 256
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    """Random printable bytes; ids of the byte-level tokenizer start behind its few special tokens."""
+    return [random.Random(seed * 100003 + i).randrange(40, 130) for i in range(tokens)]
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 255, 256, 257, 258, 1025, 2001, 2002, 3073, 5000])
+def test_answers_are_those_of_a_plain_engine_with_the_same_split(stack: Stack, tokens: int) -> None:
+    ids = prompt(tokens, tokens)
+    answer = stack.complete(ids)
+    assert answer.route["route"] == ("offload" if tokens > THRESHOLD_TOKENS else "local")
+    stack.check_answer(answer, stack.reference(ids))
+
+
+def test_a_prompt_of_one_token_needs_no_transfer(stack: Stack) -> None:
+    answer = stack.complete([77])
+    assert answer.status == 200
+    assert answer.route["bytes"] == "0"
+
+
+@pytest.mark.parametrize("tokens", [100, 256, 257, 3000])
+def test_bytes_moved_are_what_the_model_says(stack: Stack, tokens: int) -> None:
+    model = model_from_directory(stack.deployment.model.path, name=MODEL)
+    answer = stack.complete(prompt(50 + tokens, tokens))
+    assert int(answer.route["bytes"]) == model.bytes_to_move(tokens - 1, 0, block_tokens=BLOCK_TOKENS)
+
+
+def test_of_a_known_prefix_only_the_increment_moves(stack: Stack) -> None:
+    first = prompt(7, 4000)
+    second = first[:3000] + prompt(8, 2500)
+    one, two = stack.complete(first), stack.complete(second)
+    skipped = int(two.route["cached"])
+    assert skipped == 3000 // BLOCK_TOKENS * BLOCK_TOKENS
+    model = model_from_directory(stack.deployment.model.path, name=MODEL)
+    assert int(two.route["bytes"]) == model.bytes_to_move(len(second) - 1, skipped, block_tokens=BLOCK_TOKENS)
+    stack.check_answer(one, stack.reference(first, salt="increment"))
+    stack.check_answer(two, stack.reference(second, salt="increment"))
+
+
+def test_the_same_prompt_again_moves_little_and_answers_the_same(stack: Stack) -> None:
+    ids = prompt(9, 3500)
+    one, two = stack.complete(ids), stack.complete(ids)
+    assert int(two.route["bytes"]) < int(one.route["bytes"]) / 3
+    stack.check_answer(one, stack.reference(ids, salt="again"))
+    stack.check_answer(two, stack.reference(ids, salt="again, too"))
+
+
+def test_a_prefix_that_the_decode_engine_lost_costs_time_only(stack: Stack) -> None:
+    ids = prompt(10, 3500)
+    stack.complete(ids)
+    # Fill the decode engine's cache with other prompts until the prefix is evicted there.
+    for seed in range(14):
+        stack.complete(prompt(1000 + seed, 1900), max_tokens=1)
+    answer = stack.complete(ids)
+    stack.check_answer(answer, stack.reference(ids, salt="lost"))
+
+
+def test_several_samples_of_one_prompt_share_its_transfer(stack: Stack) -> None:
+    ids = prompt(11, 3000)
+    answer = stack.complete(ids, n=3)
+    assert answer.route["route"] == "offload"
+    assert int(answer.route["bytes"]) > 0
+    reference = stack.reference(ids, salt="samples")
+    assert len(answer.body["choices"]) == 3
+    stack.check_answer(answer, reference)
+    assert {tuple(choice["token_ids"]) for choice in answer.body["choices"]} == {tuple(answer.token_ids)}
+    assert answer.body["usage"]["prompt_tokens"] == 3000
+
+
+def test_usage_logprobs_and_stop_are_those_of_plain_vllm(stack: Stack) -> None:
+    ids = prompt(12, 2500)
+    fields = {"logprobs": 3, "return_tokens_as_token_ids": True}
+    plain = call(
+        stack.url("home-prefill-0", "/v1/completions"), completion_body(ids, 12, cache_salt="x", **fields)
+    )
+    stop_at = plain.body["choices"][0]["text"][6:8]
+    ours = stack.complete(ids, 12, stop=[stop_at], **fields)
+    assert ours.route["route"] == "offload"
+    assert ours.body["usage"]["prompt_tokens"] == plain.body["usage"]["prompt_tokens"]
+    assert ours.body["choices"][0]["finish_reason"] == "stop"
+    assert stop_at not in ours.body["choices"][0]["text"]
+    assert set(ours.body) == set(plain.body)
+    logprobs = ours.body["choices"][0]["logprobs"]
+    assert set(logprobs) == set(plain.body["choices"][0]["logprobs"])
+    assert len(logprobs["top_logprobs"][0]) == 3
+
+
+def test_errors_of_the_engine_reach_the_client_as_they_are(stack: Stack) -> None:
+    ids = prompt(13, 2500)
+    for fields in ({"temperature": -1}, {"max_tokens": 10**9}, {"top_p": 7}):
+        ours = stack.complete(ids, **fields) if "max_tokens" not in fields else stack.complete(ids, **fields)
+        plain = call(stack.url("home-decode-0", "/v1/completions"), completion_body(ids, 24) | fields)
+        assert ours.status == plain.status == 400
+        assert ours.body["error"]["type"] == plain.body["error"]["type"]
+
+
+def test_the_openai_package_streams_a_chat(stack: Stack) -> None:
+    client = openai.OpenAI(base_url=stack.url("gateway", "/v1"), api_key="unused", timeout=60, max_retries=0)
+    assert [model.id for model in client.models.list()] == [MODEL]
+    text = "".join(chr(32 + i % 90) for i in range(3000))
+    messages = [{"role": "user", "content": text}]
+    with client.chat.completions.with_streaming_response.create(
+        model=MODEL,
+        messages=messages,  # type: ignore[arg-type]
+        max_tokens=20,
+        temperature=0,
+    ) as raw:
+        assert raw.headers["x-prfaas-route"].startswith("offload")
+        whole = raw.parse()
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=messages,  # type: ignore[arg-type]
+        max_tokens=20,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert streamed == whole.choices[0].message.content
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 20
+    assert chunks[-1].usage == whole.usage

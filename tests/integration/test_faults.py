@@ -1,0 +1,162 @@
+"""What goes wrong costs time, never a token, and leaves nothing behind."""
+
+import concurrent.futures
+import json
+import random
+import socket
+import threading
+import time
+
+import pytest
+
+from prfaas.transport.keyfile import load_key
+from prfaas.transport.ticket import Ticket, prompt_digest
+
+from .stack import Answer, Stack, call, completion_body, wait_until
+from .test_chain import prompt
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+IDLE_THREADS = ("threads",)
+
+
+def abort_after(stack: Stack, ids: list[int], delay_s: float) -> None:
+    """A client that sends a streaming request and goes away."""
+    body = json.dumps(completion_body(ids, 200, stream=True)).encode()
+    with socket.create_connection(("127.0.0.1", stack.deployment.gateway.port), timeout=10) as client:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        time.sleep(delay_s)
+
+
+def test_fifty_mixed_requests_with_ten_aborts_end_right_and_leave_nothing(stack: Stack) -> None:
+    stack.wait_clean()
+    before = {i.name: stack.kv_stats(i.name) for i in stack.deployment.instances}
+    rng = random.Random(5)
+    jobs = [prompt(2000 + i, rng.choice([40, 300, 700, 1500, 2300, 3000])) for i in range(50)]
+    aborted = set(rng.sample(range(50), 10))
+
+    def run(index: int) -> Answer | None:
+        if index in aborted:
+            abort_after(stack, jobs[index], rng.uniform(0.0, 6.0))
+            return None
+        return stack.complete(jobs[index], max_tokens=16)
+
+    with concurrent.futures.ThreadPoolExecutor(50) as pool:
+        answers = list(pool.map(run, range(50)))
+    for index, answer in enumerate(answers):
+        if answer is not None:
+            assert answer.status == 200, (index, answer.body)
+            assert len(answer.token_ids) == 16
+    stack.wait_clean(60)
+    after = {i.name: stack.kv_stats(i.name) for i in stack.deployment.instances}
+    for name, stats in after.items():
+        assert stats["thread_errors"] == 0
+        assert stats["threads"] <= before[name]["threads"] + 1  # the observer that asks
+        assert stats["producer_connections"] == before[name]["producer_connections"]
+        assert stats["checksum_failures"] == 0
+
+
+def test_concurrent_answers_are_right(stack: Stack) -> None:
+    jobs = [prompt(3000 + i, 2100 + 150 * i) for i in range(6)]
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(stack.complete, jobs))
+    first_tokens = 0
+    for ids, answer in zip(jobs, answers, strict=True):
+        assert answer.status == 200
+        assert answer.route["route"] == "offload"
+        reference = stack.reference(ids, salt="concurrent")
+        # Other requests in a batch change chunks and so the last bits: compare what can't drift yet.
+        first_tokens += answer.token_ids[:2] == reference.token_ids[1:3]
+    assert first_tokens >= 5
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.3, 0.8, 1.5])
+def test_a_client_that_leaves_frees_everything(stack: Stack, delay_s: float) -> None:
+    abort_after(stack, prompt(int(delay_s * 10) + 60, 5000), delay_s)
+    stack.wait_clean(20)
+
+
+def test_forged_and_foreign_parameters_change_nothing(stack: Stack) -> None:
+    ids = prompt(20, 600)
+    plain = call(stack.url("home-decode-0", "/v1/completions"), completion_body(ids, 8, cache_salt="a"))
+    other_key = Ticket.issue(
+        producer="east-prefill-0",
+        consumer="home-decode-0",
+        num_tokens=599,
+        skip_tokens=0,
+        prompt_digest=prompt_digest(ids[:-1]),
+        lifetime_s=60,
+        now_s=time.time(),
+    ).seal(b"x" * 32)
+    for params in (
+        {"prfaas": other_key},
+        {"prfaas": {"remote_host": "192.0.2.1", "remote_port": 1}},
+        {"do_remote_prefill": True, "remote_host": "192.0.2.1", "remote_port": 1, "remote_block_ids": [1, 2]},
+    ):
+        body = completion_body(ids, 8, cache_salt="a", kv_transfer_params=params)
+        direct = call(stack.url("home-decode-0", "/v1/completions"), body)
+        assert direct.status == 200
+        assert direct.token_ids == plain.token_ids
+        through = call(stack.url("gateway", "/v1/completions"), body)
+        assert through.status == 200
+        assert not through.body.get("kv_transfer_params")
+
+
+def test_a_ticket_that_nobody_honours_ends_in_a_local_prefill(stack: Stack) -> None:
+    ids = prompt(21, 600)
+    sealed = Ticket.issue(
+        producer="east-prefill-0",
+        consumer="home-decode-0",
+        num_tokens=599,
+        skip_tokens=0,
+        prompt_digest=prompt_digest(ids[:-1]),
+        lifetime_s=60,
+        now_s=time.time(),
+    ).seal(load_key(stack.deployment.security.key_file))
+    body = completion_body(ids, 8, cache_salt="b", kv_transfer_params={"prfaas": sealed})
+    failed = stack.metric("home-decode-0", "vllm:prfaas_loads_failed_total")
+    answer = call(stack.url("home-decode-0", "/v1/completions"), body)
+    plain = call(stack.url("home-decode-0", "/v1/completions"), completion_body(ids, 8, cache_salt="c"))
+    assert answer.token_ids == plain.token_ids
+    wait_until(
+        lambda: stack.metric("home-decode-0", "vllm:prfaas_loads_failed_total") > failed,
+        10,
+        "the failure is counted",
+    )
+    stack.wait_clean()
+
+
+def test_prefix_caches_and_gateway_survive_a_full_staging(stack: Stack) -> None:
+    """More transfers at once than staging holds: they wait for room, and all end right."""
+    jobs = [prompt(4000 + i, 12000) for i in range(6)]  # 6 × 12.7 MiB into 64 MiB
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda ids: stack.complete(ids, max_tokens=2), jobs))
+    assert [answer.status for answer in answers] == [200] * 6
+    stack.wait_clean()
+
+
+def test_killing_the_prefill_engine_in_the_middle_of_a_transfer(stack: Stack) -> None:
+    """Runs last: the engine is started again afterwards."""
+    ids, following = prompt(30, 9000), prompt(31, 3000)
+    reference, next_reference = stack.reference(ids, salt="kill"), stack.reference(following, salt="kill")
+    answers: list[Answer] = []
+    client = threading.Thread(target=lambda: answers.append(stack.complete(ids)))
+    client.start()
+    wait_until(lambda: stack.kv_stats("home-decode-0")["transfers"]["receiving"] > 0, 20, "the transfer runs")
+    stack.engines.kill("east-prefill-0")
+    client.join(60)
+    assert not client.is_alive()
+    stack.check_answer(answers[0], reference)
+    assert answers[0].route["route"] == "local"
+    assert "fallback" in answers[0].route
+    after = stack.complete(following)
+    stack.check_answer(after, next_reference)
+    assert after.route["route"] == "local"
+    stack.engines.start("east-prefill-0")
+    stack.engines.wait_ready(240)
+    wait_until(
+        lambda: stack.complete(prompt(random.randrange(10**6), 2500), 1).route["route"] == "offload",
+        30,
+        "the engine is used again",
+    )
