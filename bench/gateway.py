@@ -21,6 +21,7 @@ from typing import Any
 
 import aiohttp
 import uvloop
+from aiohttp import web
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -66,17 +67,61 @@ def gateway_process(deployment: Deployment, pipe: Connection) -> None:
     uvloop.run(serve_gateway(deployment, ready=pipe.send))
 
 
-def cpu_s(pid: int) -> float:
-    """Seconds on a CPU of all live threads of `pid` (Linux keeps them in nanoseconds)."""
-    tasks = Path(f"/proc/{pid}/task")
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks.iterdir()) / 1e9
-
-
 @dataclasses.dataclass
 class Case:
     name: str
     prompts: list[Any]
     path: str = "/v1/completions"
+
+
+def baseline_process(prefill_url: str, decode_url: str, pipe: Connection) -> None:
+    """The least that two hops cost with this HTTP library on this machine: no tokenizing, no JSON, no transfer."""
+
+    async def serve() -> None:
+        session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+
+        async def relay(request: web.Request) -> web.Response:
+            body = await request.read()
+            for url in (prefill_url, decode_url):
+                async with session.post(
+                    url, data=body, headers={"Content-Type": "application/json"}
+                ) as answer:
+                    whole = await answer.read()
+            return web.Response(
+                body=whole, headers={"x-prfaas-route": "none", "Content-Type": "application/json"}
+            )
+
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_post("/v1/completions", relay)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        pipe.send(runner.addresses[0][1])
+        await asyncio.Event().wait()
+
+    uvloop.run(serve())
+
+
+async def measure_baseline(engines: dict[str, StandInEngine], cases: list[Case]) -> list[dict[str, Any]]:
+    context = mp.get_context("spawn")
+    ours, theirs = context.Pipe()
+    urls = [f"http://127.0.0.1:{engines[name].http_port}/v1/completions" for name in ("local", "decode")]
+    process = context.Process(target=baseline_process, args=(*urls, theirs), daemon=True)
+    process.start()
+    assert process.pid is not None
+    port = await asyncio.to_thread(ours.recv)
+    try:
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
+            return [await measure(client, process.pid, case) for case in cases]
+    finally:
+        process.terminate()
+        process.join()
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds on a CPU of all live threads of `pid` (Linux keeps them in nanoseconds)."""
+    tasks = Path(f"/proc/{pid}/task")
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks.iterdir()) / 1e9
 
 
 async def measure(client: aiohttp.ClientSession, pid: int, case: Case) -> dict[str, Any]:
@@ -166,6 +211,10 @@ async def bench(home: Path, requests: int) -> dict[str, Any]:
                 Case("128K token ids", [tokenizer.encode(text).ids for text in text_128k]),
             ]
             rows = [await measure(client, process.pid, case) for case in cases]
+            bare = [
+                Case(f"bare two-hop relay, {c.name}", c.prompts) for c in cases if c.name.endswith("text")
+            ]
+            rows += await measure_baseline(engines, bare)
             for name, text in (("32K", text_32k[0]), ("128K", text_128k[0])):
                 start_s = time.process_time()
                 tokens = len(tokenizer.encode_batch_fast([text])[0].ids)

@@ -36,14 +36,14 @@ def test_prompts_that_can_move() -> None:
     assert completion("x", echo=True, n=1) == TextPrompt("x", True)
 
 
-@pytest.mark.parametrize("prompt", [[], [[]], [True, 1], [1, -1], [1, 2**31], [1.5], [1, "x"], 5, {}, [None]])
+@pytest.mark.parametrize("prompt", [[], [[]], [True, 1], [1, -1], [1, 2**32], [1.5], [1, "x"], 5, {}, [None]])
 def test_malformed_prompts_are_left_to_the_engine(prompt: Any) -> None:
     assert completion(prompt) == DirectPrompt("malformed")
 
 
 @given(st.lists(st.one_of(st.integers(), st.booleans(), st.text(max_size=1), st.none()), max_size=4))
 def test_token_ids_are_recognised_exactly(ids: list[Any]) -> None:
-    assert are_token_ids(ids) == (bool(ids) and all(type(i) is int and 0 <= i < 2**31 for i in ids))
+    assert are_token_ids(ids) == (bool(ids) and all(type(i) is int and 0 <= i < 2**32 for i in ids))
 
 
 def test_a_plain_chat_is_rendered_here() -> None:

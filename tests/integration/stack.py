@@ -106,7 +106,8 @@ class Stack:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.deployment: Deployment = load_deployment(path)
-        self.engines = RunningEngines(self.deployment)
+        # The development routes include /reset_prefix_cache.
+        self.engines = RunningEngines(self.deployment, extra_env={"VLLM_SERVER_DEV_MODE": "1"})
         self._gateway: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "Stack":
@@ -173,8 +174,20 @@ class Stack:
         )
         return call(self.url(engine, "/v1/completions"), body)
 
+    def plain(self, prompt: Sequence[int], max_tokens: int = 24, salt: str = "plain", **fields: Any) -> Answer:
+        """What an engine answers that prefills the whole prompt itself."""
+        body = completion_body(
+            prompt,
+            max_tokens,
+            cache_salt=salt,
+            logprobs=10,
+            return_tokens_as_token_ids=True,
+            vllm_xargs={FORCED_TOKENS_ARG: []},
+        )
+        return call(self.url("home-prefill-0", "/v1/completions"), body | fields)
+
     def check_answer(self, answer: Answer, reference: Answer) -> None:
-        """Equal tokens, or a first difference within bf16 rounding."""
+        """Equal tokens, or a first difference within bf16 rounding. The reference may start with a forced token."""
         assert answer.status == 200, answer.body
         assert reference.status == 200, reference.body
         comparison = self.compare(answer, reference)
@@ -184,9 +197,10 @@ class Stack:
     def compare(answer: Answer, reference: Answer) -> Comparison:
         logprobs = [
             {int(token.removeprefix("token_id:")): value for token, value in place.items()}
-            for place in reference.body["choices"][0]["logprobs"]["top_logprobs"][1:]
+            for place in reference.body["choices"][0]["logprobs"]["top_logprobs"]
         ]
-        return compare(answer.token_ids, reference.token_ids[1:], logprobs)
+        forced = len(reference.token_ids) - len(answer.token_ids)
+        return compare(answer.token_ids, reference.token_ids[forced:], logprobs[forced:])
 
     def kv_stats(self, name: str) -> dict[str, Any]:
         """Counters of an engine's receiver, over its KV port."""

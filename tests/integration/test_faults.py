@@ -17,15 +17,13 @@ from .test_chain import prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-IDLE_THREADS = ("threads",)
-
 
 def abort_after(stack: Stack, ids: list[int], delay_s: float) -> None:
     """A client that sends a streaming request and goes away."""
     body = json.dumps(completion_body(ids, 200, stream=True)).encode()
     with socket.create_connection(("127.0.0.1", stack.deployment.gateway.port), timeout=10) as client:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        client.sendall(head.encode() + body)
+        head = ["POST /v1/completions HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", "", ""]
+        client.sendall("\r\n".join(head).encode() + body)
         time.sleep(delay_s)
 
 

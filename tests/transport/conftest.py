@@ -43,9 +43,7 @@ def make_world() -> Iterator[Callable[..., World]]:
         layout = SizesByTokens()
         arena = StagingArena(staging_bytes, block_bytes)
         receiver = make_receiver(arena, options=receiver_options, layout=layout)
-        sender = make_sender(
-            through(receiver.port), connections=connections, options=sender_options, **more
-        )
+        sender = make_sender(through(receiver.port), connections=connections, options=sender_options, **more)
         worlds.append(World(receiver, sender, arena, layout))
         return worlds[-1]
 

@@ -135,7 +135,9 @@ class World:
         assert self.arena.used_blocks == 0
 
 
-def make_ticket(unit_bytes: int, *, lifetime_s: float = 60.0, producer: str = "p", consumer: str = "c") -> Ticket:
+def make_ticket(
+    unit_bytes: int, *, lifetime_s: float = 60.0, producer: str = "p", consumer: str = "c"
+) -> Ticket:
     return Ticket.issue(
         producer=producer,
         consumer=consumer,

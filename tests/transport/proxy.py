@@ -58,7 +58,9 @@ class FaultyProxy:
                 continue
             self._sockets.append(server)
             with self._lock:
-                cut_at = int(self._cut_after_bytes * self._rng.uniform(0.2, 1.8)) if self._cut_after_bytes else 0
+                cut_at = (
+                    int(self._cut_after_bytes * self._rng.uniform(0.2, 1.8)) if self._cut_after_bytes else 0
+                )
             self._spawn(self._relay, client, server, cut_at, True)
             self._spawn(self._relay, server, client, 0, False)
 

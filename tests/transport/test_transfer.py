@@ -148,9 +148,7 @@ def test_staging_full_makes_others_wait_in_order(make_world: MakeWorld) -> None:
 
 
 def test_staging_wait_ends_in_a_refusal(make_world: MakeWorld) -> None:
-    world = make_world(
-        staging_bytes=4 << 20, receiver_options=replace(FAST_RECEIVER, staging_wait_s=0.3)
-    )
+    world = make_world(staging_bytes=4 << 20, receiver_options=replace(FAST_RECEIVER, staging_wait_s=0.3))
     first, _, _ = world.send(500_000)
     world.await_phase(first, TransferPhase.COMPLETE)
     _, transfer, _ = world.send(500_000)

@@ -1,13 +1,12 @@
 """What a request's prompt is, and whether its prefill can happen elsewhere than in the decode engine."""
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from prfaas.gateway.errors import ApiError
-
-_MAX_TOKEN_ID = (1 << 31) - 1
 
 
 class Endpoint(StrEnum):
@@ -107,8 +106,14 @@ def _completion_prompt(body: Mapping[str, Any]) -> Prompt:
 
 
 def are_token_ids(ids: Sequence[object]) -> bool:
-    """Whether `ids` are token ids: ints (not booleans) within 0 .. 2^31 - 1."""
-    return set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= _MAX_TOKEN_ID  # type: ignore[type-var, operator]
+    """Whether `ids` are token ids: at least one, all ints (no booleans) within 0 .. 2^32 - 1."""
+    if set(map(type, ids)) != {int}:
+        return False
+    try:
+        array("I", ids)  # type: ignore[type-var]
+    except OverflowError:
+        return False
+    return True
 
 
 _RENDER_FIELDS = (

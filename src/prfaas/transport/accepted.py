@@ -13,6 +13,7 @@ from prfaas.transport.book import Book
 from prfaas.transport.handshake import ROLE_PRODUCER, HandshakeError, PeerIdentity
 from prfaas.transport.incoming import ChunkPlace, ProducerSession
 from prfaas.transport.sockets import ConnectionEnded, receive_exactly, receive_pieces, shut
+from prfaas.transport.tcpinfo import read_tcp_info
 from prfaas.transport.wire import (
     HEADER_BYTES,
     FrameType,
@@ -53,6 +54,7 @@ class AcceptedConnection:
         self._outbox: deque[memoryview] = deque()
         self._sending = threading.Lock()
         self._payload_since_s: float | None = None
+        self._bytes_received = 0
         self._header = bytearray(HEADER_BYTES)
         self._scratch = bytearray()
         self._watched: set[bytes] = set()
@@ -97,11 +99,20 @@ class AcceptedConnection:
     def check(self, now_s: float) -> None:
         """Housekeeping: close a connection stuck inside a frame, push an outbox that got stuck."""
         since_s = self._payload_since_s
-        if since_s is not None and now_s - since_s > self._progress_deadline_s:
+        if since_s is not None and now_s - since_s > self._progress_deadline_s and not self._moved():
             self.failure = f"stuck inside a frame for {self._progress_deadline_s:g} s"
             self.shut()
         if self._outbox:
             self.flush()
+
+    def _moved(self) -> bool:
+        """Whether the kernel has received anything since this was asked last: a slow link is not a stuck one."""
+        before = self._bytes_received
+        try:
+            self._bytes_received = read_tcp_info(self._sock).bytes_received
+        except OSError:
+            return False
+        return self._bytes_received > before
 
     # The connection's own thread
 

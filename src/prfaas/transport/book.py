@@ -89,7 +89,7 @@ class Book:
                 transfer = self._admissible(session, transfer_id, live is not None, body)
             except ValueError as error:
                 self.counters["refused"] += 1
-                link.post(pack_control(FrameType.REFUSE, transfer_id, {"reason": str(error)}))
+                link.post(pack_control(FrameType.REFUSE, transfer_id, {"reason": str(error)[:4096]}))
                 return
             self.counters["opened"] += 1
             self._transfers[transfer_id] = transfer
@@ -367,7 +367,9 @@ class Book:
         if was is TransferPhase.WAITING:
             self._waiting.remove(transfer)
         if tell_producer and was is TransferPhase.WAITING:
-            self._tell_producer(transfer, pack_control(FrameType.REFUSE, transfer_id, {"reason": reason}))
+            self._tell_producer(
+                transfer, pack_control(FrameType.REFUSE, transfer_id, {"reason": reason[:4096]})
+            )
         elif tell_producer and was is TransferPhase.RECEIVING:
             self._tell_producer(transfer, abort(transfer_id, reason))
         self._bury(transfer, taken=False)

@@ -1,5 +1,6 @@
 """The shared secret of a deployment: 32 random bytes, kept as hex in a file only its owner may read."""
 
+import contextlib
 import os
 import secrets
 import stat
@@ -19,7 +20,8 @@ def create_key(path: Path) -> bytes:
     """
     key = secrets.token_bytes(KEY_BYTES)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
             file.write(key.hex() + "\n")

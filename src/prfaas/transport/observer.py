@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from prfaas.transport.handshake import ROLE_OBSERVER, ClientHello
+from prfaas.transport.handshake import ROLE_OBSERVER, ClientHello, HandshakeError
 from prfaas.transport.status import TransferStatus
 from prfaas.transport.wire import (
     HEADER_BYTES,
@@ -128,7 +128,7 @@ class Observer:
             raise ConnectionError(f"{self.peer_name} did not answer at {host}:{port}") from None
         except (WireError, asyncio.IncompleteReadError) as error:
             raise ConnectionError(f"{self.peer_name} at {host}:{port}: {error}") from None
-        except ConnectionError:
+        except HandshakeError:
             raise
         except OSError as error:
             raise ConnectionError(f"{self.peer_name} at {host}:{port}: {error}") from None

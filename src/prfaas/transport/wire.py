@@ -146,7 +146,7 @@ def pack_control(
         kind,
         transfer_id,
         length_bytes=len(payload),
-        payload_checksum=checksum(payload),
+        payload_checksum=checksum(payload) if payload else 0,
         version=version,
     )
     return header + payload
@@ -154,10 +154,10 @@ def pack_control(
 
 def parse_control(header: Header, payload: bytes | bytearray | memoryview) -> dict[str, Any]:
     """The JSON object of a control frame (empty for an empty payload); raises WireError."""
-    if checksum(payload) != header.checksum:
-        raise WireError(f"{header.kind.name} frame is damaged: its checksum does not fit")
     if not payload:
         return {}
+    if checksum(payload) != header.checksum:
+        raise WireError(f"{header.kind.name} frame is damaged: its checksum does not fit")
     try:
         body = json.loads(bytes(payload))
     except (ValueError, RecursionError):
