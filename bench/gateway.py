@@ -34,9 +34,9 @@ from prfaas.gateway import serve_gateway
 from prfaas.transport.keyfile import create_key
 
 # The stand-in engine is the tests'; the product has none.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "gateway"))
-from conftest import deployment_of
-from stand_in import StandInEngine, write_tokenizer
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from gateway.stand_in import StandInEngine, write_tokenizer
+from gateway.world import deployment_of
 
 THRESHOLD_TOKENS = 1000
 STREAM_CHUNKS = 4000

@@ -1,7 +1,7 @@
 """The hash chain: equal exactly when the prefixes are."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.cache import BlockHasher
@@ -9,6 +9,7 @@ from prfaas.cache import BlockHasher
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=60)
 
 
+@settings(deadline=None)
 @given(IDS, IDS, st.integers(1, 8))
 def test_two_chains_agree_exactly_as_far_as_the_prompts_do(a: list[int], b: list[int], block: int) -> None:
     hasher = BlockHasher(block_tokens=block, seed=7)
@@ -19,6 +20,7 @@ def test_two_chains_agree_exactly_as_far_as_the_prompts_do(a: list[int], b: list
     assert shared_blocks == common // block
 
 
+@settings(deadline=None)
 @given(IDS, st.integers(1, 8))
 def test_one_hash_per_whole_block(ids: list[int], block: int) -> None:
     assert len(BlockHasher(block_tokens=block).hashes(ids)) == len(ids) // block

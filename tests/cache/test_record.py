@@ -1,6 +1,6 @@
 """The record of who holds what: bounded, prefix-closed, forgetful."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.cache import BlockHasher, PrefixRecord
@@ -9,6 +9,7 @@ HASHER = BlockHasher(block_tokens=2)
 PROMPT = st.lists(st.integers(0, 2), max_size=16)
 
 
+@settings(deadline=None)
 @given(st.lists(PROMPT, max_size=12), PROMPT)
 def test_without_a_bound_the_longest_added_prefix_is_found(added: list[list[int]], asked: list[int]) -> None:
     record = PrefixRecord(block_tokens=2, capacity_blocks=1000)
@@ -22,6 +23,7 @@ def test_without_a_bound_the_longest_added_prefix_is_found(added: list[list[int]
     assert record.cached_tokens("b", HASHER.hashes(asked)) == 0
 
 
+@settings(deadline=None)
 @given(st.lists(PROMPT, max_size=30), st.integers(1, 6))
 def test_what_is_held_is_bounded_and_closed_under_prefixes(added: list[list[int]], capacity: int) -> None:
     record = PrefixRecord(block_tokens=2, capacity_blocks=capacity)

@@ -77,6 +77,8 @@ def test_other_hardware_finds_its_own_settings(tmp_path: Path) -> None:
     assert "--enforce-eager" not in built.argv
     assert "--prefix-cache-retention-interval" not in built.argv
     assert value(built, "--tensor-parallel-size") == "2"
+    peer = extra(built)["peers"]["home-decode-0"]
+    assert 2 * peer["bandwidth_bits_per_s"] == deployment.links[0].bandwidth_bits_per_s
     assert value(built, "--kv-cache-memory-bytes") == str(1024**3)
     assert not [name for name in built.env if "CPU" in name or "OMP" in name]
 

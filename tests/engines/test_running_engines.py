@@ -139,7 +139,7 @@ def test_an_engine_that_dies_is_named_with_the_end_of_its_log(started: Callable[
     with pytest.raises(EngineError) as raised:
         engines.wait_ready(20)
     assert "engine home-decode-0 ended with exit code 3 before it was ready" in str(raised.value)
-    assert str(raised.value).endswith("loading\nout of luck") or "out of luck" in str(raised.value)
+    assert "out of luck" in str(raised.value).splitlines()[1:]
 
 
 def test_waiting_is_bounded(started: Callable[..., RunningEngines], deployment: Deployment) -> None:

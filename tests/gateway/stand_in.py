@@ -152,7 +152,7 @@ class StandInEngine:
     async def _metrics(self, _request: web.Request) -> web.Response:
         return web.Response(
             text="# HELP vllm:cache_config_info x\n"
-            f'vllm:cache_config_info{{block_size="{BLOCK_TOKENS}",engine="0",num_gpu_blocks="4000"}} 1.0\n'
+            f'vllm:cache_config_info{{block_size="{BLOCK_TOKENS}",engine="0",kv_cache_size_tokens="64000"}} 1.0\n'
         )
 
     def _ids(self, body: dict[str, Any]) -> list[int]:

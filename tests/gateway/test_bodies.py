@@ -4,7 +4,7 @@ from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.gateway.bodies import decode_body, parse_body, prefill_body, strip_owned, without_transfer_params
@@ -58,6 +58,7 @@ def _names(value: Any) -> list[str]:
     return []
 
 
+@settings(deadline=None, max_examples=60)
 @given(BODIES, st.one_of(st.none(), st.just([1, 2, 3])), st.booleans())
 def test_nothing_of_the_client_reaches_the_transfer_parameters(
     body: dict[str, Any], ids: list[int] | None, ticketed: bool
@@ -73,6 +74,7 @@ def test_nothing_of_the_client_reaches_the_transfer_parameters(
             assert not names & {s.replace("-", "_") for s in STEERING}
 
 
+@settings(deadline=None)
 @given(BODIES)
 def test_everything_else_passes_unchanged(body: dict[str, Any]) -> None:
     sent = orjson.loads(decode_body(strip_owned(body), None, None))
@@ -84,6 +86,7 @@ def test_everything_else_passes_unchanged(body: dict[str, Any]) -> None:
         assert (key in sent) == (key in body)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=5))
 def test_a_prefill_request_is_made_of_ours_alone(ids: list[int]) -> None:
     sent = orjson.loads(prefill_body("m", ids, "sealed"))

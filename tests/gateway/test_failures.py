@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import aiohttp
 import pytest
-from conftest import OPTIONS, World, route_of
-from stand_in import answer_text
+
+from .stand_in import answer_text
+from .world import OPTIONS, World, route_of
 
 InWorld = Callable[..., None]
 LONG = list(range(50, 250)) * 5

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.gateway.prompts import (
@@ -41,6 +41,7 @@ def test_malformed_prompts_are_left_to_the_engine(prompt: Any) -> None:
     assert completion(prompt) == DirectPrompt("malformed")
 
 
+@settings(deadline=None)
 @given(st.lists(st.one_of(st.integers(), st.booleans(), st.text(max_size=1), st.none()), max_size=4))
 def test_token_ids_are_recognised_exactly(ids: list[Any]) -> None:
     assert are_token_ids(ids) == (bool(ids) and all(type(i) is int and 0 <= i < 2**32 for i in ids))

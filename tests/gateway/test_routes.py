@@ -4,8 +4,9 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from conftest import THRESHOLD_TOKENS, World, route_of
-from stand_in import BLOCK_TOKENS, answer_text
+
+from .stand_in import BLOCK_TOKENS, answer_text
+from .world import THRESHOLD_TOKENS, World, route_of
 
 InWorld = Callable[..., None]
 LONG = list(range(50, 250)) * 5

@@ -5,6 +5,14 @@ import pytest
 from .stack import Stack, running, write_deployment
 
 
+@pytest.fixture(scope="session", autouse=True)
+def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Models, keys and logs of tests stay out of the user's own folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PRFAAS_HOME", str(tmp_path_factory.mktemp("prfaas-home")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Three engines of the tiny Qwen3-Next and the gateway, over a link on which transfer time matters."""

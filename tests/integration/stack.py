@@ -54,7 +54,7 @@ def write_deployment(directory: Path, *, bandwidth: str, extra_args: Sequence[st
         )
     deployment = {
         "name": directory.name,
-        "model": {"served_name": MODEL, "tiny": "qwen3-next", "max_model_len": 32768},
+        "model": {"served_name": MODEL, "tiny": "qwen3-next", "max_model_len": max_model_len},
         "clusters": [
             {
                 "name": "prfaas-east",
@@ -174,7 +174,9 @@ class Stack:
         )
         return call(self.url(engine, "/v1/completions"), body)
 
-    def plain(self, prompt: Sequence[int], max_tokens: int = 24, salt: str = "plain", **fields: Any) -> Answer:
+    def plain(
+        self, prompt: Sequence[int], max_tokens: int = 24, salt: str = "plain", **fields: Any
+    ) -> Answer:
         """What an engine answers that prefills the whole prompt itself."""
         body = completion_body(
             prompt,

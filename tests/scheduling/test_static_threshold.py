@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.scheduling import (
@@ -112,6 +112,7 @@ INSTANCES = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(
     INSTANCES,
     st.integers(0, 4000),

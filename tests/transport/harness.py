@@ -5,6 +5,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from prfaas.transport import (
@@ -208,8 +209,6 @@ def our_threads() -> list[str]:
 def open_sockets() -> int:
     count = 0
     for entry in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names only
-        try:
+        with suppress(OSError):
             count += os.readlink(f"/proc/self/fd/{entry}").startswith("socket:")  # noqa: PTH115
-        except OSError:
-            pass
     return count

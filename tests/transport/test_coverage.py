@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,5 +20,5 @@ def test_same_as_a_set_of_bytes(added: list[tuple[int, int]], probe: tuple[int, 
         intervals = coverage.intervals()
         assert {byte for low, high in intervals for byte in range(low, high)} == model
         flat = [edge for interval in intervals for edge in interval]
-        assert all(low < high for low, high in zip(flat, flat[1:], strict=False))
+        assert all(low < high for low, high in pairwise(flat))
     assert coverage.overlap_bytes(*probe) == len(model & set(range(*probe)))

@@ -184,7 +184,7 @@ def test_frozen_link_is_noticed(make_world: MakeWorld, proxies: Callable[..., Fa
         sender_options=options,
         receiver_options=replace(FAST_RECEIVER, progress_deadline_s=0.8),
     )
-    ticket, transfer, content = world.open(2_000_000)
+    _, transfer, content = world.open(2_000_000)
     transfer.put(0, 0, BytesSource(content[0]))
     await_true(transfer.idle, 5.0, lambda: "idle")
     proxy.freeze()

@@ -140,7 +140,7 @@ def test_receiver_gone_or_restarted(make_world: MakeWorld) -> None:
         with pytest.raises(ConnectionError, match="c/0"):
             await waiting
         assert time.monotonic() - began_s < 4.0
-        with pytest.raises(ConnectionError, match="c/0 at 127.0.0.1"):
+        with pytest.raises(ConnectionError, match=r"c/0 at 127\.0\.0\.1"):
             await observer.wait(bytes(16), 30)
         world.receiver = make_receiver(world.arena, layout=world.layout, port=port)
         assert (await observer.stats())["completed"] == 0

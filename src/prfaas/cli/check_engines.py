@@ -134,7 +134,9 @@ async def _check_kv_port(deployment: Deployment, instance: Instance, rank: int, 
             f"has {connected} of {sum(expected.values())} connections from {sources}",
             f"see the logs of {sources}: not running, a closed port, or another model, vLLM or KV layout",
         )
-    return ok(subject, f"is authenticated, {connected} connections from {', '.join(expected) or 'nobody'}")
+    if not expected:
+        return ok(subject, "is authenticated; nobody sends there")
+    return ok(subject, f"is authenticated, {connected} connections from {', '.join(expected)}")
 
 
 def _expected_connections(deployment: Deployment, instance: Instance) -> dict[str, int]:

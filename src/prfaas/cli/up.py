@@ -30,7 +30,7 @@ def up(deployment: DeploymentPath) -> None:
 
     loaded = load_deployment(deployment)
     check_gateway_port(loaded)
-    signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         with RunningEngines(loaded) as engines:
             typer.echo(f"logs: {loaded.logs_dir}", err=True)
@@ -45,6 +45,8 @@ def up(deployment: DeploymentPath) -> None:
     except KeyboardInterrupt:
         typer.echo("stopped before it was ready", err=True)
         raise typer.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

@@ -35,14 +35,16 @@ def demo_prompts(chars_per_token: float = 1.0) -> tuple[DemoPrompt, ...]:
     reader = _Reader(chars_per_token)
     shortest, short, medium = (reader.passage(tokens) for tokens in _SHORT)
     first = reader.passage(_FIRST_LONG)
-    second = first[: reader.chars(_SHARED)] + reader.passage(_OWN)
+    shared = reader.chars(_SHARED)
+    # From the first character on that differs from the first document's, so that they share this much and no more.
+    second = first[:shared] + reader.passage(_OWN, unlike=first[shared])
     longest = reader.passage(_LONGEST)
     return (
         DemoPrompt("a question", shortest),
         DemoPrompt("a page", short),
         DemoPrompt("a long document", first),
         DemoPrompt("some pages", medium),
-        DemoPrompt("same beginning as the long document", second),
+        DemoPrompt("its beginning, another end", second),
         DemoPrompt("the longest", longest),
     )
 
@@ -66,14 +68,20 @@ class _Reader:
     def chars(self, tokens: int) -> int:
         return round(tokens * self._chars_per_token)
 
-    def passage(self, tokens: int) -> str:
+    def passage(self, tokens: int, unlike: str = "") -> str:
+        """The next passage; not one that begins with the character `unlike`."""
         text = corpus()
+        while unlike and text[self._position : self._position + 1] == unlike:
+            self._next_paragraph(self._position)
         end = self._position + self.chars(tokens)
         if end > len(text):
             raise ValueError(
                 f"the demo's text has {len(text)} characters, too few at {self._chars_per_token:.1f} per token"
             )
         passage = text[self._position : end]
-        paragraph = text.find("\n\n", end)
-        self._position = len(text) if paragraph < 0 else paragraph + 2
+        self._next_paragraph(end)
         return passage
+
+    def _next_paragraph(self, position: int) -> None:
+        paragraph = corpus().find("\n\n", position)
+        self._position = len(corpus()) if paragraph < 0 else paragraph + 2

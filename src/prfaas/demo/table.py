@@ -16,9 +16,7 @@ _EXPLAINED_STYLE = {True: "", False: "bold red"}
 
 def outcome_table(outcome: Outcome) -> Table:
     """One line per prompt, in the order in which they were sent."""
-    table = Table(
-        box=box.SIMPLE_HEAD, title=f"{outcome.deployment.model.served_name}: {outcome.kv_model.describe()}"
-    )
+    table = Table(box=box.SIMPLE_HEAD, title=outcome.kv_model.describe())
     table.add_column("prompt")
     for heading in ("tokens", "cached"):
         table.add_column(heading, justify="right")
@@ -32,7 +30,7 @@ def outcome_table(outcome: Outcome) -> Table:
         "tokens/s",
     ):
         table.add_column(heading, justify="right")
-    table.add_column("equal to plain vLLM")
+    table.add_column("equal to plain vLLM", no_wrap=True)
     for row in outcome.rows:
         table.add_row(*_cells(row))
     return table

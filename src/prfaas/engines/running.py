@@ -77,10 +77,11 @@ class RunningEngines:
         """
         names = self.names if name is None else (name,)
         instances = [self.deployment.instance(each) for each in names]
+        if self._command is None:
+            ensure_vllm()
         for instance in instances:
             self._check_startable(instance)
         if self._command is None:
-            ensure_vllm()
             ensure_model(self.deployment)
         ensure_key(self.deployment)
         self._ensure_watchdog()

@@ -50,7 +50,10 @@ class ChatTemplate:
         Raises jinja2.TemplateError when the template refuses the conversation.
         """
         conversation = [
-            {"role": role, "content": content if isinstance(content, str) else "\n".join(content)}
+            {
+                "role": role,
+                "content": content if isinstance(content, str) else "\n".join(filter(None, content)),
+            }
             for role, content in messages
         ]
         return self._template.render(

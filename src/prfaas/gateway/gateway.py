@@ -48,7 +48,7 @@ class Gateway:
             frozenset((link.source, link.target) for link in deployment.links),
             is_hybrid=is_hybrid,
         )
-        self.prefixes = Prefixes(self.client, options, seed=_seed(key), is_hybrid=is_hybrid)
+        self.prefixes = Prefixes(self.client, options, seed=_seed(key))
         self.health = HealthWatch(self.pool, self.client, self.prefixes, self.metrics, options)
         self.transfers = _transfers(deployment.with_role("decode"), key)
         local = LocalTokenizer.of_model(model.path, self.tokenizer_threads)

@@ -24,11 +24,10 @@ class Prefixes:
     end on the engine's block boundary would not be honoured and cost a whole local prefill.
     """
 
-    def __init__(self, client: EngineClient, options: GatewayOptions, *, seed: int, is_hybrid: bool) -> None:
+    def __init__(self, client: EngineClient, options: GatewayOptions, *, seed: int) -> None:
         self._client = client
         self._options = options
         self._seed = seed
-        self._is_hybrid = is_hybrid
         self._asked = False
         self._asking = asyncio.Lock()
         self._hasher: BlockHasher | None = None
@@ -45,13 +44,12 @@ class Prefixes:
                 self._asked = True
                 self._use(decode, *cache_facts(answer))
 
-    def _use(self, decode: Instance, block_tokens: int | None, num_blocks: int | None) -> None:
+    def _use(self, decode: Instance, block_tokens: int | None, capacity_tokens: int | None) -> None:
         if block_tokens is None:
             logger.warning("%s does not tell its KV block size: prefixes are not tracked", decode.name)
             return
-        capacity_tokens = block_tokens * num_blocks if num_blocks else _DEFAULT_CAPACITY_TOKENS
-        # The layer groups of a hybrid model share the blocks, and running requests need some in any case.
-        capacity_tokens //= 4 if self._is_hybrid else 2
+        # Running requests need room in the cache too.
+        capacity_tokens = (capacity_tokens or _DEFAULT_CAPACITY_TOKENS) // 2
         ours = block_tokens * -(-DEFAULT_BLOCK_TOKENS // block_tokens)
         self._hasher = BlockHasher(block_tokens=ours, seed=self._seed)
         self._record = PrefixRecord(block_tokens=ours, capacity_blocks=max(capacity_tokens // ours, 1))
@@ -76,13 +74,12 @@ class Prefixes:
 
 
 def cache_facts(exposition: bytes) -> tuple[int | None, int | None]:
-    """(tokens per block, number of blocks) of vLLM's cache_config_info series; None for what it does not
-    say."""
+    """(tokens per block, tokens in all) of vLLM's cache_config_info series; None for what it does not say."""
     found = _CACHE_CONFIG.search(exposition)
     labels = dict(_LABEL.findall(found.group(1))) if found else {}
 
     def positive(name: bytes) -> int | None:
         value = labels.get(name, b"")
-        return int(value) if value.isdigit() and 0 < int(value) < 1 << 31 else None
+        return int(value) if value.isdigit() and 0 < int(value) < 1 << 40 else None
 
-    return positive(b"block_size"), positive(b"num_gpu_blocks")
+    return positive(b"block_size"), positive(b"kv_cache_size_tokens")

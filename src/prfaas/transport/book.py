@@ -19,6 +19,7 @@ from prfaas.transport.staged import StagedTransfer
 from prfaas.transport.staging import StagingArena
 from prfaas.transport.status import TransferPhase, TransferStatus
 from prfaas.transport.tombstones import Tombstones
+from prfaas.transport.watchers import Watchers
 from prfaas.transport.wire import (
     MAX_REGION_BYTES,
     MAX_REGIONS,
@@ -49,7 +50,7 @@ class Book:
         self._transfers: dict[bytes, IncomingTransfer] = {}
         self._waiting: deque[IncomingTransfer] = deque()
         self._tombstones = Tombstones(options.max_tombstones)
-        self._watchers: dict[bytes, set[FrameSink]] = {}
+        self._watchers = Watchers()
         self._sessions: dict[tuple[str, str], ProducerSession] = {}
         self.counters: Counter[str] = Counter()
 
@@ -96,7 +97,7 @@ class Book:
             self._waiting.append(transfer)
             self._admit()
             if transfer.phase is TransferPhase.WAITING:
-                self._tell(transfer_id, transfer.status())
+                self._watchers.tell(transfer_id, transfer.status())
 
     def _admissible(
         self, session: ProducerSession, transfer_id: bytes, known: bool, body: Mapping[str, Any]
@@ -133,7 +134,7 @@ class Book:
             transfer.moved_at_s = time.monotonic()
             transfer_id = transfer.ticket.transfer_id
             self._tell_producer(transfer, pack_control(FrameType.ACCEPT, transfer_id))
-            self._tell(transfer_id, transfer.status())
+            self._watchers.tell(transfer_id, transfer.status())
 
     def begin_chunk(self, session: ProducerSession, link: FrameSink, header: Header) -> ChunkPlace:
         """DATA's header has come: say where its payload goes.
@@ -225,8 +226,7 @@ class Book:
         reason = text_field(body, "reason")
         with self._lock:
             transfer = self._transfers.get(header.transfer_id)
-            # Complete means that every verified byte is here: an abort that crossed the last one changes
-            # nothing.
+            # An abort that crossed the last byte changes nothing: what is complete, is.
             if transfer is None or not transfer.session.same(session) or transfer.phase.terminal:
                 return
             self._fail(transfer, f"producer aborted: {reason}", tell_producer=False)
@@ -236,24 +236,16 @@ class Book:
     def watch(self, link: FrameSink, transfer_id: bytes) -> None:
         """Tell the present status, if there is one, and each later phase."""
         with self._lock:
-            status = self._status(transfer_id)
-            if status is not None:
-                link.post(pack_control(FrameType.STATUS, transfer_id, status.to_body()))
-            if status is None or not status.phase.terminal:
-                self._watchers.setdefault(transfer_id, set()).add(link)
+            self._watchers.add(link, transfer_id, self._status(transfer_id))
 
     def is_watching(self, link: FrameSink, transfer_id: bytes) -> bool:
         """False once the last phase was told."""
-        return link in self._watchers.get(transfer_id, ())
+        with self._lock:
+            return self._watchers.has(link, transfer_id)
 
     def unwatch(self, link: FrameSink, transfer_ids: set[bytes]) -> None:
         with self._lock:
-            for transfer_id in transfer_ids:
-                links = self._watchers.get(transfer_id)
-                if links is not None:
-                    links.discard(link)
-                    if not links:
-                        del self._watchers[transfer_id]
+            self._watchers.remove(link, transfer_ids)
 
     # The engine
 
@@ -301,7 +293,7 @@ class Book:
             elif self._tombstones.get(transfer_id) is None:
                 status = TransferStatus(TransferPhase.FAILED, reason, 0, 0, 0, 0, 0)
                 self._tombstones.put(transfer_id, status, time.monotonic() + self._options.tombstone_s)
-                self._tell(transfer_id, status)
+                self._watchers.tell(transfer_id, status)
 
     # Time
 
@@ -355,7 +347,7 @@ class Book:
             transfer.phase = TransferPhase.COMPLETE
             transfer.moved_at_s = time.monotonic()
             self.counters["completed"] += 1
-            self._tell(transfer.ticket.transfer_id, transfer.status())
+            self._watchers.tell(transfer.ticket.transfer_id, transfer.status())
 
     def _fail(self, transfer: IncomingTransfer, reason: str, *, tell_producer: bool = True) -> None:
         was = transfer.phase
@@ -373,7 +365,7 @@ class Book:
         elif tell_producer and was is TransferPhase.RECEIVING:
             self._tell_producer(transfer, abort(transfer_id, reason))
         self._bury(transfer, taken=False)
-        self._tell(transfer_id, transfer.status())
+        self._watchers.tell(transfer_id, transfer.status())
         transfer.release()
         self._admit()
 
@@ -389,15 +381,6 @@ class Book:
         if transfer.session.links:
             transfer.session.links[0].post(frame)
 
-    def _tell(self, transfer_id: bytes, status: TransferStatus) -> None:
-        links = self._watchers.get(transfer_id)
-        if links:
-            frame = pack_control(FrameType.STATUS, transfer_id, status.to_body())
-            for link in links:
-                link.post(frame)
-            if status.phase.terminal:
-                del self._watchers[transfer_id]
-
     def _answer_for_gone(self, header: Header) -> bytes:
         status = self._tombstones.get(header.transfer_id)
         if status is not None and status.phase is TransferPhase.COMPLETE:
@@ -406,13 +389,6 @@ class Book:
 
 
 _COUNTED = (
-    "opened",
-    "refused",
-    "completed",
-    "taken",
-    "failed",
-    "dropped",
-    "expired",
-    "received_bytes",
-    "checksum_failures",
+    *("opened", "refused", "completed", "taken", "failed", "dropped", "expired"),
+    *("received_bytes", "checksum_failures"),
 )

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from prfaas.deployment import Deployment, Instance
+from prfaas.deployment import Deployment, Instance, KvPeer
 from prfaas.kvmodel import KvModel, model_from_directory
 from prfaas.units import GIB
 
@@ -86,7 +86,7 @@ def kv_transfer_config(deployment: Deployment, instance: Instance) -> dict[str, 
                     "kv_port": peer.instance.kv_port,
                     "link": peer.link,
                     "connections": peer.connections,
-                    "bandwidth_bits_per_s": peer.bandwidth_bits_per_s,
+                    "bandwidth_bits_per_s": _bandwidth_per_rank(peer, instance),
                 }
                 for peer in deployment.peers_of(instance)
             },
@@ -100,6 +100,13 @@ def kv_transfer_config(deployment: Deployment, instance: Instance) -> dict[str, 
             "progress_deadline_s": limits.progress_deadline_s,
         },
     }
+
+
+def _bandwidth_per_rank(peer: KvPeer, instance: Instance) -> float | None:
+    # Every rank paces its own share of a transfer, all at the same time.
+    if peer.bandwidth_bits_per_s is None:
+        return None
+    return peer.bandwidth_bits_per_s / instance.tensor_parallel
 
 
 def _retention(deployment: Deployment, kv_model: KvModel, on_cpu: bool) -> tuple[str, ...]:

@@ -1,0 +1,195 @@
+"""Commands as a user types them, with what they print and how they end."""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prfaas import __version__
+from prfaas.cli import main as cli
+from prfaas.deployment import load_deployment
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "local.yaml"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PRFAAS_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def dense_file(tmp_path: Path) -> Path:
+    """A deployment whose model needs no making."""
+    (tmp_path / "m").mkdir()
+    config = {"model_type": "qwen3", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    path = tmp_path / "dense.yaml"
+    text = EXAMPLE.read_text().replace("tiny: qwen3-next", "path: m")
+    path.write_text(text.replace("port: 8000", f"port: {free_port()}"))
+    return path
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def gateway_port(path: Path) -> int:
+    return load_deployment(path).gateway.port
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["prfaas", *map(str, args)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def test_every_command_has_help_with_an_example(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "--help") == 0
+    overview = capsys.readouterr().out
+    for command in (["up"], ["serve"], ["engine"], ["key"], ["doctor"], ["demo"], ["model", "make"]):
+        assert command[0] in overview
+        assert run(monkeypatch, *command, "--help") == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert f"prfaas {' '.join(command)}" in text
+        assert "Example" in text
+
+
+def test_help_needs_nothing_heavy() -> None:
+    code = (
+        "import sys; sys.argv = ['prfaas', '--help']\n"
+        "import prfaas.cli.main as m\n"
+        "try: m.main()\n"
+        "except SystemExit: pass\n"
+        "print(sorted({name.split('.')[0] for name in sys.modules} & "
+        "{'vllm', 'torch', 'aiohttp', 'pydantic', 'numpy', 'yaml', 'transformers'}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"prfaas {__version__}\n"
+
+
+def test_engine_prints_a_command_line_that_a_shell_understands(
+    dense_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], home: Path
+) -> None:
+    assert run(monkeypatch, "engine", dense_file, "home-decode-0", "--print") == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert words[0] == "env"
+    assert run(monkeypatch, "engine", dense_file, "home-decode-0", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert words[-len(document["argv"]) :] == document["argv"]
+    assert dict(word.split("=", 1) for word in words[1 : -len(document["argv"])]) == document["env"]
+    assert not home.exists()
+
+
+@pytest.mark.parametrize("command", [("engine", "x"), ("serve",), ("up",), ("key",)])
+def test_a_bad_file_ends_with_one_sentence(
+    command: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(EXAMPLE.read_text().replace("60 Mbit/s", "60 MB"))
+    assert run(monkeypatch, command[0], bad, *command[1:]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"prfaas: {bad}:")
+    assert captured.err.count("\n") == 1
+    assert "links[0].bandwidth" in captured.err
+
+
+def test_an_unknown_instance_is_named(
+    dense_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "engine", dense_file, "nobody") == 2
+    assert "it has east-prefill-0, home-prefill-0, home-decode-0" in capsys.readouterr().err
+
+
+def test_a_missing_vllm_is_one_sentence(
+    dense_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for args in (("engine", dense_file, "home-decode-0"), ("up", dense_file)):
+        assert run(monkeypatch, *args) == 2
+        assert capsys.readouterr().err.startswith("prfaas: vLLM is not installed in this environment; ")
+
+
+def test_our_own_errors_are_not_swallowed(dense_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("prfaas.deployment.load_deployment", broken)
+    monkeypatch.setattr(sys, "argv", ["prfaas", "key", str(dense_file)])
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.main()
+
+
+def test_key_is_made_once_and_private(
+    dense_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "key", dense_file) == 0
+    path = Path(capsys.readouterr().out.strip())
+    assert path.stat().st_mode & 0o777 == 0o600
+    before = path.read_bytes()
+    assert run(monkeypatch, "key", dense_file) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
+def test_serve_wants_the_key_of_a_deployment_on_several_machines(
+    dense_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense_file.write_text(
+        dense_file.read_text().replace("127.0.0.1, http_port: 18100", "192.0.2.1, http_port: 18100")
+    )
+    assert run(monkeypatch, "serve", dense_file) == 2
+    assert "copy it to this path on every machine" in capsys.readouterr().err
+
+
+def test_a_taken_gateway_port_is_named_before_engines_start(
+    dense_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = gateway_port(dense_file)
+    with socket.create_server(("127.0.0.1", port)):
+        for command in ("up", "serve"):
+            assert run(monkeypatch, command, dense_file) == 2
+            assert (
+                f"127.0.0.1:{port} is already in use; free it or change gateway.port"
+                in capsys.readouterr().err
+            )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_runs_until_a_signal(dense_file: Path, number: signal.Signals) -> None:
+    port = gateway_port(dense_file)
+    code = "from prfaas.cli.main import main; main()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "serve", str(dense_file)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ),
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == f"ready: http://127.0.0.1:{port}/v1\n"
+            process.send_signal(number)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()

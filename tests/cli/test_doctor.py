@@ -1,0 +1,311 @@
+"""`prfaas doctor` against real KV receivers, a server that speaks as much HTTP as it asks for, and real routes."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from prfaas.cli import main as cli
+from prfaas.cli.check_engines import check_engines
+from prfaas.cli.check_files import check_key, check_model
+from prfaas.cli.check_gateway import (
+    check_disaggregation,
+    check_gateway,
+    expected_route,
+    judge_route,
+    parse_route,
+)
+from prfaas.cli.finding import Finding
+from prfaas.deployment import Deployment, load_deployment
+from prfaas.engines.preparation import ensure_key
+from prfaas.transport.keyfile import load_key
+from prfaas.transport.receiver import Receiver
+from prfaas.transport.staging import StagingArena
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "local.yaml"
+
+
+class NoLayout:
+    def region_bytes(self, num_tokens: int, skip_tokens: int) -> Sequence[int]:
+        return [num_tokens - skip_tokens]
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Deployment:
+    return load_deployment(EXAMPLE, state_dir=tmp_path)
+
+
+def problems(findings: Sequence[Finding]) -> dict[str, str]:
+    assert all((finding.mend is not None) == (finding.level == "problem") for finding in findings)
+    return {finding.subject: finding.text for finding in findings if finding.level == "problem"}
+
+
+@asynccontextmanager
+async def served(routes: dict[str, Callable[[web.Request], web.Response]]) -> AsyncIterator[int]:
+    async def answer(request: web.Request) -> web.Response:
+        if request.path not in routes:
+            raise web.HTTPNotFound
+        return routes[request.path](request)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
+def vllm_routes(
+    version: str = "0.32.0", name: str = "qwen3-next-tiny", length: int = 32768
+) -> dict[str, Callable[[web.Request], web.Response]]:
+    return {
+        "/health": lambda _: web.Response(),
+        "/version": lambda _: web.json_response({"version": version}),
+        "/v1/models": lambda _: web.json_response({"data": [{"id": name, "max_model_len": length}]}),
+    }
+
+
+def with_ports(deployment: Deployment, http_ports: Sequence[int], kv_ports: Sequence[int]) -> Deployment:
+    ports = iter(zip(http_ports, kv_ports, strict=True))
+    clusters = []
+    for cluster in deployment.clusters:
+        moved = []
+        for instance in cluster.instances:
+            http_port, kv_port = next(ports)
+            moved.append(replace(instance, http_port=http_port, kv_port=kv_port))
+        clusters.append(replace(cluster, instances=tuple(moved)))
+    return replace(deployment, clusters=tuple(clusters))
+
+
+@pytest.fixture
+def receivers(deployment: Deployment) -> Iterator[list[Receiver]]:
+    """A real receiver per instance, with the deployment's key."""
+    ensure_key(deployment)
+    key = load_key(deployment.security.key_file)
+    with ExitStack() as stack:
+        made = []
+        for instance in deployment.instances:
+            receiver = Receiver(
+                name=f"{instance.name}/0",
+                key=key,
+                host="127.0.0.1",
+                port=0,
+                arena=StagingArena(1 << 20),
+                layout=NoLayout(),
+                fingerprint={},
+            )
+            receiver.start()
+            stack.callback(receiver.close)
+            made.append(receiver)
+        yield made
+
+
+def ask_engines(
+    deployment: Deployment,
+    receivers: Sequence[Receiver],
+    monkeypatch: pytest.MonkeyPatch,
+    *routes: dict[str, Callable[[web.Request], web.Response]],
+) -> list[Finding]:
+    monkeypatch.setattr("prfaas.cli.check_engines._SETTLE_S", 0.1)
+
+    async def ask() -> list[Finding]:
+        async with served(routes[0]) as a, served(routes[1]) as b, served(routes[2]) as c:
+            moved = with_ports(deployment, (a, b, c), [receiver.port for receiver in receivers])
+            async with aiohttp.ClientSession() as session:
+                return await check_engines(moved, session)
+
+    return asyncio.run(ask())
+
+
+def test_healthy_engines_whose_producers_are_not_connected(
+    deployment: Deployment, receivers: list[Receiver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    findings = ask_engines(deployment, receivers, monkeypatch, vllm_routes(), vllm_routes(), vllm_routes())
+    assert problems(findings) == {
+        "KV port home-decode-0/0": "has 0 of 8 connections from east-prefill-0, home-prefill-0"
+    }
+    assert "KV port east-prefill-0/0" in {finding.subject for finding in findings}
+
+
+def test_engines_of_other_kinds(
+    deployment: Deployment, receivers: list[Receiver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    findings = ask_engines(
+        deployment,
+        receivers,
+        monkeypatch,
+        vllm_routes("0.31.9"),
+        vllm_routes(name="other"),
+        vllm_routes(length=10),
+    )
+    found = problems(findings)
+    assert found["engine east-prefill-0"] == "runs vLLM 0.31.9"
+    assert found["engine home-prefill-0"] == "serves other, not qwen3-next-tiny"
+    assert found["engine home-decode-0"] == "takes 10 tokens, not 32768 (model.max_model_len)"
+    assert found["versions"] == "engines run different versions of vLLM: 0.31.9, 0.32.0"
+
+
+def test_ports_that_something_else_uses(
+    deployment: Deployment, receivers: list[Receiver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_health = {"/health": lambda _: web.Response()}
+    findings = ask_engines(
+        deployment, receivers, monkeypatch, {}, only_health, {"/health": lambda _: web.Response(status=503)}
+    )
+    found = problems(findings)
+    assert found["engine east-prefill-0"].endswith("answers /health with 404")
+    assert found["engine home-prefill-0"] == "does not list its models"
+    assert found["engine home-decode-0"].endswith("answers /health with 503")
+
+
+def test_a_kv_port_with_another_key(
+    deployment: Deployment, receivers: list[Receiver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment.security.key_file.unlink()
+    ensure_key(deployment)
+    found = problems(ask_engines(deployment, receivers, monkeypatch, *[vllm_routes()] * 3))
+    assert all(
+        "does not have this deployment's key" in found[f"KV port {i.name}/0"] for i in deployment.instances
+    )
+
+
+def test_nothing_there(deployment: Deployment) -> None:
+    async def ask() -> list[Finding]:
+        moved = with_ports(deployment, (1, 2, 3), (4, 5, 6))
+        moved = replace(moved, gateway=replace(moved.gateway, port=7))
+        async with aiohttp.ClientSession() as session:
+            return [*await check_engines(moved, session), await check_gateway(moved, session)]
+
+    findings = asyncio.run(ask())
+    assert [finding.level for finding in findings] == ["problem"] * 4
+    assert findings[0].mend == f"start it on its machine: prfaas engine {EXAMPLE} east-prefill-0"
+
+
+def test_files(deployment: Deployment, tmp_path: Path) -> None:
+    assert check_model(deployment).level == check_key(deployment).level == "ok"
+    ensure_key(deployment)
+    deployment.security.key_file.chmod(0o644)
+    finding = check_key(deployment)
+    assert finding.level == "problem"
+    assert "others can read it" in finding.text
+    assert str(finding.mend).startswith("chmod 600 ")
+    deployment.model.path.mkdir(parents=True)
+    finding = check_model(deployment)
+    assert (finding.level, finding.mend) == ("problem", "prfaas model make qwen3-next")
+    elsewhere = replace(deployment, model=replace(deployment.model, tiny=None, path=tmp_path / "none"))
+    assert "model.path" in str(check_model(elsewhere).mend)
+
+
+OFFLOAD = "offload; prefill=east-prefill-0; decode=home-decode-0; uncached=4064; cached=0; bytes=1048576; reason=long"
+
+
+@pytest.mark.parametrize(
+    ("header", "level", "text"),
+    [
+        (OFFLOAD, "ok", "1.0 MiB of KVCache moved"),
+        (
+            OFFLOAD.replace("bytes=1048576", "bytes=0"),
+            "problem",
+            "the decode engine computed everything again",
+        ),
+        (
+            "local; prefill=home-prefill-0; decode=home-decode-0; bytes=9; fallback=prefill_failed; reason=long",
+            "problem",
+            "route local and not offload, because: prefill_failed",
+        ),
+        ("local; prefill=home-decode-0; decode=home-decode-0; reason=down", "problem", "because: down"),
+    ],
+)
+def test_what_a_probe_shows(deployment: Deployment, header: str, level: str, text: str) -> None:
+    finding = judge_route(deployment, 4064, parse_route(header))
+    assert finding.level == level
+    assert text in finding.text
+
+
+def test_where_a_probe_should_go(deployment: Deployment) -> None:
+    assert expected_route(deployment, 4064) == "offload"
+    assert expected_route(deployment, 4000) == "local"
+    local = replace(deployment, routing=replace(deployment.routing, policy="local"))
+    assert expected_route(local, 30000) == "local"
+    always = replace(deployment, routing=replace(deployment.routing, policy="offload"))
+    assert expected_route(always, 10) == "offload"
+    assert expected_route(replace(always, links=()), 10) == "local"
+
+
+def test_the_probe_is_over_the_threshold_and_unseen(deployment: Deployment) -> None:
+    asked: list[dict[str, object]] = []
+
+    def complete(request: web.Request) -> web.Response:
+        return web.json_response({}, headers={"x-prfaas-route": OFFLOAD})
+
+    async def ask() -> list[Finding]:
+        async def record(request: web.Request) -> web.Response:
+            asked.append(await request.json())
+            return complete(request)
+
+        app = web.Application()
+        app.router.add_post("/v1/completions", record)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            gateway = replace(deployment.gateway, port=runner.addresses[0][1])
+            async with aiohttp.ClientSession() as session:
+                return [
+                    await check_disaggregation(replace(deployment, gateway=gateway), session)
+                    for _ in range(2)
+                ]
+        finally:
+            await runner.cleanup()
+
+    findings = asyncio.run(ask())
+    assert [finding.level for finding in findings] == ["ok", "ok"]
+    first, second = (body["prompt"] for body in asked)
+    assert isinstance(first, list)
+    assert isinstance(second, list)
+    assert len(first) == len(second) == 4064
+    assert first[:8] != second[:8]
+
+
+def test_a_gateway_that_refuses_the_probe(deployment: Deployment) -> None:
+    async def ask() -> Finding:
+        async with served({"/v1/completions": lambda _: web.Response(status=503, text="no engine")}) as port:
+            gateway = replace(deployment.gateway, port=port)
+            async with aiohttp.ClientSession() as session:
+                return await check_disaggregation(replace(deployment, gateway=gateway), session)
+
+    finding = asyncio.run(ask())
+    assert finding.level == "problem"
+    assert "status 503: no engine" in finding.text
+
+
+def test_a_bad_file_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("name: x\n")
+    for arguments in (["--json"], []):
+        monkeypatch.setattr(sys, "argv", ["prfaas", "doctor", str(bad), *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 1
+        out = capsys.readouterr().out
+        if arguments:
+            document = json.loads(out)
+            assert document["ok"] is False
+            assert document["findings"][0]["subject"] == "file"
+            assert document["findings"][0]["mend"]
+        else:
+            assert out.startswith("problem  file: ")
+            assert "→ correct the file" in out
