@@ -6,6 +6,7 @@ nothing about the route, and bytes that arrive can be compared with the ids.
 
 import asyncio
 import hashlib
+import json
 import time
 from array import array
 from collections.abc import Sequence
@@ -44,8 +45,25 @@ def write_tokenizer(directory: Path) -> Path:
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     (directory / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
-    (directory / "config.json").write_text('{"model_type": "unknown-hybrid"}')
+    (directory / "config.json").write_text(json.dumps(HYBRID_CONFIG))
     return directory
+
+
+HYBRID_CONFIG = {
+    "model_type": "qwen3_next",
+    "dtype": "bfloat16",
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "full_attention_interval": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 
 
 def kv_of(ids: Sequence[int]) -> bytes:

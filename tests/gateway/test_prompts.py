@@ -106,5 +106,5 @@ def test_media_and_foreign_templates_stay() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:"}}
     assert chat(USER | {"content": [image]}) == DirectPrompt("media")
     assert chat(USER, chat_template="x") == DirectPrompt("chat-template")
-    assert chat(USER, n=3) == DirectPrompt("samples")
+    assert chat(USER, n="3") == DirectPrompt("malformed")
     assert chat(USER, prompt_logprobs=1) == DirectPrompt("prompt-logprobs")

@@ -127,7 +127,7 @@ def test_an_engine_with_other_ids_is_asked_for_them(in_world: InWorld) -> None:
     [
         ({"prompt": [[1] * 200, [2] * 200]}, "batch"),
         ({"prompt": ["a" * 200, "b"]}, "batch"),
-        ({"prompt": "a" * 200, "n": 2}, "samples"),
+        ({"prompt": "a" * 200, "n": 0}, "malformed"),
         ({"prompt": "a" * 200, "echo": True, "logprobs": 1}, "prompt-logprobs"),
         ({"prompt": "a" * 200, "suffix": "b"}, "suffix"),
         ({"prompt": "a" * 200, "truncate_prompt_tokens": 5}, "truncation"),

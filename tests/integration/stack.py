@@ -33,7 +33,9 @@ def free_ports(count: int) -> list[int]:
         return [sock.getsockname()[1] for sock in sockets]
 
 
-def write_deployment(directory: Path, *, bandwidth: str, extra_args: Sequence[str] = ()) -> Path:
+def write_deployment(
+    directory: Path, *, bandwidth: str, extra_args: Sequence[str] = (), max_model_len: int = 32768
+) -> Path:
     """Three engines of the tiny Qwen3-Next: one PrfaaS prefill, one PD prefill, one PD decode."""
     ports = free_ports(7)
     names = (

@@ -47,6 +47,11 @@ def test_what_a_hybrid_decode_instance_holds_spares_bytes_only() -> None:
     assert (decision.route, decision.uncached_tokens, decision.skip_tokens) == (Route.OFFLOAD, 2000, 1536)
 
 
+def test_with_sliding_windows_nothing_is_skipped() -> None:
+    windows = View((REMOTE, PREFILL, DECODE), LINKS, is_hybrid=True, can_skip=False)
+    assert static_threshold(RoutingRequest(2000, {"decode": 1536}), windows, 1000).skip_tokens == 0
+
+
 def test_a_dense_decode_instance_that_holds_most_prefills_the_rest_itself() -> None:
     decision = static_threshold(RoutingRequest(2000, {"decode": 1536}), view(hybrid=False), 1000)
     assert (decision.route, decision.prefill, decision.uncached_tokens) == (Route.LOCAL, "decode", 464)

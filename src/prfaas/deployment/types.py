@@ -254,8 +254,12 @@ class Deployment:
             if target.cluster == instance.cluster:
                 peers.append(KvPeer(target, target.cluster, INTRA_CLUSTER_CONNECTIONS, None))
             elif (link := self.link(instance.cluster, target.cluster)) is not None:
-                peers.append(KvPeer(target, link.name, link.connections, link.bandwidth_bits_per_s))
+                peers.append(KvPeer(target, link.name, link.connections, self.share_bits_per_s(link)))
         return tuple(peers)
+
+    def share_bits_per_s(self, link: Link) -> float:
+        """What one sending engine may use of a link: senders pace themselves and don't know of each other."""
+        return link.bandwidth_bits_per_s / len(self.cluster(link.source).with_role("prefill"))
 
     def producers_for(self, instance: Instance) -> tuple[Instance, ...]:
         """Instances that may send KV to this one; the inverse of `peers_of`."""

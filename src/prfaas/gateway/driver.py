@@ -85,9 +85,11 @@ class Driver:
         self._options = options
         self._background: set[asyncio.Task[None]] = set()
 
-    async def prepare(self, prompt: Prompt, headers: Mapping[str, str]) -> Journey:
-        """Prefill `prompt` where it is best done. Raises NoDecodeInstanceError; everything else ends in a
-        local prefill."""
+    async def prepare(self, prompt: Prompt, samples: int, headers: Mapping[str, str]) -> Journey:
+        """Prefill `prompt`, of which `samples` answers are wanted, where it is best done.
+
+        Raises NoDecodeInstanceError; everything else ends in a local prefill.
+        """
         if isinstance(prompt, DirectPrompt):
             return self._direct(prompt.reason)
         start = self._decide(RoutingRequest(0), self._pool.view(), math.inf)
@@ -111,7 +113,7 @@ class Driver:
         failed: set[str] = set()
         while decision.transfers and len(failed) < 2:
             try:
-                prefilled = await self._prefill(decision, ids, headers)
+                prefilled = await self._prefill(decision, ids, samples, headers)
             except _PrefillFailedError as failure:
                 fallback = failure.reason
                 self._metrics.fallbacks.labels(fallback).inc()
@@ -195,7 +197,7 @@ class Driver:
         return static_threshold(request, view, threshold_tokens)
 
     async def _prefill(
-        self, decision: Decision, ids: Sequence[int], headers: Mapping[str, str]
+        self, decision: Decision, ids: Sequence[int], samples: int, headers: Mapping[str, str]
     ) -> _Prefilled:
         ticket = Ticket.issue(
             producer=decision.prefill,
@@ -205,6 +207,7 @@ class Driver:
             prompt_digest=prompt_digest(ids[:-1]),
             lifetime_s=self._options.ticket_lifetime_s,
             now_s=time.time(),
+            uses=samples,
         )
         sealed = ticket.seal(self._settings.key)
         body = await self._offloop.run(len(ids) * 5, prefill_body, self._settings.model, ids[:-1], sealed)

@@ -47,6 +47,7 @@ class Gateway:
             deployment.instances,
             frozenset((link.source, link.target) for link in deployment.links),
             is_hybrid=is_hybrid,
+            can_skip=kv_model is not None and not kv_model.has_window,
         )
         self.prefixes = Prefixes(self.client, options, seed=_seed(key))
         self.health = HealthWatch(self.pool, self.client, self.prefixes, self.metrics, options)

@@ -11,11 +11,17 @@ class InstancePool:
     """All instances with what changes about them: requests in flight and whether they answer."""
 
     def __init__(
-        self, instances: tuple[Instance, ...], links: frozenset[tuple[str, str]], *, is_hybrid: bool
+        self,
+        instances: tuple[Instance, ...],
+        links: frozenset[tuple[str, str]],
+        *,
+        is_hybrid: bool,
+        can_skip: bool,
     ) -> None:
         self._instances = {instance.name: instance for instance in instances}
         self._links = links
         self._is_hybrid = is_hybrid
+        self._can_skip = can_skip
         self._in_flight = dict.fromkeys(self._instances, 0)
         self._suspect_until_s: dict[str, float] = {}
 
@@ -41,6 +47,7 @@ class InstancePool:
             ),
             links=self._links,
             is_hybrid=self._is_hybrid,
+            can_skip=self._can_skip,
         )
 
     @contextmanager

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from prfaas.gateway.errors import ApiError
+from prfaas.transport.ticket import MAX_USES
 
 
 class Endpoint(StrEnum):
@@ -79,10 +80,20 @@ def _direct_by_options(body: Mapping[str, Any]) -> DirectPrompt | None:
         return DirectPrompt("truncation")
     if body.get("use_beam_search"):
         return DirectPrompt("beam-search")
-    # Every sample is a request of its own in the engine and only the first could take the staged bytes.
-    if body.get("n") not in (None, 1):
-        return DirectPrompt("samples")
+    if samples_of(body) is None:
+        return DirectPrompt("malformed")
     return None
+
+
+def samples_of(body: Mapping[str, Any]) -> int | None:
+    """How many answers are wanted (`n`); None when that is no number that a ticket can serve.
+
+    vLLM makes a request of its own of every sample, and each loads the transfer.
+    """
+    samples = body.get("n")
+    if samples is None:
+        return 1
+    return samples if type(samples) is int and 1 <= samples <= MAX_USES else None
 
 
 def _completion_prompt(body: Mapping[str, Any]) -> Prompt:

@@ -20,7 +20,7 @@ from prfaas.gateway.journey import Journey
 from prfaas.gateway.metrics import Metrics
 from prfaas.gateway.offloop import OffLoop
 from prfaas.gateway.options import GatewayOptions
-from prfaas.gateway.prompts import Endpoint, Prompt, prompt_of
+from prfaas.gateway.prompts import Endpoint, Prompt, prompt_of, samples_of
 from prfaas.scheduling import NoDecodeInstanceError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -112,9 +112,9 @@ class Service:
         try:
             arrived_s = asyncio.get_running_loop().time()
             raw = await request.read()
-            stripped, prompt = await self._offloop.run(len(raw), self._understood, raw, endpoint)
+            stripped, prompt, samples = await self._offloop.run(len(raw), self._understood, raw, endpoint)
             headers = _engine_headers(request)
-            journey = await self._driver.prepare(prompt, headers)
+            journey = await self._driver.prepare(prompt, samples, headers)
             route = str(journey.route)
             if journey.uncached_tokens is not None:
                 self._metrics.uncached_tokens.labels(route).inc(journey.uncached_tokens)
@@ -135,7 +135,7 @@ class Service:
             self._metrics.in_flight_requests.dec()
             self._metrics.requests.labels(str(endpoint), route, outcome).inc()
 
-    def _understood(self, raw: bytes, endpoint: Endpoint) -> tuple[Json, Prompt]:
+    def _understood(self, raw: bytes, endpoint: Endpoint) -> tuple[Json, Prompt, int]:
         body = parse_body(raw)
         model = body.get("model")
         if model is not None and model != self._model:
@@ -144,7 +144,7 @@ class Service:
                 404, f"The model `{name}` does not exist; this one is `{self._model}`.", param="model"
             )
         prompt = prompt_of(endpoint, body)
-        return strip_owned(body), prompt
+        return strip_owned(body), prompt, samples_of(body) or 1
 
     async def _decode(
         self,

@@ -27,6 +27,11 @@ class KvModel:
         return any(isinstance(group, LinearState) for group in self.groups)
 
     @property
+    def has_window(self) -> bool:
+        """True if some layers see a sliding window only."""
+        return any(isinstance(group, SlidingWindow) for group in self.groups)
+
+    @property
     def token_bytes(self) -> int:
         """Bytes by which the cache grows with every token, once all windows are full."""
         return sum(group.token_bytes for group in self.groups if isinstance(group, FullAttention))

@@ -28,7 +28,7 @@ def static_threshold(request: RoutingRequest, view: View, threshold_tokens: floa
     uncached = request.num_tokens - reusable
 
     def decision(route: Route, prefill: InstanceView, reason: str) -> Decision:
-        skip = at_decode if prefill is not decode else 0
+        skip = at_decode if view.can_skip and prefill is not decode else 0
         return Decision(route, prefill.name, decode.name, uncached, skip, reason)
 
     if request.num_tokens <= 1:

@@ -25,12 +25,15 @@ class View:
     """All instances, the directed links as (source cluster, target cluster), and whether the model is hybrid.
 
     A hybrid model has layers whose state cannot be cut at an arbitrary token (linear or sliding-window): what
-    such an instance holds of a prompt's attention blocks spares bytes, not computing.
+    such an instance holds of a prompt's attention blocks spares bytes, not computing. `can_skip`: it does spare
+    bytes; not so with sliding windows, since an engine keeps window blocks only near the end of a prompt and
+    doesn't count a prefix without them as held.
     """
 
     instances: tuple[InstanceView, ...]
     links: frozenset[tuple[str, str]]
     is_hybrid: bool
+    can_skip: bool = True
 
     def decoders(self) -> list[InstanceView]:
         """Decode instances: the healthy ones, or all when none is, since nothing else can answer a client."""
@@ -64,4 +67,5 @@ class View:
             instances=tuple(i for i in self.instances if i.name not in gone),
             links=self.links,
             is_hybrid=self.is_hybrid,
+            can_skip=self.can_skip,
         )
