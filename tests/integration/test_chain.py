@@ -73,7 +73,7 @@ def test_a_prefix_that_the_decode_engine_lost_costs_time_only(stack: Stack) -> N
 
 def test_several_samples_of_one_prompt_share_its_transfer(stack: Stack) -> None:
     ids = prompt(11, 3000)
-    answer = stack.complete(ids, n=3)
+    answer = stack.complete(ids, n=3, temperature=0.5, top_k=1)  # vLLM refuses n > 1 at temperature 0
     assert answer.route["route"] == "offload"
     assert int(answer.route["bytes"]) > 0
     reference = stack.reference(ids, salt="samples")

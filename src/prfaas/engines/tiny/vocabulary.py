@@ -10,7 +10,6 @@ VOCAB_SIZE = 320
 # The only tokens that a tiny model can answer with, so that answers are readable text and never end by themselves.
 PRINTABLE_IDS: tuple[int, ...] = (ord("\n"), *range(0x20, 0x7F))
 
-# Content is always used as text: a test like "is string" would make vLLM hand over lists of parts.
 CHAT_TEMPLATE = """\
 {%- if tools %}<|im_start|>system
 tools: {{ tools | tojson }}<|im_end|>
