@@ -27,8 +27,8 @@ setup: $(STAMP)
 $(STAMP): $(LOCK) pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "prfaas needs Python 3.11 to 3.13: make PYTHON=/path/to/python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-deps $(PIP_INDEX) -r $(LOCK)
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip install -qq --no-deps $(PIP_INDEX) -r $(LOCK)
+	$(BIN)/python -m pip install -qq --no-deps --no-build-isolation --editable .
 	touch $@
 
 demo: setup

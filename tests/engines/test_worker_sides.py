@@ -1,5 +1,6 @@
 """Producer and consumer worker sides over the real transport, with numpy memory in place of an engine's KV."""
 
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -290,6 +291,24 @@ def test_an_aborted_prefill_fails_the_load_and_frees_its_blocks(ends: Ends) -> N
     assert ends.finished() == {"p"}
     ends.consuming.order(load(ticket, 0))
     assert ends.results() == ({"d"}, {"d"})
+
+
+def test_blocks_are_kept_while_a_thread_reads_them(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, go_on = threading.Event(), threading.Event()
+    read = HostPages.read
+
+    def slow_read(self: HostPages, block: int, start: int, out: memoryview) -> None:
+        reading.set()
+        go_on.wait(10)
+        read(self, block, start, out)
+
+    monkeypatch.setattr(HostPages, "read", slow_read)
+    ends.step(sends(new_ticket(100), [50, 100])[0])
+    assert reading.wait(10)
+    ends.step(TransferMetadata(held={"p": True}))
+    assert ends.finished(wait_s=0.2) == set()
+    go_on.set()
+    assert ends.finished() == {"p"}
 
 
 def test_blocks_are_given_back_when_the_consumer_dies(ends: Ends) -> None:
