@@ -102,6 +102,7 @@ class StandInEngine:
     fails: int | None = None
     hangs: bool = False
     sends: bool = True
+    stalls: bool = False
     chunks: int = 3
     chunk_s: float = 0.0
     dies_while_streaming: bool = False
@@ -269,7 +270,7 @@ class StandInEngine:
             ticket, sealed, IdLayout().region_bytes(ticket.num_tokens, ticket.skip_tokens)
         )
         payload = kv_of(ids[ticket.skip_tokens :])
-        if payload:
+        if payload and not self.stalls:
             outgoing.put(0, 0, BytesSource(payload))
         outgoing.end()
 

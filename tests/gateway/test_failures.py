@@ -23,15 +23,17 @@ async def _until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it did not happen within four seconds")
 
 
-@pytest.mark.parametrize("fault", ["refuses", "http-500", "transfer-deadline"])
+@pytest.mark.parametrize("fault", ["refuses", "http-500", "not-announced", "transfer-deadline"])
 def test_a_failed_remote_prefill_becomes_a_local_one(in_world: InWorld, fault: str) -> None:
     async def body(world: World) -> None:
         if fault == "refuses":
             await world.remote.stop_http()
         elif fault == "http-500":
             world.remote.fails = 500
-        else:
+        elif fault == "not-announced":
             world.remote.sends = False
+        else:
+            world.remote.stalls = True
         route, answer = await world.complete(LONG)
         assert (route["route"], route["prefill"]) == ("local", "local")
         assert route["fallback"] == {"refuses": "unreachable"}.get(fault, fault)
@@ -193,9 +195,18 @@ def test_an_engines_own_transfer_parameters_do_not_reach_the_client(in_world: In
     in_world(body)
 
 
+def test_what_can_never_fit_into_staging_is_not_tried(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        route, _ = await world.complete([5, 6] * 1500)
+        assert (route["prefill"], route["reason"]) == ("decode", "staging")
+        assert world.remote.generated() == []
+
+    in_world(body)
+
+
 def test_a_late_transfer_is_given_up(in_world: InWorld) -> None:
     async def body(world: World) -> None:
-        world.remote.sends = world.local.sends = False
+        world.remote.stalls = world.local.stalls = True
         route, _ = await world.complete(LONG)
         assert (route["prefill"], route["fallback"]) == ("decode", "transfer-deadline")
 

@@ -32,6 +32,7 @@ OPTIONS = GatewayOptions(
     probe_interval_s=0.1,
     probe_healthy_interval_s=60.0,
     transfer_grace_s=1.0,
+    announce_grace_s=0.5,
     prefill_timeout_s=10.0,
 )
 THRESHOLD_TOKENS = 100

@@ -1,6 +1,8 @@
 """The main job on real vLLM: right tokens, right bytes, right routes."""
 
+import json
 import random
+import re
 
 import openai
 import pytest
@@ -99,6 +101,54 @@ def test_usage_logprobs_and_stop_are_those_of_plain_vllm(stack: Stack) -> None:
     logprobs = ours.body["choices"][0]["logprobs"]
     assert set(logprobs) == set(plain.body["choices"][0]["logprobs"])
     assert len(logprobs["top_logprobs"][0]) == 3
+
+
+def test_a_seed_gives_the_same_answer_again(stack: Stack) -> None:
+    ids = prompt(14, 2600)
+    answers = []
+    for _ in range(2):
+        for instance in stack.deployment.instances:
+            call(stack.url(instance.name, "/reset_prefix_cache"), {})
+        answers.append(stack.complete(ids, temperature=0.9, seed=11))
+    assert answers[0].route["route"] == "offload"
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].token_ids != stack.complete(ids).token_ids
+
+
+def test_structured_output_holds_over_an_offloaded_prompt(stack: Stack) -> None:
+    answer = stack.complete(
+        prompt(15, 2500), structured_outputs={"regex": "(yes|no) [0-9]{4}"}, ignore_eos=False
+    )
+    assert answer.route["route"] == "offload"
+    assert re.fullmatch("(yes|no) [0-9]{4}", answer.body["choices"][0]["text"])
+
+
+def test_a_named_tool_is_called_over_an_offloaded_chat(stack: Stack) -> None:
+    tool = {
+        "type": "function",
+        "function": {
+            "name": "pick",
+            "parameters": {
+                "type": "object",
+                "properties": {"colour": {"enum": ["red", "blue"]}},
+                "required": ["colour"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "which one? " * 250}],
+        "tools": [tool],
+        "tool_choice": {"type": "function", "function": {"name": "pick"}},
+        "max_tokens": 60,
+        "temperature": 0,
+    }
+    answer = call(stack.url("gateway", "/v1/chat/completions"), body)
+    assert answer.status == 200, answer.body
+    (called,) = answer.body["choices"][0]["message"]["tool_calls"]
+    assert called["function"]["name"] == "pick"
+    assert json.loads(called["function"]["arguments"])["colour"] in ("red", "blue")
 
 
 def test_errors_of_the_engine_reach_the_client_as_they_are(stack: Stack) -> None:

@@ -35,7 +35,12 @@ class FaultyProxy:
     def close(self) -> None:
         self._closing = True
         self._flowing.set()
-        for sock in [self._listener, *self._sockets]:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        # Only when nothing more is accepted are these all the sockets there are.
+        for thread in self._threads[:1]:
+            thread.join()
+        for sock in self._sockets:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
         for thread in self._threads:

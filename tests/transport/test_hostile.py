@@ -181,12 +181,17 @@ def test_open_is_checked(world: World) -> None:
     sizes = [1000, 2000, 3000]
     with RawProducer(world) as raw:
         for ticket, regions, sealed, why in (
-            (good, [1000, 2000], None, "announced 2 regions, c/0 expects 3"),
-            (good, [1000, 2001, 3000], None, "announced 2001 bytes in region 1, c/0 expects 2000"),
-            (good, [1000, 2000.0, 3000], None, "must be a list"),
-            (good, "many", None, "must be a list"),
+            (make_ticket(1000), [1000, 2000], None, "announced 2 regions, c/0 expects 3"),
+            (
+                make_ticket(1000),
+                [1000, 2001, 3000],
+                None,
+                "announced 2001 bytes in region 1, c/0 expects 2000",
+            ),
+            (make_ticket(1000), [1000, 2000.0, 3000], None, "must be a list"),
+            (make_ticket(1000), "many", None, "must be a list"),
             (good, sizes, good.seal(bytes(32)), "not sealed with this deployment's key"),
-            (good, sizes, make_ticket(1000).seal(KEY), "belongs to another transfer"),
+            (make_ticket(1000), sizes, make_ticket(1000).seal(KEY), "belongs to another transfer"),
             (make_ticket(1000, lifetime_s=-5), sizes, None, "expired"),
             (make_ticket(1000, consumer="d"), sizes, None, "ticket names consumer d"),
             (make_ticket(1000, producer="q"), sizes, None, "ticket names producer q"),
@@ -195,6 +200,12 @@ def test_open_is_checked(world: World) -> None:
             header, body = raw.open(ticket, regions, sealed=sealed)
             assert header.kind is FrameType.REFUSE
             assert why in body["reason"]
+        # A refused id is over, for whoever waits for it too.
+        status = world.receiver.state(good.transfer_id)
+        assert status is not None
+        assert status.phase is TransferPhase.FAILED
+        assert "used already" in raw.open(good, sizes)[1]["reason"]
+        good = make_ticket(1000)
         assert raw.open(good, sizes)[0].kind is FrameType.ACCEPT
         with RawProducer(world, session="other") as thief:
             assert "used already" in thief.open(good, sizes)[1]["reason"]

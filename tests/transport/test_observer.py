@@ -82,6 +82,24 @@ def test_failure_is_told_and_abandon_drops(world: World) -> None:
     world.await_clean()
 
 
+def test_a_refused_transfer_is_told(world: World) -> None:
+    async def main() -> None:
+        observer = observer_of(world)
+        ticket = make_ticket(1 << 26)
+        waiting = asyncio.create_task(observer.wait(ticket.transfer_id, 10))
+        await asyncio.sleep(0.05)
+        assert not observer.announced(ticket.transfer_id)
+        sizes = [1 << 26, 2 << 26, 3 << 26]
+        transfer = world.sender.open(ticket, ticket.seal(KEY), sizes)
+        status = await waiting
+        assert (status.phase, "can never fit" in status.reason) == (TransferPhase.FAILED, True)
+        await asyncio.to_thread(transfer.await_quiescent, 5)
+        await observer.close()
+
+    asyncio.run(main())
+    world.await_clean()
+
+
 def test_timeout(world: World) -> None:
     async def main() -> None:
         observer = observer_of(world)

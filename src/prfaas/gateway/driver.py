@@ -109,6 +109,8 @@ class Driver:
         chain = self._prefixes.chain(ids)
         request = RoutingRequest(len(ids), self._prefixes.cached_tokens(self._pool, chain))
         decision = self._decide(request, self._pool.view(), self._settings.threshold_tokens)
+        if decision.transfers and not self._bound.fits(decision, len(ids) - 1):
+            return replace(self._direct("staging"), uncached_tokens=decision.uncached_tokens, chain=chain)
         fallback: str | None = None
         failed: set[str] = set()
         while decision.transfers and len(failed) < 2:
@@ -244,6 +246,12 @@ class Driver:
 
         async def in_time() -> None:
             await asyncio.wait((hop,))
+            await asyncio.wait((arrival,), timeout=self._options.announce_grace_s)
+            if not arrival.done() and not self._transfers.announced(decision.decode, ticket.transfer_id):
+                raise TransferFailedError(
+                    "not-announced",
+                    f"{decision.prefill} prefilled but opened no transfer to {decision.decode}",
+                )
             if not (await asyncio.wait((arrival,), timeout=late_s))[0]:
                 raise TransferFailedError(
                     "transfer-deadline", f"not complete {late_s:.0f} s after the prefill"

@@ -11,6 +11,7 @@ class GatewayOptions:
     prefill_timeout_s: float = 600.0
     # After the prefill has answered: the queue of bytes still on the link, besides what bandwidth explains.
     transfer_grace_s: float = 30.0
+    announce_grace_s: float = 3.0
     # A ticket outlives the prefill, the transfer and the decode engine's queue.
     ticket_lifetime_s: float = 1800.0
     tokenize_timeout_s: float = 60.0

@@ -9,6 +9,9 @@ from prfaas.transport.ticket import Ticket
 # Links are shared, and headers, retransmission and a link slower than stated all come on top.
 _SLACK = 4.0
 
+# Engines move whole blocks; vLLM's largest so far, so that the answer errs to the safe side.
+_LARGEST_BLOCK_TOKENS = 256
+
 
 class TransferBound:
     """Grace plus what the link's bandwidth explains. A stalled transfer ends earlier, by the receiver's own
@@ -18,6 +21,16 @@ class TransferBound:
         self._deployment = deployment
         self._model = model
         self._options = options
+
+    def fits(self, decision: Decision, num_tokens: int) -> bool:
+        """Whether the KV of `num_tokens` tokens has room in the consumer's staging at all."""
+        if self._model is None:
+            return True
+        nbytes = self._model.bytes_to_move(
+            num_tokens, decision.skip_tokens, block_tokens=_LARGEST_BLOCK_TOKENS
+        )
+        ranks = self._deployment.instance(decision.decode).tensor_parallel
+        return nbytes <= self._deployment.engine.staging_bytes * ranks
 
     def seconds(self, decision: Decision, ticket: Ticket) -> float:
         """Seconds after the prefill's end at which the transfer `decision` asks for is given up."""

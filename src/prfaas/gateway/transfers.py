@@ -37,6 +37,8 @@ class Watcher(Protocol):
 
     async def wait(self, transfer_id: bytes, timeout_s: float) -> TransferStatus: ...
 
+    def announced(self, transfer_id: bytes) -> bool: ...
+
     async def abandon(self, transfer_id: bytes, reason: str) -> None: ...
 
     async def close(self) -> None: ...
@@ -65,6 +67,10 @@ class Transfers:
             total_bytes=sum(status.total_bytes for status in statuses),
             hidden_bytes=sum(status.hidden_bytes for status in statuses),
         )
+
+    def announced(self, consumer: str, transfer_id: bytes) -> bool:
+        """Whether every rank of `consumer` has heard of a transfer that is being waited for."""
+        return all(watcher.announced(transfer_id) for watcher in self._watchers[consumer])
 
     async def abandon(self, consumer: str, transfer_id: bytes, reason: str, timeout_s: float) -> None:
         """Free the staging of a transfer that nobody will load; harmless when an engine has taken it. Never

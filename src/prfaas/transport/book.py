@@ -90,7 +90,10 @@ class Book:
                 transfer = self._admissible(session, transfer_id, live is not None, body)
             except ValueError as error:
                 self.counters["refused"] += 1
-                link.post(pack_control(FrameType.REFUSE, transfer_id, {"reason": str(error)[:4096]}))
+                reason = str(error)[:4096]
+                link.post(pack_control(FrameType.REFUSE, transfer_id, {"reason": reason}))
+                if live is None and self._tombstones.get(transfer_id) is None:
+                    self._bury_unborn(transfer_id, reason)
                 return
             self.counters["opened"] += 1
             self._transfers[transfer_id] = transfer
@@ -376,6 +379,12 @@ class Book:
         keep_s = max(self._options.tombstone_s, ticket.expires_at_s - time.time())
         status = transfer.status(taken=taken)
         self._tombstones.put(ticket.transfer_id, status, time.monotonic() + keep_s)
+
+    def _bury_unborn(self, transfer_id: bytes, reason: str) -> None:
+        """A transfer that was refused: whoever waits for it must not wait in vain."""
+        status = TransferStatus.refused(reason)
+        self._tombstones.put(transfer_id, status, time.monotonic() + self._options.tombstone_s)
+        self._watchers.tell(transfer_id, status)
 
     def _tell_producer(self, transfer: IncomingTransfer, frame: bytes) -> None:
         if transfer.session.links:

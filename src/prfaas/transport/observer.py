@@ -46,6 +46,7 @@ class Observer:
         self._connecting = asyncio.Lock()
         self._closed = False
         self._waits: dict[bytes, set[asyncio.Future[TransferStatus]]] = {}
+        self._announced: set[bytes] = set()
         self._asked: deque[asyncio.Future[dict[str, Any]]] = deque()
 
     @property
@@ -91,6 +92,11 @@ class Observer:
                     waiting.discard(future)
                     if not waiting:
                         del self._waits[transfer_id]
+                        self._announced.discard(transfer_id)
+
+    def announced(self, transfer_id: bytes) -> bool:
+        """Whether the receiver has heard of a transfer that somebody waits for here."""
+        return transfer_id in self._announced
 
     async def abandon(self, transfer_id: bytes, reason: str) -> None:
         """Tell the receiver to drop a transfer, or to refuse it if it has not come yet; ConnectionError if it
@@ -195,6 +201,8 @@ class Observer:
                 raise WireError(f"{self.peer_name} may not send {header.kind.name} to an observer")
 
     def _settle(self, transfer_id: bytes, status: TransferStatus) -> None:
+        if transfer_id in self._waits:
+            self._announced.add(transfer_id)
         if status.phase.terminal:
             for future in self._waits.get(transfer_id, ()):
                 _resolve(future, status)

@@ -39,6 +39,11 @@ class TransferStatus:
     skip_tokens: int
     taken: bool = False
 
+    @classmethod
+    def refused(cls, reason: str) -> Self:
+        """Of a transfer that was never let in."""
+        return cls(TransferPhase.FAILED, reason, 0, 0, 0, 0, 0)
+
     def to_body(self) -> dict[str, Any]:
         return {
             "phase": self.phase.value,

@@ -89,7 +89,11 @@ class WorkerSide:
             key=key,
             peers=peers,
             fingerprint=marks,
-            options=SenderOptions(progress_deadline_s=settings.progress_deadline_s),
+            options=SenderOptions(
+                progress_deadline_s=settings.progress_deadline_s,
+                # The other side may let a transfer wait for staging; its answer comes after that.
+                accept_deadline_s=settings.staging_wait_s + 10.0,
+            ),
         )
         receiver.start()
         sender.start()

@@ -1,0 +1,40 @@
+"""`prfaas demo` for the kinds of KVCache that the other tests don't serve end to end."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .stack import write_deployment
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize("model", ["gpt-oss", "mimo-v2-flash", "qwen3"])
+def test_the_demo_succeeds_with_every_kind_of_cache(model: str, tmp_path: Path) -> None:
+    deployment = write_deployment(tmp_path, bandwidth="200 Mbit/s")
+    result = tmp_path / "demo.json"
+    demo = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "prfaas.cli.main",
+            "demo",
+            str(deployment),
+            "--model",
+            model,
+            "--json",
+            str(result),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert demo.returncode == 0, demo.stdout[-3000:] + demo.stderr[-3000:]
+    outcome = json.loads(result.read_text())
+    assert outcome["all_equal"]
+    assert outcome["all_bytes_explained"]
+    assert {request["route"] for request in outcome["requests"]} == {"local", "offload"}
