@@ -23,6 +23,7 @@ from prfaas.transport.observer import Observer
 
 MODEL = "tiny"
 THRESHOLD_TOKENS = 2000
+TOOL_ARGS = ("--enable-auto-tool-choice", "--tool-call-parser", "pythonic")
 
 
 def free_ports(count: int) -> list[int]:
@@ -34,7 +35,12 @@ def free_ports(count: int) -> list[int]:
 
 
 def write_deployment(
-    directory: Path, *, bandwidth: str, extra_args: Sequence[str] = (), max_model_len: int = 32768
+    directory: Path,
+    *,
+    bandwidth: str,
+    extra_args: Sequence[str] = (),
+    max_model_len: int = 32768,
+    staging: str = "64 MiB",
 ) -> Path:
     """Three engines of the tiny Qwen3-Next: one PrfaaS prefill, one PD prefill, one PD decode."""
     ports = free_ports(7)
@@ -73,8 +79,8 @@ def write_deployment(
             "max_num_batched_tokens": 1024,
             "max_num_seqs": 16,
             "kv_cache_gib": 1,
-            "staging": "64 MiB",
-            "extra_args": ["--logits-processors", LOGITS_PROCESSOR, *extra_args],
+            "staging": staging,
+            "extra_args": ["--logits-processors", LOGITS_PROCESSOR, *TOOL_ARGS, *extra_args],
         },
     }
     path = directory / "deployment.yaml"

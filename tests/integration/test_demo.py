@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 @pytest.mark.parametrize("model", ["gpt-oss", "mimo-v2-flash", "qwen3"])
 def test_the_demo_succeeds_with_every_kind_of_cache(model: str, tmp_path: Path) -> None:
-    deployment = write_deployment(tmp_path, bandwidth="200 Mbit/s")
+    deployment = write_deployment(tmp_path, bandwidth="200 Mbit/s", staging="256 MiB")
     result = tmp_path / "demo.json"
     demo = subprocess.run(
         [
