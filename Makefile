@@ -17,7 +17,7 @@ help:
 	@echo "make demo   one long and several short prompts through two clusters on this machine, compared with plain vLLM"
 	@echo "make test   every test (starts real vLLM engines; about ten minutes)"
 	@echo "make check  formatting, lint, types, import arrows"
-	@echo "make bench  transport and gateway benchmarks"
+	@echo "make bench  transport, gateway and planner benchmarks"
 	@echo "make setup  only the virtual environment"
 
 setup: $(STAMP)
@@ -46,6 +46,7 @@ test: setup
 bench: setup
 	$(BIN)/python bench/transport.py
 	$(BIN)/python bench/gateway.py
+	$(BIN)/python bench/planner.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -177,7 +177,7 @@ def test_an_fp8_cache_is_half() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba2"}, 'model_type "mamba2" is not known; known are deepseek_v3, gpt_oss'),
+        ({"model_type": "mamba2"}, 'model_type "mamba2" is not known, and it has no layer_types'),
         ({"num_hidden_layers": None}, "num_hidden_layers must be a whole number above 0, not None"),
         ({"head_dim": "64"}, "head_dim must be a whole number above 0, not '64'"),
         ({"layer_types": ["full_attention"]}, "layer_types must be a list of 36 entries"),

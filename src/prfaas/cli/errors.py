@@ -15,9 +15,13 @@ def sentence(error: Exception) -> str | None:
     from prfaas.deployment import DeploymentError
     from prfaas.engines.errors import EngineError
     from prfaas.kvmodel import ConfigError
+    from prfaas.planner import PlanError
+    from prfaas.profiles import ProfileError
     from prfaas.transport.keyfile import KeyFileError
+    from prfaas.workload import WorkloadError
 
-    if isinstance(error, CliError | DeploymentError | EngineError | ConfigError | KeyFileError):
+    known = (CliError, DeploymentError, EngineError, ConfigError, PlanError, ProfileError, KeyFileError)
+    if isinstance(error, (*known, WorkloadError)):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in _ENGINE_MODULES:
         return (

@@ -10,12 +10,17 @@ from typing import Annotated
 import typer
 
 from prfaas import __version__
+from prfaas.cli.bandwidth import bandwidth
 from prfaas.cli.demo import demo
 from prfaas.cli.doctor import doctor
 from prfaas.cli.engine import engine
 from prfaas.cli.errors import sentence
 from prfaas.cli.key import key
 from prfaas.cli.model import model
+from prfaas.cli.models import models
+from prfaas.cli.plan import plan
+from prfaas.cli.profile import profile
+from prfaas.cli.reproduce import reproduce
 from prfaas.cli.serve import serve
 from prfaas.cli.up import up
 
@@ -26,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (up, serve, engine, key, doctor, demo):
+for command in (up, serve, engine, key, doctor, demo, models, bandwidth, profile, plan, reproduce):
     app.command()(command)
 app.add_typer(model, name="model")
 

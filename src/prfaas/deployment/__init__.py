@@ -2,6 +2,19 @@
 
 from prfaas.deployment.errors import DeploymentError
 from prfaas.deployment.load import default_state_dir, load_deployment
+from prfaas.deployment.load_planned import load_planned
+from prfaas.deployment.planned import (
+    EmpiricalLengths,
+    FixedLengths,
+    LengthsSpec,
+    LogNormalLengths,
+    PlannedCluster,
+    PlannedDeployment,
+    TraceFormat,
+    TraceLengths,
+    UniformLengths,
+    WorkloadSpec,
+)
 from prfaas.deployment.types import (
     Cluster,
     Deployment,
@@ -21,16 +34,27 @@ __all__ = [
     "Cluster",
     "Deployment",
     "DeploymentError",
+    "EmpiricalLengths",
     "EngineConfig",
+    "FixedLengths",
     "GatewayConfig",
     "Instance",
     "KvPeer",
+    "LengthsSpec",
     "Link",
+    "LogNormalLengths",
     "ModelRef",
+    "PlannedCluster",
+    "PlannedDeployment",
     "Routing",
     "Security",
     "Slo",
+    "TraceFormat",
+    "TraceLengths",
     "TransferLimits",
+    "UniformLengths",
+    "WorkloadSpec",
     "default_state_dir",
     "load_deployment",
+    "load_planned",
 ]

@@ -4,40 +4,92 @@ import ipaddress
 from collections.abc import Iterator
 from pathlib import Path
 
+from prfaas.deployment.planning_checks import check_planning
 from prfaas.deployment.schema import ClusterSection, DeploymentFile, InstanceSection
 from prfaas.deployment.source import Location, Source
 
 
-def check_together(source: Source, file: DeploymentFile) -> None:
-    """All checks.
+def check_to_run(source: Source, file: DeploymentFile) -> None:
+    """All checks of a deployment whose servers are to be started.
 
     Raises:
         DeploymentError: two fields contradict each other, or something every deployment needs is missing.
     """
-    _check_model(source, file)
-    _check_names(source, file)
-    _check_roles(source, file)
-    _check_links(source, file)
+    _check_can_run(source, file)
+    _check_common(source, file)
     _check_ports(source, file)
     _check_engine(source, file)
 
 
+def check_to_plan(source: Source, file: DeploymentFile) -> None:
+    """All checks of a deployment that is to be planned; servers and their ports may be missing.
+
+    Raises:
+        DeploymentError: two fields contradict each other, or something the planner needs is missing.
+    """
+    _check_common(source, file)
+    check_planning(source, file)
+
+
+def _check_common(source: Source, file: DeploymentFile) -> None:
+    _check_model(source, file)
+    _check_counts(source, file)
+    _check_names(source, file)
+    _check_roles(source, file)
+    _check_links(source, file)
+    _check_slo(source, file)
+
+
+def _check_can_run(source: Source, file: DeploymentFile) -> None:
+    for field in ("published", "config"):
+        if getattr(file.model, field) is not None:
+            raise source.error(
+                ("model", field),
+                "is enough to plan with, not to run; give path (a checkpoint directory) in its place",
+            )
+    for c, cluster in enumerate(file.clusters):
+        if cluster.instances is None and cluster.instance_count is not None:
+            raise source.error(
+                ("clusters", c, "instance_count"),
+                "is enough to plan with, not to run; list the cluster's instances in its place",
+            )
+    for section, field in (("model", "served_name"), ("model", "max_model_len"), ("", "routing")):
+        if getattr(file.model if section else file, field) is None:
+            raise source.error((section, field) if section else (field,), "is missing")
+
+
 def _instances(file: DeploymentFile) -> Iterator[tuple[Location, ClusterSection, InstanceSection]]:
     for c, cluster in enumerate(file.clusters):
-        for i, instance in enumerate(cluster.instances):
+        for i, instance in enumerate(cluster.instances or ()):
             yield ("clusters", c, "instances", i), cluster, instance
 
 
 def _check_model(source: Source, file: DeploymentFile) -> None:
-    if (file.model.path is None) == (file.model.tiny is None):
-        given = "both are given" if file.model.path is not None else "neither is given"
-        raise source.error(
-            ("model",), f"needs either path (a checkpoint directory) or tiny (a made model's name); {given}"
-        )
+    fields = {
+        "path": "a checkpoint directory",
+        "tiny": "a made model's name",
+        "published": "a model that `prfaas models` lists",
+        "config": "a config.json to plan with",
+    }
+    given = [field for field in fields if getattr(file.model, field) is not None]
+    if len(given) != 1:
+        choices = ", ".join(f"{field} ({meaning})" for field, meaning in fields.items())
+        found = f"{' and '.join(given)} are given" if given else "none is given"
+        raise source.error(("model",), f"needs either {choices}; {found}")
     if file.model.tiny is not None and Path(file.model.tiny).name != file.model.tiny:
         raise source.error(
             ("model", "tiny"), f'"{file.model.tiny}" is no name; write for example "qwen3-next"'
         )
+
+
+def _check_counts(source: Source, file: DeploymentFile) -> None:
+    for c, cluster in enumerate(file.clusters):
+        if (cluster.instances is None) == (cluster.instance_count is None):
+            given = "neither is given" if cluster.instances is None else "both are given"
+            raise source.error(
+                ("clusters", c),
+                f"needs either instances (servers to start) or instance_count (to plan with); {given}",
+            )
 
 
 def _check_names(source: Source, file: DeploymentFile) -> None:
@@ -66,13 +118,17 @@ def _check_roles(source: Source, file: DeploymentFile) -> None:
                 (*location, "roles"), 'a cluster of kind "prfaas" only prefills; make its kind "pd" to decode'
             )
     for c, cluster in enumerate(file.clusters):
-        if cluster.kind == "pd" and not any("decode" in instance.roles for instance in cluster.instances):
+        listed = cluster.instances
+        if listed is None or cluster.kind != "pd":
+            continue
+        if not any("decode" in instance.roles for instance in listed):
             raise source.error(
                 ("clusters", c), 'is of kind "pd" but none of its instances has the role decode; add one'
             )
     if not any(cluster.kind == "pd" for cluster in file.clusters):
         raise source.error(("clusters",), 'nothing decodes; add a cluster of kind "pd"')
-    if not any("prefill" in instance.roles for _, _, instance in _instances(file)):
+    counted = any(cluster.instance_count is not None for cluster in file.clusters)
+    if not counted and not any("prefill" in instance.roles for _, _, instance in _instances(file)):
         raise source.error(("clusters",), "no instance has the role prefill; give it to at least one")
 
 
@@ -108,6 +164,11 @@ def _check_links(source: Source, file: DeploymentFile) -> None:
                 ("clusters", c),
                 f'no link leads from "{cluster.name}"; add one under links to a "pd" cluster',
             )
+
+
+def _check_slo(source: Source, file: DeploymentFile) -> None:
+    if file.slo.tpot_s is not None and file.slo.tokens_per_s is not None:
+        raise source.error(("slo", "tokens_per_s"), "is the inverse of slo.tpot_s; keep one of them")
 
 
 def _check_ports(source: Source, file: DeploymentFile) -> None:
@@ -166,6 +227,7 @@ def _check_engine(source: Source, file: DeploymentFile) -> None:
                 ("clusters", c, "hardware"),
                 "engines on cpu need engine.kv_cache_gib (GiB of memory for the KVCache); add it",
             )
+    assert file.routing is not None and file.model.max_model_len is not None
     if file.routing.threshold_tokens > file.model.max_model_len:
         raise source.error(
             ("routing", "threshold_tokens"),

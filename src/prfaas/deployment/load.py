@@ -1,14 +1,16 @@
 """From a deployment file to a `Deployment`."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from prfaas.deployment.checks import check_together
+from prfaas.deployment.changes import changed
+from prfaas.deployment.checks import check_to_run
 from prfaas.deployment.problems import first_problem
 from prfaas.deployment.schema import ClusterSection, DeploymentFile
-from prfaas.deployment.source import read_source
+from prfaas.deployment.source import Source, read_source
 from prfaas.deployment.types import (
     Cluster,
     Deployment,
@@ -31,25 +33,44 @@ def default_state_dir() -> Path:
 
 
 def load_deployment(path: Path | str, *, state_dir: Path | None = None) -> Deployment:
-    """Read and check a deployment file. `state_dir` defaults to `default_state_dir()`.
+    """Read and check a deployment file that is to be run. `state_dir` defaults to `default_state_dir()`.
 
     Raises:
-        DeploymentError: the first thing that is wrong, with file, line and field.
+        DeploymentError: the first thing that is wrong, with file, line and field; or the file names no servers
+            and is only good for planning.
     """
     path = Path(path)
-    source = read_source(path)
-    if not isinstance(source.values, dict):
-        raise source.error((), 'must be a mapping of fields ("name: …", "model: …", …)')
-    try:
-        file = DeploymentFile.model_validate(source.values)
-    except ValidationError as error:
-        raise first_problem(source, error) from None
-    check_together(source, file)
+    source, file = read_file(path)
+    check_to_run(source, file)
     return _frozen(path, file, (state_dir or default_state_dir()).absolute())
 
 
+def read_file(path: Path, changes: Mapping[str, float] | None = None) -> tuple[Source, DeploymentFile]:
+    """The fields of a deployment file, each good by itself, `changes` put in.
+
+    Raises:
+        DeploymentError: the file can't be read, a field is unknown or its value wrong.
+    """
+    source = read_source(path)
+    if not isinstance(source.values, dict):
+        raise source.error((), 'must be a mapping of fields ("name: …", "model: …", …)')
+    if changes:
+        source = changed(source, changes)
+    try:
+        return source, DeploymentFile.model_validate(source.values)
+    except ValidationError as error:
+        raise first_problem(source, error) from None
+
+
+def slo_of(file: DeploymentFile) -> Slo:
+    """The SLO, a speed given as tokens per second turned into time per token."""
+    slo = file.slo
+    return Slo(slo.ttft_s, slo.tpot_s if slo.tokens_per_s is None else 1 / slo.tokens_per_s)
+
+
 def _frozen(path: Path, file: DeploymentFile, state_dir: Path) -> Deployment:
-    engine = file.engine
+    engine, routing = file.engine, file.routing
+    assert routing is not None
     return Deployment(
         name=file.name,
         path=path,
@@ -57,8 +78,8 @@ def _frozen(path: Path, file: DeploymentFile, state_dir: Path) -> Deployment:
         model=_model(path, file, state_dir),
         clusters=tuple(_cluster(cluster) for cluster in file.clusters),
         links=tuple(Link(link.source, link.target, link.bandwidth, link.connections) for link in file.links),
-        routing=Routing(file.routing.policy, file.routing.threshold_tokens),
-        slo=Slo(file.slo.ttft_s, file.slo.tpot_s),
+        routing=Routing(routing.policy, routing.threshold_tokens),
+        slo=slo_of(file),
         gateway=GatewayConfig(file.gateway.host, file.gateway.port),
         security=Security(state_dir / file.name / Path(file.security.key_file).expanduser()),
         engine=EngineConfig(
@@ -77,6 +98,7 @@ def _frozen(path: Path, file: DeploymentFile, state_dir: Path) -> Deployment:
 
 def _model(path: Path, file: DeploymentFile, state_dir: Path) -> ModelRef:
     model = file.model
+    assert model.served_name is not None and model.max_model_len is not None
     if model.tiny is not None:
         directory = state_dir / "models" / model.tiny
     else:
@@ -96,6 +118,6 @@ def _cluster(cluster: ClusterSection) -> Cluster:
             kv_port=instance.kv_port,
             tensor_parallel=instance.tensor_parallel,
         )
-        for instance in cluster.instances
+        for instance in cluster.instances or ()
     )
     return Cluster(cluster.name, cluster.kind, cluster.hardware, instances)

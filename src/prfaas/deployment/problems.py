@@ -61,7 +61,9 @@ def _sentence(details: ErrorDetails) -> str:
         return f"must be one of {_list_of(str(context['expected']))}, not {_shown(value)}"
     if kind in _BOUNDS:
         limit, words = _BOUNDS[kind]
-        return f"{words} {context[limit]}, not {_shown(value)}"
+        bound = context[limit]
+        bound = f"{bound:g}" if isinstance(bound, float) else bound
+        return f"{words} {bound}, not {_shown(value)}"
     if kind in _KINDS:
         return f"{_KINDS[kind]}, not {_shown(value)}"
     return f"{details['msg']}, got {_shown(value)}"

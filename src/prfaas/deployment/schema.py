@@ -40,6 +40,19 @@ def _env_name(name: str) -> str:
     return name
 
 
+def _mapping(value: object) -> object:
+    # None is only the default, so that a section whose fields were forgotten doesn't pass for one left out.
+    if value is None:
+        raise ValueError('must be a mapping ("field: value" lines), not empty')
+    return value
+
+
+def _not_empty(value: object) -> object:
+    if value is None:
+        raise ValueError("must not be empty")
+    return value
+
+
 def _env_value(value: object) -> object:
     # YAML reads `X: 1` as a number, which is what a person means by "1" here.
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
@@ -55,6 +68,11 @@ Size = Annotated[int, BeforeValidator(parse_bytes)]
 Arg = Annotated[str, AfterValidator(_free_arg)]
 EnvName = Annotated[str, AfterValidator(_env_name)]
 EnvValue = Annotated[str, BeforeValidator(_env_value)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_GIVEN = BeforeValidator(_not_empty)
+_SECTION = BeforeValidator(_mapping)
 
 
 class _Section(BaseModel):
@@ -62,12 +80,17 @@ class _Section(BaseModel):
 
 
 class ModelSection(_Section):
-    """Which model, under which name, up to which length. Exactly one of `path` and `tiny`."""
+    """Which model, under which name, up to which length. Exactly one of `path`, `tiny`, `published`, `config`.
 
-    served_name: Text
-    max_model_len: Positive
+    The last two are enough to plan with, and then the name and the length may be left out.
+    """
+
+    served_name: Annotated[Text | None, _GIVEN] = None
+    max_model_len: Annotated[Positive | None, _GIVEN] = None
     path: Text | None = None
     tiny: Text | None = None
+    published: Text | None = None
+    config: Text | None = None
 
 
 class InstanceSection(_Section):
@@ -82,12 +105,16 @@ class InstanceSection(_Section):
 
 
 class ClusterSection(_Section):
-    """Instances that share a network."""
+    """Instances that share a network: `instances` to start, or an `instance_count` to plan with."""
 
     name: Name
     kind: Literal["prfaas", "pd"]
     hardware: Text
-    instances: Annotated[list[InstanceSection], Field(min_length=1)]
+    instances: Annotated[Annotated[list[InstanceSection], Field(min_length=1)] | None, _GIVEN] = None
+    instance_count: Annotated[Positive | None, _GIVEN] = None
+    gpus_per_instance: Annotated[Positive | None, _GIVEN] = None
+    profile: Annotated[Text | None, _GIVEN] = None
+    prefix_hit_ratio: Annotated[Annotated[float, Field(ge=0, lt=1)] | None, _GIVEN] = None
 
 
 class LinkSection(_Section):
@@ -111,6 +138,31 @@ class SloSection(_Section):
 
     ttft_s: Seconds | None = None
     tpot_s: Seconds | None = None
+    tokens_per_s: PositiveFloat | None = None
+
+
+class LengthsSection(_Section):
+    """How long prompts are. Which of the other fields are needed depends on `distribution`."""
+
+    distribution: Literal["lognormal", "uniform", "fixed", "empirical", "trace"]
+    mu: Finite | None = None
+    sigma: PositiveFloat | None = None
+    low: PositiveFloat | None = None
+    high: PositiveFloat | None = None
+    tokens: PositiveFloat | None = None
+    lengths: Annotated[list[PositiveFloat], Field(min_length=1)] | None = None
+    weights: Annotated[list[Weight], Field(min_length=1)] | None = None
+    path: Text | None = None
+    format: Literal["mooncake", "azure", "servegen", "jsonl"] | None = None
+
+
+class WorkloadSection(_Section):
+    """The traffic to plan for."""
+
+    lengths: LengthsSection
+    output_tokens: Annotated[PositiveFloat | None, _GIVEN] = None
+    prefix_hit_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    load: Annotated[float, Field(gt=0, lt=1)] = 0.7
 
 
 class GatewaySection(_Section):
@@ -156,8 +208,10 @@ class DeploymentFile(_Section):
     model: ModelSection
     clusters: Annotated[list[ClusterSection], Field(min_length=1)]
     links: list[LinkSection] = []
-    routing: RoutingSection
+    routing: Annotated[RoutingSection | None, _SECTION] = None
     slo: SloSection = SloSection()
+    workload: Annotated[WorkloadSection | None, _SECTION] = None
+    prices: dict[Text, PositiveFloat] = {}
     gateway: GatewaySection = GatewaySection()
     security: SecuritySection = SecuritySection()
     engine: EngineSection = EngineSection()

@@ -105,6 +105,11 @@ class Slo:
     ttft_s: float | None
     tpot_s: float | None
 
+    @property
+    def tokens_per_s(self) -> float | None:
+        """How fast each answer grows, at least: the inverse of `tpot_s`."""
+        return None if self.tpot_s is None else 1 / self.tpot_s
+
 
 @dataclass(frozen=True, slots=True)
 class GatewayConfig:

@@ -1,17 +1,27 @@
-"""State of layers that fold the whole past into a fixed size: Gated DeltaNet, Kimi Delta Attention."""
+"""State of layers that fold the whole past into a fixed size: GDN, KDA, Mamba2, Lightning attention."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import overload
 
 from prfaas.kvmodel.spans import check_span
 
 
 @dataclass(frozen=True, slots=True)
 class LinearState:
-    """`layers` layers with `conv_bytes` (last inputs of the convolution) and `recurrent_bytes` each."""
+    """`layers` layers with `conv_bytes` (last inputs of the convolution) and `recurrent_bytes` each.
+
+    `heads` own the recurrent state and are what tensor parallelism divides. `grouped_conv_bytes` of `conv_bytes`
+    belong to `conv_groups` groups (key heads) that several heads share. Without them `per_rank` is not known.
+    """
 
     layers: int
     conv_bytes: int
     recurrent_bytes: int
+    kind: str = ""
+    heads: int = 0
+    conv_groups: int = 0
+    grouped_conv_bytes: int = 0
+    groups_replicate: bool = False
 
     @classmethod
     def gated_delta_net(
@@ -25,24 +35,102 @@ class LinearState:
         conv_kernel: int,
         conv_dtype_bytes: int = 2,
         state_dtype_bytes: int = 4,
+        kind: str = "GDN",
     ) -> "LinearState":
         """From the shape: conv (kernel - 1) × (2·keys + values), state value_heads × value_size × key_size.
 
         Shapes as in vLLM 0.32 `MambaStateShapeCalculator.gated_delta_net_state_shape`, without speculation.
         """
-        conv_width = 2 * key_heads * key_head_size + value_heads * value_head_size
+        column_bytes = (conv_kernel - 1) * conv_dtype_bytes
+        keys = 2 * key_heads * key_head_size
         return cls(
             layers=layers,
-            conv_bytes=(conv_kernel - 1) * conv_width * conv_dtype_bytes,
+            conv_bytes=(keys + value_heads * value_head_size) * column_bytes,
             recurrent_bytes=value_heads * value_head_size * key_head_size * state_dtype_bytes,
+            kind=kind,
+            heads=value_heads,
+            conv_groups=key_heads,
+            grouped_conv_bytes=keys * column_bytes,
         )
+
+    @classmethod
+    def kimi_delta_attention(
+        cls,
+        layers: int,
+        *,
+        heads: int,
+        head_size: int,
+        conv_kernel: int,
+        conv_dtype_bytes: int = 2,
+        state_dtype_bytes: int = 4,
+    ) -> "LinearState":
+        """From the shape: conv (kernel - 1) × 3·heads·size, state heads × size × size.
+
+        Shapes as in vLLM 0.32 `MambaStateShapeCalculator.kda_state_shape`, without speculation.
+        """
+        return cls.gated_delta_net(
+            layers,
+            key_heads=heads,
+            value_heads=heads,
+            key_head_size=head_size,
+            value_head_size=head_size,
+            conv_kernel=conv_kernel,
+            conv_dtype_bytes=conv_dtype_bytes,
+            state_dtype_bytes=state_dtype_bytes,
+            kind="KDA",
+        )
+
+    @classmethod
+    def mamba2(
+        cls,
+        layers: int,
+        *,
+        heads: int,
+        head_size: int,
+        groups: int,
+        state_size: int,
+        conv_kernel: int,
+        conv_dtype_bytes: int = 2,
+        state_dtype_bytes: int = 4,
+    ) -> "LinearState":
+        """From the shape: conv (kernel - 1) × (heads·size + 2·groups·state), state heads × size × state.
+
+        Shapes as in vLLM 0.32 `MambaStateShapeCalculator.mamba2_state_shape`, without speculation.
+        """
+        column_bytes = (conv_kernel - 1) * conv_dtype_bytes
+        grouped = 2 * groups * state_size
+        return cls(
+            layers=layers,
+            conv_bytes=(heads * head_size + grouped) * column_bytes,
+            recurrent_bytes=heads * head_size * state_size * state_dtype_bytes,
+            kind="Mamba2",
+            heads=heads,
+            conv_groups=groups,
+            grouped_conv_bytes=grouped * column_bytes,
+            groups_replicate=True,
+        )
+
+    @classmethod
+    def lightning(
+        cls, layers: int, *, heads: int, head_size: int, state_dtype_bytes: int = 4
+    ) -> "LinearState":
+        """From the shape: no convolution, state heads × size × size.
+
+        Shape as in vLLM 0.32 `MambaStateShapeCalculator.linear_attention_state_shape`.
+        """
+        recurrent = heads * head_size * head_size * state_dtype_bytes
+        return cls(layers, 0, recurrent, kind="Lightning", heads=heads)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of one layer's state."""
         return self.conv_bytes + self.recurrent_bytes
 
-    def bytes_at(self, tokens: int) -> int:
+    @overload
+    def bytes_at(self, tokens: int) -> int: ...
+    @overload
+    def bytes_at(self, tokens: float) -> float: ...
+    def bytes_at(self, tokens: float) -> float:
         """Bytes of all layers' state, at any length but 0."""
         return self.layers * self.state_bytes if tokens > 0 else 0
 
@@ -54,6 +142,37 @@ class LinearState:
         check_span(num_tokens, skip_tokens, block_tokens)
         return self.bytes_at(num_tokens)
 
+    def per_rank(self, tensor_parallel: int) -> "LinearState":
+        """What one of `tensor_parallel` ranks holds: its heads' state, and the groups that those heads use.
+
+        Raises:
+            ValueError: the heads can't be divided among the ranks.
+        """
+        if tensor_parallel == 1:
+            return self
+        if self.heads == 0 or self.heads % tensor_parallel:
+            raise ValueError(
+                f"{self.heads or 'an unknown number of'} {self.kind or 'linear state'} heads can't be divided among "
+                f"{tensor_parallel} ranks"
+            )
+        groups = self.conv_groups // tensor_parallel
+        if self.conv_groups % tensor_parallel:
+            if not self.groups_replicate or tensor_parallel % self.conv_groups:
+                raise ValueError(
+                    f"{self.conv_groups} {self.kind} key heads can't be divided among {tensor_parallel} ranks"
+                )
+            groups = 1
+        grouped = self.grouped_conv_bytes // self.conv_groups * groups if self.conv_groups else 0
+        return replace(
+            self,
+            conv_bytes=(self.conv_bytes - self.grouped_conv_bytes) // tensor_parallel + grouped,
+            recurrent_bytes=self.recurrent_bytes // tensor_parallel,
+            heads=self.heads // tensor_parallel,
+            conv_groups=groups,
+            grouped_conv_bytes=grouped,
+        )
+
     def describe(self) -> str:
         """One line for people."""
-        return f"{self.layers} linear state, {self.state_bytes} B each at any length"
+        kind = f"{self.kind} linear state" if self.kind else "linear state"
+        return f"{self.layers} {kind}, {self.state_bytes} B each at any length"

@@ -1,8 +1,9 @@
 """KV of layers that look only at the last few tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import overload
 
-from prfaas.kvmodel.spans import check_span, tokens_in_blocks
+from prfaas.kvmodel.spans import check_span, heads_per_rank, tokens_in_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,11 @@ class SlidingWindow:
         """Bytes per token inside the window, all layers together."""
         return self.layers * self.kv_heads * (self.head_size_k + self.head_size_v) * self.dtype_bytes
 
-    def bytes_at(self, tokens: int) -> int:
+    @overload
+    def bytes_at(self, tokens: int) -> int: ...
+    @overload
+    def bytes_at(self, tokens: float) -> float: ...
+    def bytes_at(self, tokens: float) -> float:
         """Bytes of the window at a length of `tokens` tokens; constant once the window is full."""
         return min(tokens, self.window_tokens) * self.token_bytes
 
@@ -34,6 +39,10 @@ class SlidingWindow:
         check_span(num_tokens, skip_tokens, block_tokens)
         first = max(0, num_tokens - self.window_tokens + 1)
         return tokens_in_blocks(first, num_tokens, block_tokens) * self.token_bytes
+
+    def per_rank(self, tensor_parallel: int) -> "SlidingWindow":
+        """What one of `tensor_parallel` ranks holds. ValueError if the heads can't be divided."""
+        return replace(self, kv_heads=heads_per_rank(self.kv_heads, tensor_parallel))
 
     def describe(self) -> str:
         """One line for people."""

@@ -1,0 +1,115 @@
+"""`prfaas bandwidth`: the egress that a prefill cluster needs."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prfaas.cli.options import AsJson
+
+if TYPE_CHECKING:
+    from prfaas.kvmodel import KvModel
+    from prfaas.workload import LengthDistribution
+
+
+def bandwidth(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A published model (`prfaas models`), or a config.json.")
+    ],
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the prefill cluster.")],
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE", help="How fast an instance is; default: MODEL-h200, where there is one."
+        ),
+    ] = None,
+    length: Annotated[
+        float | None, typer.Option(min=1, help="Uncached length of every request, tokens. Default: 32768.")
+    ] = None,
+    lognormal: Annotated[
+        str | None,
+        typer.Option(metavar="MU,SIGMA,LOW,HIGH", help="Log-normal lengths within limits instead."),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The lengths of a trace instead; docs/planning.md.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what bandwidth N GPUs fill with KVCache if they prefill without a pause (the paper's Eq. 2).
+
+    Examples: prfaas bandwidth ring-2.5-1t --gpus 512 --length 32768;
+    prfaas bandwidth internal-1t --gpus 32 --lognormal 9.9,1,19400,131072
+    """
+    import json
+
+    from prfaas.cli.errors import CliError
+    from prfaas.planner import egress
+    from prfaas.profiles import load_profile, profile_names
+    from prfaas.units import format_bits_per_s
+
+    kv_model = _kv_model(model)
+    if profile is None and f"{model}-h200" not in profile_names():
+        raise CliError(
+            f'--profile: none comes with prfaas for "{model}"; `prfaas profile URL` measures one, and there are '
+            f"{', '.join(profile_names())}"
+        )
+    speed = load_profile(profile or f"{model}-h200")
+    lengths = _lengths(length, lognormal, trace)
+    speed.require_range(lengths.low, lengths.high)
+    result = egress(gpus, speed.gpus_per_instance, kv_model.kv_bytes, speed.prefill_s, lengths)
+    if as_json:
+        document = {
+            "model": kv_model.name,
+            "profile": speed.name,
+            "profile_model": speed.model,
+            "gpus": gpus,
+            "gpus_per_instance": speed.gpus_per_instance,
+            "instances": result.instances,
+            "mean_tokens": result.mean_tokens,
+            "egress_bits_per_s": result.by_length_bits_per_s,
+            "egress_at_mean_bits_per_s": result.at_mean_bits_per_s,
+        }
+        typer.echo(json.dumps(document, indent=2))
+        return
+    rate = format_bits_per_s(result.by_length_bits_per_s)
+    typer.echo(
+        f"{gpus} GPUs prefilling {kv_model.name} ({result.instances:g} × {speed.gpus_per_instance} GPUs as fast as "
+        f"{speed.name}, prompts of {result.mean_tokens:,.0f} tokens on average) fill {rate}."
+    )
+    if lengths.low < lengths.high:
+        at_mean = format_bits_per_s(result.at_mean_bits_per_s)
+        typer.echo(f"If all had the mean length it would be {at_mean} (the paper's approximation).")
+    if speed.model != kv_model.name:
+        typer.echo(f"Mind that {speed.name} was measured with {speed.model}.", err=True)
+
+
+def _kv_model(name: str) -> "KvModel":
+    from prfaas.kvmodel import model_from_directory, model_from_file, published_model
+
+    path = Path(name)
+    if path.is_dir():
+        return model_from_directory(path)
+    if "/" in name or name.endswith(".json"):
+        return model_from_file(path)
+    return published_model(name).kv_model
+
+
+def _lengths(length: float | None, lognormal: str | None, trace: Path | None) -> "LengthDistribution":
+    from prfaas.cli.errors import CliError
+    from prfaas.workload import TruncatedLogNormal, fixed, read_trace
+
+    given = [option is not None for option in (length, lognormal, trace)]
+    if sum(given) > 1:
+        raise CliError("give only one of --length, --lognormal and --trace")
+    if trace is not None:
+        read = read_trace(trace)
+        return read.uncached or read.lengths
+    if lognormal is not None:
+        try:
+            mu, sigma, low, high = (float(part) for part in lognormal.split(","))
+        except ValueError:
+            raise CliError(
+                f'--lognormal: must be four numbers MU,SIGMA,LOW,HIGH, for example 9.9,1,128,131072, not "{lognormal}"'
+            ) from None
+        return TruncatedLogNormal(mu, sigma, low, high)
+    return fixed(32768 if length is None else length)

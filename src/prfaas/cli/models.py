@@ -1,0 +1,179 @@
+"""`prfaas models`: what the KVCache of a model is made of."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prfaas.cli.options import AsJson
+
+if TYPE_CHECKING:
+    from prfaas.kvmodel import KvModel, PublishedModel
+
+# The paper's lengths, K = 1024.
+_LENGTHS = (1024, 8192, 32768, 131072)
+_DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1, "fp32": 4}
+
+
+def models(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME|PATH]",
+            help="A published model, a config.json, or a checkpoint directory; default: all published.",
+        ),
+    ] = None,
+    tensor_parallel: Annotated[
+        int, typer.Option("--tensor-parallel", min=1, help="Show what each of so many ranks holds.")
+    ] = 1,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="Of a user's model: bf16, fp8 or fp32; default: bf16.")
+    ] = None,
+    state_dtype: Annotated[
+        str | None, typer.Option(help="Of its recurrent states: fp32 or bf16; default: fp32.")
+    ] = None,
+    sources: Annotated[bool, typer.Option("--sources", help="Say where every number comes from.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List models with their layers, bytes per token, fixed state, and KVCache size S(l) from 1K to 128K tokens.
+
+    Examples: prfaas models; prfaas models kimi-k2; prfaas models ./my-model/config.json --tensor-parallel 8
+    """
+    import json
+
+    from prfaas.cli.errors import CliError
+    from prfaas.kvmodel import published_model, published_models
+
+    listed: list[tuple[KvModel, PublishedModel | None]]
+    if model is None:
+        listed = [(each.kv_model, each) for each in published_models()]
+    elif _is_path(model):
+        if sources:
+            raise CliError("--sources: only published models have sources; this one's is its config.json")
+        listed = [(_from_path(Path(model), kv_dtype, state_dtype), None)]
+    else:
+        found = published_model(model)
+        listed = [(found.kv_model, found)]
+    if (kv_dtype or state_dtype) and listed[0][1] is not None:
+        raise CliError(
+            "--kv-dtype and --state-dtype go with a config.json; published models are bf16 and fp32"
+        )
+    try:
+        rows = [(each.per_rank(tensor_parallel), published) for each, published in listed]
+    except ValueError as error:
+        if model is None:
+            raise CliError(f"--tensor-parallel {tensor_parallel}: {error}; name one model") from error
+        raise CliError(f"--tensor-parallel {tensor_parallel}: {error}") from error
+    if as_json:
+        documents = [_document(each, published, tensor_parallel) for each, published in rows]
+        typer.echo(json.dumps(documents if model is None else documents[0], indent=2))
+        return
+    _print_table([each for each, _ in rows], tensor_parallel)
+    if sources:
+        _print_sources([published for _, published in rows if published is not None])
+
+
+def _is_path(text: str) -> bool:
+    return "/" in text or text.endswith(".json") or Path(text).is_dir()
+
+
+def _from_path(path: Path, kv_dtype: str | None, state_dtype: str | None) -> "KvModel":
+    from prfaas.kvmodel import model_from_directory, model_from_file
+
+    read = model_from_directory if path.is_dir() else model_from_file
+    kv, state = _dtype_bytes("--kv-dtype", kv_dtype, 2), _dtype_bytes("--state-dtype", state_dtype, 4)
+    return read(path, kv_dtype_bytes=kv, state_dtype_bytes=state)
+
+
+def _dtype_bytes(option: str, dtype: str | None, default: int) -> int:
+    from prfaas.cli.errors import CliError
+
+    if dtype is None:
+        return default
+    if dtype not in _DTYPE_BYTES:
+        raise CliError(f'{option}: must be one of {", ".join(_DTYPE_BYTES)}, not "{dtype}"')
+    return _DTYPE_BYTES[dtype]
+
+
+def _document(
+    model: "KvModel", published: "PublishedModel | None", tensor_parallel: int
+) -> dict[str, object]:
+    import dataclasses
+
+    document: dict[str, object] = {
+        "name": model.name,
+        "cached_layers": model.layers,
+        "tensor_parallel": tensor_parallel,
+        "groups": [
+            {
+                "kind": kind(group),
+                "bytes_per_token": getattr(group, "token_bytes", 0),
+                **dataclasses.asdict(group),
+            }
+            for group in model.groups
+        ],
+        "bytes_per_token": model.token_bytes,
+        "fixed_state_bytes": model.fixed_bytes,
+        "window_bytes": model.window_bytes,
+        "kv_bytes": {str(length): model.kv_bytes(length) for length in _LENGTHS},
+    }
+    if published is not None:
+        document |= {"title": published.title, "layers": published.layers, "in_paper": published.in_paper}
+        document["sources"] = [dataclasses.asdict(source) for source in published.sources]
+    return document
+
+
+def kind(group: object) -> str:
+    """The short name of a layer kind: "MLA", "full", "SWA-128", "KDA", …"""
+    from prfaas.kvmodel import FullAttention, LinearState, SlidingWindow
+
+    if isinstance(group, LinearState):
+        return group.kind or "linear"
+    if isinstance(group, SlidingWindow):
+        return f"SWA-{group.window_tokens}"
+    if isinstance(group, FullAttention) and group.is_mla:
+        return "MLA"
+    return "full"
+
+
+def _print_table(models: "list[KvModel]", tensor_parallel: int) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from prfaas.units import MIB
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=150)
+    title = "KVCache of one request" + (
+        f", on each of {tensor_parallel} ranks" if tensor_parallel > 1 else ""
+    )
+    table = Table(box=box.SIMPLE_HEAD, title=f"{title} (sizes in MiB, K = 1024)", title_justify="left")
+    table.add_column("model", no_wrap=True)
+    table.add_column("layers with a cache")
+    for column in (
+        "B per token",
+        "fixed state",
+        "windows",
+        *(f"S({length // 1024}K)" for length in _LENGTHS),
+    ):
+        table.add_column(column, justify="right", no_wrap=True)
+    for model in models:
+        layers = " + ".join(f"{group.layers} {kind(group)}" for group in model.groups)
+        sizes = (model.fixed_bytes, model.window_bytes, *(model.kv_bytes(length) for length in _LENGTHS))
+        table.add_row(
+            model.name,
+            layers,
+            f"{model.token_bytes:,}",
+            *(f"{size / MIB:,.1f}" if size else "–" for size in sizes),
+        )
+    console.print(table)
+
+
+def _print_sources(models: "list[PublishedModel]") -> None:
+    for model in models:
+        typer.echo(f"{model.name} ({model.title})")
+        for source in model.sources:
+            mark = " (assumed)" if source.assumed else ""
+            typer.echo(f"  {', '.join(source.fields)}{mark}\n    {source.origin}")

@@ -1,0 +1,205 @@
+"""`prfaas profile`: measure how fast a live server is."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prfaas.cli.options import AsJson
+
+if TYPE_CHECKING:
+    from prfaas.profiles.endpoint import Endpoint
+    from prfaas.profiles.measure import Measurement, MeasurePlan
+
+_DEFAULT_BATCHES = (1, 2, 4, 8, 16, 32)
+_LONGEST_BY_DEFAULT = 131072
+_LONGEST_IF_UNTOLD = 8192
+
+
+def profile(
+    url: Annotated[
+        str,
+        typer.Argument(metavar="URL", help="A vLLM server or gateway, for example http://127.0.0.1:8000."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the profile there; default: stdout.")
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B,…", help="Prompt lengths in tokens; default: powers of two from 128 to the longest."
+        ),
+    ] = None,
+    batches: Annotated[
+        str | None,
+        typer.Option(metavar="A,B,…", help='Decode batches; default: 1,2,4,8,16,32; "none": prefill only.'),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each; the median counts.")] = 3,
+    warmups: Annotated[int, typer.Option(min=0, help="Measurements before them that don't count.")] = 1,
+    context: Annotated[int, typer.Option(min=1, help="Prompt length of decode measurements, tokens.")] = 512,
+    model: Annotated[
+        str | None, typer.Option(help="The served model; default: the first in the server's list.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The profile's name; default: model-hardware.")] = None,
+    hardware: Annotated[
+        str, typer.Option(help="What the server runs on, in your words: h200, h20.")
+    ] = "unknown",
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the server.")] = 1,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also draw both curves there (PNG).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure prefill times over lengths and decode step times over batch sizes, and write a profile file.
+
+    The server should have nothing else to do. Every prompt is new, so that no prefix cache helps.
+
+    Example: prfaas profile http://127.0.0.1:8000 --hardware h20 --gpus 8 --out h20.yaml
+    """
+    import asyncio
+    import datetime
+    import json
+
+    from prfaas.cli.errors import CliError
+    from prfaas.profiles import profile_text, save_profile
+
+    if out is not None and not out.absolute().parent.is_dir():
+        raise CliError(f"--out: there is no directory {out.absolute().parent}")
+    wanted = _numbers(lengths, "--lengths") if lengths is not None else None
+    if wanted is not None and len(wanted) < 2:
+        raise CliError("--lengths: give at least two, for example 1024,8192")
+    batch_sizes = _DEFAULT_BATCHES if batches is None else _numbers(batches, "--batches")
+
+    def plan_for(endpoint: "Endpoint") -> "MeasurePlan":
+        from prfaas.profiles.measure import MeasurePlan
+
+        return MeasurePlan(
+            wanted or _default_lengths(endpoint.max_model_len), batch_sizes, repeats, warmups, context
+        )
+
+    try:
+        measured = asyncio.run(_run(url, model, plan_for))
+    except KeyboardInterrupt:
+        typer.echo("stopped", err=True)
+        raise typer.Exit(130) from None
+    day = datetime.datetime.now(datetime.UTC).date().isoformat()
+    made = measured.profile(
+        name=name or f"{measured.model.rstrip('/').rpartition('/')[2]}-{hardware}",
+        hardware=hardware,
+        gpus_per_instance=gpus,
+        source=f"prfaas profile {measured.url}, {day}: medians of {repeats} after {warmups} warm-up",
+    )
+    for note in measured.notes:
+        typer.echo(f"prfaas: {note}", err=True)
+    if out is not None:
+        save_profile(made, out)
+    if plot is not None:
+        from prfaas.cli.profile_plot import plot_profile
+
+        for path in plot_profile(made, measured, plot):
+            typer.echo(f"plot: {path}", err=True)
+    if as_json:
+        typer.echo(json.dumps(_document(made.name, measured, out), indent=2))
+    elif out is None:
+        typer.echo(profile_text(made), nl=False)
+    else:
+        _print_table(measured)
+        typer.echo(f"profile: {out}")
+
+
+async def _run(url: str, model: str | None, plan_for: "Callable[[Endpoint], MeasurePlan]") -> "Measurement":
+    from prfaas.profiles.endpoint import Endpoint
+    from prfaas.profiles.measure import measure
+
+    async with Endpoint(url, model) as endpoint:
+        plan = plan_for(endpoint)
+        with _progress(plan.runs) as step:
+            return await measure(endpoint, plan, step)
+
+
+def _numbers(text: str, option: str) -> tuple[int, ...]:
+    from prfaas.cli.errors import CliError
+
+    if option == "--batches" and text.strip() == "none":
+        return ()
+    try:
+        numbers = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        numbers = []
+    if not numbers or numbers[0] < 1:
+        raise CliError(f'{option}: must be whole numbers above 0 with commas between, not "{text}"')
+    return tuple(numbers)
+
+
+def _default_lengths(max_model_len: int | None) -> tuple[int, ...]:
+    # One token must be left for the answer, so the last length is just short of a power of two on most servers.
+    longest = _LONGEST_IF_UNTOLD if max_model_len is None else min(max_model_len - 1, _LONGEST_BY_DEFAULT)
+    powers = [2**n for n in range(7, 18) if 2**n < longest]
+    return (*powers, longest) if powers else tuple(sorted({max(1, longest // 2), longest}))
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Progress on stderr: a moving bar on a terminal, one line per thing measured elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True, highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        begun, last = 0, ""
+
+        def step(what: str) -> None:
+            nonlocal begun, last
+            bar.update(task, completed=begun, description=what)
+            begun += 1
+            if not console.is_terminal and what != last:
+                console.print(f"{what} ({begun} of {total})")
+                last = what
+
+        yield step
+
+
+def _document(name: str, measured: "Measurement", out: Path | None) -> dict[str, object]:
+    return {
+        "profile": name,
+        "file": None if out is None else str(out),
+        "url": measured.url,
+        "model": measured.model,
+        "context_tokens": measured.plan.context_tokens,
+        "prefill": [
+            {"tokens": sample.at, "median_s": sample.median_s, "seconds": sample.seconds}
+            for sample in measured.prefill
+        ],
+        "decode": [
+            {"batch": sample.at, "median_step_s": sample.median_s, "step_seconds": sample.seconds}
+            for sample in measured.decode
+        ],
+        "notes": measured.notes,
+    }
+
+
+def _print_table(measured: "Measurement") -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from prfaas.units import format_s
+
+    console = Console(highlight=False)
+    for title, unit, samples in (
+        (f"{measured.model}: prefill", "tokens", measured.prefill),
+        (f"decode step after {measured.plan.context_tokens} tokens", "batch", measured.decode),
+    ):
+        if not samples:
+            continue
+        table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+        for column in (unit, "median", "fastest", "slowest"):
+            table.add_column(column, justify="right")
+        for sample in samples:
+            times = (sample.median_s, min(sample.seconds), max(sample.seconds))
+            table.add_row(str(sample.at), *(format_s(time) for time in times))
+        console.print(table)

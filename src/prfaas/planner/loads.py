@@ -1,0 +1,136 @@
+"""What each resource of a two-cluster deployment has to do per request, as a function of the threshold."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prfaas.planner.paths import Path
+from prfaas.planner.plan_problem import PdCluster, PlanProblem, PrfaasCluster
+from prfaas.units import BITS_PER_BYTE
+from prfaas.workload import Bins
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from prfaas.planner.plan_problem import OfLength
+
+    FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loads:
+    """Work per request of the whole system, one entry per threshold.
+
+    `offloaded` is p; `prfaas_s` and `pd_s` are seconds of prefill, `link_bits` has bits by link name.
+    """
+
+    offloaded: "FloatArray"
+    prfaas_s: "FloatArray"
+    pd_s: "FloatArray"
+    link_bits: "dict[str, FloatArray]"
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Requests longer than a threshold go by `remote` (None: there is no way to), others by `local`.
+
+    `fine` has the lengths to sum T(L) over; None takes T(E[L]), the paper's way.
+    """
+
+    problem: PlanProblem
+    prfaas: PrfaasCluster | None
+    pd: PdCluster
+    remote: Path | None
+    local: Path
+    fine: Bins | None
+
+    @property
+    def own_share(self) -> float:
+        """Uncached tokens, which the threshold is compared with, per token of the prompt (section 3.4.3)."""
+        if self.local.policy == "own":
+            return 1 - self.problem.hit_ratio(self.pd)
+        best = max(self.problem.hit_ratio(cluster) for cluster in self.problem.clusters)
+        return 1 - best
+
+    def loads(self, lengths: "FloatArray") -> Loads:
+        """The loads if prompts of more than `lengths` tokens (ascending, cached ones counted) are offloaded."""
+        import numpy as np
+
+        above = self._parts(lengths, above=True)
+        below = self._parts(lengths, above=False)
+        zero = np.zeros(len(lengths))
+        links = {link.name: zero for link in self.problem.links}
+        prfaas_s = zero
+        if self.remote is not None and self.prfaas is not None:
+            prfaas_s = above.total(self.prfaas.prefill_s, self.remote.share)
+            for transfer in self.remote.transfers:
+                bits = above.total(self.problem.kv_bytes, transfer.share) * BITS_PER_BYTE
+                links[transfer.link] = links[transfer.link] + bits
+        for transfer in self.local.transfers:
+            bits = below.total(self.problem.kv_bytes, transfer.share) * BITS_PER_BYTE
+            links[transfer.link] = links[transfer.link] + bits
+        return Loads(above.mass, prfaas_s, below.total(self.pd.prefill_s, self.local.share), links)
+
+    def _parts(self, lengths: "FloatArray", *, above: bool) -> "_MeanLength | _ByLength":
+        import numpy as np
+
+        distribution = self.problem.workload.lengths
+        mass, tokens = distribution.above(lengths)
+        inside = np.clip(lengths, distribution.low, distribution.high)
+        low, high = inside, np.full(len(inside), distribution.high)
+        if not above:
+            mass, tokens = 1.0 - mass, distribution.mean() - tokens
+            low, high = np.full(len(inside), distribution.low), inside
+        if self.fine is None:
+            return _MeanLength(mass, tokens, low, high)
+        return _ByLength(mass, tokens, lengths, self.fine, above)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _MeanLength:
+    mass: "FloatArray"
+    tokens: "FloatArray"
+    low: "FloatArray"
+    high: "FloatArray"
+
+    def total(self, f: "OfLength", share: float) -> "FloatArray":
+        """P(part) × f(share × E[L | part]), 0 for parts of probability zero."""
+        import numpy as np
+
+        result = np.zeros(len(self.mass))
+        some = self.mass > 1e-15
+        # Rounding must not put the mean of a tiny part outside of it: curves end where lengths do.
+        means = np.clip(self.tokens[some] / self.mass[some], self.low[some], self.high[some])
+        result[some] = self.mass[some] * f(share * means)
+        return result
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ByLength:
+    mass: "FloatArray"
+    tokens: "FloatArray"
+    lengths: "FloatArray"
+    fine: Bins
+    above: bool
+
+    def total(self, f: "OfLength", share: float) -> "FloatArray":
+        """E[f(share × L); part]: whole bins by their sum, and the part of the bin that each length cuts."""
+        import numpy as np
+
+        fine = self.fine
+        sums = np.concatenate([[0.0], np.cumsum(fine.weights * f(share * fine.lengths))])
+        masses = np.concatenate([[0.0], np.cumsum(fine.weights)])
+        moments = np.concatenate([[0.0], np.cumsum(fine.weights * fine.lengths)])
+        # Bins that lie in the part as a whole; what remains of its probability is in the bin that is cut.
+        if self.above:
+            first = np.searchsorted(fine.lower, self.lengths, side="left")
+            whole, mass, tokens = (each[-1] - each[first] for each in (sums, masses, moments))
+        else:
+            last = np.searchsorted(fine.upper, self.lengths, side="right")
+            whole, mass, tokens = (each[last] for each in (sums, masses, moments))
+        rest = self.mass - mass
+        cut = rest > 1e-12
+        result = np.array(whole)
+        means = np.clip((self.tokens - tokens)[cut] / rest[cut], fine.lengths[0], fine.lengths[-1])
+        result[cut] += rest[cut] * f(share * means)
+        return result

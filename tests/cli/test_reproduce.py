@@ -1,0 +1,62 @@
+"""`prfaas reproduce`: the page in docs/ is what the command writes, and every deviation has its reason."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from prfaas.cli import main as cli
+from prfaas.cli import paper_tables
+
+PAGE = Path(__file__).parents[2] / "docs" / "reproduction.md"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["prfaas", *map(str, args)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def test_the_page_in_docs_is_current(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert run(monkeypatch, "reproduce", "--out", tmp_path / "page.md") == 0
+    assert (tmp_path / "page.md").read_text() == PAGE.read_text()
+
+
+def test_numbers_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "reproduce", "--json") == 0
+    numbers = {row["key"]: row for row in json.loads(capsys.readouterr().out)["numbers"]}
+    assert numbers["table6/optimum/lambda_max"]["paper"] == 3.24
+    assert abs(numbers["table6/optimum/lambda_max"]["deviation"]) < 0.02
+    assert all(row["reason"] for row in numbers.values() if abs(row["deviation"]) > 0.01)
+
+
+def test_a_deviation_without_a_reason_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numbers = paper_tables.paper_numbers()
+    del numbers["reasons"]["table6/naive"]
+    monkeypatch.setattr(paper_tables, "paper_numbers", lambda: numbers)
+    assert run(monkeypatch, "reproduce") == 1
+    assert "no reason is known for naive heterogeneous: Λ_max" in capsys.readouterr().err
+
+
+def test_no_reason_is_left_over() -> None:
+    """A reason for a number that no longer differs would mislead."""
+    from prfaas.cli.example_files import example_path
+    from prfaas.deployment import load_planned
+    from prfaas.planner import make_plan, problem_of
+
+    plan = make_plan(problem_of(load_planned(example_path("paper.yaml"))))
+    off = [row for section in paper_tables.sections(plan) for row in section.rows if row.is_off]
+    for key, text in paper_tables.paper_numbers()["reasons"].items():
+        reason = " ".join(text.split())
+        assert any(row.key.startswith(key) and row.reason == reason for row in off), key
+
+
+def test_a_place_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(monkeypatch, "reproduce", "--out", tmp_path / "no" / "page.md") == 2
+    assert "can't be written" in capsys.readouterr().err
