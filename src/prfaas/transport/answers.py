@@ -14,3 +14,8 @@ def nack(header: Header) -> bytes:
 
 def abort(transfer_id: bytes, reason: str) -> bytes:
     return pack_control(FrameType.ABORT, transfer_id, {"reason": reason[:4096]})
+
+
+def refuse(transfer_id: bytes, reason: str) -> bytes:
+    """An OPEN is not let in."""
+    return pack_control(FrameType.REFUSE, transfer_id, {"reason": reason[:4096]})

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from prfaas.transport.admission import RegionLayout, check_open
-from prfaas.transport.answers import abort, ack, nack
+from prfaas.transport.answers import abort, ack, nack, refuse
 from prfaas.transport.handshake import PeerIdentity
 from prfaas.transport.incoming import ChunkPlace, FrameSink, IncomingTransfer, ProducerSession
 from prfaas.transport.options import ReceiverOptions
@@ -90,10 +90,9 @@ class Book:
                 transfer = self._admissible(session, transfer_id, live is not None, body)
             except ValueError as error:
                 self.counters["refused"] += 1
-                reason = str(error)[:4096]
-                link.post(pack_control(FrameType.REFUSE, transfer_id, {"reason": reason}))
+                link.post(refuse(transfer_id, str(error)))
                 if live is None and self._tombstones.get(transfer_id) is None:
-                    self._bury_unborn(transfer_id, reason)
+                    self._bury_unborn(transfer_id, str(error))
                 return
             self.counters["opened"] += 1
             self._transfers[transfer_id] = transfer
@@ -362,9 +361,7 @@ class Book:
         if was is TransferPhase.WAITING:
             self._waiting.remove(transfer)
         if tell_producer and was is TransferPhase.WAITING:
-            self._tell_producer(
-                transfer, pack_control(FrameType.REFUSE, transfer_id, {"reason": reason[:4096]})
-            )
+            self._tell_producer(transfer, refuse(transfer_id, reason))
         elif tell_producer and was is TransferPhase.RECEIVING:
             self._tell_producer(transfer, abort(transfer_id, reason))
         self._bury(transfer, taken=False)
