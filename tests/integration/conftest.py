@@ -17,4 +17,5 @@ def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Three engines of the tiny Qwen3-Next and the gateway, over a link on which transfer time matters."""
     directory = tmp_path_factory.mktemp("prfaas-test-stack")
-    yield from running(write_deployment(directory, bandwidth="100 Mbit/s"))
+    tools = ["--enable-auto-tool-choice", "--tool-call-parser", "pythonic"]
+    yield from running(write_deployment(directory, bandwidth="100 Mbit/s", extra_args=tools))

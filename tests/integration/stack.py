@@ -23,7 +23,6 @@ from prfaas.transport.observer import Observer
 
 MODEL = "tiny"
 THRESHOLD_TOKENS = 2000
-TOOL_ARGS = ("--enable-auto-tool-choice", "--tool-call-parser", "pythonic")
 
 
 def free_ports(count: int) -> list[int]:
@@ -80,7 +79,7 @@ def write_deployment(
             "max_num_seqs": 16,
             "kv_cache_gib": 1,
             "staging": staging,
-            "extra_args": ["--logits-processors", LOGITS_PROCESSOR, *TOOL_ARGS, *extra_args],
+            "extra_args": ["--logits-processors", LOGITS_PROCESSOR, *extra_args],
         },
     }
     path = directory / "deployment.yaml"
