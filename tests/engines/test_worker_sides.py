@@ -121,7 +121,7 @@ def make_ends(lease_s: float = 20.0) -> Iterator[Ends]:
     )
     sender.start()
     stats = ConnectorStats()
-    producing = ProducingSide(east_layout, sender, 0, lease_s, stats)
+    producing = ProducingSide(east_layout, sender, lease_s, stats)
     consuming = ConsumingSide(home_layout, receiver, 2.0, 5.0, stats)
     try:
         yield Ends(east, home, producing, consuming, receiver, sender, arena)

@@ -75,18 +75,23 @@ def test_a_client_that_leaves_frees_everything(stack: Stack, delay_s: float) -> 
     stack.wait_clean(20)
 
 
-def test_forged_and_foreign_parameters_change_nothing(stack: Stack) -> None:
-    ids = prompt(20, 600)
-    plain = call(stack.url("home-decode-0", "/v1/completions"), completion_body(ids, 8, cache_salt="a"))
-    other_key = Ticket.issue(
+def ticket_for(ids: list[int]) -> Ticket:
+    """A well-made ticket of a transfer that never happens."""
+    return Ticket.issue(
         producer="east-prefill-0",
         consumer="home-decode-0",
-        num_tokens=599,
+        num_tokens=len(ids) - 1,
         skip_tokens=0,
         prompt_digest=prompt_digest(ids[:-1]),
         lifetime_s=60,
         now_s=time.time(),
-    ).seal(b"x" * 32)
+    )
+
+
+def test_forged_and_foreign_parameters_change_nothing(stack: Stack) -> None:
+    ids = prompt(20, 600)
+    plain = call(stack.url("home-decode-0", "/v1/completions"), completion_body(ids, 8, cache_salt="a"))
+    other_key = ticket_for(ids).seal(b"x" * 32)
     for params in (
         {"prfaas": other_key},
         {"prfaas": {"remote_host": "192.0.2.1", "remote_port": 1}},
@@ -103,15 +108,7 @@ def test_forged_and_foreign_parameters_change_nothing(stack: Stack) -> None:
 
 def test_a_ticket_that_nobody_honours_ends_in_a_local_prefill(stack: Stack) -> None:
     ids = prompt(21, 600)
-    sealed = Ticket.issue(
-        producer="east-prefill-0",
-        consumer="home-decode-0",
-        num_tokens=599,
-        skip_tokens=0,
-        prompt_digest=prompt_digest(ids[:-1]),
-        lifetime_s=60,
-        now_s=time.time(),
-    ).seal(load_key(stack.deployment.security.key_file))
+    sealed = ticket_for(ids).seal(load_key(stack.deployment.security.key_file))
     body = completion_body(ids, 8, cache_salt="b", kv_transfer_params={"prfaas": sealed})
     failed = stack.metric("home-decode-0", "vllm:prfaas_loads_failed_total")
     answer = call(stack.url("home-decode-0", "/v1/completions"), body)

@@ -47,11 +47,12 @@ def demo(
     from rich.console import Console
 
     from prfaas.cli.errors import CliError
+    from prfaas.cli.example_files import example_path
     from prfaas.demo import DemoError, run_demo
     from prfaas.demo.table import closing, footnotes, outcome_table
     from prfaas.deployment import load_deployment
 
-    loaded = load_deployment(deployment or _packaged_example())
+    loaded = load_deployment(deployment or example_path("local.yaml"))
     if model is not None:
         loaded = _with_tiny_model(loaded, model)
     signal.signal(signal.SIGTERM, _interrupt)
@@ -79,18 +80,6 @@ def demo(
             json_file.write_text(document)
     if not outcome.all_equal:
         raise typer.Exit(1)
-
-
-def _packaged_example() -> Path:
-    """`examples/local.yaml` beside an installed package, or in the repository that it was installed from."""
-    import prfaas
-    from prfaas.cli.errors import CliError
-
-    package = Path(prfaas.__file__).parent
-    for directory in (package / "examples", package.parents[1] / "examples"):
-        if (directory / "local.yaml").is_file():
-            return directory / "local.yaml"
-    raise CliError("examples/local.yaml is not installed; give a deployment file")
 
 
 def _with_tiny_model(deployment: "Deployment", name: str) -> "Deployment":

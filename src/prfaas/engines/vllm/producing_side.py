@@ -40,14 +40,12 @@ class ProducingSide:
         self,
         layout: KVLayout,
         sender: Sender,
-        rank: int,
         lease_s: float,
         stats: ConnectorStats,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._layout = layout
         self._sender = sender
-        self._rank = rank
         self._lease_s = lease_s
         self.stats = stats
         self._now_s = now_s
@@ -57,13 +55,13 @@ class ProducingSide:
     def save_layer(self, orders: TransferMetadata, layer_name: str) -> None:
         """Queue what this step has completed of one full-attention layer."""
         for send in orders.sends:
-            self._guarded(send, lambda send=send: self._queue_layer(send, send.streamed, layer_name))  # type: ignore[misc]
+            self._guarded(self._queue_layer, send, send.streamed, layer_name)
 
     def end_step(self, orders: TransferMetadata) -> None:
         """Queue linear and sliding-window state after a last chunk, and mark the end of the prefill."""
         for send in orders.sends:
             if send.final:
-                self._guarded(send, lambda send=send: self._close(send))  # type: ignore[misc]
+                self._guarded(self._close, send)
 
     def detach(self, request_ids: list[str]) -> None:
         """Copy out what is unsent of preempted requests before vLLM overwrites their blocks."""
@@ -115,10 +113,10 @@ class ProducingSide:
             self.stats.add("sends_failed")
             logger.warning("KV transfer failed: %s", transfer.reason)
 
-    def _guarded(self, send: Send, step: Callable[[], None]) -> None:
+    def _guarded(self, step: Callable[..., None], send: Send, *rest: object) -> None:
         """An exception here must cost one transfer, not the engine."""
         try:
-            step()
+            step(send, *rest)
         except Exception:
             logger.exception("sending the KV of request %s failed", send.request_id)
             sending = self._sending.get(send.request_id)

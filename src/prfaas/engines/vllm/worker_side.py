@@ -101,7 +101,7 @@ class WorkerSide:
         return cls(
             receiver,
             sender,
-            ProducingSide(layout, sender, rank, settings.lease_s, stats),
+            ProducingSide(layout, sender, settings.lease_s, stats),
             ConsumingSide(layout, receiver, settings.load_wait_s, settings.staging_ttl_s, stats),
         )
 
