@@ -69,7 +69,7 @@ def test_a_good_file(tmp_path: Path) -> None:
     deployment = load(tmp_path, GOOD)
     assert deployment.model.path == tmp_path / "models" / "m"
     assert deployment.security.key_file == tmp_path / "state" / "two-sites" / "key"
-    assert deployment.routing.policy == "threshold"
+    assert deployment.routing.policy == "paper"
     link = deployment.link("east", "home")
     assert link is not None
     assert (link.name, link.bandwidth_bits_per_s, link.connections) == ("east->home", 10e9, 8)
@@ -94,7 +94,11 @@ def test_who_may_send_to_whom(tmp_path: Path) -> None:
 
     assert peers("east-0") == [("home-0", "east->home", 10e9), ("home-1", "east->home", 10e9)]
     assert peers("home-0") == [("home-1", "home", None)]
-    assert peers("home-1") == []
+    # Roles change: whoever decodes at the start may prefill later, but isn't connected before.
+    assert peers("home-1") == [("home-0", "home", None)]
+    on_demand = [peer.on_demand for peer in deployment.peers_of(deployment.instance("home-1"))]
+    assert on_demand == [True]
+    assert not any(peer.on_demand for peer in deployment.peers_of(deployment.instance("east-0")))
     for instance in deployment.instances:
         for peer in deployment.peers_of(instance):
             assert instance in deployment.producers_for(peer.instance)
@@ -131,7 +135,26 @@ BAD = {
         replaced("    hardware: h20\n", ""),
         "17: clusters[1].hardware: is missing",
     ),
-    "missing section": (GOOD.replace("routing:\n  threshold_tokens: 16000\n", ""), "1: routing: is missing"),
+    "static threshold without one": (
+        replaced("threshold_tokens: 16000", "policy: static_threshold"),
+        "38: routing: needs threshold_tokens for policy static_threshold",
+    ),
+    "synthetic engines as fast as what?": (
+        replaced("hardware: h200", "hardware: synthetic"),
+        "9: clusters[0].hardware: synthetic engines need a profile",
+    ),
+    "real engines made faster": (
+        replaced("hardware: h200", "hardware: h200\n    speedup: 10"),
+        "10: clusters[0].speedup: is only for synthetic engines",
+    ),
+    "unknown profile": (
+        replaced("hardware: h200", "hardware: h200\n    profile: warp-drive"),
+        "10: clusters[0].profile: ",
+    ),
+    "events port in use": (
+        replaced("kv_port: 8200", "kv_port: 8200\n        events_port: 8202"),
+        "events_port: 8202 is already used by",
+    ),
     "wrong kind of number": (
         replaced("tensor_parallel: 4", "tensor_parallel: four"),
         '16: clusters[0].instances[0].tensor_parallel: must be a whole number, not "four"',
@@ -239,9 +262,9 @@ BAD = {
         '34: links[0].source: there is no cluster "west"; the clusters are east, home',
     ),
     "link to itself": (replaced("source: east", "source: home"), '34: links[0]: leads from "home" to itself'),
-    "link to where nothing decodes": (
+    "link only to where nothing decodes": (
         replaced("source: east\n    target: home", "source: home\n    target: east"),
-        '35: links[0].target: "east" does not decode',
+        '7: clusters[0]: no link leads from "east"; add one under links to a "pd" cluster',
     ),
     "link given twice": (
         replaced("routing:", "  - {source: east, target: home, bandwidth: 1 Gbit/s}\nrouting:"),
@@ -351,3 +374,37 @@ def test_a_changed_line_gives_no_other_error(
         load_deployment(path)
     except DeploymentError as error:
         assert str(error).startswith(str(path))
+
+
+def test_a_way_back_is_for_prefixes(tmp_path: Path) -> None:
+    back = "  - {source: home, target: east, bandwidth: 1 Gbit/s}\nrouting:"
+    deployment = load(tmp_path, replaced("routing:", back))
+    peers = deployment.peers_of(deployment.instance("home-0"))
+    assert [(peer.instance.name, peer.link, peer.on_demand) for peer in peers] == [
+        ("east-0", "home->east", True),
+        ("home-1", "home", False),
+    ]
+    assert [i.name for i in deployment.producers_for(deployment.instance("east-0"))] == ["home-0", "home-1"]
+
+
+def test_where_events_are_published(tmp_path: Path) -> None:
+    far = load(tmp_path, GOOD)
+    assert far.events_endpoint(far.instance("east-0")) is None
+    over_tcp = load(tmp_path, replaced("kv_port: 8200", "kv_port: 8200\n        events_port: 8300"))
+    endpoint = over_tcp.events_endpoint(over_tcp.instance("east-0"))
+    assert endpoint is not None
+    assert (endpoint.bind_publish, endpoint.publish) == ("tcp://*:8300", "tcp://10.0.0.1:8300")
+    assert (endpoint.bind_replay, endpoint.replay) == ("tcp://*:8301", "tcp://10.0.0.1:8301")
+    here = load_deployment(EXAMPLE, state_dir=tmp_path)
+    endpoints = [here.events_endpoint(instance) for instance in here.instances]
+    addresses = {e.publish for e in endpoints if e} | {e.replay for e in endpoints if e}
+    assert len(addresses) == 2 * len(here.instances)
+    assert all(address.startswith("ipc://@prfaas-") and len(address) < 107 for address in addresses)
+
+
+def test_what_the_scheduler_is_told(tmp_path: Path) -> None:
+    deployment = load(
+        tmp_path, GOOD.replace("routing:\n  threshold_tokens: 16000\n", "control:\n  allocation: false\n")
+    )
+    assert (deployment.routing.policy, deployment.routing.threshold_tokens) == ("paper", None)
+    assert (deployment.control.allocation, deployment.control.threshold_period_s) == (False, 30.0)

@@ -1,5 +1,6 @@
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,19 +93,21 @@ def test_the_connector_is_told_whom_it_may_know(tmp_path: Path) -> None:
     producer, inside, consumer = (
         extra(command(deployment, name)) for name in ("east-prefill-0", "home-prefill-0", "home-decode-0")
     )
-    assert producer["peers"] == {
-        "home-decode-0": {
-            "host": "127.0.0.1",
-            "kv_port": 18202,
-            "link": "prfaas-east->home",
-            "connections": 4,
-            "bandwidth_bits_per_s": deployment.links[0].bandwidth_bits_per_s,
-        }
+    assert set(producer["peers"]) == {"home-decode-0", "home-prefill-0"}
+    assert producer["peers"]["home-decode-0"] == {
+        "host": "127.0.0.1",
+        "kv_port": 18202,
+        "link": "prfaas-east->home",
+        "connections": 4,
+        "bandwidth_bits_per_s": deployment.links[0].bandwidth_bits_per_s,
+        "on_demand": False,
     }
+    assert producer["peers"]["home-prefill-0"]["on_demand"]
     assert producer["producers"] == []
     assert inside["peers"]["home-decode-0"]["link"] == "home"
     assert inside["peers"]["home-decode-0"]["bandwidth_bits_per_s"] is None
-    assert consumer["peers"] == {}
+    # Its role may change.
+    assert set(consumer["peers"]) == {"home-prefill-0"}
     assert consumer["producers"] == ["east-prefill-0", "home-prefill-0"]
     assert consumer["staging_bytes"] == 256 * 1024**2
     assert consumer["key_file"] == str(tmp_path / "state" / "local" / "key")
@@ -158,3 +161,31 @@ def test_a_missing_model_is_named(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"config\.json: can't be read"):
         command(deployment)
+
+
+def test_events_are_published_where_subscribers_look(tmp_path: Path) -> None:
+    deployment = make(tmp_path, STATES)
+    for instance in deployment.instances:
+        config = json.loads(value(command(deployment, instance.name), "--kv-events-config"))
+        endpoint = deployment.events_endpoint(instance)
+        assert endpoint is not None
+        assert (config["endpoint"], config["replay_endpoint"]) == (
+            endpoint.bind_publish,
+            endpoint.bind_replay,
+        )
+        assert config["enable_kv_cache_events"] is True
+
+
+def test_adapters_are_named(tmp_path: Path) -> None:
+    deployment = make(tmp_path, DENSE)
+    assert "--enable-lora" not in command(deployment).argv
+    adapters = {"law": tmp_path / "law", "art": tmp_path / "art"}
+    with_adapters = replace(deployment, model=replace(deployment.model, adapters=adapters))
+    argv = command(with_adapters).argv
+    at = argv.index("--lora-modules")
+    assert argv[at - 1 : at + 3] == (
+        "--enable-lora",
+        "--lora-modules",
+        f"law={tmp_path / 'law'}",
+        f"art={tmp_path / 'art'}",
+    )

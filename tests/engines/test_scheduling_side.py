@@ -25,6 +25,8 @@ class Request:
     prompt_token_ids: list[int]
     kv_transfer_params: dict[str, Any] | None = None
     num_computed_tokens: int = 0
+    cache_salt: str | None = None
+    lora_request: Any = None
 
 
 @dataclass
@@ -246,3 +248,53 @@ def test_a_prefill_that_never_started_keeps_nothing() -> None:
     request = Request("r", prompt, {"prfaas": ticket_for(prompt)})
     scheduler.on_new_request(request)  # type: ignore[arg-type]
     assert scheduler.request_finished(request, aborted=True) is False  # type: ignore[arg-type]
+
+
+@dataclass
+class Adapter:
+    lora_name: str
+
+
+@pytest.mark.parametrize("salt", ["", "a", "b"])
+@pytest.mark.parametrize("adapter", ["", "a", "b"])
+def test_kv_of_another_tenant_or_adapter_is_refused(salt: str, adapter: str) -> None:
+    prompt = list(range(50))
+    digest = prompt_digest(prompt, "a", "b")
+    ticket = Ticket.issue(
+        producer="east",
+        consumer="home",
+        num_tokens=50,
+        skip_tokens=0,
+        prompt_digest=digest,
+        lifetime_s=60,
+        now_s=1000.0,
+    )
+    matches = (salt, adapter) == ("a", "b")
+    params = {"prfaas": ticket.seal(KEY)}
+    lora = Adapter(adapter) if adapter else None
+    producer, consumer = side("east"), side("home")
+    producer.on_new_request(Request("p", prompt, params, cache_salt=salt or None, lora_request=lora))  # type: ignore[arg-type]
+    whole = Request("c", [*prompt, 1], params, cache_salt=salt or None, lora_request=lora)
+    consumer.on_new_request(whole)  # type: ignore[arg-type]
+    assert producer.live_requests() == consumer.live_requests() == matches
+    assert consumer.num_external_tokens(whole, 0) == (50 if matches else 0)  # type: ignore[arg-type]
+
+
+def test_a_prefill_may_start_from_what_another_engine_sent() -> None:
+    """It loads the first 33 tokens, computes 17 more, and all 50 leave it."""
+    prompt = list(range(50))
+    first = ticket_for(prompt[:33], producer="home", consumer="east")
+    scheduler = side("east")
+    request = Request("r", prompt, {"prfaas": ticket_for(prompt), "prfaas_from": first})
+    scheduler.on_new_request(request)  # type: ignore[arg-type]
+    assert scheduler.live_requests() == 2
+    assert scheduler.num_external_tokens(request, 0) == 33  # type: ignore[arg-type]
+    scheduler.update_after_alloc(request, Blocks(tables(33)), 33)  # type: ignore[arg-type]
+    (load,) = scheduler.build_metadata(Output({}, BlockState({}))).loads  # type: ignore[arg-type]
+    assert load.ticket.num_tokens == 33
+    request.num_computed_tokens = 33
+    (step,) = chunks(scheduler, request, [17])
+    (send,) = step.sends
+    assert send.final and [(run.first_block, len(run.block_ids)) for run in send.streamed] == [(0, 4)]
+    assert scheduler.request_finished(request, aborted=False)  # type: ignore[arg-type]
+    assert scheduler.live_requests() == 0

@@ -2,6 +2,7 @@
 
 import hashlib
 import struct
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -107,3 +108,13 @@ def test_prompt_digest_is_over_little_endian_uint32() -> None:
         prompt_digest([-1])
     with pytest.raises(OverflowError):
         prompt_digest([2**32])
+
+
+def test_prompt_digest_tells_tenants_and_adapters_apart() -> None:
+    ids = [1, 2, 3]
+    digests = {
+        prompt_digest(ids, salt, adapter)
+        for salt, adapter in [("", ""), ("a", ""), ("", "a"), ("a", "a"), ("aa", "")]
+    }
+    assert len(digests) == 5
+    assert prompt_digest(array("I", ids), "a") == prompt_digest(ids, "a")

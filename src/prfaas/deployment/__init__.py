@@ -1,6 +1,7 @@
 """The one YAML file a user writes, read into frozen typed objects."""
 
 from prfaas.deployment.errors import DeploymentError
+from prfaas.deployment.events import EventsEndpoint
 from prfaas.deployment.load import default_state_dir, load_deployment
 from prfaas.deployment.load_planned import load_planned
 from prfaas.deployment.planned import (
@@ -16,7 +17,9 @@ from prfaas.deployment.planned import (
     WorkloadSpec,
 )
 from prfaas.deployment.types import (
+    SYNTHETIC,
     Cluster,
+    ControlConfig,
     Deployment,
     EngineConfig,
     GatewayConfig,
@@ -28,14 +31,18 @@ from prfaas.deployment.types import (
     Security,
     Slo,
     TransferLimits,
+    is_loopback,
 )
 
 __all__ = [
+    "SYNTHETIC",
     "Cluster",
+    "ControlConfig",
     "Deployment",
     "DeploymentError",
     "EmpiricalLengths",
     "EngineConfig",
+    "EventsEndpoint",
     "FixedLengths",
     "GatewayConfig",
     "Instance",
@@ -55,6 +62,7 @@ __all__ = [
     "UniformLengths",
     "WorkloadSpec",
     "default_state_dir",
+    "is_loopback",
     "load_deployment",
     "load_planned",
 ]

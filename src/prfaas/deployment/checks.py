@@ -1,12 +1,12 @@
 """What must fit together between the fields of a deployment file. Each check raises what it finds first."""
 
-import ipaddress
 from collections.abc import Iterator
 from pathlib import Path
 
 from prfaas.deployment.planning_checks import check_planning
 from prfaas.deployment.schema import ClusterSection, DeploymentFile, InstanceSection
 from prfaas.deployment.source import Location, Source
+from prfaas.deployment.types import SYNTHETIC, is_loopback
 
 
 def check_to_run(source: Source, file: DeploymentFile) -> None:
@@ -53,9 +53,9 @@ def _check_can_run(source: Source, file: DeploymentFile) -> None:
                 ("clusters", c, "instance_count"),
                 "is enough to plan with, not to run; list the cluster's instances in its place",
             )
-    for section, field in (("model", "served_name"), ("model", "max_model_len"), ("", "routing")):
-        if getattr(file.model if section else file, field) is None:
-            raise source.error((section, field) if section else (field,), "is missing")
+    for field in ("served_name", "max_model_len"):
+        if getattr(file.model, field) is None:
+            raise source.error(("model", field), "is missing")
 
 
 def _instances(file: DeploymentFile) -> Iterator[tuple[Location, ClusterSection, InstanceSection]]:
@@ -147,10 +147,6 @@ def _check_links(source: Source, file: DeploymentFile) -> None:
             raise source.error(
                 location, f'leads from "{link.source}" to itself; instances of one cluster need no link'
             )
-        if clusters[link.target].kind != "pd":
-            raise source.error(
-                (*location, "target"), f'"{link.target}" does not decode; a link must lead to a "pd" cluster'
-            )
         pair = (link.source, link.target)
         if pair in seen:
             raise source.error(
@@ -159,7 +155,9 @@ def _check_links(source: Source, file: DeploymentFile) -> None:
             )
         seen[pair] = index
     for c, cluster in enumerate(file.clusters):
-        if cluster.kind == "prfaas" and not any(link.source == cluster.name for link in file.links):
+        if cluster.kind == "prfaas" and not any(
+            link.source == cluster.name and clusters[link.target].kind == "pd" for link in file.links
+        ):
             raise source.error(
                 ("clusters", c),
                 f'no link leads from "{cluster.name}"; add one under links to a "pd" cluster',
@@ -184,6 +182,8 @@ def _check_ports(source: Source, file: DeploymentFile) -> None:
             )
         wanted = [("http_port", instance.http_port)]
         wanted += [("kv_port", port) for port in range(instance.kv_port, last + 1)]
+        if instance.events_port is not None:
+            wanted += [("events_port", port) for port in (instance.events_port, instance.events_port + 1)]
         for field, port in wanted:
             for host, taken_port, by in taken:
                 if port == taken_port and _same_host(instance.host, host):
@@ -200,18 +200,11 @@ def _same_host(one: str, other: str) -> bool:
         return True
     # A wildcard listener takes the port on every address of its machine; that is only certain for loopback.
     wildcards = {"0.0.0.0", "::"}
-    return (one in wildcards and _is_loopback(other)) or (other in wildcards and _is_loopback(one))
+    return (one in wildcards and is_loopback(other)) or (other in wildcards and is_loopback(one))
 
 
 def _address(host: str) -> str:
     return "127.0.0.1" if host.lower() == "localhost" else host.lower()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _check_engine(source: Source, file: DeploymentFile) -> None:
@@ -227,10 +220,27 @@ def _check_engine(source: Source, file: DeploymentFile) -> None:
                 ("clusters", c, "hardware"),
                 "engines on cpu need engine.kv_cache_gib (GiB of memory for the KVCache); add it",
             )
-    assert file.routing is not None and file.model.max_model_len is not None
-    if file.routing.threshold_tokens > file.model.max_model_len:
+        if cluster.hardware == SYNTHETIC and cluster.profile is None:
+            raise source.error(
+                ("clusters", c, "hardware"),
+                "synthetic engines need a profile to be as fast as; add one (`internal-1t-h200`, or a file)",
+            )
+        if cluster.speedup is not None and cluster.hardware != SYNTHETIC:
+            raise source.error(
+                ("clusters", c, "speedup"), "is only for synthetic engines; real ones are as fast as they are"
+            )
+    _check_routing(source, file)
+
+
+def _check_routing(source: Source, file: DeploymentFile) -> None:
+    threshold_tokens, longest_tokens = file.routing.threshold_tokens, file.model.max_model_len
+    assert longest_tokens is not None
+    if threshold_tokens is None:
+        if file.routing.policy == "static_threshold":
+            raise source.error(("routing",), "needs threshold_tokens for policy static_threshold; add it")
+    elif threshold_tokens > longest_tokens:
         raise source.error(
             ("routing", "threshold_tokens"),
-            f"{file.routing.threshold_tokens} is more than model.max_model_len ({file.model.max_model_len}), "
-            'so nothing would ever be offloaded; lower it, or say policy: "local"',
+            f"{threshold_tokens} is more than model.max_model_len ({longest_tokens}), so nothing would ever be "
+            "offloaded; lower it, or say policy: local_only",
         )

@@ -13,6 +13,7 @@ from prfaas.deployment.schema import ClusterSection, DeploymentFile
 from prfaas.deployment.source import Source, read_source
 from prfaas.deployment.types import (
     Cluster,
+    ControlConfig,
     Deployment,
     EngineConfig,
     GatewayConfig,
@@ -24,6 +25,7 @@ from prfaas.deployment.types import (
     Slo,
     TransferLimits,
 )
+from prfaas.profiles import ProfileError, load_profile
 
 
 def default_state_dir() -> Path:
@@ -42,7 +44,7 @@ def load_deployment(path: Path | str, *, state_dir: Path | None = None) -> Deplo
     path = Path(path)
     source, file = read_file(path)
     check_to_run(source, file)
-    return _frozen(path, file, (state_dir or default_state_dir()).absolute())
+    return _frozen(source, file, (state_dir or default_state_dir()).absolute())
 
 
 def read_file(path: Path, changes: Mapping[str, float] | None = None) -> tuple[Source, DeploymentFile]:
@@ -68,20 +70,21 @@ def slo_of(file: DeploymentFile) -> Slo:
     return Slo(slo.ttft_s, slo.tpot_s if slo.tokens_per_s is None else 1 / slo.tokens_per_s)
 
 
-def _frozen(path: Path, file: DeploymentFile, state_dir: Path) -> Deployment:
-    engine, routing = file.engine, file.routing
-    assert routing is not None
+def _frozen(source: Source, file: DeploymentFile, state_dir: Path) -> Deployment:
+    engine, path = file.engine, source.path
     return Deployment(
         name=file.name,
         path=path,
         state_dir=state_dir,
         model=_model(path, file, state_dir),
-        clusters=tuple(_cluster(cluster) for cluster in file.clusters),
+        clusters=tuple(_cluster(source, c, cluster) for c, cluster in enumerate(file.clusters)),
         links=tuple(Link(link.source, link.target, link.bandwidth, link.connections) for link in file.links),
-        routing=Routing(routing.policy, routing.threshold_tokens),
+        routing=Routing(file.routing.policy, file.routing.threshold_tokens),
         slo=slo_of(file),
         gateway=GatewayConfig(file.gateway.host, file.gateway.port),
-        security=Security(state_dir / file.name / Path(file.security.key_file).expanduser()),
+        security=Security(
+            state_dir / file.name / Path(file.security.key_file).expanduser(), file.security.tenant_header
+        ),
         engine=EngineConfig(
             max_num_batched_tokens=engine.max_num_batched_tokens,
             max_num_seqs=engine.max_num_seqs,
@@ -93,6 +96,7 @@ def _frozen(path: Path, file: DeploymentFile, state_dir: Path) -> Deployment:
             env=dict(engine.env),
         ),
         transfer=TransferLimits(**file.transfer.model_dump()),
+        control=ControlConfig(**file.control.model_dump()),
     )
 
 
@@ -104,10 +108,19 @@ def _model(path: Path, file: DeploymentFile, state_dir: Path) -> ModelRef:
     else:
         assert model.path is not None
         directory = path.parent.absolute() / Path(model.path).expanduser()
-    return ModelRef(model.served_name, model.max_model_len, directory, model.tiny)
+    adapters = {
+        name: path.parent.absolute() / Path(adapter).expanduser() for name, adapter in model.adapters.items()
+    }
+    return ModelRef(model.served_name, model.max_model_len, directory, model.tiny, adapters)
 
 
-def _cluster(cluster: ClusterSection) -> Cluster:
+def _cluster(source: Source, index: int, cluster: ClusterSection) -> Cluster:
+    profile = None
+    if cluster.profile is not None:
+        try:
+            profile = load_profile(cluster.profile, relative_to=source.path.parent)
+        except ProfileError as error:
+            raise source.error(("clusters", index, "profile"), str(error)) from None
     instances = tuple(
         Instance(
             name=instance.name,
@@ -117,7 +130,8 @@ def _cluster(cluster: ClusterSection) -> Cluster:
             http_port=instance.http_port,
             kv_port=instance.kv_port,
             tensor_parallel=instance.tensor_parallel,
+            events_port=instance.events_port,
         )
         for instance in cluster.instances or ()
     )
-    return Cluster(cluster.name, cluster.kind, cluster.hardware, instances)
+    return Cluster(cluster.name, cluster.kind, cluster.hardware, instances, profile, cluster.speedup or 1.0)

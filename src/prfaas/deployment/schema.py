@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from prfaas.deployment.types import Policy
 from prfaas.units import GIB, MIB, parse_bits_per_s, parse_bytes
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
@@ -16,6 +17,8 @@ OWNED_ARGS = {
     "--model": "give model.path or model.tiny",
     "--served-model-name": "give model.served_name",
     "--tensor-parallel-size": "give the instance's tensor_parallel",
+    "--kv-events-config": "it is made from the instance's host and events_port",
+    "--lora-modules": "give model.adapters",
 }
 
 
@@ -91,6 +94,7 @@ class ModelSection(_Section):
     tiny: Text | None = None
     published: Text | None = None
     config: Text | None = None
+    adapters: dict[Name, Text] = {}
 
 
 class InstanceSection(_Section):
@@ -102,6 +106,7 @@ class InstanceSection(_Section):
     http_port: Port
     kv_port: Port
     tensor_parallel: Positive = 1
+    events_port: Annotated[Port | None, _GIVEN] = None
 
 
 class ClusterSection(_Section):
@@ -114,6 +119,7 @@ class ClusterSection(_Section):
     instance_count: Annotated[Positive | None, _GIVEN] = None
     gpus_per_instance: Annotated[Positive | None, _GIVEN] = None
     profile: Annotated[Text | None, _GIVEN] = None
+    speedup: Annotated[PositiveFloat | None, _GIVEN] = None
     prefix_hit_ratio: Annotated[Annotated[float, Field(ge=0, lt=1)] | None, _GIVEN] = None
 
 
@@ -127,10 +133,20 @@ class LinkSection(_Section):
 
 
 class RoutingSection(_Section):
-    """When to prefill elsewhere."""
+    """When to prefill elsewhere. Without `threshold_tokens` the threshold is found while running."""
 
-    policy: Literal["threshold", "local", "offload"] = "threshold"
-    threshold_tokens: Positive
+    policy: Policy = "paper"
+    threshold_tokens: Annotated[Positive | None, _GIVEN] = None
+
+
+class ControlSection(_Section):
+    """How fast the scheduler's slow side moves."""
+
+    threshold_period_s: Seconds = 30.0
+    allocation_period_s: Seconds = 60.0
+    window_s: Seconds = 600.0
+    stale_after_s: Seconds = 5.0
+    allocation: bool = True
 
 
 class SloSection(_Section):
@@ -176,6 +192,7 @@ class SecuritySection(_Section):
     """Where the key lies; relative to the deployment's folder in the state directory."""
 
     key_file: Text = "key"
+    tenant_header: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")] | None = None
 
 
 class EngineSection(_Section):
@@ -208,7 +225,8 @@ class DeploymentFile(_Section):
     model: ModelSection
     clusters: Annotated[list[ClusterSection], Field(min_length=1)]
     links: list[LinkSection] = []
-    routing: Annotated[RoutingSection | None, _SECTION] = None
+    routing: Annotated[RoutingSection, _SECTION] = RoutingSection()
+    control: Annotated[ControlSection, _SECTION] = ControlSection()
     slo: SloSection = SloSection()
     workload: Annotated[WorkloadSection | None, _SECTION] = None
     prices: dict[Text, PositiveFloat] = {}

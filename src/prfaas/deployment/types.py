@@ -1,32 +1,47 @@
 """A deployment file in typed, frozen form: what runs where, who may send KV to whom, with which limits."""
 
+import ipaddress
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from prfaas.deployment.errors import DeploymentError
+from prfaas.deployment.events import EventsEndpoint, local_endpoint, tcp_endpoint
+from prfaas.profiles import LatencyProfile
 
 Role = Literal["prefill", "decode"]
 ClusterKind = Literal["prfaas", "pd"]
-Policy = Literal["threshold", "local", "offload"]
+Policy = Literal[
+    "paper", "tilted", "local_only", "offload_all", "static_threshold", "least_ttft", "round_robin"
+]
 
 INTRA_CLUSTER_CONNECTIONS = 4
+
+SYNTHETIC = "synthetic"
+"""The `hardware` of clusters whose engines are stand-ins: for load and fault tests, never for answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRef:
-    """The model that every engine serves: a checkpoint directory, or a tiny one made by prfaas."""
+    """The model that every engine serves: a checkpoint directory, or a tiny one made by prfaas.
+
+    `adapters`: LoRA adapters by the name that clients write as the model.
+    """
 
     served_name: str
     max_model_len: int
     path: Path
     tiny: str | None
+    adapters: Mapping[str, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One vLLM server. Tensor-parallel rank r listens for KV at `kv_port + r`."""
+    """One vLLM server. Tensor-parallel rank r listens for KV at `kv_port + r`.
+
+    `roles` is what it does at first: instances of a pd cluster can be given the other role while they run.
+    """
 
     name: str
     cluster: str
@@ -35,6 +50,7 @@ class Instance:
     http_port: int
     kv_port: int
     tensor_parallel: int
+    events_port: int | None = None
 
     @property
     def url(self) -> str:
@@ -53,12 +69,17 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Instances that share a network: `prfaas` ones only prefill, `pd` ones decode (and may prefill)."""
+    """Instances that share a network: `prfaas` ones only prefill, `pd` ones decode (and may prefill).
+
+    `profile`: how fast one instance is, if known. `speedup`: by how much stand-ins are faster than it.
+    """
 
     name: str
     kind: ClusterKind
     hardware: str
     instances: tuple[Instance, ...]
+    profile: LatencyProfile | None = None
+    speedup: float = 1.0
 
     def with_role(self, role: Role) -> tuple[Instance, ...]:
         """The cluster's instances that have a role."""
@@ -82,20 +103,40 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class KvPeer:
-    """An instance that another one may send KV to, and the budget it shares. No bandwidth means unpaced."""
+    """An instance that another one may send KV to, and the budget it shares. No bandwidth means unpaced.
+
+    `on_demand`: not before a role changes or a prefix moves between clusters, so not worth a connection yet.
+    """
 
     instance: Instance
     link: str
     connections: int
     bandwidth_bits_per_s: float | None
+    on_demand: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """When a prompt is prefilled elsewhere: over the threshold of uncached tokens, never, always."""
+    """When a prompt is prefilled elsewhere. `threshold_tokens` (of uncached tokens) is where a policy that
+    moves its threshold starts; None: at what the planner finds."""
 
     policy: Policy
-    threshold_tokens: int
+    threshold_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ControlConfig:
+    """How fast the scheduler's slow side moves.
+
+    `window_s`: the traffic that thresholds and roles are chosen for. `stale_after_s`: facts older than that are
+    not believed. `allocation` False leaves every instance in its role.
+    """
+
+    threshold_period_s: float = 30.0
+    allocation_period_s: float = 60.0
+    window_s: float = 600.0
+    stale_after_s: float = 5.0
+    allocation: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +168,13 @@ class GatewayConfig:
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """The path of the key that authenticates engines and seals tickets; the key itself is never kept here."""
+    """The path of the key that authenticates engines and seals tickets; the key itself is never kept here.
+
+    `tenant_header`: requests with different values of it share no cached prefix. None: everybody shares.
+    """
 
     key_file: Path
+    tenant_header: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +223,7 @@ class Deployment:
     security: Security
     engine: EngineConfig
     transfer: TransferLimits
+    control: ControlConfig = ControlConfig()
 
     @property
     def home(self) -> Path:
@@ -248,23 +294,38 @@ class Deployment:
             and self.link(cluster.name, pd_cluster) is not None
         )
 
+    def can_prefill(self, instance: Instance) -> bool:
+        """True if the instance may be given prefill work, now or after a change of its role."""
+        return self.cluster_of(instance).kind == "pd" or instance.has_role("prefill")
+
+    def can_decode(self, instance: Instance) -> bool:
+        """True if the instance may be given decode work, now or after a change of its role."""
+        return self.cluster_of(instance).kind == "pd"
+
     def peers_of(self, instance: Instance) -> tuple[KvPeer, ...]:
-        """Decode instances that an instance may send KV to: its own cluster's, and those a link leads to."""
-        if not instance.has_role("prefill"):
-            return ()
+        """Instances that an instance may send KV to: those of its own pd cluster, and those a link leads to.
+
+        Not only those that decode: roles change, and a prefill may start from a prefix that another cluster
+        sends.
+        """
         peers = []
-        for target in self.with_role("decode"):
+        for target in self.instances:
             if target.name == instance.name:
                 continue
+            on_demand = not (instance.has_role("prefill") and target.has_role("decode"))
             if target.cluster == instance.cluster:
-                peers.append(KvPeer(target, target.cluster, INTRA_CLUSTER_CONNECTIONS, None))
+                if self.can_decode(target):
+                    peers.append(KvPeer(target, target.cluster, INTRA_CLUSTER_CONNECTIONS, None, on_demand))
             elif (link := self.link(instance.cluster, target.cluster)) is not None:
-                peers.append(KvPeer(target, link.name, link.connections, self.share_bits_per_s(link)))
+                share = self.share_bits_per_s(link)
+                peers.append(KvPeer(target, link.name, link.connections, share, on_demand))
         return tuple(peers)
 
     def share_bits_per_s(self, link: Link) -> float:
         """What one sending engine may use of a link: senders pace themselves and don't know of each other."""
-        return link.bandwidth_bits_per_s / len(self.cluster(link.source).with_role("prefill"))
+        senders = self.cluster(link.source)
+        # In a pd cluster roles change: what prefills at the start is the best guess there is.
+        return link.bandwidth_bits_per_s / max(len(senders.with_role("prefill")), 1)
 
     def producers_for(self, instance: Instance) -> tuple[Instance, ...]:
         """Instances that may send KV to this one; the inverse of `peers_of`."""
@@ -273,6 +334,23 @@ class Deployment:
             for other in self.instances
             if any(peer.instance.name == instance.name for peer in self.peers_of(other))
         )
+
+    def events_endpoint(self, instance: Instance) -> EventsEndpoint | None:
+        """Where the instance's KV-cache events are published; None if nobody could subscribe to them.
+
+        With `events_port`, over TCP. Without, over sockets of this machine when the instance is on it.
+        """
+        if instance.events_port is not None:
+            return tcp_endpoint(host_in_url(instance.host), instance.events_port)
+        return local_endpoint(self.home, instance.name) if is_loopback(instance.host) else None
+
+
+def is_loopback(host: str) -> bool:
+    """True if a host is this machine, by a name or an address that never leaves it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def host_in_url(host: str) -> str:

@@ -309,6 +309,17 @@ class Lane:
             self._ready.notify_all()
             self._retry.notify_all()
 
+    def load(self) -> dict[str, int]:
+        """What the lane has to do: cheap enough to ask ten times a second."""
+        with self._lock:
+            transfers = self._transfers.values()
+            return {
+                "queued_bytes": sum(t.put_bytes - t.acked_bytes for t in transfers),
+                "open_bytes": sum(t.total_bytes - t.acked_bytes for t in transfers),
+                "acked_bytes": self.counters["acked_bytes"],
+                "connections": len(self._flights),
+            }
+
     def stats(self) -> dict[str, Any]:
         with self._lock:
             phases = Counter(transfer.phase.value for transfer in self._transfers.values())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Peer:
     """`link` names the bandwidth budget that the connections to this peer draw on; None bandwidth:
-    unpaced.
+    unpaced. `on_demand`: connected by the first transfer instead of ahead of time.
     """
 
     name: str
@@ -15,6 +15,7 @@ class Peer:
     link: str
     connections: int
     bandwidth_bits_per_s: float | None
+    on_demand: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.connections <= 64:

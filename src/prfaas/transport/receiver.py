@@ -5,7 +5,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from prfaas.transport.accepted import AcceptedConnection
@@ -29,7 +29,7 @@ class Receiver:
 
     One thread accepts, one serves each connection, one keeps the deadlines. `producers`: the only names that
     may send (None: whoever has the key). `fingerprint`: the KV layout, compared field by field with each
-    producer's.
+    producer's. `sender_telemetry`: what this engine's sender tells of its links; observers get it with `stats`.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Receiver:
         fingerprint: Fingerprint,
         options: ReceiverOptions | None = None,
         producers: Collection[str] | None = None,
+        sender_telemetry: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         self.name = name
         self._key = key
@@ -53,6 +54,7 @@ class Receiver:
         self._fingerprint = dict(fingerprint)
         self._options = options or ReceiverOptions()
         self._producers = None if producers is None else frozenset(producers)
+        self._sender_telemetry = sender_telemetry
         self._book = Book(name=name, key=key, arena=arena, layout=layout, options=self._options)
         self._lock = threading.Lock()
         self._connections: dict[AcceptedConnection, threading.Thread] = {}
@@ -124,6 +126,7 @@ class Receiver:
             "failed_connections": self._failed_connections,
             "thread_errors": self._thread_errors,
             "threads": threads,
+            "sender": self._sender_telemetry() if self._sender_telemetry is not None else {"links": {}},
         }
 
     def _shake_hands(self, sock: socket.socket) -> PeerIdentity:

@@ -7,6 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from prfaas.transport.connection import SenderConnection
@@ -17,6 +18,7 @@ from prfaas.transport.outgoing import OutgoingTransfer
 from prfaas.transport.pacing import LinkPacer
 from prfaas.transport.peer import Peer
 from prfaas.transport.tcpinfo import LinkSample
+from prfaas.transport.telemetry import link_reports
 from prfaas.transport.ticket import Ticket
 
 log = logging.getLogger(__name__)
@@ -50,15 +52,17 @@ class Sender:
         self._pacers: dict[str, LinkPacer] = {}
         self._lanes: dict[str, Lane] = {}
         self._connections: dict[str, list[SenderConnection]] = {}
+        self._starting = threading.Lock()
         self._samples: dict[tuple[str, int], LinkSample] = {}
         for peer_key, peer in peers.items():
             self._add(peer_key, peer)
         self._supervisor = threading.Thread(target=self._supervise, name=f"prfaas-send-{name}", daemon=True)
 
     def start(self) -> None:
-        """Open all connections in the background; returns at once."""
-        for connection in self._all():
-            connection.start()
+        """Open the connections to all peers but those on demand, in the background; returns at once."""
+        for peer_key, lane in self._lanes.items():
+            if not lane.peer.on_demand:
+                self._connect(peer_key)
         self._supervisor.start()
 
     def close(self) -> None:
@@ -66,10 +70,10 @@ class Sender:
         self._closing = True
         for lane in self._lanes.values():
             lane.close()
-        for connection in self._all():
+        for connection in self._started():
             connection.close()
         self._wake.set()
-        for connection in self._all():
+        for connection in self._started():
             connection.join()
         if self._supervisor.ident is not None:
             self._supervisor.join()
@@ -81,12 +85,14 @@ class Sender:
         A consumer that is not among the peers gives a transfer that is FAILED already. A ticket names an
         instance; of its ranks this sender's own rank is meant ("p/1" sends to "c/1").
         """
-        lane = self._lanes.get(ticket.consumer)
-        if lane is None and "/" in self.name:
-            lane = self._lanes.get(f"{ticket.consumer}/{self.name.rpartition('/')[2]}")
+        peer_key = ticket.consumer
+        if peer_key not in self._lanes and "/" in self.name:
+            peer_key = f"{ticket.consumer}/{self.name.rpartition('/')[2]}"
+        lane = self._lanes.get(peer_key)
         if lane is None:
             reason = f"{self.name} has no peer named {ticket.consumer}"
             return OutgoingTransfer.stillborn(ticket.transfer_id, region_bytes, reason)
+        self._connect(peer_key)
         return lane.open(ticket.transfer_id, sealed, region_bytes)
 
     def stats(self) -> dict[str, Any]:
@@ -94,12 +100,17 @@ class Sender:
         return {
             "name": self.name,
             "peers": {
-                name: lane.stats() | {"congestion": sorted({c.congestion for c in self._connections[name]})}
+                name: lane.stats()
+                | {"congestion": sorted({c.congestion for c in self._connections.get(name, ())})}
                 for name, lane in self._lanes.items()
             },
-            "threads": sum(c.alive for c in self._all()) + self._supervisor.is_alive(),
-            "thread_errors": self._errors + sum(c.errors for c in self._all()),
+            "threads": sum(c.alive for c in self._started()) + self._supervisor.is_alive(),
+            "thread_errors": self._errors + sum(c.errors for c in self._started()),
         }
+
+    def telemetry(self) -> dict[str, Any]:
+        """`{"links": {name: LinkReport's fields}}`: what observers of this engine are told."""
+        return {"links": link_reports(self._lanes.values(), self.link_samples())}
 
     def link_samples(self) -> list[LinkSample]:
         """The newest look at each connection: at most `sample_s` old while its peer has work, else older."""
@@ -109,25 +120,33 @@ class Sender:
         pacer = self._pacers.setdefault(peer.link, LinkPacer(peer.bandwidth_bits_per_s))
         if pacer.bandwidth_bits_per_s != peer.bandwidth_bits_per_s:
             raise ValueError(f"peers of link {peer.link!r} name different bandwidths")
-        lane = Lane(peer, self._options, pacer, self._wake.set)
+        self._lanes[peer_key] = Lane(peer, self._options, pacer, self._wake.set)
 
-        def hello() -> ClientHello:
-            return ClientHello.new(
-                key=self._key,
-                name=self.name,
-                server_name=peer.name,
-                role=ROLE_PRODUCER,
-                session=self._session,
-                fingerprint=self._fingerprint,
-            )
+    def _connect(self, peer_key: str) -> None:
+        with self._starting:
+            if peer_key in self._connections or self._closing:
+                return
+            lane = self._lanes[peer_key]
+            self._connections[peer_key] = [
+                SenderConnection(lane, number, partial(self._hello, lane.peer.name), self._options)
+                for number in range(lane.peer.connections)
+            ]
+            for connection in self._connections[peer_key]:
+                connection.start()
 
-        self._lanes[peer_key] = lane
-        self._connections[peer_key] = [
-            SenderConnection(lane, number, hello, self._options) for number in range(peer.connections)
-        ]
+    def _hello(self, peer_name: str) -> ClientHello:
+        return ClientHello.new(
+            key=self._key,
+            name=self.name,
+            server_name=peer_name,
+            role=ROLE_PRODUCER,
+            session=self._session,
+            fingerprint=self._fingerprint,
+        )
 
-    def _all(self) -> list[SenderConnection]:
-        return [connection for slots in self._connections.values() for connection in slots]
+    def _started(self) -> list[SenderConnection]:
+        with self._starting:
+            return [connection for slots in self._connections.values() for connection in slots]
 
     def _supervise(self) -> None:
         while not self._closing:
@@ -148,7 +167,7 @@ class Sender:
         for peer_key, lane in self._lanes.items():
             if not lane.busy:
                 continue
-            for connection in self._connections[peer_key]:
+            for connection in self._connections.get(peer_key, ()):
                 info = connection.tcp_info()
                 if info is not None:
                     self._samples[peer_key, connection.number] = LinkSample(
@@ -159,7 +178,7 @@ class Sender:
                         at_s=now_s,
                         info=info,
                     )
-            moved = {connection for connection in self._connections[peer_key] if connection.moved()}
+            moved = {c for c in self._connections.get(peer_key, ()) if c.moved()}
             for stuck in lane.check(now_s, moved):
                 log.warning("%s acknowledges nothing: connection %d closed", lane.peer.name, stuck.number)
                 stuck.shut()

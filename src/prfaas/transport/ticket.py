@@ -35,20 +35,26 @@ class TicketError(ValueError):
     """The ticket is not one of ours, has expired, or says something absurd."""
 
 
-def prompt_digest(token_ids: Sequence[int]) -> bytes:
-    """BLAKE2b (16 bytes) over the ids as little-endian uint32; ids outside uint32 raise OverflowError."""
-    ids = array("I", token_ids)
+def prompt_digest(token_ids: Sequence[int], salt: str = "", adapter: str = "") -> bytes:
+    """BLAKE2b (16 bytes) over the ids as little-endian uint32, under the tenant's salt and the LoRA adapter.
+
+    KV of one tenant or adapter is not another's, though the ids be equal. Ids outside uint32 raise
+    OverflowError.
+    """
+    ids = token_ids if isinstance(token_ids, array) and token_ids.typecode == "I" else array("I", token_ids)
     if sys.byteorder == "big":
+        ids = array("I", ids)
         ids.byteswap()
-    return hashlib.blake2b(ids.tobytes(), digest_size=DIGEST_BYTES).digest()
+    key = hashlib.blake2b(f"{salt}\x00{adapter}".encode()).digest() if salt or adapter else b""
+    return hashlib.blake2b(ids, digest_size=DIGEST_BYTES, key=key).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """KV of tokens [skip_tokens, num_tokens) of one prompt goes from `producer` to `consumer`.
 
-    `prompt_digest` is of the ids [0, num_tokens); `expires_at_s` is Unix time. `uses`: how many requests of
-    the consumer load the transfer (vLLM makes `n` requests of one with `n` > 1).
+    `prompt_digest` is of the ids [0, num_tokens), the tenant and the adapter; `expires_at_s` is Unix time.
+    `uses`: how many requests of the consumer load the transfer (vLLM makes `n` requests of one with `n` > 1).
     """
 
     transfer_id: bytes

@@ -57,6 +57,8 @@ def engine_command(deployment: Deployment, instance: Instance) -> EngineCommand:
         *_kv_memory(deployment, on_cpu),
         *_tensor_parallel(instance),
         *("--kv-transfer-config", json.dumps(kv_transfer_config(deployment, instance))),
+        *_events(deployment, instance),
+        *_adapters(deployment),
         *engine.extra_args,
     ]
     env = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_SSM_CONV_STATE_LAYOUT": CONV_STATE_LAYOUT}
@@ -87,6 +89,7 @@ def kv_transfer_config(deployment: Deployment, instance: Instance) -> dict[str, 
                     "link": peer.link,
                     "connections": peer.connections,
                     "bandwidth_bits_per_s": _bandwidth_per_rank(peer, instance),
+                    "on_demand": peer.on_demand,
                 }
                 for peer in deployment.peers_of(instance)
             },
@@ -131,3 +134,23 @@ def _tensor_parallel(instance: Instance) -> tuple[str, ...]:
     if instance.tensor_parallel == 1:
         return ()
     return ("--tensor-parallel-size", str(instance.tensor_parallel))
+
+
+def _events(deployment: Deployment, instance: Instance) -> tuple[str, ...]:
+    endpoint = deployment.events_endpoint(instance)
+    if endpoint is None:
+        return ()
+    config = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": endpoint.bind_publish,
+        "replay_endpoint": endpoint.bind_replay,
+    }
+    return ("--kv-events-config", json.dumps(config))
+
+
+def _adapters(deployment: Deployment) -> tuple[str, ...]:
+    adapters = deployment.model.adapters
+    if not adapters:
+        return ()
+    return ("--enable-lora", "--lora-modules", *(f"{name}={path}" for name, path in adapters.items()))

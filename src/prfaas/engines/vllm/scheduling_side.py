@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PARAMETER = "prfaas"
-"""The one key of `kv_transfer_params` that the connector reads; its value is a sealed ticket."""
+"""The key of `kv_transfer_params` whose value is the sealed ticket of the request's own transfer."""
+
+FROM_PARAMETER = "prfaas_from"
+"""The same for a transfer that a prefill starts from: a prefix that another cluster sends first."""
 
 BlockIds = Sequence[Sequence[int]]
 
@@ -41,7 +44,7 @@ class Producing:
 
 @dataclass(slots=True)
 class Consuming:
-    """A decode request whose transfer waits in staging; `settled` once the load was ordered or refused."""
+    """A request whose transfer waits in staging; `settled` once the load was ordered or refused."""
 
     ticket: Ticket
     settled: bool = False
@@ -70,11 +73,14 @@ class SchedulingSide:
         self._orders = TransferMetadata()
 
     def on_new_request(self, request: "Request") -> None:
-        """Read the request's ticket and take the role that it gives this engine."""
+        """Read the request's tickets and take the roles that they give this engine: one sends, one loads."""
         params = request.kv_transfer_params
-        sealed = params.get(PARAMETER) if isinstance(params, dict) else None
-        if not isinstance(sealed, str):
-            return
+        for parameter in (PARAMETER, FROM_PARAMETER) if isinstance(params, dict) else ():
+            sealed = params.get(parameter)
+            if isinstance(sealed, str):
+                self._take_role(request, sealed)
+
+    def _take_role(self, request: "Request", sealed: str) -> None:
         try:
             ticket = Ticket.unseal(sealed, self._key, self._now_s())
         except TicketError as error:
@@ -98,7 +104,7 @@ class SchedulingSide:
         if (
             prompt is None
             or len(prompt) != ticket.num_tokens
-            or prompt_digest(prompt) != ticket.prompt_digest
+            or _digest(request, prompt) != ticket.prompt_digest
         ):
             logger.warning("request %s: its prompt is not the one of its ticket", request.request_id)
             return
@@ -110,7 +116,7 @@ class SchedulingSide:
         if (
             prompt is None
             or len(prompt) <= ticket.num_tokens
-            or prompt_digest(prompt[: ticket.num_tokens]) != ticket.prompt_digest
+            or _digest(request, prompt[: ticket.num_tokens]) != ticket.prompt_digest
         ):
             # vLLM announces a request that it rejected, or that its client left early, as a phantom with the
             # same parameters and another prompt: the staging must not wait for its time to live.
@@ -221,3 +227,8 @@ class SchedulingSide:
             first, end = group.first_block(num_tokens, skip_tokens), group.end_block(num_tokens)
             runs.append(BlockRun(group.index, first, tuple(block_ids[group.index][first:end])))
         return tuple(runs)
+
+
+def _digest(request: "Request", prompt: Sequence[int]) -> bytes:
+    adapter = request.lora_request.lora_name if request.lora_request is not None else ""
+    return prompt_digest(prompt, request.cache_salt or "", adapter)

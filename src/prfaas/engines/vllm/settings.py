@@ -14,10 +14,10 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PeerSettings:
-    """A decode instance that this engine may send KV to.
+    """An instance that this engine may send KV to.
 
     `link` names the bandwidth budget it shares with others; `bandwidth_bits_per_s` is None on an unpaced
-    (intra-cluster) link.
+    (intra-cluster) link. `on_demand`: connected when there is something to send, not before.
     """
 
     host: str
@@ -25,6 +25,7 @@ class PeerSettings:
     link: str
     connections: int
     bandwidth_bits_per_s: float | None
+    on_demand: bool = False
 
 
 @dataclass(frozen=True, slots=True)

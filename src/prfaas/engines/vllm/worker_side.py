@@ -58,6 +58,29 @@ class WorkerSide:
             settings.transfer_block_bytes,
             _pinned(settings.staging_bytes) if on_device else None,
         )
+        peers = {
+            ranked(name, rank): Peer(
+                name=ranked(name, rank),
+                host=peer.host,
+                port=peer.kv_port + rank,
+                link=peer.link,
+                connections=peer.connections,
+                bandwidth_bits_per_s=peer.bandwidth_bits_per_s,
+                on_demand=peer.on_demand,
+            )
+            for name, peer in settings.peers.items()
+        }
+        sender = Sender(
+            name=ranked(settings.name, rank),
+            key=key,
+            peers=peers,
+            fingerprint=marks,
+            options=SenderOptions(
+                progress_deadline_s=settings.progress_deadline_s,
+                # The other side may let a transfer wait for staging; its answer comes after that.
+                accept_deadline_s=settings.staging_wait_s + 10.0,
+            ),
+        )
         receiver = Receiver(
             name=ranked(settings.name, rank),
             key=key,
@@ -72,28 +95,7 @@ class WorkerSide:
                 ttl_s=settings.staging_ttl_s,
                 progress_deadline_s=settings.progress_deadline_s,
             ),
-        )
-        peers = {
-            ranked(name, rank): Peer(
-                name=ranked(name, rank),
-                host=peer.host,
-                port=peer.kv_port + rank,
-                link=peer.link,
-                connections=peer.connections,
-                bandwidth_bits_per_s=peer.bandwidth_bits_per_s,
-            )
-            for name, peer in settings.peers.items()
-        }
-        sender = Sender(
-            name=ranked(settings.name, rank),
-            key=key,
-            peers=peers,
-            fingerprint=marks,
-            options=SenderOptions(
-                progress_deadline_s=settings.progress_deadline_s,
-                # The other side may let a transfer wait for staging; its answer comes after that.
-                accept_deadline_s=settings.staging_wait_s + 10.0,
-            ),
+            sender_telemetry=sender.telemetry,
         )
         receiver.start()
         sender.start()
