@@ -27,6 +27,9 @@ def test_budget_is_divided_over_those_who_work() -> None:
     assert (one.rate, two.rate) == (5_000_000, 5_000_000)
     pacer.update("b", [three])
     assert {one.rate, two.rate, three.rate} == {3_333_333}
+    pacer.set_bandwidth(40e6)
+    assert {one.rate, two.rate, three.rate} == {1_666_666}
+    pacer.set_bandwidth(80e6)
     pacer.update("a", [])
     assert three.rate == 10_000_000
     pacer.update("b", [])

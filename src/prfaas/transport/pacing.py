@@ -29,8 +29,17 @@ class LinkPacer:
                 self._busy[lane] = tuple(connections)
             else:
                 self._busy.pop(lane, None)
-            if self.bandwidth_bits_per_s is None:
-                return
-            sharing = [connection for those in self._busy.values() for connection in those]
-            for connection in sharing:
-                connection.set_rate(int(self.bandwidth_bits_per_s / 8 / len(sharing)))
+            self._divide()
+
+    def set_bandwidth(self, bits_per_s: float) -> None:
+        """Pace a link that was paced before at another rate from now on."""
+        with self._lock:
+            self.bandwidth_bits_per_s = bits_per_s
+            self._divide()
+
+    def _divide(self) -> None:
+        if self.bandwidth_bits_per_s is None:
+            return
+        sharing = [connection for those in self._busy.values() for connection in those]
+        for connection in sharing:
+            connection.set_rate(int(self.bandwidth_bits_per_s / 8 / len(sharing)))

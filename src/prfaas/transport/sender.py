@@ -108,6 +108,10 @@ class Sender:
             "thread_errors": self._errors + sum(c.errors for c in self._started()),
         }
 
+    def set_bandwidth(self, link: str, bits_per_s: float) -> None:
+        """Pace `link` at another rate from now on; KeyError for a link that no peer is on."""
+        self._pacers[link].set_bandwidth(bits_per_s)
+
     def telemetry(self) -> dict[str, Any]:
         """`{"links": {name: LinkReport's fields}}`: what observers of this engine are told."""
         return {"links": link_reports(self._lanes.values(), self.link_samples())}
