@@ -1,7 +1,9 @@
-"""What the gateway remembers of who holds which prefix."""
+"""What the gateway remembers of who holds which prefix, of engines that send no events."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
+
+from prfaas.cache.held import NOTHING, Held
 
 
 class PrefixRecord:
@@ -14,35 +16,43 @@ class PrefixRecord:
     is always younger than its tail and the tail is forgotten first. A lookup is therefore a bisection.
     """
 
-    def __init__(self, *, block_tokens: int, capacity_blocks: int) -> None:
-        """`capacity_blocks`: blocks remembered per instance, about what the instance's KV cache can hold."""
+    def __init__(self, *, block_tokens: int, capacity_blocks: int, only_ends: bool = False) -> None:
+        """`capacity_blocks`: blocks remembered per instance, about what the instance's KV cache can hold.
+
+        `only_ends`: the model has linear states or windows, which engines keep at the end of a prompt: only
+        there can it be gone on from.
+        """
         if block_tokens < 1 or capacity_blocks < 1:
             raise ValueError("block_tokens and capacity_blocks must be at least 1")
         self.block_tokens = block_tokens
         self.capacity_blocks = capacity_blocks
-        self._held: dict[str, OrderedDict[int, None]] = {}
+        self.only_ends = only_ends
+        # Block hash → whether a prompt can be gone on from there.
+        self._held: dict[str, OrderedDict[int, bool]] = {}
 
-    def cached_tokens(self, instance: str, hashes: Sequence[int]) -> int:
-        """Tokens of the longest recorded prefix, a multiple of the block; refreshes nothing."""
+    def held(self, instance: str, chain: Sequence[int]) -> Held:
+        """What `instance` is believed to hold of the prompt with this chain; refreshes nothing."""
         held = self._held.get(instance)
-        if not held or not hashes or hashes[0] not in held:
-            return 0
-        low, high = 1, len(hashes)
+        if not held or not chain or chain[0] not in held:
+            return NOTHING
+        low, high = 1, len(chain)
         while low < high:
             middle = (low + high + 1) // 2
-            if hashes[middle - 1] in held:
+            if chain[middle - 1] in held:
                 low = middle
             else:
                 high = middle - 1
-        return low * self.block_tokens
+        reusable = next((end for end in range(low, 0, -1) if held[chain[end - 1]]), 0)
+        return Held(reusable * self.block_tokens, low * self.block_tokens)
 
-    def add(self, instance: str, hashes: Sequence[int]) -> None:
-        """Remember that `instance` holds the prefix whose chain is `hashes` (and make it the youngest)."""
+    def add(self, instance: str, chain: Sequence[int]) -> None:
+        """Remember that `instance` holds the prefix with this chain (and make it the youngest)."""
         held = self._held.setdefault(instance, OrderedDict())
         # A chain longer than the capacity keeps its head: that is what another prompt can share.
-        for block_hash in reversed(hashes[: self.capacity_blocks]):
-            held[block_hash] = None
-            held.move_to_end(block_hash)
+        for place in reversed(range(min(len(chain), self.capacity_blocks))):
+            goes_on = not self.only_ends or place == len(chain) - 1
+            held[chain[place]] = held.get(chain[place], False) or goes_on
+            held.move_to_end(chain[place])
         while len(held) > self.capacity_blocks:
             held.popitem(last=False)
 

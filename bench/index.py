@@ -1,0 +1,312 @@
+"""The global prefix index at a million blocks: speed of lookups and of events, bytes per block, hashing.
+
+    python bench/index.py [--json FILE] [--blocks N]
+
+CPU time of one core; of repeated measurements the median. The peers' figures are from notes/gateway.md, of another
+day on the same kind of machine: the plain dict neither translates engine hashes nor knows of holes or states.
+Exit code 1 if an aim is missed.
+"""
+
+import argparse
+import gc
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from prfaas.cache import (
+    BlockHasher,
+    Event,
+    GlobalIndex,
+    PromptChains,
+    RemovedBlocks,
+    StoredBlocks,
+    decode_batch,
+)
+
+INSTANCES = 64
+BLOCK_TOKENS = 16
+EVENT_BLOCKS = 32
+PROMPT_BLOCKS = 256
+PROMPT_EVENTS = PROMPT_BLOCKS // EVENT_BLOCKS
+LONG_PROMPT_TOKENS = 128 * 1024
+VOCABULARY = 150_000
+
+
+@dataclass(frozen=True)
+class Row:
+    what: str
+    value: float
+    unit: str
+    aim: float | None = None
+    plain_dict: str = ""
+    dynamo: str = ""
+
+    @property
+    def is_missed(self) -> bool:
+        if self.aim is None:
+            return False
+        return self.value < self.aim if self.unit.endswith("/s") else self.value > self.aim
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a prompt is and what its engine says of it: `hashes` are the engine's, one per block."""
+
+    instance: str
+    token_ids: list[int]
+    hashes: list[int]
+
+    def events(self, *, with_states: bool = False) -> list[list[StoredBlocks]]:
+        """One batch per prefill step of 32 blocks."""
+        batches = []
+        for start in range(0, PROMPT_BLOCKS, EVENT_BLOCKS):
+            hashes = self.hashes[start : start + EVENT_BLOCKS]
+            ids = self.token_ids[start * BLOCK_TOKENS : (start + EVENT_BLOCKS) * BLOCK_TOKENS]
+            parent = self.hashes[start - 1] if start else None
+            batch = [
+                StoredBlocks(
+                    hashes=hashes,
+                    block_tokens=BLOCK_TOKENS,
+                    parent=parent,
+                    token_ids=ids,
+                    extra_keys=[None] * EVENT_BLOCKS,
+                    group=1,
+                    kind="full_attention",
+                    medium="GPU",
+                )
+            ]
+            if with_states:
+                state = StoredBlocks(
+                    hashes=hashes[-1:], block_tokens=BLOCK_TOKENS, token_ids=ids, group=0, kind="mamba"
+                )
+                batch.insert(0, state)
+            batches.append(batch)
+        return batches
+
+
+def prompts(count: int, seed: int, holders: int = 1) -> Iterator[list[Prompt]]:
+    """`count` different prompts, each at `holders` instances, which hash it in their own ways."""
+    draw = random.Random(seed)
+    for number in range(count):
+        ids = draw.choices(range(VOCABULARY), k=PROMPT_BLOCKS * BLOCK_TOKENS)
+        yield [
+            Prompt(
+                f"instance-{(number + each * 7) % INSTANCES}",
+                ids,
+                [draw.getrandbits(64) for _ in range(PROMPT_BLOCKS)],
+            )
+            for each in range(holders)
+        ]
+
+
+def cpu_s(work: Callable[[], object]) -> float:
+    start_s = time.process_time()
+    work()
+    return time.process_time() - start_s
+
+
+def rss_bytes() -> int:
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def fill(blocks: int) -> tuple[GlobalIndex, float, float]:
+    """An index with that many blocks, and its bytes per block: after filling, after half has been replaced."""
+    index = GlobalIndex(seed=1, capacity_blocks=4 * blocks)
+    # What is allocated on first use is no part of a block.
+    apply_all(index, next(prompts(1, seed=-1))[0])
+    index.drop("instance-0")
+    before = rss_bytes()
+    count = blocks // PROMPT_BLOCKS
+    for (prompt,) in track(prompts(count, seed=0), "filling", count, console=Console(stderr=True)):
+        apply_all(index, prompt)
+    filled = (rss_bytes() - before) / index.stats().blocks
+    arriving = prompts(count // 2, seed=1)
+    for (old,) in track(prompts(count // 2, seed=0), "replacing", count // 2, console=Console(stderr=True)):
+        index.apply(old.instance, [RemovedBlocks(hashes=old.hashes[::-1], group=1)])
+        apply_all(index, next(arriving)[0])
+    return index, filled, (rss_bytes() - before) / index.stats().blocks
+
+
+def apply_all(index: GlobalIndex, prompt: Prompt, *, with_states: bool = False) -> None:
+    for batch in prompt.events(with_states=with_states):
+        index.apply(prompt.instance, batch)
+
+
+def measure_events(index: GlobalIndex, rounds: int = 8, per_round: int = 128) -> list[Row]:
+    """Batches with one event of 32 blocks each, into a full index; then their removal."""
+    hasher = BlockHasher(block_tokens=BLOCK_TOKENS, seed=1)
+    decoding, hashing, applying, removing, removing_singly = [], [], [], [], []
+    for number in range(rounds):
+        some = [prompt for (prompt,) in prompts(per_round, seed=100 + number)]
+        payloads = [
+            (prompt.instance, msgspec.msgpack.encode([0.0, batch, 0]))
+            for prompt in some
+            for batch in prompt.events()
+        ]
+        count = len(payloads)
+        batches: list[tuple[str, Sequence[Event]]] = []
+
+        decoding.append(cpu_s(partial(decode_all, payloads, batches)) / count)
+        hashing.append(cpu_s(partial(hash_all, hasher, batches)) / count)
+        applying.append(cpu_s(partial(apply_batches, index, batches)) / count)
+        singly = number % 2 == 0
+        leaving = [(prompt.instance, removals(prompt, singly=singly)) for prompt in some]
+        seconds = cpu_s(partial(apply_batches, index, leaving)) / count
+        (removing_singly if singly else removing).append(seconds)
+    decode_s, hash_s, apply_s = map(statistics.median, (decoding, hashing, applying))
+    return [
+        Row("events of 32 blocks: apply", 1 / (apply_s - hash_s), "events/s", 100e3, "114k", "41k"),
+        Row("  decode (msgpack)", 1 / decode_s, "events/s"),
+        Row("  hash the token ids", 1 / hash_s, "events/s"),
+        Row("  decode, hash and apply", 1 / (decode_s + apply_s), "events/s"),
+        Row("removals of 32 blocks in one event", 1 / statistics.median(removing), "events/s"),
+        Row(
+            "removals as vLLM sends them, 1 block each",
+            EVENT_BLOCKS / statistics.median(removing_singly),
+            "events/s",
+            100e3,
+        ),
+    ]
+
+
+def decode_all(payloads: Sequence[tuple[str, bytes]], batches: list[tuple[str, Sequence[Event]]]) -> None:
+    for instance, payload in payloads:
+        batches.append((instance, decode_batch(payload).events))
+
+
+def hash_all(hasher: BlockHasher, batches: Sequence[tuple[str, Sequence[Event]]]) -> None:
+    for _, events in batches:
+        for event in events:
+            if isinstance(event, StoredBlocks):
+                hasher.hashes(event.token_ids, 1)
+
+
+def apply_batches(index: GlobalIndex, batches: Sequence[tuple[str, Sequence[Event]]]) -> None:
+    for instance, events in batches:
+        index.apply(instance, events)
+
+
+def removals(prompt: Prompt, *, singly: bool) -> list[Event]:
+    """Tail first, as engines evict."""
+    tail_first = prompt.hashes[::-1]
+    size = 1 if singly else EVENT_BLOCKS
+    return [
+        RemovedBlocks(hashes=tail_first[start : start + size], group=1)
+        for start in range(0, PROMPT_BLOCKS, size)
+    ]
+
+
+def match_us(index: GlobalIndex, chains: list[PromptChains], rounds: int = 15) -> float:
+    """Microseconds of one lookup, each round through all chains."""
+
+    def look_up() -> None:
+        for each in chains:
+            index.match(each)
+
+    return statistics.median(cpu_s(look_up) for _ in range(rounds)) / len(chains) * 1e6
+
+
+def measure_matches(index: GlobalIndex, blocks: int) -> list[Row]:
+    some = [prompt for (prompt,) in prompts(blocks // PROMPT_BLOCKS // 2, seed=1)][-500:]
+    one = [whole_chain(index, prompt.token_ids) for prompt in some]
+    miss = [whole_chain(index, prompt.token_ids) for (prompt,) in prompts(500, seed=2)]
+    shared = []
+    for everywhere in prompts(16, seed=3, holders=4):
+        for prompt in everywhere:
+            apply_all(index, prompt)
+        shared.append(whole_chain(index, everywhere[0].token_ids))
+    # A system prompt of 32 blocks that all instances hold, and what follows it at one of them only.
+    head = next(prompts(1, seed=4, holders=INSTANCES))
+    forked = []
+    for prompt, (tail,) in zip(head, prompts(INSTANCES, seed=5), strict=True):
+        ids = prompt.token_ids[: EVENT_BLOCKS * BLOCK_TOKENS] + tail.token_ids[EVENT_BLOCKS * BLOCK_TOKENS :]
+        apply_all(index, Prompt(prompt.instance, ids, prompt.hashes))
+        forked.append(whole_chain(index, ids))
+    return [
+        Row("match of 256 blocks: full hit at one of 64", match_us(index, one), "us", 5, "0.74", "16.6"),
+        Row("  full hit at four", match_us(index, shared * 20), "us", 5),
+        Row("  miss", match_us(index, miss), "us", 5, "0.2", "14.8"),
+        Row("  32 blocks at all 64, the rest at one", match_us(index, forked * 5), "us", 5),
+    ]
+
+
+def measure_hybrid_matches(count: int = 512) -> list[Row]:
+    index = GlobalIndex(seed=1, needs_states=True)
+    one, decoding = [], []
+    for number, (prompt,) in enumerate(prompts(count, seed=6)):
+        apply_all(index, prompt, with_states=number % 2 == 0)
+        (decoding if number % 2 else one).append(whole_chain(index, prompt.token_ids))
+    shared = []
+    for everywhere in prompts(16, seed=7, holders=4):
+        for prompt in everywhere:
+            apply_all(index, prompt, with_states=True)
+        shared.append(whole_chain(index, everywhere[0].token_ids))
+    return [
+        Row("  hybrid, full hit at one", match_us(index, one), "us", 5),
+        Row("  hybrid, full hit at four", match_us(index, shared * 16), "us", 5),
+        Row("  hybrid, 256 blocks and no state at all", match_us(index, decoding), "us"),
+    ]
+
+
+def whole_chain(index: GlobalIndex, token_ids: list[int]) -> PromptChains:
+    """A prompt that goes on after these blocks."""
+    return index.chains([*token_ids, 0])
+
+
+def measure_hashing(rounds: int = 25) -> list[Row]:
+    ids = random.Random(0).choices(range(VOCABULARY), k=LONG_PROMPT_TOKENS)
+    rows = []
+    for block_tokens in (16, 64, 256):
+        hash_ids = partial(BlockHasher(block_tokens=block_tokens).hashes, ids)
+        seconds = statistics.median(cpu_s(hash_ids) for _ in range(rounds))
+        rows.append(Row(f"hash 128K token ids, block {block_tokens}", seconds * 1e3, "ms", 2))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--blocks", type=int, default=1_000_000, help="blocks in the index")
+    options = parser.parse_args()
+    index, filled, replaced = fill(options.blocks)
+    rows = [
+        *measure_matches(index, options.blocks),
+        *measure_hybrid_matches(),
+        *measure_events(index),
+        Row("resident bytes per block, filled", filled, "B", 100, "78", "94"),
+        Row("  after half of them were replaced", replaced, "B"),
+        *measure_hashing(),
+    ]
+    table = Table("what", "measured", "aim", "plain dict", "Dynamo RadixTree")
+    for row in rows:
+        figure = f"{row.value / 1e3:.1f}k" if row.unit.endswith("/s") else f"{row.value:.2f}"
+        aim = (
+            "" if row.aim is None else f"{row.aim / 1e3:.0f}k" if row.unit.endswith("/s") else f"{row.aim:g}"
+        )
+        table.add_row(row.what, f"{figure} {row.unit}", aim, row.plain_dict, row.dynamo)
+    Console(width=118).print(table)
+    if options.json is not None:
+        document = {"blocks": options.blocks, "instances": INSTANCES, "rows": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    if any(row.is_missed for row in rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""A reference model of an engine's prefix cache: what it holds, in plain sets, and the events it sends.
+
+Shares no code with the index: prefixes are tuples of token ids here, not hashes.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from random import Random
+
+import msgspec
+
+Prefix = tuple[int, ...]
+Key = tuple[str, str, Prefix]  # salt, adapter, tokens
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tokens per block; `state_blocks`: a linear group's block in attention blocks; window sizes in tokens."""
+
+    block_tokens: int = 2
+    linear_groups: int = 0
+    state_blocks: int = 1
+    windows: tuple[int, ...] = ()
+    window_blocks: int = 1
+
+    @property
+    def attention_group(self) -> int:
+        return self.linear_groups
+
+
+@dataclass
+class Holdings:
+    """Copies held, per group: a prefix stands for its last block, or for the state after it."""
+
+    shape: Shape
+    groups: dict[int, Counter[Key]] = field(default_factory=dict)
+
+    def has(self, group: int, key: Key) -> bool:
+        return self.groups.get(group, Counter())[key] > 0
+
+    def attention_tokens(self, salt: str, adapter: str, prompt: Prefix) -> int:
+        block, length = self.shape.block_tokens, 0
+        while length + block < len(prompt) and self.has(
+            self.shape.attention_group, (salt, adapter, prompt[: length + block])
+        ):
+            length += block
+        return length
+
+    def servable_tokens(self, salt: str, adapter: str, prompt: Prefix) -> int:
+        """What a prefill of `prompt` need not compute, by trying every length."""
+        best = 0
+        for length in range(self.attention_tokens(salt, adapter, prompt) + 1):
+            if length % self.shape.block_tokens == 0 and self._can_start(salt, adapter, prompt[:length]):
+                best = length
+        return best
+
+    def _can_start(self, salt: str, adapter: str, prefix: Prefix) -> bool:
+        if not prefix:
+            return True
+        shape = self.shape
+        if not all(self.has(group, (salt, adapter, prefix)) for group in range(shape.linear_groups)):
+            return False
+        window_block = shape.block_tokens * shape.window_blocks
+        for place, window in enumerate(shape.windows):
+            if len(prefix) % window_block:
+                return False
+            ends = range(len(prefix), 0, -window_block)
+            needed = ends[: -(-(window - 1) // window_block)]
+            group = shape.attention_group + 1 + place
+            if not all(self.has(group, (salt, adapter, prefix[:end])) for end in needed):
+                return False
+        return True
+
+
+class EngineModel:
+    """Serves prompts, evicts at random, and tells what it did as vLLM would: `take()` gives the batches.
+
+    A batch comes with the holdings at its end.
+    """
+
+    def __init__(self, shape: Shape, random: Random) -> None:
+        self.shape = shape
+        self.random = random
+        self.clock_s = 0.0
+        self._batches: list[tuple[int, float, bytes, Holdings]] = []
+        self._start()
+
+    def _start(self) -> None:
+        self.holdings = Holdings(self.shape)
+        self.hash_seed = self.random.randbytes(8)
+        self.sequence = 0
+
+    def serve(
+        self, prompt: Prefix, *, salt: str = "", adapter: str = "", chunk_blocks: int = 3, again: bool = False,
+        image: bool = False,
+    ) -> None:  # fmt: skip
+        """Prefill `prompt`; `again`: without looking into the cache, so that blocks are held twice."""
+        block = self.shape.block_tokens
+        if image:
+            self._serve_image(prompt)
+            return
+        start = 0 if again else self.holdings.servable_tokens(salt, adapter, prompt)
+        while len(prompt) - start >= block:
+            end = min(start + chunk_blocks * block, len(prompt) // block * block)
+            self._chunk(salt, adapter, prompt, start, end)
+            start = end
+
+    def load(self, prompt: Prefix) -> None:
+        """The attention blocks come from elsewhere, without states: a decode instance."""
+        held = self.holdings.attention_tokens("", "", (*prompt, 0))
+        end = len(prompt) // self.shape.block_tokens * self.shape.block_tokens
+        if end > held:
+            self._send([self._stored_attention("", "", prompt, held, end)])
+
+    def evict(self) -> None:
+        """One copy of anything, not only of tails."""
+        everything = [
+            (group, key)
+            for group, keys in sorted(self.holdings.groups.items())
+            for key, count in sorted(keys.items())
+            if count
+        ]
+        if everything:
+            group, key = self.random.choice(everything)
+            self.holdings.groups[group][key] -= 1
+            event = {"type": "BlockRemoved", "block_hashes": [self._hash(key)], "group_idx": group}
+            self._send([event | {"medium": "GPU"}])
+
+    def clear(self) -> None:
+        self.holdings = Holdings(self.shape)
+        self._send([{"type": "AllBlocksCleared"}])
+
+    def restart(self) -> None:
+        self._start()
+
+    def take(self) -> Iterator[tuple[int, float, bytes, Holdings]]:
+        """(sequence, time, payload, holdings after it) of every batch since the last call."""
+        batches, self._batches = self._batches, []
+        yield from batches
+
+    def _chunk(self, salt: str, adapter: str, prompt: Prefix, start: int, end: int) -> None:
+        shape = self.shape
+        events = []
+        for group in range(shape.linear_groups):
+            unit = shape.block_tokens * shape.state_blocks
+            keys = [(salt, adapter, prompt[:end])] if end % unit == 0 else []
+            events.append(self._stored(group, "mamba", keys, None, prompt[start:end], unit))
+        events.append(self._stored_attention(salt, adapter, prompt, start, end))
+        window_block = shape.block_tokens * shape.window_blocks
+        for place, window in enumerate(shape.windows):
+            ends = range(start - start % window_block + window_block, end + 1, window_block)
+            keys = [(salt, adapter, prompt[:each]) for each in ends if self.random.random() < 0.8]
+            event = self._stored(
+                shape.attention_group + 1 + place,
+                "sliding_window",
+                keys,
+                None,
+                prompt[start:end],
+                window_block,
+            )
+            events.insert(
+                self.random.randrange(len(events) + 1), event | {"kv_cache_spec_sliding_window": window}
+            )
+        self._send(events)
+
+    def _stored_attention(
+        self, salt: str, adapter: str, prompt: Prefix, start: int, end: int
+    ) -> dict[str, object]:
+        block = self.shape.block_tokens
+        keys = [(salt, adapter, prompt[:each]) for each in range(start + block, end + 1, block)]
+        parent = (salt, adapter, prompt[:start]) if start else None
+        event = self._stored(
+            self.shape.attention_group, "full_attention", keys, parent, prompt[start:end], block
+        )
+        if salt or adapter:
+            extra: list[list[str] | None] = [[adapter] if adapter else None for _ in keys]
+            if salt and not start:
+                extra[0] = [*(extra[0] or []), salt]
+            event["extra_keys"] = extra
+            if adapter:
+                event["lora_name"] = adapter
+        return event
+
+    def _serve_image(self, prompt: Prefix) -> None:
+        """A prompt whose second block has an image: its hashes are no business of `holdings`, which knows tokens."""
+        block = self.shape.block_tokens
+        count = len(prompt) // block
+        if count:
+            hashes = [self.random.getrandbits(64) for _ in range(count)]
+            extra = [None, [["an image", 0]], *([None] * count)][:count]
+            known: Key = ("", "", prompt[:block])
+            hashes[0] = self._hash(known)
+            self._hold(self.shape.attention_group, [known])
+            event = self._event(self.shape.attention_group, "full_attention", hashes, None, prompt, block)
+            self._send([event | {"token_ids": list(prompt[: count * block]), "extra_keys": extra}])
+            after = self._event(
+                self.shape.attention_group, "full_attention", [7], hashes[-1], prompt[:block], block
+            )
+            if count > 1:
+                self._send([after])
+
+    def _stored(
+        self, group: int, kind: str, keys: list[Key], parent: Key | None, tokens: Prefix, block_tokens: int
+    ) -> dict[str, object]:
+        self._hold(group, keys)
+        parent_hash = None if parent is None else self._hash(parent)
+        return self._event(group, kind, [self._hash(key) for key in keys], parent_hash, tokens, block_tokens)
+
+    def _event(
+        self,
+        group: int,
+        kind: str,
+        hashes: list[int],
+        parent: int | None,
+        tokens: Prefix,
+        block_tokens: int,
+    ) -> dict[str, object]:
+        event: dict[str, object] = {
+            "type": "BlockStored",
+            "block_hashes": hashes,
+            "token_ids": list(tokens),
+            "block_size": block_tokens,
+            "lora_id": None,
+            "medium": "GPU",
+            "group_idx": group,
+            "kv_cache_spec_kind": kind,
+            "session_id": "a field of the future",
+        }
+        return event if parent is None else event | {"parent_block_hash": parent}
+
+    def _hold(self, group: int, keys: list[Key]) -> None:
+        self.holdings.groups.setdefault(group, Counter()).update(keys)
+
+    def _hash(self, key: Key) -> int:
+        digest = hashlib.sha256(self.hash_seed + repr(key).encode()).digest()
+        return int.from_bytes(digest[:8], "big")
+
+    def _send(self, events: list[dict[str, object]]) -> None:
+        self.clock_s += 1
+        payload = msgspec.msgpack.encode([self.clock_s, events, 0])
+        groups = {group: Counter(keys) for group, keys in self.holdings.groups.items()}
+        self._batches.append((self.sequence, self.clock_s, payload, Holdings(self.shape, groups)))
+        self.sequence += 1
