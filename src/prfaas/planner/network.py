@@ -1,17 +1,17 @@
 """The general case: any number of PrfaaS clusters, PD clusters and links."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from prfaas.planner.binned import BinnedLengths
 from prfaas.planner.errors import PlanError
 from prfaas.planner.paths import Path, all_paths
-from prfaas.planner.plan_problem import PdCluster, PlanProblem, PrfaasCluster
-from prfaas.planner.point import LinkUse, OperatingPoint, Roles, RouteUse, ServiceModel, Stage, StageKind
+from prfaas.planner.plan_problem import PlanProblem
+from prfaas.planner.point import LinkUse, OperatingPoint, Roles, RouteUse, ServiceModel, Stage
 from prfaas.planner.programme import Programme, Resource
+from prfaas.planner.routing import Routing, best_routing, cleaned
 from prfaas.planner.ttft import Pool, service_ttft
-from prfaas.units import BITS_PER_BYTE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,14 +19,8 @@ if TYPE_CHECKING:
 
     FloatArray = NDArray[np.float64]
 
-# Roles are found on few bins, the routes for them on more.
+# Roles are found on few bins, the routes for them on more (`routing.py`).
 _ROLE_BINS = 24
-_BINS = 64
-_PARTS = 4
-_MOST_DIVIDED_BINS = 24
-_MOST_BINS = 160
-_ROUNDS = 8
-_SETTLED = 1e-6
 # Flows below this part of all requests are the solver's rounding.
 _NOTHING = 1e-7
 # A bin with fewer requests than this part of all doesn't count for the ends of a route.
@@ -43,80 +37,6 @@ class NetworkPlan:
     bound_gap: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Routing:
-    """Shares of (bins × paths) and prefill instances by PD cluster."""
-
-    problem: PlanProblem
-    paths: tuple[Path, ...]
-    lengths: BinnedLengths
-    shares: "FloatArray"
-    prefill: Mapping[str, int]
-
-    @property
-    def mass(self) -> "FloatArray":
-        """The part of all requests that goes by each path."""
-        mass: FloatArray = self.shares.sum(axis=0)
-        return mass
-
-    def mean_length(self, path: int) -> float:
-        """The mean prompt of a path that is used, in tokens."""
-        flows = self.shares[:, path]
-        return float((flows * self.lengths.bins.lengths).sum() / flows.sum())
-
-    def prefill_work_s(self, cluster: PrfaasCluster | PdCluster, service: ServiceModel) -> float:
-        """Seconds of prefill in a cluster per request of the whole system.
-
-        With "mean length" the representative request is that of all clusters with the same curve: how equal
-        clusters share their requests must make no difference.
-        """
-        work = self._work_by_length([cluster])
-        if service == "by length" or work <= 0:
-            return work
-        equal = [
-            other
-            for other in self.problem.clusters
-            if type(other) is type(cluster) and other.prefill_s == cluster.prefill_s
-        ]
-        return work * self._work_at_mean(equal) / self._work_by_length(equal)
-
-    def _paths_from(self, clusters: Sequence[PrfaasCluster | PdCluster]) -> list[int]:
-        names = {cluster.name for cluster in clusters}
-        return [k for k, path in enumerate(self.paths) if path.prefill in names and self.mass[k] > 0]
-
-    def _work_by_length(self, clusters: Sequence[PrfaasCluster | PdCluster]) -> float:
-        curve = clusters[0].prefill_s
-        used = self._paths_from(clusters)
-        works = [self.shares[:, k] * self.lengths.means(curve, self.paths[k].share) for k in used]
-        return sum(float(work.sum()) for work in works)
-
-    def _work_at_mean(self, clusters: Sequence[PrfaasCluster | PdCluster]) -> float:
-        import numpy as np
-
-        used = self._paths_from(clusters)
-        requests = float(self.mass[used].sum())
-        computed = sum(float(self.mass[k]) * self.mean_length(k) * self.paths[k].share for k in used)
-        return requests * float(clusters[0].prefill_s(np.array([computed / requests]))[0])
-
-    def link_bits(self, link: str, service: ServiceModel) -> float:
-        """Bits that cross a link per request of the whole system."""
-        import numpy as np
-
-        total = 0.0
-        for k, path in enumerate(self.paths):
-            mass = float(self.mass[k])
-            for transfer in path.transfers:
-                if transfer.link != link or mass <= 0:
-                    continue
-                if service == "mean length":
-                    mean = np.array([transfer.share * self.mean_length(k)])
-                    total += mass * float(self.problem.kv_bytes(mean)[0])
-                else:
-                    sizes = self.lengths.means(self.problem.kv_bytes, transfer.share)
-                    total += float((self.shares[:, k] * sizes).sum())
-        return total * BITS_PER_BYTE
-
-
 def best_network(problem: PlanProblem, service: ServiceModel = "mean length") -> NetworkPlan:
     """The highest Λ_max over whole-number roles and any routing of lengths over the links.
 
@@ -128,18 +48,31 @@ def best_network(problem: PlanProblem, service: ServiceModel = "mean length") ->
     distribution = problem.workload.lengths
     coarse = BinnedLengths.of(distribution, distribution.bins(_ROLE_BINS))
     prefill, bound = Programme(problem, paths, coarse, {}).best_roles()
-    best, routing, scales = _best_routes(problem, paths, prefill, service)
+    routing, scales = _routes_for(problem, paths, prefill, service)
     if service == "mean length":
         # The corrected work may call for other roles.
         again, corrected_bound = Programme(problem, paths, coarse, scales).best_roles()
         if again != prefill:
-            other, other_routing, other_scales = _best_routes(problem, paths, again, service)
-            if other.lambda_max > best.lambda_max:
-                best, routing, scales = other, other_routing, other_scales
+            other, other_scales = _routes_for(problem, paths, again, service)
+            if other.rate(service) > routing.rate(service):
+                routing, scales = other, other_scales
         bound = corrected_bound
     prices = Programme(problem, paths, routing.lengths, scales).prices(routing.prefill)
+    best = _point(routing, service)
     gap = max(bound / best.lambda_max - 1, 0.0) if best.lambda_max > 0 else 0.0
     return NetworkPlan(best, _pools(routing), prices, gap)
+
+
+def network_with_roles(
+    problem: PlanProblem, prefill: Mapping[str, int], service: ServiceModel = "mean length"
+) -> OperatingPoint:
+    """The best routes for roles that are given: prefill instances by PD cluster.
+
+    Raises:
+        PlanError: no request gets through with them.
+    """
+    routing, _ = _routes_for(problem, all_paths(problem), prefill, service)
+    return _point(routing, service)
 
 
 def naive_network(problem: PlanProblem, service: ServiceModel = "mean length") -> OperatingPoint | None:
@@ -157,71 +90,21 @@ def naive_network(problem: PlanProblem, service: ServiceModel = "mean length") -
         shares = Programme(problem, paths, lengths, scales).shares(prefill)
         if shares is None:
             return None
-        routing = _Routing(problem, paths, lengths, _clean(lengths, shares), prefill)
-        scales = _scales(routing)
+        routing = Routing(problem, paths, lengths, cleaned(lengths, shares), prefill)
+        scales = routing.scales()
     return _point(routing, service)
 
 
-def _best_routes(
+def _routes_for(
     problem: PlanProblem, paths: tuple[Path, ...], prefill: Mapping[str, int], service: ServiceModel
-) -> tuple[OperatingPoint, _Routing, dict[Resource, float]]:
-    """The best routes for given roles, with the scales that they were found with."""
-    import numpy as np
-
-    distribution = problem.workload.lengths
-    lengths = BinnedLengths.of(distribution, distribution.bins(_BINS))
-    scales: dict[Resource, float] = {}
-    best: tuple[OperatingPoint, _Routing, dict[Resource, float]] | None = None
-    before = 0.0
-    for _ in range(_ROUNDS):
-        shares = Programme(problem, paths, lengths, scales).shares(prefill)
-        if shares is None:
-            raise PlanError(
-                "no request gets through; there must be an instance for prefill and one for decode"
-            )
-        routing = _Routing(problem, paths, lengths, _clean(lengths, shares), prefill)
-        point = _point(routing, service)
-        # Later rounds are more exact, so a tie goes to them.
-        if best is None or point.lambda_max >= best[0].lambda_max * (1 - _SETTLED):
-            best = (point, routing, scales)
-        if abs(point.lambda_max - before) <= _SETTLED * point.lambda_max:
-            break
-        before = point.lambda_max
-        if service == "mean length":
-            scales = _scales(routing)
-        divided = np.flatnonzero((routing.shares > 0).sum(axis=1) > 1)
-        # Equal clusters may share every bin; dividing them all would only cost time.
-        if len(divided) <= _MOST_DIVIDED_BINS and len(lengths.bins.weights) <= _MOST_BINS:
-            lengths = lengths.divided(divided, _PARTS)
-    assert best is not None
-    return best
+) -> tuple[Routing, dict[Resource, float]]:
+    found = best_routing(problem, paths, prefill, service)
+    if found is None:
+        raise PlanError("no request gets through; there must be an instance for prefill and one for decode")
+    return found
 
 
-def _clean(lengths: BinnedLengths, shares: "FloatArray") -> "FloatArray":
-    """Without the solver's rounding: what is next to nothing is nothing, and each bin is used up exactly."""
-    import numpy as np
-
-    weights = lengths.bins.weights[:, None]
-    kept = np.where(shares > _NOTHING * weights, shares, 0.0)
-    cleaned: FloatArray = kept * weights / kept.sum(axis=1, keepdims=True)
-    return cleaned
-
-
-def _scales(routing: _Routing) -> dict[Resource, float]:
-    """The paper's work of each resource, at the mean length, over the work by length; where it has any."""
-    scales: dict[Resource, float] = {}
-    for cluster in routing.problem.clusters:
-        work = routing.prefill_work_s(cluster, "by length")
-        if work > 0:
-            scales["prefill", cluster.name] = routing.prefill_work_s(cluster, "mean length") / work
-    for link in routing.problem.links:
-        bits = routing.link_bits(link.name, "by length")
-        if bits > 0:
-            scales["link", link.name] = routing.link_bits(link.name, "mean length") / bits
-    return scales
-
-
-def _pools(routing: _Routing) -> tuple[Pool, ...]:
+def _pools(routing: Routing) -> tuple[Pool, ...]:
     """Service times of every prefill cluster, by the exact distribution of lengths."""
     import numpy as np
 
@@ -244,31 +127,11 @@ def _pools(routing: _Routing) -> tuple[Pool, ...]:
     return tuple(pools)
 
 
-def _stages(routing: _Routing, service: ServiceModel) -> tuple[Stage, ...]:
-    """All stages with their capacities; utilisations are set when Λ_max is known."""
-    problem, prefill = routing.problem, routing.prefill
-    stages = []
-    for cluster in problem.clusters:
-        work = routing.prefill_work_s(cluster, service)
-        kind: StageKind = "pd prefill" if cluster.name in prefill else "prfaas prefill"
-        capacity = prefill.get(cluster.name, cluster.instances) / work if work > 0 else None
-        stages.append(Stage(f"{cluster.name} prefill", kind, capacity, 0.0))
-    for link in problem.links:
-        bits = routing.link_bits(link.name, service)
-        capacity = link.bandwidth_bits_per_s / bits if bits > 0 else None
-        stages.append(Stage(f"{link.name} link", "link", capacity, 0.0))
-    for pd in problem.pd:
-        share = sum(float(routing.mass[k]) for k, path in enumerate(routing.paths) if path.decode == pd.name)
-        rate = (pd.instances - prefill[pd.name]) * pd.decode_rate(problem.workload.output_tokens)
-        stages.append(Stage(f"{pd.name} decode", "pd decode", rate / share if share > 0 else None, 0.0))
-    return tuple(stages)
-
-
-def _point(routing: _Routing, service: ServiceModel) -> OperatingPoint:
+def _point(routing: Routing, service: ServiceModel) -> OperatingPoint:
     import numpy as np
 
     problem, prefill = routing.problem, routing.prefill
-    capacities = _stages(routing, service)
+    capacities = routing.stages(service)
     rate = min(stage.capacity for stage in capacities if stage.capacity is not None)
     stages = tuple(
         replace(stage, utilisation=_utilisation(rate, stage.capacity) if stage.capacity is not None else 0.0)
@@ -319,7 +182,7 @@ def _uncached(problem: PlanProblem, path: Path) -> float:
     return 1 - problem.hit_ratio(pd)
 
 
-def _routes(routing: _Routing) -> list[RouteUse]:
+def _routes(routing: Routing) -> list[RouteUse]:
     bins, routes = routing.lengths.bins, []
     for k, path in enumerate(routing.paths):
         total = float(routing.mass[k])
@@ -333,7 +196,7 @@ def _routes(routing: _Routing) -> list[RouteUse]:
     return routes
 
 
-def _mean(routing: _Routing, chosen: "NDArray[np.bool_]") -> float | None:
+def _mean(routing: Routing, chosen: "NDArray[np.bool_]") -> float | None:
     """The mean uncached tokens of requests on the chosen paths."""
     used = [k for k in range(len(routing.paths)) if chosen[k] and routing.mass[k] > 0]
     mass = float(routing.mass[used].sum())
@@ -344,7 +207,7 @@ def _mean(routing: _Routing, chosen: "NDArray[np.bool_]") -> float | None:
     return sum(part * scale for part, scale in zip(parts, scales, strict=True)) / mass
 
 
-def _theta(routing: _Routing, stages: tuple[Stage, ...], *, local: bool) -> float | None:
+def _theta(routing: Routing, stages: tuple[Stage, ...], *, local: bool) -> float | None:
     """Σ over prefill clusters of the rate at which the cluster, or a link it feeds, is full (Eq. 3 and 4)."""
     capacities = {stage.name: stage.capacity for stage in stages}
     total: float | None = None
@@ -363,7 +226,7 @@ def _theta(routing: _Routing, stages: tuple[Stage, ...], *, local: bool) -> floa
     return total
 
 
-def _threshold(routing: _Routing, local: "NDArray[np.bool_]", p: float) -> float | None:
+def _threshold(routing: Routing, local: "NDArray[np.bool_]", p: float) -> float | None:
     """The uncached length that separates offloaded from local requests; None if they overlap in more than a bin."""
     import numpy as np
 

@@ -120,8 +120,17 @@ class Programme:
             prices[use.resource] = -marginal * unit
         return prices
 
-    def shares(self, prefill: Mapping[str, int]) -> "FloatArray | None":
-        """The flows of the highest Λ with the given roles, balanced (Eq. 7); None if nothing can flow."""
+    def shares(
+        self,
+        prefill: Mapping[str, int],
+        spread: Mapping[str, float] | None = None,
+        allowed: "NDArray[np.bool_] | None" = None,
+    ) -> "FloatArray | None":
+        """The flows of the highest Λ with the given roles, balanced (Eq. 7); None if nothing can flow.
+
+        `spread`: the part of every bin that decodes in each PD cluster (None: any). `allowed`: of (bins × paths),
+        the flows that may be used (None: all).
+        """
         import numpy as np
         from scipy.sparse import coo_array
 
@@ -130,6 +139,8 @@ class Programme:
         v, u = self._flows, self._flows + 1
         weights = np.repeat(self._lengths.bins.weights, len(self._paths))
         most = np.full(self._flows + 2, np.inf)
+        if allowed is not None:
+            most[: self._flows][~allowed.ravel()] = 0.0
         rows, columns, values = [], [], []
         for row, use in enumerate(self._uses):
             kind, name = use.resource
@@ -156,8 +167,10 @@ class Programme:
                 objective,
                 coo_array(entries, shape=shape).tocsr(),
                 np.zeros(shape[0]),
-                self._each_bin(2),
-                np.ones(self._bins),
+                self._each_bin(2) if spread is None else self._each_bin_and_pd(2),
+                np.ones(self._bins)
+                if spread is None
+                else np.tile([spread[pd.name] for pd in self._problem.pd], self._bins),
                 np.zeros(shape[1]),
                 most,
             )
@@ -204,6 +217,17 @@ class Programme:
         ends = np.arange(self._bins + 1) * paths
         shape = (self._bins, self._flows + further)
         return csr_array((np.ones(self._flows), np.arange(self._flows), ends), shape=shape)
+
+    def _each_bin_and_pd(self, further: int) -> Any:
+        """The same by the PD cluster that decodes: rows (bin, PD cluster)."""
+        import numpy as np
+        from scipy.sparse import coo_array
+
+        names = [pd.name for pd in self._problem.pd]
+        decodes = np.array([names.index(path.decode) for path in self._paths])
+        rows = np.arange(self._bins)[:, None] * len(names) + decodes[None, :]
+        entries = (np.ones(self._flows), (rows.ravel(), np.arange(self._flows)))
+        return coo_array(entries, shape=(self._bins * len(names), self._flows + further)).tocsr()
 
     def _columns_of(self, path: int) -> "NDArray[np.int64]":
         import numpy as np

@@ -1,16 +1,35 @@
-"""Pure routing decisions: a request and a view of the instances in, a decision out. No clock, no I/O."""
+"""Pure decisions: a request and a view of the deployment in, a decision out. No clock, no I/O."""
 
-from prfaas.scheduling.decision import Decision, Route
-from prfaas.scheduling.request import RoutingRequest
-from prfaas.scheduling.static_threshold import static_threshold
-from prfaas.scheduling.view import InstanceView, NoDecodeInstanceError, View
+from prfaas.scheduling.decision import CacheTransfer, Decision, Route
+from prfaas.scheduling.links import AbundanceMarks
+from prfaas.scheduling.policy import POLICIES, Policy, policy_named
+from prfaas.scheduling.request import NOTHING, Held, RoutingRequest
+from prfaas.scheduling.view import (
+    ClusterKind,
+    ClusterView,
+    InstanceView,
+    KvFacts,
+    LinkView,
+    NoDecodeInstanceError,
+    View,
+)
 
 __all__ = [
+    "NOTHING",
+    "POLICIES",
+    "AbundanceMarks",
+    "CacheTransfer",
+    "ClusterKind",
+    "ClusterView",
     "Decision",
+    "Held",
     "InstanceView",
+    "KvFacts",
+    "LinkView",
     "NoDecodeInstanceError",
+    "Policy",
     "Route",
     "RoutingRequest",
     "View",
-    "static_threshold",
+    "policy_named",
 ]

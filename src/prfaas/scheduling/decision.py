@@ -13,12 +13,27 @@ class Route(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class CacheTransfer:
+    """KV of a prompt's first `num_tokens` tokens goes from `source` to the prefill instance before it starts.
+
+    `skip_tokens` of them are there already. Section 3.4.3: where the longer cache is not in the cluster that
+    computes, and bandwidth is abundant, that cache moves first.
+    """
+
+    source: str
+    num_tokens: int
+    skip_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
-    """One routing decision.
+    """One routing decision, with the numbers that decided.
 
     `prefill == decode` means that the decode instance prefills itself and nothing is transferred.
-    `uncached_tokens`: what the PD cluster would have to prefill, the number compared with the threshold.
-    `skip_tokens`: leading tokens whose attention blocks the decode instance holds and need not be sent.
+    `uncached_tokens`: what was compared with the threshold: what the PD cluster would have to prefill.
+    `prefill_tokens`: what `prefill` has to compute. `skip_tokens`: leading tokens whose attention blocks the
+    decode instance holds and that need not be sent. `threshold_tokens`: as it was then, adjustments included.
+    `predicted_ttft_s`: wait, prefill and what of the transfer the prefill does not hide.
     `reason`: one word for logs and metrics.
     """
 
@@ -26,8 +41,12 @@ class Decision:
     prefill: str
     decode: str
     uncached_tokens: int
+    prefill_tokens: int
     skip_tokens: int
     reason: str
+    threshold_tokens: float
+    predicted_ttft_s: float
+    cache_transfer: CacheTransfer | None = None
 
     @property
     def transfers(self) -> bool:

@@ -3,16 +3,26 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from prfaas.cache.held import NOTHING, Held
+
+__all__ = ["NOTHING", "Held", "RoutingRequest"]
+
 
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
-    """`num_tokens`: the whole prompt. `prefix_tokens`: instance name → tokens of this prompt it is believed
-    to hold."""
+    """`num_tokens`: the whole prompt. `held`: instance name → what it holds of it; absent means nothing.
+
+    `ordinal` counts requests in the order of their arrival: the only thing a policy may take turns by.
+    """
 
     num_tokens: int
-    prefix_tokens: Mapping[str, int] = field(default_factory=dict)
+    held: Mapping[str, Held] = field(default_factory=dict)
+    ordinal: int = 0
 
-    def prefix_at(self, instance: str) -> int:
-        """Tokens held by `instance`, never more than can be skipped: the last prompt token is always
-        computed."""
-        return min(self.prefix_tokens.get(instance, 0), max(self.num_tokens - 1, 0))
+    def reusable_at(self, instance: str) -> int:
+        """Tokens a prefill at `instance` need not compute; the last prompt token is always computed."""
+        return min(self.held.get(instance, NOTHING).reusable_tokens, max(self.num_tokens - 1, 0))
+
+    def attention_at(self, instance: str) -> int:
+        """Tokens whose full-attention blocks `instance` holds, less the last prompt token."""
+        return min(self.held.get(instance, NOTHING).attention_tokens, max(self.num_tokens - 1, 0))

@@ -1,71 +1,114 @@
-"""The instances and links as routing sees them."""
+"""The deployment as the policies see it: roles, queues, links, thresholds.
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+A view is a board that its owner (the live control plane, or the simulator) keeps up to date in place; a policy
+only reads it. Rebuilding it for every request would cost more than the decision (docs/decisions/0004).
+All times are seconds of one clock, `View.now_s`.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+ClusterKind = Literal["prfaas", "pd"]
 
 
 class NoDecodeInstanceError(LookupError):
     """No instance can decode."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class InstanceView:
-    """One engine instance. `in_flight`: requests the gateway has open there, any role."""
+    """One engine instance.
+
+    `draining`: it finishes what it has and gets nothing new (its role is being changed).
+    `busy_until_s`: when the prefill work accepted there will be done, as predicted; in the past when idle.
+    `decoding`: requests that decode there or are on their way; `decode_slots`: how many keep the SLO, at least 1.
+    `in_flight`: requests open there in any role. `seen_s`: when the engine was last heard of.
+    """
 
     name: str
     cluster: str
     prefills: bool
     decodes: bool
-    in_flight: int = 0
     healthy: bool = True
+    draining: bool = False
+    in_flight: int = 0
+    busy_until_s: float = 0.0
+    decoding: int = 0
+    decode_slots: int = 1
+    seen_s: float = 0.0
+
+
+@dataclass(slots=True)
+class LinkView:
+    """A directed link between clusters.
+
+    `capacity_bits_per_s`: what it can carry now: what was configured, or less when it was seen to carry less
+    under load. `egress_bits_per_s`: what it carried lately. `drained_s`: when the bytes accepted for it will
+    have left, as predicted. `seen_s`: when it was last measured or known to be idle.
+    """
+
+    source: str
+    target: str
+    capacity_bits_per_s: float
+    egress_bits_per_s: float = 0.0
+    drained_s: float = 0.0
+    rtt_s: float = 0.0
+    retransmit_ratio: float = 0.0
+    up: bool = True
+    seen_s: float = 0.0
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the capacity in use, from 0; above 1 when the capacity has just fallen."""
+        return self.egress_bits_per_s / self.capacity_bits_per_s if self.capacity_bits_per_s > 0 else 1.0
+
+
+@dataclass(slots=True)
+class ClusterView:
+    """Instances that share a network.
+
+    `prefill_s`: seconds of an uncached length in tokens on one of them, for every length from 0 and never falling:
+    a measured curve must be continued beyond its points by the one who puts it here.
+    """
+
+    name: str
+    kind: ClusterKind
+    instances: list[InstanceView]
+    prefill_s: Callable[[float], float]
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """All instances, the directed links as (source cluster, target cluster), and whether the model is hybrid.
+class KvFacts:
+    """What the model's KV cache allows.
 
-    A hybrid model has layers whose state cannot be cut at an arbitrary token (linear or sliding-window): what
-    such an instance holds of a prompt's attention blocks spares bytes, not computing. `can_skip`: it does spare
-    bytes; not so with sliding windows, since an engine keeps window blocks only near the end of a prompt and
-    doesn't count a prefix without them as held.
+    `is_hybrid`: some layers' state can't be cut at an arbitrary token, so full-attention blocks alone spare bytes
+    but no computing. `can_skip`: they do spare bytes; not so with sliding windows, since engines keep window
+    blocks only near a prompt's end and don't count a prefix without them as held.
+    `bytes_to_move(num_tokens, skip_tokens)`: KV bytes of a prompt less those of its first `skip_tokens`.
     """
 
-    instances: tuple[InstanceView, ...]
-    links: frozenset[tuple[str, str]]
     is_hybrid: bool
-    can_skip: bool = True
+    can_skip: bool
+    bytes_to_move: Callable[[int, int], int]
 
-    def decoders(self) -> list[InstanceView]:
-        """Decode instances: the healthy ones, or all when none is, since nothing else can answer a client."""
-        decoders = [i for i in self.instances if i.decodes]
-        return [i for i in decoders if i.healthy] or decoders
 
-    def local_prefillers(self, decode: InstanceView) -> list[InstanceView]:
-        """Healthy prefill instances beside `decode` in its cluster; not `decode` itself, which needs no
-        transfer."""
-        return [
-            i
-            for i in self.instances
-            if i.healthy and i.prefills and i.cluster == decode.cluster and i.name != decode.name
-        ]
+@dataclass(slots=True)
+class View:
+    """`clusters` by name, `links` by (source, target), `threshold_tokens` by PD cluster (missing: never offload).
 
-    def remote_prefillers(self, decode: InstanceView) -> list[InstanceView]:
-        """Healthy prefill instances of other clusters with a link to the cluster of `decode`."""
-        return [
-            i
-            for i in self.instances
-            if i.healthy
-            and i.prefills
-            and i.cluster != decode.cluster
-            and (i.cluster, decode.cluster) in self.links
-        ]
+    `stale_after_s`: facts of a link older than that are not believed: its bandwidth counts as scarce, and what is
+    known of its queue can only make offloading rarer. Six times that (`links.py`): the link counts as down.
+    """
+
+    clusters: dict[str, ClusterView]
+    links: dict[tuple[str, str], LinkView]
+    kv: KvFacts
+    threshold_tokens: dict[str, float] = field(default_factory=dict)
+    now_s: float = 0.0
+    stale_after_s: float = 5.0
+    avoid: frozenset[str] = frozenset()
 
     def without(self, names: Iterable[str]) -> "View":
-        """The same view less `names`: how a request looks for another way after a failure."""
-        gone = frozenset(names)
-        return View(
-            instances=tuple(i for i in self.instances if i.name not in gone),
-            links=self.links,
-            is_hybrid=self.is_hybrid,
-            can_skip=self.can_skip,
-        )
+        """The same board, less `names`: how a request looks for another way after a failure."""
+        return replace(self, avoid=self.avoid | frozenset(names))

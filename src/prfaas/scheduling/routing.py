@@ -1,0 +1,115 @@
+"""What all policies share: from a request to the PD clusters it could go to, and from a choice to a decision."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from prfaas.scheduling.decision import Decision, Route
+from prfaas.scheduling.nodes import PrefillNode, decode_instance
+from prfaas.scheduling.options import Option, bits_to, prefill_by, streamed
+from prfaas.scheduling.request import RoutingRequest
+from prfaas.scheduling.site import Site, nodes_of, site_of
+from prfaas.scheduling.view import ClusterView, InstanceView, LinkView, NoDecodeInstanceError, View
+
+
+@dataclass(slots=True)
+class Choice:
+    """What a policy wants in one PD cluster. `cost`: what PD clusters are compared by, the smallest wins."""
+
+    option: Option
+    uncached_tokens: int
+    threshold_tokens: float
+    reason: str
+    cost: float
+
+
+def route(
+    request: RoutingRequest, view: View, choose: Callable[[RoutingRequest, View, Site], Choice]
+) -> Decision:
+    """The decision of a policy that chooses by `choose` in every PD cluster.
+
+    Among PD clusters: one whose decode instance has a free slot, then the least cost, then the least load of the
+    decode instance, then the first. Raises NoDecodeInstanceError when nothing can decode.
+    """
+    decoders = decode_choices(request, view)
+    if request.num_tokens <= 1:
+        return single_token(request, view, decoders)
+    nodes = nodes_of(request, view)
+    if len(decoders) == 1:
+        cluster, decode = decoders[0]
+        site = site_of(request, view, cluster, decode, nodes)
+        return decision_of(request, view, decode, choose(request, view, site))
+    choices = [
+        (decode, choose(request, view, site_of(request, view, cluster, decode, nodes)))
+        for cluster, decode in decoders
+    ]
+    decode, choice = min(choices, key=lambda each: (load_of(each[0]) >= 1.0, each[1].cost, load_of(each[0])))
+    return decision_of(request, view, decode, choice)
+
+
+def decode_choices(request: RoutingRequest, view: View) -> list[tuple[ClusterView, InstanceView]]:
+    """Per PD cluster the instance that would decode.
+
+    Healthy ones that are not being drained; if there is none in any cluster, draining ones; then unhealthy ones,
+    since nothing else can answer a client. Raises NoDecodeInstanceError if there is not even that.
+    """
+    for draining, unhealthy in ((False, False), (True, False), (True, True)):
+        found = []
+        for cluster in view.clusters.values():
+            if cluster.kind == "pd":
+                decode = decode_instance(request, cluster, view, draining=draining, unhealthy=unhealthy)
+                if decode is not None:
+                    found.append((cluster, decode))
+        if found:
+            return found
+    raise NoDecodeInstanceError("no instance of any PD cluster can decode")
+
+
+def soonest_remote(
+    request: RoutingRequest, view: View, site: Site, remotes: Sequence[tuple[PrefillNode, LinkView]]
+) -> Option:
+    """Of `remotes`, at least one, the one with the least predicted TTFT."""
+    bits = bits_to(request, view, site.decode)
+    best: Option | None = None
+    for node, link in remotes:
+        # Nothing arrives before it has been computed.
+        if best is None or node.option.ttft_s < best.ttft_s:
+            option = streamed(node.option, link, view.now_s, bits)
+            if best is None or option.ttft_s < best.ttft_s:
+                best = option
+    assert best is not None  # there is at least one
+    return best
+
+
+def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choice: Choice) -> Decision:
+    """The choice with everything that is needed to carry it out."""
+    option = choice.option
+    skips = bool(request.held) and view.kv.can_skip and option.instance is not decode
+    return Decision(
+        Route.LOCAL if option.link is None else Route.OFFLOAD,
+        option.instance.name,
+        decode.name,
+        choice.uncached_tokens,
+        request.num_tokens - option.reusable_tokens,
+        request.attention_at(decode.name) if skips else 0,
+        choice.reason,
+        choice.threshold_tokens,
+        option.ttft_s,
+        option.cache_transfer,
+    )
+
+
+def load_of(decode: InstanceView) -> float:
+    """The share of its slots in use."""
+    return decode.decoding / decode.decode_slots
+
+
+def single_token(
+    request: RoutingRequest, view: View, decoders: list[tuple[ClusterView, InstanceView]]
+) -> Decision:
+    """Nothing to transfer: the last token of a prompt is always computed where it is decoded."""
+    cluster, decode = min(decoders, key=lambda each: load_of(each[1]))
+    option = prefill_by(request, view, cluster, decode)
+    threshold = view.threshold_tokens.get(cluster.name, float("inf"))
+    return decision_of(
+        request, view, decode, Choice(option, request.num_tokens, threshold, "single-token", 0.0)
+    )

@@ -1,0 +1,96 @@
+"""Our short-term routing: the threshold tilted by backlogs, each weighed with the work the request would add."""
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from prfaas.scheduling.caches import uncached_tokens, with_cache
+from prfaas.scheduling.decision import Decision
+from prfaas.scheduling.links import AbundanceMarks, is_stale
+from prfaas.scheduling.options import Option, bits_to, streamed
+from prfaas.scheduling.request import RoutingRequest
+from prfaas.scheduling.routing import Choice, route
+from prfaas.scheduling.site import Site
+from prfaas.scheduling.view import View
+
+_LEAST_S = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Tilted:
+    """Offload when
+
+        T_pd(t) · (u − t) / max(u, t) + β · Δ > 0   with   Δ = w_pd − (w_far · T_far + q · X) / T_pd
+
+    t: the threshold; u: the uncached length, both as in `paper`; T_pd(t): a prefill of t tokens in the PD cluster.
+    T_pd, T_far: what this prefill would take on either side, each with its own cache. w: until it could start,
+    w_far with the transfer that it does not hide. q: the link's queue in seconds, which is the price of its
+    bandwidth; X: seconds of the link that this KV takes. Solved for u it is a threshold:
+
+        t' = t · max(0, 1 − β · Δ / T_pd(t))   where Δ > 0
+        t' = t / (1 + β · Δ / T_pd(t))         where Δ < 0; infinite where the divisor is not above 0
+
+    β = 0 is the paper's policy without its adjustments. For β > 0 the sum times T_pd is a drift and a penalty: the
+    change of the squared backlogs of prefill pools and links by a request (backlog × work added), and at most
+    T_pd(t) per second of work for leaving the threshold. Growing backlogs outweigh that, so queues stay bounded
+    under every load that some rule could carry, whatever the threshold (Tassiulas and Ephremides 1992; Neely
+    2010). While facts of a link are stale the tilt can only make offloading rarer.
+    """
+
+    name: ClassVar[str] = "tilted"
+    beta: float = 1.0
+    abundance: AbundanceMarks = field(default_factory=AbundanceMarks)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.beta < math.inf:
+            raise ValueError(f"beta of policy tilted must be 0 or more, not {self.beta!r}")
+
+    def decide(self, request: RoutingRequest, view: View) -> Decision:
+        """Raises NoDecodeInstanceError when nothing can decode."""
+        return route(request, view, self._choose)
+
+    def _choose(self, request: RoutingRequest, view: View, site: Site) -> Choice:
+        threshold = adjusted = site.threshold_tokens
+        uncached = uncached_tokens(request, view, site, self.abundance)
+        local = with_cache(request, view, site, site.local, self.abundance)
+        if site.remotes and threshold < math.inf:
+            far = self._cheapest_remote(request, view, site)
+            far = with_cache(request, view, site, far, self.abundance)
+            tilt_s = self.beta * self._ahead_s(local, far, view)
+            tilt = tilt_s / max(site.cluster.prefill_s(threshold), _LEAST_S)
+            adjusted = _tilted(threshold, tilt)
+            if uncached > adjusted:
+                reason = "long" if uncached > threshold else "busy-pd"
+                return Choice(far, uncached, adjusted, reason, _cost(far))
+        reason = site.reason_to_stay(long=uncached > threshold)
+        return Choice(local, uncached, adjusted, reason, _cost(local))
+
+    def _cheapest_remote(self, request: RoutingRequest, view: View, site: Site) -> Option:
+        bits = bits_to(request, view, site.decode)
+        best: Option | None = None
+        for node, link in site.remotes:
+            # Without the link the cost can only be less.
+            if best is None or _cost(node.option) < _cost(best):
+                option = streamed(node.option, link, view.now_s, bits)
+                if best is None or _cost(option) < _cost(best):
+                    best = option
+        assert best is not None  # there is at least one
+        return best
+
+    def _ahead_s(self, local: Option, far: Option, view: View) -> float:
+        work = far.behind_s * far.prefill_s + far.link_wait_s * far.link_s
+        ahead_s = local.behind_s - work / max(local.prefill_s, _LEAST_S)
+        if ahead_s > 0.0 and far.link is not None and is_stale(far.link, view):
+            return 0.0
+        return ahead_s
+
+
+def _tilted(threshold: float, tilt: float) -> float:
+    if tilt >= 0.0:
+        return threshold * max(1.0 - tilt, 0.0)
+    return threshold / (1.0 + tilt) if tilt > -1.0 else math.inf
+
+
+def _cost(option: Option) -> float:
+    """Backlog times work as above, the request's own work counted as backlog: what PD clusters are compared by."""
+    return option.ttft_s * option.prefill_s + option.link_wait_s * option.link_s
