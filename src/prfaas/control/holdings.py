@@ -1,0 +1,169 @@
+"""Which instance holds what of a prompt: by its events, by what is expected, by what was sent there."""
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from prfaas.cache import (
+    DEFAULT_BLOCK_TOKENS,
+    NOTHING,
+    BlockHasher,
+    GlobalIndex,
+    Held,
+    PrefixRecord,
+    PromptChains,
+    chain_root,
+)
+from prfaas.cache.events import EventBatch
+from prfaas.control.board import Board, Clock
+from prfaas.control.expectations import Expectations
+from prfaas.control.exposition import EngineReading
+from prfaas.deployment import Instance
+from prfaas.scheduling import Decision
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_CACHE_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Belief:
+    """By instance, absent means nothing. `held`: as far as is good for choosing. `proven`: as far as bytes may be
+    left out because of it."""
+
+    held: Mapping[str, Held]
+    proven: Mapping[str, Held]
+
+    def bounded(self, decision: Decision) -> Decision:
+        """The decision with no more bytes skipped than is proven to be there where they would be missed."""
+        transfer = decision.cache_transfer
+        if transfer is not None and transfer.skip_tokens > self._proven_at(decision.prefill):
+            transfer = replace(transfer, skip_tokens=self._proven_at(decision.prefill))
+            decision = replace(decision, cache_transfer=transfer)
+        if decision.skip_tokens > self._proven_at(decision.decode):
+            decision = replace(decision, skip_tokens=self._proven_at(decision.decode))
+        return decision
+
+    def _proven_at(self, name: str) -> int:
+        return self.proven.get(name, NOTHING).attention_tokens
+
+
+class Holdings:
+    """Three sources, of which the longest prefix counts:
+
+    - the index, from the engines' events: exact, and the only one that may be believed for bytes that are not
+      sent (`skip_tokens`: a wrong claim costs a whole local prefill);
+    - expectations: prompts that were sent in the last seconds and whose events are still to come. Good for choosing
+      an instance, where a wrong claim costs some computing;
+    - the record, in place of both for instances that publish no events: what was sent there, in the order of use. It
+      is all there is, so it is believed for bytes too.
+
+    With a hybrid model an instance that decodes is believed to hold no states of what it was only sent.
+    """
+
+    def __init__(
+        self,
+        index: GlobalIndex,
+        board: Board,
+        *,
+        seed: int,
+        is_hybrid: bool,
+        with_events: Collection[str],
+        clock: Clock,
+    ) -> None:
+        """`with_events`: the instances whose events are fed in. `seed` is the index's."""
+        self.index = index
+        self._board = board
+        self._seed = seed
+        self._is_hybrid = is_hybrid
+        self._with_events = frozenset(with_events)
+        self._clock = clock
+        self._expected = Expectations()
+        self._record: PrefixRecord | None = None
+        self._hasher: BlockHasher | None = None
+
+    def chains(self, token_ids: Sequence[int], salt: str, adapter: str) -> PromptChains:
+        """What a prompt is looked up by. May be called in a thread."""
+        chains = self.index.chains(token_ids, salt, adapter)
+        hasher = self._hasher
+        if hasher is None or hasher.block_tokens in chains.by_block_tokens:
+            return chains
+        hashes = hasher.hashes(token_ids[:-1], chain_root(self._seed, salt, adapter))
+        return replace(chains, by_block_tokens={**chains.by_block_tokens, hasher.block_tokens: hashes})
+
+    def match(self, chains: PromptChains) -> Belief:
+        """What every instance holds of a prompt."""
+        proven = self.index.match(chains)
+        if self._record is not None:
+            hashes = chains.by_block_tokens.get(self._record.block_tokens, ())
+            for name in self._record_names():
+                recorded = self._record.held(name, hashes)
+                if recorded.attention_tokens:
+                    proven[name] = self._sent(name, recorded)
+        expected = self._expected.match(chains, self._clock())
+        if not expected:
+            return Belief(proven, proven)
+        held = dict(proven)
+        for name, tokens in expected.items():
+            held[name] = _longer(held.get(name, NOTHING), self._sent(name, Held(tokens, tokens)))
+        return Belief(held, proven)
+
+    def expect(self, name: str, chains: PromptChains) -> None:
+        """The instance will hold this prompt in a moment."""
+        if name in self._with_events:
+            self._expected.add(name, chains, self._clock())
+        elif self._record is not None:
+            self._record.add(name, chains.by_block_tokens.get(self._record.block_tokens, ()))
+
+    def apply(self, name: str, batch: EventBatch) -> None:
+        """What one engine step stored and removed."""
+        self.index.apply(name, batch.events)
+
+    def drop(self, name: str, reason: str) -> None:
+        """Nothing is held there any more, or nothing is known."""
+        logger.info("what %s holds is forgotten: %s", name, reason)
+        self.index.drop(name)
+        self._expected.drop(name)
+        if self._record is not None:
+            self._record.forget(name)
+
+    def learn(self, instance: Instance, reading: EngineReading) -> None:
+        """The block size of the first engine without events that tells it; until then nothing is recorded.
+
+        A claimed prefix that does not end on the engine's block boundary would not be honoured.
+        """
+        if self._record is not None or instance.name in self._with_events or reading.block_tokens is None:
+            return
+        block_tokens = reading.block_tokens * -(-DEFAULT_BLOCK_TOKENS // reading.block_tokens)
+        # Running requests need room in the cache too.
+        cache_tokens = (reading.cache_tokens or _DEFAULT_CACHE_TOKENS) // 2
+        self._record = PrefixRecord(
+            block_tokens=block_tokens,
+            capacity_blocks=max(cache_tokens // block_tokens, 1),
+            only_ends=self._is_hybrid,
+        )
+        self._hasher = BlockHasher(block_tokens=block_tokens, seed=self._seed)
+
+    @property
+    def expected_blocks(self) -> int:
+        """Blocks that are expected somewhere, and not known to be there yet."""
+        return len(self._expected)
+
+    def blocks(self, name: str) -> int:
+        """Blocks known or recorded of an instance."""
+        if name not in self._with_events and self._record is not None:
+            return self._record.blocks(name)
+        return self.index.blocks(name)
+
+    def _record_names(self) -> list[str]:
+        return [name for name in self._board.names if name not in self._with_events]
+
+    def _sent(self, name: str, held: Held) -> Held:
+        has_states = not (self._is_hybrid and self._board.instance(name).decodes)
+        return held if has_states else Held(0, held.attention_tokens)
+
+
+def _longer(known: Held, other: Held) -> Held:
+    return Held(
+        max(known.reusable_tokens, other.reusable_tokens), max(known.attention_tokens, other.attention_tokens)
+    )
