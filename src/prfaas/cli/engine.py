@@ -1,4 +1,4 @@
-"""`prfaas engine`: one vLLM server, in place of this process."""
+"""`prfaas engine`: one engine of a deployment, in place of this process."""
 
 import os
 import shlex
@@ -17,20 +17,22 @@ def engine(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Start one vLLM server of a deployment, or print how.
+    """Start one engine of a deployment (a vLLM server, or a stand-in where hardware is synthetic), or print how.
 
     Run it on the machine that the instance's host names. --json implies --print.
 
     Example: prfaas engine examples/local.yaml home-decode-0 --print
     """
-    from prfaas.deployment import load_deployment
+    from prfaas.deployment import SYNTHETIC, load_deployment
     from prfaas.engines.preparation import ensure_key, ensure_model, ensure_vllm
+    from prfaas.engines.synthetic.command import synthetic_command
     from prfaas.engines.vllm.command import engine_command
 
     loaded = load_deployment(deployment)
     instance = loaded.instance(name)
     ensure_model(loaded)
-    command = engine_command(loaded, instance)
+    is_synthetic = loaded.cluster_of(instance).hardware == SYNTHETIC
+    command = synthetic_command(loaded, [name]) if is_synthetic else engine_command(loaded, instance)
     if as_json:
         import json
 
@@ -40,6 +42,7 @@ def engine(
         settings = [f"{key}={value}" for key, value in command.env.items()]
         typer.echo(shlex.join(["env", *settings, *command.argv]))
         return
-    ensure_vllm()
+    if not is_synthetic:
+        ensure_vllm()
     ensure_key(loaded)
     os.execve(command.argv[0], command.argv, command.environment())

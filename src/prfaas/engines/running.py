@@ -2,26 +2,30 @@
 
 import contextlib
 import http.client
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from prfaas.deployment import Deployment, Instance
+from prfaas.deployment import SYNTHETIC, Deployment, Instance
 from prfaas.engines import watchdog
 from prfaas.engines.errors import EngineError
 from prfaas.engines.ports import port_problem
 from prfaas.engines.preparation import ensure_key, ensure_model, ensure_vllm
 from prfaas.engines.process_group import ProcessGroup
+from prfaas.engines.synthetic.command import synthetic_command
 from prfaas.engines.vllm.command import EngineCommand, engine_command
 
 READY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
+STAND_INS_PER_PROCESS = 16
 _POLL_S = 0.3
+_DEATH_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,8 @@ class RunningEngines:
     """Engines of one deployment on this machine. As a context manager: started on entry, stopped on exit.
 
     They also end if this process is killed. `names` picks some of the deployment's instances (default: all),
-    `extra_env` is laid over each one's environment. Not thread-safe.
+    `extra_env` is laid over each one's environment. Synthetic ones share processes, up to `stand_ins_per_process`
+    of them each. `command` replaces all that with one process per instance. Not thread-safe.
     """
 
     def __init__(
@@ -47,16 +52,19 @@ class RunningEngines:
         extra_env: Mapping[str, str] | None = None,
         *,
         command: Callable[[Deployment, Instance], EngineCommand] | None = None,
+        stand_ins_per_process: int = STAND_INS_PER_PROCESS,
     ) -> None:
         self.deployment = deployment
         self.names: Sequence[str] = (
             tuple(names) if names is not None else tuple(instance.name for instance in deployment.instances)
         )
         self._command = command
+        self._stand_ins_per_process = stand_ins_per_process
         self._extra_env = dict(extra_env or {})
         self._groups: dict[str, ProcessGroup] = {}
+        self._killed: set[str] = set()
         self._started_s: dict[str, float] = {}
-        self._watched: set[str] = set()
+        self._watched: set[ProcessGroup] = set()
         self._watchdog: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
@@ -77,7 +85,7 @@ class RunningEngines:
         """
         names = self.names if name is None else (name,)
         instances = [self.deployment.instance(each) for each in names]
-        if self._command is None:
+        if self._command is None and not all(map(self._is_synthetic, instances)):
             ensure_vllm()
         for instance in instances:
             self._check_startable(instance)
@@ -85,10 +93,9 @@ class RunningEngines:
             ensure_model(self.deployment)
         ensure_key(self.deployment)
         self._ensure_watchdog()
-        build = self._command or engine_command
         try:
-            for instance in instances:
-                self._start_one(instance, build(self.deployment, instance))
+            for together, command in self._commands(instances):
+                self._start_process(together, command)
         except BaseException:
             self.stop()
             raise
@@ -127,41 +134,59 @@ class RunningEngines:
         """End every engine: asked first, killed after `timeout_s` in all. Idempotent."""
         deadline = time.monotonic() + timeout_s
         try:
-            for group in self._groups.values():
+            groups = set(self._groups.values())
+            for group in groups:
                 group.ask_to_end()
-            for group in self._groups.values():
+            for group in groups:
                 group.wait(max(0.0, deadline - time.monotonic()))
         finally:
             # Also when a second Ctrl-C interrupts the waiting.
-            for group in self._groups.values():
+            for group in set(self._groups.values()):
                 group.kill()
             self._groups.clear()
+            self._killed.clear()
             self._watched.clear()
             self._end_watchdog()
 
     def kill(self, name: str) -> None:
-        """SIGKILL one engine and all its processes, as if its machine had lost power."""
-        self._group(name).kill()
-        self._unwatch(name)
+        """SIGKILL one engine and all its processes, as if its machine had lost power.
+
+        A stand-in that shares its process with others closes its ports at once instead.
+
+        Raises:
+            EngineError: it did not within some seconds.
+        """
+        group = self._group(name)
+        others = [each for each in self._groups if each != name and self._groups[each] is group]
+        if any(each not in self._killed for each in others):
+            self._tell_to_die(self.deployment.instance(name))
+            self._killed.add(name)
+        else:
+            group.kill()
+            self._unwatch(group)
 
     def pid(self, name: str) -> int:
-        """Pid of an engine's API server, which leads the engine's process group."""
+        """Pid of an engine's API server, which leads the engine's process group (stand-ins share one)."""
         return self._group(name).pid
 
     def is_running(self, name: str) -> bool:
         """True if an engine has been started and not ended."""
-        if name in self._groups and self._groups[name].is_running:
-            return True
-        self._unwatch(name)
+        group = self._groups.get(name)
+        if group is None:
+            return False
+        if group.is_running:
+            return name not in self._killed
+        self._unwatch(group)
         return False
 
     def exit_status(self, name: str) -> int | None:
         """An engine's exit code, or minus the signal that ended it; None while it runs."""
-        return self._group(name).exit_status
+        return -signal.SIGKILL if name in self._killed else self._group(name).exit_status
 
     def log_path(self, name: str) -> Path:
         """Where an engine's output goes."""
-        return self.deployment.logs_dir / f"{name}.log"
+        group = self._groups.get(name)
+        return group.log_path if group is not None else self.deployment.logs_dir / f"{name}.log"
 
     def log_tail(self, name: str, lines: int = 20) -> str:
         """The last lines of an engine's output."""
@@ -175,22 +200,51 @@ class RunningEngines:
     def _check_startable(self, instance: Instance) -> None:
         if self.is_running(instance.name):
             raise EngineError(f"engine {instance.name} runs already")
-        for port in (instance.http_port, *instance.kv_ports):
+        events_port = instance.events_port
+        event_ports = () if events_port is None else (events_port, events_port + 1)
+        for port in (instance.http_port, *instance.kv_ports, *event_ports):
             problem = port_problem(instance.host, port)
             if problem is not None:
                 raise EngineError(f"engine {instance.name} can't start: {problem}")
 
-    def _start_one(self, instance: Instance, command: EngineCommand) -> None:
+    def _is_synthetic(self, instance: Instance) -> bool:
+        return self.deployment.cluster_of(instance).hardware == SYNTHETIC
+
+    def _commands(self, instances: Sequence[Instance]) -> Iterator[tuple[Sequence[str], EngineCommand]]:
+        """Each process to start, with the names of the instances in it."""
+        stand_ins = []
+        for instance in instances:
+            if self._command is None and self._is_synthetic(instance):
+                stand_ins.append(instance.name)
+            else:
+                build = self._command or engine_command
+                yield (instance.name,), build(self.deployment, instance)
+        for start in range(0, len(stand_ins), self._stand_ins_per_process):
+            together = stand_ins[start : start + self._stand_ins_per_process]
+            yield together, synthetic_command(self.deployment, together)
+
+    def _start_process(self, names: Sequence[str], command: EngineCommand) -> None:
         env = {**command.environment(), **self._extra_env}
-        group = ProcessGroup(command.argv, env, self.log_path(instance.name))
-        self._groups[instance.name] = group
-        self._started_s[instance.name] = time.monotonic()
-        self._watched.add(instance.name)
+        log_name = names[0] if len(names) == 1 else f"{names[0]}-to-{names[-1]}"
+        group = ProcessGroup(command.argv, env, self.deployment.logs_dir / f"{log_name}.log")
+        for name in names:
+            self._groups[name] = group
+            self._started_s[name] = time.monotonic()
+            self._killed.discard(name)
+        self._watched.add(group)
         self._tell_watchdog(f"+{group.pid}")
 
+    def _tell_to_die(self, instance: Instance) -> None:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            _ask(instance, "POST", "/synthetic/die")
+        deadline = time.monotonic() + _DEATH_S
+        while port_problem(instance.host, instance.kv_port) is not None:
+            if time.monotonic() > deadline:
+                raise EngineError(f"engine {instance.name} did not die within {_DEATH_S:.0f} s")
+            time.sleep(_POLL_S / 10)
+
     def _check_alive(self, name: str) -> None:
-        group = self._groups[name]
-        status = group.exit_status
+        group, status = self._groups[name], self.exit_status(name)
         if status is not None:
             how = f"was ended by signal {-status}" if status < 0 else f"ended with exit code {status}"
             raise EngineError(
@@ -207,11 +261,11 @@ class RunningEngines:
                 text=True,
             )
 
-    def _unwatch(self, name: str) -> None:
+    def _unwatch(self, group: ProcessGroup) -> None:
         # The number of a dead engine's group may soon be someone else's.
-        if name in self._watched:
-            self._watched.remove(name)
-            self._tell_watchdog(f"-{self._groups[name].pid}")
+        if group in self._watched:
+            self._watched.remove(group)
+            self._tell_watchdog(f"-{group.pid}")
 
     def _tell_watchdog(self, line: str) -> None:
         assert self._watchdog is not None
@@ -232,12 +286,17 @@ class RunningEngines:
 
 def answers_health(instance: Instance, timeout_s: float = 2.0) -> bool:
     """True if the instance's server says that it is healthy."""
+    try:
+        return _ask(instance, "GET", "/health", timeout_s) == 200
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def _ask(instance: Instance, method: str, path: str, timeout_s: float = 2.0) -> int:
     # Not urllib: it would take a proxy of the environment for a server on this machine.
     connection = http.client.HTTPConnection(instance.host, instance.http_port, timeout=timeout_s)
     try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
+        connection.request(method, path)
+        return connection.getresponse().status
     finally:
         connection.close()

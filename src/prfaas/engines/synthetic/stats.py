@@ -1,0 +1,107 @@
+"""What a stand-in counts, and how it tells it: the vLLM series that gateways and controllers read."""
+
+from dataclasses import dataclass, fields
+
+_HELP = {
+    "sends_completed": "KV transfers that this engine sent and the other side acknowledged",
+    "sends_failed": "KV transfers that this engine gave up sending",
+    "leases_expired": "KV transfers given up because nobody acknowledged them within the lease",
+    "bytes_sent": "KV bytes acknowledged by decode engines",
+    "loads_completed": "KV transfers loaded from staging into the engine's blocks",
+    "loads_failed": "KV transfers that could not be loaded; their requests were prefilled locally",
+    "bytes_loaded": "KV bytes copied from staging into the engine's blocks",
+}
+
+
+@dataclass(slots=True)
+class TransferCounts:
+    """The connector's counters, by the names that the vLLM connector gives them."""
+
+    sends_completed: int = 0
+    sends_failed: int = 0
+    leases_expired: int = 0
+    bytes_sent: int = 0
+    loads_completed: int = 0
+    loads_failed: int = 0
+    bytes_loaded: int = 0
+
+
+@dataclass(slots=True)
+class EngineCounts:
+    """Requests and tokens. `damaged_loads`: transfers whose bytes were not what their tokens give."""
+
+    running: int = 0
+    waiting: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    prompt_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    prefilled_tokens: int = 0
+    generated_tokens: int = 0
+    damaged_loads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheFacts:
+    """`vllm:cache_config_info` and the cache's use."""
+
+    block_tokens: int
+    pages: int
+    capacity_tokens: int
+    used_ratio: float
+
+
+def exposition(
+    model: str,
+    counts: EngineCounts,
+    transfers: TransferCounts,
+    cache: CacheFacts,
+    token_seconds: float,
+    tokens: float,
+) -> str:
+    """Prometheus text. `token_seconds`, `tokens`: what decoding took and gave so far."""
+    labels = f'{{engine="0",model_name="{model}"}}'
+    lines = [
+        "# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig",
+        "# TYPE vllm:cache_config_info gauge",
+        f'vllm:cache_config_info{{block_size="{cache.block_tokens}",engine="0",'
+        f'kv_cache_size_tokens="{cache.capacity_tokens}",num_gpu_blocks="{cache.pages}"}} 1.0',
+    ]
+
+    def add(name: str, kind: str, text: str, *values: tuple[str, float]) -> None:
+        lines.extend((f"# HELP {name} {text}", f"# TYPE {name} {kind}"))
+        lines.extend(f"{name}{suffix}{labels} {value}" for suffix, value in values)
+
+    def gauge(name: str, text: str, value: float) -> None:
+        add(f"vllm:{name}", "gauge", text, ("", float(value)))
+
+    def counter(name: str, text: str, value: float) -> None:
+        add(f"vllm:{name}_total", "counter", text, ("", float(value)))
+
+    gauge("num_requests_running", "Requests in prefill or decode", counts.running)
+    gauge("num_requests_waiting", "Requests that wait for prefill, KV or a decode slot", counts.waiting)
+    gauge("kv_cache_usage_perc", "Share of the KV cache that running requests hold", cache.used_ratio)
+    counter("prefix_cache_queries", "Prompt tokens looked up", counts.prefix_queries)
+    counter("prefix_cache_hits", "Prompt tokens found", counts.prefix_hits)
+    counter("prompt_tokens", "Prompt tokens of finished requests", counts.prompt_tokens)
+    counter("generation_tokens", "Tokens generated", counts.generated_tokens)
+    counter("request_success", "Requests finished", counts.finished)
+    add(
+        "vllm:inter_token_latency_seconds",
+        "summary",
+        "Seconds between two tokens of a request",
+        ("_sum", token_seconds),
+        ("_count", tokens),
+    )
+    add(
+        "vllm:request_generation_tokens",
+        "summary",
+        "Tokens generated per finished request",
+        ("_sum", float(counts.generated_tokens)),
+        ("_count", float(counts.finished)),
+    )
+    for each in fields(transfers):
+        counter(f"prfaas_{each.name}", _HELP[each.name], getattr(transfers, each.name))
+    counter("prfaas_damaged_loads", "KV transfers whose bytes were not sound", counts.damaged_loads)
+    return "\n".join(lines) + "\n"
