@@ -1,16 +1,13 @@
 """Traces with one JSON object per line: Mooncake's, and our own."""
 
-import json
-import math
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from prfaas.workload.lines import bad_line, lines_of
+from prfaas.workload.json_lines import block_ids_of, objects_of, seconds_of, tokens_of
+from prfaas.workload.lines import bad_line
 from prfaas.workload.trace import Trace, TraceRequest
 
 MOONCAKE_BLOCK_TOKENS = 512
-_MS_PER_S = 1000.0
+MS_PER_S = 1000.0
 
 
 def read_mooncake(path: Path) -> Trace:
@@ -22,21 +19,18 @@ def read_mooncake(path: Path) -> Trace:
     """
     seen: set[int] = set()
     requests = []
-    for number, row in _objects(path):
-        where = (str(path), number)
-        prompt = _tokens(where, row, "input_length")
-        blocks = row.get("hash_ids")
-        if not isinstance(blocks, list) or not all(_is_whole(block) for block in blocks):
-            raise bad_line(*where, "hash_ids must be a list of whole numbers")
+    for where, row in objects_of(path):
+        prompt = tokens_of(where, row, "input_length")
+        blocks = block_ids_of(where, row, "hash_ids")
         known = 0
         while known < len(blocks) and blocks[known] in seen:
             known += 1
         seen.update(blocks)
         requests.append(
             TraceRequest(
-                arrival_s=_seconds(where, row, "timestamp") / _MS_PER_S,
+                arrival_s=seconds_of(where, row, "timestamp") / MS_PER_S,
                 input_tokens=prompt,
-                output_tokens=_tokens(where, row, "output_length"),
+                output_tokens=tokens_of(where, row, "output_length"),
                 cached_tokens=min(known * MOONCAKE_BLOCK_TOKENS, prompt),
             )
         )
@@ -50,46 +44,14 @@ def read_jsonl(path: Path) -> Trace:
         WorkloadError: a file or line that isn't that, with its number.
     """
     requests = []
-    for number, row in _objects(path):
-        where = (str(path), number)
-        prompt = _tokens(where, row, "input_tokens")
-        cached = _tokens(where, row, "cached_tokens") if "cached_tokens" in row else None
+    for where, row in objects_of(path):
+        prompt = tokens_of(where, row, "input_tokens")
+        cached = tokens_of(where, row, "cached_tokens") if "cached_tokens" in row else None
         if cached is not None and cached > prompt:
             raise bad_line(*where, f"cached_tokens ({cached}) can't be more than input_tokens ({prompt})")
         requests.append(
             TraceRequest(
-                _seconds(where, row, "arrival_s"), prompt, _tokens(where, row, "output_tokens"), cached
+                seconds_of(where, row, "arrival_s"), prompt, tokens_of(where, row, "output_tokens"), cached
             )
         )
     return Trace.of(str(path), tuple(requests))
-
-
-def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in lines_of(path):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            raise bad_line(str(path), number, "is not JSON") from None
-        if not isinstance(row, dict):
-            raise bad_line(str(path), number, "must be a JSON object")
-        yield number, row
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _tokens(where: tuple[str, int], row: dict[str, Any], field: str) -> int:
-    value = row.get(field)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        given = "is missing" if field not in row else f"must be a whole number of tokens, not {value!r:.40}"
-        raise bad_line(*where, f"{field} {given}")
-    return value
-
-
-def _seconds(where: tuple[str, int], row: dict[str, Any], field: str) -> float:
-    value = row.get(field)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        given = "is missing" if field not in row else f"must be a time, not {value!r:.40}"
-        raise bad_line(*where, f"{field} {given}")
-    return float(value)

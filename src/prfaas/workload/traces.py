@@ -29,10 +29,15 @@ def read_trace(path: Path, form: TraceFormat | None = None) -> Trace:
     Raises:
         WorkloadError: no such file, another format, or a malformed line, which is named.
     """
-    return _READERS[form or _guess(path)](path)
+    return _READERS[form or guess_format(path)](path)
 
 
-def _guess(path: Path) -> TraceFormat:
+def guess_format(path: Path) -> TraceFormat:
+    """What a file's name, or its first line, says about its format.
+
+    Raises:
+        WorkloadError: nothing, or the file can't be read.
+    """
     name = path.name.lower()
     if name.endswith((".tar.gz", ".tgz", ".tar")):
         return "servegen"

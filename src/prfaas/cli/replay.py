@@ -1,0 +1,267 @@
+"""`prfaas replay`: traffic against a running endpoint."""
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from prfaas.cli.options import AsJson
+
+if TYPE_CHECKING:
+    from prfaas.cli.replay_source import FittingRequests, Source
+    from prfaas.replay import ReplayOptions, ReplayResult
+
+_RECORDED, _MADE_UP, _SENDING = "Recorded traffic", "Made-up traffic", "Sending"
+# Files and sockets of the process besides the connections.
+_OTHER_FILES = 64
+
+
+def replay(
+    url: Annotated[
+        str,
+        typer.Argument(metavar="URL", help="An OpenAI-compatible server, for example http://127.0.0.1:8000."),
+    ],
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Mooncake's, Azure's or our own format.", rich_help_panel=_RECORDED
+        ),
+    ] = None,
+    trace_format: Annotated[
+        str | None,
+        typer.Option(
+            "--format", help="mooncake, azure or jsonl, if the name doesn't tell.", rich_help_panel=_RECORDED
+        ),
+    ] = None,
+    speed: Annotated[
+        float | None, typer.Option(help="So many times as fast as recorded.", rich_help_panel=_RECORDED)
+    ] = None,
+    jitter_s: Annotated[
+        float | None,
+        typer.Option(
+            help="Spread arrivals over so many seconds, for traces with a coarse clock.",
+            rich_help_panel=_RECORDED,
+        ),
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            help="Replay it so many times, each time with other prefixes.", rich_help_panel=_RECORDED
+        ),
+    ] = None,
+    scale_lengths: Annotated[
+        float | None,
+        typer.Option(help="Multiply the lengths of prompts, shared prefixes too.", rich_help_panel=_RECORDED),
+    ] = None,
+    scale_answers: Annotated[
+        float | None, typer.Option(help="Multiply the lengths of answers.", rich_help_panel=_RECORDED)
+    ] = None,
+    poisson: Annotated[
+        float | None, typer.Option(metavar="RATE", help="Requests per second.", rich_help_panel=_MADE_UP)
+    ] = None,
+    bursts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE/S,RATE/S",
+            help="Phases by turns, each with a rate and its mean seconds: 2/60,20/5.",
+            rich_help_panel=_MADE_UP,
+        ),
+    ] = None,
+    diurnal: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE/SWING/S",
+            help="A sine: mean rate, swing from 0 to 1, period in seconds.",
+            rich_help_panel=_MADE_UP,
+        ),
+    ] = None,
+    sessions: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE/TURNS/S",
+            help="Conversations per second, their mean turns, and seconds between turns.",
+            rich_help_panel=_MADE_UP,
+        ),
+    ] = None,
+    input_tokens: Annotated[
+        str,
+        typer.Option(
+            metavar="N|LOW:HIGH", help="Lengths of prompts, or of a turn's.", rich_help_panel=_MADE_UP
+        ),
+    ] = "1000",
+    output_tokens: Annotated[
+        str, typer.Option(metavar="N|LOW:HIGH", help="Lengths of answers.", rich_help_panel=_MADE_UP)
+    ] = "100",
+    shared_tokens: Annotated[
+        int, typer.Option(help="Beginning that all conversations share.", rich_help_panel=_MADE_UP)
+    ] = 0,
+    limit: Annotated[int | None, typer.Option(min=1, help="Send so many requests.")] = None,
+    duration_s: Annotated[float | None, typer.Option(help="Send for so many seconds.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Another seed, other made-up traffic and jitter.")] = 0,
+    max_input_tokens: Annotated[int | None, typer.Option(help="Leave out longer prompts.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Default: the first that the server names.", rich_help_panel=_SENDING),
+    ] = None,
+    stream: Annotated[
+        bool, typer.Option(help="Take answers token by token, or whole.", rich_help_panel=_SENDING)
+    ] = True,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(help="Ask for answers of exact length, as vLLM can.", rich_help_panel=_SENDING),
+    ] = True,
+    vocabulary_size: Annotated[
+        int, typer.Option(min=2, help="Token ids in prompts are below this.", rich_help_panel=_SENDING)
+    ] = 256,
+    max_connections: Annotated[
+        int, typer.Option(min=1, help="More open requests than these wait.", rich_help_panel=_SENDING)
+    ] = 4096,
+    timeout_s: Annotated[
+        float,
+        typer.Option(
+            min=0.001, help="A request without an answer by then is lost.", rich_help_panel=_SENDING
+        ),
+    ] = 600.0,
+    records: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a line of JSON per request as it ends.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Send recorded or made-up requests at their times, and say how they fared.
+
+    Prompts are made of token ids; where a trace says that prompts begin alike, they do. Nobody waits for an answer
+    before the next request is sent. Ends with 1 if a request had no whole answer.
+
+    Example: prfaas replay http://127.0.0.1:8000 --trace examples/traces/mooncake_burst.jsonl.gz --speed 2
+    """
+    import uvloop
+
+    from prfaas.cli.errors import CliError
+    from prfaas.cli.replay_source import SourceOptions, source_of
+    from prfaas.replay import ReplayError, ReplayOptions
+
+    source = source_of(
+        SourceOptions(
+            trace=trace,
+            poisson=poisson,
+            bursts=bursts,
+            diurnal=diurnal,
+            sessions=sessions,
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            shared_tokens=shared_tokens,
+            format=trace_format,
+            speed=speed,
+            jitter_s=jitter_s,
+            rounds=rounds,
+            scale_lengths=scale_lengths,
+            scale_answers=scale_answers,
+        )
+    )
+    if source.total is None and limit is None and duration_s is None:
+        raise CliError("made-up traffic has no end; give --limit or --duration-s")
+    options = ReplayOptions(
+        stream=stream,
+        vocabulary_size=vocabulary_size,
+        ignore_eos=ignore_eos,
+        max_connections=_connections(max_connections),
+        timeout_s=timeout_s,
+    )
+    run = _Run(source, options, limit, duration_s, seed, max_input_tokens, records)
+    try:
+        result = uvloop.run(run.replayed(url, model))
+    except ReplayError as error:
+        raise CliError(str(error)) from error
+    except KeyboardInterrupt:
+        typer.echo("stopped", err=True)
+        raise typer.Exit(130) from None
+    if as_json:
+        notes = {"left_out": run.left_out, "notes": [*source.notes]}
+        typer.echo(json.dumps(result.to_json() | notes, indent=2))
+    else:
+        _print(result)
+    if result.lost:
+        raise typer.Exit(1)
+
+
+class _Run:
+    def __init__(
+        self,
+        source: "Source",
+        options: "ReplayOptions",
+        limit: int | None,
+        duration_s: float | None,
+        seed: int,
+        max_input_tokens: int | None,
+        records: Path | None,
+    ) -> None:
+        self._source = source
+        self._options = options
+        self._limit = limit
+        self._duration_s = duration_s
+        self._seed = seed
+        self._max_input_tokens = max_input_tokens
+        self._records = records
+        self.left_out = 0
+
+    async def replayed(self, url: str, model: str | None) -> "ReplayResult":
+        import aiohttp
+
+        from prfaas.cli.replay_progress import shown_replay
+        from prfaas.replay import find_target, replay
+
+        async with aiohttp.ClientSession() as session:
+            target = await find_target(session, url, model)
+        for note in self._source.notes:
+            typer.echo(note, err=True)
+        fitting = self._fitting(target.max_model_len)
+        total = self._source.total if self._limit is None else self._limit
+        if self._source.total is not None and total is not None:
+            total = min(total, self._source.total)
+        with shown_replay(total, self._records) as shown:
+            result = await replay(target, islice(fitting, self._limit), self._options, shown.ended, shown.due)
+        self.left_out = fitting.left_out
+        if self.left_out:
+            typer.echo(f"{self.left_out} requests were too long and were left out", err=True)
+        return result
+
+    def _fitting(self, max_model_len: int | None) -> "FittingRequests":
+        import numpy as np
+
+        from prfaas.cli.replay_source import FittingRequests
+        from prfaas.workload.traffic import take
+
+        chunks = self._source.traffic.chunks(np.random.default_rng(self._seed))
+        return FittingRequests(take(chunks, until_s=self._duration_s), self._max_input_tokens, max_model_len)
+
+
+def _connections(wanted: int) -> int:
+    """What the process may open, if that is less than wanted."""
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if soft == resource.RLIM_INFINITY else max(soft - _OTHER_FILES, 1)
+    if allowed < wanted:
+        typer.echo(
+            f"at most {allowed} requests can be open at once: the limit of open files is {soft}", err=True
+        )
+    return min(allowed, wanted)
+
+
+def _print(result: "ReplayResult") -> None:
+    from prfaas.replay.table import closing, times_table
+
+    console = _console()
+    console.print(times_table(result))
+    for sentence in closing(result):
+        console.print(sentence)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    plain = Console(highlight=False)
+    # A pipe has no width; 80 columns would wrap the table.
+    return plain if plain.is_terminal else Console(highlight=False, width=120)

@@ -1,0 +1,156 @@
+"""What `prfaas replay` sends: a recorded trace or made-up traffic, from the command's options."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prfaas.cli.errors import CliError
+
+if TYPE_CHECKING:
+    from prfaas.workload import LengthDistribution, TracedRequest
+    from prfaas.workload.traffic import Arrivals, Traffic
+
+_TRACE_ONLY = ("format", "speed", "jitter_s", "rounds", "scale_lengths", "scale_answers")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """The options as they were given, None for those that were not."""
+
+    trace: Path | None = None
+    poisson: float | None = None
+    bursts: str | None = None
+    diurnal: str | None = None
+    sessions: str | None = None
+    input_tokens: str = "1000"
+    output_tokens: str = "100"
+    shared_tokens: int = 0
+    format: str | None = None
+    speed: float | None = None
+    jitter_s: float | None = None
+    rounds: int | None = None
+    scale_lengths: float | None = None
+    scale_answers: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """`total`: requests of the traffic if it has an end. `notes`: what the user should know about it."""
+
+    traffic: "Traffic"
+    total: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class FittingRequests:
+    """Requests that the endpoint takes; those whose prompt is longer than `max_input_tokens`, or that are longer
+    than `max_tokens` with their answer, are left out and counted.
+    """
+
+    requests: "Iterable[TracedRequest]"
+    max_input_tokens: int | None
+    max_tokens: int | None
+    left_out: int = field(default=0, init=False)
+
+    def __iter__(self) -> "Iterator[TracedRequest]":
+        for request in self.requests:
+            whole = request.input_tokens + max(request.output_tokens, 1)
+            if (self.max_input_tokens is not None and request.input_tokens > self.max_input_tokens) or (
+                self.max_tokens is not None and whole > self.max_tokens
+            ):
+                self.left_out += 1
+            else:
+                yield request
+
+
+def source_of(options: SourceOptions) -> Source:
+    """Raises CliError or WorkloadError for options that make no traffic."""
+    names = ("trace", "poisson", "bursts", "diurnal", "sessions")
+    given = [f"--{name}" for name in names if getattr(options, name) is not None]
+    if len(given) != 1:
+        which = f", not {' and '.join(given)}" if given else ""
+        raise CliError(f"give one of {', '.join(f'--{name}' for name in names)}{which}")
+    if options.trace is not None:
+        return _recorded(options, options.trace)
+    for name in _TRACE_ONLY:
+        if getattr(options, name) is not None:
+            raise CliError(f"--{name.replace('_', '-')} changes a recorded trace; {given[0]} has none")
+    return Source(_made_up(options))
+
+
+def _recorded(options: SourceOptions, path: Path) -> Source:
+    from typing import get_args
+
+    from prfaas.workload import TraceFormat, read_requests
+    from prfaas.workload.traffic import ReplayedTraffic
+
+    if options.format is not None and options.format not in get_args(TraceFormat):
+        raise CliError(f"--format is one of {', '.join(get_args(TraceFormat))}, not {options.format}")
+    trace = read_requests(path, options.format)  # type: ignore[arg-type]
+    traffic = ReplayedTraffic(
+        trace,
+        speed=1.0 if options.speed is None else options.speed,
+        jitter_s=options.jitter_s or 0.0,
+        rounds=1 if options.rounds is None else options.rounds,
+        input_factor=1.0 if options.scale_lengths is None else options.scale_lengths,
+        output_factor=1.0 if options.scale_answers is None else options.scale_answers,
+    )
+    notes = [f"{path.name}: {len(trace.requests)} requests in {trace.span_s:.0f} s; units: {trace.units}"]
+    if trace.empty:
+        notes.append(f"{trace.empty} requests without a prompt are left out")
+    if trace.quantum_s and options.jitter_s is None:
+        notes.append(
+            f"its clock has steps of {trace.quantum_s:g} s, so requests come in clumps; "
+            f"--jitter-s {trace.quantum_s:g} spreads them evenly, --jitter-s 0 says that clumps are meant"
+        )
+    if traffic.block_tokens != trace.block_tokens:
+        factor = traffic.block_tokens / trace.block_tokens
+        notes.append(f"prompts are scaled by {factor:.4g}: {traffic.block_tokens} tokens per block")
+    return Source(traffic, len(trace.requests) * (traffic.rounds or 1), tuple(notes))
+
+
+def _made_up(options: SourceOptions) -> "Traffic":
+    from prfaas.workload.traffic import IndependentTraffic, Poisson, SessionTraffic
+
+    inputs = _lengths("--input-tokens", options.input_tokens)
+    outputs = _lengths("--output-tokens", options.output_tokens)
+    if options.sessions is not None:
+        rate, turns, think_s = _numbers("--sessions", options.sessions, "RATE/TURNS/THINK_S", 3)
+        return SessionTraffic(Poisson(rate), turns, think_s, inputs, outputs, options.shared_tokens)
+    return IndependentTraffic(_arrivals(options), inputs, outputs)
+
+
+def _arrivals(options: SourceOptions) -> "Arrivals":
+    from prfaas.workload.traffic import Diurnal, Mmpp, Phase, Poisson
+
+    if options.bursts is not None:
+        phases = (
+            _numbers("--bursts", part, "RATE/SECONDS,RATE/SECONDS", 2) for part in options.bursts.split(",")
+        )
+        return Mmpp(tuple(Phase(rate, dwell_s) for rate, dwell_s in phases))
+    if options.diurnal is not None:
+        return Diurnal(*_numbers("--diurnal", options.diurnal, "RATE/SWING/PERIOD_S", 3))
+    assert options.poisson is not None
+    return Poisson(options.poisson)
+
+
+def _numbers(option: str, text: str, form: str, count: int) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split("/")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != count:
+        raise CliError(f"{option} {text}: must be {form}")
+    return numbers
+
+
+def _lengths(option: str, text: str) -> "LengthDistribution":
+    from prfaas.workload import Uniform, fixed
+
+    match = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text)
+    if match is None:
+        raise CliError(f"{option} {text}: must be a number of tokens, or LOW:HIGH")
+    return fixed(int(match[1])) if match[2] is None else Uniform(int(match[1]), int(match[2]))
