@@ -23,7 +23,7 @@ from prfaas.cli.check_gateway import (
     parse_route,
 )
 from prfaas.cli.finding import Finding
-from prfaas.deployment import Deployment, load_deployment
+from prfaas.deployment import Deployment, Policy, load_deployment
 from prfaas.engines.preparation import ensure_key
 from prfaas.transport.keyfile import load_key
 from prfaas.transport.receiver import Receiver
@@ -228,19 +228,28 @@ OFFLOAD = "offload; prefill=east-prefill-0; decode=home-decode-0; uncached=4064;
     ],
 )
 def test_what_a_probe_shows(deployment: Deployment, header: str, level: str, text: str) -> None:
-    finding = judge_route(deployment, 4064, parse_route(header))
+    finding = judge_route(deployment, 4064, 4000.0, parse_route(header))
     assert finding.level == level
     assert text in finding.text
 
 
-def test_where_a_probe_should_go(deployment: Deployment) -> None:
-    assert expected_route(deployment, 4064) == "offload"
-    assert expected_route(deployment, 4000) == "local"
-    local = replace(deployment, routing=replace(deployment.routing, policy="local"))
-    assert expected_route(local, 30000) == "local"
-    always = replace(deployment, routing=replace(deployment.routing, policy="offload"))
-    assert expected_route(always, 10) == "offload"
-    assert expected_route(replace(always, links=()), 10) == "local"
+@pytest.mark.parametrize(
+    ("policy", "over", "under"),
+    [
+        ("paper", "offload", "local"),
+        ("static_threshold", "offload", "local"),
+        ("local_only", "local", "local"),
+        ("offload_all", "offload", "offload"),
+        ("tilted", None, None),
+    ],
+)
+def test_where_a_probe_should_go(
+    deployment: Deployment, policy: Policy, over: str | None, under: str | None
+) -> None:
+    moved = replace(deployment, routing=replace(deployment.routing, policy=policy))
+    assert expected_route(moved, 4064, 4000.0) == over
+    assert expected_route(moved, 4000, 4000.0) == under
+    assert expected_route(replace(moved, links=()), 4064, 4000.0) == "local"
 
 
 def test_the_probe_is_over_the_threshold_and_unseen(deployment: Deployment) -> None:
@@ -249,6 +258,9 @@ def test_the_probe_is_over_the_threshold_and_unseen(deployment: Deployment) -> N
     def complete(request: web.Request) -> web.Response:
         return web.json_response({}, headers={"x-prfaas-route": OFFLOAD})
 
+    async def state(_request: web.Request) -> web.Response:
+        return web.json_response({"clusters": {"home": {"threshold_tokens": 3000}}})
+
     async def ask() -> list[Finding]:
         async def record(request: web.Request) -> web.Response:
             asked.append(await request.json())
@@ -256,6 +268,7 @@ def test_the_probe_is_over_the_threshold_and_unseen(deployment: Deployment) -> N
 
         app = web.Application()
         app.router.add_post("/v1/completions", record)
+        app.router.add_get("/prfaas/state", state)
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -274,7 +287,8 @@ def test_the_probe_is_over_the_threshold_and_unseen(deployment: Deployment) -> N
     first, second = (body["prompt"] for body in asked)
     assert isinstance(first, list)
     assert isinstance(second, list)
-    assert len(first) == len(second) == 4064
+    # What counts is where the threshold is now, not where the file lets it start.
+    assert len(first) == len(second) == 3064
     assert first[:8] != second[:8]
 
 

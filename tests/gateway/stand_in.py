@@ -1,15 +1,17 @@
 """A stand-in for a vLLM server, for tests of the gateway only: the HTTP API that the gateway uses, the real transport.
 
-Its "KV" is the prompt's ids as uint32, and its answer is a function of the prompt's ids alone, so an answer says
-nothing about the route, and bytes that arrive can be compared with the ids.
+Its "KV" is the prompt's ids as uint32, and every token of its answer is a function of all ids before it alone: an
+answer says nothing about the route, bytes that arrive can be compared with the ids, and an engine that goes on from
+prompt and half an answer ends it as the first one would have.
 """
 
 import asyncio
 import hashlib
+import itertools
 import json
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,8 +72,21 @@ def kv_of(ids: Sequence[int]) -> bytes:
     return array("I", ids).tobytes()
 
 
-def answer_text(ids: Sequence[int]) -> str:
-    return hashlib.sha256(kv_of(ids)).hexdigest()[:16]
+ANSWER_TOKENS = 16
+_ID_OF = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+
+
+def answer_tokens(ids: Sequence[int]) -> Iterator[str]:
+    """One character, which is one token, after the other; there is no end to it."""
+    state = hashlib.sha256(kv_of(ids))
+    while True:
+        character = "0123456789abcdef"[state.digest()[0] % 16]
+        yield character
+        state.update(kv_of([_ID_OF[character]]))
+
+
+def answer_text(ids: Sequence[int], tokens: int = ANSWER_TOKENS) -> str:
+    return "".join(itertools.islice(answer_tokens(ids), tokens))
 
 
 class IdLayout:
@@ -92,7 +107,13 @@ class Seen:
 
 @dataclass
 class StandInEngine:
-    """`fails`: prefills answer with that status. `hangs`: prefills never answer. `chunks`: of a streamed answer."""
+    """`fails`: prefills answer with that status. `hangs`: prefills never answer. `chunks`: tokens of a streamed answer
+    that no limit was given for.
+
+    `dies`: at which point of decoding it loses its connection ("before-headers", "after-headers", "in-body",
+    "mid-stream", "mid-event"), or says that it failed ("http-500", "error-event", "early-end"); streams after
+    `dies_after` tokens. `deaths`: how often yet.
+    """
 
     name: str
     model_dir: Path
@@ -105,11 +126,14 @@ class StandInEngine:
     stalls: bool = False
     chunks: int = 3
     chunk_s: float = 0.0
-    dies_while_streaming: bool = False
+    dies: str | None = None
+    dies_after: int = 1
+    deaths: int = 0
     other_ids: bool = False
     staging_bytes: int = 1 << 20
     seen: list[Seen] = field(default_factory=list)
     loaded: list[int] = field(default_factory=list)
+    prefixes: list[int] = field(default_factory=list)
     cancelled: int = 0
     http_port: int = 0
     kv_port: int = 0
@@ -147,7 +171,10 @@ class StandInEngine:
         self.sender = Sender(
             name=f"{self.name}/0",
             key=self.key,
-            peers={c.name: Peer(f"{c.name}/0", "127.0.0.1", c.kv_port, "link", 2, None) for c in consumers},
+            peers={
+                c.name: Peer(f"{c.name}/0", "127.0.0.1", c.kv_port, "link", 2, None, on_demand=i > 0)
+                for i, c in enumerate(consumers)
+            },
             fingerprint={"layout": "ids"},
         )
         self.sender.start()
@@ -220,45 +247,108 @@ class StandInEngine:
     async def _answered(
         self, request: web.Request, body: dict[str, Any], ids: list[int]
     ) -> web.StreamResponse:
-        ticket = self._ticket(body)
-        if ticket is not None and ticket.producer == self.name:
+        params = body.get("kv_transfer_params") or {}
+        ticket, prefix = self._ticket(params.get("prfaas")), self._ticket(params.get("prfaas_from"))
+        sends = ticket is not None and ticket.producer == self.name
+        if not sends and self.dies == "before-headers":
+            self.deaths += 1
+            await self._die(request)
+        if prefix is not None and prefix.consumer == self.name:
+            self.prefixes.append(self._load(prefix, body, ids))
+        if sends:
             if self.hangs:
                 await asyncio.Event().wait()
             if self.fails is not None:
                 return web.json_response({"error": {"message": "made to fail"}}, status=self.fails)
-            assert ticket.prompt_digest == prompt_digest(ids) and len(ids) == ticket.num_tokens
+            assert ticket is not None and len(ids) == ticket.num_tokens
+            assert ticket.prompt_digest == digest(body, ids)
             if self.sends:
-                self._send(ticket, body["kv_transfer_params"]["prfaas"], ids)
+                self._send(ticket, params["prfaas"], ids)
         elif ticket is not None and ticket.consumer == self.name:
-            self._load(ticket, ids)
-        text = answer_text(ids)
+            self.loaded.append(self._load(ticket, body, ids))
+        if not sends and self.dies is not None:
+            self.deaths += 1
+            if self.dies == "http-500":
+                return web.json_response({"error": {"message": "EngineDeadError"}}, status=500)
+            if self.dies == "in-body" and not body.get("stream"):
+                response = web.StreamResponse(headers={"Content-Length": "1000"})
+                await response.prepare(request)
+                await response.write(b'{"id": ')
+                await self._die(request)
         if not body.get("stream"):
-            return web.json_response(
-                {
-                    "id": "x",
-                    "choices": [
-                        {"index": 0, "text": text, "message": {"role": "assistant", "content": text}}
-                    ],
-                    "usage": {"prompt_tokens": len(ids)},
-                    "prompt_token_ids": ids if body.get("return_token_ids") else None,
-                    "kv_transfer_params": {"leaked": "secret"} if body.get("leak") else None,
-                }
-            )
+            return web.json_response(self._whole_answer(body, ids))
+        return await self._streamed(request, body, ids)
+
+    def _whole_answer(self, body: dict[str, Any], ids: list[int]) -> dict[str, Any]:
+        count = body.get("max_tokens") or ANSWER_TOKENS
+        text = answer_text(ids, count)
+        return {
+            "id": "x",
+            "choices": [{"index": 0, "text": text, "message": {"role": "assistant", "content": text}}],
+            "usage": {"prompt_tokens": len(ids), "completion_tokens": count},
+            "prompt_token_ids": ids if body.get("return_token_ids") else None,
+            "kv_transfer_params": {"leaked": "secret"} if body.get("leak") else None,
+        }
+
+    async def _streamed(
+        self, request: web.Request, body: dict[str, Any], ids: list[int]
+    ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-        for index in range(self.chunks):
-            await response.write(
-                b'data: {"choices": [{"index": 0, "text": "%s-%d"}]}\n\n' % (text.encode(), index)
-            )
+        if self.dies == "after-headers":
+            await asyncio.sleep(0.02)
+            await self._die(request)
+        chat = "messages" in body
+        count = body.get("max_completion_tokens") or body.get("max_tokens") or self.chunks
+        usage = (body.get("stream_options") or {}).get("include_usage")
+        head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{request.headers.get('X-Request-Id')}-{self.name}",
+            "object": "chat.completion.chunk" if chat else "text_completion",
+            "created": self.http_port,
+            "model": body.get("model") or self.model,
+        }
+
+        async def say(choices: list[dict[str, Any]], **more: Any) -> None:
+            told = head | {"choices": choices} | ({"usage": None} if usage else {}) | more
+            await response.write(b"data: " + json.dumps(told).encode() + b"\n\n")
+
+        if chat:
+            await say([{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
+        for index, character in enumerate(itertools.islice(answer_tokens(ids), count)):
+            if self.dies and index == self.dies_after and await self._fail_in_stream(request, response):
+                return response
+            reason = "length" if index == count - 1 else None
+            said = {"delta": {"content": character}} if chat else {"text": character, "stop_reason": None}
+            await say([{"index": 0, **said, "logprobs": None, "finish_reason": reason}])
             await asyncio.sleep(self.chunk_s)
-            if self.dies_while_streaming:
-                assert request.transport is not None
-                request.transport.abort()
+        if self.dies == "before-usage":
+            await self._die(request)
+        if usage:
+            told = {"prompt_tokens": len(ids), "completion_tokens": count, "total_tokens": len(ids) + count}
+            await say([], usage=told)
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    def _ticket(self, body: dict[str, Any]) -> Ticket | None:
-        sealed = (body.get("kv_transfer_params") or {}).get("prfaas")
+    async def _fail_in_stream(self, request: web.Request, response: web.StreamResponse) -> bool:
+        """Whether the stream is at an end now."""
+        # Chunks are on their way one by one before the connection goes.
+        await asyncio.sleep(0.02)
+        if self.dies == "mid-event":
+            await response.write(b'data: {"id": "x", "choi')
+            await asyncio.sleep(0.02)
+        if self.dies in ("mid-stream", "mid-event"):
+            await self._die(request)
+        if self.dies == "error-event":
+            error = {"error": {"message": "EngineDeadError", "type": "InternalServerError", "code": 500}}
+            await response.write(b"data: " + json.dumps(error).encode() + b"\n\ndata: [DONE]\n\n")
+        return self.dies in ("error-event", "early-end")
+
+    async def _die(self, request: web.Request) -> None:
+        assert request.transport is not None
+        request.transport.abort()
+        await asyncio.Event().wait()
+
+    def _ticket(self, sealed: str | None) -> Ticket | None:
         try:
             return Ticket.unseal(sealed, self.key, time.time()) if sealed else None
         except TicketError:
@@ -274,12 +364,18 @@ class StandInEngine:
             outgoing.put(0, 0, BytesSource(payload))
         outgoing.end()
 
-    def _load(self, ticket: Ticket, ids: list[int]) -> None:
+    def _load(self, ticket: Ticket, body: dict[str, Any], ids: list[int]) -> int:
         staged = self.receiver.take(ticket.transfer_id)
         assert staged is not None, "the gateway came before the bytes"
-        assert prompt_digest(ids[:-1]) == ticket.prompt_digest
+        assert digest(body, ids[: ticket.num_tokens]) == ticket.prompt_digest
         nbytes = 4 * (ticket.num_tokens - ticket.skip_tokens)
         received = b"".join(bytes(view) for view in staged.region_views(0, 0, nbytes))
         staged.free()
         assert received == kv_of(ids[ticket.skip_tokens : ticket.num_tokens])
-        self.loaded.append(ticket.num_tokens - ticket.skip_tokens)
+        return ticket.num_tokens - ticket.skip_tokens
+
+
+def digest(body: dict[str, Any], ids: list[int]) -> bytes:
+    """As an engine computes it: with the salt and the adapter of the request."""
+    model = body.get("model") or "stand-in"
+    return prompt_digest(ids, body.get("cache_salt", ""), "" if model == "stand-in" else model)

@@ -42,7 +42,7 @@ def test_a_failed_remote_prefill_becomes_a_local_one(in_world: InWorld, fault: s
         # The instance is out of routing now: the next request does not try it again.
         route, _ = await world.complete([9, *LONG])
         assert "fallback" not in route and route["prefill"] == "local"
-        assert await world.metric('prfaas_gateway_instance_up{instance="remote"}') == 0
+        assert not world.plane.is_up("remote")
 
     in_world(body)
 
@@ -53,7 +53,7 @@ def test_a_consumer_that_loses_the_transfer_makes_it_local(in_world: InWorld) ->
         request = asyncio.create_task(world.complete(LONG))
         await _until(lambda: bool(world.remote.generated()))
         sealed = world.remote.generated()[0].body["kv_transfer_params"]["prfaas"]
-        ticket = world.remote._ticket({"kv_transfer_params": {"prfaas": sealed}})
+        ticket = world.remote._ticket(sealed)
         assert ticket is not None
         world.decode.receiver.drop(ticket.transfer_id, "made to fail")
         route, answer = await request
@@ -83,7 +83,7 @@ def test_a_prefill_refused_as_the_clients_fault_is_left_to_the_decode_engine(in_
         route, _ = await world.complete(LONG)
         assert (route["prefill"], route["fallback"]) == ("decode", "http-400")
         assert world.local.generated() == []
-        assert await world.metric('prfaas_gateway_instance_up{instance="remote"}') == 1
+        assert world.plane.suspected == []
 
     in_world(body)
 
@@ -93,13 +93,13 @@ def test_a_failed_instance_comes_back_when_it_is_healthy(in_world: InWorld) -> N
         await world.remote.stop_http()
         await world.complete(LONG)
         await asyncio.sleep(0.5)
-        assert await world.metric('prfaas_gateway_instance_up{instance="remote"}') == 0
+        assert not world.plane.is_up("remote")
         await asyncio.to_thread(world.remote.sender.close)  # type: ignore[union-attr]
         await asyncio.to_thread(world.remote.receiver.close)
         await world.remote.start()
         world.remote.connect([world.decode])
         for _ in range(50):
-            if await world.metric('prfaas_gateway_instance_up{instance="remote"}'):
+            if world.plane.is_up("remote"):
                 break
             await asyncio.sleep(0.1)
         route, _ = await world.complete([9, *LONG])
@@ -122,11 +122,10 @@ def test_an_unreachable_decode_engine_is_a_503(in_world: InWorld) -> None:
 
 def test_a_decode_engine_that_dies_in_a_stream_ends_it_with_an_error(in_world: InWorld) -> None:
     async def body(world: World) -> None:
-        world.decode.dies_while_streaming = True
+        world.decode.dies = "mid-stream"
         async with world.client.post("/v1/completions", json={"prompt": LONG, "stream": True}) as response:
             text = (await response.read()).decode()
         assert '"error"' in text and "died" in text and "[DONE]" not in text
-        world.decode.dies_while_streaming = False
 
     in_world(body)
 

@@ -1,5 +1,6 @@
 """What is taken for which kind of prompt."""
 
+from array import array
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from prfaas.gateway.prompts import (
     Endpoint,
     TextPrompt,
     TokenPrompt,
-    are_token_ids,
+    as_token_ids,
     prompt_of,
 )
 
@@ -31,8 +32,8 @@ USER = {"role": "user", "content": "hello"}
 def test_prompts_that_can_move() -> None:
     assert completion("x") == TextPrompt("x", True)
     assert completion(["x"], add_special_tokens=False) == TextPrompt("x", False)
-    assert completion([1, 2]) == TokenPrompt([1, 2])
-    assert completion([[1, 2]]) == TokenPrompt([1, 2])
+    assert completion([1, 2]) == TokenPrompt(array("I", [1, 2]))
+    assert completion([[1, 2]]) == TokenPrompt(array("I", [1, 2]))
     assert completion("x", echo=True, n=1) == TextPrompt("x", True)
 
 
@@ -44,7 +45,9 @@ def test_malformed_prompts_are_left_to_the_engine(prompt: Any) -> None:
 @settings(deadline=None)
 @given(st.lists(st.one_of(st.integers(), st.booleans(), st.text(max_size=1), st.none()), max_size=4))
 def test_token_ids_are_recognised_exactly(ids: list[Any]) -> None:
-    assert are_token_ids(ids) == (bool(ids) and all(type(i) is int and 0 <= i < 2**32 for i in ids))
+    found = as_token_ids(ids)
+    assert (found is not None) == (bool(ids) and all(type(i) is int and 0 <= i < 2**32 for i in ids))
+    assert found is None or found.tolist() == ids
 
 
 def test_a_plain_chat_is_rendered_here() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import random
 import socket
 import subprocess
 import sys
@@ -23,14 +24,21 @@ from prfaas.transport.observer import Observer
 
 MODEL = "tiny"
 THRESHOLD_TOKENS = 2000
+TENANT_HEADER = "x-tenant"
 
 
 def free_ports(count: int) -> list[int]:
+    """Below the range that outgoing connections take theirs from: an engine must get its port again when it is
+    started anew, while others keep trying to reach it."""
+    found: list[int] = []
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
+        while len(found) < count:
+            port = random.randrange(20000, 32000)
+            sock = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                sock.bind(("127.0.0.1", port))
+                found.append(port)
+    return found
 
 
 def write_deployment(
@@ -40,6 +48,7 @@ def write_deployment(
     extra_args: Sequence[str] = (),
     max_model_len: int = 32768,
     staging: str = "64 MiB",
+    policy: str = "static_threshold",
 ) -> Path:
     """Three engines of the tiny Qwen3-Next: one PrfaaS prefill, one PD prefill, one PD decode."""
     ports = free_ports(7)
@@ -71,8 +80,13 @@ def write_deployment(
             },
             {"name": "home", "kind": "pd", "hardware": "cpu", "instances": clusters["home"]},
         ],
-        "links": [{"source": "prfaas-east", "target": "home", "bandwidth": bandwidth, "connections": 4}],
-        "routing": {"policy": "threshold", "threshold_tokens": THRESHOLD_TOKENS},
+        "links": [
+            {"source": "prfaas-east", "target": "home", "bandwidth": bandwidth, "connections": 4},
+            {"source": "home", "target": "prfaas-east", "bandwidth": bandwidth, "connections": 2},
+        ],
+        "routing": {"policy": policy, "threshold_tokens": THRESHOLD_TOKENS},
+        "control": {"threshold_period_s": 3600, "allocation": False},
+        "security": {"tenant_header": TENANT_HEADER},
         "gateway": {"host": "127.0.0.1", "port": ports[6]},
         "engine": {
             "max_num_batched_tokens": 1024,
@@ -156,9 +170,21 @@ class Stack:
             return f"http://127.0.0.1:{self.deployment.gateway.port}{path}"
         return f"http://127.0.0.1:{self.deployment.instance(name).http_port}{path}"
 
-    def complete(self, prompt: Sequence[int], max_tokens: int = 24, **fields: Any) -> Answer:
+    def complete(
+        self, prompt: Sequence[int], max_tokens: int = 24, *, tenant: str | None = None, **fields: Any
+    ) -> Answer:
         """A greedy completion of token ids through the gateway."""
-        return call(self.url("gateway", "/v1/completions"), completion_body(prompt, max_tokens, **fields))
+        headers = {} if tenant is None else {TENANT_HEADER: tenant}
+        body = completion_body(prompt, max_tokens, **fields)
+        return call(self.url("gateway", "/v1/completions"), body, headers=headers)
+
+    def explain(self, answer: Answer) -> Any:
+        """What the gateway knows of a request, and why it went where it went."""
+        return call(self.url("gateway", f"/prfaas/requests/{answer.headers['X-Request-Id']}")).body
+
+    def state(self) -> Any:
+        """The deployment as the control plane sees it."""
+        return call(self.url("gateway", "/prfaas/state")).body
 
     def reference(
         self,
@@ -271,9 +297,11 @@ def completion_body(prompt: Sequence[int], max_tokens: int, **fields: Any) -> di
     }
 
 
-def call(url: str, body: Any = None, timeout_s: float = 120) -> Answer:
+def call(
+    url: str, body: Any = None, timeout_s: float = 120, headers: Mapping[str, str] | None = None
+) -> Answer:
     """GET, or POST of a JSON body; an HTTP error is an answer like any other."""
-    request = urllib.request.Request(url, headers={"Content-Type": "application/json"})
+    request = urllib.request.Request(url, headers={"Content-Type": "application/json", **(headers or {})})
     if body is not None:
         request.data = json.dumps(body).encode()
     try:

@@ -144,7 +144,8 @@ def _expected_connections(deployment: Deployment, instance: Instance) -> dict[st
         producer.name: peer.connections
         for producer in deployment.producers_for(instance)
         for peer in deployment.peers_of(producer)
-        if peer.instance.name == instance.name
+        # On-demand connections come with the first transfer.
+        if peer.instance.name == instance.name and not peer.on_demand
     }
 
 

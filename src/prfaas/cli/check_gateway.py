@@ -1,6 +1,7 @@
 """What `prfaas doctor` finds at the gateway, and whether a long prompt is really prefilled elsewhere."""
 
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 
@@ -15,6 +16,9 @@ ROUTE_HEADER = "x-prfaas-route"
 _HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=300.0)
 _ANSWER_TOKENS = 2
+# A probe is this much over the threshold, and so long where there is none.
+_OVER_TOKENS = 64
+_LONG_TOKENS = 4096
 
 
 async def check_gateway(deployment: Deployment, session: aiohttp.ClientSession) -> Finding:
@@ -37,8 +41,9 @@ async def check_gateway(deployment: Deployment, session: aiohttp.ClientSession) 
 async def check_disaggregation(deployment: Deployment, session: aiohttp.ClientSession) -> Finding:
     """Send a prompt that nobody has cached and that is over the threshold; see which way it went and what moved."""
     subject = "disaggregation"
+    threshold_tokens = await _threshold_tokens(deployment, session)
     room = deployment.model.max_model_len - _ANSWER_TOKENS
-    length = min(deployment.routing.threshold_tokens + 64, room)
+    length = min(int(threshold_tokens) + _OVER_TOKENS if threshold_tokens < room else _LONG_TOKENS, room)
     body = {
         "model": deployment.model.served_name,
         "prompt": _unseen_prompt(deployment, length),
@@ -55,14 +60,16 @@ async def check_disaggregation(deployment: Deployment, session: aiohttp.ClientSe
     if status != 200 or header is None:
         text = f"a prompt of {length} tokens got status {status}: {text[:200]}"
         return problem(subject, text, "see the logs of the gateway and the engines")
-    return judge_route(deployment, length, parse_route(header))
+    return judge_route(deployment, length, threshold_tokens, parse_route(header))
 
 
-def judge_route(deployment: Deployment, length: int, route: Mapping[str, str]) -> Finding:
-    """Whether a probe of `length` tokens went where the deployment file sends it, with its KVCache moved."""
+def judge_route(
+    deployment: Deployment, length: int, threshold_tokens: float, route: Mapping[str, str]
+) -> Finding:
+    """Whether a probe of `length` tokens went where the policy sends it, with its KVCache moved."""
     subject = "disaggregation"
     went = f"a prompt of {length} tokens was prefilled by {route.get('prefill')}, decoded by {route.get('decode')}"
-    expected = expected_route(deployment, length)
+    expected = expected_route(deployment, length, threshold_tokens) or route["route"]
     why = route.get("fallback") or route.get("reason", "unknown")
     if route["route"] != expected:
         return problem(
@@ -80,12 +87,30 @@ def judge_route(deployment: Deployment, length: int, route: Mapping[str, str]) -
     return ok(subject, f"{went} ({route['route']}), {format_bytes(moved_bytes)} of KVCache moved")
 
 
-def expected_route(deployment: Deployment, length: int) -> str:
-    """Where a prompt of `length` uncached tokens should be prefilled."""
+def expected_route(deployment: Deployment, length: int, threshold_tokens: float) -> str | None:
+    """Where a prompt of `length` uncached tokens should be prefilled; None where the policy may do either."""
     remote = any(deployment.prefill_clusters_to(cluster.name) for cluster in deployment.pd_clusters)
     policy = deployment.routing.policy
-    over = policy == "offload" or (policy == "threshold" and length > deployment.routing.threshold_tokens)
-    return "offload" if remote and over else "local"
+    if not remote or policy == "local_only":
+        return "local"
+    if policy == "offload_all":
+        return "offload"
+    if policy in ("paper", "static_threshold"):
+        return "offload" if length > threshold_tokens else "local"
+    return None
+
+
+async def _threshold_tokens(deployment: Deployment, session: aiohttp.ClientSession) -> float:
+    """Above how many tokens every PD cluster offloads now, by the gateway's word; infinite if one never does."""
+    try:
+        async with session.get(f"{deployment.gateway.url}/prfaas/state", timeout=_HEALTH_TIMEOUT) as response:
+            clusters = (await response.json())["clusters"] if response.status == 200 else {}
+    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError):
+        clusters = {}
+    told = [clusters[c.name].get("threshold_tokens") for c in deployment.pd_clusters if c.name in clusters]
+    if not told:
+        return deployment.routing.threshold_tokens or math.inf
+    return max(math.inf if tokens is None else tokens for tokens in told)
 
 
 def parse_route(header: str) -> dict[str, str]:

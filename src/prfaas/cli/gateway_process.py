@@ -1,4 +1,4 @@
-"""The gateway as this process's main job: until a signal, beside tasks that watch other things."""
+"""The gateway and its control plane as this process's main job: until a signal, beside tasks that watch others."""
 
 import asyncio
 import contextlib
@@ -45,10 +45,16 @@ async def _serve(
     ready: Callable[[int], None] | None,
     beside: Sequence[Callable[[], Coroutine[None, None, None]]],
 ) -> None:
+    from prometheus_client import CollectorRegistry
+
+    from prfaas.control.plane import LivePlane
     from prfaas.gateway.server import serve_gateway
+    from prfaas.transport.keyfile import load_key
 
     loop = asyncio.get_running_loop()
-    gateway = asyncio.create_task(serve_gateway(deployment, ready=ready))
+    registry = CollectorRegistry()
+    plane = LivePlane(deployment, load_key(deployment.security.key_file), registry)
+    gateway = asyncio.create_task(serve_gateway(deployment, plane, ready=ready, registry=registry))
     others = [asyncio.create_task(make()) for make in beside]
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, gateway.cancel)

@@ -15,13 +15,16 @@ from prfaas.cli.demo import demo
 from prfaas.cli.doctor import doctor
 from prfaas.cli.engine import engine
 from prfaas.cli.errors import sentence
+from prfaas.cli.explain import explain
 from prfaas.cli.key import key
 from prfaas.cli.model import model
 from prfaas.cli.models import models
 from prfaas.cli.plan import plan
 from prfaas.cli.profile import profile
+from prfaas.cli.replay import replay
 from prfaas.cli.reproduce import reproduce
 from prfaas.cli.serve import serve
+from prfaas.cli.status import status
 from prfaas.cli.up import up
 
 app = typer.Typer(
@@ -31,7 +34,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (up, serve, engine, key, doctor, demo, models, bandwidth, profile, plan, reproduce):
+for command in (
+    up,
+    serve,
+    engine,
+    key,
+    doctor,
+    status,
+    explain,
+    demo,
+    models,
+    bandwidth,
+    profile,
+    plan,
+    reproduce,
+    replay,
+):
     app.command()(command)
 app.add_typer(model, name="model")
 

@@ -8,7 +8,9 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import aiohttp
+from prometheus_client import CollectorRegistry
 
+from prfaas.control.plane import LivePlane
 from prfaas.demo.client import Answer, RequestFailedError, stream_completion
 from prfaas.demo.outcome import Outcome, outcome_of
 from prfaas.demo.prompts import DemoPrompt, corpus, demo_prompts
@@ -25,6 +27,7 @@ from prfaas.engines.preparation import ensure_model
 from prfaas.engines.running import EngineProgress, RunningEngines
 from prfaas.gateway import serve_gateway
 from prfaas.kvmodel import model_from_directory
+from prfaas.transport.keyfile import load_key
 
 ANSWER_TOKENS = 64
 T = TypeVar("T")
@@ -98,7 +101,9 @@ async def _ask_gateway(
     port = 0 if port_problem(host, deployment.gateway.port) else deployment.gateway.port
     served = replace(deployment, gateway=replace(deployment.gateway, host=host, port=port))
     bound: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    gateway = asyncio.create_task(serve_gateway(served, ready=bound.set_result))
+    registry = CollectorRegistry()
+    plane = LivePlane(served, load_key(served.security.key_file), registry)
+    gateway = asyncio.create_task(serve_gateway(served, plane, ready=bound.set_result, registry=registry))
     try:
         bound_port = await _unless_ended(gateway, _within(bound, _GATEWAY_START_S))
         url = f"http://{host}:{bound_port}"

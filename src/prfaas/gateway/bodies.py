@@ -1,7 +1,8 @@
 """Request bodies: what comes in from a client, and what goes out to an engine.
 
 The trust boundary runs through this file. A body is parsed once and written anew for every hop, so duplicate
-keys and odd encodings end here; fields that could steer an engine never get past `strip_owned`.
+keys and odd encodings end here; fields that could steer an engine never get past `strip_owned`. Only the digits of
+a long array of token ids go through as they came.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import orjson
 
 from prfaas.gateway.errors import ApiError
+from prfaas.gateway.written_ids import MIN_BYTES, WrittenIds, ids_json, parse_with_ids
 
 Json = dict[str, Any]
 
@@ -35,9 +37,14 @@ _MAX_DEPTH = 64
 
 
 def parse_body(raw: bytes) -> Json:
-    """The JSON object in `raw`; ApiError 400 when it is not one."""
+    """The JSON object in `raw`; ApiError 400 when it is not one.
+
+    Its "prompt" is WrittenIds when that is a long list of token ids.
+    """
     try:
-        body = orjson.loads(raw)
+        body = parse_with_ids(raw) if len(raw) >= MIN_BYTES else None
+        if body is None:
+            body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise ApiError(400, f"The request body is not valid JSON: {error}.") from None
     if not isinstance(body, dict):
@@ -48,7 +55,7 @@ def parse_body(raw: bytes) -> Json:
 def dump_body(body: Mapping[str, Any]) -> bytes:
     """`body` as JSON; ApiError 400 when the client nested it deeper than can be written."""
     try:
-        return orjson.dumps(body)
+        return orjson.dumps(body, default=_as_written, option=orjson.OPT_PASSTHROUGH_DATACLASS)
     except orjson.JSONEncodeError:
         raise ApiError(400, "The request body is nested too deeply.") from None
 
@@ -62,32 +69,54 @@ def strip_owned(body: Json) -> Json:
     }
 
 
-def prefill_body(model: str, prompt: Sequence[int], sealed_ticket: str) -> bytes:
-    """The producer's request: the prompt less its last token, one token out, and the ticket."""
+def prefill_body(
+    model: str,
+    prompt: Sequence[int],
+    sealed_ticket: str,
+    *,
+    salt: str = "",
+    sealed_from: str | None = None,
+) -> bytes:
+    """The producer's request: what it is to prefill, one token out, and the ticket of what it sends.
+
+    `salt`: the tenant's, empty without tenants. `sealed_from`: the ticket of a prefix that it loads first.
+    """
+    tickets = {"prfaas": sealed_ticket}
+    if sealed_from is not None:
+        tickets["prfaas_from"] = sealed_from
+    ours: Json = {"cache_salt": salt} if salt else {}
     return dump_body(
         {
             "model": model,
-            "prompt": prompt,
+            "prompt": orjson.Fragment(ids_json(prompt)),
             "max_tokens": 1,
             "temperature": 0,
             "stream": False,
-            "kv_transfer_params": {"prfaas": sealed_ticket},
+            "kv_transfer_params": tickets,
+            **ours,
         }
     )
 
 
-def decode_body(stripped: Json, sealed_ticket: str | None, reuse_ids: Sequence[int] | None) -> bytes:
+def decode_body(
+    stripped: Json, sealed_ticket: str | None, reuse_ids: Sequence[int] | None, salt: str = ""
+) -> bytes:
     """The decode engine's request: the client's body and, as the only content of `kv_transfer_params`, ours.
 
     `stripped` comes from `strip_owned`. `reuse_ids`: the whole prompt's ids, which vLLM's chat endpoint takes
-    from there instead of tokenizing again.
+    from there instead of tokenizing again. `salt`: the tenant's, empty without tenants.
     """
-    ours: Json = {}
+    params: Json = {}
     if sealed_ticket is not None:
-        ours["prfaas"] = sealed_ticket
+        params["prfaas"] = sealed_ticket
     if reuse_ids is not None:
-        ours["prompt_token_ids"] = reuse_ids
-    return dump_body({**stripped, "kv_transfer_params": ours} if ours else stripped)
+        params["prompt_token_ids"] = orjson.Fragment(ids_json(reuse_ids))
+    ours: Json = {}
+    if params:
+        ours["kv_transfer_params"] = params
+    if salt:
+        ours["cache_salt"] = salt
+    return dump_body({**stripped, **ours} if ours else stripped)
 
 
 def without_transfer_params(answer: bytes) -> bytes:
@@ -108,6 +137,12 @@ def without_transfer_params(answer: bytes) -> bytes:
             if field in parsed:
                 parsed[field] = None
     return orjson.dumps(parsed)
+
+
+def _as_written(value: object) -> orjson.Fragment:
+    if isinstance(value, WrittenIds):
+        return orjson.Fragment(value.json)
+    raise TypeError(f"{type(value).__name__} has no place in a body")
 
 
 def _normal(name: str) -> str:

@@ -6,10 +6,10 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0,
 
 
 class Metrics:
-    """All series of one gateway, in a registry of their own. Every label takes values from a bounded set."""
+    """All series of one gateway. Every label takes values from a bounded set; docs/metrics.md lists them."""
 
-    def __init__(self) -> None:
-        registry = CollectorRegistry()
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """`registry`: what `GET /metrics` shows; others may register theirs in it too."""
         self._registry = registry
         self.requests = Counter(
             "prfaas_gateway_requests",
@@ -39,6 +39,29 @@ class Metrics:
             "prfaas_gateway_fallbacks",
             "Failed prefills elsewhere, by reason.",
             ("reason",),
+            registry=registry,
+        )
+        self.cache_transfers = Counter(
+            "prfaas_gateway_cache_transfers",
+            "Prefixes that were to move to a prefill instance first, by outcome (done, or why not).",
+            ("outcome",),
+            registry=registry,
+        )
+        self.cache_transferred_bytes = Counter(
+            "prfaas_gateway_cache_transferred_bytes",
+            "KV bytes moved to prefill instances before they prefilled.",
+            registry=registry,
+        )
+        self.decode_failures = Counter(
+            "prfaas_gateway_decode_failures",
+            "Decode instances that failed a request, by reason (unreachable, died, http-STATUS).",
+            ("reason",),
+            registry=registry,
+        )
+        self.continuations = Counter(
+            "prfaas_gateway_continuations",
+            "Streams whose decode instance failed after the first byte, by what became of them.",
+            ("outcome",),
             registry=registry,
         )
         self.direct = Counter(
@@ -76,12 +99,6 @@ class Metrics:
         )
         self.background_tasks = Gauge(
             "prfaas_gateway_background_tasks", "Abandonments under way.", registry=registry
-        )
-        self.instance_up = Gauge(
-            "prfaas_gateway_instance_up",
-            "1 when the instance is in routing.",
-            ("instance",),
-            registry=registry,
         )
 
     def exposition(self) -> bytes:

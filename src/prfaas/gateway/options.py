@@ -16,10 +16,12 @@ class GatewayOptions:
     ticket_lifetime_s: float = 1800.0
     tokenize_timeout_s: float = 60.0
     abandon_timeout_s: float = 5.0
-    suspect_s: float = 3.0
-    probe_interval_s: float = 1.0
-    probe_healthy_interval_s: float = 5.0
-    probe_timeout_s: float = 2.0
+    # A request that kills engines must not kill them all.
+    decode_attempts: int = 3
+    # What is kept of streamed answers so that another engine can go on with them: per stream and in all.
+    kept_answer_bytes: int = 4 << 20
+    kept_answers_bytes: int = 256 << 20
+    kept_records: int = 10_000
     max_body_bytes: int = 128 << 20
     # JSON below this size costs less than the hop to a thread and back.
     inline_json_bytes: int = 256 << 10

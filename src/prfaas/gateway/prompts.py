@@ -4,9 +4,10 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, cast
 
 from prfaas.gateway.errors import ApiError
+from prfaas.gateway.written_ids import WrittenIds
 from prfaas.transport.ticket import MAX_USES
 
 
@@ -23,9 +24,9 @@ class Endpoint(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
-    """A prompt given as token ids."""
+    """A prompt given as token ids (uint32): made once into the form that digest and hashes are taken of."""
 
-    token_ids: Sequence[int]
+    token_ids: "array[int]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,8 @@ def _completion_prompt(body: Mapping[str, Any]) -> Prompt:
     if body.get("suffix") is not None:
         return DirectPrompt("suffix")
     prompt = body.get("prompt")
+    if isinstance(prompt, WrittenIds):
+        return TokenPrompt(prompt.ids)
     if prompt is None:
         raise ApiError(400, "The request has no prompt.", param="prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
@@ -113,18 +116,18 @@ def _completion_prompt(body: Mapping[str, Any]) -> Prompt:
         return DirectPrompt("malformed")
     if isinstance(prompt[0], str | list):
         return DirectPrompt("batch")
-    return TokenPrompt(prompt) if are_token_ids(prompt) else DirectPrompt("malformed")
+    token_ids = as_token_ids(prompt)
+    return TokenPrompt(token_ids) if token_ids is not None else DirectPrompt("malformed")
 
 
-def are_token_ids(ids: Sequence[object]) -> bool:
-    """Whether `ids` are token ids: at least one, all ints (no booleans) within 0 .. 2^32 - 1."""
+def as_token_ids(ids: Sequence[object]) -> "array[int] | None":
+    """`ids` as uint32; None unless they are at least one and all ints (no booleans) within 0 .. 2^32 - 1."""
     if set(map(type, ids)) != {int}:
-        return False
+        return None
     try:
-        array("I", ids)  # type: ignore[type-var]
+        return array("I", cast(Sequence[int], ids))
     except OverflowError:
-        return False
-    return True
+        return None
 
 
 _RENDER_FIELDS = (

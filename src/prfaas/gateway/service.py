@@ -1,4 +1,4 @@
-"""The HTTP routes: what a client may ask, and how its answer is relayed."""
+"""The HTTP routes: what a client may ask, and how a request becomes an order."""
 
 import asyncio
 import logging
@@ -6,58 +6,63 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
-import aiohttp
 from aiohttp import web
 
-from prfaas.gateway.bodies import Json, decode_body, parse_body, strip_owned, without_transfer_params
+from prfaas.deployment import ModelRef
+from prfaas.gateway.bodies import Json, parse_body, strip_owned
+from prfaas.gateway.decoding import Decoding
 from prfaas.gateway.driver import Driver
-from prfaas.gateway.engine_client import EngineClient, EngineError
 from prfaas.gateway.errors import ApiError, error_body
-from prfaas.gateway.health import HealthWatch
-from prfaas.gateway.instances import InstancePool
-from prfaas.gateway.journey import Journey
+from prfaas.gateway.inspection import Inspection
 from prfaas.gateway.metrics import Metrics
 from prfaas.gateway.offloop import OffLoop
 from prfaas.gateway.options import GatewayOptions
+from prfaas.gateway.order import Order
+from prfaas.gateway.plane import ControlPlane
 from prfaas.gateway.prompts import Endpoint, Prompt, prompt_of, samples_of
+from prfaas.gateway.records import Record, Records
+from prfaas.gateway.relay import REQUEST_ID_HEADER, route_headers
+from prfaas.gateway.tenants import Tenants
 from prfaas.scheduling import NoDecodeInstanceError
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 logger = logging.getLogger(__name__)
 
-ROUTE_HEADER = "x-prfaas-route"
-REQUEST_ID_HEADER = "X-Request-Id"
 # The only client headers an engine sees, and only in this form.
 _TRACE_HEADERS = {
     "traceparent": re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"),
     "tracestate": re.compile(r"[ -~]{1,512}"),
 }
+_RECORD = web.RequestKey("prfaas_record", Record)
 
 
 class Service:
-    """Handlers of the gateway's routes. Anything not listed in `routes` is a 404."""
+    """Handlers of the gateway's routes. Anything not listed in `application` is a 404."""
 
     def __init__(
         self,
+        model: ModelRef,
         *,
-        model: str,
-        max_model_len: int,
+        plane: ControlPlane,
         driver: Driver,
-        client: EngineClient,
-        pool: InstancePool,
-        health: HealthWatch,
+        decoding: Decoding,
+        tenants: Tenants,
+        records: Records,
+        inspection: Inspection,
         metrics: Metrics,
         offloop: OffLoop,
         options: GatewayOptions,
     ) -> None:
         self._model = model
-        self._max_model_len = max_model_len
+        self._plane = plane
         self._driver = driver
-        self._client = client
-        self._pool = pool
-        self._health = health
+        self._decoding = decoding
+        self._tenants = tenants
+        self._records = records
+        self._inspection = inspection
         self._metrics = metrics
         self._offloop = offloop
         self._options = options
@@ -71,26 +76,33 @@ class Service:
         app.router.add_get("/metrics", self._get_metrics, allow_head=False)
         app.router.add_post(Endpoint.COMPLETIONS.path, self._completions)
         app.router.add_post(Endpoint.CHAT.path, self._chat)
+        self._inspection.add_routes(app)
         return app
 
     async def _models(self, _request: web.Request) -> web.Response:
-        card = {
-            "id": self._model,
+        cards = [self._card(self._model.served_name, None)]
+        cards += [self._card(name, self._model.served_name) for name in self._model.adapters]
+        return web.json_response({"object": "list", "data": cards})
+
+    def _card(self, name: str, parent: str | None) -> Json:
+        return {
+            "id": name,
             "object": "model",
             "created": self._created_s,
             "owned_by": "prfaas",
-            "root": self._model,
-            "parent": None,
-            "max_model_len": self._max_model_len,
+            "root": name,
+            "parent": parent,
+            "max_model_len": self._model.max_model_len,
         }
-        return web.json_response({"object": "list", "data": [card]})
 
     async def _get_health(self, _request: web.Request) -> web.Response:
-        view = self._pool.view()
-        serving = any(i.decodes and i.healthy for i in view.instances)
-        instances = {i.name: "up" if i.healthy else "down" for i in view.instances}
+        instances = instances_of(self._plane.state())
+        serving = any("decode" in i["role"] and i["healthy"] for i in instances.values())
         return web.json_response(
-            {"status": "ok" if serving else "no decode instance answers", "instances": instances},
+            {
+                "status": "ok" if serving else "no decode instance answers",
+                "instances": {name: "up" if i["healthy"] else "down" for name, i in instances.items()},
+            },
             status=200 if serving else 503,
         )
 
@@ -107,134 +119,87 @@ class Service:
         return await self._generate(request, Endpoint.CHAT)
 
     async def _generate(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
-        outcome, route = "engine_error", "none"
+        record = Record(uuid.uuid4().hex, str(endpoint), time.time(), time.perf_counter())
+        request[_RECORD] = record
+        record.outcome = "engine_error"
         self._metrics.in_flight_requests.inc()
         try:
-            arrived_s = asyncio.get_running_loop().time()
-            raw = await request.read()
-            stripped, prompt, samples = await self._offloop.run(len(raw), self._understood, raw, endpoint)
-            headers = _engine_headers(request)
-            journey = await self._driver.prepare(prompt, samples, headers)
-            route = str(journey.route)
+            order = await self._order(request, endpoint, record)
+            record.since("read", record.began_s)
+            journey = await self._driver.prepare(order)
             if journey.uncached_tokens is not None:
-                self._metrics.uncached_tokens.labels(route).inc(journey.uncached_tokens)
-            response = await self._decode(request, endpoint, stripped, len(raw), journey, headers, arrived_s)
-            outcome = (
-                "ok" if response.status < 400 else "client_error" if response.status < 500 else "engine_error"
-            )
+                self._metrics.uncached_tokens.labels(str(journey.route)).inc(journey.uncached_tokens)
+            response = await self._decoding.answer(request, order, journey)
+            record.status = response.status
+            record.outcome = "engine_error" if record.broken else _outcome(response.status)
             return response
         except ApiError as error:
-            outcome = "client_error" if error.status < 500 else "engine_error"
+            record.status, record.outcome = error.status, _outcome(error.status)
             raise
         except NoDecodeInstanceError:
+            record.status = 503
             raise ApiError(503, "No decode instance is available.") from None
         except (asyncio.CancelledError, ConnectionResetError):
-            outcome = "cancelled"
+            record.outcome = "cancelled"
             raise
         finally:
+            record.since("total", record.began_s)
+            self._records.add(record)
             self._metrics.in_flight_requests.dec()
-            self._metrics.requests.labels(str(endpoint), route, outcome).inc()
+            self._metrics.requests.labels(record.endpoint, record.route, record.outcome).inc()
 
-    def _understood(self, raw: bytes, endpoint: Endpoint) -> tuple[Json, Prompt, int]:
+    async def _order(self, request: web.Request, endpoint: Endpoint, record: Record) -> Order:
+        """What the client wants. Raises ApiError."""
+        salt = self._tenants.salt(request.headers)
+        raw = await request.read()
+        body, prompt = await self._offloop.run(len(raw), self._understood, raw, endpoint)
+        adapter = str(body.get("model") or "")
+        if adapter == self._model.served_name:
+            adapter = ""
+        record.model = adapter or self._model.served_name
+        record.streamed = body.get("stream") is True
+        return Order(
+            endpoint=endpoint,
+            body=body,
+            size_bytes=len(raw),
+            prompt=prompt,
+            samples=samples_of(body) or 1,
+            model=record.model,
+            adapter=adapter,
+            salt=salt,
+            headers=_engine_headers(request.headers, record.request_id),
+            record=record,
+        )
+
+    def _understood(self, raw: bytes, endpoint: Endpoint) -> tuple[Json, Prompt]:
         body = parse_body(raw)
         model = body.get("model")
-        if model is not None and model != self._model:
-            name = str(model)[:200]
+        if model is not None and model != self._model.served_name and model not in self._model.adapters:
+            known = ", ".join(f"`{name}`" for name in (self._model.served_name, *self._model.adapters))
             raise ApiError(
-                404, f"The model `{name}` does not exist; this one is `{self._model}`.", param="model"
+                404, f"The model `{str(model)[:200]}` does not exist; there is {known}.", param="model"
             )
         prompt = prompt_of(endpoint, body)
-        return strip_owned(body), prompt, samples_of(body) or 1
-
-    async def _decode(
-        self,
-        request: web.Request,
-        endpoint: Endpoint,
-        stripped: Json,
-        size_bytes: int,
-        journey: Journey,
-        headers: Mapping[str, str],
-        arrived_s: float,
-    ) -> web.StreamResponse:
-        """Ask the journey's decode instance, or another one while none has answered, and relay what it
-        says."""
-        failed: set[str] = set()
-        ended_well = False
-        while True:
-            size_bytes += 5 * len(journey.reuse_ids or ())
-            body = await self._offloop.run(
-                size_bytes, decode_body, stripped, journey.sealed, journey.reuse_ids
-            )
-            try:
-                with self._pool.busy(journey.decode):
-                    answer = await self._client.open(self._pool[journey.decode], endpoint.path, body, headers)
-                    try:
-                        if answer.status == 200:
-                            self._driver.delivered(journey)
-                        response = await self._relay(request, answer, journey, headers, arrived_s)
-                        ended_well = answer.status == 200
-                        return response
-                    finally:
-                        # Closing an unfinished answer is what makes vLLM abort the request.
-                        answer.close()
-            except EngineError as error:
-                self._health.suspect(journey.decode, str(error), lost_cache=True)
-                failed.add(journey.decode)
-                other = self._driver.redirect(journey, failed)
-                if other is None:
-                    raise ApiError(503, f"The decode instance {journey.decode} does not answer.") from error
-            finally:
-                # The engine frees what it has taken; anything else would wait for its time to live.
-                if not ended_well:
-                    self._driver.abandon(journey, "the decode request did not end well")
-            journey = other
-
-    async def _relay(
-        self,
-        request: web.Request,
-        answer: aiohttp.ClientResponse,
-        journey: Journey,
-        headers: Mapping[str, str],
-        arrived_s: float,
-    ) -> web.StreamResponse:
-        kept = {
-            "Content-Type": answer.headers.get("Content-Type", "application/json"),
-            ROUTE_HEADER: journey.header(),
-            REQUEST_ID_HEADER: headers[REQUEST_ID_HEADER],
-        }
-        if not kept["Content-Type"].startswith("text/event-stream"):
-            try:
-                whole = await answer.read()
-            except (aiohttp.ClientError, OSError) as error:
-                raise ApiError(502, f"The decode instance {journey.decode} died while answering.") from error
-            self._observe_first_byte(journey, arrived_s)
-            return web.Response(status=answer.status, body=without_transfer_params(whole), headers=kept)
-        response = web.StreamResponse(status=answer.status, headers=kept | {"Cache-Control": "no-cache"})
-        await response.prepare(request)
-        first = True
-        try:
-            while chunk := await answer.content.readany():
-                if first:
-                    self._observe_first_byte(journey, arrived_s)
-                    first = False
-                await response.write(chunk)
-        except aiohttp.ClientPayloadError as error:
-            logger.warning("%s died in the middle of an answer: %s", journey.decode, error)
-            self._health.suspect(journey.decode, str(error), lost_cache=True)
-            sentence = f"The decode instance {journey.decode} died while answering."
-            await response.write(b"\n\ndata: " + error_body(502, sentence) + b"\n\n")
-        await response.write_eof()
-        return response
-
-    def _observe_first_byte(self, journey: Journey, arrived_s: float) -> None:
-        now_s = asyncio.get_running_loop().time()
-        self._metrics.ttft_seconds.labels(str(journey.route)).observe(now_s - arrived_s)
+        return strip_owned(body), prompt
 
 
-def _engine_headers(request: web.Request) -> dict[str, str]:
-    headers = {"Content-Type": "application/json", REQUEST_ID_HEADER: uuid.uuid4().hex}
+def instances_of(state: Mapping[str, Any]) -> dict[str, Json]:
+    """Every instance of a control plane's state, by name."""
+    return {
+        name: instance
+        for cluster in state["clusters"].values()
+        for name, instance in cluster["instances"].items()
+    }
+
+
+def _outcome(status: int) -> str:
+    return "ok" if status < 400 else "client_error" if status < 500 else "engine_error"
+
+
+def _engine_headers(received: Mapping[str, str], request_id: str) -> dict[str, str]:
+    headers = {"Content-Type": "application/json", REQUEST_ID_HEADER: request_id}
     for name, form in _TRACE_HEADERS.items():
-        value = request.headers.get(name)
+        value = received.get(name)
         if value is not None and form.fullmatch(value):
             headers[name] = value
     return headers
@@ -246,22 +211,23 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except ApiError as error:
-        return web.Response(status=error.status, body=error.body(), content_type="application/json")
+        return _refusal(request, error.status, error.body())
     except web.HTTPException as error:
         sentence = {
             404: f"There is no {request.method} {request.path[:200]} here.",
             405: f"{request.path[:200]} does not take {request.method}.",
             413: "The request body is too large.",
         }.get(error.status, f"{error.reason}.")
-        return web.Response(
-            status=error.status, body=error_body(error.status, sentence), content_type="application/json"
-        )
+        return _refusal(request, error.status, error_body(error.status, sentence))
     except ConnectionResetError:
         raise
     except Exception:
         logger.exception("%s %s failed", request.method, request.path)
-        return web.Response(
-            status=500,
-            body=error_body(500, "The gateway failed on this request; its log says how."),
-            content_type="application/json",
-        )
+        sentence = "The gateway failed on this request; its log says how."
+        return _refusal(request, 500, error_body(500, sentence))
+
+
+def _refusal(request: web.Request, status: int, body: bytes) -> web.Response:
+    record = request.get(_RECORD)
+    headers = route_headers(record) if record is not None else {}
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)

@@ -3,6 +3,7 @@ exact."""
 
 import asyncio
 import logging
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,7 +15,7 @@ from prfaas.deployment import Instance
 from prfaas.gateway.engine_client import EngineClient, EngineError
 from prfaas.gateway.local_tokenizer import LocalTokenizer
 from prfaas.gateway.options import GatewayOptions
-from prfaas.gateway.prompts import ChatPrompt, Endpoint, TextPrompt, TokenPrompt
+from prfaas.gateway.prompts import ChatPrompt, Endpoint, TextPrompt, TokenPrompt, as_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ class Tokenizing:
             logger.warning("%s: the gateway's own tokenizer differs from %s's", endpoint, decode.name)
         return Source.OWN if own else Source.ENGINE if engine else Source.NONE
 
-    async def _own_ids(self, sample: Any) -> list[int] | None:
+    async def _own_ids(self, sample: Any) -> "array[int] | None":
         assert self._local is not None
         if isinstance(sample, str):
             return await self._local.text_ids(sample, add_special_tokens=True)
@@ -144,23 +145,27 @@ class Tokenizing:
         except jinja2.TemplateError:
             return None
 
-    async def _true_ids(self, endpoint: Endpoint, request: dict[str, Any], decode: Instance) -> list[int]:
+    async def _true_ids(self, endpoint: Endpoint, request: dict[str, Any], decode: Instance) -> "array[int]":
         body = {"model": self._model, **request, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
         answer = await self._client.call_json(decode, endpoint.path, body, self._options.tokenize_timeout_s)
+        ids = None
         if isinstance(answer, dict):
             choices = answer.get("choices") or [{}]
             ids = answer.get("prompt_token_ids") or choices[0].get("prompt_token_ids")
-            if isinstance(ids, list):
-                return ids
-        raise EngineError(decode.name, "garbled", f"{endpoint.path} returned no prompt_token_ids")
+        return _checked(ids, decode, f"{endpoint.path} returned no prompt_token_ids")
 
-    async def _engine_ids(self, request: dict[str, Any], decode: Instance) -> list[int]:
+    async def _engine_ids(self, request: dict[str, Any], decode: Instance) -> "array[int]":
         body = {"model": self._model, **request}
         answer = await self._client.call_json(decode, "/tokenize", body, self._options.tokenize_timeout_s)
         ids = answer.get("tokens") if isinstance(answer, dict) else None
-        if not isinstance(ids, list):
-            raise EngineError(decode.name, "garbled", "/tokenize returned no tokens")
-        return ids
+        return _checked(ids, decode, "/tokenize returned no tokens")
+
+
+def _checked(ids: object, decode: Instance, trouble: str) -> "array[int]":
+    token_ids = as_token_ids(ids) if isinstance(ids, list) else None
+    if token_ids is None:
+        raise EngineError(decode.name, "garbled", trouble)
+    return token_ids
 
 
 def _messages(chat: Sequence[tuple[str, str | tuple[str, ...]]]) -> list[dict[str, Any]]:

@@ -1,0 +1,40 @@
+"""`prfaas explain`: why one request went the way it did."""
+
+from typing import Annotated
+
+import typer
+
+from prfaas.cli.options import AsJson
+
+_DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def explain(
+    request_id: Annotated[
+        str,
+        typer.Argument(metavar="REQUEST_ID", help="The X-Request-Id of its answer, among the last 10,000."),
+    ],
+    where: Annotated[
+        str,
+        typer.Argument(
+            metavar="[DEPLOYMENT|URL]", help="The deployment file, or the gateway's URL.", show_default=True
+        ),
+    ] = _DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Say why a request was prefilled where it was, with the numbers that decided, and what happened on its way.
+
+    Example: prfaas explain 0c5f1f0a5fd14a3d9c2a5f2f8f6e4b1d examples/local.yaml
+    """
+    import json
+    from urllib.parse import quote
+
+    from prfaas.cli.explain_text import sentences
+    from prfaas.cli.gateway_page import fetch, gateway_url
+
+    told = fetch(gateway_url(where), f"/prfaas/requests/{quote(request_id, safe='')}")
+    if as_json:
+        typer.echo(json.dumps(told, indent=2))
+    else:
+        for sentence in sentences(told):
+            typer.echo(sentence)

@@ -1,0 +1,73 @@
+"""`prfaas status`: a running deployment at a glance."""
+
+from typing import Annotated, Any
+
+import typer
+
+from prfaas.cli.gateway_page import Where
+from prfaas.cli.options import AsJson
+
+_PERIOD_S = 1.0
+_PATH = "/prfaas/state"
+
+
+def status(
+    where: Where,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until Ctrl-C.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show a running deployment: instances with roles and queues, links, thresholds, hit rates, routes.
+
+    With --watch --json, one JSON document per line and second.
+
+    Example: prfaas status examples/local.yaml --watch
+    """
+    import json
+
+    from prfaas.cli.gateway_page import fetch, gateway_url
+
+    url = gateway_url(where)
+    if watch:
+        _watch(url, as_json)
+    elif as_json:
+        typer.echo(json.dumps(fetch(url, _PATH), indent=2))
+    else:
+        from prfaas.cli.status_tables import tables
+
+        _console().print(tables(fetch(url, _PATH)))
+
+
+def _watch(url: str, as_json: bool) -> None:
+    import contextlib
+    import json
+    import time
+
+    from rich.live import Live
+
+    from prfaas.cli.gateway_page import fetch
+    from prfaas.cli.status_tables import tables
+
+    console = _console()
+    with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as screen:
+        live: Live | None = None
+        while True:
+            state = fetch(url, _PATH)
+            if as_json:
+                typer.echo(json.dumps(state))
+            elif not console.is_terminal:
+                console.print(tables(state))
+            elif live is None:
+                live = screen.enter_context(
+                    Live(tables(state), console=console, screen=True, auto_refresh=False)
+                )
+            else:
+                live.update(tables(state), refresh=True)
+            time.sleep(_PERIOD_S)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    plain = Console(highlight=False)
+    # A pipe has no width; 80 columns would wrap the tables.
+    return plain if plain.is_terminal else Console(highlight=False, width=150)

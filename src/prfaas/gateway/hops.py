@@ -1,0 +1,196 @@
+"""One engine computes KV and sends it to another: the request and the transfer, side by side."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from prfaas.gateway.bodies import prefill_body
+from prfaas.gateway.engine_client import EngineClient, EngineError
+from prfaas.gateway.metrics import Metrics
+from prfaas.gateway.offloop import OffLoop
+from prfaas.gateway.options import GatewayOptions
+from prfaas.gateway.order import Order
+from prfaas.gateway.plane import ControlPlane
+from prfaas.gateway.transfer_bound import TransferBound
+from prfaas.gateway.transfers import Moved, TransferFailedError, Transfers
+from prfaas.transport.ticket import Ticket, prompt_digest
+
+logger = logging.getLogger(__name__)
+
+# What a token id takes in JSON, about.
+JSON_BYTES_PER_TOKEN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """`producer` sends the KV of `token_ids` less the first `skip_tokens` to `consumer`.
+
+    `uses`: how many requests load it there. `sealed_from`: the ticket of a prefix that the producer loads first.
+    """
+
+    producer: str
+    consumer: str
+    token_ids: Sequence[int]
+    skip_tokens: int
+    uses: int = 1
+    sealed_from: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A hop that went well: the KV waits at the consumer. Seconds run from the hop's start."""
+
+    ticket: Ticket
+    sealed: str
+    moved: Moved
+    prefill_s: float
+    transfer_s: float
+
+
+class HopFailedError(Exception):
+    """A hop came to nothing, and nothing of it is left. `hopeless`: another producer would fare no better."""
+
+    def __init__(self, reason: str, *, hopeless: bool) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.hopeless = hopeless
+
+
+class Hops:
+    """Carries hops out, judges those that fail, and frees what they leave in staging."""
+
+    def __init__(
+        self,
+        key: bytes,
+        *,
+        plane: ControlPlane,
+        client: EngineClient,
+        transfers: Transfers,
+        bound: TransferBound,
+        metrics: Metrics,
+        offloop: OffLoop,
+        options: GatewayOptions,
+    ) -> None:
+        """`key` seals tickets."""
+        self._key = key
+        self._plane = plane
+        self._client = client
+        self._transfers = transfers
+        self._bound = bound
+        self._metrics = metrics
+        self._offloop = offloop
+        self._options = options
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def run(self, hop: Hop, order: Order) -> Arrived:
+        """Until all bytes are there. Raises HopFailedError; then they are freed."""
+        ticket, sealed, body = await self._offloop.run(
+            len(hop.token_ids) * JSON_BYTES_PER_TOKEN, self._prepared, hop, order
+        )
+        arrived: Arrived | None = None
+        failure: EngineError | TransferFailedError | None = None
+        try:
+            with self._metrics.in_flight_transfers.track_inprogress():
+                try:
+                    arrived = await self._both(hop, ticket, sealed, body, order.headers)
+                except* (EngineError, TransferFailedError) as failures:
+                    failure = _first(failures)
+        finally:
+            # Also when the client has left: nobody will come for what has arrived.
+            if arrived is None:
+                self.abandon(ticket, str(failure) if failure is not None else "the request was cancelled")
+        if arrived is None:
+            assert failure is not None
+            raise self._judged(hop, failure)
+        return arrived
+
+    def abandon(self, ticket: Ticket, reason: str) -> None:
+        """Have the staging of a transfer freed that its consumer may never take, in the background."""
+
+        async def abandon() -> None:
+            with self._metrics.background_tasks.track_inprogress():
+                await self._transfers.abandon(
+                    ticket.consumer, ticket.transfer_id, reason, self._options.abandon_timeout_s
+                )
+
+        # In the background, since it must also happen when this request's own task is being cancelled.
+        task = asyncio.get_running_loop().create_task(abandon())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def close(self) -> None:
+        """Wait for the abandonments under way (each is bounded)."""
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+    def _prepared(self, hop: Hop, order: Order) -> tuple[Ticket, str, bytes]:
+        ticket = Ticket.issue(
+            producer=hop.producer,
+            consumer=hop.consumer,
+            num_tokens=len(hop.token_ids),
+            skip_tokens=hop.skip_tokens,
+            prompt_digest=prompt_digest(hop.token_ids, order.salt, order.adapter),
+            lifetime_s=self._options.ticket_lifetime_s,
+            now_s=time.time(),
+            uses=hop.uses,
+        )
+        sealed = ticket.seal(self._key)
+        body = prefill_body(order.model, hop.token_ids, sealed, salt=order.salt, sealed_from=hop.sealed_from)
+        return ticket, sealed, body
+
+    async def _both(
+        self, hop: Hop, ticket: Ticket, sealed: str, body: bytes, headers: Mapping[str, str]
+    ) -> Arrived:
+        """The request and the transfer; the first to fail ends the other."""
+        clock = time.perf_counter
+        start_s = clock()
+        late_s = self._bound.seconds(hop.producer, hop.consumer, ticket.num_tokens, ticket.skip_tokens)
+        prefill_timeout_s = self._options.prefill_timeout_s
+
+        async def prefill() -> float:
+            producer = self._plane.instance(hop.producer)
+            await self._client.call(producer, "/v1/completions", body, headers, prefill_timeout_s)
+            return clock() - start_s
+
+        async def in_time() -> None:
+            await asyncio.wait((request,))
+            await asyncio.wait((arrival,), timeout=self._options.announce_grace_s)
+            if not arrival.done() and not self._transfers.announced(hop.consumer, ticket.transfer_id):
+                raise TransferFailedError(
+                    "not-announced", f"{hop.producer} prefilled but opened no transfer to {hop.consumer}"
+                )
+            if not (await asyncio.wait((arrival,), timeout=late_s))[0]:
+                raise TransferFailedError(
+                    "transfer-deadline", f"not complete {late_s:.0f} s after the prefill"
+                )
+
+        async with asyncio.TaskGroup() as group:
+            request = group.create_task(prefill())
+            arrival = group.create_task(
+                self._transfers.wait(hop.consumer, ticket.transfer_id, prefill_timeout_s + late_s)
+            )
+            group.create_task(in_time())
+        return Arrived(ticket, sealed, arrival.result(), request.result(), clock() - start_s)
+
+    def _judged(self, hop: Hop, failure: EngineError | TransferFailedError) -> HopFailedError:
+        """What a failure says about the producer, and about trying another one."""
+        logger.warning("prefill at %s for %s failed: %s", hop.producer, hop.consumer, failure)
+        if isinstance(failure, EngineError):
+            if failure.is_clients_fault:
+                return HopFailedError(failure.reason, hopeless=True)
+            lost_cache = failure.reason in ("unreachable", "died")
+            self._plane.suspect(hop.producer, str(failure), lost_cache=lost_cache)
+            return HopFailedError(failure.reason, hopeless=False)
+        if failure.reason == "consumer-unreachable":
+            # No other producer could reach it either; the consumer prefills, if it lives.
+            return HopFailedError(failure.reason, hopeless=True)
+        self._plane.suspect(hop.producer, str(failure))
+        return HopFailedError(failure.reason, hopeless=False)
+
+
+def _first(
+    failures: BaseExceptionGroup[EngineError | TransferFailedError],
+) -> EngineError | TransferFailedError:
+    first = failures.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,0 +1,325 @@
+"""HTTP/1.1 to the engines, on asyncio's protocols and llhttp's parser: the engine hops are the gateway's hot path.
+
+A hop costs a third of what it does with aiohttp's client. What is left out is what engines on a private network do not
+need: TLS, redirects, cookies, proxies, compression, pipelining, upgrades.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping
+from typing import cast
+
+import httptools
+
+_MAX_HEAD_BYTES = 64 << 10
+# With so much of an answer waiting to be taken, no more is read from the network.
+_MAX_WAITING_BYTES = 256 << 10
+
+
+class AnswerCutError(ConnectionError):
+    """The connection ended, or what came was not HTTP, before the answer was complete."""
+
+
+class HttpPool:
+    """Connections to any number of servers, kept for `keepalive_s` after use. Use it from one event loop only."""
+
+    def __init__(self, *, connect_timeout_s: float, keepalive_s: float) -> None:
+        self._connect_timeout_s = connect_timeout_s
+        self._keepalive_s = keepalive_s
+        self._idle: dict[tuple[str, int], deque[_Connection]] = {}
+        self._open: set[_Connection] = set()
+
+    async def request(
+        self,
+        method: str,
+        host: str,
+        port: int,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes = b"",
+    ) -> "Answer":
+        """Send a request; its answer, of which only the head needs to have come.
+
+        Goes over a new connection when a kept one turns out to have been closed by the server.
+        Raises OSError (AnswerCutError among them) or TimeoutError when there is no answer, ValueError for a header
+        that would become two.
+        """
+        head = _head(method, host, port, path, headers, len(body))
+        kept = self._kept(host, port)
+        if kept is not None:
+            try:
+                return await kept.exchange(head, body)
+            except AnswerCutError:
+                if kept.heard:
+                    raise
+        fresh = await self._connect(host, port)
+        return await fresh.exchange(head, body)
+
+    def close(self) -> None:
+        """End all connections; answers that are being read are cut."""
+        for connection in tuple(self._open):
+            connection.abort("the pool was closed")
+
+    def keep(self, connection: "_Connection") -> None:
+        """`connection` has done its work and can be used again."""
+        self._idle[connection.peer].append(connection)
+
+    def forget(self, connection: "_Connection") -> None:
+        """`connection` is closed."""
+        self._open.discard(connection)
+        idle = self._idle[connection.peer]
+        if connection in idle:
+            idle.remove(connection)
+
+    def _kept(self, host: str, port: int) -> "_Connection | None":
+        idle = self._idle.get((host, port))
+        if not idle:
+            return None
+        # The one used last: the others grow old together and go.
+        latest = idle.pop()
+        stale_s = latest.loop.time() - self._keepalive_s
+        while idle and idle[0].used_s < stale_s:
+            idle.popleft().abort("idle for too long")
+        if latest.used_s < stale_s:
+            latest.abort("idle for too long")
+            return None
+        return latest
+
+    async def _connect(self, host: str, port: int) -> "_Connection":
+        loop = asyncio.get_running_loop()
+        peer = (host, port)
+        self._idle.setdefault(peer, deque())
+        async with asyncio.timeout(self._connect_timeout_s):
+            _, connection = await loop.create_connection(lambda: _Connection(loop, self, peer), host, port)
+        self._open.add(connection)
+        return connection
+
+
+class Answer:
+    """One response whose head has come. Take its body with `readany` or `read`, from one task.
+
+    `headers`: by lower-case name; of a repeated one the last. `complete`: the whole body has come, which doesn't mean
+    that it has been taken.
+    """
+
+    __slots__ = (
+        "_chunks",
+        "_connection",
+        "_error",
+        "_waiter",
+        "_waiting_bytes",
+        "complete",
+        "headers",
+        "status",
+    )
+
+    def __init__(self, connection: "_Connection") -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.complete = False
+        self._connection = connection
+        self._chunks: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: AnswerCutError | None = None
+
+    @property
+    def content_type(self) -> str:
+        """JSON when the engine doesn't say."""
+        return self.headers.get("content-type", "application/json")
+
+    async def readany(self) -> bytes:
+        """What of the body has come since the last call, at least a byte; b"" at its end. Raises AnswerCutError."""
+        if not self._chunks and not self.complete and self._error is None:
+            self._waiter = self._connection.loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._chunks:
+            taken = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+            self._chunks.clear()
+            self._waiting_bytes = 0
+            self._connection.resume()
+            return taken
+        if self._error is not None:
+            raise self._error
+        return b""
+
+    async def read(self) -> bytes:
+        """The rest of the body. Raises AnswerCutError."""
+        parts = []
+        while part := await self.readany():
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def close(self) -> None:
+        """Done with it: an answer that has not come whole loses its connection, which is what makes vLLM abort."""
+        if not self.complete and self._error is None:
+            self._connection.abort("the answer was closed")
+
+    def feed(self, chunk: bytes) -> None:
+        """A piece of the body has come."""
+        self._chunks.append(chunk)
+        self._waiting_bytes += len(chunk)
+        if self._waiting_bytes > _MAX_WAITING_BYTES:
+            self._connection.pause()
+        self._wake()
+
+    def end(self, error: AnswerCutError | None = None) -> None:
+        """No more will come: the answer is complete, or cut by `error`."""
+        self.complete, self._error = error is None, error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _Connection(asyncio.Protocol):
+    """One connection to a server; carries one exchange at a time.
+
+    `heard`: the server has sent something since the last request. `used_s`: when the last exchange ended.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, pool: HttpPool, peer: tuple[str, int]) -> None:
+        self.loop = loop
+        self.peer = peer
+        self.heard = False
+        self.used_s = 0.0
+        self._pool = pool
+        self._transport: asyncio.Transport
+        self._open = False
+        self._paused = False
+        self._parser = httptools.HttpResponseParser(self)
+        self._answer: Answer | None = None
+        self._begun: asyncio.Future[Answer] | None = None
+        self._head_bytes = 0
+        self._keeps_alive = False
+        self._lasts_to_the_end = False
+
+    async def exchange(self, head: bytes, body: bytes) -> Answer:
+        """Send a request; its answer once the head has come. Raises AnswerCutError."""
+        self.heard, self._head_bytes = False, 0
+        self._answer = Answer(self)
+        begun: asyncio.Future[Answer] = self.loop.create_future()
+        self._begun = begun
+        self._transport.write(head)
+        if body:
+            self._transport.write(body)
+        try:
+            return await begun
+        except BaseException:
+            self.abort("the request was given up")
+            raise
+
+    def abort(self, reason: str) -> None:
+        """End the connection, and with it what is under way."""
+        if self._open:
+            self._open = False
+            self._transport.abort()
+        self._cut(AnswerCutError(reason))
+
+    def pause(self) -> None:
+        if self._open and not self._paused:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._paused and self._open:
+            self._paused = False
+            self._transport.resume_reading()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._open = True
+
+    def data_received(self, data: bytes) -> None:
+        self.heard = True
+        answer = self._answer
+        if answer is None:
+            self.abort("the server spoke out of turn")
+            return
+        if not answer.status:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self.abort(f"what came is not an HTTP answer: {error}")
+            return
+        if self._answer is None:
+            self._reuse()
+        elif not answer.status and self._head_bytes > _MAX_HEAD_BYTES:
+            self.abort(f"the answer's head has more than {_MAX_HEAD_BYTES} bytes")
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._open = False
+        answer = self._answer
+        if answer is not None and answer.status and self._lasts_to_the_end and error is None:
+            self._answer = None
+            answer.end()
+        self._cut(AnswerCutError(str(error) if error is not None else "the server closed the connection"))
+        self._pool.forget(self)
+
+    def on_message_begin(self) -> None:
+        # A second answer to one request says that the two sides disagree about where answers end.
+        if self._answer is None:
+            self._keeps_alive = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        answer = self._answer
+        if answer is not None and not answer.status:
+            answer.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        answer, status = self._answer, self._parser.get_status_code()
+        if answer is None:
+            return
+        if status < 200:
+            # An interim response: the real one follows.
+            answer.headers.clear()
+            return
+        answer.status = status
+        has_length = "content-length" in answer.headers or "transfer-encoding" in answer.headers
+        self._lasts_to_the_end = not has_length and status not in (204, 304)
+        if self._begun is not None and not self._begun.done():
+            self._begun.set_result(answer)
+
+    def on_body(self, chunk: bytes) -> None:
+        if self._answer is not None:
+            self._answer.feed(chunk)
+
+    def on_message_complete(self) -> None:
+        answer = self._answer
+        if answer is not None and answer.status:
+            self._keeps_alive = self._parser.should_keep_alive()
+            self._answer = None
+            answer.end()
+
+    def _reuse(self) -> None:
+        """The exchange is over: keep the connection for another one if it can carry it."""
+        # A server that answers before it has heard the request out will not read the rest.
+        if self._keeps_alive and self._open and not self._transport.get_write_buffer_size():
+            self.resume()
+            self.used_s = self.loop.time()
+            self._pool.keep(self)
+        else:
+            self.abort("the server keeps no connection")
+
+    def _cut(self, error: AnswerCutError) -> None:
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            answer.end(error)
+        if self._begun is not None and not self._begun.done():
+            self._begun.set_exception(error)
+
+
+def _head(method: str, host: str, port: int, path: str, headers: Mapping[str, str], body_bytes: int) -> bytes:
+    lines = [f"{name}: {value}\r\n" for name, value in headers.items()]
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    length = f"Content-Length: {body_bytes}\r\n" if body_bytes or method == "POST" else ""
+    text = f"{method} {path} HTTP/1.1\r\nHost: {address}\r\n{length}{''.join(lines)}\r\n"
+    # One line feed per line that was meant, or a value has smuggled one in.
+    if text.count("\n") != len(lines) + (4 if length else 3) or text.count("\r") != text.count("\n"):
+        raise ValueError("a request header contains a line break")
+    return text.encode("latin-1")

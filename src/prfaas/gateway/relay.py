@@ -1,0 +1,156 @@
+"""The client's end of an answer, and an engine's: bytes go from one to the other without being parsed."""
+
+import contextlib
+import re
+import time
+from dataclasses import dataclass
+
+import aiohttp
+from aiohttp import web
+
+from prfaas.gateway.bodies import without_transfer_params
+from prfaas.gateway.events import EventStream
+from prfaas.gateway.journey import Journey
+from prfaas.gateway.metrics import Metrics
+from prfaas.gateway.records import Record
+
+ROUTE_HEADER = "x-prfaas-route"
+REQUEST_ID_HEADER = "X-Request-Id"
+EVENT_STREAM = "text/event-stream"
+
+# In generated text the quotes would be escaped. The usage stands at the end.
+_ANSWER_TOKENS = re.compile(rb'"completion_tokens":\s?(\d+)')
+_USAGE_BYTES = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class WholeAnswer:
+    """An engine's answer in one piece, less what is not the client's."""
+
+    status: int
+    body: bytes
+    content_type: str
+
+
+class DecodeFailedError(Exception):
+    """A decode engine did not answer to the end. `reason`: one word. `lost`: the engine is gone, not just this answer.
+
+    `answer`: what it said in place of one, `event`: the same in a stream; for when no other engine can say more.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        detail: str,
+        *,
+        lost: bool,
+        answer: WholeAnswer | None = None,
+        event: bytes | None = None,
+    ) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.lost = lost
+        self.answer = answer
+        self.event = event
+
+
+class Outlet:
+    """The client's end. Its headers leave with the first byte: until then another engine may answer."""
+
+    def __init__(self, request: web.Request, record: Record, metrics: Metrics) -> None:
+        self._request = request
+        self._record = record
+        self._metrics = metrics
+        self._response: web.StreamResponse | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether the client has seen anything."""
+        return self._response is not None
+
+    async def write(self, chunk: bytes, content_type: str = EVENT_STREAM) -> None:
+        """Pass on a piece of a stream. Raises ConnectionResetError when the client has left."""
+        if self._response is None:
+            self._first_byte()
+            headers = route_headers(self._record) | {
+                "Content-Type": content_type,
+                "Cache-Control": "no-cache",
+            }
+            self._response = web.StreamResponse(headers=headers)
+            await self._response.prepare(self._request)
+        await self._response.write(chunk)
+
+    async def end(self) -> web.StreamResponse:
+        """The stream is over."""
+        assert self._response is not None
+        await self._response.write_eof()
+        return self._response
+
+    def whole(self, answer: WholeAnswer) -> web.Response:
+        """The answer in one piece."""
+        self._first_byte()
+        headers = route_headers(self._record) | {"Content-Type": answer.content_type}
+        return web.Response(status=answer.status, body=answer.body, headers=headers)
+
+    def _first_byte(self) -> None:
+        record = self._record
+        ttft_s = time.perf_counter() - record.began_s
+        record.steps_s["first_byte"] = ttft_s
+        self._metrics.ttft_seconds.labels(record.route).observe(ttft_s)
+
+
+def route_headers(record: Record) -> dict[str, str]:
+    """What every answer says about its way, as far as it has got."""
+    headers = {REQUEST_ID_HEADER: record.request_id}
+    if record.route_header is not None:
+        headers[ROUTE_HEADER] = record.route_header
+    return headers
+
+
+def content_type(answer: aiohttp.ClientResponse) -> str:
+    """The type of an engine's answer."""
+    return answer.headers.get("Content-Type", "application/json")
+
+
+async def read_whole(answer: aiohttp.ClientResponse, journey: Journey, record: Record) -> WholeAnswer:
+    """The whole of `answer`. Raises DecodeFailedError."""
+    try:
+        whole = await answer.read()
+    except (aiohttp.ClientError, OSError) as error:
+        raise died(journey.decode, error) from error
+    note_answer_tokens(record, whole)
+    return WholeAnswer(answer.status, without_transfer_params(whole), content_type(answer))
+
+
+async def read_stream(answer: aiohttp.ClientResponse, journey: Journey, stream: EventStream) -> bytes:
+    """The next events of `answer`; b"" at its end. Raises DecodeFailedError."""
+    while not stream.ended:
+        if stream.failure is not None:
+            raise DecodeFailedError(
+                "http-500", f"{journey.decode} failed in the stream", lost=False, event=stream.failure
+            )
+        try:
+            chunk = await answer.content.readany()
+        except (aiohttp.ClientError, OSError) as error:
+            raise died(journey.decode, error) from error
+        if not chunk:
+            raise DecodeFailedError("died", f"{journey.decode} ended its stream early", lost=True)
+        passed = stream.take(chunk)
+        if passed:
+            return passed
+    # Only a connection read to its end can be used again; what fails after the last event harms nobody.
+    with contextlib.suppress(aiohttp.ClientError, OSError):
+        await answer.content.readany()
+    return b""
+
+
+def note_answer_tokens(record: Record, piece: bytes) -> None:
+    """Remember how many tokens were generated, if the last piece of an answer tells."""
+    found = _ANSWER_TOKENS.search(piece, max(len(piece) - _USAGE_BYTES, 0))
+    if found is not None:
+        record.answer_tokens = int(found.group(1))
+
+
+def died(instance: str, error: BaseException) -> DecodeFailedError:
+    """The engine was lost in the middle of its answer."""
+    return DecodeFailedError("died", f"{instance}: {type(error).__name__}: {error}", lost=True)

@@ -1,0 +1,239 @@
+"""`prfaas status` and `prfaas explain` against a server with the live plane's own state and real records."""
+
+import asyncio
+import json
+import math
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from prfaas.cli import main as cli
+from prfaas.cli.explain_text import sentences
+from prfaas.control.plane import LivePlane
+from prfaas.deployment import Deployment, load_deployment
+from prfaas.gateway.explanation import explained
+from prfaas.gateway.records import Record
+from prfaas.gateway.transfers import Moved
+from prfaas.kvmodel import FullAttention, KvModel
+from prfaas.scheduling import CacheTransfer, Decision, Route
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "local.yaml"
+ID = "0c5f1f0a5fd14a3d9c2a5f2f8f6e4b1d"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["prfaas", *map(str, args)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def state(deployment: Deployment) -> dict[str, Any]:
+    """Of a plane that has routed a few requests, with one instance out of routing."""
+
+    async def made() -> dict[str, Any]:
+        plane = LivePlane(deployment, b"k" * 32, CollectorRegistry())
+        try:
+            for length in (100, 20_000, 30_000):
+                plane.route(length, plane.chains(range(length), "", ""))
+                plane.observe(length, length)
+            plane.suspect("home-prefill-0", "made to fail")
+            told: dict[str, Any] = json.loads(json.dumps(plane.state()))
+            return told
+        finally:
+            await plane.close()
+
+    return asyncio.run(made())
+
+
+def decision(**changed: Any) -> Decision:
+    numbers: dict[str, Any] = {
+        "route": Route.OFFLOAD,
+        "prefill": "east-prefill-0",
+        "decode": "home-decode-0",
+        "uncached_tokens": 8000,
+        "prefill_tokens": 7552,
+        "skip_tokens": 512,
+        "reason": "long",
+        "threshold_tokens": 4000.0,
+        "predicted_ttft_s": 1.5,
+    }
+    return Decision(**numbers | changed)
+
+
+def record() -> Record:
+    told = Record(ID, "completions", 1_700_000_000.0, 5.0, model="m", prompt_tokens=8064, answer_tokens=64)
+    told.went(decision(), 8064).outcome = "http-500"
+    local = decision(
+        route=Route.LOCAL, prefill="home-prefill-0", reason="no-prfaas-instance", prefill_tokens=8000
+    )
+    attempt = told.went(local, 8064)
+    attempt.outcome, attempt.moved = "done", Moved(2 << 20, 1 << 20)
+    told.steps_s = {"read": 0.0002, "prefill": 1.1, "transfer": 1.2, "total": 3.0}
+    told.notes.append((1.0, "home-decode-1 failed: died"))
+    told.status, told.outcome, told.route_header = 200, "ok", "local; prefill=home-prefill-0"
+    return told
+
+
+def page(told: Record, deployment: Deployment) -> dict[str, Any]:
+    model = KvModel("m", (FullAttention(layers=1, kv_heads=2, head_size_k=64, head_size_v=64),))
+    shown: dict[str, Any] = json.loads(json.dumps(explained(told, deployment, model), allow_nan=False))
+    return shown
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Deployment:
+    return load_deployment(EXAMPLE, state_dir=tmp_path)
+
+
+@pytest.fixture
+def url(deployment: Deployment) -> Iterator[str]:
+    pages: dict[str, Any] = {
+        "/prfaas/state": state(deployment),
+        f"/prfaas/requests/{ID}": page(record(), deployment),
+    }
+
+    class Pages(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = pages.get(self.path)
+            body = json.dumps(found or {"error": {"message": f"No page {self.path}."}}).encode()
+            self.send_response(200 if found else 404)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Pages)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_status_shows_all_there_is(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "status", url) == 0
+    shown = capsys.readouterr().out
+    for word in (
+        "local",
+        "prfaas-east (prfaas)",
+        "home (pd)",
+        "threshold: 4,000 tokens",
+        "east-prefill-0",
+        "3 requests",
+    ):
+        assert word in shown
+    assert "home-prefill-0 is out of routing: made to fail" in " ".join(shown.split())
+    for word in ("prfaas-east->home", "60 Mbit/s", "offload", "long", "67%", "33%"):
+        assert word in shown
+
+
+def test_status_as_json_is_the_gateways_own(
+    url: str, deployment: Deployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "status", url + "/v1/", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["clusters"]["home"]["instances"]["home-prefill-0"]["healthy"] is False
+    assert told["routes"].keys() == {"local", "offload"}
+
+
+def test_status_watches_until_interrupted(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slept = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", sleep)
+    assert run(monkeypatch, "status", url, "--watch", "--json") == 0
+    assert len([json.loads(line) for line in capsys.readouterr().out.splitlines()]) == 3
+    slept.clear()
+    assert run(monkeypatch, "status", url, "--watch") == 0
+    assert "east-prefill-0" in capsys.readouterr().out
+
+
+def test_explain_says_it_in_plain_words(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "explain", ID, url) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "was answered with status 200 after 3 s; its prompt has 8,064 tokens, its answer 64.",
+        "1. offload: east-prefill-0 prefills, home-decode-0 decodes (reason: long); this failed: http-500.",
+        "The PD cluster would have had to prefill 8,000 tokens: more than its threshold of 4,000.",
+        "home held 64 and prfaas-east held 512",
+        "Predicted time to first token: 1.5 s.",
+        "2. local: home-prefill-0 prefills, home-decode-0 decodes (reason: no-prfaas-instance).",
+        "2.0 MiB of KVCache moved, 50% of it during the prefill; 256.0 KiB more were there already.",
+        "prefill 1.1 s, prefill until the last byte of KVCache 1.2 s, all of it 3 s",
+        "After 1 s: home-decode-1 failed: died.",
+    ):
+        assert words in text
+    assert run(monkeypatch, "explain", ID, url, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["attempts"][0]["skip_tokens"] == 512
+
+
+def test_other_ways_are_told_too(deployment: Deployment) -> None:
+    direct = Record(ID, "chat", 0.0, 0.0, direct_reason="media", outcome="cancelled")
+    text = "\n".join(sentences(page(direct, deployment)))
+    assert "was left by its client" in text and "not looked at (media)" in text and "No KVCache moved" in text
+    own = Record(ID, "chat", 0.0, 0.0, prompt_tokens=9000)
+    numbers = {"prefill": "home-decode-0", "threshold_tokens": math.inf, "predicted_ttft_s": math.nan}
+    wanted = replace(decision(**numbers), cache_transfer=CacheTransfer("home-decode-0", 5, 0))
+    own.went(wanted, 9000).outcome = "done"
+    own.prefix_outcome = "staging"
+    text = "\n".join(sentences(page(own, deployment)))
+    assert "home-decode-0 prefills by itself and decodes" in text and "it offloads nothing" in text
+    assert "did not (staging)" in text and "Predicted" not in text
+    own.prefix_outcome, own.prefix_moved = "done", Moved(1 << 20, 0)
+    assert "A cached prefix moved first: 1.0 MiB." in "\n".join(sentences(page(own, deployment)))
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("status", "http://127.0.0.1:9"), "no gateway answers at http://127.0.0.1:9"),
+        (("status", "nowhere.yaml"), "nowhere.yaml"),
+        (("explain", "x", "nowhere.yaml"), "nowhere.yaml"),
+        (("status", "http://nobody:port"), "no gateway answers"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    args: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, *args) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith("prfaas: ") and words in captured.err
+
+
+def test_what_the_gateway_says_is_passed_on(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "explain", "a/../b?c", url) == 2
+    assert capsys.readouterr().err == "prfaas: No page /prfaas/requests/a%2F..%2Fb%3Fc.\n"
+
+
+@pytest.mark.parametrize("command", ["status", "explain"])
+def test_help_has_an_example(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, command, "--help") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"Example: prfaas {command}" in text

@@ -1,0 +1,139 @@
+"""The live scheduler on real vLLM: where prefixes are, who may share them, what crosses the link."""
+
+import concurrent.futures
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from prfaas.kvmodel import KvModel, model_from_directory
+
+from .stack import MODEL, Stack, call, running, wait_until, write_deployment
+from .test_chain import BLOCK_TOKENS, prompt
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+HITS = "vllm:prefix_cache_hits_total"
+
+
+@pytest.fixture(scope="module")
+def paper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    directory = tmp_path_factory.mktemp("prfaas-test-paper")
+    yield from running(write_deployment(directory, bandwidth="1 Gbit/s", policy="paper", staging="128 MiB"))
+
+
+def kv_model(stack: Stack) -> KvModel:
+    return model_from_directory(stack.deployment.model.path, name=MODEL)
+
+
+def blocks_known(stack: Stack, name: str) -> int:
+    """Blocks of full attention that the global index believes the instance to hold."""
+    for cluster in stack.state()["clusters"].values():
+        if name in cluster["instances"]:
+            return int(cluster["instances"][name]["blocks"])
+    raise AssertionError(name)
+
+
+def settle(stack: Stack) -> None:
+    """Events of what has just been computed have reached the index."""
+    before = None
+    while (now := [blocks_known(stack, i.name) for i in stack.deployment.instances]) != before:
+        before = now
+        time.sleep(0.3)
+
+
+def test_a_prompt_sent_twice_goes_where_its_prefix_is_and_only_the_increment_crosses(paper: Stack) -> None:
+    first = prompt(101, 6000)
+    one = paper.complete(first)
+    assert (one.route["route"], one.route["prefill"]) == ("offload", "east-prefill-0")
+    assert int(one.route["bytes"]) == kv_model(paper).bytes_to_move(5999, 0, block_tokens=BLOCK_TOKENS)
+    settle(paper)
+    hits = paper.metric("east-prefill-0", HITS)
+    longer = first + prompt(102, 2500)
+    two = paper.complete(longer)
+    assert (two.route["route"], two.route["prefill"]) == ("offload", "east-prefill-0")
+    skipped = 5999 // BLOCK_TOKENS * BLOCK_TOKENS
+    assert int(two.route["cached"]) == skipped
+    assert int(two.route["bytes"]) == kv_model(paper).bytes_to_move(
+        len(longer) - 1, skipped, block_tokens=BLOCK_TOKENS
+    )
+    reused = paper.metric("east-prefill-0", HITS) - hits
+    assert reused == len(longer) - paper.explain(two)["attempts"][0]["prefill_tokens"] > 0
+    paper.check_answer(two, paper.reference(longer, salt="twice", engine="home-decode-0"))
+
+
+def test_a_shared_prefix_is_found_at_the_length_that_vllm_reuses(paper: Stack) -> None:
+    """20 prompts that share 8K tokens: what the index promised is what the engine reports as cached."""
+    shared = prompt(110, 8192)
+    promised, reused = [], []
+    for index in range(20):
+        ids = shared + prompt(120 + index, 2100 + 37 * index)
+        settle(paper)
+        hits = paper.metric("east-prefill-0", HITS)
+        answer = paper.complete(ids, 2)
+        assert (answer.route["route"], answer.route["prefill"]) == ("offload", "east-prefill-0"), answer.route
+        promised.append(len(ids) - paper.explain(answer)["attempts"][0]["prefill_tokens"])
+        reused.append(paper.metric("east-prefill-0", HITS) - hits)
+    assert promised == reused
+    assert promised[0] == 0
+    assert set(promised[2:]) == {8192}
+
+
+def test_tenants_share_nothing(paper: Stack) -> None:
+    ids = prompt(150, 4000)
+    one = paper.complete(ids, tenant="a")
+    settle(paper)
+    again = paper.complete(ids + prompt(151, 2100), tenant="a")
+    settle(paper)
+    hits = {name: paper.metric(name, HITS) for name in ("east-prefill-0", "home-decode-0")}
+    other = paper.complete(ids + prompt(152, 2100), tenant="b")
+    nobody = paper.complete(ids + prompt(153, 2100))
+    assert int(again.route["cached"]) > 3000
+    assert int(again.route["bytes"]) < int(one.route["bytes"])
+    for answer in (other, nobody):
+        assert int(answer.route["cached"]) == 0
+        assert int(answer.route["uncached"]) == len(ids) + 2100
+    assert {name: paper.metric(name, HITS) for name in hits} == hits
+
+
+def test_a_prefix_moves_to_the_cluster_that_computes(paper: Stack) -> None:
+    """The PD cluster holds 5K tokens; the rest is over the threshold, so PrfaaS computes it, from a cache sent there."""
+    held = prompt(160, 5121)
+    for end in (1600, 3200, 4800, 5121):  # each step is short enough to stay at home
+        local = paper.complete(held[:end])
+        settle(paper)
+        assert local.route["route"] == "local", local.route
+    ids = held + prompt(161, 2600)
+    settle(paper)
+    answer = paper.complete(ids)
+    assert (answer.route["route"], answer.route["prefill"]) == ("offload", "east-prefill-0")
+    explained = paper.explain(answer)
+    assert explained["cache_transfer"] is not None, explained
+    assert explained["cache_transfer"]["outcome"] == "done", explained
+    assert explained["cache_transfer"]["bytes"] > 0
+    paper.check_answer(answer, paper.reference(ids, salt="moved", engine="home-decode-0"))
+    paper.wait_clean()
+
+
+def test_a_cleared_cache_is_forgotten(paper: Stack) -> None:
+    paper.complete(prompt(170, 3000))
+    settle(paper)
+    assert blocks_known(paper, "east-prefill-0") > 0
+    call(paper.url("east-prefill-0", "/reset_prefix_cache"), {})
+    # vLLM publishes with the next step. Blocks of full attention, and a state for each of three groups.
+    paper.complete(prompt(171, 2100), 1)
+    wait_until(lambda: blocks_known(paper, "east-prefill-0") <= 8 + 3 * 3, 20, "the index follows")
+
+
+def test_a_decode_engine_that_dies_while_answering_costs_no_answer(paper: Stack) -> None:
+    """Runs last. With one decode instance there is nowhere to go: a clear error, and service again afterwards."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pending = pool.submit(paper.complete, prompt(180, 300), 2000)
+        wait_until(lambda: paper.metric("home-decode-0", "vllm:num_requests_running") > 0, 30, "it decodes")
+        paper.engines.kill("home-decode-0")
+        answer = pending.result(60)
+    assert answer.status in (502, 503)
+    assert "home-decode-0" in answer.body["error"]["message"]
+    paper.engines.start("home-decode-0")
+    paper.engines.wait_ready(240)
+    wait_until(lambda: paper.complete(prompt(181, 300), 2).status == 200, 30, "it serves again")

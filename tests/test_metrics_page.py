@@ -1,0 +1,42 @@
+"""docs/metrics.md lists every series that there is, with its type and labels, and none that there isn't."""
+
+import ast
+import re
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from prfaas.control.series import Series
+from prfaas.gateway.metrics import Metrics
+
+ROOT = Path(__file__).parents[1]
+ROWS = dict(
+    re.findall(
+        r"^\| `([a-z_:]+)` \| (\w+ (?:\| [a-z_, ]*)?)\|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE
+    )
+)
+
+
+def test_the_gateways_and_the_control_planes() -> None:
+    registry = CollectorRegistry()
+    Metrics(registry)
+    Series(registry)
+    made = {}
+    for collector in registry._collector_to_names:
+        name = collector._name + ("_total" if collector._type == "counter" else "")  # type: ignore[attr-defined]
+        labels = ", ".join(collector._labelnames)  # type: ignore[attr-defined]
+        made[name] = " | ".join((collector._type, labels)).strip()  # type: ignore[attr-defined]
+    listed = {name: row.strip() for name, row in ROWS.items() if name.startswith("prfaas_")}
+    assert listed == made
+
+
+def test_the_engines() -> None:
+    tree = ast.parse((ROOT / "src/prfaas/engines/vllm/stats.py").read_text())
+    (counters,) = (
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "COUNTERS"
+    )
+    assert isinstance(counters, ast.Dict)
+    made = {f"vllm:prfaas_{ast.literal_eval(key)}_total" for key in counters.keys if key is not None}
+    assert {name for name in ROWS if name.startswith("vllm:")} == made
