@@ -224,3 +224,28 @@ def test_no_room_to_remember_means_no_continuation(in_world: InWorld) -> None:
         assert await world.metric('prfaas_gateway_continuations_total{outcome="not-kept"}') == 1
 
     in_world(body, spare=True, options=replace(OPTIONS, kept_answer_bytes=500))
+
+
+def test_streams_give_back_the_room_they_took(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        asked = {"prompt": LONG, "max_tokens": 9}
+        for _ in range(4):
+            await stream(world, "/v1/completions", asked)
+        world.decode.dies, world.decode.dies_after = "mid-stream", 5
+        _, events = await stream(world, "/v1/completions", asked)
+        assert text_of(events) == answer_text(LONG, 9) and events[-1] is None
+
+    in_world(body, spare=True, options=replace(OPTIONS, kept_answers_bytes=4000))
+
+
+def test_a_dead_engine_that_was_to_tell_token_ids_is_not_waited_for(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        assert world.spare is not None
+        await world.complete("x" * 300)
+        await world.decode.stop_http()
+        # Its ids come from whoever else decodes; the prompt is still looked at.
+        route, _ = await world.complete("y" * 300)
+        assert (route["decode"], route["uncached"]) == ("spare", "300")
+        assert world.plane.suspected == [("decode", True)]
+
+    in_world(body, spare=True, other_ids=True)

@@ -71,6 +71,19 @@ def test_pages_hold_no_prompt_and_no_secret(in_world: InWorld) -> None:
     in_world(body, tenant_header="authorization")
 
 
+def test_a_request_under_way_can_be_explained(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        world.decode.chunks, world.decode.chunk_s = 100, 0.05
+        async with world.client.post("/v1/completions", json={"prompt": LONG, "stream": True}) as response:
+            await response.content.readany()
+            async with world.client.get(f"/prfaas/requests/{response.headers['X-Request-Id']}") as page:
+                told = await page.json()
+            assert (told["outcome"], told["status"]) == ("under way", None)
+            assert told["steps_s"]["first_byte"] > 0 and "total" not in told["steps_s"]
+
+    in_world(body)
+
+
 def test_refused_and_unseen_requests_are_explained_too(in_world: InWorld) -> None:
     async def body(world: World) -> None:
         for asked, status, reason in (({}, 400, None), ({"prompt": [5]}, 200, "length")):

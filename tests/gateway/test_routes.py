@@ -206,6 +206,7 @@ def test_models_health_and_metrics(in_world: InWorld) -> None:
         ("/v1/completions", b"{}", 400, "prompt"),
         ("/v1/chat/completions", b"{}", 400, "messages"),
         ("/v1/completions", b'{"model": "other", "prompt": "x"}', 404, "other"),
+        ("/v1/completions", b'{"model": ["stand-in"], "prompt": "x"}', 404, "does not exist"),
         ("/v1/embeddings", b"{}", 404, "/v1/embeddings"),
         ("/tokenize", b"{}", 404, "/tokenize"),
         ("/health", b"{}", 405, "POST"),

@@ -13,6 +13,7 @@ REFERENCE_NAME = "reference"
 REQUEST_TIMEOUT_S = 180.0
 
 # As in prfaas.engines.vllm.reference, which can't be imported without vLLM.
+_EVENTS_FLAG = "--kv-events-config"
 _LOGITS_PROCESSOR = "prfaas.engines.vllm.reference:ForcedFirstTokens"
 _FORCED_TOKENS_ARG = "forced_first_tokens"
 
@@ -44,9 +45,13 @@ def reference_deployment(deployment: Deployment) -> Deployment:
 
 
 def reference_command(deployment: Deployment, instance: Instance) -> EngineCommand:
-    """How to start `instance` as a plain vLLM: the same arguments, no connector, and our logits processor."""
+    """How to start `instance` as a plain vLLM: the same arguments, no connector, no events, our logits processor."""
     command = engine_command(deployment, instance)
     argv = list(command.argv)
+    if _EVENTS_FLAG in argv:
+        # Nobody listens to a single engine.
+        at = argv.index(_EVENTS_FLAG)
+        del argv[at : at + 2]
     at = argv.index("--kv-transfer-config")
     argv[at : at + 2] = ["--logits-processors", _LOGITS_PROCESSOR]
     return replace(command, argv=tuple(argv))

@@ -121,7 +121,7 @@ class Service:
     async def _generate(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
         record = Record(uuid.uuid4().hex, str(endpoint), time.time(), time.perf_counter())
         request[_RECORD] = record
-        record.outcome = "engine_error"
+        self._records.add(record)
         self._metrics.in_flight_requests.inc()
         try:
             order = await self._order(request, endpoint, record)
@@ -136,15 +136,21 @@ class Service:
         except ApiError as error:
             record.status, record.outcome = error.status, _outcome(error.status)
             raise
+        except web.HTTPException as error:
+            # The body is too large, or came in a way that aiohttp refuses.
+            record.status, record.outcome = error.status, _outcome(error.status)
+            raise
         except NoDecodeInstanceError:
-            record.status = 503
+            record.status, record.outcome = 503, "engine_error"
             raise ApiError(503, "No decode instance is available.") from None
         except (asyncio.CancelledError, ConnectionResetError):
             record.outcome = "cancelled"
             raise
+        except Exception:
+            record.status, record.outcome = 500, "engine_error"
+            raise
         finally:
             record.since("total", record.began_s)
-            self._records.add(record)
             self._metrics.in_flight_requests.dec()
             self._metrics.requests.labels(record.endpoint, record.route, record.outcome).inc()
 
@@ -174,8 +180,9 @@ class Service:
     def _understood(self, raw: bytes, endpoint: Endpoint) -> tuple[Json, Prompt]:
         body = parse_body(raw)
         model = body.get("model")
-        if model is not None and model != self._model.served_name and model not in self._model.adapters:
-            known = ", ".join(f"`{name}`" for name in (self._model.served_name, *self._model.adapters))
+        names = (self._model.served_name, *self._model.adapters)
+        if model is not None and model not in names:
+            known = ", ".join(f"`{name}`" for name in names)
             raise ApiError(
                 404, f"The model `{str(model)[:200]}` does not exist; there is {known}.", param="model"
             )
