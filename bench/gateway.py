@@ -1,9 +1,12 @@
-"""CPU time of the gateway per request and per relayed chunk, before stand-in engines in another process.
+"""CPU time of the gateway per request and per relayed chunk, beside vllm-router, before the same stand-in engines.
 
-    python bench/gateway.py [--json FILE] [--requests N]
+    python bench/gateway.py [--json FILE] [--requests N] [--rounds N] [--router PATH]
 
-The gateway runs in a process of its own, whose CPU time is read from /proc; engines and load share another one. Every
-request is a real one: tokenized, ticketed, prefilled at a producer, its bytes moved by the real transport, decoded.
+Every server runs in a process of its own, whose CPU time is read from /proc; engines and load share another one. All run
+at once and are asked in turns, so that what else the machine does is the same for all; the figures are medians of the
+rounds. Every request to the gateway is a real one: tokenized, hashed, routed by the live control plane, ticketed,
+prefilled at a producer, its bytes moved by the real transport, decoded. vllm-router (in PD mode, where its executable is
+found) sends the whole body to both engines and neither tokenizes nor hashes it, so with text prompts it does less.
 """
 
 import argparse
@@ -11,27 +14,43 @@ import asyncio
 import dataclasses
 import json
 import multiprocessing as mp
-import random
+import os
+import shutil
+import statistics
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import uvloop
-from aiohttp import web
+from gateway_load import (
+    STREAM_CHUNK_S,
+    STREAM_CHUNKS,
+    STREAMS,
+    Case,
+    Server,
+    Texts,
+    cases_of,
+    put,
+    put_streams,
+)
+from gateway_peers import bare_relay, vllm_router
+from prometheus_client import CollectorRegistry
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from tokenizers.trainers import BpeTrainer
+from tokenizers import Tokenizer
 
+from prfaas.control.plane import LivePlane
 from prfaas.deployment import Deployment, Routing
 from prfaas.gateway import serve_gateway
-from prfaas.transport.keyfile import create_key
+from prfaas.gateway.encoder import encoder_of
+from prfaas.transport.keyfile import create_key, load_key
 
 # The stand-in engine is the tests'; the product has none.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -39,139 +58,91 @@ from gateway.stand_in import StandInEngine, write_tokenizer
 from gateway.world import deployment_of
 
 THRESHOLD_TOKENS = 1000
-STREAM_CHUNKS = 4000
+IDLE_S = 3.0
+WATCH_TICK_S = 0.001
+BLOCKED_GOAL_MS = 5.0
+GOALS = {"short": 1.5, "32K": 1.0, "128K": 1.0, "chunk": 1.5}
 
 
-def words(count: int, seed: int) -> str:
-    """English-like text: about one token a word for the tokenizer trained on it, 4.6 bytes a token."""
-    lexicon_rng = random.Random(0)
-    lexicon = [
-        "".join(lexicon_rng.choices("etaoinshrdlu", k=lexicon_rng.choice((2, 3, 3, 4, 5))))
-        for _ in range(3000)
-    ]
-    return " ".join(random.Random(seed).choices(lexicon, k=count))
+class LoopWatch:
+    """The longest time for which an event loop did not turn, from a callback that wants to run every millisecond."""
 
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._longest_s = 0.0
+        self._on = False
+        self._due_s = 0.0
 
-def train_tokenizer(directory: Path) -> None:
-    write_tokenizer(directory)
-    tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = BpeTrainer(vocab_size=8000, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([words(40_000, seed=1)], trainer)
-    tokenizer.save(str(directory / "tokenizer.json"))
+    def start(self) -> None:
+        self._longest_s, self._on = 0.0, True
+        self._tick()
+
+    def stop(self) -> float:
+        self._on = False
+        return self._longest_s
+
+    def _tick(self) -> None:
+        # The loop's own clock stands still within one turn.
+        now_s = time.monotonic()
+        if self._due_s:
+            self._longest_s = max(self._longest_s, now_s - self._due_s)
+        self._due_s = now_s + WATCH_TICK_S if self._on else 0.0
+        if self._on:
+            self._loop.call_later(WATCH_TICK_S, self._tick)
 
 
 def gateway_process(deployment: Deployment, pipe: Connection) -> None:
-    uvloop.run(serve_gateway(deployment, ready=pipe.send))
-
-
-@dataclasses.dataclass
-class Case:
-    name: str
-    prompts: list[Any]
-    path: str = "/v1/completions"
-
-
-def baseline_process(prefill_url: str, decode_url: str, pipe: Connection) -> None:
-    """The least that two hops cost with this HTTP library on this machine: no tokenizing, no JSON, no transfer."""
+    """Serves `deployment`; sends its port, then for True starts to watch the event loop, for False tells what it saw."""
 
     async def serve() -> None:
-        session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+        watch = LoopWatch()
+        loop = asyncio.get_running_loop()
 
-        async def relay(request: web.Request) -> web.Response:
-            body = await request.read()
-            for url in (prefill_url, decode_url):
-                async with session.post(
-                    url, data=body, headers={"Content-Type": "application/json"}
-                ) as answer:
-                    whole = await answer.read()
-            return web.Response(
-                body=whole, headers={"x-prfaas-route": "none", "Content-Type": "application/json"}
-            )
+        def ready(port: int) -> None:
+            pipe.send(port)
+            threading.Thread(target=listen, daemon=True).start()
 
-        app = web.Application(client_max_size=1 << 28)
-        app.router.add_post("/v1/completions", relay)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        pipe.send(runner.addresses[0][1])
-        await asyncio.Event().wait()
+        def listen() -> None:
+            while True:
+                loop.call_soon_threadsafe(watch.start if pipe.recv() else lambda: pipe.send(watch.stop()))
+
+        registry = CollectorRegistry()
+        plane = LivePlane(deployment, load_key(deployment.security.key_file), registry)
+        await serve_gateway(deployment, plane, ready=ready, registry=registry)
 
     uvloop.run(serve())
 
 
-async def measure_baseline(engines: dict[str, StandInEngine], cases: list[Case]) -> list[dict[str, Any]]:
+@asynccontextmanager
+async def gateway(deployment: Deployment) -> AsyncIterator[tuple[int, int, Connection]]:
+    """(port, pid, the pipe to it) of a gateway in a process of its own."""
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
-    urls = [f"http://127.0.0.1:{engines[name].http_port}/v1/completions" for name in ("local", "decode")]
-    process = context.Process(target=baseline_process, args=(*urls, theirs), daemon=True)
+    process = context.Process(target=gateway_process, args=(deployment, theirs), daemon=True)
     process.start()
     assert process.pid is not None
-    port = await asyncio.to_thread(ours.recv)
     try:
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
-            return [await measure(client, process.pid, case) for case in cases]
+        yield await asyncio.to_thread(ours.recv), process.pid, ours
     finally:
         process.terminate()
         process.join()
 
 
-def cpu_s(pid: int) -> float:
-    """Seconds on a CPU of all live threads of `pid` (Linux keeps them in nanoseconds)."""
-    tasks = Path(f"/proc/{pid}/task")
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks.iterdir()) / 1e9
-
-
-async def measure(client: aiohttp.ClientSession, pid: int, case: Case) -> dict[str, Any]:
-    async def one(prompt: Any) -> str:
-        body = {"messages": prompt} if case.path.endswith("chat/completions") else {"prompt": prompt}
-        async with client.post(case.path, json=body) as response:
-            await response.read()
-            response.raise_for_status()
-            return response.headers["x-prfaas-route"]
-
-    first = await one(case.prompts[0])
-    before_s, start_s = cpu_s(pid), time.perf_counter()
-    for prompt in track(case.prompts[1:], case.name, console=Console(stderr=True), transient=True):
-        await one(prompt)
-    wall_s = time.perf_counter() - start_s
-    count = len(case.prompts) - 1
-    return {
-        "case": case.name,
-        "requests": count,
-        "route": first.split(";")[0],
-        "cpu_ms_per_request": (cpu_s(pid) - before_s) / count * 1e3,
-        "wall_ms_per_request": wall_s / count * 1e3,
-    }
-
-
-async def measure_stream(client: aiohttp.ClientSession, pid: int, decode: StandInEngine) -> float:
-    """CPU microseconds per relayed chunk."""
-
-    async def stream(chunks: int) -> float:
-        decode.chunks = chunks
-        before_s = cpu_s(pid)
-        async with client.post("/v1/completions", json={"prompt": [5] * 10, "stream": True}) as response:
-            async for _ in response.content.iter_any():
-                pass
-        return cpu_s(pid) - before_s
-
-    await stream(100)
-    base_s = await stream(0)
-    # One chunk per turn of the engine's loop, as tokens come from a GPU.
-    return (await stream(STREAM_CHUNKS) - base_s) / STREAM_CHUNKS * 1e6
-
-
-async def bench(home: Path, requests: int) -> dict[str, Any]:
-    model_dir = home / "model"
-    train_tokenizer(model_dir)
+@asynccontextmanager
+async def engines_of(
+    home: Path, model_dir: Path
+) -> AsyncIterator[tuple[Deployment, dict[str, StandInEngine]]]:
+    """A deployment of stand-in engines, and the engines: a remote and a local one that prefill, one that decodes."""
     key = create_key(home / "key")
     producers = ("remote", "local")
     engines = {
         name: StandInEngine(
-            name, model_dir, key, producers=producers if name == "decode" else (), staging_bytes=64 << 20
+            name,
+            model_dir,
+            key,
+            producers=producers if name == "decode" else (),
+            staging_bytes=64 << 20,
+            chunk_s=STREAM_CHUNK_S,
         )
         for name in (*producers, "decode")
     }
@@ -179,56 +150,172 @@ async def bench(home: Path, requests: int) -> dict[str, Any]:
         await engine.start()
     for name in producers:
         engines[name].connect([engines["decode"]])
-    deployment = dataclasses.replace(
-        deployment_of(home, engines, model_dir), routing=Routing("threshold", THRESHOLD_TOKENS)
-    )
-    deployment = dataclasses.replace(
-        deployment, model=dataclasses.replace(deployment.model, max_model_len=1 << 20)
-    )
-
-    context = mp.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=gateway_process, args=(deployment, theirs), daemon=True)
-    process.start()
-    assert process.pid is not None
-    port = await asyncio.to_thread(ours.recv)
-    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    deployment = deployment_of(home, engines, model_dir)
+    model = dataclasses.replace(deployment.model, max_model_len=1 << 20)
+    engine_config = dataclasses.replace(deployment.engine, staging_bytes=64 << 20)
+    routing = Routing("static_threshold", THRESHOLD_TOKENS)
     try:
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as client:
-            few = max(requests // 20, 4)
-            text_32k = [words(32_000, seed) for seed in range(few)]
-            text_128k = [words(128_000, seed) for seed in range(few)]
-            cases = [
-                Case("short text", [f"{i} {words(30, i)}" for i in range(requests)]),
-                Case(
-                    "short chat",
-                    [[{"role": "user", "content": f"{i} {words(30, i)}"}] for i in range(requests)],
-                    "/v1/chat/completions",
-                ),
-                Case("32K-token text", text_32k),
-                Case("128K-token text", text_128k),
-                Case("32K token ids", [tokenizer.encode(text).ids for text in text_32k]),
-                Case("128K token ids", [tokenizer.encode(text).ids for text in text_128k]),
-            ]
-            rows = [await measure(client, process.pid, case) for case in cases]
-            bare = [
-                Case(f"bare two-hop relay, {c.name}", c.prompts) for c in cases if c.name.endswith("text")
-            ]
-            rows += await measure_baseline(engines, bare)
-            for name, text in (("32K", text_32k[0]), ("128K", text_128k[0])):
-                start_s = time.process_time()
-                tokens = len(tokenizer.encode_batch_fast([text])[0].ids)
-                cost_ms = (time.process_time() - start_s) * 1e3
-                rows.append(
-                    {"case": f"(of it tokenizing {name}: {tokens} tokens)", "cpu_ms_per_request": cost_ms}
-                )
-            chunk_us = await measure_stream(client, process.pid, engines["decode"])
+        yield (
+            dataclasses.replace(deployment, model=model, engine=engine_config, routing=routing),
+            engines,
+        )
     finally:
-        process.terminate()
-        process.join()
         for engine in engines.values():
             await engine.stop()
-    return {"rows": rows, "cpu_us_per_relayed_chunk": chunk_us}
+
+
+async def bench(home: Path, requests: int, rounds: int, router: str | None) -> dict[str, Any]:
+    model_dir = write_tokenizer(home / "model")
+    texts = Texts()
+    tokenizer = texts.tokenizer()
+    tokenizer.save(str(model_dir / "tokenizer.json"))
+    cases = cases_of(tokenizer, texts, requests, rounds)
+    async with AsyncExitStack() as stack:
+        deployment, engines = await stack.enter_async_context(engines_of(home, model_dir))
+        port, pid, pipe = await stack.enter_async_context(gateway(deployment))
+        urls = [f"http://127.0.0.1:{engines[name].http_port}" for name in ("local", "decode")]
+        servers = [Server("gateway", port, pid)]
+        if router is not None:
+            servers.append(
+                Server("vllm-router", *await stack.enter_async_context(vllm_router(router, *urls)))
+            )
+        servers.append(Server("bare relay", *await stack.enter_async_context(bare_relay(*urls))))
+        rows = [await idle(server) for server in servers]
+        for case in cases:
+            rows += await compare(servers, case, rounds, engines)
+        rows += await compare_streams(servers, rounds)
+        # A run of its own, since watching costs CPU time.
+        blocking = []
+        for case in cases:
+            pipe.send(True)
+            await put(servers[0], dataclasses.replace(case, prompts=case.prompts[::-1]), 0)
+            pipe.send(False)
+            longest_s = await asyncio.to_thread(pipe.recv)
+            blocking.append({"case": case.name, "longest_block_ms": longest_s * 1e3})
+    return {"rows": rows, "blocking": blocking, "tokenizing": tokenizing(tokenizer, model_dir, cases)}
+
+
+async def idle(server: Server) -> dict[str, Any]:
+    """What a server uses when nobody asks it anything."""
+    await asyncio.sleep(1.0)
+    before_s = server.cpu_s()
+    await asyncio.sleep(IDLE_S)
+    value = (server.cpu_s() - before_s) / IDLE_S * 1e3
+    return {"server": server.name, "case": "idle, per second", "unit": "ms", "goal": None, "value": value}
+
+
+async def compare(
+    servers: list[Server], case: Case, rounds: int, engines: dict[str, StandInEngine]
+) -> list[dict[str, Any]]:
+    """One row per server."""
+    taken: dict[str, list[tuple[float, float, str]]] = {server.name: [] for server in servers}
+    for server in servers:
+        await put(server, case, None)
+    for turn in shown(range(rounds), case.name):
+        for server in servers:
+            taken[server.name].append(await put(server, case, turn))
+            for engine in engines.values():
+                engine.seen.clear()
+    return [
+        {
+            "server": name,
+            "case": case.name,
+            "unit": "ms",
+            "goal": GOALS[case.goal],
+            "value": statistics.median(cpu_ms for cpu_ms, _, _ in of_rounds),
+            "rounds": [cpu_ms for cpu_ms, _, _ in of_rounds],
+            "wall_ms": statistics.median(wall_ms for _, wall_ms, _ in of_rounds),
+            "route": "+".join(sorted({route for _, _, route in of_rounds})),
+        }
+        for name, of_rounds in taken.items()
+    ]
+
+
+async def compare_streams(servers: list[Server], rounds: int) -> list[dict[str, Any]]:
+    """One row per server: microseconds of CPU time per relayed chunk."""
+    taken: dict[str, list[float]] = {server.name: [] for server in servers}
+    for _ in shown(range(rounds), "streams"):
+        for server in servers:
+            base_s = await put_streams(server, 1)
+            used_s = await put_streams(server, 1 + STREAM_CHUNKS) - base_s
+            taken[server.name].append(used_s / (STREAMS * STREAM_CHUNKS) * 1e6)
+    return [
+        {
+            "server": name,
+            "case": "relayed chunk",
+            "unit": "µs",
+            "goal": GOALS["chunk"],
+            "value": statistics.median(values),
+            "rounds": values,
+        }
+        for name, values in taken.items()
+    ]
+
+
+def tokenizing(tokenizer: Tokenizer, model_dir: Path, cases: list[Case]) -> list[dict[str, Any]]:
+    """CPU of tokenizing alone, by `tokenizers` and by what the gateway uses, once it has seen some text."""
+    encoder = encoder_of(model_dir / "tokenizer.json")
+    rows = []
+    for case in cases:
+        if case.name.endswith("-token text"):
+            *before, text = case.prompts
+            for earlier in before:
+                encoder.encode(earlier, add_special_tokens=True)
+            begin_s = time.process_time()
+            tokens = len(tokenizer.encode_batch_fast([text])[0].ids)
+            middle_s = time.process_time()
+            encoder.encode(text, add_special_tokens=True)
+            row = {"case": case.name, "tokens": tokens, "encoder": type(encoder).__name__}
+            rows.append(
+                row
+                | {
+                    "tokenizers_ms": (middle_s - begin_s) * 1e3,
+                    "encoder_ms": (time.process_time() - middle_s) * 1e3,
+                }
+            )
+    return rows
+
+
+def shown(steps: range, what: str) -> Any:
+    return track(steps, what, console=Console(stderr=True), transient=True)
+
+
+def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One entry per case: what every server used, and the gateway's share of vllm-router's beside the goal."""
+    table: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        entry = table.setdefault(row["case"], {key: row[key] for key in ("case", "unit", "goal")})
+        entry[row["server"]] = row["value"]
+        if row["server"] == "gateway":
+            entry["route"] = row.get("route", "")
+    for entry in table.values():
+        if "vllm-router" in entry and entry["goal"] is not None:
+            entry["ratio"] = entry["gateway"] / entry["vllm-router"]
+    return list(table.values())
+
+
+def show(results: dict[str, Any]) -> None:
+    table = Table("case", "route", "gateway", "vllm-router", "bare relay", "ratio", "goal")
+    for entry in results["compared"]:
+        servers = (
+            f"{entry[name]:.3g} {entry['unit']}" if name in entry else "–"
+            for name in ("gateway", "vllm-router", "bare relay")
+        )
+        ratio = f"{entry['ratio']:.2f}×" if "ratio" in entry else "–"
+        goal = f"{entry['goal']:.1f}×" if entry["goal"] is not None else ""
+        table.add_row(entry["case"], entry["route"], *servers, ratio, goal)
+    Console().print(table)
+    for row in results["tokenizing"]:
+        print(
+            f"{row['case']}: {row['tokens']} tokens take tokenizers {row['tokenizers_ms']:.1f} ms,"
+            f" {row['encoder']} {row['encoder_ms']:.1f} ms"
+        )
+    for row in results["blocking"]:
+        print(
+            f"{row['case']}: the event loop stood still for {row['longest_block_ms']:.1f} ms at most"
+            f" (goal {BLOCKED_GOAL_MS:g})"
+        )
+    print(f"load average {results['load_average']:.1f} on {results['cpus']} CPUs")
 
 
 def main() -> None:
@@ -236,21 +323,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="also write the results to this file")
-    parser.add_argument("--requests", type=int, default=400, help="short requests; long ones are a twentieth")
+    parser.add_argument("--requests", type=int, default=200, help="short requests per round")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--router", default=shutil.which("vllm-router"), help="vllm-router's executable (default: from PATH)"
+    )
     options = parser.parse_args()
+    if options.router is None:
+        print("vllm-router is not on PATH (pip install vllm-router): no comparison", file=sys.stderr)
     with tempfile.TemporaryDirectory() as home:
-        results = uvloop.run(bench(Path(home), options.requests))
-    table = Table("case", "route", "requests", "CPU ms/request", "wall ms/request")
-    for row in results["rows"]:
-        table.add_row(
-            row["case"],
-            row.get("route", ""),
-            str(row.get("requests", "")),
-            f"{row['cpu_ms_per_request']:.2f}",
-            f"{row['wall_ms_per_request']:.2f}" if "wall_ms_per_request" in row else "",
-        )
-    Console().print(table)
-    print(f"relaying: {results['cpu_us_per_relayed_chunk']:.1f} µs of CPU per chunk")
+        results = uvloop.run(bench(Path(home), options.requests, options.rounds, options.router))
+    results["compared"] = compared(results["rows"])
+    results["load_average"], results["cpus"] = os.getloadavg()[0], os.cpu_count()
+    show(results)
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -74,33 +74,48 @@ class Holdings:
         return True
 
 
-class EngineModel:
-    """Serves prompts, evicts at random, and tells what it did as vLLM would: `take()` gives the batches.
+@dataclass(frozen=True)
+class Batch:
+    """One step's events on the wire. `after`: what the engine held then. `process`: counts restarts."""
 
-    A batch comes with the holdings at its end.
+    process: int
+    sequence: int
+    at_s: float
+    payload: bytes
+    after: Holdings
+
+
+class EngineModel:
+    """Serves prompts, evicts at random, and tells what it did as vLLM would, one batch per step.
+
+    `end_step` closes a batch; `take` gives the closed ones.
     """
 
     def __init__(self, shape: Shape, random: Random) -> None:
         self.shape = shape
         self.random = random
         self.clock_s = 0.0
-        self._batches: list[tuple[int, float, bytes, Holdings]] = []
+        self.process = 0
+        self._batches: list[Batch] = []
         self._start()
 
     def _start(self) -> None:
         self.holdings = Holdings(self.shape)
         self.hash_seed = self.random.randbytes(8)
         self.sequence = 0
+        self._step: list[dict[str, object]] = []
 
     def serve(
-        self, prompt: Prefix, *, salt: str = "", adapter: str = "", chunk_blocks: int = 3, again: bool = False,
-        image: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        prompt: Prefix,
+        *,
+        salt: str = "",
+        adapter: str = "",
+        chunk_blocks: int = 3,
+        again: bool = False,
+    ) -> None:
         """Prefill `prompt`; `again`: without looking into the cache, so that blocks are held twice."""
         block = self.shape.block_tokens
-        if image:
-            self._serve_image(prompt)
-            return
         start = 0 if again else self.holdings.servable_tokens(salt, adapter, prompt)
         while len(prompt) - start >= block:
             end = min(start + chunk_blocks * block, len(prompt) // block * block)
@@ -133,10 +148,21 @@ class EngineModel:
         self._send([{"type": "AllBlocksCleared"}])
 
     def restart(self) -> None:
+        self.process += 1
         self._start()
 
-    def take(self) -> Iterator[tuple[int, float, bytes, Holdings]]:
-        """(sequence, time, payload, holdings after it) of every batch since the last call."""
+    def end_step(self) -> None:
+        if self._step:
+            self.clock_s += 1
+            payload = msgspec.msgpack.encode([self.clock_s, self._step, 0])
+            groups = {group: Counter(keys) for group, keys in self.holdings.groups.items()}
+            after = Holdings(self.shape, groups)
+            self._batches.append(Batch(self.process, self.sequence, self.clock_s, payload, after))
+            self.sequence += 1
+            self._step = []
+
+    def take(self) -> Iterator[Batch]:
+        """Every batch closed since the last call."""
         batches, self._batches = self._batches, []
         yield from batches
 
@@ -183,7 +209,7 @@ class EngineModel:
                 event["lora_name"] = adapter
         return event
 
-    def _serve_image(self, prompt: Prefix) -> None:
+    def serve_image(self, prompt: Prefix) -> None:
         """A prompt whose second block has an image: its hashes are no business of `holdings`, which knows tokens."""
         block = self.shape.block_tokens
         count = len(prompt) // block
@@ -238,8 +264,4 @@ class EngineModel:
         return int.from_bytes(digest[:8], "big")
 
     def _send(self, events: list[dict[str, object]]) -> None:
-        self.clock_s += 1
-        payload = msgspec.msgpack.encode([self.clock_s, events, 0])
-        groups = {group: Counter(keys) for group, keys in self.holdings.groups.items()}
-        self._batches.append((self.sequence, self.clock_s, payload, Holdings(self.shape, groups)))
-        self.sequence += 1
+        self._step += events

@@ -199,6 +199,42 @@ def test_before_the_first_state_nothing_is_reusable_where_the_model_needs_states
         assert held(index, [1, 2, 3, 4, 5]) == Held(0, 4)
 
 
+STATE: dict[str, Any] = STORED | {"block_hashes": [12], "group_idx": 0, "kv_cache_spec_kind": "mamba"}
+
+
+def test_states_come_before_the_blocks_that_say_what_they_are() -> None:
+    index = index_of(STATE, STORED)
+    assert held(index, [1, 2, 3, 4, 5]) == Held(4, 4)
+    index = index_of(STATE, STATE, {"type": "BlockRemoved", "block_hashes": [12], "group_idx": 0}, STORED)
+    assert held(index, [1, 2, 3, 4, 5]) == Held(4, 4)
+    index = index_of(STATE, {"type": "BlockRemoved", "block_hashes": [12], "group_idx": 0}, STORED)
+    assert held(index, [1, 2, 3, 4, 5]) == Held(0, 4)
+
+
+def test_another_linear_group_has_to_have_the_state_too() -> None:
+    index = index_of(STORED, STATE)
+    index.apply("a", decode_batch(encode(STATE | {"group_idx": 1, "block_hashes": []})).events)
+    assert held(index, [1, 2, 3, 4, 5]) == Held(0, 4)
+    index.apply("a", decode_batch(encode(STATE | {"group_idx": 1})).events)
+    assert held(index, [1, 2, 3, 4, 5]) == Held(4, 4)
+
+
+def test_a_state_outlives_its_blocks_and_is_of_use_when_they_come_back() -> None:
+    index = index_of(STORED, STATE)
+    index.apply("a", [RemovedBlocks(hashes=[12, 11], group=3)])
+    assert held(index, [1, 2, 3, 4, 5]) == Held(0, 0)
+    index.apply("a", decode_batch(encode(STORED)).events)
+    assert held(index, [1, 2, 3, 4, 5]) == Held(4, 4)
+
+
+def test_a_state_counts_for_its_own_instance_only() -> None:
+    index = index_of(STORED, STATE)
+    index.apply("b", decode_batch(encode(STORED, STATE | {"block_hashes": []})).events)
+    index.apply("a", [RemovedBlocks(hashes=[12], group=3)])
+    chains = index.chains([1, 2, 3, 4, 5])
+    assert index.match(chains) == {"a": Held(0, 2), "b": Held(0, 4)}
+
+
 def test_a_full_index_refuses_what_is_new_and_takes_it_when_there_is_room() -> None:
     index = GlobalIndex(capacity_blocks=1)
     index.apply("a", decode_batch(encode(STORED)).events)

@@ -16,6 +16,8 @@ class Publisher:
 
     def __init__(self, endpoint: EventsEndpoint, *, process: int = 0) -> None:
         self._context = zmq.Context()
+        # A test that fails must not wait for what nobody will receive.
+        self._context.linger = 0
         self._publish = self._context.socket(zmq.PUB)
         self._publish.bind(endpoint.bind_publish)
         self._replay = self._context.socket(zmq.ROUTER)

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from prfaas.cache import GlobalIndex
-from prfaas.cache.events import EventBatch
+from prfaas.cache.events import Cleared, EventBatch
 from prfaas.control.feed import EventFeed
 from prfaas.deployment import Deployment, EventsEndpoint
 
@@ -29,6 +29,8 @@ class Fed:
 
     def apply(self, name: str, batch: EventBatch) -> None:
         self.batches.append(name)
+        if any(isinstance(event, Cleared) for event in batch.events):
+            raise ValueError("stands for any event that the index chokes on")
         self.index.apply(name, batch.events)
 
     def drop(self, name: str, reason: str) -> None:
@@ -166,6 +168,26 @@ def test_what_cannot_be_read_is_a_gap(deployment: Deployment) -> None:
 
     asyncio.run(main())
     publisher.close()
+
+
+def test_what_cannot_be_applied_harms_nobody_else(deployment: Deployment) -> None:
+    fed = Fed(deployment)
+    odd, good = (Publisher(fed.endpoints[name]) for name in NAMES)
+
+    async def main() -> None:
+        async with running(fed):
+            odd.step(stored(range(16), [1]))
+            await until(lambda: fed.held("home-d0") == 16, odd, good)
+            odd.step({"type": "AllBlocksCleared"})
+            await until(lambda: fed.drops == [("home-d0", "unreadable")], odd, good)
+            good.step(stored(range(32), [1, 2]))
+            odd.step(stored(range(16), [9]))
+            await until(lambda: fed.held("home-d1") == 32 and fed.held("home-d0") == 16, odd, good)
+
+    asyncio.run(main())
+    odd.close()
+    good.close()
+    assert fed.feed.refused_batches == 1
 
 
 def test_many_batches_leave_the_loop_time_between(deployment: Deployment) -> None:

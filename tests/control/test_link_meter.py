@@ -82,6 +82,14 @@ def test_a_line_that_is_not_full_says_nothing() -> None:
     assert line.meter.capacity_bits_per_s == 100 * MBIT
 
 
+def test_a_line_that_runs_dry_between_says_nothing() -> None:
+    line = Line(100 * MBIT)
+    for _ in range(20):
+        line.run(0.6, 30 * MBIT)
+        line.run(0.4, 0.0, queued_s=0.0)
+    assert line.meter.capacity_bits_per_s == 100 * MBIT
+
+
 def test_bytes_in_flight_are_no_queue() -> None:
     meter, acked = LinkMeter(100 * MBIT, 0.0), 0.0
     for tick in range(1, 200):
@@ -95,8 +103,26 @@ def test_one_producer_at_its_own_pace_does_not_lower_the_line() -> None:
     line = Line(100 * MBIT, producers=4)
     line.run(20, 24 * MBIT, busy=1)
     assert line.meter.capacity_bits_per_s == 100 * MBIT
+
+
+def test_a_share_of_the_pace_is_a_share_of_the_line() -> None:
+    line = Line(100 * MBIT, producers=4)
     line.run(20, 10 * MBIT, busy=1)
+    assert line.meter.capacity_bits_per_s == pytest.approx(40 * MBIT, rel=0.05)
+    # With all of them it is known for certain; one alone then proves no more than it carries, and what time gives.
+    line.run(6, 10 * MBIT)
     assert line.meter.capacity_bits_per_s == pytest.approx(10 * MBIT, rel=0.05)
+    line.run(4, 10 * MBIT, busy=1)
+    assert 10 * MBIT < line.meter.capacity_bits_per_s < 14 * MBIT
+
+
+def test_bytes_that_wait_for_a_consumer_do_not_wait_for_the_link() -> None:
+    meter = LinkMeter(100 * MBIT, 0.0)
+    for tick in range(1, 200):
+        sample = report(queued_bytes=10**9, waiting_bytes=10**9, acked_bytes_total=tick * 1000)
+        meter.observe({"p/0": SenderSample.of_report(sample, tick / 10)}, tick / 10)
+    assert meter.capacity_bits_per_s == 100 * MBIT
+    assert meter.queued_bytes == 10**9
 
 
 def test_a_restarted_producer_starts_again_from_nothing() -> None:

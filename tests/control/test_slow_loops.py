@@ -195,6 +195,8 @@ def test_roles_are_converted_when_the_measurements_agree(tmp_path: Path, clock: 
     (change,) = slow.roles.history
     assert (change.to_role, change.instance, change.outcome) == ("prefill", "home-d0", "draining")
     assert slow.board.instance("home-d0").draining
+    # Planned for with the role that it is going to have.
+    assert slow.facts.prefill_instances("home") == 3
     asyncio.run(slow.allocating.evaluate())
     assert slow.allocating.last["result"] == "converting"
     slow.roles.tick()

@@ -164,11 +164,17 @@ class World:
         )
 
     async def arrival(self, ticket: Ticket) -> TransferStatus:
+        return await self._observer(ticket).wait(ticket.transfer_id, 20)
+
+    async def abandon(self, ticket: Ticket) -> None:
+        await self._observer(ticket).abandon(ticket.transfer_id, "the client has left")
+
+    def _observer(self, ticket: Ticket) -> Observer:
         instance = self.deployment.instance(ticket.consumer)
         if instance.name not in self._observers:
             peer = f"{instance.name}/0"
             self._observers[instance.name] = Observer("test", self.key, instance.host, instance.kv_port, peer)
-        return await self._observers[instance.name].wait(ticket.transfer_id, 20)
+        return self._observers[instance.name]
 
     async def stats(self, name: str) -> dict[str, Any]:
         instance = self.deployment.instance(name)
@@ -224,7 +230,7 @@ async def running(deployment: Deployment, *names: str) -> AsyncIterator[World]:
     world = World(deployment, key, nodes)
     try:
         for node in nodes.values():
-            await node.listen()
+            node.listen()
         for node in nodes.values():
             await node.serve()
         yield world

@@ -162,7 +162,7 @@ def _spoil_one_byte(place: int) -> Callable[[PageSource, int, memoryview], None]
 
 def test_damage_that_is_cached_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
-        ids = random_ids(600, 6)
+        ids = random_ids(513, 6)
         async with running(write_deployment(tmp_path, model="qwen3")) as world:
             local = (await world.complete("other-0", ids)).ids
             monkeypatch.setattr(PageSource, "read_into", _spoil_one_byte(77))
@@ -328,7 +328,8 @@ def test_a_client_that_leaves_leaves_nothing_behind(deployment: Deployment) -> N
             ids = random_ids(15_000, 11)
             ticket = world.ticket("far-0", "home-0", ids[:-1])
             hop = asyncio.create_task(world.complete("far-0", ids[:-1], ticket.seal(world.key), max_tokens=1))
-            await asyncio.sleep(0.01)
+            while not world.nodes["far-0"].engine.endpoints._sends:
+                await asyncio.sleep(0.001)
             hop.cancel()
             assert (await world.arrival(ticket)).phase == "failed"
             url = deployment.instance("home-0").url + "/v1/completions"
@@ -339,5 +340,57 @@ def test_a_client_that_leaves_leaves_nothing_behind(deployment: Deployment) -> N
             await world.settled()
             assert await world.metric("home-0", "num_requests_running") == 0
             assert np.isfinite(await world.metric("home-0", "kv_cache_usage_perc"))
+
+    asyncio.run(check())
+
+
+def test_a_crowd_in_a_small_cache_ends(deployment: Deployment) -> None:
+    """More requests than pages, some with transfers that came to nothing, some whose client leaves."""
+
+    async def check() -> None:
+        prompts = [random_ids(1500 + 200 * seed, seed) for seed in range(6)]
+        async with running(deployment) as world:
+            expected = [(await world.complete("other-0", ids)).ids for ids in prompts]
+            world.nodes["home-0"].engine.cache.pool.capacity = 30
+
+            async def request(number: int) -> None:
+                ids = prompts[number % len(prompts)]
+                ticket = world.ticket("far-0", "home-0", ids[:-1], skip_tokens=256 * (number % 3))
+                sealed, _ = await world.move(ticket, ids[:-1])
+                answer = asyncio.create_task(world.complete("home-0", ids, sealed))
+                if number % 5 == 0:
+                    await asyncio.sleep(0.005)
+                    answer.cancel()
+                    await asyncio.gather(answer, return_exceptions=True)
+                    # The engine may never have heard of it: that is why gateways abandon.
+                    await world.abandon(ticket)
+                else:
+                    assert (await answer).ids == expected[number % len(prompts)]
+
+            await asyncio.gather(*map(request, range(48)))
+            await world.settled()
+            engine = world.nodes["home-0"].engine
+            assert engine.counts.finished + engine.counts.cancelled >= 40
+            assert engine.endpoints.counts.loads_completed > 0
+
+    asyncio.run(check())
+
+
+def test_a_request_that_leaves_while_it_waits_frees_its_transfer(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with running(write_deployment(tmp_path, speedup=5)) as world:
+            engine = world.nodes["home-0"].engine
+            ids = random_ids(1000, 1)
+            sealed, _ = await world.move(world.ticket("far-0", "home-0", ids[:500]), ids[:500])
+            ahead = asyncio.create_task(world.complete("home-0", random_ids(15_000, 2), max_tokens=1))
+            while not engine.counts.running:
+                await asyncio.sleep(0.001)
+            behind = asyncio.create_task(world.complete("home-0", ids, sealed))
+            while not engine.counts.waiting:
+                await asyncio.sleep(0.001)
+            assert await world.metric("home-0", "num_requests_waiting") == 1
+            behind.cancel()
+            assert (await ahead).status == 200
+            await world.settled()
 
     asyncio.run(check())

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prfaas.gateway.bodies import decode_body, parse_body, prefill_body, strip_owned
 from prfaas.gateway.errors import ApiError
 from prfaas.gateway.prompts import Endpoint, TokenPrompt, prompt_of
-from prfaas.gateway.written_ids import MIN_BYTES, WrittenIds, ids_json, parse_with_ids
+from prfaas.gateway.written_ids import _PIECE_BYTES, MIN_BYTES, WrittenIds, ids_json, parse_with_ids
 
 IDS = st.lists(st.one_of(st.integers(0, 2**32 - 1), st.integers(0, 11)), min_size=1, max_size=40)
 OTHERS = st.dictionaries(
@@ -113,6 +113,10 @@ def test_a_long_array_is_checked_to_its_end() -> None:
     assert plain(parse_with_ids(good)) == {"prompt": ids}
     for bad in (b",]", b",4294967296]", b",07]", b",,7]", b",7 7]", b",1e3]"):
         assert parse_with_ids(good.replace(b"]", bad)) is None
+    # The comma too many is where a piece ends.
+    for pieces in range(1, 4):
+        count = (_PIECE_BYTES // 2 + 1) * pieces
+        assert parse_with_ids(b'{"prompt":[' + b"7," * count + b"]}") is None
 
 
 def test_a_broken_rest_is_refused_as_ever() -> None:

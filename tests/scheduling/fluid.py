@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from prfaas.planner import PlanProblem
-from prfaas.planner.fixed_roles import best_thresholds, even_spread, prefill_rate
+from prfaas.planner.fixed_roles import even_spread, prefill_sides
 from prfaas.scheduling.allocation import Allocator, Conversion, PdInstance, PdLoad, StageLoad
 
 
@@ -73,8 +73,8 @@ class Fluid:
         """What prefill and links can do with the best thresholds."""
         key = (id(self.problem), *self.prefill.values())
         if key not in self.known:
-            thresholds = best_thresholds(self.problem, self.prefill, spread)
-            self.known[key] = prefill_rate(self.problem, self.prefill, thresholds, spread)
+            sides = prefill_sides(self.problem, self.prefill, spread)
+            self.known[key] = min(side.rate(side.best_threshold()) / side.part for side in sides.values())
         return self.known[key]
 
     def _stage(

@@ -140,3 +140,19 @@ def test_a_link_not_heard_of_for_six_times_that_is_down(policy: Policy) -> None:
         assert policy.decide(request, view).route is Route.OFFLOAD
     view.links["far", "pd"].seen_s = NOW_S - 30.1
     assert policy.decide(request, view).route is Route.LOCAL
+
+
+@pytest.mark.parametrize("policy", [policy_named("paper"), policy_named("tilted")], ids=lambda p: p.name)
+def test_a_prompt_goes_where_it_is_cached_if_only_the_increment_crosses(policy: Policy) -> None:
+    """Sent a second time: PrfaaS can reuse it, the decode instance has its attention blocks but not the states."""
+    held = {"remote": Held(39_424, 39_424), "decode": Held(0, 39_936)}
+    decision = policy.decide(RoutingRequest(40_000, held), small())
+    assert (decision.route, decision.prefill, decision.reason) == (Route.OFFLOAD, "remote", "cached-there")
+    assert (decision.prefill_tokens, decision.skip_tokens, decision.cache_transfer) == (576, 39_936, None)
+    # Where nothing of it can move, the rest is computed there as well.
+    apart = small(links=[link("far", "pd", 1e9), link("pd", "far", 1e9)])
+    decision = PAPER.decide(AT_REMOTE, apart)
+    assert (decision.route, decision.prefill_tokens, decision.cache_transfer) == (Route.OFFLOAD, 576, None)
+    # What is short by the PD cluster's own cache stays.
+    own = {"remote": Held(39_424, 39_424), "prefill": Held(39_424, 39_424)}
+    assert PAPER.decide(RoutingRequest(40_000, own), small()).route is Route.LOCAL

@@ -122,7 +122,18 @@ def test_a_suspect_or_drained_decode_instance_is_used_when_there_is_no_other(pol
     with pytest.raises(NoDecodeInstanceError):
         policy.decide(RoutingRequest(5), board(suspect).without(["suspect"]))
     with pytest.raises(NoDecodeInstanceError):
-        policy.decide(RoutingRequest(5), board(prefiller("remote", "far"), prefiller("prefill")))
+        policy.decide(RoutingRequest(5), board(prefiller("remote", "far")))
+
+
+@pytest.mark.parametrize("policy", every_policy().values(), ids=lambda p: p.name)
+def test_a_prefill_instance_decodes_when_nothing_else_is_well(policy: Policy) -> None:
+    suspect, drained = decoder("suspect", healthy=False), decoder("drained", draining=True)
+    lent, remote = prefiller("lent"), prefiller("remote", "far")
+    assert policy.decide(RoutingRequest(5), board(remote, suspect, lent)).decode == "lent"
+    assert policy.decide(RoutingRequest(5), board(remote, suspect, lent, drained)).decode == "drained"
+    assert policy.decide(RoutingRequest(5000), board(remote, suspect, lent)).decode == "lent"
+    lent.healthy = False
+    assert policy.decide(RoutingRequest(5), board(remote, suspect, lent)).decode == "suspect"
 
 
 def test_decode_is_cache_affine_until_the_load_outweighs_the_share_it_holds() -> None:
@@ -214,3 +225,14 @@ def test_the_predicted_ttft_is_wait_prefill_and_what_of_the_transfer_is_not_hidd
     view.clusters["far"].instances[0].busy_until_s = NOW_S + 2
     assert STATIC.decide(RoutingRequest(10_000), view).predicted_ttft_s == pytest.approx(2 + 1.1 + 0.05)
     assert STATIC.decide(RoutingRequest(900), view).predicted_ttft_s == pytest.approx(0.19)
+
+
+def test_bytes_that_are_skipped_take_no_time() -> None:
+    links = [link("far", "pd", 1e8)]
+    request = RoutingRequest(10_000, {"decode": Held(0, 8_192)})
+
+    def predicted(can_skip: bool) -> float:
+        return STATIC.decide(request, small(links=links, can_skip=can_skip)).predicted_ttft_s
+
+    assert predicted(False) == pytest.approx(kv_bytes(10_000, 0) * 8 / 1e8)
+    assert predicted(True) == pytest.approx(kv_bytes(10_000, 8_192) * 8 / 1e8)

@@ -72,8 +72,8 @@ def check(decision: Decision, request: RoutingRequest, view: View) -> None:
     last = max(request.num_tokens - 1, 0)
     nothing = Held(0, 0)
 
-    assert pd.kind == "pd" and decode.decodes and decode.name not in view.avoid
-    if not decode.healthy or decode.draining:
+    assert pd.kind == "pd" and decode.name not in view.avoid
+    if not decode.healthy or decode.draining or not decode.decodes:
         others = [each for each, c in instances.values() if c.kind == "pd" and each.decodes]
         assert not any(is_well(each, view) for each in others)
     if decision.transfers:

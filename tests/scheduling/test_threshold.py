@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.planner import PlanProblem
-from prfaas.planner.fixed_roles import prefill_rate
+from prfaas.planner.fixed_roles import prefill_sides
 from prfaas.planner.search import best_threshold
 from prfaas.scheduling.live_problem import ClusterFacts, LinkFacts, problem_now
 from prfaas.scheduling.service_curve import ServiceCurve
@@ -37,10 +37,8 @@ def test_in_steady_state_it_is_the_planners_threshold(n_prefill: int, bits_per_s
     exact = best_threshold(true, n_prefill)
     assert change.reason == "start" and change.rate_before is None
     assert change.tokens["home"] == pytest.approx(exact.threshold_tokens, rel=0.025)
-    rates = [
-        prefill_rate(true, {"home": n_prefill}, {"home": tokens}, {"home": 1.0})
-        for tokens in (change.tokens["home"], exact.threshold_tokens or 0.0)
-    ]
+    side = prefill_sides(true, {"home": n_prefill}, {"home": 1.0})["home"]
+    rates = [side.rate(tokens) for tokens in (change.tokens["home"], exact.threshold_tokens or 0.0)]
     assert rates[0] == pytest.approx(rates[1], rel=0.02)
 
 
@@ -149,9 +147,22 @@ def test_every_pd_cluster_has_its_own() -> None:
     change = OPTIMISER.propose(two_homes(narrow=4e9), roles, tokens, sample_count=1000, reason="link")
     assert change is not None
     assert change.tokens["home"] > 1.3 * tokens["home"]
+    # The other one is as good as before.
+    assert change.tokens["away"] == tokens["away"]
     cut = two_homes(narrow=0)
     change = OPTIMISER.propose(cut, roles, tokens, sample_count=1000)
     assert change is not None and change.tokens["home"] == math.inf and change.tokens["away"] < math.inf
+
+
+def test_a_cluster_that_is_not_the_limit_is_balanced_too() -> None:
+    """Home is by far the limit: what happens to the other cluster doesn't change Λ, but it is followed."""
+    narrow = two_homes(narrow=1e9)
+    tokens = first(narrow, {"home": 3, "away": 3}).tokens
+    assert tokens["away"] == pytest.approx(19_371, rel=0.02)
+    change = OPTIMISER.propose(narrow, {"home": 3, "away": 5}, tokens, sample_count=1000, reason="roles")
+    assert change is not None
+    assert change.tokens == {"home": tokens["home"], "away": pytest.approx(26_066, rel=0.02)}
+    assert change.rate_after == pytest.approx(change.rate_before)
 
 
 def test_several_clusters_rest_under_noise() -> None:

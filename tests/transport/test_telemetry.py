@@ -24,6 +24,7 @@ from .harness import (
 def test_a_link_s_report_adds_up(world: World) -> None:
     before = world.sender.telemetry()["links"]["wan"]
     assert (before["queued_bytes"], before["open_bytes"], before["acked_bytes_total"]) == (0, 0, 0)
+    assert before["waiting_bytes"] == 0
     await_true(
         lambda: world.sender.telemetry()["links"]["wan"]["connections_up"] == 4, 5, lambda: "connections"
     )

@@ -245,3 +245,31 @@ def test_sessions_have_as_many_turns_and_as_much_time_as_they_should() -> None:
 def test_what_no_traffic_can_be(make: object, says: str) -> None:
     with pytest.raises(WorkloadError, match=says):
         make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "traffic",
+    [
+        IndependentTraffic(Poisson(50), Uniform(1, 2000), fixed(9)),
+        SESSIONS,
+        ReplayedTraffic(TRACE, rounds=None),
+    ],
+    ids=["independent", "sessions", "replayed"],
+)
+def test_chunks_go_on_where_the_last_one_ended(traffic: Traffic) -> None:
+    chunks = [chunk for chunk, _ in zip(traffic.chunks(np.random.default_rng(4)), range(4), strict=False)]
+    times = np.concatenate([chunk.arrival_s for chunk in chunks])
+    assert (np.diff(times) >= 0).all()
+    lasts = []
+    for chunk in chunks:
+        assert (
+            len(chunk) == len(chunk.input_tokens) == len(chunk.output_tokens) == len(chunk.block_starts) - 1
+        )
+        assert chunk.block_starts[-1] == len(chunk.block_ids)
+        assert np.array_equal(np.diff(chunk.block_starts), -(-chunk.input_tokens // chunk.block_tokens))
+        lasts.append(chunk.block_ids[chunk.block_starts[1:] - 1])
+    if isinstance(traffic, IndependentTraffic):
+        ids = np.concatenate([chunk.block_ids for chunk in chunks])
+        assert len(np.unique(ids)) == len(ids)
+    if isinstance(traffic, ReplayedTraffic):
+        assert len(np.unique(np.concatenate(lasts))) == 3 * len(chunks)

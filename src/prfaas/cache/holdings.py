@@ -137,7 +137,9 @@ class Holdings:
         engine_hashes = _words(event.hashes)
         if not event.token_ids:
             # Another tier says that it has them too.
-            self._count_copies(engine_hashes)
+            for engine_hash in engine_hashes:
+                if self._pairs.get(engine_hash) is not None:
+                    self._add_copy(engine_hash)
             return
         if event.block_tokens > (self.block_tokens or 0) and event.medium in _ENGINE_TIER:
             # The first one was the part of a block at a prompt's end.
@@ -160,32 +162,28 @@ class Holdings:
         self.unlinked += len(engine_hashes) - plain
         self.refused += plain - taken
         if chain:
-            self._link(engine_hashes[: len(chain)], parent, chain)
+            self._link(engine_hashes, parent, chain)
         if self._early:
             self._settle(most)
 
     def _link(self, engine_hashes: "array[int]", parent: int, chain: Sequence[int]) -> None:
         already = self._tree.store(self.slot, parent, chain)
-        if not already:
-            self._pairs.add(engine_hashes, parent, chain)
-            self.count += len(chain)
-            return
-        parents = (parent, *chain)
-        copies = set(already)
-        for place, block in enumerate(chain):
-            if place not in copies:
-                self._pairs.add(engine_hashes[place : place + 1], parents[place], (block,))
-                self.count += 1
-        if any(self._pairs.get(engine_hashes[place]) != chain[place] for place in already):
+        start = 0
+        for end in (*already, len(chain)):
+            if end > start:
+                run_parent = chain[start - 1] if start else parent
+                self._pairs.add(engine_hashes[start:end], run_parent, chain[start:end])
+            start = end + 1
+        self.count += len(chain) - len(already)
+        if already and self._pairs.get(engine_hashes[already[-1]]) != chain[already[-1]]:
             # The engine hashes in another way than it did: a new process that nobody noticed.
             self.clear()
         else:
-            self._count_copies(engine_hashes[place] for place in already)
+            for place in already:
+                self._add_copy(engine_hashes[place])
 
-    def _count_copies(self, engine_hashes: Iterable[int]) -> None:
-        for engine_hash in engine_hashes:
-            if self._pairs.get(engine_hash) is not None:
-                self._copies[engine_hash] = self._copies.get(engine_hash, 0) + 1
+    def _add_copy(self, engine_hash: int) -> None:
+        self._copies[engine_hash] = self._copies.get(engine_hash, 0) + 1
 
     def _leave(self) -> None:
         leaving: Iterable[int] = self._leaving

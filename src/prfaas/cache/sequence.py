@@ -28,7 +28,8 @@ class SequenceGuard:
 
     A lower number than expected is either old or from a new process. The batches' times tell which: a copy has
     a time that is not later than the last applied one's. Number 0 is also known by heart, for the case of a
-    clock that was set back.
+    clock that was set back. A new process whose first batches are lost, and whose next one has just the number
+    that was expected of the old one, is not noticed: the reader's connection has to tell.
     """
 
     __slots__ = ("_first_s", "_latest_s", "_next")

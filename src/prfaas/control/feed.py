@@ -46,8 +46,7 @@ class EventFeed:
         self._waiting: deque[tuple[str, Apply | Drop]] = deque()
         self._stop = threading.Event()
         self._thread_errors = 0
-        self.applied_batches = self.applied_events = 0
-        self.longest_slice_s = 0.0
+        self.refused_batches = 0
 
     def reset(self, name: str, reason: str) -> None:
         """An engine lost its cache: drop what is known of it, and ask it what it holds."""
@@ -105,17 +104,22 @@ class EventFeed:
         return self._thread_errors
 
     def _apply_slice(self) -> None:
-        started_s = now_s = time.perf_counter()
-        while self._waiting and now_s - started_s < SLICE_S:
+        end_s = time.perf_counter() + SLICE_S
+        while self._waiting and time.perf_counter() < end_s:
             name, step = self._waiting.popleft()
             if isinstance(step, Drop):
                 self._drop(name, step.reason)
             else:
-                self._apply(name, step.batch)
-                self.applied_batches += 1
-                self.applied_events += len(step.batch.events)
-            now_s = time.perf_counter()
-        self.longest_slice_s = max(self.longest_slice_s, now_s - started_s)
+                self._apply_batch(name, step.batch)
+
+    def _apply_batch(self, name: str, batch: EventBatch) -> None:
+        try:
+            self._apply(name, batch)
+        except Exception:
+            # Whatever one engine says, the others and the gateway go on.
+            self.refused_batches += 1
+            logger.exception("%s publishes events that can't be applied", name)
+            self._drop(name, "unreadable")
 
     def _receive(self, wake: Callable[[], object]) -> None:
         while not self._stop.is_set():

@@ -23,11 +23,12 @@ _DOWN_AFTER_S = 1.5
 @dataclass(frozen=True, slots=True)
 class SenderSample:
     """One producer's (rank's) report on a link; `at_s` by the control plane's clock. Totals only grow, but start
-    again with the producer."""
+    again with the producer. Of the `queued_bytes`, `waiting_bytes` wait for room at a consumer, not for the link."""
 
     at_s: float
     pace_bits_per_s: float | None
     queued_bytes: int
+    waiting_bytes: int
     open_bytes: int
     acked_bytes_total: int
     delivery_bits_per_s: float
@@ -39,11 +40,12 @@ class SenderSample:
     @classmethod
     def of_report(cls, report: Mapping[str, Any], at_s: float) -> "SenderSample":
         """From one entry of `Observer.stats()["sender"]["links"]`. Raises KeyError, TypeError or ValueError."""
-        pace = report["capacity_bits_per_s"]
+        pace = float(report["capacity_bits_per_s"] or 0.0)
         return cls(
             at_s=at_s,
-            pace_bits_per_s=None if pace is None else float(pace),
+            pace_bits_per_s=pace if pace > 0 else None,
             queued_bytes=max(int(report["queued_bytes"]), 0),
+            waiting_bytes=max(int(report.get("waiting_bytes", 0)), 0),
             open_bytes=max(int(report.get("open_bytes", report["queued_bytes"])), 0),
             acked_bytes_total=int(report["acked_bytes_total"]),
             delivery_bits_per_s=float(report["delivery_bits_per_s"]),
@@ -53,6 +55,11 @@ class SenderSample:
             connections=int(report["connections"]),
         )
 
+    @property
+    def ready_bytes(self) -> int:
+        """What only the link keeps from leaving."""
+        return max(self.queued_bytes - self.waiting_bytes, 0)
+
 
 @dataclass(slots=True)
 class _Interval:
@@ -61,18 +68,19 @@ class _Interval:
     start_s: float
     acked_bytes: float
     busy: bool
-    pace_bits_per_s: float
+    paced_bits: float
 
 
 class LinkMeter:
     """Sums the producers of one link. `configured_bits_per_s` > 0 is the deployment file's bandwidth.
 
-    Capacity starts as configured. A second is busy when every look found more bytes queued than the link can
-    carry until the next look and in 1.5 round trips: it never ran dry, so what left is a measurement. When that is
-    less than 0.9 of what could have left (the capacity, or the pace of the producers that had something queued if
-    that is less), three such seconds in a row lower the capacity to their mean. A busy second that carried more
-    than the capacity raises it to that at once, never above what was configured. After 5 s without a busy second
-    it grows by 5 % a second: only traffic can tell. It is never below 1 % of what was configured.
+    Capacity starts as configured. A second is busy when every look found more ready to be sent than the link can
+    carry until the next look and in 1.5 round trips: it never ran dry, so what left is a measurement. Of what the
+    producers with something to send may send together (their paces, all of them together the configured
+    bandwidth) it is a share; that share of the configured bandwidth is the estimate. Three busy seconds in a row
+    with an estimate below 0.9 of the capacity lower the capacity to their mean. A busy second with a higher one
+    raises it: at once to what was carried, beyond that by 5 % a second. So it grows after 5 s without a busy second,
+    too: only traffic can tell. It is never below 1 % of what was configured, nor above all of it.
 
     Up: unless for 1.5 s on end no connection was up at any producer though some should be.
     """
@@ -169,50 +177,58 @@ class LinkMeter:
 
     def _judge(self, now_s: float, acked_bytes: int) -> None:
         pace_bits_per_s = self._pace_of_busy()
-        enough_s = now_s - self._looked_s + _ROUND_TRIPS_IN_FLIGHT * self.rtt_s
-        busy = 8 * self.queued_bytes > enough_s * min(self.capacity_bits_per_s, pace_bits_per_s)
+        look_s = now_s - self._looked_s
+        enough_s = look_s + _ROUND_TRIPS_IN_FLIGHT * self.rtt_s
+        ready_bytes = sum(sample.ready_bytes for sample in self._latest.values())
+        busy = 8 * ready_bytes > enough_s * min(self.capacity_bits_per_s, pace_bits_per_s)
         self._looked_s = now_s
         interval = self._interval
         if interval is None:
-            self._interval = _Interval(now_s, 0, busy, pace_bits_per_s)
+            self._interval = _Interval(now_s, 0, busy, 0.0)
             return
         interval.acked_bytes += acked_bytes
         interval.busy = interval.busy and busy
-        interval.pace_bits_per_s = min(interval.pace_bits_per_s, pace_bits_per_s)
+        interval.paced_bits += pace_bits_per_s * look_s
         length_s = now_s - interval.start_s
         if length_s < _JUDGED_S:
             return
         if interval.busy:
-            self._measured(8 * interval.acked_bytes / length_s, interval.pace_bits_per_s, now_s)
+            carried_bits = 8 * interval.acked_bytes
+            share = carried_bits / interval.paced_bits
+            self._measured(carried_bits / length_s, share * self.configured_bits_per_s, now_s)
         else:
             self._shortfalls.clear()
             self._probe(now_s)
-        self._interval = _Interval(now_s, 0, busy, pace_bits_per_s)
+        self._interval = _Interval(now_s, 0, busy, 0.0)
 
-    def _measured(self, carried_bits_per_s: float, pace_bits_per_s: float, now_s: float) -> None:
-        self._busy_at_s = self._grown_s = now_s
-        could_bits_per_s = min(self.capacity_bits_per_s, pace_bits_per_s)
-        if carried_bits_per_s >= _SHORTFALL * could_bits_per_s:
+    def _measured(self, carried_bits_per_s: float, estimate_bits_per_s: float, now_s: float) -> None:
+        self._busy_at_s = now_s
+        if estimate_bits_per_s >= _SHORTFALL * self.capacity_bits_per_s:
             self._shortfalls.clear()
-            self._set(max(self.capacity_bits_per_s, carried_bits_per_s))
-            return
-        self._shortfalls.append(carried_bits_per_s)
-        if len(self._shortfalls) >= _SHORTFALLS_TO_LOWER:
-            self._set(sum(self._shortfalls) / len(self._shortfalls))
-            self._shortfalls.clear()
+            risen = min(max(self._grown(now_s), carried_bits_per_s), estimate_bits_per_s)
+            self._set(max(self.capacity_bits_per_s, risen))
+        else:
+            self._shortfalls.append(estimate_bits_per_s)
+            if len(self._shortfalls) >= _SHORTFALLS_TO_LOWER:
+                self._set(sum(self._shortfalls) / len(self._shortfalls))
+                self._shortfalls.clear()
+        self._grown_s = now_s
 
     def _probe(self, now_s: float) -> None:
         if now_s - self._busy_at_s >= _IDLE_BEFORE_PROBING_S:
-            self._set(self.capacity_bits_per_s * _PROBING_PER_S ** (now_s - self._grown_s))
+            self._set(self._grown(now_s))
         self._grown_s = now_s
+
+    def _grown(self, now_s: float) -> float:
+        return float(self.capacity_bits_per_s * _PROBING_PER_S ** (now_s - self._grown_s))
 
     def _set(self, bits_per_s: float) -> None:
         low = _FLOOR * self.configured_bits_per_s
         self.capacity_bits_per_s = min(max(bits_per_s, low), self.configured_bits_per_s)
 
     def _pace_of_busy(self) -> float:
-        """What the producers that have something queued may send together."""
-        busy = [sample for sample in self._latest.values() if sample.queued_bytes > 0]
+        """What the producers that have something to send may send together."""
+        busy = [sample for sample in self._latest.values() if sample.ready_bytes > 0]
         if not busy or any(sample.pace_bits_per_s is None for sample in busy):
             return self.configured_bits_per_s
         return min(sum(sample.pace_bits_per_s or 0.0 for sample in busy), self.configured_bits_per_s)

@@ -89,7 +89,12 @@ def state_of(plane: Overview, now_s: float) -> Json:
         },
         "routes": {str(route): dict(reasons) for route, reasons in plane.routed.reasons.items()},
         "index": asdict(plane.holdings.index.stats())
-        | {"pending_batches": plane.feed.waiting_batches, "expected_blocks": plane.holdings.expected_blocks},
+        | {
+            "pending_batches": plane.feed.waiting_batches,
+            "refused_batches": plane.feed.refused_batches,
+            "feed_errors": plane.feed.thread_errors,
+            "expected_blocks": plane.holdings.expected_blocks,
+        },
         "rebalancing": plane.hot_prefixes.state(now_s),
     }
 

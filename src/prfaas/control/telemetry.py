@@ -22,6 +22,8 @@ _ANSWER_S = 1.0
 # A rank that doesn't answer is asked more rarely, and its last word is believed for so long.
 _RETRY_S = 2.0
 _FORGOTTEN_S = 3.0
+# Smaller changes of a capacity are no reason to search the threshold at once.
+_MUCH = 0.2
 
 
 class Sender(Protocol):
@@ -153,7 +155,7 @@ class LinkTelemetry:
         link.retransmit_ratio = meter.retransmit_ratio
         link.seen_s = meter.seen_s
         up = meter.is_connected(now_s) and self.faults[pair].is_up(now_s)
-        changed = abs(capacity - self._told_bits_per_s[pair]) > 0.1 * self._told_bits_per_s[pair]
+        changed = abs(capacity - self._told_bits_per_s[pair]) > _MUCH * self._told_bits_per_s[pair]
         if up != link.up:
             link.up = up
             logger.warning("link %s->%s is %s", *pair, "up again" if up else "down: not used")

@@ -98,8 +98,7 @@ class HttpPool:
 class Answer:
     """One response whose head has come. Take its body with `readany` or `read`, from one task.
 
-    `headers`: by lower-case name; of a repeated one the last. `complete`: the whole body has come, which doesn't mean
-    that it has been taken.
+    `complete`: the whole body has come, which doesn't mean that it has been taken.
     """
 
     __slots__ = (
@@ -109,13 +108,13 @@ class Answer:
         "_waiter",
         "_waiting_bytes",
         "complete",
-        "headers",
+        "raw_headers",
         "status",
     )
 
     def __init__(self, connection: "_Connection") -> None:
         self.status = 0
-        self.headers: dict[str, str] = {}
+        self.raw_headers: list[tuple[bytes, bytes]] = []
         self.complete = False
         self._connection = connection
         self._chunks: deque[bytes] = deque()
@@ -126,7 +125,14 @@ class Answer:
     @property
     def content_type(self) -> str:
         """JSON when the engine doesn't say."""
-        return self.headers.get("content-type", "application/json")
+        return self.header(b"content-type") or "application/json"
+
+    def header(self, name: bytes) -> str | None:
+        """The value of a header, by its lower-case name; None if there is none."""
+        for given, value in self.raw_headers:
+            if len(given) == len(name) and given.lower() == name:
+                return value.decode("latin-1")
+        return None
 
     async def readany(self) -> bytes:
         """What of the body has come since the last call, at least a byte; b"" at its end. Raises AnswerCutError."""
@@ -196,7 +202,6 @@ class _Connection(asyncio.Protocol):
         self._begun: asyncio.Future[Answer] | None = None
         self._head_bytes = 0
         self._keeps_alive = False
-        self._lasts_to_the_end = False
 
     async def exchange(self, head: bytes, body: bytes) -> Answer:
         """Send a request; its answer once the head has come. Raises AnswerCutError."""
@@ -255,7 +260,7 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._open = False
         answer = self._answer
-        if answer is not None and answer.status and self._lasts_to_the_end and error is None:
+        if answer is not None and error is None and _lasts_to_the_end(answer):
             self._answer = None
             answer.end()
         self._cut(AnswerCutError(str(error) if error is not None else "the server closed the connection"))
@@ -269,7 +274,7 @@ class _Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         answer = self._answer
         if answer is not None and not answer.status:
-            answer.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+            answer.raw_headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         answer, status = self._answer, self._parser.get_status_code()
@@ -277,11 +282,9 @@ class _Connection(asyncio.Protocol):
             return
         if status < 200:
             # An interim response: the real one follows.
-            answer.headers.clear()
+            answer.raw_headers.clear()
             return
         answer.status = status
-        has_length = "content-length" in answer.headers or "transfer-encoding" in answer.headers
-        self._lasts_to_the_end = not has_length and status not in (204, 304)
         if self._begun is not None and not self._begun.done():
             self._begun.set_result(answer)
 
@@ -312,6 +315,12 @@ class _Connection(asyncio.Protocol):
             answer.end(error)
         if self._begun is not None and not self._begun.done():
             self._begun.set_exception(error)
+
+
+def _lasts_to_the_end(answer: Answer) -> bool:
+    """Whether the body ends where the connection ends, for nothing else says where."""
+    framed = answer.header(b"content-length") is not None or answer.header(b"transfer-encoding") is not None
+    return bool(answer.status) and not framed
 
 
 def _head(method: str, host: str, port: int, path: str, headers: Mapping[str, str], body_bytes: int) -> bytes:

@@ -30,6 +30,9 @@ _ROLE_TIME_LIMIT_S = 1.5
 # Of equally good flows those that leave prefill and links the most room, then those with the least work: small
 # enough not to pay for them with throughput.
 _ROOM, _WORK = 1e-5, 1e-6
+# A resource is full if more of it would shorten the time per request by more than this part of what all would; a
+# level once reached is kept to but for the solver's tolerance.
+_FULL, _SLACK = 1e-3, 1e-6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,17 +123,45 @@ class Programme:
             prices[use.resource] = -marginal * unit
         return prices
 
-    def shares(
-        self,
-        prefill: Mapping[str, int],
-        spread: Mapping[str, float] | None = None,
-        allowed: "NDArray[np.bool_] | None" = None,
-    ) -> "FloatArray | None":
-        """The flows of the highest Λ with the given roles, balanced (Eq. 7); None if nothing can flow.
+    def shares(self, prefill: Mapping[str, int]) -> "FloatArray | None":
+        """The flows of the highest Λ with the given roles, balanced (Eq. 7); None if nothing can flow."""
+        import numpy as np
 
-        `spread`: the part of every bin that decodes in each PD cluster (None: any). `allowed`: of (bins × paths),
-        the flows that may be used (None: all).
+        found = self._balanced(prefill, self._each_bin(2), np.ones(self._bins), {})
+        return None if found is None else self._shares_of(found)
+
+    def fair_shares(self, prefill: Mapping[str, int], spread: Mapping[str, float]) -> "FloatArray | None":
+        """The same if every PD cluster decodes its part (`spread`) of every bin; None if nothing can flow.
+
+        Where a resource is full at the highest Λ the others still have a choice: of them the fullest is made as
+        little full as can be, and so on, so that every PD cluster is balanced, not only the one that is the limit.
         """
+        import numpy as np
+
+        parts = np.tile([spread[pd.name] for pd in self._problem.pd], self._bins)
+        equal = self._each_bin_and_pd(2)
+        levels: dict[Resource, float] = {}
+        found = None
+        for _ in range(len(self._uses)):
+            better = self._balanced(prefill, equal, parts, levels)
+            if better is None:
+                break
+            found = better
+            level = float(found.x[self._flows + 1])
+            full = [
+                use.resource
+                for use, marginal in zip(self._uses, found.ineqlin.marginals.tolist(), strict=False)
+                if use.resource not in levels and -marginal * self._capacity(use, prefill)[1] > _FULL
+            ]
+            if level <= 0 or not full:
+                break
+            levels |= dict.fromkeys(full, level * (1 + _SLACK))
+        return None if found is None else self._shares_of(found)
+
+    def _balanced(
+        self, prefill: Mapping[str, int], equal: Any, sums: "FloatArray", levels: Mapping[Resource, float]
+    ) -> Any:
+        """The solver's answer for the least time per request; `levels` are times that resources must keep to."""
         import numpy as np
         from scipy.sparse import coo_array
 
@@ -139,43 +170,47 @@ class Programme:
         v, u = self._flows, self._flows + 1
         weights = np.repeat(self._lengths.bins.weights, len(self._paths))
         most = np.full(self._flows + 2, np.inf)
-        if allowed is not None:
-            most[: self._flows][~allowed.ravel()] = 0.0
+        limits = np.zeros(len(self._uses) + 1)
         rows, columns, values = [], [], []
         for row, use in enumerate(self._uses):
-            kind, name = use.resource
-            is_decode = kind == "decode"
-            capacity = float(prefill[name]) if use.capacity is None else use.capacity
-            if is_decode:
-                pd = self._problem.pd[[pd.name for pd in self._problem.pd].index(name)]
-                capacity = (pd.instances - prefill[name]) * self._rates[name]
+            capacity, per_row = self._capacity(use, prefill)
             if capacity <= 0:
                 # As a row, this would let the solver's tolerance through.
                 most[use.columns] = 0.0
             rows.append(np.full(len(use.columns) + 1, row))
-            columns.append(np.append(use.columns, v if is_decode else u))
-            unit = capacity if kind == "link" else 1.0
-            values.append(np.append(use.amounts * weights[use.columns], -capacity) / unit)
+            columns.append(np.append(use.columns, v if use.resource[0] == "decode" else u))
+            kept_to = levels.get(use.resource)
+            limits[row] = 0.0 if kept_to is None else per_row * kept_to
+            unit = capacity if use.resource[0] == "link" else 1.0
+            values.append(
+                np.append(use.amounts * weights[use.columns] / unit, -per_row if kept_to is None else 0.0)
+            )
         rows.append(np.full(2, len(self._uses)))
         columns.append(np.array([u, v]))
         values.append(np.array([1.0, -1.0]))
         shape = (len(self._uses) + 1, self._flows + 2)
         entries = (np.concatenate(values), (np.concatenate(rows), np.concatenate(columns)))
         objective = np.append(self._work() * weights * _WORK, [1.0, _ROOM])
+        upper = coo_array(entries, shape=shape).tocsr()
         try:
-            found = _solved(
-                objective,
-                coo_array(entries, shape=shape).tocsr(),
-                np.zeros(shape[0]),
-                self._each_bin(2) if spread is None else self._each_bin_and_pd(2),
-                np.ones(self._bins)
-                if spread is None
-                else np.tile([spread[pd.name] for pd in self._problem.pd], self._bins),
-                np.zeros(shape[1]),
-                most,
-            )
+            return _solved(objective, upper, limits, equal, sums, np.zeros(shape[1]), most)
         except PlanError:
             return None
+
+    def _capacity(self, use: Use, prefill: Mapping[str, int]) -> tuple[float, float]:
+        """The resource's capacity at these roles, and in units of its row: a link counts in parts of itself."""
+        kind, name = use.resource
+        if kind == "decode":
+            pd = self._problem.pd[[pd.name for pd in self._problem.pd].index(name)]
+            capacity = (pd.instances - prefill[name]) * self._rates[name]
+        else:
+            capacity = float(prefill[name]) if use.capacity is None else use.capacity
+        return capacity, 1.0 if kind == "link" else capacity
+
+    def _shares_of(self, found: Any) -> "FloatArray":
+        import numpy as np
+
+        weights = np.repeat(self._lengths.bins.weights, len(self._paths))
         portions = np.maximum(found.x[: self._flows], 0.0)
         shares: FloatArray = (portions * weights).reshape(self._bins, -1)
         return shares

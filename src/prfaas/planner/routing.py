@@ -137,41 +137,31 @@ class Routing:
         return total * BITS_PER_BYTE
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Dispatch:
-    """Limits on the choice of routes, as a gateway has them.
-
-    `spread`: the part of the requests of every length that decodes in each PD cluster (sums to 1). `thresholds`: by
-    PD cluster, the uncached length up to which its requests stay and above which they are offloaded where a link
-    leads there. None: free.
-    """
-
-    spread: Mapping[str, float] | None = None
-    thresholds: Mapping[str, float] | None = None
-
-
-FREE = Dispatch()
-
-
 def best_routing(
     problem: PlanProblem,
     paths: tuple[Path, ...],
     prefill: Mapping[str, int],
     service: ServiceModel,
-    dispatch: Dispatch = FREE,
+    spread: Mapping[str, float] | None = None,
 ) -> tuple[Routing, dict[Resource, float]] | None:
-    """The best routes for given roles, with the scales that they were found with; None if nothing can flow."""
+    """The best routes for given roles, with the scales that they were found with; None if nothing can flow.
+
+    `spread`: the part of the requests of every length that decodes in each PD cluster, as a gateway deals them out
+    (sums to 1). Routes are fair then: where one cluster is the limit, the others are balanced among themselves. None:
+    any requests may decode anywhere.
+    """
     import numpy as np
 
     distribution = problem.workload.lengths
-    cuts = _cuts(problem, dispatch)
-    lengths = BinnedLengths.of(distribution, distribution.bins(_BINS, tuple(cuts.values())))
+    lengths = BinnedLengths.of(distribution, distribution.bins(_BINS))
+    # Every bin uses so many paths at least.
+    ways = sum(part > 0 for part in spread.values()) if spread else 1
     scales: dict[Resource, float] = {}
     best: tuple[float, Routing, dict[Resource, float]] | None = None
     before = 0.0
     for _ in range(_ROUNDS):
         programme = Programme(problem, paths, lengths, scales)
-        shares = programme.shares(prefill, dispatch.spread, _allowed(paths, lengths, cuts))
+        shares = programme.shares(prefill) if spread is None else programme.fair_shares(prefill, spread)
         if shares is None:
             return None
         routing = Routing(problem, paths, lengths, cleaned(lengths, shares), prefill)
@@ -184,7 +174,7 @@ def best_routing(
         before = rate
         if service == "mean length":
             scales = routing.scales()
-        divided = np.flatnonzero((routing.shares > 0).sum(axis=1) > _ways(dispatch))
+        divided = np.flatnonzero((routing.shares > 0).sum(axis=1) > ways)
         # Equal clusters may share every bin; dividing them all would only cost time.
         if len(divided) <= _MOST_DIVIDED_BINS and len(lengths.bins.weights) <= _MOST_BINS:
             lengths = lengths.divided(divided, _PARTS)
@@ -200,34 +190,3 @@ def cleaned(lengths: BinnedLengths, shares: "FloatArray") -> "FloatArray":
     kept = np.where(shares > _NOTHING * weights, shares, 0.0)
     result: FloatArray = kept * weights / kept.sum(axis=1, keepdims=True)
     return result
-
-
-def _ways(dispatch: Dispatch) -> int:
-    """Paths that every bin must use at least."""
-    return sum(part > 0 for part in dispatch.spread.values()) if dispatch.spread else 1
-
-
-def _cuts(problem: PlanProblem, dispatch: Dispatch) -> dict[str, float]:
-    """Thresholds as prompt lengths, cached tokens counted, for PD clusters that something can prefill for."""
-    reached = {link.target for link in problem.links}
-    return {
-        pd.name: dispatch.thresholds[pd.name] / (1 - problem.hit_ratio(pd))
-        for pd in problem.pd
-        if dispatch.thresholds is not None and pd.name in reached
-    }
-
-
-def _allowed(
-    paths: tuple[Path, ...], lengths: BinnedLengths, cuts: Mapping[str, float]
-) -> "NDArray[np.bool_] | None":
-    """(bins × paths): whether a length may go that way; None if every one may."""
-    import numpy as np
-
-    if not cuts:
-        return None
-    allowed = np.ones((len(lengths.bins.weights), len(paths)), dtype=np.bool_)
-    for k, path in enumerate(paths):
-        if path.decode in cuts:
-            stays = lengths.bins.upper <= cuts[path.decode]
-            allowed[:, k] = stays if path.is_local else ~stays
-    return allowed

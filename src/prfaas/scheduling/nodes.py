@@ -9,13 +9,12 @@ from prfaas.scheduling.view import ClusterView, InstanceView, View
 
 
 @dataclass(slots=True)
-class PrefillNode:
-    """The instance of one cluster that would prefill a request, as an option, and what the cluster has besides.
+class PrefillNode(Option):
+    """The instance of one cluster that would prefill a request, and what the cluster has besides.
 
     `least_wait_s`: its shortest prefill queue. `holder` has its longest reusable prefix, `held_tokens`.
     """
 
-    option: Option
     least_wait_s: float
     holder: InstanceView
     held_tokens: int
@@ -38,8 +37,8 @@ def prefill_node(request: RoutingRequest, cluster: ClusterView, view: View) -> P
     held_at = request.held.get if request.held else None
     chosen: InstanceView | None = None
     holder: InstanceView | None = None
-    reusable, longest, in_flight = 0, -1, 0
-    done_s = wait_s = prefill_s = least_wait_s = math.inf
+    reusable, longest, in_flight, asked_tokens = 0, -1, 0, -1
+    done_s = wait_s = prefill_s = seconds = least_wait_s = math.inf
     # `is_prefiller` and `reusable_at` in line: this loop is most of a decision's time.
     for instance in cluster.instances:
         if not instance.prefills or not instance.healthy or instance.draining or instance.name in avoid:
@@ -61,7 +60,8 @@ def prefill_node(request: RoutingRequest, cluster: ClusterView, view: View) -> P
             if queue_s > wait_s or tokens < reusable or instance.in_flight >= in_flight:
                 continue
         elif chosen is None or tokens != reusable:
-            seconds = cluster.prefill_s(num_tokens - tokens)
+            if tokens != asked_tokens:
+                asked_tokens, seconds = tokens, cluster.prefill_s(num_tokens - tokens)
             end_s = queue_s + seconds
             if end_s > done_s or (end_s == done_s and tokens < reusable):
                 continue
@@ -70,8 +70,21 @@ def prefill_node(request: RoutingRequest, cluster: ClusterView, view: View) -> P
         done_s = wait_s + prefill_s
     if chosen is None or holder is None:
         return None
-    option = Option(cluster, chosen, reusable, wait_s, prefill_s, None, 0.0, 0.0, done_s)
-    return PrefillNode(option, least_wait_s, holder, longest)
+    return PrefillNode(
+        cluster,
+        chosen,
+        reusable,
+        wait_s,
+        prefill_s,
+        None,
+        0.0,
+        0.0,
+        done_s,
+        None,
+        least_wait_s,
+        holder,
+        longest,
+    )
 
 
 def decode_instance(
@@ -80,6 +93,7 @@ def decode_instance(
     view: View,
     *,
     draining: bool = False,
+    other_role: bool = False,
     unhealthy: bool = False,
 ) -> InstanceView | None:
     """The instance of a PD cluster that would decode; None if there is none.
@@ -87,14 +101,15 @@ def decode_instance(
     Each is worth the share of the prompt that it spares the network, less the share of its slots in use. So the
     cache-affine one is taken until it is overloaded: until its load exceeds another's by more than the share of
     the prompt that it holds more. One without a free slot comes after all others. Equal ones: the fewer requests
-    in flight, then the earlier in the list. `draining`, `unhealthy`: take those too.
+    in flight, then the earlier in the list. `draining`, `other_role`, `unhealthy`: take
+    those too that are being drained, that only prefill, that are unhealthy.
     """
     avoid, held, num_tokens, can_skip = view.avoid, request.held, request.num_tokens, view.kv.can_skip
     chosen: InstanceView | None = None
     worth = 0.0
     for instance in cluster.instances:
         if (
-            not instance.decodes
+            not (instance.decodes or other_role)
             or (instance.draining and not draining)
             or not (instance.healthy or unhealthy)
         ):

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from prfaas.scheduling.decision import CacheTransfer
 from prfaas.scheduling.request import RoutingRequest
 from prfaas.scheduling.view import ClusterView, InstanceView, LinkView, View
 from prfaas.units import BITS_PER_BYTE
@@ -16,7 +15,7 @@ class Option:
     `link`: what the KV crosses; None inside a PD cluster, whose network is never the bottleneck (section 3.4.1).
     `start_s`: until the prefill starts: its queue, or the arrival of a cache. `prefill_s`: what it takes.
     `link_wait_s`: until the bytes accepted for the link have left. `link_s`: seconds of the link for this KV alone.
-    `ttft_s`: until the decode instance has everything.
+    `ttft_s`: until the decode instance has everything. `moved_cache`: the fields of a CacheTransfer, if there is one.
     """
 
     cluster: ClusterView
@@ -28,12 +27,7 @@ class Option:
     link_wait_s: float
     link_s: float
     ttft_s: float
-    cache_transfer: CacheTransfer | None = None
-
-    @property
-    def behind_s(self) -> float:
-        """The part of the TTFT that is not this prefill: waiting, and transfer that prefilling does not hide."""
-        return self.ttft_s - self.prefill_s
+    moved_cache: tuple[InstanceView, int, int] | None
 
 
 def prefill_by(request: RoutingRequest, view: View, cluster: ClusterView, instance: InstanceView) -> Option:
@@ -41,7 +35,7 @@ def prefill_by(request: RoutingRequest, view: View, cluster: ClusterView, instan
     held_tokens = request.reusable_at(instance.name) if request.held else 0
     wait_s = max(instance.busy_until_s - view.now_s, 0.0)
     prefill_s = cluster.prefill_s(request.num_tokens - held_tokens)
-    return Option(cluster, instance, held_tokens, wait_s, prefill_s, None, 0.0, 0.0, wait_s + prefill_s)
+    return Option(cluster, instance, held_tokens, wait_s, prefill_s, None, 0.0, 0.0, wait_s + prefill_s, None)
 
 
 def bits_to(request: RoutingRequest, view: View, decode: InstanceView) -> int:
@@ -68,6 +62,7 @@ def streamed(option: Option, link: LinkView, now_s: float, bits: int) -> Option:
         link_wait_s,
         link_s,
         ttft_s,
+        None,
     )
 
 

@@ -4,10 +4,11 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from prfaas.scheduling.caches import uncached_tokens, with_cache
+from prfaas.scheduling.caches import own_uncached_tokens, sends_less, uncached_tokens, with_cache
 from prfaas.scheduling.decision import Decision
 from prfaas.scheduling.links import AbundanceMarks, is_stale
 from prfaas.scheduling.nodes import PrefillNode
+from prfaas.scheduling.options import Option
 from prfaas.scheduling.request import RoutingRequest
 from prfaas.scheduling.routing import Choice, route, soonest_remote
 from prfaas.scheduling.site import Site
@@ -26,6 +27,9 @@ class Paper:
 
         t' = t · max(w_far, m) / max(w_near, m) · max(1, ρ / utilisation_mark)
 
+    A prompt that is below it only because another cluster holds most of it is computed in the PD cluster from that
+    cache; but there, if moving the cache does not pay, or if that is done sooner and less has to cross the link,
+    since the decode instance holds most of it.
     So it is t while nothing surges, moves without jumps, rises without limit as the route falls behind, and falls
     when only the PD cluster does. While facts of the link are stale it is never below t.
     """
@@ -54,7 +58,20 @@ class Paper:
             best, reason = site.local, site.reason_to_stay(long=uncached > threshold)
         if site.sources:
             best = with_cache(request, view, site, best, self.abundance)
+            if not remotes and uncached < own_uncached_tokens(request, site):
+                best, reason = self._where_cached(request, view, site, best, reason)
         return Choice(best, uncached, lowest, reason, best.ttft_s)
+
+    def _where_cached(
+        self, request: RoutingRequest, view: View, site: Site, local: Option, reason: str
+    ) -> tuple[Option, str]:
+        """Of a prompt that is short only by another cluster's cache: move the cache here, or compute the rest there."""
+        remotes, _ = self._open_to(own_uncached_tokens(request, site), site, view)
+        if remotes:
+            there = soonest_remote(request, view, site, remotes)
+            if sends_less(request, view, site, local, there):
+                return there, "cached-there"
+        return local, reason
 
     def _open_to(
         self, uncached: int, site: Site, view: View

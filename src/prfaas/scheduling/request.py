@@ -21,8 +21,13 @@ class RoutingRequest:
 
     def reusable_at(self, instance: str) -> int:
         """Tokens a prefill at `instance` need not compute; the last prompt token is always computed."""
-        return min(self.held.get(instance, NOTHING).reusable_tokens, max(self.num_tokens - 1, 0))
+        here = self.held.get(instance)
+        return 0 if here is None else self._but_the_last(here.reusable_tokens)
 
     def attention_at(self, instance: str) -> int:
         """Tokens whose full-attention blocks `instance` holds, less the last prompt token."""
-        return min(self.held.get(instance, NOTHING).attention_tokens, max(self.num_tokens - 1, 0))
+        here = self.held.get(instance)
+        return 0 if here is None else self._but_the_last(here.attention_tokens)
+
+    def _but_the_last(self, tokens: int) -> int:
+        return tokens if tokens < self.num_tokens else max(self.num_tokens - 1, 0)

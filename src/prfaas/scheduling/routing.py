@@ -1,9 +1,10 @@
 """What all policies share: from a request to the PD clusters it could go to, and from a choice to a decision."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from prfaas.scheduling.decision import Decision, Route
+from prfaas.scheduling.decision import CacheTransfer, Decision, Route
 from prfaas.scheduling.nodes import PrefillNode, decode_instance
 from prfaas.scheduling.options import Option, bits_to, prefill_by, streamed
 from prfaas.scheduling.request import RoutingRequest
@@ -27,8 +28,9 @@ def route(
 ) -> Decision:
     """The decision of a policy that chooses by `choose` in every PD cluster.
 
-    Among PD clusters: one whose decode instance has a free slot, then the least cost, then the least load of the
-    decode instance, then the first. Raises NoDecodeInstanceError when nothing can decode.
+    Among PD clusters: one whose decode instance has a free slot, then the least cost of what the policy would do
+    there if caches stayed where they are, then the least load of the decode instance, then the first.
+    Raises NoDecodeInstanceError when nothing can decode.
     """
     decoders = decode_choices(request, view)
     if request.num_tokens <= 1:
@@ -38,25 +40,34 @@ def route(
         cluster, decode = decoders[0]
         site = site_of(request, view, cluster, decode, nodes)
         return decision_of(request, view, decode, choose(request, view, site))
-    choices = [
-        (decode, choose(request, view, site_of(request, view, cluster, decode, nodes)))
-        for cluster, decode in decoders
-    ]
-    decode, choice = min(choices, key=lambda each: (load_of(each[0]) >= 1.0, each[1].cost, load_of(each[0])))
-    return decision_of(request, view, decode, choice)
+    best: Choice | None = None
+    full, least, lightest = True, math.inf, math.inf
+    for here, decoder in decoders:
+        choice = choose(request, view, site_of(request, view, here, decoder, nodes, caches_move=False))
+        load = load_of(decoder)
+        if best is None or (load >= 1.0, choice.cost, load) < (full, least, lightest):
+            best, cluster, decode = choice, here, decoder
+            full, least, lightest = load >= 1.0, choice.cost, load
+    assert best is not None  # there is at least one
+    if request.held:
+        best = choose(request, view, site_of(request, view, cluster, decode, nodes))
+    return decision_of(request, view, decode, best)
 
 
 def decode_choices(request: RoutingRequest, view: View) -> list[tuple[ClusterView, InstanceView]]:
     """Per PD cluster the instance that would decode.
 
-    Healthy ones that are not being drained; if there is none in any cluster, draining ones; then unhealthy ones,
+    Healthy ones that are not being drained; if there is none in any cluster, draining ones; then those that only
+    prefill, since roles are a matter of routing and every engine of a PD cluster can decode; then unhealthy ones,
     since nothing else can answer a client. Raises NoDecodeInstanceError if there is not even that.
     """
-    for draining, unhealthy in ((False, False), (True, False), (True, True)):
+    wider: dict[str, bool] = {}
+    for step in ("", "draining", "other_role", "unhealthy"):
+        wider |= {step: True} if step else {}
         found = []
         for cluster in view.clusters.values():
             if cluster.kind == "pd":
-                decode = decode_instance(request, cluster, view, draining=draining, unhealthy=unhealthy)
+                decode = decode_instance(request, cluster, view, **wider)
                 if decode is not None:
                     found.append((cluster, decode))
         if found:
@@ -72,8 +83,8 @@ def soonest_remote(
     best: Option | None = None
     for node, link in remotes:
         # Nothing arrives before it has been computed.
-        if best is None or node.option.ttft_s < best.ttft_s:
-            option = streamed(node.option, link, view.now_s, bits)
+        if best is None or node.ttft_s < best.ttft_s:
+            option = streamed(node, link, view.now_s, bits)
             if best is None or option.ttft_s < best.ttft_s:
                 best = option
     assert best is not None  # there is at least one
@@ -94,8 +105,15 @@ def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choic
         choice.reason,
         choice.threshold_tokens,
         option.ttft_s,
-        option.cache_transfer,
+        _transfer(option),
     )
+
+
+def _transfer(option: Option) -> CacheTransfer | None:
+    if option.moved_cache is None:
+        return None
+    source, num_tokens, skip_tokens = option.moved_cache
+    return CacheTransfer(source.name, num_tokens, skip_tokens)
 
 
 def load_of(decode: InstanceView) -> float:
@@ -109,7 +127,7 @@ def single_token(
     """Nothing to transfer: the last token of a prompt is always computed where it is decoded."""
     cluster, decode = min(decoders, key=lambda each: load_of(each[1]))
     option = prefill_by(request, view, cluster, decode)
-    threshold = view.threshold_tokens.get(cluster.name, float("inf"))
+    threshold = view.threshold_tokens.get(cluster.name, math.inf)
     return decision_of(
         request, view, decode, Choice(option, request.num_tokens, threshold, "single-token", 0.0)
     )

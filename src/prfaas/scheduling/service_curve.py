@@ -89,8 +89,11 @@ class ServiceCurve:
         self._nearness = 1.0 / (1.0 + distance**2)
         self._newest_s = self._built_s = -math.inf
         self._active_s = 0.0
-        self._base_seconds: list[float] = self._base.tolist()
-        self._seconds = self._base_seconds
+        self._starts: list[float] = [self._knots[0], *self._knots]
+        self._values: list[float]
+        self._slopes: list[float]
+        self._values, self._slopes = self._lines(self._base)
+        self._base_values, self._base_slopes = self._values, self._slopes
         self.samples = 0
 
     @classmethod
@@ -110,11 +113,12 @@ class ServiceCurve:
 
     def seconds(self, tokens: float) -> float:
         """Seconds of a prefill of `tokens` uncached tokens, about 0.3 µs: for `ClusterView.prefill_s`."""
-        return _on_lines(self._knots, self._seconds, tokens)
+        piece = bisect_right(self._knots, tokens)
+        return self._values[piece] + self._slopes[piece] * (tokens - self._starts[piece])
 
     def at_rest(self) -> PrefillSeconds:
         """The curve as it is now, for arrays: for a `PlanProblem`, in any thread."""
-        return PrefillSeconds(tuple(self._knots), tuple(self._seconds))
+        return PrefillSeconds(tuple(self._knots), tuple(self._values[1:]))
 
     def prefill_s(self, tokens: "FloatArray") -> "FloatArray":
         """`seconds` for arrays of tokens, of the same shape."""
@@ -130,7 +134,7 @@ class ServiceCurve:
         bin_ = min(int(math.log2(tokens) * _BINS_PER_OCTAVE), len(self._filled) - 1)
         place = self._filled[bin_] % _SAMPLES_PER_BIN
         self._filled[bin_] += 1
-        self._logs[bin_, place] = math.log(seconds / _on_lines(self._knots, self._base_seconds, tokens))
+        self._logs[bin_, place] = math.log(seconds / self._base_at(tokens))
         if self.samples:
             self._active_s += min(max(now_s - self._newest_s, 0.0), self._half_life_s / _PAUSES)
         self._newest_s = max(now_s, self._newest_s)
@@ -154,18 +158,18 @@ class ServiceCurve:
         moved = self._nearness @ (mass * (medians - overall)) / (local + _PRIOR_SAMPLES)
         wanted = self._base * np.exp(overall + moved)
         rising = isotonic_regression(wanted, weights=local + _PRIOR_SAMPLES).x
-        self._seconds = rising.tolist()
+        self._values, self._slopes = self._lines(rising)
 
+    def _lines(self, seconds: "FloatArray") -> tuple[list[float], list[float]]:
+        """Value and slope of every piece; the first is what lies below the table, the last what lies above."""
+        import numpy as np
 
-def _on_lines(knots: list[float], seconds: list[float], tokens: float) -> float:
-    """Straight between the knots, constant below the first, on with the last slope above the last."""
-    right = bisect_right(knots, tokens)
-    if right == 0:
-        return seconds[0]
-    if right == len(knots):
-        right -= 1
-    start, low = knots[right - 1], seconds[right - 1]
-    return low + (seconds[right] - low) * (tokens - start) / (knots[right] - start)
+        slopes = np.diff(seconds) / np.diff(self._knots)
+        return [float(seconds[0]), *seconds.tolist()], [0.0, *slopes.tolist(), float(slopes[-1])]
+
+    def _base_at(self, tokens: float) -> float:
+        piece = bisect_right(self._knots, tokens)
+        return self._base_values[piece] + self._base_slopes[piece] * (tokens - self._starts[piece])
 
 
 def extended(

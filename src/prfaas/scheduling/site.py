@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Protocol
 
 from prfaas.scheduling.links import usable_link
 from prfaas.scheduling.nodes import PrefillNode, prefill_node
@@ -11,12 +12,18 @@ from prfaas.scheduling.request import RoutingRequest
 from prfaas.scheduling.view import ClusterView, InstanceView, LinkView, View
 
 
-@dataclass(slots=True)
-class Source:
-    """An instance that holds the longest prefix of a request in its cluster."""
+class Source(Protocol):
+    """`holder` has the longest prefix of a request in its cluster, `held_tokens`. A PrefillNode is one."""
 
     cluster: ClusterView
-    instance: InstanceView
+    holder: InstanceView
+    held_tokens: int
+
+
+@dataclass(slots=True)
+class _AtDecode:
+    cluster: ClusterView
+    holder: InstanceView
     held_tokens: int
 
 
@@ -83,25 +90,31 @@ def nodes_of(request: RoutingRequest, view: View) -> Nodes:
         else:
             far.append(node)
         if node.held_tokens:
-            sources.append(Source(cluster, node.holder, node.held_tokens))
+            sources.append(node)
     if len(sources) > 1:
         sources.sort(key=_by_tokens, reverse=True)
     return Nodes(own, far, sources)
 
 
 def site_of(
-    request: RoutingRequest, view: View, cluster: ClusterView, decode: InstanceView, nodes: Nodes
+    request: RoutingRequest,
+    view: View,
+    cluster: ClusterView,
+    decode: InstanceView,
+    nodes: Nodes,
+    *,
+    caches_move: bool = True,
 ) -> Site:
-    """The PD cluster `cluster`, given who would decode there."""
+    """The PD cluster `cluster`, given who would decode there; without `sources` unless `caches_move`."""
     own = nodes.own.get(cluster.name)
     local, reason, held_tokens = _local(request, view, cluster, decode, own)
-    sources = nodes.sources
-    if own is None or held_tokens > own.held_tokens:
-        at_decode = [Source(cluster, decode, held_tokens)] if held_tokens else []
-        sources = sorted(at_decode + sources, key=_by_tokens, reverse=True)
+    sources = nodes.sources if caches_move else []
+    if caches_move and held_tokens > (0 if own is None else own.held_tokens):
+        sources = [*sources, _AtDecode(cluster, decode, held_tokens)]
+        sources.sort(key=_by_tokens, reverse=True)
     remotes = []
     for node in nodes.far:
-        link = usable_link(view, node.option.cluster.name, cluster.name)
+        link = usable_link(view, node.cluster.name, cluster.name)
         if link is not None:
             remotes.append((node, link))
     least_wait_s = local.start_s if own is None else own.least_wait_s
@@ -117,21 +130,20 @@ def _local(
 ) -> tuple[Option, str, int]:
     """The local prefill, why it is special if it is, and l_pd.
 
-    The decode instance can prefill itself where it has that role too, or where it holds at least half the prompt
-    and as much as any other: the rest is the smaller part then, and needs no transfer. It does so unless another
-    would be done sooner, and always where there is no prefill instance.
+    The decode instance can prefill itself where it has that role too, or where it holds at least half the prompt:
+    the rest is the smaller part then, and needs no transfer. It does so unless another would be done sooner, and
+    always where there is no prefill instance.
     """
     if own is None:
         here = prefill_by(request, view, cluster, decode)
         return here, "no-prefill-instance", here.reusable_tokens
-    if own.option.instance is decode:
-        return own.option, "", own.held_tokens
+    if own.instance is decode:
+        return own, "", own.held_tokens
     held = request.reusable_at(decode.name) if request.held else 0
-    holds_most = held >= own.held_tokens and 2 * held >= request.num_tokens
-    if not holds_most and not decode.prefills:
-        return own.option, "", own.held_tokens
+    if 2 * held < request.num_tokens and not decode.prefills:
+        return own, "", own.held_tokens
     here = prefill_by(request, view, cluster, decode)
     longest = max(held, own.held_tokens)
-    if here.ttft_s > own.option.ttft_s:
-        return own.option, "", longest
+    if here.ttft_s > own.ttft_s:
+        return own, "", longest
     return here, "" if decode.prefills else "held-by-decode", longest

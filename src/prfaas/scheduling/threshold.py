@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from prfaas.planner import PlanProblem, ServiceModel
-from prfaas.planner.fixed_roles import best_thresholds, even_spread, prefill_rate
+from prfaas.planner.fixed_roles import PrefillSide, even_spread, prefill_sides
 from prfaas.workload import Bins
 
 if TYPE_CHECKING:
@@ -23,8 +23,9 @@ Reason = Literal["start", "periodic", "roles", "policy", "link"]
 class ThresholdChange:
     """`tokens`: the threshold of every PD cluster of the problem in uncached tokens; infinite: never offload.
 
-    Rates are requests per second that prefill and links can carry, with the thresholds before (None: there were
-    none) and after, by the lengths that were observed.
+    Rates are requests per second of the whole deployment that prefill and links can carry, with the thresholds
+    before (None: some cluster had none) and after, by the lengths that were observed: the first PD cluster that is
+    full counts.
     """
 
     tokens: Mapping[str, float]
@@ -37,12 +38,13 @@ class ThresholdChange:
 class ThresholdOptimiser:
     """The best thresholds for the roles as they are, with hysteresis.
 
-    New thresholds are adopted if the prefill side can carry more requests with them, by the observed lengths, than
-    with the present ones: by more than `margin` in proportion. When searched periodically they must also move the
-    balance of Eq. 7 (work offloaded to work kept) further than two samples of the same traffic differ by chance:
-    `noise_sds` standard deviations, which follow from the number of lengths and the spread of their work.
-    Where no link leads to a PD cluster its threshold is infinite at once.
-    Costs 1 ms for two clusters, about 0.1 s for more: run it beside an event loop, not in it.
+    A PD cluster's new threshold is adopted if its prefill side (own instances, and what it is granted of others) can
+    carry more of its requests with it, by the observed lengths, than with the present one: by more than `margin` in
+    proportion. When searched periodically it must also move the balance of Eq. 7 (work offloaded to work kept) further
+    than two samples of the same traffic differ by chance: `noise_sds` standard deviations, which follow from the
+    number of lengths and the spread of their work. Where no link leads to a PD cluster its threshold is infinite at
+    once.
+    Costs 1 ms for two clusters, some tenths of a second for more: run it beside an event loop, not in it.
     """
 
     margin: float = 0.02
@@ -65,47 +67,45 @@ class ThresholdOptimiser:
         `sample_count`: how many requests the problem's lengths were taken from. `spread`: the part of all requests
         that each PD cluster decodes (None: as their decode capacities; with two clusters it doesn't matter).
         """
-        reached = {link.target for link in problem.links}
         spread = spread if spread is not None else even_spread(problem, prefill)
-        best = best_thresholds(problem, prefill, spread, self.service)
-        best = {name: tokens if name in reached else math.inf for name, tokens in best.items()}
-        after = prefill_rate(problem, prefill, best, spread, self.service)
-        if any(name not in current_tokens for name in best):
-            return ThresholdChange(best, reason, None, after)
-        now = {name: current_tokens[name] if name in reached else math.inf for name in best}
-        before = prefill_rate(problem, prefill, now, spread, self.service)
-        if after > before * (1 + self.margin) and (
-            reason != "periodic" or moved_sds(problem, now, best, sample_count) > self.noise_sds
-        ):
-            return ThresholdChange(best, reason, before, after)
-        if any(now[name] != current_tokens[name] for name in now):
-            return ThresholdChange(now, reason, before, before)
-        return None
+        sides = prefill_sides(problem, prefill, spread, self.service)
+        tokens: dict[str, float] = {}
+        before: list[float | None] = []
+        for name, side in sides.items():
+            now = current_tokens.get(name)
+            best = side.best_threshold()
+            if now is not None and not self._is_better(side, now, best, sample_count, reason):
+                best = now
+            tokens[name] = best
+            before.append(None if now is None else side.rate(now) / side.part)
+        if all(tokens[name] == current_tokens.get(name) for name in tokens):
+            return None
+        after = min(side.rate(tokens[name]) / side.part for name, side in sides.items())
+        known = [rate for rate in before if rate is not None]
+        return ThresholdChange(tokens, reason, min(known) if len(known) == len(before) else None, after)
+
+    def _is_better(
+        self, side: PrefillSide, now: float, best: float, sample_count: int, reason: Reason
+    ) -> bool:
+        if not side.is_reached:
+            return True  # infinite
+        if side.rate(best) <= side.rate(now) * (1 + self.margin):
+            return False
+        return reason != "periodic" or moved_sds(side.problem, now, best, sample_count) > self.noise_sds
 
 
-def moved_sds(
-    problem: PlanProblem, before: Mapping[str, float], after: Mapping[str, float], sample_count: int
-) -> float:
-    """How far thresholds move the balance of Eq. 7, in standard deviations of what two samples differ by.
+def moved_sds(problem: PlanProblem, before: float, after: float, sample_count: int) -> float:
+    """How far a threshold moves the balance of Eq. 7, in standard deviations of what two samples differ by.
 
-    The balance is log(work offloaded / work kept), which at the best threshold is what the instances' numbers allow. Of
-    the PD clusters it is that which moves most, and of PrfaaS clusters and links what moves least.
+    The balance is log(work offloaded / work kept), which at the best threshold is what the instances' numbers allow.
+    The work of the PrfaaS cluster and of the link are both looked at; what moves less counts.
     """
     bins = problem.workload.lengths.fine_bins()
-    most = 0.0
-    for pd in problem.pd:
-        sources = {link.source for link in problem.links if link.target == pd.name}
-        remote = [cluster.prefill_s for cluster in problem.clusters if cluster.name in sources]
-        if remote and before[pd.name] != after[pd.name]:
-            stays = pd.prefill_s(bins.lengths)
-            goes = (work(bins.lengths) for work in (*remote, problem.kv_bytes))
-            moves = (
-                _moved(bins, stays, offloaded, before[pd.name], after[pd.name], sample_count)
-                for offloaded in goes
-                if offloaded.any()
-            )
-            most = max(most, min(moves))
-    return most
+    stays = problem.pd[0].prefill_s(bins.lengths)
+    goes = [work(bins.lengths) for work in (problem.prfaas[0].prefill_s, problem.kv_bytes)]
+    return min(
+        _moved(bins, stays, offloaded, before, after, sample_count) for offloaded in goes if offloaded.any()
+    )
 
 
 def _moved(

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from prfaas.scheduling.caches import uncached_tokens, with_cache
+from prfaas.scheduling.caches import own_uncached_tokens, uncached_tokens, with_cache
 from prfaas.scheduling.decision import Decision
 from prfaas.scheduling.links import AbundanceMarks, is_stale
 from prfaas.scheduling.options import Option, bits_to, streamed
@@ -62,24 +62,30 @@ class Tilted:
             if uncached > adjusted:
                 reason = "long" if uncached > threshold else "busy-pd"
                 return Choice(far, uncached, adjusted, reason, _cost(far))
+            short_by_cache = own_uncached_tokens(request, site) > adjusted
+            if short_by_cache and (local.moved_cache is None or far.ttft_s <= local.ttft_s):
+                # The cache that makes it short does not come here, or is done sooner where it is.
+                return Choice(far, uncached, adjusted, "cached-there", _cost(far))
         reason = site.reason_to_stay(long=uncached > threshold)
         return Choice(local, uncached, adjusted, reason, _cost(local))
 
     def _cheapest_remote(self, request: RoutingRequest, view: View, site: Site) -> Option:
         bits = bits_to(request, view, site.decode)
         best: Option | None = None
+        least = math.inf
         for node, link in site.remotes:
             # Without the link the cost can only be less.
-            if best is None or _cost(node.option) < _cost(best):
-                option = streamed(node.option, link, view.now_s, bits)
-                if best is None or _cost(option) < _cost(best):
-                    best = option
+            if node.ttft_s * node.prefill_s < least:
+                option = streamed(node, link, view.now_s, bits)
+                cost = _cost(option)
+                if cost < least:
+                    best, least = option, cost
         assert best is not None  # there is at least one
         return best
 
     def _ahead_s(self, local: Option, far: Option, view: View) -> float:
-        work = far.behind_s * far.prefill_s + far.link_wait_s * far.link_s
-        ahead_s = local.behind_s - work / max(local.prefill_s, _LEAST_S)
+        work = (far.ttft_s - far.prefill_s) * far.prefill_s + far.link_wait_s * far.link_s
+        ahead_s = local.start_s - work / (local.prefill_s or _LEAST_S)
         if ahead_s > 0.0 and far.link is not None and is_stale(far.link, view):
             return 0.0
         return ahead_s

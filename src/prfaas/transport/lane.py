@@ -315,6 +315,7 @@ class Lane:
             transfers = self._transfers.values()
             return {
                 "queued_bytes": sum(t.put_bytes - t.acked_bytes for t in transfers),
+                "waiting_bytes": sum(span.nbytes for t in transfers for span in t.pending),
                 "open_bytes": sum(t.total_bytes - t.acked_bytes for t in transfers),
                 "acked_bytes": self.counters["acked_bytes"],
                 "connections": len(self._flights),

@@ -13,7 +13,8 @@ from prfaas.transport.tcpinfo import LinkSample
 class LinkReport:
     """One link as one sender sees it.
 
-    `queued_bytes` are produced and not acknowledged yet; `open_bytes` are those and what the open transfers have
+    `queued_bytes` are produced and not acknowledged yet, of which `waiting_bytes` are held back until the consumer
+    has room; `open_bytes` are those and what the open transfers have
     still to produce. `acked_bytes_total` and `retransmits_total` only grow. `delivery_bits_per_s` is the sum of
     the kernel's delivery rates, `rtt_s` the least of the round trips; both are of the newest look, which was
     `sampled_age_s` ago (None: never, nothing was sent). `capacity_bits_per_s`: the configured pace, None: unpaced.
@@ -22,6 +23,7 @@ class LinkReport:
 
     capacity_bits_per_s: float | None
     queued_bytes: int
+    waiting_bytes: int
     open_bytes: int
     acked_bytes_total: int
     delivery_bits_per_s: float
@@ -52,6 +54,7 @@ def _report(lanes: Sequence[Lane], looks: Sequence[LinkSample], now_s: float) ->
     return LinkReport(
         capacity_bits_per_s=lanes[0].peer.bandwidth_bits_per_s,
         queued_bytes=sum(load["queued_bytes"] for load in loads),
+        waiting_bytes=sum(load["waiting_bytes"] for load in loads),
         open_bytes=sum(load["open_bytes"] for load in loads),
         acked_bytes_total=sum(load["acked_bytes"] for load in loads),
         delivery_bits_per_s=sum(look.info.delivery_bits_per_s for look in fresh),

@@ -122,10 +122,6 @@ class PrefixCache:
             events.append(self._stored(context, full, keys, first, end, range(first, end)))
         self._publish_with_evictions(events)
 
-    def publish_evictions(self) -> None:
-        """Tell what was evicted without anything being stored."""
-        self._publish_with_evictions([])
-
     def clear(self) -> None:
         """Forget everything."""
         self.pool.clear()
@@ -138,8 +134,8 @@ class PrefixCache:
     def held(self) -> dict[int, dict[int, int]]:
         """Group → engine hash → copies: what a faithful reader of the events must have."""
         found: dict[int, dict[int, int]] = {group.index: {} for group in self.layout.groups}
-        for (group, key), copies in self.pool._copies.items():
-            found[group][self.engine_hash(key)] = len(copies)
+        for (group, key), copies in self.pool.copies().items():
+            found[group][self.engine_hash(key)] = copies
         return found
 
     def _keys(self, context: Context) -> list[int]:

@@ -117,18 +117,22 @@ class SyntheticEngine:
         for ticket in roles.unwanted:
             self.endpoints.drop(ticket, "the request has another prompt")
         chain = TokenChain(work.token_ids, self.cache.layout.block_tokens, work.adapter)
+        self.counts.prefix_queries += len(chain)
         self.counts.waiting += 1
         try:
             async with AsyncExitStack() as held:
-                stage = await self._prepared(Context(chain, work.salt, work.adapter), work, roles, held)
-                await held.enter_async_context(self._seats)
-                held.enter_context(self._running())
-                self.clock.change_batch(work.samples)
-                held.callback(self.clock.change_batch, -work.samples)
-                yield Generation(self, work, stage)
+                stage = await self._prepared(work, chain, roles, held)
+                if work.max_tokens > 1 or stage.done_tokens < len(work.token_ids):
+                    await held.enter_async_context(self._seats)
+                    self.clock.change_batch(work.samples)
+                    held.callback(self.clock.change_batch, -work.samples)
+                with self._running():
+                    yield Generation(self, work, stage)
             self._count_finished(work)
         except BaseException:
             self.counts.cancelled += 1
+            if roles.load is not None:
+                self.endpoints.drop(roles.load, "the request ended before its load")
             raise
         finally:
             self.counts.waiting -= 1
@@ -154,30 +158,34 @@ class SyntheticEngine:
             self.counts.running -= 1
             self.counts.waiting += 1
 
-    async def _prepared(self, context: Context, work: Work, roles: Roles, held: AsyncExitStack) -> _Stage:
-        """Until all but the last token of the prompt is in the context: loaded, or all of it: prefilled."""
-        total_tokens = len(work.token_ids) + work.max_tokens
-        ready = roles.load is not None and await self._arrived(roles.load)
-        needs_prefill = not ready or roles.load is None or roles.load.num_tokens < len(work.token_ids) - 1
-        async with AsyncExitStack() as turn:
-            queued = self._prefill_turn.locked()
-            if needs_prefill:
-                await turn.enter_async_context(self._prefill_turn)
-            lease = await self.cache.pool.lease(self.cache.layout.pages_for(total_tokens))
-            held.callback(lease.close)
-            stage = _Stage(context, lease)
-            self.counts.prefix_queries += len(work.token_ids)
-            if ready and roles.load is not None:
-                await self._load(roles.load, stage)
+    async def _prepared(self, work: Work, chain: TokenChain, roles: Roles, held: AsyncExitStack) -> _Stage:
+        """Until all but the last token of the prompt is in a context by a load, or all of it by a prefill."""
+        load = roles.load if roles.load is not None and await self._arrived(roles.load) else None
+        if load is not None and load.num_tokens == len(chain) - 1 and roles.send is None:
+            stage = await self._admitted(work, chain, held)
+            if await self._load(load, stage):
+                return stage
+            # Never wait for the turn with pages in hand: who has the turn may wait for pages.
+            stage.lease.close()
+            load = None
+        queued = self._prefill_turn.locked()
+        async with self._prefill_turn:
+            stage = await self._admitted(work, chain, held)
+            if load is not None and not await self._load(load, stage):
+                stage.lease.close()
+                stage = await self._admitted(work, chain, held)
             if not stage.done_tokens:
-                self._reuse(stage, len(work.token_ids) - 1)
-                if not needs_prefill:
-                    # What was announced could not be loaded after all.
-                    await turn.enter_async_context(self._prefill_turn)
-            if stage.done_tokens < len(work.token_ids) - 1 or needs_prefill:
-                with self._running():
-                    await self._prefill(stage, roles.send, queued=queued)
+                self._reuse(stage, len(chain) - 1)
+            with self._running():
+                await self._prefill(stage, roles.send, queued=queued)
         return stage
+
+    async def _admitted(self, work: Work, chain: TokenChain, held: AsyncExitStack) -> _Stage:
+        """A fresh context with room for prompt and answer."""
+        pages = self.cache.layout.pages_for(len(chain) + work.max_tokens)
+        lease = await self.cache.pool.lease(pages)
+        held.callback(lease.close)
+        return _Stage(Context(chain, work.salt, work.adapter), lease)
 
     async def _arrived(self, ticket: Ticket) -> bool:
         problem = await self.endpoints.arrival(ticket)
@@ -186,26 +194,30 @@ class SyntheticEngine:
             self.endpoints.counts.loads_failed += 1
         return not problem
 
-    async def _load(self, ticket: Ticket, stage: _Stage) -> None:
-        """Make a transfer part of the context, on top of the full-attention blocks that are held."""
+    async def _load(self, ticket: Ticket, stage: _Stage) -> bool:
+        """Make a transfer part of the context, on top of the full-attention blocks that are held.
+
+        False if it can't be: the stage is of no use then.
+        """
         context, cache = stage.context, self.cache
         hit = cache.hit(context, len(context.chain) - 1)
         blocks = hit.usable_blocks if cache.layout.has_window else hit.attention_blocks
         held_tokens = blocks * cache.layout.block_tokens
         if not ticket.skip_tokens <= held_tokens < ticket.num_tokens:
             self.endpoints.drop(ticket, f"{held_tokens} tokens are held, {ticket.skip_tokens} were skipped")
-            return
+            return False
         cache.reuse(context, stage.lease, blocks, attention_only=True)
         taint = context.taint
         if not await self.endpoints.load(ticket, context, held_tokens):
             self.endpoints.counts.loads_failed += 1
-            return
+            return False
         self.endpoints.counts.loads_completed += 1
         self.counts.damaged_loads += context.taint != taint
         self.counts.prefix_hits += held_tokens
         stage.done_tokens = stage.cached_tokens = ticket.num_tokens
         cache.store(context, stage.lease, held_tokens, ticket.num_tokens, states=False)
         stage.stored_tokens = ticket.num_tokens
+        return True
 
     def _reuse(self, stage: _Stage, limit_tokens: int) -> None:
         """Make what is held of the first `limit_tokens` tokens part of the context."""

@@ -6,6 +6,8 @@ import secrets
 import signal
 from collections.abc import Callable, Sequence
 
+import zmq
+
 from prfaas.deployment import SYNTHETIC, Deployment, Instance
 from prfaas.engines.errors import EngineError
 from prfaas.engines.synthetic import VERSION
@@ -73,7 +75,7 @@ class SyntheticNode:
         self._dying: asyncio.Task[None] | None = None
         self.gone = asyncio.Event()
 
-    async def listen(self) -> None:
+    def listen(self) -> None:
         """Open the KV port. Raises OSError when it is taken."""
         self.engine.endpoints.listen()
 
@@ -118,12 +120,14 @@ async def run_nodes(deployment: Deployment, names: Sequence[str], key: bytes) ->
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     nodes: list[SyntheticNode] = []
+    name = ""
     try:
         for name in names:
             nodes.append(SyntheticNode(deployment, deployment.instance(name), key, text))
-            await nodes[-1].listen()
+            nodes[-1].listen()
         # Only now: those who connect find everyone of this process listening.
         for node in nodes:
+            name = node.instance.name
             await node.serve()
         waits = [asyncio.create_task(node.gone.wait()) for node in nodes]
         stop = asyncio.create_task(stopping.wait())
@@ -132,7 +136,7 @@ async def run_nodes(deployment: Deployment, names: Sequence[str], key: bytes) ->
         for task in (*waits, stop):
             task.cancel()
         await asyncio.gather(everyone, stop, return_exceptions=True)
-    except OSError as error:
-        raise EngineError(f"{nodes[-1].instance.name if nodes else names[0]} can't start: {error}") from error
+    except (OSError, zmq.ZMQError) as error:
+        raise EngineError(f"{name} can't start: {error}") from error
     finally:
         await asyncio.gather(*(node.close() for node in nodes))

@@ -46,10 +46,9 @@ class PagePool:
         """Share of the pages that running requests hold or will need."""
         return (self._reserved + self._pinned) / self.capacity
 
-    @property
-    def cached_pages(self) -> int:
-        """Pages that can be found, copies included."""
-        return sum(len(copies) for copies in self._copies.values())
+    def copies(self) -> dict[tuple[int, int], int]:
+        """(group, key) → copies of every block that can be found."""
+        return {place: len(copies) for place, copies in self._copies.items()}
 
     def holds(self, group: int, key: int) -> bool:
         """True if a copy of the block is held."""
@@ -126,7 +125,7 @@ class PagePool:
 
 
 class Lease:
-    """One running request's part of the pool; `close` it once, whatever happened."""
+    """One running request's part of the pool; `close` it, whatever happened."""
 
     def __init__(self, pool: PagePool, pages: int) -> None:
         self._pool = pool
@@ -134,9 +133,8 @@ class Lease:
         self._pages: list[Page] = []
 
     def pin(self, page: Page) -> None:
-        """Keep a held page from being evicted; takes no room from the lease if another request pins it too."""
-        if page.holders == 0:
-            self._spend()
+        """Keep a held page from being evicted: one page less that the request will need."""
+        self._spend()
         self._pool._pin(page)
         self._pages.append(page)
 
@@ -149,7 +147,7 @@ class Lease:
         return page
 
     def close(self) -> None:
-        """Let everything go: the last pages of the prompt will be evicted first."""
+        """Let everything go, the last pages of the prompt to be evicted first; idempotent."""
         pool = self._pool
         for page in reversed(self._pages):
             pool._unpin(page)

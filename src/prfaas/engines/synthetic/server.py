@@ -1,7 +1,6 @@
 """The HTTP server of one stand-in: the routes of vLLM that a gateway, a controller and a load tool use."""
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 
 import orjson
@@ -16,8 +15,6 @@ from prfaas.engines.synthetic.pool import RoomError
 from prfaas.engines.synthetic.stats import CacheFacts, exposition
 from prfaas.engines.synthetic.text import Text
 from prfaas.engines.synthetic.work import Work
-
-logger = logging.getLogger(__name__)
 
 # Steps faster than this share an event of a stream.
 _STREAM_S = 0.02
