@@ -16,7 +16,7 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 STREAMS = 32
-STREAM_CHUNKS = 100
+STREAM_CHUNKS = 300
 STREAM_CHUNK_S = 0.01
 Form = Callable[[str], Any]
 

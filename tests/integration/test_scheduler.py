@@ -98,7 +98,7 @@ def test_tenants_share_nothing(paper: Stack) -> None:
 
 
 def test_a_prefix_moves_to_the_cluster_that_computes(paper: Stack) -> None:
-    """The PD cluster holds 5K tokens; the rest is over the threshold, so PrfaaS computes it, from a cache sent there."""
+    """The PD cluster holds 5K tokens; the rest is over the threshold, so PrfaaS computes it from them."""
     held = prompt(160, 5121)
     for end in (1600, 3200, 4800, 5121):  # each step is short enough to stay at home
         local = paper.complete(held[:end])
