@@ -4,6 +4,7 @@
 
 CPU time of one core; of repeated measurements the median. The peers' figures are from notes/gateway.md, of another
 day on the same kind of machine: the plain dict neither translates engine hashes nor knows of holes or states.
+Other work on the machine shows even in CPU time (caches, memory): one row inserts into a plain dict for comparison.
 Exit code 1 if an aim is missed.
 """
 
@@ -15,9 +16,11 @@ import random
 import statistics
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 
 import msgspec
@@ -123,22 +126,42 @@ def rss_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def fill(blocks: int) -> tuple[GlobalIndex, float, float]:
-    """An index with that many blocks, and its bytes per block: after filling, after half has been replaced."""
+def fill(blocks: int, what: str) -> GlobalIndex:
+    """An index with that many blocks."""
     index = GlobalIndex(seed=1, capacity_blocks=4 * blocks)
-    # What is allocated on first use is no part of a block.
-    apply_all(index, next(prompts(1, seed=-1))[0])
-    index.drop("instance-0")
-    before = rss_bytes()
     count = blocks // PROMPT_BLOCKS
-    for (prompt,) in track(prompts(count, seed=0), "filling", count, console=Console(stderr=True)):
+    for (prompt,) in track(prompts(count, seed=0), what, count, console=Console(stderr=True)):
         apply_all(index, prompt)
-    filled = (rss_bytes() - before) / index.stats().blocks
-    arriving = prompts(count // 2, seed=1)
-    for (old,) in track(prompts(count // 2, seed=0), "replacing", count // 2, console=Console(stderr=True)):
+    return index
+
+
+def replace_half(index: GlobalIndex, blocks: int) -> None:
+    count = blocks // PROMPT_BLOCKS // 2
+    leaving, arriving = prompts(count, seed=0), prompts(count, seed=1)
+    for (old,) in track(leaving, "replacing", count, console=Console(stderr=True)):
         index.apply(old.instance, [RemovedBlocks(hashes=old.hashes[::-1], group=1)])
         apply_all(index, next(arriving)[0])
-    return index, filled, (rss_bytes() - before) / index.stats().blocks
+
+
+def measure_memory(blocks: int) -> tuple[GlobalIndex, list[Row]]:
+    """The index after half of its blocks were replaced; bytes per block before and after."""
+    # What is loaded on first use is no part of a block.
+    fill(4 * PROMPT_BLOCKS * INSTANCES, "warming up")
+    tracemalloc.start()
+    index = fill(blocks, "filling, traced")
+    allocated = tracemalloc.get_traced_memory()[0] / index.stats().blocks
+    tracemalloc.stop()
+    del index
+    before = rss_bytes()
+    index = fill(blocks, "filling")
+    filled = (rss_bytes() - before) / index.stats().blocks
+    replace_half(index, blocks)
+    replaced = (rss_bytes() - before) / index.stats().blocks
+    return index, [
+        Row("allocated bytes per block, filled", allocated, "B", 100, "78", "94"),
+        Row("  resident", filled, "B"),
+        Row("  resident after half of them were replaced", replaced, "B"),
+    ]
 
 
 def apply_all(index: GlobalIndex, prompt: Prompt, *, with_states: bool = False) -> None:
@@ -181,6 +204,23 @@ def measure_events(index: GlobalIndex, rounds: int = 8, per_round: int = 128) ->
             100e3,
         ),
     ]
+
+
+def measure_plain_dict(blocks: int, rounds: int = 8, per_round: int = 1024) -> Row:
+    """What inserting runs of 32 into a dict of that size costs on this machine now, with nothing else done."""
+    draw = random.Random(0)
+    holders = dict.fromkeys((draw.getrandbits(60) for _ in range(blocks)), 1)
+    seconds = []
+    for _ in range(rounds):
+        runs = [[draw.getrandbits(60) for _ in range(EVENT_BLOCKS)] for _ in range(per_round)]
+        seconds.append(cpu_s(partial(insert_all, holders, runs)) / per_round)
+    return Row("  only insert into a plain dict, in this run", 1 / statistics.median(seconds), "events/s")
+
+
+def insert_all(holders: dict[int, int], runs: Sequence[Sequence[int]]) -> None:
+    for run in runs:
+        if holders.keys().isdisjoint(run):
+            holders.update(zip(run, repeat(1)))
 
 
 def decode_all(payloads: Sequence[tuple[str, bytes]], batches: list[tuple[str, Sequence[Event]]]) -> None:
@@ -284,13 +324,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--blocks", type=int, default=1_000_000, help="blocks in the index")
     options = parser.parse_args()
-    index, filled, replaced = fill(options.blocks)
+    index, memory = measure_memory(options.blocks)
     rows = [
         *measure_matches(index, options.blocks),
         *measure_hybrid_matches(),
         *measure_events(index),
-        Row("resident bytes per block, filled", filled, "B", 100, "78", "94"),
-        Row("  after half of them were replaced", replaced, "B"),
+        measure_plain_dict(options.blocks),
+        *memory,
         *measure_hashing(),
     ]
     table = Table("what", "measured", "aim", "plain dict", "Dynamo RadixTree")

@@ -161,6 +161,19 @@ def test_where_one_cluster_is_the_limit_the_other_is_balanced_all_the_same() -> 
     assert 4 <= granted[0] <= 8
 
 
+def test_what_the_limit_leaves_free_is_used_even_if_nobody_needs_it() -> None:
+    """Home can hardly do anything; home2's own instances would do for what Λ that leaves, but it is balanced."""
+    one = paper_problem(prfaas=2)
+    first = one.pd[0]
+    links = (PlanLink("east", "home", 4e8), PlanLink("east", "home2", 100e9))
+    problem = replace(one, pd=(first, replace(first, name="home2")), links=links)
+    sides = prefill_sides(problem, {"home": 1, "home2": 7}, HALF)
+    assert sides["home2"].best_threshold() < 100_000
+    reached = rates(sides)
+    assert reached["home2"] > 5 * reached["home"]
+    assert reached["home2"] * 0.5 > 1.2 * sides["home2"].rate(math.inf)
+
+
 def test_a_cluster_that_gets_more_requests_keeps_fewer_of_them() -> None:
     roles = {"home": 3, "home2": 3}
     sides = prefill_sides(two_homes(), roles, {"home": 0.65, "home2": 0.35})

@@ -207,6 +207,17 @@ def test_follows_a_mix_that_shifts_and_comes_back() -> None:
         assert abs(fluid.prefill["home"] - target) <= 1
 
 
+def test_a_step_that_costs_something_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over several clusters the way to better roles can lead through worse ones."""
+    rates = {1: 1.0, 2: 0.9, 3: 2.0}
+    monkeypatch.setattr(
+        "prfaas.scheduling.allocation.rate_with_roles", lambda problem, roles, service: rates[roles["home"]]
+    )
+    assert decided(Allocator(), load(1), problem_of(), 10) is None
+    rates[2] = 1.0
+    assert decided(Allocator(), load(1), problem_of(), 10) is not None
+
+
 def several(output_tokens: float = 1024) -> PlanProblem:
     far, near = ServiceCurve.of_profile(H200), ServiceCurve.of_profile(H20)
     return problem_now(

@@ -146,7 +146,9 @@ class Holdings:
             self.clear()
             self.block_tokens = event.block_tokens
             self.has_learned = True
-        if not engine_hashes or len(event.token_ids) != len(engine_hashes) * (self.block_tokens or 0):
+        if event.block_tokens != self.block_tokens or not engine_hashes:
+            return
+        if len(event.token_ids) != len(engine_hashes) * self.block_tokens:
             return
         salt, plain = plain_blocks(event)
         parent = NO_PARENT if event.parent is None else self._pairs.get(_word(event.parent))

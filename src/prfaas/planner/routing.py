@@ -154,8 +154,6 @@ def best_routing(
 
     distribution = problem.workload.lengths
     lengths = BinnedLengths.of(distribution, distribution.bins(_BINS))
-    # Every bin uses so many paths at least.
-    ways = sum(part > 0 for part in spread.values()) if spread else 1
     scales: dict[Resource, float] = {}
     best: tuple[float, Routing, dict[Resource, float]] | None = None
     before = 0.0
@@ -174,7 +172,7 @@ def best_routing(
         before = rate
         if service == "mean length":
             scales = routing.scales()
-        divided = np.flatnonzero((routing.shares > 0).sum(axis=1) > ways)
+        divided = np.flatnonzero((routing.shares > 0).sum(axis=1) > 1)
         # Equal clusters may share every bin; dividing them all would only cost time.
         if len(divided) <= _MOST_DIVIDED_BINS and len(lengths.bins.weights) <= _MOST_BINS:
             lengths = lengths.divided(divided, _PARTS)
