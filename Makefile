@@ -17,7 +17,7 @@ help:
 	@echo "make demo   one long and several short prompts through two clusters on this machine, compared with plain vLLM"
 	@echo "make test   every test (starts real vLLM engines; about ten minutes)"
 	@echo "make check  formatting, lint, types, import arrows"
-	@echo "make bench  transport, gateway and planner benchmarks"
+	@echo "make bench  every benchmark (about half an hour)"
 	@echo "make setup  only the virtual environment"
 
 setup: $(STAMP)
@@ -47,6 +47,11 @@ bench: setup
 	$(BIN)/python bench/transport.py
 	$(BIN)/python bench/gateway.py
 	$(BIN)/python bench/planner.py
+	$(BIN)/python bench/index.py
+	$(BIN)/python bench/routing.py
+	$(BIN)/python bench/allocation.py
+	$(BIN)/python bench/synthetic.py
+	$(BIN)/python bench/burst.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
