@@ -122,6 +122,18 @@ class Watch:
             await asyncio.sleep(WATCH_S)
 
 
+async def set_link(
+    session: aiohttp.ClientSession, deployment: Deployment, link_name: str, factor: float
+) -> None:
+    """Gives every sender of a link its share of a part of the link's bandwidth."""
+    link = next(each for each in deployment.links if each.name == link_name)
+    body = {"link": link.name, "bits_per_s": deployment.share_bits_per_s(link) * factor}
+    for instance in deployment.cluster(link.source).instances:
+        async with session.post(f"{instance.url}/synthetic/link", json=body) as response:
+            if response.status != 200:
+                raise SystemExit(f"{instance.name} answers POST /synthetic/link with {response.status}")
+
+
 async def set_links(
     session: aiohttp.ClientSession,
     deployment: Deployment,
@@ -130,19 +142,12 @@ async def set_links(
     started_s: float,
 ) -> None:
     """Gives the link its bandwidth at the beginning of each phase where that changes."""
-    loop = asyncio.get_running_loop()
-    link = next(each for each in deployment.links if each.name == link_name)
-    senders = deployment.cluster(link.source).instances
-    share = deployment.share_bits_per_s(link)
     factor, start_s = 1.0, 0.0
     for phase in phases:
         if phase.link_factor != factor:
-            await asyncio.sleep(max(started_s + start_s - loop.time(), 0))
+            await asyncio.sleep(max(started_s + start_s - asyncio.get_running_loop().time(), 0))
             factor = phase.link_factor
-            for instance in senders:
-                body = {"link": link.name, "bits_per_s": share * factor}
-                async with session.post(f"{instance.url}/synthetic/link", json=body) as response:
-                    response.raise_for_status()
+            await set_link(session, deployment, link_name, factor)
         start_s += phase.duration_s
 
 
@@ -155,6 +160,9 @@ async def phases_of(
     whole = [each for place, each in enumerate(requests) if place % STREAMED_EACH]
     async with aiohttp.ClientSession() as session:
         target = await find_target(session, deployment.gateway.url)
+        if any(phase.link_factor != 1 for phase in phases):
+            # Better now than in a minute.
+            await set_link(session, deployment, link_name, 1.0)
         watch = Watch(session, deployment)
         started_s = asyncio.get_running_loop().time()
         beside = [

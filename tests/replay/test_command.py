@@ -3,8 +3,10 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from aiohttp import web
 
 from prfaas.cli import main as cli
 from prfaas.workload import TracedRequest, write_requests
@@ -73,6 +75,19 @@ def test_made_up_traffic(
     assert "no request was lost" in out and f"{len(stub.bodies)} requests to" in out
 
 
+def test_headers_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    async def handler(asked: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        seen.append((asked.headers["x-tenant"], asked.headers["x-more"]))
+        return await well(asked, body)
+
+    with served(handler) as stub:
+        options = ("--header", "x-tenant: a:b", "--header", "x-more:1")
+        assert run(monkeypatch, stub.url, "--poisson", 500, "--limit", 2, *options) == 0
+    assert seen == [("a:b", "1")] * 2
+
+
 def test_lost_requests_end_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,6 +115,7 @@ def test_lost_requests_end_with_1(
         (("--trace", EXAMPLE, "--format", "azure"), "the header has no TIMESTAMP"),
         (("--trace", EXAMPLE, "--records", "no/such/folder"), "--records no/such/folder: can't be written"),
         (("--poisson", 1, "--limit", 1, "--model", "third"), "doesn't serve third"),
+        (("--poisson", 1, "--limit", 1, "--header", "tenant"), "must be NAME:VALUE"),
     ],
 )
 def test_what_can_t_be_done_is_one_sentence_and_2(

@@ -118,6 +118,14 @@ def replay(
     max_connections: Annotated[
         int, typer.Option(min=1, help="More open requests than these wait.", rich_help_panel=_SENDING)
     ] = 4096,
+    header: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME:VALUE",
+            help="Send it with every request; may be repeated.",
+            rich_help_panel=_SENDING,
+        ),
+    ] = None,
     timeout_s: Annotated[
         float,
         typer.Option(
@@ -168,6 +176,7 @@ def replay(
         ignore_eos=ignore_eos,
         max_connections=_connections(max_connections),
         timeout_s=timeout_s,
+        headers=dict(_header(text) for text in header or ()),
     )
     run = _Run(source, options, limit, duration_s, seed, max_input_tokens, records)
     try:
@@ -235,6 +244,15 @@ class _Run:
 
         chunks = self._source.traffic.chunks(np.random.default_rng(self._seed))
         return FittingRequests(take(chunks, until_s=self._duration_s), self._max_input_tokens, max_model_len)
+
+
+def _header(text: str) -> tuple[str, str]:
+    from prfaas.cli.errors import CliError
+
+    name, colon, value = text.partition(":")
+    if not (colon and name.strip() and name.isascii() and "\n" not in text):
+        raise CliError(f"--header {text!r}: must be NAME:VALUE")
+    return name.strip(), value.strip()
 
 
 def _connections(wanted: int) -> int:
