@@ -165,6 +165,28 @@ def test_a_dead_engine_leaves_its_ports_and_fails_its_transfers(deployment: Depl
     asyncio.run(check())
 
 
+def test_a_link_can_be_made_slow_without_telling_anyone(deployment: Deployment) -> None:
+    async def check() -> None:
+        async with running(deployment) as world:
+            sender = world.nodes["far-0"].engine.endpoints.sender
+            (link,) = [name for name in sender.telemetry()["links"] if "->" in name]
+            before = sender.telemetry()["links"][link]["capacity_bits_per_s"]
+            async with aiohttp.ClientSession() as http:
+                url = deployment.instance("far-0").url + "/synthetic/link"
+                for body, status in (
+                    ({"link": link, "bits_per_s": 1e6}, 200),
+                    ({"link": "nowhere", "bits_per_s": 1e6}, 400),
+                    ({"link": link, "bits_per_s": 0}, 400),
+                    ({}, 400),
+                ):
+                    async with http.post(url, json=body) as answer:
+                        assert answer.status == status
+            assert sender._pacers[link].bandwidth_bits_per_s == 1e6
+            assert sender.telemetry()["links"][link]["capacity_bits_per_s"] == before
+
+    asyncio.run(check())
+
+
 @pytest.fixture
 def engines(deployment: Deployment) -> Iterator[RunningEngines]:
     running_engines = RunningEngines(deployment, stand_ins_per_process=4)

@@ -22,7 +22,6 @@ from prfaas.gateway.relay import (
     EVENT_STREAM,
     DecodeFailedError,
     Outlet,
-    content_type,
     note_answer_tokens,
     read_stream,
 )
@@ -143,7 +142,7 @@ class Continuing:
         # What it tells is remembered by the story.
         stream = EventStream(Budget(0), 0, remember=False)
         async with self._hop.open(rest, journey) as answer:
-            if answer.status != 200 or not content_type(answer).startswith(EVENT_STREAM):
+            if answer.status != 200 or not answer.content_type.startswith(EVENT_STREAM):
                 detail = f"{journey.decode} answered {answer.status}"
                 raise DecodeFailedError(f"http-{answer.status}", detail, lost=False)
             while passed := await read_stream(answer, journey, stream):

@@ -4,12 +4,11 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import aiohttp
-
 from prfaas.gateway.bodies import decode_body
 from prfaas.gateway.driver import Driver
 from prfaas.gateway.engine_client import EngineClient, EngineError
 from prfaas.gateway.hops import JSON_BYTES_PER_TOKEN
+from prfaas.gateway.http_pool import Answer
 from prfaas.gateway.journey import Journey
 from prfaas.gateway.metrics import Metrics
 from prfaas.gateway.offloop import OffLoop
@@ -39,7 +38,7 @@ class DecodeHop:
         self._offloop = offloop
 
     @asynccontextmanager
-    async def open(self, order: Order, journey: Journey) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def open(self, order: Order, journey: Journey) -> AsyncIterator[Answer]:
         """The answer of the journey's decode engine, its headers read. Raises DecodeFailedError if there is none.
 
         What is still staged there is freed unless the answer has status 200 and the body ends without an exception.
@@ -79,7 +78,7 @@ class DecodeHop:
         if failure.lost:
             self._plane.suspect(journey.decode, str(failure), lost_cache=True)
 
-    async def _answer(self, order: Order, journey: Journey, body: bytes) -> aiohttp.ClientResponse:
+    async def _answer(self, order: Order, journey: Journey, body: bytes) -> Answer:
         instance = self._plane.instance(journey.decode)
         try:
             return await self._client.open(instance, order.endpoint.path, body, order.headers)

@@ -18,7 +18,6 @@ from prfaas.gateway.relay import (
     EVENT_STREAM,
     DecodeFailedError,
     Outlet,
-    content_type,
     note_answer_tokens,
     read_stream,
     read_whole,
@@ -82,7 +81,7 @@ class Decoding:
     ) -> web.StreamResponse:
         """One decode engine's whole answer. Raises DecodeFailedError, perhaps after a part of it."""
         async with self._hop.open(order, journey) as answer:
-            kind = content_type(answer)
+            kind = answer.content_type
             if kind.startswith(EVENT_STREAM):
                 before, last = b"", b""
                 while passed := await read_stream(answer, journey, stream):

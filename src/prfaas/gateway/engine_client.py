@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-import aiohttp
 import orjson
 
 from prfaas.deployment import Instance
+from prfaas.gateway.http_pool import Answer, HttpPool
 from prfaas.gateway.options import GatewayOptions
 
 
@@ -28,61 +28,41 @@ class EngineError(Exception):
 
 
 class EngineClient:
-    """One pooled HTTP session for all engines. Never follows redirects, keeps no cookies, reads no proxy
-    settings."""
+    """HTTP to all engines over one pool of connections. Never follows redirects."""
 
     def __init__(self, options: GatewayOptions) -> None:
-        self._options = options
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=options.engine_keepalive_s),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=options.connect_timeout_s),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            skip_auto_headers=("User-Agent", "Accept-Encoding"),
-            trust_env=False,
+        self._pool = HttpPool(
+            connect_timeout_s=options.connect_timeout_s, keepalive_s=options.engine_keepalive_s
         )
 
     async def close(self) -> None:
-        await self._session.close()
+        """End all connections."""
+        self._pool.close()
 
-    async def open(
-        self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]
-    ) -> aiohttp.ClientResponse:
-        """POST `body` and return the response with its headers read; the caller reads and closes it.
+    async def open(self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+        """POST `body` and return the answer with its head read; the caller reads and closes it.
 
-        Raises EngineError (reason "unreachable") when there is no response at all. Tries once more when an
-        idle connection turns out to have been closed by the engine.
+        Raises EngineError (reason "unreachable") when there is no answer at all.
         """
-        url = instance.url + path
         try:
-            try:
-                return await self._session.post(url, data=body, headers=headers, allow_redirects=False)
-            except (aiohttp.ServerDisconnectedError, ConnectionResetError):
-                return await self._session.post(url, data=body, headers=headers, allow_redirects=False)
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            return await self._pool.request("POST", instance.host, instance.http_port, path, headers, body)
+        except (OSError, TimeoutError) as error:
             raise EngineError(instance.name, "unreachable", f"{type(error).__name__}: {error}") from error
 
     async def call(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str], timeout_s: float
     ) -> bytes:
-        """POST and read the whole answer. Raises EngineError: unreachable, deadline or http-STATUS."""
+        """POST and read the whole answer. Raises EngineError: unreachable, died, deadline or http-STATUS."""
         try:
             async with asyncio.timeout(timeout_s):
-                response = await self.open(instance, path, body, headers)
-                try:
-                    answer = await response.read()
-                except (aiohttp.ClientError, OSError) as error:
-                    raise EngineError(instance.name, "died", f"{type(error).__name__}: {error}") from error
-                finally:
-                    # Only an answer read to its end leaves the connection reusable; otherwise this closes it,
-                    # which is what makes vLLM abort the request.
-                    response.close() if not response.content.is_eof() else response.release()
+                answer = await self.open(instance, path, body, headers)
+                whole = await _whole(instance, answer)
         except TimeoutError:
             raise EngineError(instance.name, "deadline", f"no answer within {timeout_s:g} s") from None
-        if response.status != 200:
-            detail = answer[:500].decode(errors="replace")
-            raise EngineError(instance.name, f"http-{response.status}", detail, response.status)
-        return answer
+        if answer.status != 200:
+            detail = whole[:500].decode(errors="replace")
+            raise EngineError(instance.name, f"http-{answer.status}", detail, answer.status)
+        return whole
 
     async def call_json(
         self, instance: Instance, path: str, body: Mapping[str, Any], timeout_s: float
@@ -99,29 +79,39 @@ class EngineClient:
     async def get(self, instance: Instance, path: str, timeout_s: float) -> bytes:
         """GET `path` and read the whole answer. Raises EngineError as `call` does."""
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._session.get(instance.url + path, allow_redirects=False) as response,
-            ):
-                answer = await response.read()
+            async with asyncio.timeout(timeout_s):
+                answer = await self._get(instance, path)
+                whole = await _whole(instance, answer)
         except TimeoutError:
             raise EngineError(instance.name, "deadline", f"no answer within {timeout_s:g} s") from None
-        except (aiohttp.ClientError, OSError) as error:
+        except OSError as error:
             raise EngineError(instance.name, "unreachable", f"{type(error).__name__}: {error}") from error
-        if response.status != 200:
-            raise EngineError(instance.name, f"http-{response.status}", f"GET {path} failed", response.status)
-        return answer
+        if answer.status != 200:
+            raise EngineError(instance.name, f"http-{answer.status}", f"GET {path} failed", answer.status)
+        return whole
 
     async def is_healthy(self, instance: Instance, timeout_s: float) -> bool | None:
         """Whether GET /health answers 200; None when it does not answer in time (an engine may just be
         busy)."""
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                self._session.get(instance.url + "/health", allow_redirects=False) as response,
-            ):
-                return response.status == 200
+            async with asyncio.timeout(timeout_s):
+                answer = await self._get(instance, "/health")
+                await _whole(instance, answer)
         except TimeoutError:
             return None
-        except (aiohttp.ClientError, OSError):
+        except (EngineError, OSError):
             return False
+        return answer.status == 200
+
+    async def _get(self, instance: Instance, path: str) -> Answer:
+        return await self._pool.request("GET", instance.host, instance.http_port, path, {})
+
+
+async def _whole(instance: Instance, answer: Answer) -> bytes:
+    """All of `answer`, which then needs no closing. Raises EngineError (reason "died")."""
+    try:
+        return await answer.read()
+    except OSError as error:
+        raise EngineError(instance.name, "died", f"{type(error).__name__}: {error}") from error
+    finally:
+        answer.close()

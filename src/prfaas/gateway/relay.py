@@ -5,11 +5,11 @@ import re
 import time
 from dataclasses import dataclass
 
-import aiohttp
 from aiohttp import web
 
 from prfaas.gateway.bodies import without_transfer_params
 from prfaas.gateway.events import EventStream
+from prfaas.gateway.http_pool import Answer
 from prfaas.gateway.journey import Journey
 from prfaas.gateway.metrics import Metrics
 from prfaas.gateway.records import Record
@@ -107,22 +107,17 @@ def route_headers(record: Record) -> dict[str, str]:
     return headers
 
 
-def content_type(answer: aiohttp.ClientResponse) -> str:
-    """The type of an engine's answer."""
-    return answer.headers.get("Content-Type", "application/json")
-
-
-async def read_whole(answer: aiohttp.ClientResponse, journey: Journey, record: Record) -> WholeAnswer:
+async def read_whole(answer: Answer, journey: Journey, record: Record) -> WholeAnswer:
     """The whole of `answer`. Raises DecodeFailedError."""
     try:
         whole = await answer.read()
-    except (aiohttp.ClientError, OSError) as error:
+    except OSError as error:
         raise died(journey.decode, error) from error
     note_answer_tokens(record, whole)
-    return WholeAnswer(answer.status, without_transfer_params(whole), content_type(answer))
+    return WholeAnswer(answer.status, without_transfer_params(whole), answer.content_type)
 
 
-async def read_stream(answer: aiohttp.ClientResponse, journey: Journey, stream: EventStream) -> bytes:
+async def read_stream(answer: Answer, journey: Journey, stream: EventStream) -> bytes:
     """The next events of `answer`; b"" at its end. Raises DecodeFailedError."""
     while not stream.ended:
         if stream.failure is not None:
@@ -130,8 +125,8 @@ async def read_stream(answer: aiohttp.ClientResponse, journey: Journey, stream: 
                 "http-500", f"{journey.decode} failed in the stream", lost=False, event=stream.failure
             )
         try:
-            chunk = await answer.content.readany()
-        except (aiohttp.ClientError, OSError) as error:
+            chunk = await answer.readany()
+        except OSError as error:
             raise died(journey.decode, error) from error
         if not chunk:
             raise DecodeFailedError("died", f"{journey.decode} ended its stream early", lost=True)
@@ -139,8 +134,8 @@ async def read_stream(answer: aiohttp.ClientResponse, journey: Journey, stream: 
         if passed:
             return passed
     # Only a connection read to its end can be used again; what fails after the last event harms nobody.
-    with contextlib.suppress(aiohttp.ClientError, OSError):
-        await answer.content.readany()
+    with contextlib.suppress(OSError):
+        await answer.readany()
     return b""
 
 

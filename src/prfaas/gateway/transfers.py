@@ -54,11 +54,14 @@ class Transfers:
     async def wait(self, consumer: str, transfer_id: bytes, timeout_s: float) -> Moved:
         """Until every rank of `consumer` has all bytes. Raises TransferFailedError as soon as one will
         not."""
+        watchers = self._watchers[consumer]
+        if len(watchers) == 1:
+            status = await self._wait(watchers[0], transfer_id, timeout_s)
+            return Moved(status.total_bytes, status.hidden_bytes)
         try:
             async with asyncio.TaskGroup() as group:
                 waits = [
-                    group.create_task(self._wait(watcher, transfer_id, timeout_s))
-                    for watcher in self._watchers[consumer]
+                    group.create_task(self._wait(watcher, transfer_id, timeout_s)) for watcher in watchers
                 ]
         except* TransferFailedError as failures:
             raise _first(failures) from None

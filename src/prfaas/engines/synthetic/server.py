@@ -1,6 +1,7 @@
 """The HTTP server of one stand-in: the routes of vLLM that a gateway, a controller and a load tool use."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 
 import orjson
@@ -47,6 +48,7 @@ class EngineServer:
             "/tokenize": self._tokenize,
             "/reset_prefix_cache": self._reset,
             "/synthetic/die": self._die,
+            "/synthetic/link": self._link,
         }
         gets: dict[str, Handler] = {
             "/health": self._health,
@@ -151,6 +153,18 @@ class EngineServer:
             self._dead = True
             self._on_death()
         return web.Response(status=202)
+
+    async def _link(self, request: web.Request) -> web.StreamResponse:
+        """Paces a link of this engine at `bits_per_s` from now on; what it reports as its pace stays as configured."""
+        try:
+            body = await request.json()
+            link, bits_per_s = str(body["link"]), float(body["bits_per_s"])
+            if not 0 < bits_per_s < math.inf:
+                raise ValueError(bits_per_s)
+            self._engine.endpoints.sender.set_bandwidth(link, bits_per_s)
+        except (KeyError, TypeError, ValueError):
+            return _error("`link` must be one that this engine sends on, `bits_per_s` a number above 0.", 400)
+        return web.Response()
 
     async def _health(self, _request: web.Request) -> web.StreamResponse:
         return web.Response()
