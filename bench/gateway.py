@@ -12,6 +12,7 @@ is found) sends the whole body to both engines and neither tokenizes nor hashes 
 import argparse
 import asyncio
 import dataclasses
+import gc
 import json
 import multiprocessing as mp
 import os
@@ -118,6 +119,9 @@ def gateway_process(deployment: Deployment, pipe: Connection) -> None:
 
         registry = CollectorRegistry()
         plane = LivePlane(deployment, load_key(deployment.security.key_file), registry)
+        # As the command line does.
+        gc.collect()
+        gc.freeze()
         await serve_gateway(deployment, plane, ready=ready, registry=registry)
 
     uvloop.run(serve())

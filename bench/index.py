@@ -298,7 +298,7 @@ def measure_hybrid_matches(count: int = 512) -> list[Row]:
     return [
         Row("  hybrid, full hit at one", match_us(index, one), "us", 5),
         Row("  hybrid, full hit at four", match_us(index, shared * 16), "us", 5),
-        Row("  hybrid, 256 blocks and no state at all", match_us(index, decoding), "us"),
+        Row("  hybrid, 256 blocks and no state at all", match_us(index, decoding), "us", 5),
     ]
 
 

@@ -75,14 +75,14 @@ def test_a_client_that_leaves_frees_everything(stack: Stack, delay_s: float) -> 
     stack.wait_clean(20)
 
 
-def ticket_for(ids: list[int]) -> Ticket:
+def ticket_for(ids: list[int], salt: str = "") -> Ticket:
     """A well-made ticket of a transfer that never happens."""
     return Ticket.issue(
         producer="east-prefill-0",
         consumer="home-decode-0",
         num_tokens=len(ids) - 1,
         skip_tokens=0,
-        prompt_digest=prompt_digest(ids[:-1]),
+        prompt_digest=prompt_digest(ids[:-1], salt),
         lifetime_s=60,
         now_s=time.time(),
     )
@@ -108,7 +108,7 @@ def test_forged_and_foreign_parameters_change_nothing(stack: Stack) -> None:
 
 def test_a_ticket_that_nobody_honours_ends_in_a_local_prefill(stack: Stack) -> None:
     ids = prompt(21, 600)
-    sealed = ticket_for(ids).seal(load_key(stack.deployment.security.key_file))
+    sealed = ticket_for(ids, "b").seal(load_key(stack.deployment.security.key_file))
     body = completion_body(ids, 8, cache_salt="b", kv_transfer_params={"prfaas": sealed})
     failed = stack.metric("home-decode-0", "vllm:prfaas_loads_failed_total")
     answer = call(stack.url("home-decode-0", "/v1/completions"), body)

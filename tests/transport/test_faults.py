@@ -56,8 +56,11 @@ def test_result_is_exact_through_a_faulty_link(
     proxy = FaultyProxy(seed=seed, cut_after_bytes=cut_after_bytes, cuts=cuts, flips=flips)
     arena = StagingArena(16 << 20, 256 << 10)
     layout = SizesByTokens()
-    receiver = make_receiver(arena, layout=layout)
-    sender = make_sender(proxy.start(receiver.port), connections=connections, options=SMALL_CHUNKS)
+    # Deadlines far off: a busy machine must not look like a dead peer here.
+    patient = replace(FAST_RECEIVER, progress_deadline_s=10.0)
+    receiver = make_receiver(arena, layout=layout, options=patient)
+    options = replace(SMALL_CHUNKS, progress_deadline_s=10.0)
+    sender = make_sender(proxy.start(receiver.port), connections=connections, options=options)
     world = World(receiver, sender, arena, layout, seed)
     try:
         sent = [world.send(unit_bytes) for _ in range(3)]

@@ -56,6 +56,7 @@ class LivePlane:
         self.deployment = deployment
         self._routed = Routed()
         self._clock = clock
+        self._instances = {instance.name: instance for instance in deployment.instances}
         self._http: EngineAccess = http or EngineHttp()
         self._policy = _policy(deployment)
         self._local = policy_named("local_only")
@@ -185,7 +186,7 @@ class LivePlane:
 
     def instance(self, name: str) -> Instance:
         """The instance called `name`."""
-        return self.deployment.instance(name)
+        return self._instances[name]
 
     @contextmanager
     def prefilling(self, decision: Decision, num_tokens: int) -> Iterator[None]:

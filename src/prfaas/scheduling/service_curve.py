@@ -72,6 +72,7 @@ class ServiceCurve:
         The table is made again at most every `rebuild_s` seconds, but at each of the first samples.
         """
         import numpy as np
+        import scipy.optimize  # noqa: F401  # half a second that the first sample must not cost an event loop
 
         knots = np.exp2(np.arange(_OCTAVES * _KNOTS_PER_OCTAVE + 1) / _KNOTS_PER_OCTAVE)
         seconds = base if base is not None else extended(DEFAULT_POINTS)
