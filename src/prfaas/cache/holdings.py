@@ -150,23 +150,29 @@ class Holdings:
             return
         if len(event.token_ids) != len(engine_hashes) * self.block_tokens:
             return
-        salt, plain = plain_blocks(event)
         parent = NO_PARENT if event.parent is None else self._pairs.get(_word(event.parent))
         if parent is None:
             self.unlinked += len(engine_hashes)
             return
+        salt, plain = plain_blocks(event)
+        taken = self._room(plain, len(engine_hashes), most)
         root = parent or chain_root(self._hashers.seed, salt, event.adapter or "")
-        taken = min(plain, max(most - self.count, 0))
         try:
             chain = self._hashers.of(event.block_tokens).hashes(event.token_ids, root, max_blocks=taken)
         except OverflowError:
             chain = ()
-        self.unlinked += len(engine_hashes) - plain
-        self.refused += plain - taken
         if chain:
             self._link(engine_hashes, parent, chain)
         if self._early:
             self._settle(most)
+
+    def _room(self, plain: int, blocks: int, most: int) -> int:
+        """How many of `blocks`, of which the first `plain` can be indexed, are."""
+        taken = min(plain, max(most - self.count, 0))
+        if taken < blocks:
+            self.unlinked += blocks - plain
+            self.refused += plain - taken
+        return taken
 
     def _link(self, engine_hashes: "array[int]", parent: int, chain: Sequence[int]) -> None:
         already = self._tree.store(self.slot, parent, chain)

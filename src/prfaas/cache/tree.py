@@ -22,6 +22,7 @@ class BlockTree:
         self._shared: dict[int, int] = {}
         # Per slot: parent → held children beyond the first, which has the bit.
         self._more_children: list[dict[int, int]] = []
+        self._own: list[tuple[int, int]] = []
         self._holes: list[set[int]] = []
         self._free: list[int] = []
         self._held_bits = 0
@@ -39,6 +40,7 @@ class BlockTree:
             slot = len(self._holes)
             self._holes.append(set())
             self._more_children.append({})
+            self._own.append((self._share(held_bit(slot) * 3), self._share(held_bit(slot))))
         self._held_bits |= held_bit(slot)
         return slot
 
@@ -73,9 +75,11 @@ class BlockTree:
         held = held_bit(slot)
         both = held * 3
         masks = self._masks
-        if masks.keys().isdisjoint(run):
-            masks.update(zip(run, repeat(self._share(both))))
-            masks[run[-1]] = self._share(held)
+        # Without holes, whoever held a later block of the run would hold the first.
+        if run[0] not in masks and (not self._holed_bits or masks.keys().isdisjoint(run)):
+            both, held = self._own[slot]
+            masks.update(zip(run, repeat(both)))
+            masks[run[-1]] = held
         else:
             before = list(map(masks.get, run))
             if any(mask and mask & both for mask in set(before)):
