@@ -186,7 +186,8 @@ class LivePlane:
 
     def instance(self, name: str) -> Instance:
         """The instance called `name`."""
-        return self._instances[name]
+        found = self._instances.get(name)
+        return found if found is not None else self.deployment.instance(name)
 
     @contextmanager
     def prefilling(self, decision: Decision, num_tokens: int) -> Iterator[None]:
