@@ -1,9 +1,8 @@
 """What must be on this machine before an engine or the gateway starts: the model and the key."""
 
 import importlib.util
-import ipaddress
 
-from prfaas.deployment import Deployment
+from prfaas.deployment import Deployment, is_loopback
 from prfaas.engines.errors import EngineError
 from prfaas.transport.keyfile import KeyFileError, create_key, load_key
 
@@ -67,11 +66,4 @@ def ensure_key(deployment: Deployment) -> None:
 
 def is_on_one_machine(deployment: Deployment) -> bool:
     """True if every instance is reached by a loopback address."""
-    return all(_is_loopback(instance.host) for instance in deployment.instances)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
+    return all(is_loopback(instance.host) for instance in deployment.instances)

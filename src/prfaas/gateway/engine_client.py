@@ -76,36 +76,6 @@ class EngineClient:
         except orjson.JSONDecodeError as error:
             raise EngineError(instance.name, "garbled", f"{path} did not answer with JSON: {error}") from None
 
-    async def get(self, instance: Instance, path: str, timeout_s: float) -> bytes:
-        """GET `path` and read the whole answer. Raises EngineError as `call` does."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                answer = await self._get(instance, path)
-                whole = await _whole(instance, answer)
-        except TimeoutError:
-            raise EngineError(instance.name, "deadline", f"no answer within {timeout_s:g} s") from None
-        except OSError as error:
-            raise EngineError(instance.name, "unreachable", f"{type(error).__name__}: {error}") from error
-        if answer.status != 200:
-            raise EngineError(instance.name, f"http-{answer.status}", f"GET {path} failed", answer.status)
-        return whole
-
-    async def is_healthy(self, instance: Instance, timeout_s: float) -> bool | None:
-        """Whether GET /health answers 200; None when it does not answer in time (an engine may just be
-        busy)."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                answer = await self._get(instance, "/health")
-                await _whole(instance, answer)
-        except TimeoutError:
-            return None
-        except (EngineError, OSError):
-            return False
-        return answer.status == 200
-
-    async def _get(self, instance: Instance, path: str) -> Answer:
-        return await self._pool.request("GET", instance.host, instance.http_port, path, {})
-
 
 async def _whole(instance: Instance, answer: Answer) -> bytes:
     """All of `answer`, which then needs no closing. Raises EngineError (reason "died")."""
