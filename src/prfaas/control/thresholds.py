@@ -141,6 +141,8 @@ class Thresholds:
             first, why = self._planned(), "planned from profiles"
         else:
             first, why = self._default(), "default"
+        # What was planned or given is not thrown over for the first few requests; a mere default is.
+        self._has_searched = why != "default"
         for cluster, tokens in first.items():
             self._set(ThresholdEntry(self._clock(), cluster, tokens, why))
 

@@ -78,7 +78,17 @@ def _frozen(source: Source, file: DeploymentFile, state_dir: Path) -> Deployment
         state_dir=state_dir,
         model=_model(path, file, state_dir),
         clusters=tuple(_cluster(source, c, cluster) for c, cluster in enumerate(file.clusters)),
-        links=tuple(Link(link.source, link.target, link.bandwidth, link.connections) for link in file.links),
+        links=tuple(
+            Link(
+                link.source,
+                link.target,
+                link.bandwidth,
+                link.connections,
+                link.rtt_s,
+                link.connection_bandwidth,
+            )
+            for link in file.links
+        ),
         routing=Routing(file.routing.policy, file.routing.threshold_tokens),
         slo=slo_of(file),
         gateway=GatewayConfig(file.gateway.host, file.gateway.port),

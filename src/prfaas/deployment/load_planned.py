@@ -42,7 +42,17 @@ def load_planned(path: Path | str, *, changes: Mapping[str, float] | None = None
         clusters=tuple(
             _cluster(source, c, cluster, file.model.published) for c, cluster in enumerate(file.clusters)
         ),
-        links=tuple(Link(link.source, link.target, link.bandwidth, link.connections) for link in file.links),
+        links=tuple(
+            Link(
+                link.source,
+                link.target,
+                link.bandwidth,
+                link.connections,
+                link.rtt_s,
+                link.connection_bandwidth,
+            )
+            for link in file.links
+        ),
         workload=WorkloadSpec(
             lengths=_lengths(path, file.workload.lengths),
             output_tokens=file.workload.output_tokens,

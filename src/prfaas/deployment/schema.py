@@ -130,6 +130,8 @@ class LinkSection(_Section):
     target: Name
     bandwidth: Bandwidth
     connections: Annotated[int, Field(ge=1, le=64)] = 4
+    connection_bandwidth: Annotated[Bandwidth | None, _GIVEN] = None
+    rtt_s: Annotated[float, Field(ge=0, lt=60)] = 0.0
 
 
 class RoutingSection(_Section):

@@ -1,6 +1,7 @@
 """A deployment file in typed, frozen form: what runs where, who may send KV to whom, with which limits."""
 
 import ipaddress
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,12 +89,24 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A directed path for KV between two clusters. All transfers on it share `bandwidth_bits_per_s`."""
+    """A directed path for KV between two clusters. All transfers on it share `bandwidth_bits_per_s`.
+
+    What the simulator knows besides: the round trip, and what a single connection carries at most (None: no limit).
+    """
 
     source: str
     target: str
     bandwidth_bits_per_s: float
     connections: int
+    rtt_s: float = 0.0
+    connection_bits_per_s: float | None = None
+
+    @property
+    def transfer_limit_bits_per_s(self) -> float:
+        """What one transfer can get over all its connections."""
+        return (
+            math.inf if self.connection_bits_per_s is None else self.connections * self.connection_bits_per_s
+        )
 
     @property
     def name(self) -> str:

@@ -34,7 +34,9 @@ class Decision:
     `prefill_tokens`: what `prefill` has to compute. `skip_tokens`: leading tokens whose attention blocks the
     decode instance holds and that need not be sent. `threshold_tokens`: as it was then, adjustments included.
     `predicted_ttft_s`: wait, prefill and what of the transfer the prefill does not hide.
-    `reason`: one word for logs and metrics.
+    `reason`: one word for logs and metrics. `urgency_s`: None, and the prefill goes to its instance at once, in the
+    order of arrival; or the least goes first among those that wait for the cluster's instances, and `prefill` is the
+    one it would get now; if `is_bound`, the only one it may get.
     """
 
     route: Route
@@ -47,6 +49,8 @@ class Decision:
     threshold_tokens: float
     predicted_ttft_s: float
     cache_transfer: CacheTransfer | None = None
+    urgency_s: float | None = None
+    is_bound: bool = False
 
     @property
     def transfers(self) -> bool:

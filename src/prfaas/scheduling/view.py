@@ -69,13 +69,15 @@ class ClusterView:
     """Instances that share a network.
 
     `prefill_s`: seconds of an uncached length in tokens on one of them, for every length from 0 and never falling:
-    a measured curve must be continued beyond its points by the one who puts it here.
+    a measured curve must be continued beyond its points by the one who puts it here. `waiting_s`: seconds of prefill
+    that were accepted for whichever of them is free first (`prefill_pool.py`), beside what each has of its own.
     """
 
     name: str
     kind: ClusterKind
     instances: list[InstanceView]
     prefill_s: Callable[[float], float]
+    waiting_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

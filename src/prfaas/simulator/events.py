@@ -1,0 +1,37 @@
+"""What happens when: a heap of callbacks on a simulated clock."""
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Any
+
+Callback = Callable[[Any], None]
+Entry = tuple[float, int, Callback, Any]
+
+
+class Events:
+    """Callbacks in the order of their times; equal times in the order in which they were asked for.
+
+    `now_s` is the simulated time in seconds from 0 on. Whoever runs the loop may work on `heap` directly: an entry is
+    (time, number, callback, argument).
+    """
+
+    __slots__ = ("heap", "now_s", "number")
+
+    def __init__(self) -> None:
+        self.heap: list[Entry] = []
+        self.now_s = 0.0
+        self.number = 0
+
+    def at(self, time_s: float, callback: Callback, argument: Any = None) -> None:
+        """Call `callback(argument)` at `time_s`, which must not be in the past."""
+        self.number = number = self.number + 1
+        heappush(self.heap, (time_s, number, callback, argument))
+
+    def run(self, until_s: float) -> None:
+        """Everything up to and including `until_s`, where the clock is left (or at the last event, for infinity)."""
+        heap = self.heap
+        while heap and heap[0][0] <= until_s:
+            self.now_s, _, callback, argument = heappop(heap)
+            callback(argument)
+        if until_s != float("inf"):
+            self.now_s = max(self.now_s, until_s)

@@ -1,0 +1,50 @@
+"""Instances and links that fail, and come back."""
+
+from prfaas.simulator.engine import Engine
+from prfaas.simulator.scenario import Failure
+from prfaas.simulator.world import World
+
+
+class Faults:
+    """Puts the failures of a scenario into its world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._lanes = {lane.link.name: lane for lane in world.lanes.values()}
+        for failure in world.scenario.failures:
+            world.events.at(failure.at_s, self._begin, failure)
+            world.events.at(failure.at_s + failure.lasts_s, self._end, failure)
+
+    def _begin(self, failure: Failure) -> None:
+        if failure.what in self._lanes:
+            # The link itself knows its outages; the board learns of them at once, since transfers fail.
+            self._lanes[failure.what].look(failure.at_s)
+        else:
+            self._die(self._world.engines[failure.what])
+
+    def _end(self, failure: Failure) -> None:
+        if failure.what in self._lanes:
+            self._lanes[failure.what].look(self._world.events.now_s)
+        else:
+            engine = self._world.engines[failure.what]
+            engine.view.healthy = True
+            engine.view.busy_until_s = self._world.events.now_s
+            self._world.start_next(engine)
+
+    def _die(self, engine: Engine) -> None:
+        """Everything there is lost: prefills start again in their PD cluster, answers go on from what is written."""
+        world = self._world
+        engine.view.healthy = False
+        if world.caches is not None:
+            world.caches.clear(engine.name)
+        world.set_free(engine)
+        if engine.clock is not None:
+            for job, left_tokens in engine.clock.drop_all():
+                written = job.left_tokens - round(left_tokens)
+                job.left_tokens -= written
+                job.tokens += written
+                world.restart(job)
+        for job in [job for job in world.open.values() if job.engine is engine and job.is_at_prefill]:
+            world.restart(job)
+        engine.running = None
+        engine.waiting_s = 0.0

@@ -1,0 +1,40 @@
+"""How many bytes of KV a request moves, quickly."""
+
+from prfaas.kvmodel import FullAttention, KvModel, LinearState
+from prfaas.scheduling import KvFacts
+
+
+class KvMoves:
+    """`KvModel.bytes_to_move`, told apart by when the bytes are there.
+
+    Full-attention blocks leave while the prefill makes them; linear states and sliding windows belong to a length,
+    so they can only leave at its end. `facts`: what policies are told, which is the same as in the live system.
+    """
+
+    __slots__ = ("_fixed_bytes", "_model", "_token_bytes", "facts")
+
+    def __init__(self, model: KvModel) -> None:
+        self._model = model
+        self._token_bytes = sum(
+            group.token_bytes for group in model.groups if isinstance(group, FullAttention)
+        )
+        self._fixed_bytes = (
+            model.fixed_bytes
+            if all(isinstance(group, FullAttention | LinearState) for group in model.groups)
+            else None
+        )
+        self.facts = KvFacts(model.is_hybrid, not model.has_window, self.total_bytes)
+
+    def total_bytes(self, num_tokens: int, skip_tokens: int) -> int:
+        """As `KvModel.bytes_to_move`; a skip beyond the end counts as the end."""
+        if self._fixed_bytes is None:
+            return self._model.bytes_to_move(num_tokens, min(skip_tokens, num_tokens))
+        if num_tokens <= 0:
+            return 0
+        if skip_tokens >= num_tokens:
+            return self._fixed_bytes
+        return self._token_bytes * (num_tokens - skip_tokens) + self._fixed_bytes
+
+    def streamed_bytes(self, num_tokens: int, skip_tokens: int) -> int:
+        """Of the total, what leaves while the prefill runs."""
+        return self._token_bytes * (num_tokens - skip_tokens) if skip_tokens < num_tokens else 0
