@@ -107,7 +107,7 @@ def test_it_moves_to_the_planners_optimum_and_stays(deployment: Deployment, cloc
     assert lengths is not None
     best = best_threshold(slow.facts.problem(lengths), 2)
     assert slow.threshold == pytest.approx(best.threshold_tokens, rel=0.05)
-    assert slow.changes == [("home", "start")]
+    assert slow.changes == [("home", "periodic")]
     before = slow.threshold
     slow.search()
     slow.observe(mean_log=9.0, count=500, seed=1)

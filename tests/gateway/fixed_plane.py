@@ -7,8 +7,8 @@ import asyncio
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,6 +117,10 @@ class FixedPlane:
 
     def instance(self, name: str) -> Instance:
         return self._instances[name]
+
+    @asynccontextmanager
+    async def turn(self, decision: Decision, num_tokens: int, chains: Chains) -> AsyncIterator[Decision]:
+        yield decision
 
     @contextmanager
     def prefilling(self, decision: Decision, num_tokens: int) -> Iterator[None]:

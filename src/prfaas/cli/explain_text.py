@@ -13,6 +13,7 @@ _STEPS = {
     "tokenize": "token ids and hashes",
     "decide": "deciding",
     "cache_transfer": "moving the cached prefix",
+    "turn": "waiting for a prefill instance",
     "prefill": "prefill",
     "transfer": "prefill until the last byte of KVCache",
     "first_byte": "first byte of the answer",

@@ -198,6 +198,14 @@ class Board:
                     self._on_service(load.cluster.name, decision.prefill_tokens, service_s)
 
     @contextmanager
+    def coming(self, decision: Decision, num_tokens: int) -> Iterator[None]:
+        """A request will be prefilled in the cluster of `decision.prefill` when its turn comes."""
+        load, target = self._loads[decision.prefill], self._loads[decision.decode]
+        link_bytes = self.view.kv.bytes_to_move(max(num_tokens - 1, 0), decision.skip_tokens)
+        with self._on_its_way(target), self._on_link(load, target, link_bytes):
+            yield
+
+    @contextmanager
     def decoding(self, name: str, prefill_tokens: int) -> Iterator[None]:
         """A request is open at its decode instance, which prefills `prefill_tokens` >= 0 of it; see
         `gateway.plane`."""

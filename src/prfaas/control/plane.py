@@ -4,13 +4,13 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from prfaas.cache import GlobalIndex, PromptChains
+from prfaas.cache import NOTHING, GlobalIndex, PromptChains
 from prfaas.cache.events import EventBatch
 from prfaas.control.allocating import Allocating
 from prfaas.control.board import Board, Clock
@@ -28,6 +28,7 @@ from prfaas.control.shown import Shown
 from prfaas.control.state import Overview, Routed, state_of
 from prfaas.control.telemetry import LinkTelemetry, Sender, observer_of
 from prfaas.control.thresholds import Thresholds
+from prfaas.control.turns import Turns
 from prfaas.control.usage import Usage
 from prfaas.deployment import Deployment, Instance
 from prfaas.scheduling import Decision, Policy, RoutingRequest, policy_named
@@ -94,6 +95,13 @@ class LivePlane:
             with_events=endpoints,
             clock=clock,
         )
+        self.turns = Turns(
+            self.board,
+            batch_tokens=deployment.engine.max_num_batched_tokens,
+            reusable_at=lambda chains, name: (
+                self.holdings.match(chains).held.get(name, NOTHING).reusable_tokens
+            ),
+        )
         self.feed = EventFeed(endpoints, apply=self._apply, drop=self._drop)
         self.engines = EngineTelemetry(
             deployment,
@@ -123,11 +131,13 @@ class LivePlane:
         self.thresholds = Thresholds(
             deployment, self.board, facts, self.window, clock=clock, on_change=self._on_threshold
         )
-        self.roles = RoleChanges(self.board, clock=clock, on_end=self._on_conversion)
+        self.roles = RoleChanges(
+            self.board, clock=clock, on_begin=self.turns.changed, on_end=self._on_conversion
+        )
         self.allocating = Allocating(
             deployment.control,
             facts,
-            Usage(deployment, self.board, self.engines.meters, clock=clock),
+            Usage(deployment, self.board, self.engines.meters, clock=clock, pooled=self.turns.waiting),
             self.window,
             self.roles,
             clock=clock,
@@ -188,6 +198,12 @@ class LivePlane:
         """The instance called `name`."""
         found = self._instances.get(name)
         return found if found is not None else self.deployment.instance(name)
+
+    def turn(
+        self, decision: Decision, num_tokens: int, chains: PromptChains
+    ) -> AbstractAsyncContextManager[Decision]:
+        """Until an instance is free for the prefill, and while it has it. See `gateway.plane`."""
+        return self.turns.turn(decision, num_tokens, chains)
 
     @contextmanager
     def prefilling(self, decision: Decision, num_tokens: int) -> Iterator[None]:
@@ -265,6 +281,7 @@ class LivePlane:
     def _on_health(self, name: str, healthy: bool) -> None:
         if not healthy:
             self.series.suspicions.labels(name).inc()
+        self.turns.changed(name)
         self.thresholds.ask("roles")
 
     def _on_threshold(self, cluster: str, reason: str) -> None:
@@ -272,6 +289,7 @@ class LivePlane:
 
     def _on_conversion(self, change: RoleChange) -> None:
         self.series.conversions.labels(change.cluster, change.to_role, change.outcome).inc()
+        self.turns.changed(change.instance)
         self.thresholds.ask("roles")
 
     def _count(self, decision: Decision) -> None:

@@ -37,10 +37,19 @@ class RoleChanges:
     is still there then goes on to its end beside the new. An instance that fails while it drains keeps its role.
     """
 
-    def __init__(self, board: Board, *, clock: Clock, on_end: Callable[[RoleChange], None]) -> None:
-        """`on_end` is told of every conversion that ends, however."""
+    def __init__(
+        self,
+        board: Board,
+        *,
+        clock: Clock,
+        on_end: Callable[[RoleChange], None],
+        on_begin: Callable[[str], None] = lambda _instance: None,
+    ) -> None:
+        """`on_begin` is told of every instance that gets nothing new any more, `on_end` of every conversion that
+        ends, however."""
         self._board = board
         self._clock = clock
+        self._on_begin = on_begin
         self._on_end = on_end
         self._current: RoleChange | None = None
         self.history: deque[RoleChange] = deque(maxlen=_HISTORY)
@@ -60,6 +69,7 @@ class RoleChanges:
         self._current = RoleChange(instance, view.cluster, from_role, to_role, reason, self._clock())
         self.history.append(self._current)
         logger.info("%s is to %s instead of %s: %s", instance, to_role, from_role, reason)
+        self._on_begin(instance)
         return True
 
     def tick(self) -> None:

@@ -1,6 +1,6 @@
 """How busy the instances were between two evaluations of the roles."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from prfaas.control.board import Board, Clock
 from prfaas.control.engine_meter import EngineMeter
@@ -13,12 +13,20 @@ class Usage:
     """Loads since the last call of `loads`. Utilisation is by what is open here, waiting by what engines say."""
 
     def __init__(
-        self, deployment: Deployment, board: Board, engines: Mapping[str, EngineMeter], *, clock: Clock
+        self,
+        deployment: Deployment,
+        board: Board,
+        engines: Mapping[str, EngineMeter],
+        *,
+        clock: Clock,
+        pooled: Callable[[str], int] = lambda _cluster: 0,
     ) -> None:
+        """`pooled(cluster)`: prefills that wait for any instance of a cluster and that no engine knows of yet."""
         self._deployment = deployment
         self._board = board
         self._engines = engines
         self._clock = clock
+        self._pooled = pooled
         self._since_s = clock()
         self._busy_s = dict.fromkeys(board.names, 0.0)
         self._decoding_s = dict.fromkeys(board.names, 0.0)
@@ -64,9 +72,11 @@ class Usage:
             self._busy_s[name], self._decoding_s[name] = busy_s, decoding_s
 
     def _prefill(self, instances: Iterable[InstanceView]) -> StageLoad:
-        names = [instance.name for instance in instances]
+        some = list(instances)
+        names = [instance.name for instance in some]
+        pooled = sum(self._pooled(cluster) for cluster in {instance.cluster for instance in some})
         share = sum(self._prefill_share[name] for name in names) / max(len(names), 1)
-        return StageLoad(share, self._waiting(names))
+        return StageLoad(share, self._waiting(names) + pooled)
 
     def _decode(self, instances: Iterable[InstanceView]) -> StageLoad:
         some = list(instances)

@@ -13,6 +13,7 @@ from prfaas.gateway.offloop import OffLoop
 from prfaas.gateway.order import Look, Order
 from prfaas.gateway.plane import ControlPlane
 from prfaas.gateway.prompts import ChatPrompt, DirectPrompt, TokenPrompt
+from prfaas.gateway.records import Attempt
 from prfaas.gateway.tokenizing import Tokenized, Tokenizing
 from prfaas.gateway.transfer_bound import TransferBound
 from prfaas.scheduling import Decision, NoDecodeInstanceError, Route
@@ -151,13 +152,13 @@ class Driver:
                 return self._at_decode(order, look, decision, "staging", fallback)
             attempt = order.record.went(decision, len(look.token_ids))
             try:
-                journey = await self._elsewhere(order, look, decision)
+                journey = await self._elsewhere(order, look, attempt)
             except HopFailedError as failure:
                 attempt.outcome = fallback = failure.reason
                 self._metrics.fallbacks.labels(fallback).inc()
                 if failure.hopeless:
                     break
-                failed.add(decision.prefill)
+                failed.add(attempt.decision.prefill)
                 try:
                     # Never to another remote cluster: the client has waited enough.
                     decision = self._plane.route(
@@ -200,9 +201,12 @@ class Driver:
             fallback=fallback,
         )
 
-    async def _elsewhere(self, order: Order, look: Look, decision: Decision) -> Journey:
-        """Prefill at another instance than the decode instance. Raises HopFailedError."""
-        ids = look.token_ids
+    async def _elsewhere(self, order: Order, look: Look, attempt: Attempt) -> Journey:
+        """Prefill at another instance than the decode instance. Raises HopFailedError.
+
+        `attempt.decision` becomes the one that was carried out: it may be another instance's turn first.
+        """
+        ids, decision = look.token_ids, attempt.decision
         prefix = await self._prefix_moved(order, look, decision)
         if decision.cache_transfer is not None:
             held_tokens = len(ids) - decision.prefill_tokens
@@ -210,21 +214,26 @@ class Driver:
                 # What is left is what the instance held without it.
                 held_tokens = min(held_tokens, decision.cache_transfer.skip_tokens)
             decision = replace(decision, cache_transfer=None, prefill_tokens=len(ids) - held_tokens)
-        hop = Hop(
-            producer=decision.prefill,
-            consumer=decision.decode,
-            token_ids=ids[:-1],
-            skip_tokens=decision.skip_tokens,
-            uses=order.samples,
-            sealed_from=prefix.sealed if prefix is not None else None,
-        )
-        self._plane.expect(decision.prefill, look.chains)
         arrived: Arrived | None = None
+        wanted, begun_s = decision.prefill, time.perf_counter()
         try:
-            with self._plane.prefilling(decision, len(ids)):
-                arrived = await self._hops.run(hop, order)
+            async with self._plane.turn(decision, len(ids), look.chains) as decision:
+                order.record.since("turn", begun_s)
+                attempt.decision = decision
+                sealed_from = prefix.sealed if prefix is not None and decision.prefill == wanted else None
+                hop = Hop(
+                    producer=decision.prefill,
+                    consumer=decision.decode,
+                    token_ids=ids[:-1],
+                    skip_tokens=decision.skip_tokens,
+                    uses=order.samples,
+                    sealed_from=sealed_from,
+                )
+                self._plane.expect(decision.prefill, look.chains)
+                with self._plane.prefilling(decision, len(ids)):
+                    arrived = await self._hops.run(hop, order)
         finally:
-            if arrived is None and prefix is not None:
+            if prefix is not None and (arrived is None or decision.prefill != wanted):
                 self._hops.abandon(prefix.ticket, "the prefill that would have used it failed")
         route, moved = str(decision.route), arrived.moved
         self._metrics.prefill_seconds.labels(route).observe(arrived.prefill_s)

@@ -1,7 +1,7 @@
 """What the gateway needs of whoever knows the deployment: where a request goes, and what became of it."""
 
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, Protocol
 
 from prfaas.cache import PromptChains
@@ -33,6 +33,15 @@ class ControlPlane(Protocol):
 
     def instance(self, name: str) -> Instance:
         """The instance called `name`, which a decision has named."""
+        ...
+
+    def turn(
+        self, decision: Decision, num_tokens: int, chains: PromptChains
+    ) -> AbstractAsyncContextManager[Decision]:
+        """Wait until the prefill of `decision` is next, and hold its instance for it.
+
+        Gives the decision with the instance that it became, another one of the same cluster perhaps.
+        """
         ...
 
     def prefilling(self, decision: Decision, num_tokens: int) -> AbstractContextManager[None]:

@@ -30,6 +30,8 @@ def is_prefiller(instance: InstanceView, view: View) -> bool:
 def prefill_node(request: RoutingRequest, cluster: ClusterView, view: View) -> PrefillNode | None:
     """The instance that would be done first: its queue, then what it does not hold. None if none may be used.
 
+    What waits for any instance of the cluster is ahead of it as well, a part of it at each.
+
     So the cache-affine one is taken unless its queue costs more than its cache saves. Equal ones: the longer
     prefix, then the fewer requests in flight, then the earlier in the cluster's list.
     """
@@ -39,10 +41,12 @@ def prefill_node(request: RoutingRequest, cluster: ClusterView, view: View) -> P
     holder: InstanceView | None = None
     reusable, longest, in_flight, asked_tokens = 0, -1, 0, -1
     done_s = wait_s = prefill_s = seconds = least_wait_s = math.inf
+    count = 0
     # `is_prefiller` and `reusable_at` in line: this loop is most of a decision's time.
     for instance in cluster.instances:
         if not instance.prefills or not instance.healthy or instance.draining or instance.name in avoid:
             continue
+        count += 1
         queue_s = instance.busy_until_s - now_s
         if queue_s < 0.0:
             queue_s = 0.0
@@ -70,6 +74,11 @@ def prefill_node(request: RoutingRequest, cluster: ClusterView, view: View) -> P
         done_s = wait_s + prefill_s
     if chosen is None or holder is None:
         return None
+    if cluster.waiting_s > 0.0:
+        shared_s = cluster.waiting_s / count
+        least_wait_s += shared_s
+        wait_s += shared_s
+        done_s += shared_s
     return PrefillNode(
         cluster,
         chosen,

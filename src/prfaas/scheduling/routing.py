@@ -14,13 +14,18 @@ from prfaas.scheduling.view import ClusterView, InstanceView, LinkView, NoDecode
 
 @dataclass(slots=True)
 class Choice:
-    """What a policy wants in one PD cluster. `cost`: what PD clusters are compared by, the smallest wins."""
+    """What a policy wants in one PD cluster. `cost`: what PD clusters are compared by, the smallest wins.
+
+    `urgency_s`, `is_bound`: see `Decision`.
+    """
 
     option: Option
     uncached_tokens: int
     threshold_tokens: float
     reason: str
     cost: float
+    urgency_s: float | None = None
+    is_bound: bool = False
 
 
 def route(
@@ -106,6 +111,8 @@ def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choic
         choice.threshold_tokens,
         option.ttft_s,
         _transfer(option),
+        None if option.instance is decode else choice.urgency_s,
+        choice.is_bound,
     )
 
 

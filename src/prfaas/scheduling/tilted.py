@@ -14,6 +14,8 @@ from prfaas.scheduling.site import Site
 from prfaas.scheduling.view import View
 
 _LEAST_S = 1e-3
+# Of the tokens to compute: what a cached prefix must spare for a prefill to wait for the instance that holds it.
+_MUCH = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,21 +37,37 @@ class Tilted:
     T_pd(t) per second of work for leaving the threshold. Growing backlogs outweigh that, so queues stay bounded
     under every load that some rule could carry, whatever the threshold (Tassiulas and Ephremides 1992; Neely
     2010). While facts of a link are stale the tilt can only make offloading rarer.
+
+    The prefill waits for whichever instance of its cluster is free first, and short ones go first: the urgency is
+    now + `ageing` × T. Of what has waited equally long the shortest is next (it delays the others least), and after
+    `ageing` seconds per second of its own work a prompt is ahead of everything that comes. 0: first come, first
+    served. A prompt of which one instance holds much more than the others waits for that one.
     """
 
     name: ClassVar[str] = "tilted"
     beta: float = 1.0
+    ageing: float = 10.0
     abundance: AbundanceMarks = field(default_factory=AbundanceMarks)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.beta < math.inf:
-            raise ValueError(f"beta of policy tilted must be 0 or more, not {self.beta!r}")
+        if not (0 <= self.beta < math.inf and 0 <= self.ageing < math.inf):
+            raise ValueError(
+                f"beta and ageing of policy tilted must be 0 or more, not {self.beta!r} and {self.ageing!r}"
+            )
 
     def decide(self, request: RoutingRequest, view: View) -> Decision:
         """Raises NoDecodeInstanceError when nothing can decode."""
         return route(request, view, self._choose)
 
     def _choose(self, request: RoutingRequest, view: View, site: Site) -> Choice:
+        choice = self._place(request, view, site)
+        option = choice.option
+        choice.urgency_s = view.now_s + self.ageing * option.prefill_s
+        if request.held:
+            choice.is_bound = option.moved_cache is not None or _is_held_best(request, option)
+        return choice
+
+    def _place(self, request: RoutingRequest, view: View, site: Site) -> Choice:
         threshold = adjusted = site.threshold_tokens
         uncached = uncached_tokens(request, view, site, self.abundance)
         local = with_cache(request, view, site, site.local, self.abundance)
@@ -89,6 +107,20 @@ class Tilted:
         if ahead_s > 0.0 and far.link is not None and is_stale(far.link, view):
             return 0.0
         return ahead_s
+
+
+def _is_held_best(request: RoutingRequest, option: Option) -> bool:
+    """Whether another instance of the cluster would have to compute a tenth more."""
+    here = option.instance
+    elsewhere = max(
+        (
+            request.reusable_at(each.name)
+            for each in option.cluster.instances
+            if each.prefills and each is not here
+        ),
+        default=0,
+    )
+    return option.reusable_tokens - elsewhere > _MUCH * (request.num_tokens - elsewhere)
 
 
 def _tilted(threshold: float, tilt: float) -> float:

@@ -7,6 +7,7 @@ import numpy as np
 from prfaas.cache.held import Held
 from prfaas.scheduling import ClusterView, InstanceView, LinkView, Policy, RoutingRequest, View, policy_named
 from prfaas.scheduling.length_window import LengthWindow
+from prfaas.scheduling.nodes import is_prefiller
 from prfaas.scheduling.prefill_pool import PrefillPool
 from prfaas.simulator.capacity import CapacityProcess
 from prfaas.simulator.columns import Columns
@@ -142,10 +143,15 @@ class World:
             if job.engine is engine and job.stage is Stage.QUEUED and job in engine.pool:
                 job.stage = Stage.POOLED
                 engine.withdraw(job.service_s, self.events.now_s)
-        if len(engine.pool):
-            for other in self.engines.values():
-                if other.cluster is engine.cluster and other.running is None:
-                    self.start_next(other)
+        if not len(engine.pool):
+            return
+        others = [other for other in self.engines.values() if other.cluster is engine.cluster]
+        if not any(is_prefiller(other.view, self.view) for other in others):
+            for job in [job for job in self.open.values() if job in engine.pool]:
+                self.restart(job)
+        for other in others:
+            if other.running is None:
+                self.start_next(other)
 
     def _route(self, job: Job, policy: Policy) -> None:
         view, now_s, engines = self.view, self.events.now_s, self.engines
@@ -224,6 +230,11 @@ class World:
             if engine is not job.target:
                 engine.view.in_flight += 1
             job.engine = engine
+            if self.caches is not None:
+                here = self.caches.held(job.blocks, job.tokens).get(engine.name)
+                reusable = 0 if here is None else min(here.reusable_tokens, job.tokens - 1)
+                job.service_s = engine.prefill_s(job.tokens - reusable)
+                self.columns.hit_tokens[job.number] = reusable
         self._start(engine, job)
 
     def _start(self, engine: Engine, job: Job) -> None:
