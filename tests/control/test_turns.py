@@ -5,13 +5,13 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
+from tests.control.world import LINK, FakeClock, board_of, decision
 
 from prfaas.cache import PromptChains
 from prfaas.control.board import Board
 from prfaas.control.turns import Turns
 from prfaas.deployment import Deployment
 from prfaas.scheduling import Decision
-from tests.control.world import LINK, FakeClock, board_of, decision
 
 CHAINS = PromptChains(5000, {})
 

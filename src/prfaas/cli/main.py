@@ -24,6 +24,7 @@ from prfaas.cli.profile import profile
 from prfaas.cli.replay import replay
 from prfaas.cli.reproduce import reproduce
 from prfaas.cli.serve import serve
+from prfaas.cli.simulate import simulate
 from prfaas.cli.status import status
 from prfaas.cli.up import up
 
@@ -47,6 +48,7 @@ for command in (
     bandwidth,
     profile,
     plan,
+    simulate,
     reproduce,
     replay,
 ):

@@ -18,7 +18,7 @@ from prfaas.simulator.job import Job, Stage
 from prfaas.simulator.kv_moves import KvMoves
 from prfaas.simulator.lane import LOOK_S, Lane
 from prfaas.simulator.link import FluidLink
-
+from prfaas.simulator.prefix_caches import PrefixCaches
 from prfaas.simulator.scenario import (
     CacheOptions,
     Scenario,
@@ -216,6 +216,11 @@ class World:
             engine.pool.offer(job, decision.urgency_s, job.service_s)
             engine.cluster.waiting_s = engine.pool.waiting_s
             job.stage = Stage.POOLED
+            if self.caches is not None:
+                # One that holds less may be idle: without caches the idle one was chosen.
+                for other in self.engines.values():
+                    if other.running is None and other.cluster is engine.cluster:
+                        self.start_next(other)
 
     def _assign(self, engine: Engine, job: Job) -> None:
         """A job of the pool goes to an instance that is free."""
@@ -389,9 +394,7 @@ class World:
             self.events, cluster.decode_step_s, cluster.decode_slots, self._slot_taken, self._answered
         )
 
-    def _caches(self, options: CacheOptions, block_tokens: int) -> "PrefixCaches":
-        from prfaas.simulator.prefix_caches import PrefixCaches
-
+    def _caches(self, options: CacheOptions, block_tokens: int) -> PrefixCaches:
         return PrefixCaches(
             list(self.engines),
             capacity_tokens=dict.fromkeys(self.engines, options.capacity_tokens),

@@ -1,0 +1,328 @@
+"""`prfaas simulate`: a deployment under load, with the policies that would run it."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from prfaas.cli.options import AsJson, DeploymentPath
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from prfaas.cli.simulate_traffic import SimulatedTraffic
+    from prfaas.deployment import PlannedDeployment
+    from prfaas.planner import PlanProblem
+    from prfaas.report.simulation import SimulationReport
+    from prfaas.simulator import Result, Scenario
+
+_LOAD, _REQUESTS = 0.7, 20_000
+_ARRIVALS, _WORLD, _LENGTH = "What arrives", "What it meets", "How long"
+
+
+def simulate(
+    deployment: DeploymentPath,
+    load: Annotated[
+        float | None,
+        typer.Option(
+            help=f"Share of the highest throughput that `prfaas plan` finds. Default: {_LOAD}.",
+            rich_help_panel=_ARRIVALS,
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second, in place of a load.", rich_help_panel=_ARRIVALS)
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Lengths, prefixes and arrivals of a trace (Mooncake's, Azure's or our own format), its times scaled "
+            "to the load; turns caches on.",
+            rich_help_panel=_ARRIVALS,
+        ),
+    ] = None,
+    bursts: Annotated[
+        bool,
+        typer.Option(
+            "--bursts",
+            help="The same mean rate in phases: 0.7 × it for 60 s on average, 2.2 × for 15 s.",
+            rich_help_panel=_ARRIVALS,
+        ),
+    ] = False,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Another seed, other traffic.", rich_help_panel=_ARRIVALS)
+    ] = 0,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Default: the file's, as `prfaas up` would run it.", rich_help_panel=_WORLD
+        ),
+    ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B,C", help="Several policies under the very same requests.", rich_help_panel=_WORLD
+        ),
+    ] = None,
+    caches: Annotated[
+        bool | None,
+        typer.Option(
+            "--caches/--no-caches",
+            help="Prefix caches on every instance. Default: only with --trace.",
+            show_default=False,
+            rich_help_panel=_WORLD,
+        ),
+    ] = None,
+    cache_memory: Annotated[
+        str,
+        typer.Option(metavar="SIZE", help="Of one instance, for its prefix cache.", rich_help_panel=_WORLD),
+    ] = "64 GiB",
+    link_fluctuation: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SD:CORRELATION_S",
+            help="Let bandwidths vary: standard deviation as a share, and correlation time, e.g. 0.3:30.",
+            rich_help_panel=_WORLD,
+        ),
+    ] = None,
+    set_fields: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="FIELD=VALUE",
+            help="Another number in the file, e.g. links[0].bandwidth=10e9; may be repeated.",
+            rich_help_panel=_WORLD,
+        ),
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help=f"Default: {_REQUESTS}.", rich_help_panel=_LENGTH)
+    ] = None,
+    duration: Annotated[
+        float | None, typer.Option(help="Simulated seconds of arrivals instead.", rich_help_panel=_LENGTH)
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write DIR/index.html, one self-contained page with plots."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate a deployment under load: TTFT, throughput, queues and egress, with the scheduler's own code.
+
+    The first tenth of the time is warm-up and not counted. The same seed gives the same numbers. Options and results:
+    docs/simulate.md.
+
+    Example: prfaas simulate examples/paper.yaml --load 0.9 --compare paper,tilted --report out
+    """
+    from dataclasses import asdict
+
+    from prfaas.cli.simulate_settings import (
+        cache_options,
+        fluctuation,
+        parse_changes,
+        policies_of,
+        scenario_for,
+    )
+    from prfaas.deployment import load_planned
+    from prfaas.planner import best_operation, problem_of
+
+    length = _length(requests, duration)
+    changes = parse_changes(set_fields or ())
+    planned = load_planned(deployment, changes=changes)
+    problem = problem_of(planned)
+    names = policies_of(planned, policy, compare)
+    lambda_max = best_operation(problem).lambda_max
+    if lambda_max == 0:
+        _refuse(
+            f"{deployment}: can serve nothing by `prfaas plan`; it needs instances that prefill and that decode"
+        )
+    rate_rps = _rate(load, rate, lambda_max)
+    links = fluctuation(planned, link_fluctuation)
+    options = None
+    if caches or (caches is None and trace is not None):
+        options = cache_options(planned.kv_model, cache_memory)
+    traffic = _traffic(planned, problem, trace, rate_rps, bursts=bursts)
+    _check_any(traffic, seed, length[1])
+    folder = None if report is None else _folder(report)
+    scenarios = [scenario_for(planned, name, options, links) for name in names]
+    results = _simulated(scenarios, traffic, seed, *length)
+    summaries = {name: result.summary() for name, result in results.items()}
+    document = {
+        "deployment": planned.name,
+        "load": rate_rps / lambda_max,
+        "rate_rps": rate_rps,
+        "lambda_max_rps": lambda_max,
+        "seed": seed,
+        "requests": length[0],
+        "duration_s": length[1],
+        "arrivals": traffic.described,
+        "caches": None if options is None else asdict(options),
+        "link_fluctuation": link_fluctuation,
+        "changes": changes,
+        "policies": summaries,
+    }
+    if folder is not None or not as_json:
+        from prfaas.cli.simulate_report import simulation_report
+
+        shown = simulation_report(
+            planned,
+            document,
+            results,
+            traffic,
+            caches=options,
+            fluctuation=link_fluctuation,
+            changes=set_fields or (),
+        )
+        if folder is not None:
+            _write_page(folder / "index.html", shown)
+        if not as_json:
+            from prfaas.report.simulation import print_simulation
+
+            print_simulation(_console(), shown)
+    if as_json:
+        _print_json(document)
+
+
+def _traffic(
+    planned: "PlannedDeployment", problem: "PlanProblem", trace: Path | None, rate_rps: float, *, bursts: bool
+) -> "SimulatedTraffic":
+    from prfaas.cli.simulate_trace import recorded
+    from prfaas.cli.simulate_traffic import made_up
+
+    if trace is None:
+        return made_up(problem, rate_rps, bursts=bursts)
+    if bursts:
+        _refuse("--bursts makes up arrivals; a --trace has its own")
+    return recorded(planned, problem, trace, rate_rps)
+
+
+def _simulated(
+    scenarios: "Sequence[Scenario]",
+    traffic: "SimulatedTraffic",
+    seed: int,
+    requests: int | None,
+    duration_s: float | None,
+) -> "dict[str, Result]":
+    """Every scenario under the same requests, with a bar on stderr; how quick it was is said there too."""
+    import numpy as np
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from prfaas.simulator import simulate as run
+
+    expected = requests if requests is not None else round((duration_s or 0.0) * traffic.traffic.mean_per_s)
+    console = Console(stderr=True)
+    results = {}
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        for scenario in scenarios:
+            task = progress.add_task(scenario.policy, total=expected)
+
+            def advance(done: int, task: Any = task) -> None:
+                progress.update(task, completed=done)
+
+            started_s = time.perf_counter()
+            result = run(
+                scenario,
+                traffic.traffic.chunks(np.random.default_rng(seed)),
+                seed=seed,
+                requests=requests,
+                duration_s=duration_s,
+                progress=advance,
+            )
+            took_s = time.perf_counter() - started_s
+            results[scenario.policy] = result
+            progress.update(task, completed=expected)
+            count = len(result.arrival_s)
+            typer.echo(
+                f"{scenario.policy}: {count:,} requests in {took_s:.2f} s, {count / took_s:,.0f} per second",
+                err=True,
+            )
+    return results
+
+
+def _length(requests: int | None, duration_s: float | None) -> tuple[int | None, float | None]:
+    import math
+
+    if requests is not None and duration_s is not None:
+        _refuse("give --requests or --duration, not both")
+    if duration_s is not None and not (math.isfinite(duration_s) and duration_s > 0):
+        _refuse(f"--duration: must be seconds above 0, not {duration_s:g}")
+    return (None, duration_s) if duration_s is not None else (requests or _REQUESTS, None)
+
+
+def _rate(load: float | None, rate: float | None, lambda_max: float) -> float:
+    from prfaas.cli.simulate_traffic import check_rate
+
+    if load is not None and rate is not None:
+        _refuse("give --load or --rate, not both")
+    if rate is not None:
+        check_rate(rate, "--rate")
+        return rate
+    check_rate(_LOAD if load is None else load, "--load")
+    return (_LOAD if load is None else load) * lambda_max
+
+
+def _check_any(traffic: "SimulatedTraffic", seed: int, duration_s: float | None) -> None:
+    import numpy as np
+
+    first_s = float(next(traffic.traffic.chunks(np.random.default_rng(seed))).arrival_s[0])
+    if duration_s is not None and first_s >= duration_s:
+        _refuse(
+            f"--duration: nothing arrives within {duration_s:g} s; the first request comes after {first_s:.3g} s"
+        )
+
+
+def _refuse(why: str) -> None:
+    from prfaas.cli.errors import CliError
+
+    raise CliError(why)
+
+
+def _folder(directory: Path) -> Path:
+    from prfaas.cli.errors import CliError
+
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CliError(
+            f"--report {directory}: can't be made a folder ({error.strerror}); name another"
+        ) from error
+    return directory
+
+
+def _write_page(path: Path, shown: "SimulationReport") -> None:
+    from prfaas.cli.errors import CliError
+    from prfaas.report.simulation_page import simulation_page
+
+    try:
+        path.write_text(simulation_page(shown), encoding="utf-8")
+    except OSError as error:
+        raise CliError(f"--report: {path} can't be written ({error.strerror})") from error
+    typer.echo(f"wrote {path}", err=True)
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    plain = Console(highlight=False)
+    # A pipe has no width; 80 columns would wrap the table.
+    return plain if plain.is_terminal else Console(highlight=False, width=120)
+
+
+def _print_json(document: Any) -> None:
+    import json
+
+    typer.echo(json.dumps(_finite(document), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has neither infinity nor what is no number: both are null."""
+    import math
+
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return value

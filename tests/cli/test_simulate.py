@@ -1,0 +1,258 @@
+"""`prfaas simulate` as a user types it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prfaas.cli import main as cli
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PAPER = EXAMPLES / "paper.yaml"
+BURST = EXAMPLES / "traces" / "mooncake_burst.jsonl.gz"
+FIELDS = {
+    "ttft_mean_s",
+    "ttft_p50_s",
+    "ttft_p90_s",
+    "ttft_p99_s",
+    "throughput_rps",
+    "goodput_rps",
+    "egress_bits_per_s",
+    "offloaded_fraction",
+    "stable",
+}
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["prfaas", "simulate", *map(str, args)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def simulated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: object, requests: int = 300
+) -> Any:
+    assert run(monkeypatch, *args, "--requests", requests, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_fields_that_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = simulated(monkeypatch, capsys, PAPER, "--load", 0.9, "--compare", "paper,tilted", "--seed", 3)
+    assert found["deployment"] == "paper"
+    assert found["load"] == pytest.approx(0.9)
+    assert found["lambda_max_rps"] == pytest.approx(3.259, abs=0.001)
+    assert found["rate_rps"] == pytest.approx(0.9 * found["lambda_max_rps"])
+    assert (found["seed"], found["requests"]) == (3, 300)
+    assert found["arrivals"]["process"] == "poisson"
+    assert list(found["policies"]) == ["paper", "tilted"]
+    for summary in found["policies"].values():
+        assert summary.keys() >= FIELDS
+        assert 0 < summary["ttft_p50_s"] <= summary["ttft_p90_s"] <= summary["ttft_p99_s"]
+        assert 0 <= summary["offloaded_fraction"] <= 1
+        assert isinstance(summary["stable"], bool)
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_one_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = []
+    for seed in (5, 5, 6):
+        assert run(monkeypatch, PAPER, "--requests", 300, "--seed", seed, "--json") == 0
+        texts.append(capsys.readouterr().out.replace('"seed": 6', '"seed": 5'))
+    assert texts[0] == texts[1]
+    assert texts[0] != texts[2]
+
+
+def test_a_policy_does_not_depend_on_whom_it_is_compared_with(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = simulated(monkeypatch, capsys, PAPER, "--policy", "tilted", "--link-fluctuation", "0.3:30")
+    both = simulated(
+        monkeypatch, capsys, PAPER, "--compare", "local_only,tilted", "--link-fluctuation", "0.3:30"
+    )
+    assert both["policies"]["tilted"] == alone["policies"]["tilted"]
+
+
+def test_light_load_is_service_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Table 6 of the paper: 2.22 s on average, 3.51 s at P90, within what 4,000 random requests can say."""
+    found = simulated(
+        monkeypatch, capsys, PAPER, "--load", 0.02, "--policy", "static_threshold", requests=4000
+    )
+    assert found["policies"]["static_threshold"]["ttft_mean_s"] == pytest.approx(2.22, rel=0.04)
+    assert found["policies"]["static_threshold"]["ttft_p90_s"] == pytest.approx(3.51, rel=0.05)
+
+
+def test_a_rate_in_place_of_a_load_and_a_duration_in_place_of_requests(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, PAPER, "--rate", 2, "--duration", 200, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["rate_rps"] == 2
+    assert found["load"] == pytest.approx(2 / found["lambda_max_rps"])
+    assert (found["requests"], found["duration_s"]) == (None, 200)
+    (summary,) = found["policies"].values()
+    assert 150 < summary["simulated_s"] <= 200
+
+
+def test_without_a_policy_the_one_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    default = simulated(monkeypatch, capsys, PAPER, requests=50)
+    assert len(default["policies"]) == 1
+    path = tmp_path / "local.yaml"
+    path.write_text(PAPER.read_text() + "\nrouting: {policy: local_only}\n")
+    found = simulated(monkeypatch, capsys, path, requests=50)
+    assert list(found["policies"]) == ["local_only"]
+    assert found["policies"]["local_only"]["egress_bits_per_s"] == 0
+
+
+def test_bursts_keep_the_mean_rate(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = simulated(monkeypatch, capsys, PAPER, "--rate", 3, "--bursts", requests=50)
+    phases = found["arrivals"]["phases"]
+    seconds = sum(phase["mean_s"] for phase in phases)
+    assert sum(phase["rate_rps"] * phase["mean_s"] for phase in phases) / seconds == pytest.approx(3)
+    assert [phase["mean_s"] for phase in phases] == [60, 15]
+
+
+def test_a_field_of_the_file_changed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = simulated(
+        monkeypatch,
+        capsys,
+        PAPER,
+        "--set",
+        "links[east->home].bandwidth=2 Gbit/s",
+        "--set",
+        "clusters[0].instance_count=2",
+        requests=50,
+    )
+    assert found["lambda_max_rps"] < 2.8
+    assert found["policies"]["paper"]["egress_bits_per_s"] <= 2e9
+
+
+def test_a_trace_with_its_prefixes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = simulated(monkeypatch, capsys, PAPER, "--trace", BURST, "--load", 0.5, requests=1200)
+    arrivals = found["arrivals"]
+    assert (arrivals["process"], arrivals["trace_requests"]) == ("trace", 1000)
+    assert arrivals["jitter_s"] == pytest.approx(3, abs=0.01)
+    assert arrivals["speed_factor"] == pytest.approx(found["rate_rps"] / (1000 / 279), rel=0.02)
+    (summary,) = found["policies"].values()
+    assert summary["hit_ratio"] > 0.02
+    without = simulated(
+        monkeypatch, capsys, PAPER, "--trace", BURST, "--load", 0.5, "--no-caches", requests=1200
+    )
+    (summary,) = without["policies"].values()
+    assert summary["hit_ratio"] == 0
+
+
+def test_tables_for_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, PAPER, "--requests", 300, "--compare", "paper,local_only") == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("paper: 2.281 requests/s, 0.7 of the planner's Λ_max")
+    for word in ("TTFT mean", "TTFT P90", "offloaded", "always", "home decode", "east->home link"):
+        assert word in captured.out
+    assert "paper: 300 requests in " in captured.err
+
+
+def test_a_report_is_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "new" / "report"
+    found = simulated(monkeypatch, capsys, PAPER, "--report", folder)
+    assert [path.name for path in folder.iterdir()] == ["index.html"]
+    page = (folder / "index.html").read_text()
+    assert page.count("<svg") >= 6
+    assert f"{found['policies']['paper']['offloaded_fraction']:.1%}" in page
+    assert "prfaas simulate" in page and "seed 0" in page
+
+
+BAD = {
+    "both rates": (["--load", "0.5", "--rate", "2"], "give --load or --rate, not both"),
+    "no load": (["--load", "0"], "--load: must be a number above 0, not 0"),
+    "no rate": (["--rate", "nan"], "--rate: must be a number above 0, not nan"),
+    "both lengths": (["--requests", "5", "--duration", "5"], "give --requests or --duration, not both"),
+    "no duration": (["--duration", "-1"], "--duration: must be seconds above 0, not -1"),
+    "nothing arrives": (["--rate", "0.001", "--duration", "1"], "--duration: nothing arrives within 1 s"),
+    "unknown policy": (
+        ["--policy", "papre"],
+        '--policy: there is no policy "papre"; there are paper, tilted',
+    ),
+    "unknown policies": (
+        ["--compare", "paper,"],
+        '--compare: there is no policy ""; there are paper, tilted',
+    ),
+    "policy twice": (["--compare", "paper,paper"], "--compare: names a policy twice"),
+    "both policies": (
+        ["--policy", "paper", "--compare", "paper,tilted"],
+        "give --policy or --compare, not both",
+    ),
+    "set without a value": (["--set", "links[0].bandwidth"], "write FIELD=VALUE, for example"),
+    "set without a number": (["--set", "slo.tokens_per_s=fast"], '"fast" is no number'),
+    "set twice": (["--set", "slo.ttft_s=1", "--set", "slo.ttft_s=2"], "--set: slo.ttft_s is given twice"),
+    "set a unit nobody knows": (["--set", "links[0].bandwidth=1 parsec"], "is no bandwidth"),
+    "set what is not there": (["--set", "links[3].bandwidth=1e9"], "the list has only 1 entries"),
+    "set an unknown field": (["--set", "workload.laod=0.5"], 'did you mean "load"?'),
+    "fluctuation": (["--link-fluctuation", "0.3"], '--link-fluctuation "0.3": must be SD:CORRELATION_S'),
+    "fluctuation of nothing": (["--link-fluctuation", "0:5"], "must be SD:CORRELATION_S"),
+    "fluctuation for ever": (["--link-fluctuation", "0.3:inf"], "must be SD:CORRELATION_S"),
+    "memory": (["--caches", "--cache-memory", "lots"], "--cache-memory: 'lots' is no size"),
+    "trace and bursts": (
+        ["--trace", str(BURST), "--bursts"],
+        "--bursts makes up arrivals; a --trace has its own",
+    ),
+    "no trace": (["--trace", "none.jsonl"], "none.jsonl"),
+}
+
+
+@pytest.mark.parametrize("args, message", BAD.values(), ids=BAD.keys())
+def test_what_can_not_be_is_one_sentence_and_exit_code_2(
+    args: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, PAPER, *args) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("prfaas: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_a_report_where_no_folder_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    assert run(monkeypatch, PAPER, "--requests", 10, "--report", file / "x") == 2
+    assert "can't be made a folder" in capsys.readouterr().err
+
+
+def test_a_deployment_that_can_serve_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = PAPER.read_text()
+    start, end = text.index("  - name: east"), text.index("  # kind pd")
+    path = tmp_path / "alone.yaml"
+    path.write_text(
+        (text[:start] + text[end:])
+        .replace("instance_count: 8", "instance_count: 1")
+        .replace("  h200: 2.0\n", "")
+        .replace("links:\n  - {source: east, target: home, bandwidth: 100 Gbit/s}\n", "")
+    )
+    assert run(monkeypatch, path, "--rate", 1) == 2
+    assert "can serve nothing" in capsys.readouterr().err
+
+
+def test_help_has_an_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--help") == 0
+    assert "Example: prfaas simulate" in " ".join(capsys.readouterr().out.split())
