@@ -10,7 +10,10 @@ import numpy as np
 
 from prfaas.simulator.capacity import CapacityProcess
 from prfaas.simulator.events import Events
+from prfaas.simulator.transfer import ABREAST, ARRIVING, BEHIND, OVER, PRODUCED, Transfer
 from prfaas.units import BITS_PER_BYTE
+
+__all__ = ["FluidLink", "Transfer"]
 
 # Whoever is this close to its end has reached it: clocks are floating-point numbers.
 _SLACK_S = 1e-9
@@ -18,48 +21,7 @@ _SLACK = 1e-15
 # A stream that is behind catches up only where its share is more than its production by more than rounding.
 _FASTER = 1 + 1e-9
 
-# Where a transfer is.
-_ABREAST = 0  # all that is produced has been sent, more is to come
-_BEHIND = 1  # more has been produced than sent, and more is to come
-_PRODUCED = 2  # all is there, not all has been sent
-_ARRIVING = 3  # all has been sent, the last byte is on its way
-_OVER = 4
-
 _production_rate = attrgetter("bits_per_s")
-
-
-class Transfer:
-    """What one request sends; `FluidLink` alone looks inside."""
-
-    __slots__ = (
-        "argument",
-        "bits_per_s",
-        "done",
-        "last_bits",
-        "offset_bits",
-        "start_s",
-        "state",
-        "total_bits",
-    )
-
-    def __init__(
-        self,
-        bits_per_s: float,
-        last_bits: float,
-        total_bits: float,
-        start_s: float,
-        done: Callable[[Any], None],
-        argument: Any,
-    ) -> None:
-        self.bits_per_s = bits_per_s
-        self.last_bits = last_bits
-        self.total_bits = total_bits
-        self.start_s = start_s
-        self.done = done
-        self.argument = argument
-        self.state = _ABREAST
-        # Once behind: what a transfer that was behind for ever would have sent when this one would have had 0.
-        self.offset_bits = 0.0
 
 
 class FluidLink:
@@ -197,9 +159,7 @@ class FluidLink:
         transfer = Transfer(bits_per_s, last_bits, total_bits, now_s, done, argument)
         self.open_transfers += 1
         self._accepted_bits += total_bits
-        self._sent_bits += self._rate_bits_per_s * (now_s - self._at_s)
-        self._sent_each_bits += self._share_bits_per_s * (now_s - self._at_s)
-        self._at_s = now_s
+        self._advance(now_s)
         self._abreast[transfer] = None
         self._abreast_bits_per_s = rate = self._abreast_bits_per_s + bits_per_s
         if bits_per_s > self._peak_bits_per_s:
@@ -220,12 +180,12 @@ class FluidLink:
         transfer = Transfer(0.0, bits, bits, now_s, done, argument)
         self.open_transfers += 1
         if not bits:
-            transfer.state = _ARRIVING
+            transfer.state = ARRIVING
             self._events.at(now_s + self._rtt_s, self._arrive, transfer)
             return transfer
         self._accepted_bits += bits
         self._advance(now_s)
-        transfer.state = _PRODUCED
+        transfer.state = PRODUCED
         transfer.offset_bits = self._sent_each_bits
         self._late += 1
         self._number = number = self._number + 1
@@ -236,15 +196,15 @@ class FluidLink:
     def cancel(self, transfer: Transfer) -> None:
         """It ends here, and its `done` is not called. Nothing happens where it has been called already."""
         state = transfer.state
-        if state == _OVER:
+        if state == OVER:
             return
         now_s = self._events.now_s
         self._advance(now_s)
-        transfer.state = _OVER
+        transfer.state = OVER
         self.open_transfers -= 1
-        if state == _ARRIVING:
+        if state == ARRIVING:
             return
-        if state == _ABREAST:
+        if state == ABREAST:
             sent_bits = transfer.bits_per_s * (now_s - transfer.start_s)
             self._leave_abreast(transfer)
         else:
@@ -257,14 +217,11 @@ class FluidLink:
 
     def _end_production(self, transfer: Transfer) -> None:
         state = transfer.state
-        if state == _OVER:
+        if state == OVER:
             return
         now_s = self._events.now_s
-        passed_s = now_s - self._at_s
-        self._sent_bits += self._rate_bits_per_s * passed_s
-        self._sent_each_bits += self._share_bits_per_s * passed_s
-        self._at_s = now_s
-        if state == _ABREAST:
+        self._advance(now_s)
+        if state == ABREAST:
             self._leave_abreast(transfer)
             left_bits = transfer.last_bits
             transfer.offset_bits = self._sent_each_bits + left_bits - transfer.total_bits
@@ -276,12 +233,12 @@ class FluidLink:
                 self._sent_bits += left_bits
                 left_bits = 0.0
         if not left_bits:
-            transfer.state = _ARRIVING
+            transfer.state = ARRIVING
             self._share(now_s)
             self._sent(transfer)
             return
         self._late += 1
-        transfer.state = _PRODUCED
+        transfer.state = PRODUCED
         self._number = number = self._number + 1
         heappush(self._heap, (self._sent_each_bits + left_bits, number, transfer))
         self._share(now_s)
@@ -293,8 +250,8 @@ class FluidLink:
             self._arrive(transfer)
 
     def _arrive(self, transfer: Transfer) -> None:
-        if transfer.state != _OVER:
-            transfer.state = _OVER
+        if transfer.state != OVER:
+            transfer.state = OVER
             self.open_transfers -= 1
             transfer.done(transfer.argument)
 
@@ -335,7 +292,7 @@ class FluidLink:
             return
         # An event for when the next one ends or catches up. One that comes too early will put another.
         heap = self._heap
-        while heap and heap[0][2].state != _PRODUCED:
+        while heap and heap[0][2].state != PRODUCED:
             heappop(heap)
         next_s = now_s + (heap[0][0] - self._sent_each_bits) / share if heap else math.inf
         if share > self._slowest_bits_per_s * _FASTER:
@@ -352,7 +309,7 @@ class FluidLink:
             self._peak_bits_per_s = bits_per_s
             return
         self._leave_abreast(fastest)
-        fastest.state = _BEHIND
+        fastest.state = BEHIND
         fastest.offset_bits = self._sent_each_bits - bits_per_s * (now_s - fastest.start_s)
         self._behind[fastest] = None
         self._late += 1
@@ -385,19 +342,17 @@ class FluidLink:
         if armed_s != self._armed_s:
             return  # another event was put before this one
         self._armed_s = math.inf
+        self._advance(armed_s)
         share = self._share_bits_per_s
-        passed_s = armed_s - self._at_s
-        self._at_s = armed_s
-        self._sent_each_bits = sent_each_bits = self._sent_each_bits + share * passed_s
-        self._sent_bits += self._rate_bits_per_s * passed_s
+        sent_each_bits = self._sent_each_bits
         slack_s = _SLACK_S + armed_s * _SLACK
         reached = sent_each_bits + slack_s * share
         heap = self._heap
         ended = []
         while heap and heap[0][0] <= reached:
             end_bits, _, transfer = heappop(heap)
-            if transfer.state == _PRODUCED:
-                transfer.state = _ARRIVING
+            if transfer.state == PRODUCED:
+                transfer.state = ARRIVING
                 self._late -= 1
                 self._sent_bits += end_bits - sent_each_bits
                 ended.append(transfer)
@@ -413,7 +368,7 @@ class FluidLink:
             backlog_bits = self._backlog_bits(transfer, now_s)
             if share > bits_per_s * _FASTER and backlog_bits <= slack_s * (share - bits_per_s):
                 del self._behind[transfer]
-                transfer.state = _ABREAST
+                transfer.state = ABREAST
                 self._late -= 1
                 self._sent_bits += backlog_bits
                 self._abreast[transfer] = None

@@ -110,12 +110,19 @@ class TokenClock:
         self._admit()
         self._arm()
 
-    def drop_all(self) -> list[Any]:
-        """The instance is gone: the arguments of all who were here, in their order; nobody is called back."""
+    def drop_all(self) -> list[tuple[Any, float]]:
+        """The instance is gone: all who were here in their order, with the tokens each still lacks.
+
+        Nobody is called back.
+        """
         self._advance()
         members = sorted(self._members, key=lambda member: member[1])
-        here = [argument for _, number, argument in members if number not in self._gone]
-        here += [argument for number, _, argument in self._queue if number not in self._gone]
+        here = [
+            (argument, max(end - self._tokens, 0.0))
+            for end, number, argument in members
+            if number not in self._gone
+        ]
+        here += [(argument, tokens) for number, tokens, argument in self._queue if number not in self._gone]
         self._members.clear()
         self._queue.clear()
         self._gone.clear()

@@ -1,0 +1,183 @@
+"""What `fidelity.py` measures on the running deployment: profiles and overheads, then traffic at several loads."""
+
+import asyncio
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+from fidelity_stack import EAST, EAST_PREFILL, HOME, HOME_DECODE, HOME_PREFILL, Stack, machine_cpu_s
+from prfaas.profiles import profile_text
+from prfaas.profiles.endpoint import Endpoint
+from prfaas.profiles.measure import Measurement, MeasurePlan, measure
+from prfaas.replay import ReplayOptions, replay
+from prfaas.replay.target import find_target
+from prfaas.workload import TracedRequest, TruncatedLogNormal, Uniform
+from prfaas.workload.traffic import IndependentTraffic, Poisson, take
+
+LOG_MEDIAN, LOG_SIGMA, LOW_TOKENS, HIGH_TOKENS = 8.3, 0.6, 1024, 12000
+"""Prompts: log-normal around 4,000 tokens. On one core they take 0.3 to 4 s."""
+
+LOW_ANSWER, HIGH_ANSWER = 2, 8
+PLACES_S = 5
+
+
+@dataclass(frozen=True)
+class Depth:
+    """How thoroughly profiles are measured."""
+
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 12288)
+    batches: tuple[int, ...] = (1, 2, 4, 8)
+    repeats: int = 3
+
+
+QUICK = Depth(lengths=(1024, 4096, 12288), batches=(1, 4), repeats=1)
+
+
+def lengths_spec() -> dict[str, Any]:
+    """The prompts' lengths as a deployment file writes them."""
+    return {
+        "distribution": "lognormal",
+        "mu": LOG_MEDIAN,
+        "sigma": LOG_SIGMA,
+        "low": LOW_TOKENS,
+        "high": HIGH_TOKENS,
+    }
+
+
+def requests_at(per_s: float, duration_s: float, seed: int) -> list[TracedRequest]:
+    """Poisson arrivals of prompts that have nothing in common."""
+    traffic = IndependentTraffic(
+        Poisson(per_s),
+        TruncatedLogNormal(LOG_MEDIAN, LOG_SIGMA, LOW_TOKENS, HIGH_TOKENS),
+        Uniform(LOW_ANSWER, HIGH_ANSWER),
+    )
+    return list(take(traffic.chunks(np.random.default_rng(seed)), until_s=duration_s))
+
+
+async def profiled(stack: Stack, depth: Depth) -> dict[str, Any]:
+    """Profiles of both clusters, one request at a time; what two prefills do to each other; and what the gateway and
+    the second hop add to short prompts."""
+    urls = {name: stack.deployment.instance(name).url for name in (EAST_PREFILL, HOME_PREFILL, HOME_DECODE)}
+    async with (
+        Endpoint(urls[EAST_PREFILL]) as east,
+        Endpoint(urls[HOME_PREFILL]) as home,
+        Endpoint(urls[HOME_DECODE]) as decode,
+        Endpoint(stack.deployment.gateway.url) as gateway,
+    ):
+        plan = MeasurePlan(depth.lengths, (), depth.repeats)
+        measured = {EAST: await measure(east, plan, _say), HOME: await measure(home, plan, _say)}
+        # The shortest lengths are only there because a measurement needs some.
+        steps = await measure(decode, MeasurePlan((16, 32), depth.batches, depth.repeats, 1, 256), _say)
+        middle = depth.lengths[len(depth.lengths) // 2]
+        alone: list[float] = []
+        both: list[float] = []
+        for _ in range(depth.repeats):
+            _say(f"prefill of {middle} tokens, alone and on both at once")
+            alone += [await east.prefill_s(middle), await home.prefill_s(middle)]
+            both += await asyncio.gather(east.prefill_s(middle), home.prefill_s(middle))
+        idle: dict[str, list[list[float]]] = {}
+        for tokens in (1, *depth.lengths):
+            _say(f"{tokens} tokens through the gateway")
+            idle[str(tokens)] = [await _first_s(gateway, tokens) for _ in range(max(depth.repeats, 2))]
+    medians = {tokens: statistics.median(each[0] for each in runs) for tokens, runs in idle.items()}
+    local = [sample for sample in measured[HOME].prefill if idle[str(sample.at)][0][1] == 0.0]
+    step_s = steps.decode[0].median_s
+    return {
+        "profiles": {
+            EAST: _profile_text(EAST, measured[EAST], None),
+            HOME: _profile_text(HOME, measured[HOME], steps),
+        },
+        "together": {"tokens": middle, "alone_s": alone, "both_s": both},
+        "idle_ttft_s": medians,
+        "request_s": max(medians["1"] - step_s, 0.0),
+        "hop_s": max(
+            statistics.median(medians[str(each.at)] - each.median_s - medians["1"] for each in local), 0.0
+        ),
+    }
+
+
+async def driven(stack: Stack, requests: Sequence[TracedRequest]) -> dict[str, Any]:
+    """The requests through the gateway, each at its time, and what every process worked meanwhile.
+
+    `strangers_cpu_s`: what others used of this machine; a run with much of it is worth nothing.
+    """
+    async with aiohttp.ClientSession() as session:
+        target = await find_target(session, stack.deployment.gateway.url)
+    before, machine_s, began_s = stack.cpu_s(), machine_cpu_s(), time.monotonic()
+    result = await replay(target, requests, ReplayOptions(), lambda _: _dot())
+    lasted_s, after, machine_s = time.monotonic() - began_s, stack.cpu_s(), machine_cpu_s() - machine_s
+    used = {name: after[name] - before[name] for name in after}
+    print(file=sys.stderr)
+    return {
+        "lasted_s": lasted_s,
+        "cpu_s": used,
+        "strangers_cpu_s": max(machine_s - sum(used.values()), 0.0),
+        "behind_s": result.max_behind_s,
+        "columns": [
+            "arrival_s", "input_tokens", "output_tokens", "first_token_s", "last_token_s", "route", "error",
+        ],
+        "requests": [
+            [
+                _rounded(record.arrival_s),
+                record.input_tokens,
+                record.output_tokens,
+                _rounded(record.first_token_s),
+                _rounded(record.last_token_s),
+                record.route,
+                record.error,
+            ]
+            for record in result.records
+        ],
+    }  # fmt: skip
+
+
+async def _first_s(gateway: Endpoint, tokens: int) -> list[float]:
+    """Seconds to the first token, and 1 if the prompt was offloaded (it came later than a local one could)."""
+    start_s = time.monotonic()
+    answer = await gateway.decode(tokens, 1)
+    return [answer.first_s - start_s, 1.0 if tokens > OFFLOADED_ABOVE else 0.0]
+
+
+OFFLOADED_ABOVE = 3000
+"""The threshold while profiles are measured, tokens."""
+
+
+def _profile_text(cluster: str, prefill: Measurement, decode: Measurement | None) -> str:
+    joined = prefill if decode is None else Measurement(
+        prefill.url, prefill.model, decode.plan, prefill.prefill, decode.decode, ()
+    )  # fmt: skip
+    return profile_text(
+        joined.profile(
+            name=f"fidelity-{cluster}",
+            hardware="cpu",
+            gpus_per_instance=1,
+            source="bench/fidelity.py profile: medians, one request at a time",
+        )
+    )
+
+
+def profile_files(texts: Mapping[str, str], directory: Path) -> dict[str, Path]:
+    """The measured profiles as files, by cluster."""
+    paths = {name: directory / f"profile-{name}.yaml" for name in texts}
+    for name, text in texts.items():
+        paths[name].write_text(text)
+    return paths
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, PLACES_S)
+
+
+def _say(what: str) -> None:
+    print(f"\r{what:70}", end="", file=sys.stderr, flush=True)
+
+
+def _dot() -> None:
+    print(".", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,252 @@
+"""The deployment that `fidelity.py` measures: three vLLM servers and the gateway on this machine, each prefill engine
+on a core of its own."""
+
+import contextlib
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import ProxyHandler, build_opener
+
+import yaml
+
+from prfaas.deployment import Deployment, load_deployment
+from prfaas.engines.running import RunningEngines
+from prfaas.engines.tiny import tiny_config
+from prfaas.engines.tiny.tokenizer import write_tokenizer
+from prfaas.engines.tiny.weights import tiny_weights
+
+EAST, HOME = "east", "home"
+EAST_PREFILL, HOME_PREFILL, HOME_DECODE = "east-prefill-0", "home-prefill-0", "home-decode-0"
+SERVED_NAME = "tiny"
+
+WIDER: dict[str, Any] = {
+    "hidden_size": 768,
+    "moe_intermediate_size": 768,
+    "shared_expert_intermediate_size": 768,
+    "num_experts_per_tok": 4,
+}
+
+# On CPUs vLLM puts the worker into a process of its own, and both ends of the pipe between them poll for a second after
+# every message: an engine without work would take half of a core from those that have some.
+IDLE_WHEN_IDLE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+# Prefill takes what the others leave: decode, gateway and client stand for machines of their own.
+PREFILL_NICENESS = 10
+_READY_S = 240.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What runs."""
+
+    deployment: Deployment
+    engines: RunningEngines
+    gateway_pid: int
+
+    def cpu_s(self) -> dict[str, float]:
+        """Seconds of processor time so far: of each engine, the gateway, and this process."""
+        used = {name: cpu_s(self.engines.pid(name)) for name in (EAST_PREFILL, HOME_PREFILL, HOME_DECODE)}
+        return used | {"gateway": _cpu_of(self.gateway_pid), "client": time.process_time()}
+
+
+def write_deployment(
+    directory: Path,
+    *,
+    max_model_len: int,
+    chunk_tokens: int,
+    bandwidth: str,
+    policy: str = "offload_all",
+    threshold_tokens: float | None = None,
+    profiles: Mapping[str, Path] | None = None,
+    workload: Mapping[str, Any] | None = None,
+    step_limit_s: float | None = None,
+    to_run: bool = True,
+) -> Path:
+    """One PrfaaS prefill, one PD prefill and one PD decode engine on free ports of this machine.
+
+    The same file serves `prfaas serve` and, with `profiles` (by cluster), `workload` and `step_limit_s`, the planner
+    and the simulator. Roles stay as they are, and the threshold is not optimised anew, so that one run measures one
+    point of operation. `to_run` False: only to plan with, without weights.
+    """
+    ports = iter(_free_ports(7))
+
+    def instance(name: str, role: str) -> dict[str, object]:
+        return {
+            "name": name,
+            "roles": [role],
+            "host": "127.0.0.1",
+            "http_port": next(ports),
+            "kv_port": next(ports),
+        }
+
+    def profile(cluster: str) -> dict[str, str]:
+        return {} if profiles is None else {"profile": str(profiles[cluster].resolve())}
+
+    path = _wider_model(directory.resolve() / "model", with_weights=to_run)
+    document: dict[str, Any] = {
+        "name": "fidelity",
+        "model": {"served_name": SERVED_NAME, "path": str(path), "max_model_len": max_model_len},
+        "clusters": [
+            {
+                "name": EAST,
+                "kind": "prfaas",
+                "hardware": "cpu",
+                **profile(EAST),
+                "instances": [instance(EAST_PREFILL, "prefill")],
+            },
+            {
+                "name": HOME,
+                "kind": "pd",
+                "hardware": "cpu",
+                **profile(HOME),
+                "instances": [instance(HOME_PREFILL, "prefill"), instance(HOME_DECODE, "decode")],
+            },
+        ],
+        "links": [{"source": EAST, "target": HOME, "bandwidth": bandwidth, "connections": 4}],
+        "routing": {"policy": policy},
+        "control": {"threshold_period_s": 3600, "allocation": False},
+        "gateway": {"host": "127.0.0.1", "port": next(ports)},
+        "engine": {
+            "max_num_batched_tokens": chunk_tokens,
+            "max_num_seqs": 16,
+            "kv_cache_gib": 1,
+            "staging": "256 MiB",
+            "extra_args": ["--distributed-executor-backend", "uni"],
+            "env": IDLE_WHEN_IDLE,
+        },
+    }
+    if threshold_tokens is not None:
+        document["routing"]["threshold_tokens"] = threshold_tokens
+    if workload is not None:
+        document["workload"] = dict(workload)
+    if step_limit_s is not None:
+        document["slo"] = {"tpot_s": step_limit_s}
+    deployment_path = directory / "fidelity.yaml"
+    deployment_path.write_text(yaml.safe_dump(document, sort_keys=False))
+    return deployment_path
+
+
+def _wider_model(directory: Path, *, with_weights: bool) -> Path:
+    """The tiny Qwen3-Next with wider layers: the same KVCache, several times the prefill work, so that what its
+    transfer and the HTTP around it cost weighs as little beside prefill as it does on real machines."""
+    config = tiny_config("qwen3-next") | WIDER
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    if with_weights and not (directory / "model.safetensors").exists():
+        from safetensors.torch import save_file
+
+        write_tokenizer(directory, config["max_position_embeddings"])
+        save_file(
+            tiny_weights("qwen3-next", config), directory / "model.safetensors", metadata={"format": "pt"}
+        )
+    return directory
+
+
+@contextlib.contextmanager
+def running(path: Path, directory: Path) -> Iterator[Stack]:
+    """Engines and gateway, ready and pinned; everything has ended afterwards, whatever happened meanwhile."""
+    deployment = load_deployment(path, state_dir=directory / "home")
+    with RunningEngines(deployment) as engines:
+        engines.wait_ready(_READY_S)
+        log_path = directory / "gateway.log"
+        with log_path.open("wb") as log:
+            gateway = subprocess.Popen(
+                [sys.executable, "-m", "prfaas.cli.main", "serve", str(path)],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PRFAAS_HOME": str(directory / "home")},
+            )
+        try:
+            _wait_healthy(deployment, gateway, log_path)
+            cores = sorted(os.sched_getaffinity(0))
+            pin(engines.pid(EAST_PREFILL), cores[0])
+            pin(engines.pid(HOME_PREFILL), cores[-1])
+            yield Stack(deployment, engines, gateway.pid)
+        finally:
+            gateway.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                gateway.wait(10)
+            gateway.kill()
+            gateway.wait()
+
+
+def pin(group: int, core: int) -> None:
+    """All threads of a process group to one core, behind everything that is not as nice."""
+    for process in _processes_of(group):
+        for thread in Path(f"/proc/{process}/task").iterdir():
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                os.sched_setaffinity(int(thread.name), {core})
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), PREFILL_NICENESS)
+
+
+def cpu_s(group: int) -> float:
+    """Seconds of processor time that a process group has used."""
+    return sum(_cpu_of(process) for process in _processes_of(group))
+
+
+def machine_cpu_s() -> float:
+    """Seconds of processor time that everything on this machine has used, and that its host took away (steal)."""
+    user, nice, system, _idle, _wait, irq, soft_irq, steal = map(
+        int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    )
+    return (user + nice + system + irq + soft_irq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _cpu_of(process: int) -> float:
+    return sum(map(int, _stat(process)[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def _processes_of(group: int) -> Sequence[int]:
+    return [
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdecimal() and (stat := _stat(int(entry.name))) and int(stat[2]) == group
+    ]
+
+
+def _stat(process: int) -> list[str]:
+    """The fields of /proc/PID/stat after the command's name (state, parent, group, …); none if it has ended."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return text.rpartition(")")[2].split()
+
+
+def _wait_healthy(deployment: Deployment, gateway: "subprocess.Popen[bytes]", log_path: Path) -> None:
+    opener = build_opener(ProxyHandler({}))
+    deadline_s = time.monotonic() + 60
+    while time.monotonic() < deadline_s:
+        if gateway.poll() is not None:
+            break
+        with (
+            contextlib.suppress(URLError, OSError),
+            opener.open(f"{deployment.gateway.url}/health", timeout=5) as answer,
+        ):
+            instances = yaml.safe_load(answer.read())["instances"]
+            if set(instances.values()) == {"up"}:
+                return
+        time.sleep(0.3)
+    raise SystemExit(f"the gateway did not start:\n{log_path.read_text()[-2000:]}")
+
+
+def _free_ports(count: int) -> list[int]:
+    """Below the range that outgoing connections take theirs from."""
+    found: list[int] = []
+    with contextlib.ExitStack() as stack:
+        while len(found) < count:
+            port = random.randrange(20000, 32000)
+            listener = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                listener.bind(("127.0.0.1", port))
+                found.append(port)
+    return found

@@ -1,0 +1,1 @@
+"""Named studies: what the simulator says about the questions that people ask first."""

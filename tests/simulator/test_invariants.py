@@ -1,0 +1,100 @@
+"""Whatever happens: requests end once, queues and links add up, time goes on (checked after every event)."""
+
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.simulator.conftest import CaseStudy, chunk_of
+
+from prfaas.scheduling import POLICIES
+from prfaas.simulator import CacheOptions, Failure, Scenario, scenario_of, simulate
+from prfaas.simulator.capacity import Outages
+from prfaas.workload import Uniform, fixed
+from prfaas.workload.traffic import IndependentTraffic, Poisson, SessionTraffic
+
+INSTANCES = [f"east-{k}" for k in range(4)] + [f"home-{k}" for k in range(8)]
+
+
+def failures() -> st.SearchStrategy[list[Failure]]:
+    what = st.sampled_from([*INSTANCES, "east->home"])
+    return st.lists(st.builds(Failure, what, st.floats(0, 60), st.floats(0.1, 40)), max_size=4)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(POLICIES), failures(), st.integers(0, 1000), st.booleans())
+def test_under_failures(
+    case_study: CaseStudy, policy: str, failed: list[Failure], seed: int, has_caches: bool
+) -> None:
+    scenario = scenario_of(
+        case_study.planned,
+        policy=policy,
+        failures=failed,
+        caches=CacheOptions(200_000, 4096, 1000) if has_caches else None,
+    )
+    sessions = SessionTraffic(Poisson(1.0), 3.0, 10.0, Uniform(100, 40_000), Uniform(10, 400), 1024)
+    chunks = islice(sessions.chunks(np.random.default_rng(seed)), 3)
+    result = simulate(scenario, chunks, seed=seed, requests=200, debug=True)
+    assert not np.isnan(result.e2e_s).any()
+    assert (result.ttft_s <= result.e2e_s).all()
+    if not has_caches:
+        curve = min(cluster.curve.seconds(1) for cluster in scenario.clusters)
+        assert (result.ttft_s >= curve * 0.999).all()
+
+
+def test_a_dead_instances_work_is_done_elsewhere(case_study: CaseStudy) -> None:
+    """One prompt is at work on the only PrfaaS instance that is up when that dies."""
+    down = [Failure(f"east-{k}", 0.0, 1000.0) for k in (1, 2, 3)]
+    scenario = scenario_of(
+        case_study.planned,
+        policy="paper",
+        failures=[*down, Failure("east-0", 12.0, 1000.0)],
+        adapts=False,
+        allocation=False,
+    )
+    result = simulate(scenario, [chunk_of([10.0], [131_072])], warmup_share=0.0, debug=True)
+    home = scenario.clusters[1].curve
+    assert result.retries[0] == 1
+    assert result.ttft_s[0] == pytest.approx(2.0 + home.seconds(131_072))
+
+
+def test_an_answer_goes_on_where_its_instance_died(case_study: CaseStudy) -> None:
+    """After the failure: prompt and what was written are prefilled again, then the rest is decoded."""
+    alone = _alone(case_study, [Failure("home-3", 30.0, 1000.0)])
+    result = simulate(alone, [chunk_of([0.0], [4000], [1000])], warmup_share=0.0, debug=True)
+    curve = alone.clusters[0].curve
+    first_s = curve.seconds(4000)
+    written = round((30.0 - first_s) / 0.025)
+    assert result.ttft_s[0] == pytest.approx(first_s)
+    assert result.e2e_s[0] == pytest.approx(
+        30.0 + curve.seconds(4000 + written) + 0.025 * (1000 - written), abs=0.05
+    )
+
+
+def test_a_link_that_stays_down_is_not_waited_for(case_study: CaseStudy) -> None:
+    scenario = replace(
+        scenario_of(case_study.planned, policy="offload_all", failures=[Failure("east->home", 1.0, 500.0)]),
+        stall_limit_s=8.0,
+    )
+    result = simulate(scenario, [chunk_of([0.0], [131_072])], warmup_share=0.0, debug=True)
+    home = scenario.clusters[1].curve
+    assert result.retries[0] == 1
+    assert 9.0 <= result.ttft_s[0] - home.seconds(131_072) <= 11.0
+
+
+def test_random_outages_lose_nothing(case_study: CaseStudy) -> None:
+    scenario = scenario_of(
+        case_study.planned, policy="tilted", links={"east->home": Outages(2e10, 20.0, 5.0)}
+    )
+    traffic = IndependentTraffic(Poisson(2.0), case_study.lengths, fixed(200.0))
+    result = simulate(scenario, traffic.chunks(np.random.default_rng(1)), seed=1, requests=600, debug=True)
+    assert result.summary()["lost"] == 0
+    assert result.retries.sum() > 0
+
+
+def _alone(case_study: CaseStudy, failed: list[Failure]) -> Scenario:
+    """The PD cluster by itself."""
+    whole = scenario_of(case_study.planned, policy="local_only", adapts=False, allocation=False)
+    return replace(whole, clusters=(whole.clusters[1],), links=(), failures=tuple(failed))
