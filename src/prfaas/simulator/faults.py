@@ -10,6 +10,8 @@ class Faults:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        # How many failures of an instance are going on: it is back when all of them are over.
+        self._down = dict.fromkeys(world.engines, 0)
         self._lanes = {lane.link.name: lane for lane in world.lanes.values()}
         for failure in world.scenario.failures:
             world.events.at(failure.at_s, self._begin, failure)
@@ -19,16 +21,21 @@ class Faults:
         if failure.what in self._lanes:
             # The link itself knows its outages; the board learns of them at once, since transfers fail.
             self._lanes[failure.what].look(failure.at_s)
-        else:
+            return
+        self._down[failure.what] += 1
+        if self._down[failure.what] == 1:
             self._die(self._world.engines[failure.what])
 
     def _end(self, failure: Failure) -> None:
+        now_s = self._world.events.now_s
         if failure.what in self._lanes:
-            self._lanes[failure.what].look(self._world.events.now_s)
-        else:
+            self._lanes[failure.what].look(now_s)
+            return
+        self._down[failure.what] -= 1
+        if self._down[failure.what] == 0:
             engine = self._world.engines[failure.what]
             engine.view.healthy = True
-            engine.view.busy_until_s = self._world.events.now_s
+            engine.view.busy_until_s = now_s
             self._world.start_next(engine)
 
     def _die(self, engine: Engine) -> None:

@@ -268,10 +268,9 @@ class World:
             if self.caches is not None:
                 self.caches.insert(engine.name, job.blocks, job.tokens)
             if job.stage is Stage.PREFILLING:
+                job.stage = Stage.SENDING
                 if job.lane is None:
                     self._arrived(job)
-                else:
-                    job.stage = Stage.SENDING
         if engine.queue or engine.pool:
             self.start_next(engine)
 
