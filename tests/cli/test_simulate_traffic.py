@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prfaas.cli.simulate_trace import recorded
+from prfaas.cli.simulate_trace import recorded, recording
 from prfaas.cli.simulate_traffic import SimulatedTraffic, made_up
 from prfaas.deployment import PlannedDeployment, load_planned
 from prfaas.planner import problem_of
@@ -64,9 +64,13 @@ def test_a_hit_ratio_of_the_file_shortens_prompts_and_is_said() -> None:
     assert any("prefix_hit_ratio of 0.5" in note for note in traffic.notes)
 
 
+def replayed(deployment: PlannedDeployment, path: Path, rate_rps: float) -> SimulatedTraffic:
+    return recorded(recording(deployment, problem_of(deployment), path), path.name, rate_rps)
+
+
 def test_a_trace_comes_at_the_rate_that_was_asked_for(tmp_path: Path, deployment: PlannedDeployment) -> None:
     path = trace_of(tmp_path, [1000] * 101)
-    traffic = recorded(deployment, problem_of(deployment), path, 4.0)
+    traffic = replayed(deployment, path, 4.0)
     assert traffic.traffic.mean_per_s == pytest.approx(4.0)
     assert traffic.described["speed_factor"] == pytest.approx(4.0, rel=1e-9)
     assert traffic.described["jitter_s"] == 0
@@ -80,7 +84,7 @@ def test_prompts_beyond_the_profile_are_cut_and_counted(
     tmp_path: Path, deployment: PlannedDeployment
 ) -> None:
     path = trace_of(tmp_path, [1000, 131_072, 131_073, 400_000])
-    traffic = recorded(deployment, problem_of(deployment), path, 1.0)
+    traffic = replayed(deployment, path, 1.0)
     (chunk,) = chunks_of(traffic, 4)
     assert chunk.input_tokens.tolist() == [1000, 131_072, 131_072, 131_072]
     assert np.diff(chunk.block_starts).tolist() == [2, 256, 256, 256]
@@ -91,7 +95,7 @@ def test_prompts_beyond_the_profile_are_cut_and_counted(
 def test_a_coarse_clock_is_jittered_and_said(tmp_path: Path, deployment: PlannedDeployment) -> None:
     path = tmp_path / "coarse.jsonl"
     write_requests(path, (TracedRequest(3.0 * (n // 10), 600, 1, (0, n + 1), 512) for n in range(100)))
-    traffic = recorded(deployment, problem_of(deployment), path, 10.0)
+    traffic = replayed(deployment, path, 10.0)
     assert traffic.described["jitter_s"] == 3.0
     (chunk,) = chunks_of(traffic, 100)
     assert len(set(chunk.arrival_s.tolist())) == 100
@@ -102,4 +106,4 @@ def test_a_coarse_clock_is_jittered_and_said(tmp_path: Path, deployment: Planned
 def test_a_trace_without_duration_has_no_rate(tmp_path: Path, deployment: PlannedDeployment) -> None:
     path = trace_of(tmp_path, [1000, 2000], gap_s=0.0)
     with pytest.raises(WorkloadError, match="all requests come at once"):
-        recorded(deployment, problem_of(deployment), path, 1.0)
+        replayed(deployment, path, 1.0)

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from prfaas.cli.simulate_traffic import SimulatedTraffic
-    from prfaas.deployment import PlannedDeployment
-    from prfaas.planner import PlanProblem
     from prfaas.report.simulation import SimulationReport
     from prfaas.simulator import Result, Scenario
 
@@ -26,7 +24,8 @@ def simulate(
     load: Annotated[
         float | None,
         typer.Option(
-            help=f"Share of the highest throughput that `prfaas plan` finds. Default: {_LOAD}.",
+            help="Share of the highest throughput that `prfaas plan` finds, for a trace that of its lengths. "
+            f"Default: {_LOAD}.",
             rich_help_panel=_ARRIVALS,
         ),
     ] = None,
@@ -123,6 +122,8 @@ def simulate(
         policies_of,
         scenario_for,
     )
+    from prfaas.cli.simulate_trace import recorded, recording
+    from prfaas.cli.simulate_traffic import made_up
     from prfaas.deployment import load_planned
     from prfaas.planner import best_operation, problem_of
 
@@ -131,7 +132,12 @@ def simulate(
     planned = load_planned(deployment, changes=changes)
     problem = problem_of(planned)
     names = policies_of(planned, policy, compare)
-    lambda_max = best_operation(problem).lambda_max
+    if trace is not None and bursts:
+        _refuse("--bursts makes up arrivals; a --trace has its own")
+    recorded_trace = None if trace is None else recording(planned, problem, trace)
+    lambda_max = (
+        best_operation(problem).lambda_max if recorded_trace is None else recorded_trace.lambda_max_rps
+    )
     if lambda_max == 0:
         _refuse(
             f"{deployment}: can serve nothing by `prfaas plan`; it needs instances that prefill and that decode"
@@ -141,7 +147,10 @@ def simulate(
     options = None
     if caches or (caches is None and trace is not None):
         options = cache_options(planned.kv_model, cache_memory)
-    traffic = _traffic(planned, problem, trace, rate_rps, bursts=bursts)
+    if trace is None or recorded_trace is None:
+        traffic = made_up(problem, rate_rps, bursts=bursts)
+    else:
+        traffic = recorded(recorded_trace, trace.name, rate_rps)
     _check_any(traffic, seed, length[1])
     folder = None if report is None else _folder(report)
     scenarios = [scenario_for(planned, name, options, links) for name in names]
@@ -181,19 +190,6 @@ def simulate(
             print_simulation(_console(), shown)
     if as_json:
         _print_json(document)
-
-
-def _traffic(
-    planned: "PlannedDeployment", problem: "PlanProblem", trace: Path | None, rate_rps: float, *, bursts: bool
-) -> "SimulatedTraffic":
-    from prfaas.cli.simulate_trace import recorded
-    from prfaas.cli.simulate_traffic import made_up
-
-    if trace is None:
-        return made_up(problem, rate_rps, bursts=bursts)
-    if bursts:
-        _refuse("--bursts makes up arrivals; a --trace has its own")
-    return recorded(planned, problem, trace, rate_rps)
 
 
 def _simulated(

@@ -1,7 +1,7 @@
 """What `prfaas simulate --trace` sends into the simulated deployment: a recorded trace, at one rate."""
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,44 +14,68 @@ if TYPE_CHECKING:
     from prfaas.workload.traffic import ReplayedTraffic
 
 
-def recorded(
-    deployment: "PlannedDeployment", problem: "PlanProblem", path: Path, rate_rps: float
-) -> SimulatedTraffic:
-    """A trace again and again, its times scaled so that the mean rate is `rate_rps`.
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A trace that fits a deployment: no prompt has more than `most_tokens`, to which `cut` of them were cut.
 
-    Prompts are cut to what every cluster's profile covers. Arrivals are spread over the step of a coarse clock.
+    Λ_max in requests per second for the trace's lengths: nothing cached, and behind a cache that forgets nothing.
+    """
+
+    trace: "RequestTrace"
+    most_tokens: int
+    cut: int
+    lambda_max_rps: float
+    lambda_max_cached_rps: float
+
+
+def recording(deployment: "PlannedDeployment", problem: "PlanProblem", path: Path) -> Recording:
+    """Read a trace and plan for it.
 
     Raises:
-        WorkloadError: the trace can't be read, or has no duration and so no rate.
+        WorkloadError: the trace can't be read.
     """
     from prfaas.workload import read_requests
+
+    most = int(min(cluster.profile.range_tokens[1] for cluster in deployment.clusters))
+    least = max(cluster.profile.range_tokens[0] for cluster in deployment.clusters)
+    trace, cut = _cut(read_requests(path), most)
+    plain, cached = (
+        _lambda_max(problem, trace, least, most, are_cached=are_cached) for are_cached in (False, True)
+    )
+    return Recording(trace, most, cut, plain, cached)
+
+
+def recorded(recording: Recording, name: str, rate_rps: float) -> SimulatedTraffic:
+    """A trace again and again, its times scaled so that the mean rate is `rate_rps`. Arrivals are spread over the step
+    of a coarse clock.
+
+    Raises:
+        WorkloadError: the trace has no duration and so no rate.
+    """
     from prfaas.workload.traffic import ReplayedTraffic
 
-    trace = read_requests(path)
-    most = int(min(cluster.profile.range_tokens[1] for cluster in deployment.clusters))
-    trace, cut = _cut(trace, most)
+    trace = recording.trace
     jitter_s = trace.quantum_s
     speed = rate_rps / ReplayedTraffic(trace, jitter_s=jitter_s, rounds=None).mean_per_s
     traffic = ReplayedTraffic(trace, speed=speed, jitter_s=jitter_s, rounds=None)
-    least = max(cluster.profile.range_tokens[0] for cluster in deployment.clusters)
     described = {
         "process": "trace",
-        "trace": path.name,
+        "trace": name,
         "trace_requests": len(trace.requests),
         "trace_span_s": trace.span_s,
         "speed_factor": speed,
         "jitter_s": jitter_s,
         "round_s": traffic.round_s,
-        "cut_to_tokens": most,
-        "cut_requests": cut,
+        "cut_to_tokens": recording.most_tokens,
+        "cut_requests": recording.cut,
         "empty_requests": trace.empty,
         "mean_input_tokens": _mean([each.input_tokens for each in trace.requests]),
         "mean_output_tokens": _mean([each.output_tokens for each in trace.requests]),
-        "lambda_max_of_trace_rps": _lambda_max(problem, trace, least, most, are_cached=False),
-        "lambda_max_of_trace_cached_rps": _lambda_max(problem, trace, least, most, are_cached=True),
+        "lambda_max_of_trace_rps": recording.lambda_max_rps,
+        "lambda_max_of_trace_cached_rps": recording.lambda_max_cached_rps,
     }
     words = (
-        f"the trace {path.name} ({len(trace.requests):,} requests in {trace.span_s:,.0f} s), {speed:.4g} times as "
+        f"the trace {name} ({len(trace.requests):,} requests in {trace.span_s:,.0f} s), {speed:.4g} times as "
         f"fast as recorded; prompts of {described['mean_input_tokens']:,.0f} tokens on average, answers of "
         f"{described['mean_output_tokens']:,.0f}"
     )
@@ -77,9 +101,9 @@ def _notes(trace: "RequestTrace", traffic: "ReplayedTraffic", described: dict[st
     if trace.empty:
         yield f"{trace.empty:,} requests without a prompt are left out."
     yield (
-        "The load is a share of Λ_max for the lengths in the deployment file. For those of the trace the planner finds "
-        f"{described['lambda_max_of_trace_rps']:.4g} requests/s, and "
-        f"{described['lambda_max_of_trace_cached_rps']:.4g} behind a prefix cache that forgets nothing."
+        f"The load is a share of the {described['lambda_max_of_trace_rps']:.4g} requests/s that the planner finds for "
+        f"the trace's lengths with nothing cached; behind a prefix cache that forgets nothing it finds "
+        f"{described['lambda_max_of_trace_cached_rps']:.4g}."
     )
 
 

@@ -137,7 +137,7 @@ class LinkSection(_Section):
 class RoutingSection(_Section):
     """When to prefill elsewhere. Without `threshold_tokens` the threshold is found while running."""
 
-    policy: Policy = "paper"
+    policy: Policy = "tilted"
     threshold_tokens: Annotated[Positive | None, _GIVEN] = None
 
 

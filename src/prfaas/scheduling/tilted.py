@@ -46,7 +46,7 @@ class Tilted:
 
     name: ClassVar[str] = "tilted"
     beta: float = 1.0
-    ageing: float = 10.0
+    ageing: float = 50.0
     abundance: AbundanceMarks = field(default_factory=AbundanceMarks)
 
     def __post_init__(self) -> None:
