@@ -20,7 +20,7 @@ HITS = "vllm:prefix_cache_hits_total"
 @pytest.fixture(scope="module")
 def paper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     directory = tmp_path_factory.mktemp("prfaas-test-paper")
-    yield from running(write_deployment(directory, bandwidth="1 Gbit/s", policy="paper", staging="128 MiB"))
+    yield from running(write_deployment(directory, bandwidth="1 Gbit/s", policy="tilted", staging="128 MiB"))
 
 
 def kv_model(stack: Stack) -> KvModel:
