@@ -147,3 +147,23 @@ def test_a_decode_engine_that_dies_while_answering_costs_no_answer(paper: Stack)
     wait_until(
         lambda: paper.complete(prompt(181, 300), 2).route["decode"] == "home-decode-0", 60, "it is used again"
     )
+
+
+def test_a_short_prompt_does_not_wait_behind_long_ones(paper: Stack) -> None:
+    """Sixteen prompts for two prefill instances at once, then a short one: it is not the last to begin."""
+    long = [prompt(180 + index, 1900) for index in range(16)]
+    with concurrent.futures.ThreadPoolExecutor(17) as pool:
+        answers = [pool.submit(paper.complete, ids, 2) for ids in long]
+        deadline_s = time.monotonic() + 20
+        while _waiting(paper) < 3 and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        short = pool.submit(paper.complete, prompt(200, 300), 2)
+        turns_s = [paper.explain(each.result(timeout=120))["steps_s"]["turn"] for each in answers]
+        short_s = paper.explain(short.result(timeout=120))["steps_s"]["turn"]
+    assert short_s < max(turns_s)
+    assert _waiting(paper) == 0
+
+
+def _waiting(stack: Stack) -> int:
+    """Prefills of the PD cluster that no instance has been given yet."""
+    return int(stack.state()["clusters"]["home"]["waiting_prefills"])

@@ -157,6 +157,7 @@ class LivePlane:
             self.window,
             self.thresholds,
             self.roles,
+            self.turns,
             self.allocating,
             self.hot_prefixes,
             self._routed,

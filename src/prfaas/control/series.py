@@ -26,6 +26,9 @@ class Series:
             "conversions", "Role conversions that ended.", "cluster", "to_role", "outcome"
         )
         self.copies = counter("prefix_copies", "Prefixes found worth copying to another cluster.")
+        self.waiting_prefills = gauge(
+            "waiting_prefills", "Prefills that no instance of the cluster has been given yet.", "cluster"
+        )
         self.instance_healthy = gauge("instance_healthy", "1 when the instance is in routing.", "instance")
         self.instance_prefills = gauge("instance_prefills", "1 when the instance prefills.", "instance")
         self.instance_decodes = gauge("instance_decodes", "1 when the instance decodes.", "instance")

@@ -28,6 +28,7 @@ class Shown:
         """Everything, as it is now."""
         state, series = state_of(self._plane, self._clock()), self._series
         for cluster, facts in state["clusters"].items():
+            series.waiting_prefills.labels(cluster).set(facts["waiting_prefills"])
             tokens = self._plane.board.view.threshold_tokens.get(cluster)
             if tokens is not None:
                 series.threshold_tokens.labels(cluster).set(tokens)

@@ -16,6 +16,7 @@ from prfaas.control.hot_prefixes import HotPrefixes
 from prfaas.control.roles import RoleChanges
 from prfaas.control.telemetry import LinkTelemetry
 from prfaas.control.thresholds import Thresholds, json_tokens
+from prfaas.control.turns import Turns
 from prfaas.deployment import Deployment, Instance, Link
 from prfaas.scheduling import Decision, InstanceView, Route
 from prfaas.scheduling.length_window import LengthWindow
@@ -49,6 +50,7 @@ class Overview:
     window: LengthWindow
     thresholds: Thresholds
     roles: RoleChanges
+    turns: Turns
     allocating: Allocating
     hot_prefixes: HotPrefixes
     routed: Routed
@@ -73,6 +75,7 @@ def state_of(plane: Overview, now_s: float) -> Json:
                 "threshold_tokens": json_tokens(board.view.threshold_tokens[cluster.name])
                 if cluster.name in board.view.threshold_tokens
                 else None,
+                "waiting_prefills": plane.turns.waiting(cluster.name),
                 "instances": {
                     instance.name: _instance(plane, instance, feed, now_s) for instance in cluster.instances
                 },
