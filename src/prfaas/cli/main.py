@@ -26,6 +26,7 @@ from prfaas.cli.reproduce import reproduce
 from prfaas.cli.serve import serve
 from prfaas.cli.simulate import simulate
 from prfaas.cli.status import status
+from prfaas.cli.study import study
 from prfaas.cli.up import up
 
 app = typer.Typer(
@@ -49,6 +50,7 @@ for command in (
     profile,
     plan,
     simulate,
+    study,
     reproduce,
     replay,
 ):

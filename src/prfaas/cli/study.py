@@ -1,0 +1,175 @@
+"""`prfaas study`: questions about the scheduler, answered by many simulations."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from prfaas.cli.options import AsJson
+
+if TYPE_CHECKING:
+    from prfaas.studies import Section, Setting, Study
+    from prfaas.studies.run import Outcome, Run
+    from prfaas.studies.study import Outcomes
+
+_TRACE = "traces/mooncake_burst.jsonl.gz"
+_NAMES = "ablation, bandwidth, burst, shift, equal-cost, hit-rate, scale"
+
+
+def study(
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {_NAMES}; all: every one.")],
+    deployment: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Default: examples/paper.yaml.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Write DIR/studies.md (or DIR/study-NAME.md) and DIR/img/study-*.svg."
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A twentieth of the requests, to see that it works.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="The first of the seeds.")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes; the numbers don't depend on it.")] = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Carry out a study on the simulator and write it down: tables, plots and what they say.
+
+    docs/studies.md is `prfaas study all --out docs`. One PrfaaS and one PD cluster. Progress and speed go to stderr.
+
+    Example: prfaas study bandwidth --out out
+    """
+    from prfaas.cli.errors import CliError
+    from prfaas.cli.example_files import example_path
+    from prfaas.deployment import load_planned
+    from prfaas.studies import STUDIES, page_of, setting_of
+    from prfaas.workload import read_requests
+
+    if name != "all" and name not in STUDIES:
+        raise CliError(f'there is no study "{name}"; there are {", ".join(STUDIES)}, and "all"')
+    chosen = list(STUDIES.values()) if name == "all" else [STUDIES[name]]
+    path = example_path("paper.yaml") if deployment is None else deployment
+    planned = load_planned(path)
+    trace = read_requests(example_path(_TRACE))
+    try:
+        setting = setting_of(planned, trace, seed=seed, is_quick=quick)
+    except ValueError as error:
+        raise CliError(f"{path}: {error}") from error
+    if out is not None:
+        _folder(out / "img")
+    outcomes = _conducted(chosen, setting, jobs)
+    sections = {each.name: (each, each.tell(setting, outcomes[each.name])) for each in chosen}
+    page = page_of(setting, sections, _command(name, deployment, quick, seed))
+    if out is not None:
+        _write(out, "studies.md" if name == "all" else f"study-{name}.md", page, sections)
+    if as_json:
+        _print_json(setting, outcomes)
+    elif out is None:
+        typer.echo(page, nl=False)
+
+
+def _conducted(chosen: "Sequence[Study]", setting: "Setting", jobs: int) -> "dict[str, Outcomes]":
+    """All runs, with a bar on stderr; how quick they were is said there too."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from prfaas.studies import conduct
+    from prfaas.studies.crew import expected_requests
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"))
+    started_s = time.perf_counter()
+    requests = 0.0
+    count = 0
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("simulating", total=None)
+
+        def begin(runs: "Sequence[Run]") -> None:
+            progress.update(task, total=sum(map(expected_requests, runs)))
+
+        def done(run: "Run", _outcome: "Outcome") -> None:
+            nonlocal requests, count
+            requests += expected_requests(run)
+            count += 1
+            progress.update(task, completed=requests)
+
+        outcomes = conduct(chosen, setting, jobs=jobs, on_begin=begin, on_done=done)
+    took_s = time.perf_counter() - started_s
+    for name, found in outcomes.items():
+        wall_s = sum(outcome.wall_s for outcome in found.values())
+        typer.echo(f"{name}: {len(found)} runs, {wall_s:.0f} s of one core", err=True)
+    typer.echo(
+        f"{count} runs, about {requests:,.0f} requests in {took_s:.0f} s: {requests / took_s:,.0f} per second",
+        err=True,
+    )
+    return outcomes
+
+
+def _command(name: str, deployment: Path | None, quick: bool, seed: int) -> str:
+    import shlex
+
+    words = ["prfaas", "study", name]
+    words += ["--deployment", str(deployment)] if deployment is not None else []
+    words += ["--quick"] if quick else []
+    words += ["--seed", str(seed)] if seed else []
+    return shlex.join([*words, "--out", "docs"])
+
+
+def _folder(directory: Path) -> None:
+    from prfaas.cli.errors import CliError
+
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CliError(f"--out: {directory} can't be made a folder ({error.strerror})") from error
+
+
+def _write(out: Path, name: str, page: str, sections: "dict[str, tuple[Study, Section]]") -> None:
+    from prfaas.cli.errors import CliError
+
+    files = {out / name: page}
+    for _, section in sections.values():
+        files |= {out / "img" / f"{figure.name}.svg": figure.svg for figure in section.figures}
+    for path, text in files.items():
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise CliError(f"--out: {path} can't be written ({error.strerror})") from error
+        typer.echo(f"wrote {path}", err=True)
+
+
+def _print_json(setting: "Setting", outcomes: "dict[str, Outcomes]") -> None:
+    import json
+
+    document = {
+        "deployment": setting.planned.name,
+        "lambda_max_rps": setting.lambda_max,
+        "seed": setting.seed,
+        "quick": setting.is_quick,
+        "studies": {
+            name: [
+                {"run": list(key), **outcome.numbers} | ({"course": outcome.course} if outcome.course else {})
+                for key, outcome in found.items()
+            ]
+            for name, found in outcomes.items()
+        },
+    }
+    typer.echo(json.dumps(_finite(document), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """JSON has neither infinity nor what is no number: both are null."""
+    import math
+
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return value
