@@ -11,6 +11,8 @@ FloatArray = NDArray[np.float64]
 _GROWTH = 0.01
 # Nor one within so many standard deviations of a queue that is exactly full, whose backlog is a random walk.
 _WALK_SDS = 2.0
+# Its steps are as uneven as arrivals are in this many parts of the run.
+_PARTS = 50
 
 
 def backlog_growth(
@@ -32,10 +34,19 @@ def is_stable(arrived_s: FloatArray, left_s: FloatArray, start_s: float, end_s: 
     `left_s`: when each request was done, NaN if never. The mean number of open requests in the last fifth of
     [`start_s`, `end_s`] may exceed that in the second fifth by 1 % of the arrivals between them, or by two standard
     deviations of a random walk of so many steps, whichever is more. So an overload of less than 1 % passes, and with
-    few requests more than that: n arrivals tell an overload of about 2.6 / √n.
+    few requests more than that: n Poisson arrivals tell an overload of about 2.6 / √n. Where arrivals come in bursts
+    the walk's variance is as many times larger as that of their number in fiftieths of the run is than Poisson's.
     """
     growth, between = backlog_growth(arrived_s, left_s, start_s, end_s)
-    return growth <= max(_GROWTH * between, _WALK_SDS * math.sqrt(between), 1.0)
+    walk = math.sqrt(between * dispersion(arrived_s, start_s, end_s))
+    return growth <= max(_GROWTH * between, _WALK_SDS * walk, 1.0)
+
+
+def dispersion(arrived_s: FloatArray, start_s: float, end_s: float) -> float:
+    """Variance over mean of the number of arrivals in fiftieths of [start, end]; at least 1, Poisson's."""
+    counts, _ = np.histogram(arrived_s, bins=_PARTS, range=(start_s, max(end_s, start_s + 1e-9)))
+    mean = float(counts.mean())
+    return max(float(counts.var()) / mean, 1.0) if mean > 0 else 1.0
 
 
 def _mean_open(arrived_s: FloatArray, left_s: FloatArray, start_s: float, end_s: float) -> float:
