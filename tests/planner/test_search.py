@@ -7,8 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.planner import PlanError, PlanProblem
-from prfaas.planner.search import best_point, best_threshold, evaluate
+from prfaas.planner import PlanError, PlanProblem, ServiceModel
+from prfaas.planner.search import (
+    best_point,
+    best_prefill,
+    best_rate,
+    best_threshold,
+    best_threshold_tokens,
+    evaluate,
+    rate_at,
+)
 from prfaas.planner.throughput import lambda_max, theta_pd_d, theta_pd_p, theta_prfaas
 from prfaas.workload import Empirical, Uniform, Workload, fixed
 
@@ -207,3 +215,18 @@ def test_exact_search_is_for_two_clusters() -> None:
     two = replace(problem, pd=(problem.pd[0], replace(problem.pd[0], name="other")))
     with pytest.raises(PlanError, match="one PrfaaS cluster and one PD cluster"):
         best_point(two)
+
+
+@settings(deadline=None, max_examples=60)
+@given(two_clusters(), st.booleans(), st.floats(0, 1), st.integers(0, 8))
+def test_single_numbers_are_those_of_whole_points(case: Case, by_length: bool, q: float, n: int) -> None:
+    problem, _ = case
+    n_prefill = min(n, problem.pd[0].instances)
+    service: ServiceModel = "by length" if by_length else "mean length"
+    best = best_threshold(problem, n_prefill, service)
+    assert best_rate(problem, n_prefill, service) == best.lambda_max
+    assert best_threshold_tokens(problem, n_prefill, service) == best.threshold_tokens
+    assert best_prefill(problem, service) == best_point(problem, service).n_prefill
+    threshold = problem.workload.lengths.quantile(q)
+    point = evaluate(problem, threshold, n_prefill, service)
+    assert rate_at(problem, threshold, n_prefill, service) == point.lambda_max

@@ -1,4 +1,6 @@
+import copy
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -154,3 +156,17 @@ def test_the_table_is_not_made_again_for_every_sample() -> None:
 def test_a_base_that_is_no_time_is_an_error() -> None:
     with pytest.raises(ValueError, match="above 0"):
         ServiceCurve(lambda tokens: 0.0)
+
+
+def test_a_copy_has_a_life_of_its_own() -> None:
+    curve = ServiceCurve()
+    copies = [copy.deepcopy(curve), pickle.loads(pickle.dumps(curve))]
+    before_s = curve.seconds(8192)
+    for number in range(40):
+        curve.add(8192, 5 * before_s, float(number))
+    assert curve.seconds(8192) > 2 * before_s
+    assert curve.at_rest() != copies[0].at_rest()
+    for each in copies:
+        assert each.seconds(8192) == before_s
+        each.add(8192, before_s / 5, 0.0)
+        assert each.seconds(8192) < before_s

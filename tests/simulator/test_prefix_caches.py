@@ -103,7 +103,6 @@ def test_all_is_as_in_one_cache_per_instance(
     for each in NAMES:
         caches.clear(each)
         assert caches.used_tokens(each) == 0
-    assert caches._holders == caches._states == {}
 
 
 @given(st.lists(prompts, max_size=30), st.integers(1, 12))
@@ -116,7 +115,7 @@ def test_a_block_never_outlives_the_one_before_it(
     for blocks, _ in inserted:
         before |= zip(blocks, (None, *blocks), strict=False)
         caches.insert("one", blocks, 8 * len(blocks))
-        kept = caches._recent["one"]
+        kept = caches._caches["one"].last_use
         assert all(before[block] is None or before[block] in kept for block in kept)
 
 

@@ -9,9 +9,10 @@ from prfaas.planner.errors import PlanError
 from prfaas.planner.network import network_with_roles
 from prfaas.planner.paths import all_paths
 from prfaas.planner.plan_problem import PdCluster, PlanLink, PlanProblem, PrfaasCluster
+from prfaas.planner.planning import best_operation
 from prfaas.planner.point import ServiceModel
 from prfaas.planner.routing import Routing, best_routing
-from prfaas.planner.search import best_threshold, evaluate
+from prfaas.planner.search import best_prefill, best_rate, best_threshold_tokens, rate_at
 from prfaas.units import BITS_PER_BYTE
 
 if TYPE_CHECKING:
@@ -35,11 +36,18 @@ def rate_with_roles(
 ) -> float:
     """Λ_max with the best routes, if `prefill[cluster]` instances of each PD cluster prefill; 0 if nothing flows."""
     if problem.is_two_cluster:
-        return best_threshold(problem, prefill[problem.pd[0].name], service).lambda_max
+        return best_rate(problem, prefill[problem.pd[0].name], service)
     try:
         return network_with_roles(problem, prefill, service).lambda_max
     except PlanError:
         return 0.0
+
+
+def best_roles(problem: PlanProblem, service: ServiceModel = "mean length") -> dict[str, int]:
+    """Prefill instances by PD cluster at the planner's best operating point."""
+    if problem.is_two_cluster:
+        return {problem.pd[0].name: best_prefill(problem, service)}
+    return {roles.cluster: roles.prefill for roles in best_operation(problem, service).roles}
 
 
 def even_spread(problem: PlanProblem, prefill: Mapping[str, int]) -> dict[str, float]:
@@ -82,7 +90,7 @@ class PrefillSide:
         """
         import numpy as np
 
-        found = best_threshold(self.problem, self.n_prefill, self.service).threshold_tokens
+        found = best_threshold_tokens(self.problem, self.n_prefill, self.service)
         lengths, share = self.problem.workload.lengths, 1 - self.problem.hit_ratio(self.problem.pd[0])
         if found is None or found >= lengths.high * share:
             return math.inf
@@ -94,7 +102,7 @@ class PrefillSide:
 
     def rate(self, threshold: float) -> float:
         """Requests per second of this cluster that prefill and links can carry with a threshold."""
-        return evaluate(self.problem, threshold, self.n_prefill, self.service).lambda_max
+        return rate_at(self.problem, threshold, self.n_prefill, self.service)
 
 
 def prefill_sides(

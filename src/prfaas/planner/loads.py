@@ -56,8 +56,7 @@ class Split:
         """The loads if prompts of more than `lengths` tokens (ascending, cached ones counted) are offloaded."""
         import numpy as np
 
-        above = self._parts(lengths, above=True)
-        below = self._parts(lengths, above=False)
+        above, below = self._parts(lengths)
         zero = np.zeros(len(lengths))
         links = {link.name: zero for link in self.problem.links}
         prfaas_s = zero
@@ -71,38 +70,50 @@ class Split:
             links[transfer.link] = links[transfer.link] + bits
         return Loads(above.mass, prfaas_s, below.total(self.pd.prefill_s, self.local.share), links)
 
-    def _parts(self, lengths: "FloatArray", *, above: bool) -> "_MeanLength | _ByLength":
+    def _parts(
+        self, lengths: "FloatArray"
+    ) -> "tuple[_MeanLength, _MeanLength] | tuple[_ByLength, _ByLength]":
+        """The prompts above each length, and the others."""
         import numpy as np
 
         distribution = self.problem.workload.lengths
         mass, tokens = distribution.above(lengths)
-        inside = np.clip(lengths, distribution.low, distribution.high)
-        low, high = inside, np.full(len(inside), distribution.high)
-        if not above:
-            mass, tokens = 1.0 - mass, distribution.mean() - tokens
-            low, high = np.full(len(inside), distribution.low), inside
-        if self.fine is None:
-            return _MeanLength(mass, tokens, low, high)
-        return _ByLength(mass, tokens, lengths, self.fine, above)
+        others, their_tokens = 1.0 - mass, distribution.mean() - tokens
+        if self.fine is not None:
+            return (
+                _ByLength(mass, tokens, lengths, self.fine, above=True),
+                _ByLength(others, their_tokens, lengths, self.fine, above=False),
+            )
+        low, high = distribution.low, distribution.high
+        inside = np.minimum(np.maximum(lengths, low), high)
+        return _mean_length(mass, tokens, inside, high), _mean_length(others, their_tokens, low, inside)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _MeanLength:
+    """`some`: where the probability is not 0; `means` are E[L | part] there, and any possible length elsewhere."""
+
     mass: "FloatArray"
-    tokens: "FloatArray"
-    low: "FloatArray"
-    high: "FloatArray"
+    means: "FloatArray"
+    some: "NDArray[np.bool_]"
 
     def total(self, f: "OfLength", share: float) -> "FloatArray":
         """P(part) × f(share × E[L | part]), 0 for parts of probability zero."""
         import numpy as np
 
-        result = np.zeros(len(self.mass))
-        some = self.mass > 1e-15
-        # Rounding must not put the mean of a tiny part outside of it: curves end where lengths do.
-        means = np.clip(self.tokens[some] / self.mass[some], self.low[some], self.high[some])
-        result[some] = self.mass[some] * f(share * means)
-        return result
+        return np.where(self.some, self.mass * f(share * self.means), 0.0)
+
+
+def _mean_length(
+    mass: "FloatArray", tokens: "FloatArray", low: "FloatArray | float", high: "FloatArray | float"
+) -> _MeanLength:
+    """The part whose lengths are between `low` and `high`."""
+    import numpy as np
+
+    some = mass > 1e-15
+    # Rounding must not put the mean of a tiny part outside of it: curves end where lengths do.
+    means = np.minimum(np.maximum(tokens / np.where(some, mass, 1.0), low), high)
+    return _MeanLength(mass, means, some)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

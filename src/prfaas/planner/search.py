@@ -1,6 +1,7 @@
 """The two-cluster optimum (Eq. 7 and 8): every split of the PD cluster, and the threshold to machine precision."""
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from prfaas.planner import throughput
@@ -42,6 +43,12 @@ def best_point(problem: PlanProblem, service: ServiceModel = "mean length") -> O
     Raises:
         PlanError: more clusters than that.
     """
+    split, length, n_prefill = _best(problem, service)
+    return point_of(split, length, n_prefill)
+
+
+def _best(problem: PlanProblem, service: ServiceModel) -> tuple[Split, float, int]:
+    """The two routes, the length and the prefill instances of `best_point`."""
     best: tuple[tuple[float, float], Split, float, int] | None = None
     for policy in _policies(problem):
         split = split_of(problem, policy, service)
@@ -51,17 +58,32 @@ def best_point(problem: PlanProblem, service: ServiceModel = "mean length") -> O
         if best is None or merit > best[0]:
             best = (merit, split, length, n_prefill)
     assert best is not None
-    _, split, length, n_prefill = best
-    return point_of(split, length, n_prefill)
+    return best[1:]
 
 
 def best_threshold(
     problem: PlanProblem, n_prefill: int, service: ServiceModel = "mean length"
 ) -> OperatingPoint:
     """The best point with `n_prefill` of the PD cluster's instances as prefill (Eq. 7 alone), own caches."""
-    split = _required(split_of(problem, "own", service))
-    _, length, _ = _best_of(split, range(n_prefill, n_prefill + 1))
+    split, length = _balance(problem, n_prefill, service)
     return point_of(split, length, n_prefill)
+
+
+def best_threshold_tokens(problem: PlanProblem, n_prefill: int, service: ServiceModel) -> float | None:
+    """The threshold of `best_threshold` alone, which takes a fraction of the time."""
+    split, length = _balance(problem, n_prefill, service)
+    return _settled(problem, length) * split.own_share if split.remote is not None else None
+
+
+def best_rate(problem: PlanProblem, n_prefill: int, service: ServiceModel) -> float:
+    """Λ_max of `best_threshold` alone."""
+    split, length = _balance(problem, n_prefill, service)
+    return _rate_of(split, length, n_prefill)
+
+
+def best_prefill(problem: PlanProblem, service: ServiceModel) -> int:
+    """Prefill instances of the PD cluster at `best_point`."""
+    return _best(problem, service)[2]
 
 
 def evaluate(
@@ -72,10 +94,16 @@ def evaluate(
     Raises:
         PlanError: the problem has more than two clusters, or the split isn't one of 0 to all instances.
     """
-    split = _required(split_of(problem, "own", service))
-    if not 0 <= n_prefill <= split.pd.instances:
-        raise PlanError(f"{n_prefill} prefill instances of {split.pd.instances} can't be")
+    split = _given(problem, n_prefill, service)
     return point_of(split, threshold_tokens / split.own_share, n_prefill)
+
+
+def rate_at(
+    problem: PlanProblem, threshold_tokens: float, n_prefill: int, service: ServiceModel = "mean length"
+) -> float:
+    """Λ_max of `evaluate` alone. Raises as it does."""
+    split = _given(problem, n_prefill, service)
+    return _rate_of(split, threshold_tokens / split.own_share, n_prefill)
 
 
 def split_of(problem: PlanProblem, policy: CachePolicy, service: ServiceModel) -> Split | None:
@@ -105,11 +133,9 @@ def point_of(split: Split, length: float, n_prefill: int) -> OperatingPoint:
     loads = split.loads(np.array([length], dtype=np.float64))
     p = float(loads.offloaded[0])
     n_decode = pd.instances - n_prefill
-    decode = throughput.theta_pd_d(
-        n_decode, pd.decode_batch, pd.decode_step_s, problem.workload.output_tokens
-    )
+    decode = _decode_rate(split, n_prefill)
     capacities = _capacities(split, loads, n_prefill)
-    rate = min([decode, *(value for value in capacities.values() if value is not None)])
+    rate = _least(decode, capacities)
     own_links = {transfer.link for transfer in split.remote.transfers} if split.remote else set()
     prfaas_capacities = [
         value
@@ -159,6 +185,30 @@ def point_of(split: Split, length: float, n_prefill: int) -> OperatingPoint:
     )
 
 
+def _rate_of(split: Split, length: float, n_prefill: int) -> float:
+    """Λ_max of `point_of` alone."""
+    import numpy as np
+
+    length = _settled(split.problem, length if split.remote is not None else math.inf)
+    loads = split.loads(np.array([length], dtype=np.float64))
+    return _least(_decode_rate(split, n_prefill), _capacities(split, loads, n_prefill))
+
+
+def _decode_rate(split: Split, n_prefill: int) -> float:
+    pd = split.pd
+    return throughput.theta_pd_d(
+        pd.instances - n_prefill,
+        pd.decode_batch,
+        pd.decode_step_s,
+        split.problem.workload.output_tokens,
+    )
+
+
+def _least(decode: float, capacities: "Mapping[tuple[StageKind, str], float | None]") -> float:
+    """The first stage that is full."""
+    return min([decode, *(value for value in capacities.values() if value is not None)])
+
+
 def _settled(problem: PlanProblem, length: float) -> float:
     """0 if (almost) every prompt is longer, the longest prompt if (almost) none is."""
     lengths = problem.workload.lengths
@@ -187,6 +237,18 @@ def _policies(problem: PlanProblem) -> tuple[CachePolicy, ...]:
     return ("own",) if len(ratios) == 1 else ("own", "best")
 
 
+def _balance(problem: PlanProblem, n_prefill: int, service: ServiceModel) -> tuple[Split, float]:
+    split = _required(split_of(problem, "own", service))
+    return split, _best_of(split, range(n_prefill, n_prefill + 1))[1]
+
+
+def _given(problem: PlanProblem, n_prefill: int, service: ServiceModel) -> Split:
+    split = _required(split_of(problem, "own", service))
+    if not 0 <= n_prefill <= split.pd.instances:
+        raise PlanError(f"{n_prefill} prefill instances of {split.pd.instances} can't be")
+    return split
+
+
 def _required(split: Split | None) -> Split:
     assert split is not None  # without the "best" policy a cluster can always prefill for itself
     return split
@@ -210,7 +272,7 @@ def _best_of(split: Split, splits: range) -> tuple[tuple[float, float], float, i
     zooms = _ZOOMS if atoms is None and len(candidates) > 2 else 0
     best: tuple[tuple[float, float], float, int] | None = None
     for n_prefill, (rates, limits) in zip(splits, merits, strict=True):
-        index = int(np.lexsort((limits, rates))[-1])
+        index = _highest(rates, limits)
         found = ((float(rates[index]), float(limits[index])), float(candidates[index]), n_prefill)
         if zooms and (best is None or found[0][0] > 0.98 * best[0][0]):
             found = _zoom(split, candidates, index, found, zooms)
@@ -235,11 +297,19 @@ def _zoom(
         high = candidates[min(index + 1, len(candidates) - 1)]
         candidates = np.unique(np.append(np.linspace(low, high, _ZOOM_POINTS), candidates[index]))
         rates, limits = _merits(split, candidates, range(n_prefill, n_prefill + 1))[0]
-        index = int(np.lexsort((limits, rates))[-1])
+        index = _highest(rates, limits)
         here = ((float(rates[index]), float(limits[index])), float(candidates[index]), n_prefill)
         if here[0] > found[0]:
             found = here
     return found
+
+
+def _highest(rates: "FloatArray", limits: "FloatArray") -> int:
+    """Of the highest rates the last one with the highest limit."""
+    import numpy as np
+
+    equal = np.flatnonzero(rates == rates.max())
+    return int(equal[::-1][np.argmax(limits[equal][::-1])])
 
 
 def _merits(split: Split, lengths: "FloatArray", splits: range) -> "list[tuple[FloatArray, FloatArray]]":

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from prfaas.planner import PlanProblem, ServiceModel, best_operation
-from prfaas.planner.fixed_roles import rate_with_roles
+from prfaas.planner import PlanProblem, ServiceModel
+from prfaas.planner.fixed_roles import best_roles, rate_with_roles
 
 Role = Literal["prefill", "decode"]
 
@@ -133,8 +133,10 @@ class Allocator:
         if not any(busier.values()):
             return {}
         now = {load.cluster: len(load.able("prefill")) for load in loads}
-        best = {roles.cluster: roles.prefill for roles in best_operation(problem, self.service).roles}
+        best = best_roles(problem, self.service)
         best = {load.cluster: _inside(best[load.cluster], load) for load in loads}
+        if best == now:
+            return {}
         before = rate_with_roles(problem, now, self.service)
         rate_best = rate_with_roles(problem, best, self.service)
         wanted: dict[tuple[str, Role], Conversion] = {}

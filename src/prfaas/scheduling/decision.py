@@ -25,9 +25,10 @@ class CacheTransfer:
     skip_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: a frozen one takes four times as long to make, and a simulator asks for a hundred thousand a second.
+@dataclass(slots=True)
 class Decision:
-    """One routing decision, with the numbers that decided.
+    """One routing decision, with the numbers that decided; never changed, `replace` makes another.
 
     `prefill == decode` means that the decode instance prefills itself and nothing is transferred.
     `uncached_tokens`: what was compared with the threshold: what the PD cluster would have to prefill.

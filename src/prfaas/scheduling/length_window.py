@@ -82,8 +82,10 @@ class LengthWindow:
         live = self._live(now_s)
         if sum(slot.total for slot in live) < self.min_count:
             return None
-        counts = np.sum([np.frombuffer(slot.counts, dtype=np.uint32) for slot in live], axis=0)
-        tokens = np.sum([np.frombuffer(slot.tokens, dtype=np.float64) for slot in live], axis=0)
+        counts, tokens = np.zeros(_BINS, dtype=np.uint64), np.zeros(_BINS)
+        for slot in live:
+            counts += np.frombuffer(slot.counts, dtype=np.uint32)
+            tokens += np.frombuffer(slot.tokens, dtype=np.float64)
         seen = counts > 0
         return Empirical(tokens[seen] / counts[seen], counts[seen])
 

@@ -1,4 +1,4 @@
-"""Which instance of a cluster prefills, and which decodes."""
+"""Which instance of a cluster prefills."""
 
 import math
 from dataclasses import dataclass
@@ -35,25 +35,25 @@ def prefill_node(request: RoutingRequest, cluster: ClusterView, view: View) -> P
     So the cache-affine one is taken unless its queue costs more than its cache saves. Equal ones: the longer
     prefix, then the fewer requests in flight, then the earlier in the cluster's list.
     """
+    if not request.held:
+        return least_queued(request, cluster, view)
     now_s, avoid, num_tokens = view.now_s, view.avoid, request.num_tokens
-    held_at = request.held.get if request.held else None
+    held_at = request.held.get
     chosen: InstanceView | None = None
     holder: InstanceView | None = None
     reusable, longest, in_flight, asked_tokens = 0, -1, 0, -1
     done_s = wait_s = prefill_s = seconds = least_wait_s = math.inf
-    count = 0
     # `is_prefiller` and `reusable_at` in line: this loop is most of a decision's time.
     for instance in cluster.instances:
         if not instance.prefills or not instance.healthy or instance.draining or instance.name in avoid:
             continue
-        count += 1
         queue_s = instance.busy_until_s - now_s
         if queue_s < 0.0:
             queue_s = 0.0
         if queue_s < least_wait_s:
             least_wait_s = queue_s
         tokens = 0
-        if held_at is not None and (here := held_at(instance.name)) is not None:
+        if (here := held_at(instance.name)) is not None:
             tokens = here.reusable_tokens
             if tokens >= num_tokens:
                 tokens = num_tokens - 1
@@ -64,6 +64,8 @@ def prefill_node(request: RoutingRequest, cluster: ClusterView, view: View) -> P
             if queue_s > wait_s or tokens < reusable or instance.in_flight >= in_flight:
                 continue
         elif chosen is None or tokens != reusable:
+            if queue_s > done_s:
+                continue
             if tokens != asked_tokens:
                 asked_tokens, seconds = tokens, cluster.prefill_s(num_tokens - tokens)
             end_s = queue_s + seconds
@@ -75,7 +77,7 @@ def prefill_node(request: RoutingRequest, cluster: ClusterView, view: View) -> P
     if chosen is None or holder is None:
         return None
     if cluster.waiting_s > 0.0:
-        shared_s = cluster.waiting_s / count
+        shared_s = _shared_s(cluster, view)
         least_wait_s += shared_s
         wait_s += shared_s
         done_s += shared_s
@@ -96,41 +98,38 @@ def prefill_node(request: RoutingRequest, cluster: ClusterView, view: View) -> P
     )
 
 
-def decode_instance(
-    request: RoutingRequest,
-    cluster: ClusterView,
-    view: View,
-    *,
-    draining: bool = False,
-    other_role: bool = False,
-    unhealthy: bool = False,
-) -> InstanceView | None:
-    """The instance of a PD cluster that would decode; None if there is none.
-
-    Each is worth the share of the prompt that it spares the network, less the share of its slots in use. So the
-    cache-affine one is taken until it is overloaded: until its load exceeds another's by more than the share of
-    the prompt that it holds more. One without a free slot comes after all others. Equal ones: the fewer requests
-    in flight, then the earlier in the list. `draining`, `other_role`, `unhealthy`: take
-    those too that are being drained, that only prefill, that are unhealthy.
-    """
-    avoid, held, num_tokens, can_skip = view.avoid, request.held, request.num_tokens, view.kv.can_skip
+def least_queued(request: RoutingRequest, cluster: ClusterView, view: View) -> PrefillNode | None:
+    """The same where nobody holds anything, several times as fast: the shortest queue, then the fewest in flight."""
+    avoid, now_s = view.avoid, view.now_s
     chosen: InstanceView | None = None
-    worth = 0.0
+    holder: InstanceView | None = None
+    least_s, in_flight = math.inf, 0
     for instance in cluster.instances:
-        if (
-            not (instance.decodes or other_role)
-            or (instance.draining and not draining)
-            or not (instance.healthy or unhealthy)
-        ):
+        if not instance.prefills or not instance.healthy or instance.draining:
             continue
         if avoid and instance.name in avoid:
             continue
-        load = instance.decoding / instance.decode_slots
-        here = -load if load < 1.0 else -load - 2.0
-        if held and (at := held.get(instance.name)) is not None:
-            # Of windows nothing is skipped; what spares neither bytes nor computing is worth nothing.
-            spared = at.attention_tokens if can_skip else at.reusable_tokens
-            here += spared / num_tokens if spared < num_tokens else 1.0
-        if chosen is None or here > worth or (here == worth and instance.in_flight < chosen.in_flight):
-            chosen, worth = instance, here
-    return chosen
+        if holder is None:
+            holder = instance
+        busy_s = instance.busy_until_s
+        if busy_s < now_s:
+            busy_s = now_s
+        if busy_s < least_s or (busy_s == least_s and instance.in_flight < in_flight):
+            chosen, least_s, in_flight = instance, busy_s, instance.in_flight
+            if busy_s == now_s and not in_flight:
+                break  # nobody can be better
+    if chosen is None or holder is None:
+        return None
+    wait_s = least_s - now_s
+    prefill_s = cluster.prefill_s(request.num_tokens)
+    done_s = wait_s + prefill_s
+    if cluster.waiting_s > 0.0:
+        shared_s = _shared_s(cluster, view)
+        wait_s += shared_s
+        done_s += shared_s
+    return PrefillNode(cluster, chosen, 0, wait_s, prefill_s, None, 0.0, 0.0, done_s, None, wait_s, holder, 0)
+
+
+def _shared_s(cluster: ClusterView, view: View) -> float:
+    """What waits for any instance of the cluster, divided among them."""
+    return cluster.waiting_s / sum(is_prefiller(instance, view) for instance in cluster.instances)

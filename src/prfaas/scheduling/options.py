@@ -51,7 +51,10 @@ def streamed(option: Option, link: LinkView, now_s: float, bits: int) -> Option:
     if link_wait_s < 0.0:
         link_wait_s = 0.0
     start_s, prefill_s = option.start_s, option.prefill_s
-    ttft_s = streamed_s(start_s, prefill_s, link_wait_s, link_s, link.rtt_s)
+    # `streamed_s` in line: this is asked for every long prompt.
+    computed_s = start_s + prefill_s
+    sent_s = (start_s if start_s > link_wait_s else link_wait_s) + link_s
+    ttft_s = (computed_s if computed_s > sent_s else sent_s) + link.rtt_s
     return Option(
         option.cluster,
         option.instance,

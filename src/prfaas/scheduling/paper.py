@@ -49,7 +49,9 @@ class Paper:
 
     def _choose(self, request: RoutingRequest, view: View, site: Site) -> Choice:
         threshold = site.threshold_tokens
-        uncached = uncached_tokens(request, view, site, self.abundance)
+        uncached = request.num_tokens - site.held_tokens
+        if site.sources:
+            uncached = uncached_tokens(request, view, site, self.abundance)
         remotes, lowest = self._open_to(uncached, site, view)
         if remotes:
             best = soonest_remote(request, view, site, remotes)

@@ -8,7 +8,8 @@ from prfaas.cache.held import NOTHING, Held
 __all__ = ["NOTHING", "Held", "RoutingRequest"]
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, like `Decision`, and as little to be changed.
+@dataclass(slots=True)
 class RoutingRequest:
     """`num_tokens`: the whole prompt. `held`: instance name → what it holds of it; absent means nothing.
 

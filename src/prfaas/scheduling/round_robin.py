@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from prfaas.scheduling.decision import Decision
+from prfaas.scheduling.decoders import decode_choices
 from prfaas.scheduling.links import usable_link
 from prfaas.scheduling.nodes import is_prefiller
 from prfaas.scheduling.options import bits_to, prefill_by, streamed
 from prfaas.scheduling.request import RoutingRequest
-from prfaas.scheduling.routing import Choice, decision_of, decode_choices, single_token
+from prfaas.scheduling.routing import Choice, decision_of, single_token
 from prfaas.scheduling.view import ClusterView, InstanceView, LinkView, View
 
 

@@ -5,11 +5,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from prfaas.scheduling.decision import CacheTransfer, Decision, Route
-from prfaas.scheduling.nodes import PrefillNode, decode_instance
+from prfaas.scheduling.decoders import decode_choices, load_of
+from prfaas.scheduling.nodes import PrefillNode
 from prfaas.scheduling.options import Option, bits_to, prefill_by, streamed
 from prfaas.scheduling.request import RoutingRequest
-from prfaas.scheduling.site import Site, nodes_of, site_of
-from prfaas.scheduling.view import ClusterView, InstanceView, LinkView, NoDecodeInstanceError, View
+from prfaas.scheduling.site import Site, lone_site, nodes_of, site_of
+from prfaas.scheduling.view import ClusterView, InstanceView, LinkView, View
+
+# Reading a member of an enum takes as long as a function call.
+_LOCAL, _OFFLOAD = Route.LOCAL, Route.OFFLOAD
 
 
 @dataclass(slots=True)
@@ -37,6 +41,10 @@ def route(
     there if caches stayed where they are, then the least load of the decode instance, then the first.
     Raises NoDecodeInstanceError when nothing can decode.
     """
+    if not request.held and request.num_tokens > 1:
+        lone = lone_site(request, view)
+        if lone is not None:
+            return decision_of(request, view, lone.decode, choose(request, view, lone))
     decoders = decode_choices(request, view)
     if request.num_tokens <= 1:
         return single_token(request, view, decoders)
@@ -59,27 +67,6 @@ def route(
     return decision_of(request, view, decode, best)
 
 
-def decode_choices(request: RoutingRequest, view: View) -> list[tuple[ClusterView, InstanceView]]:
-    """Per PD cluster the instance that would decode.
-
-    Healthy ones that are not being drained; if there is none in any cluster, draining ones; then those that only
-    prefill, since roles are a matter of routing and every engine of a PD cluster can decode; then unhealthy ones,
-    since nothing else can answer a client. Raises NoDecodeInstanceError if there is not even that.
-    """
-    wider: dict[str, bool] = {}
-    for step in ("", "draining", "other_role", "unhealthy"):
-        wider |= {step: True} if step else {}
-        found = []
-        for cluster in view.clusters.values():
-            if cluster.kind == "pd":
-                decode = decode_instance(request, cluster, view, **wider)
-                if decode is not None:
-                    found.append((cluster, decode))
-        if found:
-            return found
-    raise NoDecodeInstanceError("no instance of any PD cluster can decode")
-
-
 def soonest_remote(
     request: RoutingRequest, view: View, site: Site, remotes: Sequence[tuple[PrefillNode, LinkView]]
 ) -> Option:
@@ -99,33 +86,24 @@ def soonest_remote(
 def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choice: Choice) -> Decision:
     """The choice with everything that is needed to carry it out."""
     option = choice.option
-    skips = bool(request.held) and view.kv.can_skip and option.instance is not decode
+    prefill, moved = option.instance, option.moved_cache
+    skip_tokens = 0
+    if request.held and prefill is not decode and view.kv.can_skip:
+        skip_tokens = request.attention_at(decode.name)
     return Decision(
-        Route.LOCAL if option.link is None else Route.OFFLOAD,
-        option.instance.name,
+        _LOCAL if option.link is None else _OFFLOAD,
+        prefill.name,
         decode.name,
         choice.uncached_tokens,
         request.num_tokens - option.reusable_tokens,
-        request.attention_at(decode.name) if skips else 0,
+        skip_tokens,
         choice.reason,
         choice.threshold_tokens,
         option.ttft_s,
-        _transfer(option),
-        None if option.instance is decode else choice.urgency_s,
+        None if moved is None else CacheTransfer(moved[0].name, moved[1], moved[2]),
+        None if prefill is decode else choice.urgency_s,
         choice.is_bound,
     )
-
-
-def _transfer(option: Option) -> CacheTransfer | None:
-    if option.moved_cache is None:
-        return None
-    source, num_tokens, skip_tokens = option.moved_cache
-    return CacheTransfer(source.name, num_tokens, skip_tokens)
-
-
-def load_of(decode: InstanceView) -> float:
-    """The share of its slots in use."""
-    return decode.decoding / decode.decode_slots
 
 
 def single_token(

@@ -3,7 +3,7 @@
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from prfaas.profiles import LatencyProfile
@@ -37,6 +37,12 @@ class PrefillSeconds:
 
     tokens: tuple[float, ...]
     seconds: tuple[float, ...]
+    _arrays: "tuple[FloatArray, FloatArray]" = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        import numpy as np
+
+        object.__setattr__(self, "_arrays", (np.array(self.tokens), np.array(self.seconds)))
 
     def __call__(self, tokens: "FloatArray") -> "FloatArray":
         """Seconds for arrays of tokens, of the same shape; see `ServiceCurve` for lengths outside the table."""
@@ -44,7 +50,7 @@ class PrefillSeconds:
 
         last = (self.seconds[-1] - self.seconds[-2]) / (self.tokens[-1] - self.tokens[-2])
         beyond = np.maximum(np.asarray(tokens, dtype=np.float64) - self.tokens[-1], 0.0)
-        return np.interp(tokens, self.tokens, self.seconds) + beyond * last
+        return np.interp(tokens, *self._arrays) + beyond * last
 
 
 class ServiceCurve:
@@ -59,6 +65,9 @@ class ServiceCurve:
     Whatever is measured, the curve is above 0 and never falls as lengths grow (isotonic regression). It is constant
     below 1 token and goes on with its last slope above 4 million.
     """
+
+    seconds: "Callable[[float], float]"
+    """Seconds of a prefill of so many uncached tokens, about 0.2 µs: for `ClusterView.prefill_s`."""
 
     def __init__(
         self,
@@ -94,7 +103,9 @@ class ServiceCurve:
         self._values: list[float]
         self._slopes: list[float]
         self._values, self._slopes = self._lines(self._base)
-        self._base_values, self._base_slopes = self._values, self._slopes
+        self._base_values, self._base_slopes = self._values.copy(), self._slopes.copy()
+        self.seconds = _reader(self._knots, self._starts, self._values, self._slopes)
+        self._at_rest: PrefillSeconds | None = None
         self.samples = 0
 
     @classmethod
@@ -112,14 +123,19 @@ class ServiceCurve:
         curve = extended(points, power)
         return cls(lambda tokens: curve(tokens) / speedup)
 
-    def seconds(self, tokens: float) -> float:
-        """Seconds of a prefill of `tokens` uncached tokens, about 0.3 µs: for `ClusterView.prefill_s`."""
-        piece = bisect_right(self._knots, tokens)
-        return self._values[piece] + self._slopes[piece] * (tokens - self._starts[piece])
+    def __getstate__(self) -> dict[str, object]:
+        """Without `seconds`: a copy reads its own tables."""
+        return {name: value for name, value in self.__dict__.items() if name != "seconds"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self.seconds = _reader(self._knots, self._starts, self._values, self._slopes)
 
     def at_rest(self) -> PrefillSeconds:
         """The curve as it is now, for arrays: for a `PlanProblem`, in any thread."""
-        return PrefillSeconds(tuple(self._knots), tuple(self._values[1:]))
+        if self._at_rest is None:
+            self._at_rest = PrefillSeconds(tuple(self._knots), tuple(self._values[1:]))
+        return self._at_rest
 
     def prefill_s(self, tokens: "FloatArray") -> "FloatArray":
         """`seconds` for arrays of tokens, of the same shape."""
@@ -159,7 +175,9 @@ class ServiceCurve:
         moved = self._nearness @ (mass * (medians - overall)) / (local + _PRIOR_SAMPLES)
         wanted = self._base * np.exp(overall + moved)
         rising = isotonic_regression(wanted, weights=local + _PRIOR_SAMPLES).x
-        self._values, self._slopes = self._lines(rising)
+        self._at_rest = None
+        # In place: `seconds` reads them.
+        self._values[:], self._slopes[:] = self._lines(rising)
 
     def _lines(self, seconds: "FloatArray") -> tuple[list[float], list[float]]:
         """Value and slope of every piece; the first is what lies below the table, the last what lies above."""
@@ -171,6 +189,19 @@ class ServiceCurve:
     def _base_at(self, tokens: float) -> float:
         piece = bisect_right(self._knots, tokens)
         return self._base_values[piece] + self._base_slopes[piece] * (tokens - self._starts[piece])
+
+
+def _reader(
+    knots: list[float], starts: list[float], values: list[float], slopes: list[float]
+) -> "Callable[[float], float]":
+    """A closure, since every decision asks several times: a method takes half as long again."""
+
+    def seconds(tokens: float) -> float:
+        tokens = tokens + 0.0  # whole numbers take thrice as long to compare with floating-point ones
+        piece = bisect_right(knots, tokens)
+        return values[piece] + slopes[piece] * (tokens - starts[piece])
+
+    return seconds
 
 
 def extended(

@@ -70,19 +70,21 @@ class ThresholdOptimiser:
         spread = spread if spread is not None else even_spread(problem, prefill)
         sides = prefill_sides(problem, prefill, spread, self.service)
         tokens: dict[str, float] = {}
-        before: list[float | None] = []
         for name, side in sides.items():
             now = current_tokens.get(name)
             best = side.best_threshold()
             if now is not None and not self._is_better(side, now, best, sample_count, reason):
                 best = now
             tokens[name] = best
-            before.append(None if now is None else side.rate(now) / side.part)
         if all(tokens[name] == current_tokens.get(name) for name in tokens):
             return None
+        known = [
+            side.rate(current_tokens[name]) / side.part
+            for name, side in sides.items()
+            if name in current_tokens
+        ]
         after = min(side.rate(tokens[name]) / side.part for name, side in sides.items())
-        known = [rate for rate in before if rate is not None]
-        return ThresholdChange(tokens, reason, min(known) if len(known) == len(before) else None, after)
+        return ThresholdChange(tokens, reason, min(known) if len(known) == len(sides) else None, after)
 
     def _is_better(
         self, side: PrefillSide, now: float, best: float, sample_count: int, reason: Reason

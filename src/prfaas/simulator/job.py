@@ -22,6 +22,9 @@ class Stage(IntEnum):
     DECODING = 5
 
 
+_QUEUED = Stage.QUEUED  # reading a member of an enum takes as long as a function call
+
+
 class Job:
     """One attempt to serve a request. `number` counts arrivals, from 0.
 
@@ -71,7 +74,7 @@ class Job:
         self.lane: Lane | None = None
         self.prefix_lane: Lane | None = None
         self.transfer: Transfer | None = None
-        self.stage = Stage.QUEUED
+        self.stage = _QUEUED
 
     @property
     def is_at_prefill(self) -> bool:

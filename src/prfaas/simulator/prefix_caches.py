@@ -1,15 +1,54 @@
 """What the prefix caches of all instances hold."""
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from prfaas.cache.held import Held
 
-_MOST_SETS = 10_000
+_MOST_ANSWERS = 10_000
+# Uses that were overtaken by later ones are forgotten when they are this many more than the blocks.
+_MOST_OVERTAKEN = 64
+
+
+class _Cache:
+    """One instance. `last_use`: block → number of the prompt that used it last. `states`: blocks with a state.
+
+    `uses`: the prompts that used it, oldest first, each with its number, its blocks and how many of them may still
+    have that number. A later use of a block is one of all blocks before it too, so those are the first ones.
+    """
+
+    __slots__ = ("capacity_tokens", "last_use", "states", "uses")
+
+    def __init__(self, capacity_tokens: int) -> None:
+        self.capacity_tokens = capacity_tokens
+        self.last_use: dict[int, int] = {}
+        self.states: set[int] = set()
+        self.uses: deque[tuple[int, Sequence[int], int]] = deque()
+
+    def count(self, blocks: Sequence[int], most: int) -> int:
+        """How many of the first `most` blocks are here, given that two are."""
+        here = self.last_use
+        low, high = 2, 4
+        while high <= most and blocks[high - 1] in here:
+            low, high = high, 2 * high
+        if high > most:
+            high = most + 1
+        while high - low > 1:
+            middle = (low + high) >> 1
+            if blocks[middle - 1] in here:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def forget_overtaken(self) -> None:
+        """Drop the uses of which no block counts any more."""
+        last_use = self.last_use.get
+        self.uses = deque(use for use in self.uses if last_use(use[1][use[2] - 1]) == use[0])
 
 
 class PrefixCaches:
-    """One least-recently-used cache per instance, all of them asked in one walk over a prompt's blocks.
+    """One least-recently-used cache per instance.
 
     A block id stands for the whole prompt up to the block's end, as in `RequestChunk`. Only whole blocks are kept, as
     vLLM does. A prompt that is used counts from its last block to its first, so that the tail of a prefix goes first
@@ -27,17 +66,12 @@ class PrefixCaches:
     """
 
     __slots__ = (
-        "_all",
-        "_bits",
+        "_answers",
         "_block_tokens",
-        "_capacity_tokens",
+        "_caches",
         "_checkpoint_blocks",
-        "_holders",
-        "_names_of",
-        "_recent",
         "_state_tokens",
-        "_stated",
-        "_states",
+        "_uses",
     )
 
     def __init__(
@@ -63,121 +97,93 @@ class PrefixCaches:
         self._checkpoint_blocks = None
         if checkpoint_tokens is not None:
             self._checkpoint_blocks = max(1, round(checkpoint_tokens / block_tokens))
-        self._bits = {name: 1 << place for place, name in enumerate(names)}
-        self._names_of: dict[int, tuple[str, ...]] = {}  # sets of instances, spelt out
-        self._all = (1 << len(names)) - 1
-        self._capacity_tokens = {name: capacity_tokens[name] for name in names}
-        # Per instance its blocks, least recent first; per block and per state the bits of those that hold it.
-        self._recent: dict[str, OrderedDict[int, None]] = {name: OrderedDict() for name in names}
-        self._holders: dict[int, int] = {}
-        self._states: dict[int, int] = {}
-        self._stated = dict.fromkeys(names, 0)
+        self._caches = {name: _Cache(capacity_tokens[name]) for name in names}
+        self._uses = 0
+        self._answers: dict[tuple[int, int], Held] = {}
 
     def held(self, block_ids: Sequence[int], num_tokens: int) -> dict[str, Held]:
         """What each instance holds of a prompt; those that hold nothing are left out."""
         found: dict[str, Held] = {}
-        holders_of = self._holders.get
-        holders = self._all
-        count = 0
-        whole = num_tokens // self._block_tokens
-        for block in block_ids if len(block_ids) <= whole else block_ids[:whole]:
-            still = holders_of(block, 0) & holders
-            if still != holders:
-                if count:
-                    self._settle(found, holders ^ still, block_ids, count)
-                holders = still
-                if not holders:
-                    return found
-            count += 1
-        if count:
-            self._settle(found, holders, block_ids, count)
+        most = min(len(block_ids), num_tokens // self._block_tokens)
+        if not most:
+            return found
+        first, answers, hybrid = block_ids[0], self._answers, self._checkpoint_blocks is not None
+        second = block_ids[1] if most > 1 else None
+        for name, cache in self._caches.items():
+            here = cache.last_use
+            if first not in here:
+                continue
+            # Many prompts begin with the same block and share nothing else.
+            count = cache.count(block_ids, most) if second in here else 1
+            reusable = count
+            if hybrid:
+                states = cache.states
+                # With a state every so many blocks this takes no more steps than that.
+                while reusable and block_ids[reusable - 1] not in states:
+                    reusable -= 1
+            answer = answers.get((reusable, count))
+            found[name] = self._answer(reusable, count) if answer is None else answer
         return found
 
     def insert(self, name: str, block_ids: Sequence[int], num_tokens: int) -> None:
-        """`name` has computed this prompt: it holds all of it, as far as there is room."""
+        """`name` has computed this prompt: it holds all of it, as far as there is room. `block_ids` are kept."""
         whole = num_tokens // self._block_tokens
         if whole < len(block_ids):
             block_ids = block_ids[:whole]
-        bit = self._bits[name]
-        recent = self._recent[name]
-        holders = self._holders
-        use_again = recent.move_to_end
-        for block in reversed(block_ids):
-            holding = holders.get(block, 0)
-            if holding & bit:
-                use_again(block)
-            else:
-                recent[block] = None
-                holders[block] = holding | bit
-        if self._checkpoint_blocks is not None and block_ids:
-            self._keep_states(name, bit, block_ids, self._checkpoint_blocks)
-        excess_tokens = self.used_tokens(name) - self._capacity_tokens[name]
-        if excess_tokens > 0:
-            self._evict(name, bit, excess_tokens)
+        if not block_ids:
+            return
+        cache = self._caches[name]
+        self._uses = number = self._uses + 1
+        cache.last_use.update(dict.fromkeys(block_ids, number))
+        cache.uses.append((number, block_ids, len(block_ids)))
+        used_tokens = len(cache.last_use) * self._block_tokens
+        every = self._checkpoint_blocks
+        if every is not None:
+            if len(block_ids) >= every:
+                cache.states.update(block_ids[every - 1 :: every])
+            cache.states.add(block_ids[-1])
+            used_tokens += len(cache.states) * self._state_tokens
+        if used_tokens > cache.capacity_tokens:
+            self._evict(cache, used_tokens - cache.capacity_tokens)
+        elif len(cache.uses) > len(cache.last_use) + _MOST_OVERTAKEN:
+            cache.forget_overtaken()
 
     def used_tokens(self, name: str) -> int:
         """The room that is taken, states included."""
-        return len(self._recent[name]) * self._block_tokens + self._stated[name] * self._state_tokens
+        cache = self._caches[name]
+        return len(cache.last_use) * self._block_tokens + len(cache.states) * self._state_tokens
 
     def clear(self, name: str) -> None:
         """The instance died, and its cache with it."""
-        bit = self._bits[name]
-        self._evict(name, bit, self.used_tokens(name))
+        self._caches[name] = _Cache(self._caches[name].capacity_tokens)
 
-    def _settle(self, found: dict[str, Held], holders: int, block_ids: Sequence[int], count: int) -> None:
-        """`holders` hold the first `count` blocks and no more."""
-        attention_tokens = count * self._block_tokens
-        if self._checkpoint_blocks is None:
-            self._note(found, holders, Held(attention_tokens, attention_tokens))
-            return
-        # Where all of them hold a state every so many blocks, this takes no more steps than that.
-        states_of = self._states.get
-        for end in range(count, 0, -1):
-            ready = states_of(block_ids[end - 1], 0) & holders
-            if ready:
-                self._note(found, ready, Held(end * self._block_tokens, attention_tokens))
-                holders ^= ready
-                if not holders:
-                    return
-        self._note(found, holders, Held(0, attention_tokens))
+    def _answer(self, reusable: int, count: int) -> Held:
+        if len(self._answers) == _MOST_ANSWERS:
+            self._answers.clear()
+        answer = Held(reusable * self._block_tokens, count * self._block_tokens)
+        self._answers[reusable, count] = answer
+        return answer
 
-    def _note(self, found: dict[str, Held], holders: int, held: Held) -> None:
-        names = self._names_of.get(holders)
-        if names is None:
-            names = tuple(name for name, bit in self._bits.items() if bit & holders)
-            if len(self._names_of) == _MOST_SETS:
-                self._names_of.clear()
-            self._names_of[holders] = names
-        for name in names:
-            found[name] = held
-
-    def _keep_states(self, name: str, bit: int, block_ids: Sequence[int], every: int) -> None:
-        states = self._states
-        for block in (*block_ids[every - 1 :: every], block_ids[-1]):
-            holders = states.get(block, 0)
-            if not holders & bit:
-                states[block] = holders | bit
-                self._stated[name] += 1
-
-    def _evict(self, name: str, bit: int, excess_tokens: int) -> None:
+    def _evict(self, cache: _Cache, excess_tokens: int) -> None:
         """Make room, from the least recent block on."""
-        least_recent = self._recent[name].popitem
-        holders = self._holders
-        states = self._states
-        while excess_tokens > 0:
-            block = least_recent(False)[0]
-            excess_tokens -= self._block_tokens
-            left = holders[block] ^ bit
-            if left:
-                holders[block] = left
-            else:
-                del holders[block]
-            if states:
-                stated = states.get(block, 0)
-                if stated & bit:
-                    excess_tokens -= self._state_tokens
-                    self._stated[name] -= 1
-                    if stated == bit:
-                        del states[block]
+        last_use, states, uses = cache.last_use, cache.states, cache.uses
+        block_tokens, state_tokens = self._block_tokens, self._state_tokens
+        while True:
+            number, blocks, left = uses[0]
+            while left:
+                block = blocks[left - 1]
+                if last_use.get(block) != number:
+                    break
+                left -= 1
+                del last_use[block]
+                excess_tokens -= block_tokens
+                if block in states:
+                    states.remove(block)
+                    excess_tokens -= state_tokens
+                if excess_tokens <= 0:
+                    if left:
+                        uses[0] = (number, blocks, left)
                     else:
-                        states[block] = stated ^ bit
+                        uses.popleft()
+                    return
+            uses.popleft()

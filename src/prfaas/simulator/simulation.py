@@ -9,7 +9,7 @@ import numpy as np
 
 from prfaas.simulator.faults import Faults
 from prfaas.simulator.invariants import Invariants
-from prfaas.simulator.result import FloatArray, Result
+from prfaas.simulator.result import FloatArray, IntArray, Result
 from prfaas.simulator.scenario import Scenario
 from prfaas.simulator.series import Series
 from prfaas.simulator.slow_loops import SlowLoops
@@ -17,6 +17,9 @@ from prfaas.simulator.world import World
 from prfaas.workload.traffic import RequestChunk
 
 _NO_BLOCKS: list[int] = []
+
+_Seen = tuple[FloatArray, IntArray, IntArray]
+"""Arrivals, input and output tokens of a chunk."""
 
 
 def simulate(
@@ -52,16 +55,19 @@ def simulate(
     loops = SlowLoops(world)
     Faults(world)
     series = Series(world)
-    seen: list[RequestChunk] = []
+    seen: list[_Seen] = []
+    count = 0
     was_collecting = gc.isenabled()
     # Nothing here is cyclic garbage, and looking for it takes a third of the time.
     gc.disable()
     try:
         for chunk in _with_first(first, chunks):
-            _feed(world, chunk, sum(len(each) for each in seen), invariants)
-            seen.append(chunk)
+            _feed(world, chunk, count, invariants)
+            count += len(chunk)
+            # Not its blocks, which are most of a chunk.
+            seen.append((chunk.arrival_s, chunk.input_tokens, chunk.output_tokens))
             if progress is not None:
-                progress(sum(len(each) for each in seen))
+                progress(count)
         loops.is_over = True
         _finish(world, invariants)
         end_s = world.events.now_s
@@ -136,12 +142,10 @@ def _with_first(first: RequestChunk, rest: Iterator[RequestChunk]) -> Iterator[R
     yield from rest
 
 
-def _result(
-    world: World, chunks: list[RequestChunk], series: Series, loops: SlowLoops, warmup_share: float
-) -> Result:
+def _result(world: World, seen: list[_Seen], series: Series, loops: SlowLoops, warmup_share: float) -> Result:
     columns, scenario = world.columns, world.scenario
-    arrival_s: FloatArray = np.concatenate([chunk.arrival_s for chunk in chunks])
-    outputs = np.concatenate([chunk.output_tokens for chunk in chunks])
+    arrival_s: FloatArray = np.concatenate([arrival_s for arrival_s, _, _ in seen])
+    outputs = np.concatenate([output_tokens for _, _, output_tokens in seen])
     ttft_s, e2e_s = np.array(columns.ttft_s), np.array(columns.e2e_s)
     after_first = np.maximum(outputs - 1, 1) if scenario.overheads.first_step else outputs
     end_s = float(arrival_s[-1])
@@ -151,7 +155,7 @@ def _result(
         ttft_s=ttft_s,
         e2e_s=e2e_s,
         tpot_s=(e2e_s - ttft_s) / np.maximum(after_first, 1),
-        input_tokens=np.concatenate([chunk.input_tokens for chunk in chunks]),
+        input_tokens=np.concatenate([input_tokens for _, input_tokens, _ in seen]),
         output_tokens=outputs,
         uncached_tokens=np.array(columns.uncached_tokens, dtype=np.int64),
         hit_tokens=np.array(columns.hit_tokens, dtype=np.int64),

@@ -29,6 +29,8 @@ from prfaas.simulator.scenario import (
 from prfaas.simulator.token_clock import TokenClock
 
 _NOTHING_HELD: dict[str, Held] = {}
+# Reading a member of an enum takes as long as a function call.
+_MOVING, _QUEUED, _POOLED, _PREFILLING, _SENDING, _DECODING = Stage
 
 
 class World:
@@ -140,8 +142,8 @@ class World:
         engine.pool.release(engine.name)
         engine.cluster.waiting_s = engine.pool.waiting_s
         for job in self.open.values():
-            if job.engine is engine and job.stage is Stage.QUEUED and job in engine.pool:
-                job.stage = Stage.POOLED
+            if job.engine is engine and job.stage is _QUEUED and job in engine.pool:
+                job.stage = _POOLED
                 engine.withdraw(job.service_s, self.events.now_s)
         if not len(engine.pool):
             return
@@ -184,7 +186,7 @@ class World:
         assert moved is not None
         engine, now_s = job.engine, self.events.now_s
         job.prefix_lane = lane = self.lanes[self.engines[moved.source].cluster.name, engine.cluster.name]
-        job.stage = Stage.MOVING
+        job.stage = _MOVING
         engine.accept(job.service_s, now_s)
         nbytes = self.kv.total_bytes(moved.num_tokens - 1, moved.skip_tokens)
         self.columns.link_bytes[job.number] += nbytes
@@ -195,7 +197,7 @@ class World:
             return
         engine = job.engine
         job.prefix_lane = job.transfer = None
-        job.stage = Stage.QUEUED
+        job.stage = _QUEUED
         if self.caches is not None:
             self.caches.insert(engine.name, job.blocks, job.tokens - job.decision.prefill_tokens)
         if engine.running is None and not engine.queue:
@@ -215,7 +217,7 @@ class World:
         else:
             engine.pool.offer(job, decision.urgency_s, job.service_s)
             engine.cluster.waiting_s = engine.pool.waiting_s
-            job.stage = Stage.POOLED
+            job.stage = _POOLED
             if self.caches is not None:
                 # One that holds less may be idle: without caches the idle one was chosen.
                 for other in self.engines.values():
@@ -224,7 +226,7 @@ class World:
 
     def _assign(self, engine: Engine, job: Job) -> None:
         """A job of the pool goes to an instance that is free."""
-        if job.stage is Stage.QUEUED:
+        if job.stage is _QUEUED:
             engine.waiting_s = max(engine.waiting_s - job.service_s, 0.0)
         else:
             engine.cluster.waiting_s = engine.pool.waiting_s
@@ -245,7 +247,7 @@ class World:
     def _start(self, engine: Engine, job: Job) -> None:
         events, service_s, lane = self.events, job.service_s, job.lane
         end_s = events.now_s + service_s
-        job.stage = Stage.PREFILLING
+        job.stage = _PREFILLING
         engine.running = job
         engine.free_at_s = end_s
         engine.prefilled_s += service_s
@@ -255,10 +257,10 @@ class World:
             last_bytes = job.promised_bytes - streamed_bytes
             job.transfer = lane.link.stream(streamed_bytes, last_bytes, service_s, self._arrived, job)
         events.number = number = events.number + 1
-        heappush(events.heap, (end_s, number, self._prefilled, (engine, job)))
+        heappush(events.heap, (end_s, number, self._prefilled, job))
 
-    def _prefilled(self, ended: tuple[Engine, Job]) -> None:
-        engine, job = ended
+    def _prefilled(self, job: Job) -> None:
+        engine = job.engine
         if engine.running is not job:
             return
         engine.running = None
@@ -267,8 +269,8 @@ class World:
                 engine.view.in_flight -= 1
             if self.caches is not None:
                 self.caches.insert(engine.name, job.blocks, job.tokens)
-            if job.stage is Stage.PREFILLING:
-                job.stage = Stage.SENDING
+            if job.stage is _PREFILLING:
+                job.stage = _SENDING
                 if job.lane is None:
                     self._arrived(job)
         if engine.queue or engine.pool:
@@ -288,7 +290,7 @@ class World:
             return
         if self.caches is not None and job.engine is not target:
             self.caches.insert(target.name, job.blocks, job.tokens)
-        job.stage = Stage.DECODING
+        job.stage = _DECODING
         assert target.clock is not None  # only PD instances decode
         job.place = target.clock.join(job.left_tokens, job)
 
@@ -323,15 +325,15 @@ class World:
         job.is_void = True
         target.view.in_flight -= 1
         target.view.decoding -= 1
-        if engine is not target and job.stage <= Stage.PREFILLING:
+        if engine is not target and job.stage <= _PREFILLING:
             engine.view.in_flight -= 1
-        if job.stage is Stage.MOVING:
+        if job.stage is _MOVING:
             engine.withdraw(job.service_s, now_s)
-        elif job.stage is Stage.QUEUED:
+        elif job.stage is _QUEUED:
             if not engine.pool.withdraw(job):
                 engine.queue.remove(job)
             engine.withdraw(job.service_s, now_s)
-        elif job.stage is Stage.POOLED:
+        elif job.stage is _POOLED:
             engine.pool.withdraw(job)
             engine.cluster.waiting_s = engine.pool.waiting_s
         if job.transfer is not None:

@@ -1,6 +1,5 @@
 """Lengths that were observed, each with a weight."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -36,11 +35,13 @@ class Empirical(_Atoms):
     def __init__(self, lengths: Iterable[float], weights: Iterable[float] | None = None) -> None:
         import numpy as np
 
-        given = np.array(list(lengths), dtype=np.float64)
-        weight = np.ones(len(given)) if weights is None else np.array(list(weights), dtype=np.float64)
+        given = _array(lengths)
+        weight = np.ones(len(given)) if weights is None else _array(weights)
         _check(given, weight)
-        atoms, where = np.unique(given, return_inverse=True)
-        probability: FloatArray = np.bincount(where, weight / weight.sum()).astype(np.float64)
+        atoms, probability = given, weight / weight.sum()
+        if not (given[1:] > given[:-1]).all():
+            atoms, where = np.unique(given, return_inverse=True)
+            probability = np.bincount(where, probability).astype(np.float64)
         kept = probability > 0
         atoms, probability = atoms[kept], probability[kept]
         # Entry k is what lies above the first k atoms: summed from the top, so that the last one is exactly 0.
@@ -99,16 +100,24 @@ def fixed(tokens: float) -> Empirical:
     return Empirical([tokens])
 
 
+def _array(values: Iterable[float]) -> "FloatArray":
+    import numpy as np
+
+    listed = values if isinstance(values, np.ndarray) else list(values)
+    return np.array(listed, dtype=np.float64)
+
+
 def _check(lengths: "FloatArray", weights: "FloatArray") -> None:
+    import numpy as np
+
     if len(lengths) == 0:
         raise WorkloadError("an empirical distribution needs at least one length")
     if len(weights) != len(lengths):
         raise WorkloadError(f"there are {len(lengths)} lengths but {len(weights)} weights; give one for each")
-    for length in lengths.tolist():
-        if not (math.isfinite(length) and length > 0):
-            raise WorkloadError(f"lengths must be above 0 tokens, not {length:g}")
-    for weight in weights.tolist():
-        if not (math.isfinite(weight) and weight >= 0):
-            raise WorkloadError(f"weights must be 0 or more, not {weight:g}")
+    # A NaN is neither above nor below anything.
+    for length in lengths[~((lengths > 0) & (lengths < np.inf))]:
+        raise WorkloadError(f"lengths must be above 0 tokens, not {length:g}")
+    for weight in weights[~((weights >= 0) & (weights < np.inf))]:
+        raise WorkloadError(f"weights must be 0 or more, not {weight:g}")
     if not weights.any():
         raise WorkloadError("at least one weight must be above 0")
