@@ -228,7 +228,8 @@ OFFLOAD = "offload; prefill=east-prefill-0; decode=home-decode-0; uncached=4064;
     ],
 )
 def test_what_a_probe_shows(deployment: Deployment, header: str, level: str, text: str) -> None:
-    finding = judge_route(deployment, 4064, 4000.0, parse_route(header))
+    by_length = replace(deployment, routing=replace(deployment.routing, policy="paper"))
+    finding = judge_route(by_length, 4064, 4000.0, parse_route(header))
     assert finding.level == level
     assert text in finding.text
 
@@ -250,6 +251,11 @@ def test_where_a_probe_should_go(
     assert expected_route(moved, 4064, 4000.0) == over
     assert expected_route(moved, 4000, 4000.0) == under
     assert expected_route(replace(moved, links=()), 4064, 4000.0) == "local"
+
+
+def test_policy_tilted_offloads_what_is_clearly_long(deployment: Deployment) -> None:
+    tilted = replace(deployment, routing=replace(deployment.routing, policy="tilted"))
+    assert expected_route(tilted, 6000, 4000.0) == "offload"
 
 
 def test_the_probe_is_over_the_threshold_and_unseen(deployment: Deployment) -> None:
@@ -288,7 +294,7 @@ def test_the_probe_is_over_the_threshold_and_unseen(deployment: Deployment) -> N
     assert isinstance(first, list)
     assert isinstance(second, list)
     # What counts is where the threshold is now, not where the file lets it start.
-    assert len(first) == len(second) == 3064
+    assert len(first) == len(second) == 4500
     assert first[:8] != second[:8]
 
 

@@ -138,7 +138,7 @@ def test_a_field_of_the_file_changed(
         requests=50,
     )
     assert found["lambda_max_rps"] < 2.8
-    assert found["policies"]["paper"]["egress_bits_per_s"] <= 2e9
+    assert found["policies"]["tilted"]["egress_bits_per_s"] <= 2e9
 
 
 def test_a_trace_with_its_prefixes(

@@ -17,6 +17,8 @@ _HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=300.0)
 _ANSWER_TOKENS = 2
 # A probe is this much over the threshold, and so long where there is none.
+# So much longer than the threshold no idle deployment prefills at home by policy tilted.
+_CLEAR = 1.5
 _OVER_TOKENS = 64
 _LONG_TOKENS = 4096
 
@@ -43,7 +45,11 @@ async def check_disaggregation(deployment: Deployment, session: aiohttp.ClientSe
     subject = "disaggregation"
     threshold_tokens = await _threshold_tokens(deployment, session)
     room = deployment.model.max_model_len - _ANSWER_TOKENS
-    length = min(int(threshold_tokens) + _OVER_TOKENS if threshold_tokens < room else _LONG_TOKENS, room)
+    over_tokens = _OVER_TOKENS
+    if deployment.routing.policy == "tilted" and threshold_tokens < math.inf:
+        # Just above its threshold the transfer's time decides.
+        over_tokens = max(math.ceil(threshold_tokens * (_CLEAR - 1)), _OVER_TOKENS)
+    length = min(int(threshold_tokens) + over_tokens if threshold_tokens < room else _LONG_TOKENS, room)
     body = {
         "model": deployment.model.served_name,
         "prompt": _unseen_prompt(deployment, length),
@@ -97,7 +103,7 @@ def expected_route(deployment: Deployment, length: int, threshold_tokens: float)
         return "offload"
     if policy in ("paper", "static_threshold"):
         return "offload" if length > threshold_tokens else "local"
-    return None
+    return "offload" if policy == "tilted" and length >= _CLEAR * threshold_tokens else None
 
 
 async def _threshold_tokens(deployment: Deployment, session: aiohttp.ClientSession) -> float:

@@ -17,6 +17,16 @@ _READ_TIMEOUT_S = 600.0
 
 # Enough different ids that two prompts don't begin alike, few enough that any tokenizer knows so many.
 _POOL_TEXT_CHARACTERS = 2000
+# ASCII, and Latin, Greek, Cyrillic, Hebrew, Devanagari, CJK and symbols: even a tokenizer of bytes makes some 200 ids
+# of them.
+_LETTERS = "".join(
+    chr(code)
+    for first, last in (
+        (0x20, 0x7E), (0xC0, 0x24F), (0x391, 0x3C9), (0x410, 0x44F), (0x5D0, 0x5EA), (0x905, 0x939), (0x2190, 0x21FF),
+        (0x4E00, 0x4FFF),
+    )
+    for code in range(first, last + 1)
+)  # fmt: skip
 
 
 class MeasureError(ProfileError):
@@ -49,7 +59,7 @@ class Endpoint:
     """Sends prompts of exactly so many tokens that no prefix cache knows, and takes the time.
 
     Use as an async context manager; `model` and `max_model_len` (None: not told) are known inside. Prompts are random
-    ids out of what the model's own tokenizer makes of random words, new ones in every run.
+    ids out of what the model's own tokenizer makes of random letters, new ones in every run.
 
     Raises:
         MeasureError: whatever is wrong with the endpoint or an answer, in one sentence.
@@ -173,9 +183,13 @@ class Endpoint:
         self.max_model_len = longest if isinstance(longest, int) and longest > 0 else None
 
     async def _pool(self) -> Sequence[int]:
-        """Token ids that the model knows: those of random words."""
-        letters = self._random.choices("abcdefghijklmnopqrstuvwxyz ", k=_POOL_TEXT_CHARACTERS)
-        length = _POOL_TEXT_CHARACTERS if self.max_model_len is None else self.max_model_len // 2
+        """Token ids that the model knows: those of random letters of many scripts.
+
+        Many different ones: which experts of a mixture work depends on the token.
+        """
+        letters = self._random.choices(_LETTERS, k=_POOL_TEXT_CHARACTERS)
+        # None of them is more than three bytes, so never more than three tokens.
+        length = _POOL_TEXT_CHARACTERS if self.max_model_len is None else self.max_model_len // 4
         body = self._body("".join(letters[:length]), 1) | {"add_special_tokens": False}
         answer = await self._post(body)
         try:
@@ -185,7 +199,7 @@ class Endpoint:
                 f'{self.url} doesn\'t tell the token ids of a prompt ("return_token_ids"); vLLM does'
             ) from error
         if len(ids) < 2:
-            raise MeasureError(f"{self.url} makes only {len(ids)} different tokens of random words")
+            raise MeasureError(f"{self.url} makes only {len(ids)} different tokens of random letters")
         return sorted(ids)
 
     async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
