@@ -175,7 +175,7 @@ def test_a_report_is_one_file(
     assert [path.name for path in folder.iterdir()] == ["index.html"]
     page = (folder / "index.html").read_text()
     assert page.count("<svg") >= 6
-    assert f"{found['policies']['paper']['offloaded_fraction']:.1%}" in page
+    assert f"{found['policies']['tilted']['offloaded_fraction']:.1%}" in page
     assert "prfaas simulate" in page and "seed 0" in page
 
 

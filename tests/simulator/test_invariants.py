@@ -40,12 +40,19 @@ def scenarios(case_study: CaseStudy) -> dict[str, Scenario]:
 
 
 @settings(max_examples=40)
-@given(st.sampled_from(POLICIES), failures(), st.integers(0, 1000), st.booleans())
+@given(st.sampled_from(POLICIES), failures(), st.integers(0, 1000), st.booleans(), st.sampled_from([1, 3]))
 def test_under_failures(
-    scenarios: dict[str, Scenario], policy: str, failed: list[Failure], seed: int, has_caches: bool
+    scenarios: dict[str, Scenario],
+    policy: str,
+    failed: list[Failure],
+    seed: int,
+    has_caches: bool,
+    concurrency: int,
 ) -> None:
     caches = CacheOptions(200_000, 4096, 1000) if has_caches else None
-    scenario = replace(scenarios[policy], failures=failed, caches=caches)
+    plain = scenarios[policy]
+    clusters = tuple(replace(each, prefill_concurrency=concurrency) for each in plain.clusters)
+    scenario = replace(plain, clusters=clusters, failures=failed, caches=caches)
     result = simulate(scenario, [conversations(seed, 60)], seed=seed, debug=True)
     assert not np.isnan(result.e2e_s).any()
     assert (result.ttft_s <= result.e2e_s).all()
@@ -101,6 +108,27 @@ def test_random_outages_lose_nothing(case_study: CaseStudy) -> None:
     result = simulate(scenario, traffic.chunks(np.random.default_rng(1)), seed=1, requests=600, debug=True)
     assert result.summary()["lost"] == 0
     assert result.retries.sum() > 0
+
+
+def test_prefills_may_share_an_instance(case_study: CaseStudy) -> None:
+    """Two alike at once: each as if it took twice as long; a third waits for one of the two places."""
+    alone = _alone(case_study, [])
+    sharing = replace(alone.clusters[0], instances=2, prefill_instances=1, prefill_concurrency=2)
+    scenario = replace(alone, clusters=(sharing,))
+    result = simulate(scenario, [chunk_of([0.0, 0.0, 0.0], [8000] * 3)], warmup_share=0.0, debug=True)
+    service_s = sharing.curve.seconds(8000)
+    assert result.ttft_s == pytest.approx([2 * service_s, 2 * service_s, 3 * service_s])
+
+
+def test_shared_prefills_stream_over_the_link(case_study: CaseStudy) -> None:
+    """Nothing has arrived before its prefill's end, and all of it little later."""
+    scenario = scenario_of(
+        case_study.planned, policy="offload_all", adapts=False, allocation=False, prefill_concurrency=4
+    )
+    result = simulate(scenario, [chunk_of([0.0] * 8, [50_000] * 8)], warmup_share=0.0, debug=True)
+    service_s = scenario.clusters[0].curve.seconds(50_000)
+    assert (result.ttft_s >= 2 * service_s - 1e-6).all()
+    assert (result.ttft_s <= 2 * service_s + 0.2).all()
 
 
 def _alone(case_study: CaseStudy, failed: list[Failure]) -> Scenario:

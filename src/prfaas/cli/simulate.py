@@ -85,6 +85,14 @@ def simulate(
             rich_help_panel=_WORLD,
         ),
     ] = None,
+    prefill_concurrency: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Prompts that share a prefill instance's time evenly, as chunked prefill can. 1: one after another.",
+            rich_help_panel=_WORLD,
+        ),
+    ] = 1,
     set_fields: Annotated[
         list[str] | None,
         typer.Option(
@@ -153,7 +161,7 @@ def simulate(
         traffic = recorded(recorded_trace, trace.name, rate_rps)
     _check_any(traffic, seed, length[1])
     folder = None if report is None else _folder(report)
-    scenarios = [scenario_for(planned, name, options, links) for name in names]
+    scenarios = [scenario_for(planned, name, options, links, prefill_concurrency) for name in names]
     results = _simulated(scenarios, traffic, seed, *length)
     summaries = {name: result.summary() for name, result in results.items()}
     document = {
@@ -167,6 +175,7 @@ def simulate(
         "arrivals": traffic.described,
         "caches": None if options is None else asdict(options),
         "link_fluctuation": link_fluctuation,
+        "prefill_concurrency": prefill_concurrency,
         "changes": changes,
         "policies": summaries,
     }

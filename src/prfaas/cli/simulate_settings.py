@@ -61,6 +61,7 @@ def scenario_for(
     policy: str,
     caches: "CacheOptions | None",
     links: "Mapping[str, CapacityProcess]",
+    prefill_concurrency: int = 1,
 ) -> "Scenario":
     """As the deployment would run: its `routing` and `control` sections count.
 
@@ -82,6 +83,7 @@ def scenario_for(
             allocation=control.allocation,
             caches=caches,
             links=links,
+            prefill_concurrency=prefill_concurrency,
         )
     except ValueError as error:
         raise CliError(f"{deployment.path}: can't be simulated: {error}") from error

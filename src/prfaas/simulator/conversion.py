@@ -42,6 +42,6 @@ class Conversions:
         self.history[-1]["drained_s"] = now_s - since_s
         if view.healthy:
             view.prefills, view.decodes = to_role == "prefill", to_role == "decode"
-            if view.prefills and engine.running is None:
+            if view.prefills:
                 self._world.start_next(engine)
         self._on_end()

@@ -13,23 +13,26 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """`running`: the prefill at work until `free_at_s`. `queue` waits in the order of arrival; `waiting_s`: seconds of
-    work that only this instance may do and that hasn't begun. `pool`: what any of its cluster may do.
+    """`at_work`: prefills that have begun, done at `free_at_s`; at most `prefill_slots`, which share the instance's
+    time evenly by `sharing` (None where there is only one). `queue` waits in the order of arrival; `waiting_s`:
+    seconds of work that only this instance may do and that hasn't begun. `pool`: what any of its cluster may do.
 
     `clock` and `step_s` (seconds of a step over the batch) of instances that can decode. `prefilled_s`: seconds of
     prefill begun so far.
     """
 
     __slots__ = (
+        "at_work",
         "clock",
         "cluster",
         "free_at_s",
         "name",
         "pool",
         "prefill_s",
+        "prefill_slots",
         "prefilled_s",
         "queue",
-        "running",
+        "sharing",
         "step_s",
         "view",
         "waiting_s",
@@ -42,6 +45,8 @@ class Engine:
         pool: "PrefillPool[Job]",
         clock: TokenClock | None,
         step_s: Callable[[int], float] | None,
+        prefill_slots: int = 1,
+        sharing: TokenClock | None = None,
     ) -> None:
         self.view = view
         self.name = view.name
@@ -51,7 +56,9 @@ class Engine:
         self.clock = clock
         self.step_s = step_s
         self.queue: deque[Job] = deque()
-        self.running: Job | None = None
+        self.prefill_slots = prefill_slots
+        self.sharing = sharing
+        self.at_work = 0
         self.free_at_s = 0.0
         self.waiting_s = 0.0
         self.prefilled_s = 0.0
@@ -69,8 +76,4 @@ class Engine:
 
     def busy_s(self, now_s: float) -> float:
         """Seconds of prefill done so far."""
-        return (
-            self.prefilled_s - max(self.free_at_s - now_s, 0.0)
-            if self.running is not None
-            else self.prefilled_s
-        )
+        return self.prefilled_s - max(self.free_at_s - now_s, 0.0) if self.at_work else self.prefilled_s

@@ -1,6 +1,7 @@
 """Instances and links that fail, and come back."""
 
 from prfaas.simulator.engine import Engine
+from prfaas.simulator.job import Stage
 from prfaas.simulator.scenario import Failure
 from prfaas.simulator.world import World
 
@@ -52,6 +53,9 @@ class Faults:
                 job.tokens += written
                 world.restart(job)
         for job in [job for job in world.open.values() if job.engine is engine and job.is_at_prefill]:
+            job.is_lost = job.stage is Stage.PREFILLING
             world.restart(job)
-        engine.running = None
+        if engine.sharing is not None:
+            engine.sharing.drop_all()
+        engine.at_work = 0
         engine.waiting_s = 0.0

@@ -52,11 +52,14 @@ class Invariants:
             assert abs(waiting_s - engine.waiting_s) < _SLACK_S, (
                 f"{engine.name}: {engine.waiting_s} != {waiting_s} s"
             )
-            if engine.running is not None:
-                assert engine.free_at_s >= now_s, f"{engine.name} should have ended at {engine.free_at_s}"
+            at_work = sum(job.stage is Stage.PREFILLING for job in here)
+            assert engine.at_work >= at_work, f"{engine.name} works on {engine.at_work}, not {at_work}"
+            assert engine.at_work <= engine.prefill_slots
+            if engine.at_work:
+                assert engine.free_at_s >= now_s - _SLACK_S, f"{engine.name} ended at {engine.free_at_s}"
                 assert engine.view.busy_until_s >= engine.free_at_s - _SLACK_S
-            elif engine.view.healthy:
-                assert not engine.queue, f"{engine.name} is idle with a queue"
+            if engine.at_work < engine.prefill_slots and engine.view.healthy:
+                assert not engine.queue, f"{engine.name} has room and a queue"
             clock = engine.clock
             if clock is not None:
                 assert clock.batch <= engine.view.decode_slots
@@ -73,7 +76,7 @@ class Invariants:
                 engine.name
                 for engine in world.engines.values()
                 if engine.cluster.name == name
-                and engine.running is None
+                and engine.at_work < engine.prefill_slots
                 and engine.view.prefills
                 and engine.view.healthy
                 and not engine.view.draining

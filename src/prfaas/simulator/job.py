@@ -31,7 +31,8 @@ class Job:
     `tokens`: what must be in the KV cache before decoding; more than the prompt if an answer was cut off.
     `left_tokens`: of the answer. `has_first`: the client has its first token. `service_s`: of the prefill at `engine`.
     `target`: where it decodes. `lane`: between the two, None inside a cluster, with `promised_bytes` promised to it.
-    `is_void`: given up; another attempt took its place.
+    `is_void`: given up; another attempt took its place. `is_lost`: its prefill was, with its instance. `is_sent`: all
+    KV has arrived, by a pace that its prefill doesn't keep.
     """
 
     __slots__ = (
@@ -40,6 +41,8 @@ class Job:
         "decision",
         "engine",
         "has_first",
+        "is_lost",
+        "is_sent",
         "is_void",
         "lane",
         "left_tokens",
@@ -69,7 +72,7 @@ class Job:
         self.left_tokens = left_tokens
         self.blocks = blocks
         self.has_first = False
-        self.is_void = False
+        self.is_void = self.is_lost = self.is_sent = False
         self.promised_bytes = 0
         self.lane: Lane | None = None
         self.prefix_lane: Lane | None = None

@@ -18,7 +18,8 @@ class SimulatedCluster:
     """Equal instances that share a network.
 
     `prefill_instances` of them prefill at first and the others decode (all prefill in a "prfaas" cluster). `curve`:
-    seconds of a prefill over uncached tokens. `decode_step_s`: seconds of a step over the batch; at most
+    seconds of a prefill over uncached tokens; up to `prefill_concurrency` share an instance's time evenly, as chunked
+    prefill can (1: first come, first served). `decode_step_s`: seconds of a step over the batch; at most
     `decode_slots` requests decode together on one instance, the others wait.
     """
 
@@ -29,6 +30,7 @@ class SimulatedCluster:
     curve: ServiceCurve
     decode_step_s: Callable[[int], float] | None = None
     decode_slots: int = 1
+    prefill_concurrency: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,7 @@ def scenario_of(
     links: Mapping[str, CapacityProcess] | None = None,
     failures: Sequence[Failure] = (),
     overheads: Overheads | None = None,
+    prefill_concurrency: int = 1,
 ) -> Scenario:
     """What a deployment file describes.
 
@@ -182,7 +185,9 @@ def scenario_of(
         )
     return Scenario(
         name=planned.name,
-        clusters=tuple(_cluster(cluster, prefill, problem) for cluster in planned.clusters),
+        clusters=tuple(
+            _cluster(cluster, prefill, problem, prefill_concurrency) for cluster in planned.clusters
+        ),
         links=tuple(
             SimulatedLink(
                 link.source,
@@ -222,11 +227,15 @@ def _thresholds(problem: PlanProblem, prefill: Mapping[str, int]) -> dict[str, f
     return dict(change.tokens)
 
 
-def _cluster(cluster: PlannedCluster, prefill: Mapping[str, int], problem: PlanProblem) -> SimulatedCluster:
+def _cluster(
+    cluster: PlannedCluster, prefill: Mapping[str, int], problem: PlanProblem, concurrency: int
+) -> SimulatedCluster:
     curve = ServiceCurve.of_profile(cluster.profile)
+    if concurrency < 1:
+        raise ValueError(f"at least one prefill runs at a time on an instance, not {concurrency}")
     if cluster.kind == "prfaas":
         count = cluster.instance_count
-        return SimulatedCluster(cluster.name, "prfaas", count, count, curve)
+        return SimulatedCluster(cluster.name, "prfaas", count, count, curve, prefill_concurrency=concurrency)
     if not 0 <= prefill[cluster.name] < cluster.instance_count:
         raise ValueError(
             f'cluster "{cluster.name}" has {cluster.instance_count} instances: 0 to {cluster.instance_count - 1} of '
@@ -239,5 +248,5 @@ def _cluster(cluster: PlannedCluster, prefill: Mapping[str, int], problem: PlanP
         return cluster.profile.decode_step_s(min(max(batch, low), high))
 
     return SimulatedCluster(
-        cluster.name, "pd", cluster.instance_count, prefill[cluster.name], curve, step_s, slots
+        cluster.name, "pd", cluster.instance_count, prefill[cluster.name], curve, step_s, slots, concurrency
     )

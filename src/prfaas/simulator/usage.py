@@ -74,4 +74,4 @@ class Usage:
 
 
 def _prefills_open(engine: Engine) -> int:
-    return len(engine.queue) + (engine.running is not None)
+    return len(engine.queue) + engine.at_work

@@ -59,6 +59,8 @@ class World:
                 self.pools[cluster.name],
                 self._clock(cluster),
                 cluster.decode_step_s,
+                cluster.prefill_concurrency,
+                self._sharing(cluster),
             )
             for cluster in scenario.clusters
             for instance in self.view.clusters[cluster.name].instances
@@ -125,17 +127,21 @@ class World:
         self._route(again, self._local)
 
     def start_next(self, engine: Engine) -> None:
-        """The instance prefills nothing: the next of its queue, or of its cluster's pool, begins."""
-        if engine.queue:
-            job = engine.queue.popleft()
-            engine.waiting_s = engine.waiting_s - job.service_s if engine.queue else 0.0
+        """The instance has room: the next of its queue, or of its cluster's pool, begins."""
+        queue, view = engine.queue, engine.view
+        while queue and engine.at_work < engine.prefill_slots:
+            job = queue.popleft()
+            engine.waiting_s = engine.waiting_s - job.service_s if queue else 0.0
             self._start(engine, job)
+        if queue:
             return
-        view = engine.view
-        if view.prefills and view.healthy and not view.draining and len(engine.pool):
+        if not (view.prefills and view.healthy and not view.draining):
+            return
+        while engine.at_work < engine.prefill_slots and len(engine.pool):
             taken = engine.pool.take(engine.name)
-            if taken is not None:
-                self._assign(engine, taken)
+            if taken is None:
+                return
+            self._assign(engine, taken)
 
     def set_free(self, engine: Engine) -> None:
         """What waits for this instance alone may go to any other of its cluster: it leaves, or has failed."""
@@ -152,8 +158,7 @@ class World:
             for job in [job for job in self.open.values() if job in engine.pool]:
                 self.restart(job)
         for other in others:
-            if other.running is None:
-                self.start_next(other)
+            self.start_next(other)
 
     def _route(self, job: Job, policy: Policy) -> None:
         view, now_s, engines = self.view, self.events.now_s, self.engines
@@ -175,7 +180,7 @@ class World:
                 lane.promise(nbytes, now_s)
         if decision.cache_transfer is not None:
             self._move_prefix(job)
-        elif engine.running is None and not engine.queue:
+        elif engine.at_work < engine.prefill_slots and not engine.queue:
             self._start(engine, job)
         else:
             self._wait(job)
@@ -200,7 +205,7 @@ class World:
         job.stage = _QUEUED
         if self.caches is not None:
             self.caches.insert(engine.name, job.blocks, job.tokens - job.decision.prefill_tokens)
-        if engine.running is None and not engine.queue:
+        if engine.at_work < engine.prefill_slots and not engine.queue:
             engine.waiting_s = max(engine.waiting_s - job.service_s, 0.0)
             self._start(engine, job)
         else:
@@ -221,7 +226,7 @@ class World:
             if self.caches is not None:
                 # One that holds less may be idle: without caches the idle one was chosen.
                 for other in self.engines.values():
-                    if other.running is None and other.cluster is engine.cluster:
+                    if other.cluster is engine.cluster:
                         self.start_next(other)
 
     def _assign(self, engine: Engine, job: Job) -> None:
@@ -248,7 +253,9 @@ class World:
         events, service_s, lane = self.events, job.service_s, job.lane
         end_s = events.now_s + service_s
         job.stage = _PREFILLING
-        engine.running = job
+        if engine.at_work and engine.free_at_s > events.now_s:
+            end_s = engine.free_at_s + service_s
+        engine.at_work += 1
         engine.free_at_s = end_s
         engine.prefilled_s += service_s
         engine.view.busy_until_s = end_s + engine.waiting_s
@@ -256,14 +263,17 @@ class World:
             streamed_bytes = self.kv.streamed_bytes(job.tokens - 1, job.decision.skip_tokens)
             last_bytes = job.promised_bytes - streamed_bytes
             job.transfer = lane.link.stream(streamed_bytes, last_bytes, service_s, self._arrived, job)
+        if engine.sharing is not None:
+            engine.sharing.join(service_s, job)
+            return
         events.number = number = events.number + 1
         heappush(events.heap, (end_s, number, self._prefilled, job))
 
     def _prefilled(self, job: Job) -> None:
-        engine = job.engine
-        if engine.running is not job:
+        if job.is_lost:
             return
-        engine.running = None
+        engine = job.engine
+        engine.at_work -= 1
         if not job.is_void:
             if engine is not job.target:
                 engine.view.in_flight -= 1
@@ -271,7 +281,7 @@ class World:
                 self.caches.insert(engine.name, job.blocks, job.tokens)
             if job.stage is _PREFILLING:
                 job.stage = _SENDING
-                if job.lane is None:
+                if job.lane is None or job.is_sent:
                     self._arrived(job)
         if engine.queue or engine.pool:
             self.start_next(engine)
@@ -279,6 +289,10 @@ class World:
     def _arrived(self, job: Job) -> None:
         """All KV is at the decode instance."""
         if job.is_void:
+            return
+        if job.stage is _PREFILLING and job.engine.sharing is not None:
+            # It was streamed as if it had its instance for itself; nothing is there before it is made.
+            job.transfer, job.is_sent = None, True
             return
         lane, target = job.lane, job.target
         if lane is not None:
@@ -395,6 +409,12 @@ class World:
             self.events, cluster.decode_step_s, cluster.decode_slots, self._slot_taken, self._answered
         )
 
+    def _sharing(self, cluster: SimulatedCluster) -> TokenClock | None:
+        """Prefills that share an instance: seconds of work in place of tokens, each second longer by all that share."""
+        if cluster.prefill_concurrency == 1:
+            return None
+        return TokenClock(self.events, float, cluster.prefill_concurrency, _nothing, self._prefilled)
+
     def _caches(self, options: CacheOptions, block_tokens: int) -> PrefixCaches:
         return PrefixCaches(
             list(self.engines),
@@ -403,3 +423,7 @@ class World:
             checkpoint_tokens=options.checkpoint_tokens,
             state_tokens=options.state_tokens,
         )
+
+
+def _nothing(_job: Job) -> None:
+    """A prefill that has room begins at once: nobody has to be told."""
