@@ -69,7 +69,7 @@ def test_a_good_file(tmp_path: Path) -> None:
     deployment = load(tmp_path, GOOD)
     assert deployment.model.path == tmp_path / "models" / "m"
     assert deployment.security.key_file == tmp_path / "state" / "two-sites" / "key"
-    assert deployment.routing.policy == "paper"
+    assert deployment.routing.policy == "tilted"
     link = deployment.link("east", "home")
     assert link is not None
     assert (link.name, link.bandwidth_bits_per_s, link.connections) == ("east->home", 10e9, 8)
@@ -406,5 +406,5 @@ def test_what_the_scheduler_is_told(tmp_path: Path) -> None:
     deployment = load(
         tmp_path, GOOD.replace("routing:\n  threshold_tokens: 16000\n", "control:\n  allocation: false\n")
     )
-    assert (deployment.routing.policy, deployment.routing.threshold_tokens) == ("paper", None)
+    assert (deployment.routing.policy, deployment.routing.threshold_tokens) == ("tilted", None)
     assert (deployment.control.allocation, deployment.control.threshold_period_s) == (False, 30.0)

@@ -13,9 +13,6 @@ if TYPE_CHECKING:
     from prfaas.simulator import CacheOptions, Scenario
     from prfaas.simulator.capacity import CapacityProcess
 
-# Engines keep a hybrid model's states at the ends of prefill chunks; this is vLLM's usual budget of a step.
-_CHECKPOINT_TOKENS = 8192
-
 
 def parse_changes(texts: Sequence[str]) -> dict[str, float]:
     """From `--set FIELD=VALUE` to what `load_planned` takes. A bandwidth may have a unit.
@@ -102,13 +99,10 @@ def cache_options(model: "KvModel", text: str) -> "CacheOptions":
         num_bytes = parse_bytes(text)
     except ValueError as error:
         raise CliError(f"--cache-memory: {error}") from None
-    if model.token_bytes == 0:
-        raise CliError(f"--caches: {model.name} has no full-attention layers, so no prefix of it can be kept")
-    capacity_tokens = num_bytes // model.token_bytes
-    if not model.is_hybrid:
-        return CacheOptions(capacity_tokens)
-    state_tokens = -(-(model.fixed_bytes + model.window_bytes) // model.token_bytes)
-    return CacheOptions(capacity_tokens, _CHECKPOINT_TOKENS, state_tokens)
+    try:
+        return CacheOptions.of_memory(model, num_bytes)
+    except ValueError as error:
+        raise CliError(f"--caches: {error}") from None
 
 
 def fluctuation(deployment: "PlannedDeployment", text: str | None) -> "dict[str, CapacityProcess]":

@@ -10,7 +10,7 @@ from prfaas.cli.simulate_traffic import SimulatedTraffic
 if TYPE_CHECKING:
     from prfaas.deployment import PlannedDeployment
     from prfaas.planner import PlanProblem
-    from prfaas.workload import RequestTrace, TracedRequest
+    from prfaas.workload import RequestTrace
     from prfaas.workload.traffic import ReplayedTraffic
 
 
@@ -38,7 +38,9 @@ def recording(deployment: "PlannedDeployment", problem: "PlanProblem", path: Pat
 
     most = int(min(cluster.profile.range_tokens[1] for cluster in deployment.clusters))
     least = max(cluster.profile.range_tokens[0] for cluster in deployment.clusters)
-    trace, cut = _cut(read_requests(path), most)
+    trace = read_requests(path)
+    cut = sum(each.input_tokens > most for each in trace.requests)
+    trace = trace.cut_to(most)
     plain, cached = (
         _lambda_max(problem, trace, least, most, are_cached=are_cached) for are_cached in (False, True)
     )
@@ -141,18 +143,6 @@ def _uncached(trace: "RequestTrace") -> list[int]:
         seen.update(each.block_ids)
         uncached.append(max(each.input_tokens - known * each.block_tokens, 1))
     return uncached
-
-
-def _cut(trace: "RequestTrace", most: int) -> "tuple[RequestTrace, int]":
-    """The trace with no prompt above `most` tokens, and how many were."""
-    from prfaas.workload.requests import blocks_begun
-
-    def fitting(each: "TracedRequest") -> "TracedRequest":
-        blocks = each.block_ids[: blocks_begun(most, each.block_tokens)]
-        return replace(each, input_tokens=most, block_ids=blocks) if each.input_tokens > most else each
-
-    cut = sum(each.input_tokens > most for each in trace.requests)
-    return (replace(trace, requests=tuple(map(fitting, trace.requests))), cut) if cut else (trace, 0)
 
 
 def _mean(values: list[int]) -> float:

@@ -12,6 +12,9 @@ from prfaas.scheduling.service_curve import ServiceCurve
 from prfaas.scheduling.threshold import ThresholdOptimiser
 from prfaas.simulator.capacity import CapacityProcess, Constant
 
+# Engines keep a hybrid model's states at the ends of prefill chunks; this is vLLM's usual budget of a step.
+_CHECKPOINT_TOKENS = 8192
+
 
 @dataclass(frozen=True, slots=True)
 class SimulatedCluster:
@@ -64,6 +67,21 @@ class CacheOptions:
     capacity_tokens: int
     checkpoint_tokens: int | None = None
     state_tokens: int = 0
+
+    @classmethod
+    def of_memory(cls, model: KvModel, num_bytes: int) -> "CacheOptions":
+        """As many tokens of the model as fit into so much memory of one instance, hybrid states as engines keep them.
+
+        Raises:
+            ValueError: the model keeps nothing per token.
+        """
+        if model.token_bytes == 0:
+            raise ValueError(f"{model.name} has no full-attention layers, so no prefix of it can be kept")
+        capacity_tokens = num_bytes // model.token_bytes
+        if not model.is_hybrid:
+            return cls(capacity_tokens)
+        state_tokens = -(-(model.fixed_bytes + model.window_bytes) // model.token_bytes)
+        return cls(capacity_tokens, _CHECKPOINT_TOKENS, state_tokens)
 
     def __post_init__(self) -> None:
         if self.capacity_tokens < 0 or self.state_tokens < 0:

@@ -5,10 +5,11 @@ from heapq import heappush
 import numpy as np
 
 from prfaas.cache.held import Held
-from prfaas.scheduling import ClusterView, InstanceView, LinkView, Policy, RoutingRequest, View, policy_named
+from prfaas.scheduling import Policy, RoutingRequest, policy_named
 from prfaas.scheduling.length_window import LengthWindow
 from prfaas.scheduling.nodes import is_prefiller
 from prfaas.scheduling.prefill_pool import PrefillPool
+from prfaas.simulator.board import board_of
 from prfaas.simulator.capacity import CapacityProcess
 from prfaas.simulator.columns import Columns
 from prfaas.simulator.engine import Engine
@@ -24,7 +25,6 @@ from prfaas.simulator.scenario import (
     Scenario,
     SimulatedCluster,
     SimulatedLink,
-    instance_names,
 )
 from prfaas.simulator.token_clock import TokenClock
 
@@ -48,7 +48,7 @@ class World:
         self.events = Events()
         self.kv = KvMoves(scenario.kv_model)
         self.policy: Policy = policy_named(scenario.policy, **scenario.params)
-        self.view = self._board()
+        self.view = board_of(scenario, self.kv.facts)
         self.pools: dict[str, PrefillPool[Job]] = {
             cluster.name: PrefillPool() for cluster in scenario.clusters
         }
@@ -356,43 +356,6 @@ class World:
             lane.link.cancel(job.transfer)
         if job.lane is not None:
             job.lane.settle(job.promised_bytes, now_s)
-
-    def _board(self) -> View:
-        scenario = self.scenario
-        return View(
-            clusters={
-                cluster.name: ClusterView(
-                    cluster.name,
-                    cluster.kind,
-                    [
-                        InstanceView(
-                            name,
-                            cluster.name,
-                            prefills=number < cluster.prefill_instances,
-                            decodes=number >= cluster.prefill_instances,
-                            decode_slots=cluster.decode_slots,
-                        )
-                        for number, name in enumerate(instance_names(cluster))
-                    ],
-                    cluster.curve.seconds,
-                )
-                for cluster in scenario.clusters
-            },
-            links={
-                (link.source, link.target): LinkView(
-                    link.source,
-                    link.target,
-                    link.bandwidth_bits_per_s,
-                    rtt_s=link.rtt_s,
-                    # The board always knows how the link is: `Lane.look`.
-                    seen_s=float("inf"),
-                )
-                for link in scenario.links
-            },
-            kv=self.kv.facts,
-            threshold_tokens=dict(scenario.threshold_tokens),
-            stale_after_s=scenario.control.stale_after_s,
-        )
 
     def _capacity(self, link: SimulatedLink) -> CapacityProcess:
         outages = [

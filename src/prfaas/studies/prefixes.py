@@ -9,9 +9,6 @@ from prfaas.kvmodel import KvModel
 from prfaas.simulator import CacheOptions
 from prfaas.workload.traffic import IndependentTraffic, RequestChunk, Traffic
 
-# Engines keep a hybrid model's states at the ends of prefill chunks; this is vLLM's usual budget of a step.
-_CHECKPOINT_TOKENS = 8192
-
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefixes(Traffic):
@@ -56,10 +53,4 @@ class SharedPrefixes(Traffic):
 
 def cache_of(model: KvModel, num_bytes: int) -> CacheOptions | None:
     """A prefix cache of so many bytes on every instance; None for 0, and for models without KV that grows."""
-    if model.token_bytes == 0 or num_bytes == 0:
-        return None
-    capacity_tokens = num_bytes // model.token_bytes
-    if not model.is_hybrid:
-        return CacheOptions(capacity_tokens)
-    state_tokens = -(-(model.fixed_bytes + model.window_bytes) // model.token_bytes)
-    return CacheOptions(capacity_tokens, _CHECKPOINT_TOKENS, state_tokens)
+    return CacheOptions.of_memory(model, num_bytes) if model.token_bytes and num_bytes else None

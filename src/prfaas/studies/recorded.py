@@ -4,14 +4,13 @@ from dataclasses import replace
 
 from prfaas.planner import best_operation
 from prfaas.studies.setting import Setting
-from prfaas.workload import Empirical, RequestTrace, Workload
-from prfaas.workload.requests import blocks_begun
+from prfaas.workload import Empirical, Workload
 from prfaas.workload.traffic import ReplayedTraffic
 
 
 def replayed(setting: Setting, rate_rps: float) -> ReplayedTraffic:
     """The trace again and again, its times scaled to a mean rate and its prompts cut to what profiles cover."""
-    trace = _cut(setting.trace, int(setting.range_tokens[1]))
+    trace = setting.trace.cut_to(int(setting.range_tokens[1]))
     recorded_rps = ReplayedTraffic(trace, jitter_s=trace.quantum_s, rounds=None).mean_per_s
     return ReplayedTraffic(trace, speed=rate_rps / recorded_rps, jitter_s=trace.quantum_s, rounds=None)
 
@@ -23,17 +22,3 @@ def capacity_of(setting: Setting) -> float:
     answers = sum(each.output_tokens for each in requests) / len(requests)
     problem = replace(setting.problem, workload=Workload(lengths, max(answers, 1.0)))
     return best_operation(problem).lambda_max
-
-
-def _cut(trace: RequestTrace, most: int) -> RequestTrace:
-    return replace(
-        trace,
-        requests=tuple(
-            replace(
-                each, input_tokens=most, block_ids=each.block_ids[: blocks_begun(most, each.block_tokens)]
-            )
-            if each.input_tokens > most
-            else each
-            for each in trace.requests
-        ),
-    )

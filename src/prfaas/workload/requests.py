@@ -1,7 +1,7 @@
 """Whole requests with their times, and which prompts begin alike."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -79,6 +79,10 @@ class RequestTrace:
         )
         return cls(name, moved, sizes.pop(), units, len(requests) - len(prompts))
 
+    def cut_to(self, most_tokens: int) -> "RequestTrace":
+        """The same requests with no prompt above `most_tokens` tokens."""
+        return replace(self, requests=tuple(_cut(each, most_tokens) for each in self.requests))
+
     @property
     def span_s(self) -> float:
         """Time of the last arrival."""
@@ -92,6 +96,13 @@ class RequestTrace:
             return 0.0
         steps = sorted(after - before for before, after in pairwise(times))
         return steps[len(steps) // 2]
+
+
+def _cut(request: "TracedRequest", most_tokens: int) -> "TracedRequest":
+    if request.input_tokens <= most_tokens:
+        return request
+    blocks = request.block_ids[: blocks_begun(most_tokens, request.block_tokens)]
+    return replace(request, input_tokens=most_tokens, block_ids=blocks)
 
 
 def blocks_begun(input_tokens: int, block_tokens: int) -> int:
