@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from prfaas.cli.options import AsJson, DeploymentPath
+from prfaas.cli.output import console, made_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -56,7 +57,9 @@ def _plan(path: Path, plot: Path | None, as_json: bool) -> None:
     if plot is not None:
         from prfaas.cli.plan_plots import write_plots
 
-        written += _with_progress(write_plots(deployment, problem, result, _folder(plot)), "plots")
+        written += _with_progress(
+            write_plots(deployment, problem, result, made_folder(plot, "--plot")), "plots"
+        )
     if as_json:
         document = result.to_json()
         _print_json(document | {"plots": [str(each) for each in written]} if plot is not None else document)
@@ -64,7 +67,7 @@ def _plan(path: Path, plot: Path | None, as_json: bool) -> None:
     from prfaas.cli.plan_report import plan_report
     from prfaas.report.plan import print_plan
 
-    print_plan(_console(), plan_report(deployment, result))
+    print_plan(console(), plan_report(deployment, result))
     _print_written(written)
 
 
@@ -77,14 +80,14 @@ def _sweep(path: Path, text: str, plot: Path | None, as_json: bool) -> None:
     plans = list(_with_progress(swept(path, parsed), f"{len(parsed.values)} plans", len(parsed.values)))
     written = []
     if plot is not None:
-        written.append(_plot_sweep(name, parsed, plans, _folder(plot)))
+        written.append(_plot_sweep(name, parsed, plans, made_folder(plot, "--plot")))
     if as_json:
         rows = [{"value": value, **each.to_json()} for value, each in zip(parsed.values, plans, strict=True)]
         _print_json({"field": parsed.field, "points": rows, "plots": [str(each) for each in written]})
         return
     from prfaas.report.sweep_table import print_sweep
 
-    print_sweep(_console(), parsed.field, points_of(parsed, plans), is_rate=parsed.is_rate)
+    print_sweep(console(), parsed.field, points_of(parsed, plans), is_rate=parsed.is_rate)
     _print_written(written)
 
 
@@ -122,18 +125,6 @@ def _plot_sweep(name: str, sweep: "Sweep", plans: "Sequence[Plan]", directory: P
     return path
 
 
-def _folder(directory: Path) -> Path:
-    from prfaas.cli.errors import CliError
-
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CliError(
-            f"--plot {directory}: can't be made a folder ({error.strerror}); name another"
-        ) from error
-    return directory
-
-
 def _with_progress(each: "Iterable[T]", what: str, total: int | None = None) -> "Iterator[T]":
     """Hand things on as they come, with a bar on stderr if that is a terminal."""
     from rich.console import Console
@@ -145,14 +136,6 @@ def _with_progress(each: "Iterable[T]", what: str, total: int | None = None) -> 
         for thing in each:
             progress.advance(task)
             yield thing
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    plain = Console(highlight=False)
-    # A pipe has no width; 80 columns would wrap the table.
-    return plain if plain.is_terminal else Console(highlight=False, width=120)
 
 
 def _print_written(paths: "Sequence[Path]") -> None:

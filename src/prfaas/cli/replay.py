@@ -3,11 +3,12 @@
 import json
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from prfaas.cli.options import AsJson
+from prfaas.cli.output import console
 
 if TYPE_CHECKING:
     from prfaas.cli.replay_source import FittingRequests, Source
@@ -271,15 +272,7 @@ def _connections(wanted: int) -> int:
 def _print(result: "ReplayResult") -> None:
     from prfaas.replay.table import closing, times_table
 
-    console = _console()
-    console.print(times_table(result))
+    out = console()
+    out.print(times_table(result))
     for sentence in closing(result):
-        console.print(sentence)
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    plain = Console(highlight=False)
-    # A pipe has no width; 80 columns would wrap the table.
-    return plain if plain.is_terminal else Console(highlight=False, width=120)
+        out.print(sentence)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prfaas.cli.options import AsJson, DeploymentPath
+from prfaas.cli.output import console, made_folder, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -160,7 +161,7 @@ def simulate(
     else:
         traffic = recorded(recorded_trace, trace.name, rate_rps)
     _check_any(traffic, seed, length[1])
-    folder = None if report is None else _folder(report)
+    folder = None if report is None else made_folder(report, "--report")
     scenarios = [scenario_for(planned, name, options, links, prefill_concurrency) for name in names]
     results = _simulated(scenarios, traffic, seed, *length)
     summaries = {name: result.summary() for name, result in results.items()}
@@ -196,9 +197,9 @@ def simulate(
         if not as_json:
             from prfaas.report.simulation import print_simulation
 
-            print_simulation(_console(), shown)
+            print_simulation(console(), shown)
     if as_json:
-        _print_json(document)
+        print_json(document)
 
 
 def _simulated(
@@ -283,18 +284,6 @@ def _refuse(why: str) -> None:
     raise CliError(why)
 
 
-def _folder(directory: Path) -> Path:
-    from prfaas.cli.errors import CliError
-
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CliError(
-            f"--report {directory}: can't be made a folder ({error.strerror}); name another"
-        ) from error
-    return directory
-
-
 def _write_page(path: Path, shown: "SimulationReport") -> None:
     from prfaas.cli.errors import CliError
     from prfaas.report.simulation_page import simulation_page
@@ -304,30 +293,3 @@ def _write_page(path: Path, shown: "SimulationReport") -> None:
     except OSError as error:
         raise CliError(f"--report: {path} can't be written ({error.strerror})") from error
     typer.echo(f"wrote {path}", err=True)
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    plain = Console(highlight=False)
-    # A pipe has no width; 80 columns would wrap the table.
-    return plain if plain.is_terminal else Console(highlight=False, width=120)
-
-
-def _print_json(document: Any) -> None:
-    import json
-
-    typer.echo(json.dumps(_finite(document), indent=2, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    """JSON has neither infinity nor what is no number: both are null."""
-    import math
-
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return value

@@ -1,11 +1,12 @@
 """`prfaas status`: a running deployment at a glance."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from prfaas.cli.gateway_page import Where
 from prfaas.cli.options import AsJson
+from prfaas.cli.output import console
 
 _PERIOD_S = 1.0
 _PATH = "/prfaas/state"
@@ -34,7 +35,7 @@ def status(
     else:
         from prfaas.cli.status_tables import tables
 
-        _console().print(tables(fetch(url, _PATH)))
+        console(150).print(tables(fetch(url, _PATH)))
 
 
 def _watch(url: str, as_json: bool) -> None:
@@ -47,27 +48,17 @@ def _watch(url: str, as_json: bool) -> None:
     from prfaas.cli.gateway_page import fetch
     from prfaas.cli.status_tables import tables
 
-    console = _console()
+    out = console(150)
     with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as screen:
         live: Live | None = None
         while True:
             state = fetch(url, _PATH)
             if as_json:
                 typer.echo(json.dumps(state))
-            elif not console.is_terminal:
-                console.print(tables(state))
+            elif not out.is_terminal:
+                out.print(tables(state))
             elif live is None:
-                live = screen.enter_context(
-                    Live(tables(state), console=console, screen=True, auto_refresh=False)
-                )
+                live = screen.enter_context(Live(tables(state), console=out, screen=True, auto_refresh=False))
             else:
                 live.update(tables(state), refresh=True)
             time.sleep(_PERIOD_S)
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    plain = Console(highlight=False)
-    # A pipe has no width; 80 columns would wrap the tables.
-    return plain if plain.is_terminal else Console(highlight=False, width=150)

@@ -3,11 +3,12 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from prfaas.cli.options import AsJson
+from prfaas.cli.output import print_json
 
 if TYPE_CHECKING:
     from prfaas.studies import Section, Setting, Study
@@ -144,8 +145,6 @@ def _write(out: Path, name: str, page: str, sections: "dict[str, tuple[Study, Se
 
 
 def _print_json(setting: "Setting", outcomes: "dict[str, Outcomes]") -> None:
-    import json
-
     document = {
         "deployment": setting.planned.name,
         "lambda_max_rps": setting.lambda_max,
@@ -159,17 +158,4 @@ def _print_json(setting: "Setting", outcomes: "dict[str, Outcomes]") -> None:
             for name, found in outcomes.items()
         },
     }
-    typer.echo(json.dumps(_finite(document), indent=2, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    """JSON has neither infinity nor what is no number: both are null."""
-    import math
-
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return value
+    print_json(document)

@@ -70,6 +70,21 @@ def slo_of(file: DeploymentFile) -> Slo:
     return Slo(slo.ttft_s, slo.tpot_s if slo.tokens_per_s is None else 1 / slo.tokens_per_s)
 
 
+def links_of(file: DeploymentFile) -> tuple[Link, ...]:
+    """The links as the file has them."""
+    return tuple(
+        Link(
+            link.source,
+            link.target,
+            link.bandwidth,
+            link.connections,
+            link.rtt_s,
+            link.connection_bandwidth,
+        )
+        for link in file.links
+    )
+
+
 def _frozen(source: Source, file: DeploymentFile, state_dir: Path) -> Deployment:
     engine, path = file.engine, source.path
     return Deployment(
@@ -78,17 +93,7 @@ def _frozen(source: Source, file: DeploymentFile, state_dir: Path) -> Deployment
         state_dir=state_dir,
         model=_model(path, file, state_dir),
         clusters=tuple(_cluster(source, c, cluster) for c, cluster in enumerate(file.clusters)),
-        links=tuple(
-            Link(
-                link.source,
-                link.target,
-                link.bandwidth,
-                link.connections,
-                link.rtt_s,
-                link.connection_bandwidth,
-            )
-            for link in file.links
-        ),
+        links=links_of(file),
         routing=Routing(file.routing.policy, file.routing.threshold_tokens),
         slo=slo_of(file),
         gateway=GatewayConfig(file.gateway.host, file.gateway.port),

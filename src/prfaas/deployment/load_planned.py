@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from prfaas.deployment.checks import check_to_plan
-from prfaas.deployment.load import read_file, slo_of
+from prfaas.deployment.load import links_of, read_file, slo_of
 from prfaas.deployment.planned import (
     EmpiricalLengths,
     FixedLengths,
@@ -18,7 +18,6 @@ from prfaas.deployment.planned import (
 )
 from prfaas.deployment.schema import ClusterSection, DeploymentFile, LengthsSection
 from prfaas.deployment.source import Source
-from prfaas.deployment.types import Link
 from prfaas.kvmodel import ConfigError, KvModel, model_from_directory, published_model
 from prfaas.profiles import ProfileError, load_profile
 
@@ -42,17 +41,7 @@ def load_planned(path: Path | str, *, changes: Mapping[str, float] | None = None
         clusters=tuple(
             _cluster(source, c, cluster, file.model.published) for c, cluster in enumerate(file.clusters)
         ),
-        links=tuple(
-            Link(
-                link.source,
-                link.target,
-                link.bandwidth,
-                link.connections,
-                link.rtt_s,
-                link.connection_bandwidth,
-            )
-            for link in file.links
-        ),
+        links=links_of(file),
         workload=WorkloadSpec(
             lengths=_lengths(path, file.workload.lengths),
             output_tokens=file.workload.output_tokens,

@@ -13,11 +13,10 @@ class PrefillPool(Generic[T]):
     """What one cluster has accepted and no instance has been given yet: the most urgent goes first.
 
     An item may be bound to an instance (its cache spares it much); then it waits for that one. `waiting_s`: seconds of
-    prefill of all that any instance may take; `bound_s`: of what only the named one may.
+    prefill of all that any instance may take.
     """
 
     waiting_s: float = 0.0
-    bound_s: dict[str, float] = field(default_factory=dict)
     _shared: list[tuple[float, int, float, T]] = field(default_factory=list)
     _bound: dict[str, list[tuple[float, int, float, T]]] = field(default_factory=dict)
     _gone: set[T] = field(default_factory=set)
@@ -39,7 +38,6 @@ class PrefillPool(Generic[T]):
             self.waiting_s += work_s
             heappush(self._shared, entry)
         else:
-            self.bound_s[only] = self.bound_s.get(only, 0.0) + work_s
             heappush(self._bound.setdefault(only, []), entry)
 
     def take(self, instance: str) -> T | None:
@@ -74,7 +72,6 @@ class PrefillPool(Generic[T]):
             self._work[item] = (work_s, None)
             self.waiting_s += work_s
             heappush(self._shared, (urgency_s, number, work_s, item))
-        self.bound_s.pop(instance, None)
 
     def _head(self, heap: list[tuple[float, int, float, T]] | None) -> tuple[float, int, float, T] | None:
         while heap:
@@ -88,7 +85,3 @@ class PrefillPool(Generic[T]):
         if only is None:
             # Differences of sums drift: what nobody waits for is nothing.
             self.waiting_s = max(self.waiting_s - work_s, 0.0) if len(self._work) else 0.0
-        elif len(self._bound[only]) > 1:
-            self.bound_s[only] = max(self.bound_s[only] - work_s, 0.0)
-        else:
-            self.bound_s[only] = 0.0
