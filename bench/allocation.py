@@ -19,15 +19,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from prfaas.deployment import load_planned
-from prfaas.planner import PlanProblem, best_operation, problem_of
-from prfaas.profiles import load_profile
-from prfaas.scheduling.allocation import Allocator, PdInstance, PdLoad, StageLoad
-from prfaas.scheduling.length_window import LengthWindow
-from prfaas.scheduling.rebalancing import Rebalancer
-from prfaas.scheduling.service_curve import ServiceCurve
-from prfaas.scheduling.threshold import ThresholdOptimiser
-from prfaas.scheduling.view import LinkView
+from prfaas.core.deployment import load_planned
+from prfaas.core.latency import load_profile
+from prfaas.core.latency.service_curve import ServiceCurve
+from prfaas.core.planner import PlanProblem, best_operation, problem_of
+from prfaas.core.scheduling.allocation import Allocator, PdInstance, PdLoad, StageLoad
+from prfaas.core.scheduling.rebalancing import Rebalancer
+from prfaas.core.scheduling.threshold import LengthWindow, ThresholdOptimiser
+from prfaas.core.scheduling.view import LinkView
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SAMPLES = 20_000

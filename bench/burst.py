@@ -39,12 +39,12 @@ from burst_report import (
     role_verdicts,
     threshold_verdicts,
 )
-from prfaas.deployment import Deployment, load_deployment
-from prfaas.planner import best_operation
-from prfaas.replay import ReplayOptions, RequestRecord, find_target, replay
-from prfaas.units import format_s
-from prfaas.workload import RequestTrace, TracedRequest, read_requests, read_trace
-from prfaas.workload.traffic import ReplayedTraffic
+from prfaas.core.deployment import Deployment, load_deployment
+from prfaas.core.planner import best_operation
+from prfaas.core.units import format_s
+from prfaas.core.workload import RequestTrace, TracedRequest, read_requests, read_trace
+from prfaas.core.workload.traffic import ReplayedTraffic
+from prfaas.tools.replay import ReplayOptions, RequestRecord, find_target, replay
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 TRACE = EXAMPLES / "traces" / "mooncake_burst.jsonl.gz"

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import yaml
 
-from prfaas.control.facts import decode_slots
-from prfaas.deployment import Deployment
-from prfaas.kvmodel import model_from_directory
-from prfaas.planner import KvSize, PlanProblem, best_operation
-from prfaas.scheduling.live_problem import ClusterFacts, LinkFacts, problem_now
-from prfaas.scheduling.service_curve import ServiceCurve
-from prfaas.units import parse_bits_per_s
-from prfaas.workload import LengthDistribution
+from prfaas.core.deployment import Deployment
+from prfaas.core.kv import model_from_directory
+from prfaas.core.latency.service_curve import ServiceCurve
+from prfaas.core.planner import KvSize, PlanProblem, best_operation
+from prfaas.core.scheduling.live_problem import ClusterFacts, LinkFacts, problem_now
+from prfaas.core.units import parse_bits_per_s
+from prfaas.core.workload import LengthDistribution
+from prfaas.serving.control.planning_inputs import decode_slots
 
 
 def derived(path: Path, directory: Path, speedup: float, first_port: int, *, allocation: bool) -> Path:

@@ -9,13 +9,13 @@ from typing import Any
 from rich.table import Table
 
 from burst_deployment import best_prefill, problem_of
-from prfaas.deployment import Deployment
-from prfaas.planner.fixed_roles import rate_with_roles
-from prfaas.replay import RequestRecord
-from prfaas.replay.result import Percentiles
-from prfaas.scheduling.threshold import ThresholdOptimiser
-from prfaas.units import format_bits_per_s, format_s
-from prfaas.workload import Empirical
+from prfaas.core.deployment import Deployment
+from prfaas.core.planner.fixed_roles import rate_with_roles
+from prfaas.core.scheduling.threshold import ThresholdOptimiser
+from prfaas.core.units import format_bits_per_s, format_s
+from prfaas.core.workload import Empirical
+from prfaas.tools.replay import RequestRecord
+from prfaas.tools.replay.result import Percentiles
 
 
 @dataclass(frozen=True)

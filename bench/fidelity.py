@@ -41,12 +41,12 @@ from fidelity_live import (
 )
 from fidelity_recorded import compared, errors_of, limits_of, table_of
 from fidelity_stack import EAST_PREFILL, HOME, HOME_PREFILL, running, write_deployment
-from prfaas.deployment import PlannedDeployment
-from prfaas.deployment.load_planned import load_planned
-from prfaas.planner import best_operation, problem_of
-from prfaas.profiles import Curve, DecodeCurve, LatencyProfile
-from prfaas.simulator import Overheads, scenario_of, simulate
-from prfaas.workload.traffic import RequestChunk
+from prfaas.core.deployment import PlannedDeployment
+from prfaas.core.deployment.load import load_planned
+from prfaas.core.latency import Curve, DecodeCurve, LatencyProfile
+from prfaas.core.planner import best_operation, problem_of
+from prfaas.core.workload.traffic import RequestChunk
+from prfaas.lab.simulator import Overheads, scenario_of, simulate
 
 MAX_MODEL_LEN, CHUNK_TOKENS = 16384, 1024
 WARMUP_SHARE = 0.1

@@ -13,13 +13,14 @@ import aiohttp
 import numpy as np
 
 from fidelity_stack import EAST, EAST_PREFILL, HOME, HOME_DECODE, HOME_PREFILL, Stack, machine_cpu_s
-from prfaas.profiles import profile_text
-from prfaas.profiles.endpoint import Endpoint
-from prfaas.profiles.measure import Measurement, MeasurePlan, measure
-from prfaas.replay import ReplayOptions, replay
-from prfaas.replay.target import find_target
-from prfaas.workload import TracedRequest, TruncatedLogNormal, Uniform
-from prfaas.workload.traffic import IndependentTraffic, Poisson, take
+from prfaas.core.latency import profile_text
+from prfaas.core.workload import TracedRequest, TruncatedLogNormal, Uniform
+from prfaas.core.workload.arrivals import Poisson
+from prfaas.core.workload.traffic import IndependentTraffic, take
+from prfaas.tools.profiling.endpoint import Endpoint
+from prfaas.tools.profiling.measure import Measurement, MeasurePlan, measure
+from prfaas.tools.replay import ReplayOptions, replay
+from prfaas.tools.replay.client import find_target
 
 LOG_MEDIAN, LOG_SIGMA, LOW_TOKENS, HIGH_TOKENS = 8.3, 0.6, 1024, 12000
 """Prompts: log-normal around 4,000 tokens. On one core they take 0.3 to 4 s."""

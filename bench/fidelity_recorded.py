@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 from scipy.optimize import minimize
 
-from prfaas.simulator.aggregated import AggregatedEngine, Served, StepCost, serve
+from prfaas.lab.simulator.aggregated import AggregatedEngine, Served, StepCost, serve
 
 FloatArray = NDArray[np.float64]
 

@@ -18,11 +18,11 @@ from urllib.request import ProxyHandler, build_opener
 
 import yaml
 
-from prfaas.deployment import Deployment, load_deployment
-from prfaas.engines.running import RunningEngines
-from prfaas.engines.tiny import tiny_config
-from prfaas.engines.tiny.tokenizer import write_tokenizer
-from prfaas.engines.tiny.weights import tiny_weights
+from prfaas.core.deployment import Deployment, load_deployment
+from prfaas.serving.engines.running import RunningEngines
+from prfaas.serving.engines.tiny import tiny_config
+from prfaas.serving.engines.tiny.checkpoint import write_tokenizer
+from prfaas.serving.engines.tiny.weights import tiny_weights
 
 EAST, HOME = "east", "home"
 EAST_PREFILL, HOME_PREFILL, HOME_DECODE = "east-prefill-0", "home-prefill-0", "home-decode-0"

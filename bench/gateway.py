@@ -47,11 +47,11 @@ from gateway_load import (
     put_streams,
 )
 from gateway_peers import bare_relay, vllm_router
-from prfaas.control.plane import LivePlane
-from prfaas.deployment import Deployment, Routing
-from prfaas.gateway import serve_gateway
-from prfaas.gateway.encoder import encoder_of
-from prfaas.transport.keyfile import create_key, load_key
+from prfaas.core.deployment import Deployment, Routing
+from prfaas.serving.control.plane import LivePlane
+from prfaas.serving.gateway import serve_gateway
+from prfaas.serving.gateway.tokenizers import encoder_of
+from prfaas.serving.transport.ticket import create_key, load_key
 
 # The stand-in engine is the tests'; the product has none.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))

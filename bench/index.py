@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from prfaas.cache import (
+from prfaas.core.prefix import (
     BlockHasher,
     Event,
     GlobalIndex,

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from prfaas.deployment import load_planned
-from prfaas.planner import PlanLink, PlanProblem, make_plan, problem_of
+from prfaas.core.deployment import load_planned
+from prfaas.core.planner import PlanLink, PlanProblem, make_plan, problem_of
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 GBIT = 1e9

@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from prfaas.profiles import load_profile
-from prfaas.scheduling import (
+from prfaas.core.latency import load_profile
+from prfaas.core.latency.service_curve import ServiceCurve
+from prfaas.core.scheduling import (
     POLICIES,
     ClusterView,
     Held,
@@ -32,7 +33,6 @@ from prfaas.scheduling import (
     View,
     policy_named,
 )
-from prfaas.scheduling.service_curve import ServiceCurve
 
 H200, H20 = (ServiceCurve.of_profile(load_profile(f"internal-1t-{name}")).seconds for name in ("h200", "h20"))
 GBIT = 1e9

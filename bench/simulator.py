@@ -29,12 +29,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from prfaas.cli.simulate_settings import cache_options
-from prfaas.deployment import load_planned
-from prfaas.planner import best_operation, problem_of
-from prfaas.simulator import Scenario, scenario_of, simulate
-from prfaas.workload import fixed, read_requests
-from prfaas.workload.traffic import IndependentTraffic, Poisson, ReplayedTraffic, RequestChunk, Traffic
+from prfaas.cli.simulate_inputs import cache_options
+from prfaas.core.deployment import load_planned
+from prfaas.core.planner import best_operation, problem_of
+from prfaas.core.workload import fixed, read_requests
+from prfaas.core.workload.arrivals import Poisson
+from prfaas.core.workload.traffic import IndependentTraffic, ReplayedTraffic, RequestChunk, Traffic
+from prfaas.lab.simulator import Scenario, scenario_of, simulate
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "paper.yaml"
 REFERENCE_EVENTS = 200_000

@@ -27,11 +27,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from prfaas.deployment import Deployment, Instance, load_deployment
-from prfaas.engines.running import RunningEngines
-from prfaas.engines.tiny import tiny_config
-from prfaas.engines.tiny.tokenizer import write_tokenizer
-from prfaas.transport import Observer, Ticket, load_key, prompt_digest
+from prfaas.core.deployment import Deployment, Instance, load_deployment
+from prfaas.serving.engines.running import RunningEngines
+from prfaas.serving.engines.tiny import tiny_config
+from prfaas.serving.engines.tiny.checkpoint import write_tokenizer
+from prfaas.serving.transport import Observer, Ticket, load_key, prompt_digest
 
 MODEL = "qwen3-next"
 CONCURRENT = 16

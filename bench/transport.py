@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from prfaas.transport import (
+from prfaas.serving.transport import (
     BytesSource,
     Peer,
     Receiver,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from prfaas.control.series import Series
-from prfaas.gateway.metrics import Metrics
+from prfaas.serving.control.metrics import Series
+from prfaas.serving.gateway.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]
 ROWS = dict(

@@ -13,7 +13,7 @@ import pytest
 
 from prfaas import __version__
 from prfaas.cli import main as cli
-from prfaas.deployment import load_deployment
+from prfaas.core.deployment import load_deployment
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "local.yaml"
 
@@ -135,7 +135,7 @@ def test_our_own_errors_are_not_swallowed(dense_file: Path, monkeypatch: pytest.
     def broken(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("prfaas.deployment.load_deployment", broken)
+    monkeypatch.setattr("prfaas.core.deployment.load_deployment", broken)
     monkeypatch.setattr(sys, "argv", ["prfaas", "key", str(dense_file)])
     with pytest.raises(RuntimeError, match="a bug"):
         cli.main()

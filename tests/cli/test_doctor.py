@@ -13,21 +13,20 @@ import pytest
 from aiohttp import web
 
 from prfaas.cli import main as cli
-from prfaas.cli.check_engines import check_engines
-from prfaas.cli.check_files import check_key, check_model
-from prfaas.cli.check_gateway import (
+from prfaas.core.deployment import Deployment, Policy, load_deployment
+from prfaas.serving.engines.preparation import ensure_key
+from prfaas.serving.transport.receiver import Receiver
+from prfaas.serving.transport.staging import StagingArena
+from prfaas.serving.transport.ticket import load_key
+from prfaas.tools.doctor.engines import check_engines
+from prfaas.tools.doctor.files import Finding, check_key, check_model
+from prfaas.tools.doctor.gateway import (
     check_disaggregation,
     check_gateway,
     expected_route,
     judge_route,
     parse_route,
 )
-from prfaas.cli.finding import Finding
-from prfaas.deployment import Deployment, Policy, load_deployment
-from prfaas.engines.preparation import ensure_key
-from prfaas.transport.keyfile import load_key
-from prfaas.transport.receiver import Receiver
-from prfaas.transport.staging import StagingArena
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "local.yaml"
 
@@ -117,7 +116,7 @@ def ask_engines(
     monkeypatch: pytest.MonkeyPatch,
     *routes: dict[str, Callable[[web.Request], web.Response]],
 ) -> list[Finding]:
-    monkeypatch.setattr("prfaas.cli.check_engines._SETTLE_S", 0.1)
+    monkeypatch.setattr("prfaas.tools.doctor.engines._SETTLE_S", 0.1)
 
     async def ask() -> list[Finding]:
         async with served(routes[0]) as a, served(routes[1]) as b, served(routes[2]) as c:

@@ -275,7 +275,7 @@ def test_a_file_for_planning_is_not_run(
 def test_the_case_study_takes_less_than_a_second_after_imports() -> None:
     code = (
         "import sys, time; sys.argv = ['prfaas', 'plan', sys.argv[1], '--json']\n"
-        "import prfaas.cli.main, prfaas.deployment, prfaas.planner, scipy.optimize, scipy.special\n"
+        "import prfaas.cli.main, prfaas.core.deployment, prfaas.core.planner, scipy.optimize, scipy.special\n"
         "start = time.process_time()\n"
         "try: prfaas.cli.main.main()\n"
         "except SystemExit: pass\n"

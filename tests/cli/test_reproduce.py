@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prfaas.cli import main as cli
-from prfaas.cli import paper_tables
+from prfaas.lab.report import reproduction as paper_tables
 
 PAGE = Path(__file__).parents[2] / "docs" / "reproduction.md"
 
@@ -44,9 +44,9 @@ def test_a_deviation_without_a_reason_fails(
 
 def test_no_reason_is_left_over() -> None:
     """A reason for a number that no longer differs would mislead."""
-    from prfaas.cli.example_files import example_path
-    from prfaas.deployment import load_planned
-    from prfaas.planner import make_plan, problem_of
+    from prfaas.cli.common import example_path
+    from prfaas.core.deployment import load_planned
+    from prfaas.core.planner import make_plan, problem_of
 
     plan = make_plan(problem_of(load_planned(example_path("paper.yaml"))))
     off = [row for section in paper_tables.sections(plan) for row in section.rows if row.is_off]

@@ -5,12 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prfaas.cli.simulate_trace import recorded, recording
-from prfaas.cli.simulate_traffic import SimulatedTraffic, made_up
-from prfaas.deployment import PlannedDeployment, load_planned
-from prfaas.planner import problem_of
-from prfaas.workload import TracedRequest, WorkloadError, write_requests
-from prfaas.workload.traffic import RequestChunk
+from prfaas.cli.simulate_inputs import SimulatedTraffic, made_up, recorded, recording
+from prfaas.core.deployment import PlannedDeployment, load_planned
+from prfaas.core.planner import problem_of
+from prfaas.core.workload import TracedRequest, WorkloadError, write_requests
+from prfaas.core.workload.traffic import RequestChunk
 
 PAPER = Path(__file__).parents[2] / "examples" / "paper.yaml"
 

@@ -15,14 +15,13 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from prfaas.cli import main as cli
-from prfaas.cli.explain_text import sentences
-from prfaas.control.plane import LivePlane
-from prfaas.deployment import Deployment, load_deployment
-from prfaas.gateway.explanation import explained
-from prfaas.gateway.records import Record
-from prfaas.gateway.transfers import Moved
-from prfaas.kvmodel import FullAttention, KvModel
-from prfaas.scheduling import CacheTransfer, Decision, Route
+from prfaas.cli.explain import sentences
+from prfaas.core.deployment import Deployment, load_deployment
+from prfaas.core.kv import FullAttention, KvModel
+from prfaas.core.scheduling import CacheTransfer, Decision, Route
+from prfaas.serving.control.plane import LivePlane
+from prfaas.serving.gateway.kv_transfers import Moved
+from prfaas.serving.gateway.request_log import Record, explained
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "local.yaml"
 ID = "0c5f1f0a5fd14a3d9c2a5f2f8f6e4b1d"

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prfaas.demo.compare import Comparison, Equality, compare
-from prfaas.deployment import Deployment, load_deployment
-from prfaas.engines.running import RunningEngines
-from prfaas.engines.vllm.reference import FORCED_TOKENS_ARG, LOGITS_PROCESSOR
-from prfaas.transport.keyfile import load_key
-from prfaas.transport.observer import Observer
+from prfaas.core.deployment import Deployment, load_deployment
+from prfaas.serving.engines.running import RunningEngines
+from prfaas.serving.engines.vllm.reference import FORCED_TOKENS_ARG, LOGITS_PROCESSOR
+from prfaas.serving.transport.observer import Observer
+from prfaas.serving.transport.ticket import load_key
+from prfaas.tools.demo.compare import Comparison, Equality, compare
 
 MODEL = "tiny"
 THRESHOLD_TOKENS = 2000

@@ -7,7 +7,7 @@ import re
 import openai
 import pytest
 
-from prfaas.kvmodel import model_from_directory
+from prfaas.core.kv import model_from_directory
 
 from .stack import MODEL, THRESHOLD_TOKENS, Stack, call, completion_body
 

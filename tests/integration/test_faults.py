@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from prfaas.transport.keyfile import load_key
-from prfaas.transport.ticket import Ticket, prompt_digest
+from prfaas.serving.transport.ticket import Ticket, load_key, prompt_digest
 
 from .stack import Answer, Stack, call, completion_body, wait_until
 from .test_chain import prompt

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from prfaas.engines.ports import port_problem
-from prfaas.kvmodel import KvModel, model_from_directory
+from prfaas.core.kv import KvModel, model_from_directory
+from prfaas.serving.engines.preparation import port_problem
 
 from .stack import MODEL, Stack, call, running, wait_until, write_deployment
 from .test_chain import BLOCK_TOKENS, prompt

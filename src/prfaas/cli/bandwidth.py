@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prfaas.cli.options import AsJson
+from prfaas.cli.common import AsJson
 
 if TYPE_CHECKING:
-    from prfaas.kvmodel import KvModel
-    from prfaas.workload import LengthDistribution
+    from prfaas.core.kv import KvModel
+    from prfaas.core.workload import LengthDistribution
 
 
 def bandwidth(
@@ -42,10 +42,10 @@ def bandwidth(
     """
     import json
 
-    from prfaas.cli.errors import CliError
-    from prfaas.planner import egress
-    from prfaas.profiles import load_profile, profile_names
-    from prfaas.units import format_bits_per_s
+    from prfaas.cli.common import CliError
+    from prfaas.core.latency import load_profile, profile_names
+    from prfaas.core.planner import egress
+    from prfaas.core.units import format_bits_per_s
 
     kv_model = _kv_model(model)
     if profile is None and f"{model}-h200" not in profile_names():
@@ -84,7 +84,7 @@ def bandwidth(
 
 
 def _kv_model(name: str) -> "KvModel":
-    from prfaas.kvmodel import model_from_directory, model_from_file, published_model
+    from prfaas.core.kv import model_from_directory, model_from_file, published_model
 
     path = Path(name)
     if path.is_dir():
@@ -95,8 +95,8 @@ def _kv_model(name: str) -> "KvModel":
 
 
 def _lengths(length: float | None, lognormal: str | None, trace: Path | None) -> "LengthDistribution":
-    from prfaas.cli.errors import CliError
-    from prfaas.workload import TruncatedLogNormal, fixed, read_trace
+    from prfaas.cli.common import CliError
+    from prfaas.core.workload import TruncatedLogNormal, fixed, read_trace
 
     given = [option is not None for option in (length, lognormal, trace)]
     if sum(given) > 1:

@@ -14,9 +14,9 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from prfaas.demo import DemoPrompt
-    from prfaas.deployment import Deployment
-    from prfaas.engines.running import EngineProgress, RunningEngines
+    from prfaas.core.deployment import Deployment
+    from prfaas.serving.engines.running import EngineProgress, RunningEngines
+    from prfaas.tools.demo import DemoPrompt
 
 # Where a table for people should not wrap.
 _TABLE_WIDTH = 150
@@ -46,11 +46,10 @@ def demo(
     """
     from rich.console import Console
 
-    from prfaas.cli.errors import CliError
-    from prfaas.cli.example_files import example_path
-    from prfaas.demo import DemoError, run_demo
-    from prfaas.demo.table import closing, footnotes, outcome_table
-    from prfaas.deployment import load_deployment
+    from prfaas.cli.common import CliError, example_path
+    from prfaas.core.deployment import load_deployment
+    from prfaas.tools.demo import DemoError, run_demo
+    from prfaas.tools.demo.outcome import closing, footnotes, outcome_table
 
     loaded = load_deployment(deployment or example_path("local.yaml"))
     if model is not None:
@@ -83,8 +82,8 @@ def demo(
 
 
 def _with_tiny_model(deployment: "Deployment", name: str) -> "Deployment":
-    from prfaas.cli.errors import CliError
-    from prfaas.engines.tiny import TINY_MODEL_NAMES
+    from prfaas.cli.common import CliError
+    from prfaas.serving.engines.tiny import TINY_MODEL_NAMES
 
     if name not in TINY_MODEL_NAMES:
         raise CliError(

@@ -4,13 +4,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prfaas.cli.options import AsJson, DeploymentPath
+from prfaas.cli.common import AsJson, DeploymentPath
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from prfaas.cli.finding import Finding
-    from prfaas.deployment import Deployment
+    from prfaas.core.deployment import Deployment
+    from prfaas.tools.doctor.files import Finding
 
 
 def doctor(
@@ -26,7 +26,7 @@ def doctor(
 
     Example: prfaas doctor examples/local.yaml
     """
-    from prfaas.cli.finding import any_problem
+    from prfaas.tools.doctor.files import any_problem
 
     findings = _diagnose(deployment, probe)
     if as_json:
@@ -40,9 +40,8 @@ def doctor(
 def _diagnose(path: "Path", probe: bool) -> "list[Finding]":
     import asyncio
 
-    from prfaas.cli.check_files import check_key, check_model
-    from prfaas.cli.finding import ok, problem
-    from prfaas.deployment import DeploymentError, load_deployment
+    from prfaas.core.deployment import DeploymentError, load_deployment
+    from prfaas.tools.doctor.files import check_key, check_model, ok, problem
 
     try:
         loaded = load_deployment(path)
@@ -55,9 +54,9 @@ def _diagnose(path: "Path", probe: bool) -> "list[Finding]":
 async def _ask(deployment: "Deployment", probe: bool) -> "list[Finding]":
     import aiohttp
 
-    from prfaas.cli.check_engines import check_engines
-    from prfaas.cli.check_gateway import check_disaggregation, check_gateway
-    from prfaas.cli.finding import any_problem
+    from prfaas.tools.doctor.engines import check_engines
+    from prfaas.tools.doctor.files import any_problem
+    from prfaas.tools.doctor.gateway import check_disaggregation, check_gateway
 
     async with aiohttp.ClientSession() as session:
         findings = await check_engines(deployment, session)
@@ -86,7 +85,7 @@ def _print_json(findings: "list[Finding]") -> None:
     import dataclasses
     import json
 
-    from prfaas.cli.finding import any_problem
+    from prfaas.tools.doctor.files import any_problem
 
     document = {"ok": not any_problem(findings), "findings": [dataclasses.asdict(each) for each in findings]}
     typer.echo(json.dumps(document, indent=2))

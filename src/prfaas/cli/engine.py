@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from prfaas.cli.options import AsJson, DeploymentPath, InstanceName
+from prfaas.cli.common import AsJson, DeploymentPath, InstanceName
 
 
 def engine(
@@ -23,10 +23,10 @@ def engine(
 
     Example: prfaas engine examples/local.yaml home-decode-0 --print
     """
-    from prfaas.deployment import SYNTHETIC, load_deployment
-    from prfaas.engines.preparation import ensure_key, ensure_model, ensure_vllm
-    from prfaas.engines.synthetic.command import synthetic_command
-    from prfaas.engines.vllm.command import engine_command
+    from prfaas.core.deployment import SYNTHETIC, load_deployment
+    from prfaas.serving.engines.preparation import ensure_key, ensure_model, ensure_vllm
+    from prfaas.serving.engines.synthetic.command import synthetic_command
+    from prfaas.serving.engines.vllm.command import engine_command
 
     loaded = load_deployment(deployment)
     instance = loaded.instance(name)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from prfaas.engines.running import EngineProgress, RunningEngines
+from prfaas.serving.engines.running import EngineProgress, RunningEngines
 
 
 class _Lines:

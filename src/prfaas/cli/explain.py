@@ -1,10 +1,116 @@
-"""`prfaas explain`: why one request went the way it did."""
+"""`prfaas explain`: why one request went the way it did.
 
-from typing import Annotated
+One request's record in plain words.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import typer
 
-from prfaas.cli.options import AsJson
+from prfaas.cli.common import AsJson
+from prfaas.core.units import format_bytes, format_s
+
+Json = dict[str, Any]
+
+# In the order in which they happen; what a step is called in the text.
+_STEPS = {
+    "read": "reading the request",
+    "tokenize": "token ids and hashes",
+    "decide": "deciding",
+    "cache_transfer": "moving the cached prefix",
+    "turn": "waiting for a prefill instance",
+    "prefill": "prefill",
+    "transfer": "prefill until the last byte of KVCache",
+    "first_byte": "first byte of the answer",
+    "total": "all of it",
+}
+_OUTCOMES = {
+    "ok": "was answered",
+    "client_error": "was refused",
+    "engine_error": "failed",
+    "cancelled": "was left by its client",
+}
+
+
+def sentences(told: Json) -> Iterator[str]:
+    """What `GET /prfaas/requests/{id}` tells, line by line."""
+    yield _headline(told)
+    if told["direct_reason"] is not None:
+        yield (
+            f"Its prompt was not looked at ({told['direct_reason']}): the decode instance got the request as it came "
+            "and prefilled it."
+        )
+    for number, attempt in enumerate(told["attempts"], start=1):
+        yield from _attempt(number, attempt)
+    yield from _bytes(told)
+    yield from _steps(told)
+    for note in told["notes"]:
+        yield f"After {format_s(note['after_s'])}: {note['what']}."
+    if told["route"] is not None:
+        yield f"x-prfaas-route: {told['route']}"
+
+
+def _headline(told: Json) -> str:
+    outcome = _OUTCOMES.get(told["outcome"], told["outcome"])
+    text = f"Request {told['request_id']} ({told['endpoint']}, {told['model'] or 'no model'}) of {told['at']} {outcome}"
+    if told["status"] is not None:
+        text += f" with status {told['status']}"
+    if "total" in told["steps_s"]:
+        text += f" after {format_s(told['steps_s']['total'])}"
+    if told["prompt_tokens"] is not None:
+        text += f"; its prompt has {told['prompt_tokens']:,} tokens"
+    if told["answer_tokens"] is not None:
+        text += f", its answer {told['answer_tokens']:,}"
+    return text + "."
+
+
+def _attempt(number: int, attempt: Json) -> Iterator[str]:
+    prefill, decode = attempt["prefill"], attempt["decode"]
+    own, apart = f"{decode} prefills by itself and decodes", f"{prefill} prefills, {decode} decodes"
+    outcome = "" if attempt["outcome"] == "done" else f"; this failed: {attempt['outcome']}"
+    yield f"{number}. {attempt['route']}: {own if prefill == decode else apart} (reason: {attempt['reason']}){outcome}."
+    yield f"   {_comparison(attempt)}"
+    held = [f"{cluster} held {tokens:,}" for cluster, tokens in attempt["held_tokens"].items()]
+    yield f"   Of the prompt's {attempt['prompt_tokens']:,} tokens {' and '.join(held)} that a prefill could reuse;"
+    yield f"   {prefill} had to prefill {attempt['prefill_tokens']:,}."
+    if attempt["predicted_ttft_s"] is not None:
+        yield f"   Predicted time to first token: {format_s(attempt['predicted_ttft_s'])}."
+
+
+def _comparison(attempt: Json) -> str:
+    uncached, threshold = attempt["uncached_tokens"], attempt["threshold_tokens"]
+    text = f"The PD cluster would have had to prefill {uncached:,} tokens"
+    if threshold is None:
+        return f"{text}; it offloads nothing."
+    than = "more than" if uncached > threshold else "not more than"
+    return f"{text}: {than} its threshold of {threshold:,.0f}."
+
+
+def _bytes(told: Json) -> Iterator[str]:
+    prefix, transfer = told["cache_transfer"], told["transfer"]
+    if prefix is not None and prefix["outcome"] == "done":
+        yield f"A cached prefix moved first: {format_bytes(prefix['bytes'])}."
+    elif prefix is not None:
+        yield f"A cached prefix was to move first, but did not ({prefix['outcome']}); all was computed."
+    if transfer["hidden"] is None:
+        yield "No KVCache moved to the decode instance."
+        return
+    text = f"{format_bytes(transfer['bytes'])} of KVCache moved, {transfer['hidden']:.0%} of it during the prefill"
+    if transfer["saved_bytes"]:
+        text += f"; {format_bytes(transfer['saved_bytes'])} more were there already"
+    yield f"{text}."
+
+
+def _steps(told: Json) -> Iterator[str]:
+    taken = [
+        f"{name} {format_s(told['steps_s'][step])}"
+        for step, name in _STEPS.items()
+        if step in told["steps_s"]
+    ]
+    if taken:
+        yield f"It took: {', '.join(taken)}."
+
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -29,7 +135,6 @@ def explain(
     import json
     from urllib.parse import quote
 
-    from prfaas.cli.explain_text import sentences
     from prfaas.cli.gateway_page import fetch, gateway_url
 
     told = fetch(gateway_url(where), f"/prfaas/requests/{quote(request_id, safe='')}")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from prfaas.cli.errors import CliError
+from prfaas.cli.common import CliError
 
 Where = Annotated[
     str,
@@ -26,7 +26,7 @@ def gateway_url(where: str) -> str:
     """The base of a gateway's HTTP API. Raises DeploymentError for a bad file."""
     if where.startswith(("http://", "https://")):
         return where.rstrip("/").removesuffix("/v1")
-    from prfaas.deployment import load_deployment
+    from prfaas.core.deployment import load_deployment
 
     return load_deployment(Path(where)).gateway.url
 

@@ -6,9 +6,9 @@ import gc
 import signal
 from collections.abc import Callable, Coroutine, Sequence
 
-from prfaas.cli.errors import CliError
-from prfaas.deployment import Deployment
-from prfaas.engines.ports import port_problem
+from prfaas.cli.common import CliError
+from prfaas.core.deployment import Deployment
+from prfaas.serving.engines.preparation import port_problem
 
 
 def run_gateway(
@@ -48,9 +48,9 @@ async def _serve(
 ) -> None:
     from prometheus_client import CollectorRegistry
 
-    from prfaas.control.plane import LivePlane
-    from prfaas.gateway.server import serve_gateway
-    from prfaas.transport.keyfile import load_key
+    from prfaas.serving.control.plane import LivePlane
+    from prfaas.serving.gateway.server import serve_gateway
+    from prfaas.serving.transport.ticket import load_key
 
     loop = asyncio.get_running_loop()
     registry = CollectorRegistry()

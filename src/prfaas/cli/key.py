@@ -1,6 +1,6 @@
 """`prfaas key`: the secret that engines and gateway share."""
 
-from prfaas.cli.options import DeploymentPath
+from prfaas.cli.common import DeploymentPath
 
 
 def key(deployment: DeploymentPath) -> None:
@@ -12,8 +12,8 @@ def key(deployment: DeploymentPath) -> None:
     """
     import typer
 
-    from prfaas.deployment import load_deployment
-    from prfaas.transport.keyfile import create_key
+    from prfaas.core.deployment import load_deployment
+    from prfaas.serving.transport.ticket import create_key
 
     path = load_deployment(deployment).security.key_file
     create_key(path)

@@ -11,14 +11,13 @@ import typer
 
 from prfaas import __version__
 from prfaas.cli.bandwidth import bandwidth
+from prfaas.cli.common import sentence
 from prfaas.cli.demo import demo
 from prfaas.cli.doctor import doctor
 from prfaas.cli.engine import engine
-from prfaas.cli.errors import sentence
 from prfaas.cli.explain import explain
 from prfaas.cli.key import key
-from prfaas.cli.model import model
-from prfaas.cli.models import models
+from prfaas.cli.models import model, models
 from prfaas.cli.plan import plan
 from prfaas.cli.profile import profile
 from prfaas.cli.replay import replay

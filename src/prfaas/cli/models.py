@@ -1,14 +1,58 @@
-"""`prfaas models`: what the KVCache of a model is made of."""
+"""`prfaas models`: what the KVCache of a model is made of.
+
+`prfaas model`: the tiny models that prfaas makes itself.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prfaas.cli.options import AsJson
+from prfaas.cli.common import AsJson
 
 if TYPE_CHECKING:
-    from prfaas.kvmodel import KvModel, PublishedModel
+    from prfaas.core.kv import KvModel, PublishedModel
+
+
+model = typer.Typer(no_args_is_help=True, help="Make the tiny models that examples and tests run on.")
+
+
+@model.command()
+def make(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="qwen3-next, gpt-oss, mimo-v2-flash, qwen3, or all.")
+    ],
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            "--into", metavar="DIRECTORY", help="Where models are kept; default: $PRFAAS_HOME/models."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a tiny checkpoint (seconds, no download) unless it is there, and print its path.
+
+    Examples: prfaas model make gpt-oss; prfaas model make all --into ./models
+    """
+    import json
+
+    from prfaas.cli.common import CliError
+    from prfaas.core.deployment import default_state_dir
+    from prfaas.serving.engines.tiny import TINY_MODEL_NAMES, tiny_model
+
+    names = TINY_MODEL_NAMES if name == "all" else (name,)
+    parent = (directory or default_state_dir() / "models").absolute()
+    paths = {}
+    for each in names:
+        try:
+            paths[each] = str(tiny_model(each, parent))
+        except (ValueError, OSError) as error:
+            raise CliError(f"model make {each}: {error}") from error
+        if not as_json:
+            typer.echo(paths[each])
+    if as_json:
+        typer.echo(json.dumps(paths, indent=2))
+
 
 # The paper's lengths, K = 1024.
 _LENGTHS = (1024, 8192, 32768, 131072)
@@ -41,8 +85,8 @@ def models(
     """
     import json
 
-    from prfaas.cli.errors import CliError
-    from prfaas.kvmodel import published_model, published_models
+    from prfaas.cli.common import CliError
+    from prfaas.core.kv import published_model, published_models
 
     listed: list[tuple[KvModel, PublishedModel | None]]
     if model is None:
@@ -78,7 +122,7 @@ def _is_path(text: str) -> bool:
 
 
 def _from_path(path: Path, kv_dtype: str | None, state_dtype: str | None) -> "KvModel":
-    from prfaas.kvmodel import model_from_directory, model_from_file
+    from prfaas.core.kv import model_from_directory, model_from_file
 
     read = model_from_directory if path.is_dir() else model_from_file
     kv, state = _dtype_bytes("--kv-dtype", kv_dtype, 2), _dtype_bytes("--state-dtype", state_dtype, 4)
@@ -86,7 +130,7 @@ def _from_path(path: Path, kv_dtype: str | None, state_dtype: str | None) -> "Kv
 
 
 def _dtype_bytes(option: str, dtype: str | None, default: int) -> int:
-    from prfaas.cli.errors import CliError
+    from prfaas.cli.common import CliError
 
     if dtype is None:
         return default
@@ -125,7 +169,7 @@ def _document(
 
 def kind(group: object) -> str:
     """The short name of a layer kind: "MLA", "full", "SWA-128", "KDA", …"""
-    from prfaas.kvmodel import FullAttention, LinearState, SlidingWindow
+    from prfaas.core.kv import FullAttention, LinearState, SlidingWindow
 
     if isinstance(group, LinearState):
         return group.kind or "linear"
@@ -141,7 +185,7 @@ def _print_table(models: "list[KvModel]", tensor_parallel: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from prfaas.units import MIB
+    from prfaas.core.units import MIB
 
     console = Console(highlight=False)
     if not console.is_terminal:

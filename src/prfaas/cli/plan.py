@@ -5,15 +5,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from prfaas.cli.options import AsJson, DeploymentPath
-from prfaas.cli.output import console, made_folder
+from prfaas.cli.common import AsJson, DeploymentPath, console, made_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from prfaas.cli.sweep import Sweep
-    from prfaas.planner import Plan
-    from prfaas.report.sweep import SweepPoint
+    from prfaas.core.planner import Plan
+    from prfaas.lab.report.figures import SweepPoint
 
 T = TypeVar("T")
 
@@ -47,15 +46,15 @@ def plan(
 
 
 def _plan(path: Path, plot: Path | None, as_json: bool) -> None:
-    from prfaas.deployment import load_planned
-    from prfaas.planner import make_plan, problem_of
+    from prfaas.core.deployment import load_planned
+    from prfaas.core.planner import make_plan, problem_of
 
     deployment = load_planned(path)
     problem = problem_of(deployment)
     result = make_plan(problem)
     written: list[Path] = []
     if plot is not None:
-        from prfaas.cli.plan_plots import write_plots
+        from prfaas.lab.report.plan_figures import write_plots
 
         written += _with_progress(
             write_plots(deployment, problem, result, made_folder(plot, "--plot")), "plots"
@@ -64,8 +63,7 @@ def _plan(path: Path, plot: Path | None, as_json: bool) -> None:
         document = result.to_json()
         _print_json(document | {"plots": [str(each) for each in written]} if plot is not None else document)
         return
-    from prfaas.cli.plan_report import plan_report
-    from prfaas.report.plan import print_plan
+    from prfaas.lab.report.plan import plan_report, print_plan
 
     print_plan(console(), plan_report(deployment, result))
     _print_written(written)
@@ -73,7 +71,7 @@ def _plan(path: Path, plot: Path | None, as_json: bool) -> None:
 
 def _sweep(path: Path, text: str, plot: Path | None, as_json: bool) -> None:
     from prfaas.cli.sweep import parse_sweep, swept
-    from prfaas.deployment import load_planned
+    from prfaas.core.deployment import load_planned
 
     parsed = parse_sweep(text)
     name = load_planned(path).name
@@ -85,7 +83,7 @@ def _sweep(path: Path, text: str, plot: Path | None, as_json: bool) -> None:
         rows = [{"value": value, **each.to_json()} for value, each in zip(parsed.values, plans, strict=True)]
         _print_json({"field": parsed.field, "points": rows, "plots": [str(each) for each in written]})
         return
-    from prfaas.report.sweep_table import print_sweep
+    from prfaas.lab.report.figures import print_sweep
 
     print_sweep(console(), parsed.field, points_of(parsed, plans), is_rate=parsed.is_rate)
     _print_written(written)
@@ -93,7 +91,7 @@ def _sweep(path: Path, text: str, plot: Path | None, as_json: bool) -> None:
 
 def points_of(sweep: "Sweep", plans: "Sequence[Plan]") -> "list[SweepPoint]":
     """Plans as points of a plot."""
-    from prfaas.report.sweep import SweepPoint
+    from prfaas.lab.report.figures import SweepPoint
 
     return [
         SweepPoint(
@@ -112,7 +110,7 @@ def points_of(sweep: "Sweep", plans: "Sequence[Plan]") -> "list[SweepPoint]":
 def _plot_sweep(name: str, sweep: "Sweep", plans: "Sequence[Plan]", directory: Path) -> Path:
     import re
 
-    from prfaas.report.sweep import plot_sweep
+    from prfaas.lab.report.figures import plot_sweep
 
     path = directory / f"{name}-sweep-{re.sub(r'[^A-Za-z0-9]+', '-', sweep.field).strip('-')}.png"
     plot_sweep(

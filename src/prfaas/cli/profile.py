@@ -1,4 +1,7 @@
-"""`prfaas profile`: measure how fast a live server is."""
+"""`prfaas profile`: measure how fast a live server is.
+
+The two curves of a measured profile as pictures.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -7,11 +10,54 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prfaas.cli.options import AsJson
+from prfaas.cli.common import AsJson
 
 if TYPE_CHECKING:
-    from prfaas.profiles.endpoint import Endpoint
-    from prfaas.profiles.measure import Measurement, MeasurePlan
+    from prfaas.core.latency import LatencyProfile
+    from prfaas.tools.profiling.endpoint import Endpoint
+    from prfaas.tools.profiling.measure import Measurement, MeasurePlan, Sample
+
+
+def plot_profile(profile: "LatencyProfile", measured: "Measurement", directory: Path) -> list[Path]:
+    """Draw NAME-prefill.png and, with decode times, NAME-decode.png into `directory`, and return their paths."""
+    import numpy as np
+
+    from prfaas.lab.report.style import COLOURS, MUTED, length_axis, plot
+
+    def draw(
+        path: Path, samples: "tuple[Sample, ...]", grid: list[float], values: list[float], y: str
+    ) -> None:
+        with plot(path) as (axes,):
+            dots = [(sample.at, seconds) for sample in samples for seconds in sample.seconds]
+            axes.plot(grid, values, color=COLOURS[0], label="profile")
+            axes.plot(
+                *zip(*dots, strict=True), "o", color=MUTED, markersize=4, label="measured", clip_on=False
+            )
+            axes.set_ylabel(y)
+            axes.set_ylim(bottom=0)
+            axes.set_title(profile.name)
+            if samples is measured.prefill:
+                length_axis(axes, grid[0], grid[-1], "uncached prompt length")
+            else:
+                axes.set_xlabel("requests in the batch")
+
+    paths = [directory / f"{profile.name}-prefill.png"]
+    low, high = profile.range_tokens
+    lengths = np.geomspace(low, high, 200).clip(low, high)
+    draw(paths[0], measured.prefill, lengths.tolist(), profile.prefill_s(lengths).tolist(), "prefill (s)")
+    if profile.decode is not None:
+        paths.append(directory / f"{profile.name}-decode.png")
+        batches = np.linspace(*profile.range_batch, 200).clip(*profile.range_batch).tolist()
+        steps = [profile.decode_step_s(batch) * 1000 for batch in batches]
+        draw(paths[1], _in_ms(measured.decode), batches, steps, "decode step (ms)")
+    return paths
+
+
+def _in_ms(samples: "tuple[Sample, ...]") -> "tuple[Sample, ...]":
+    from prfaas.tools.profiling.measure import Sample
+
+    return tuple(Sample(sample.at, tuple(1000 * each for each in sample.seconds)) for sample in samples)
+
 
 _DEFAULT_BATCHES = (1, 2, 4, 8, 16, 32)
 _LONGEST_BY_DEFAULT = 131072
@@ -62,8 +108,8 @@ def profile(
     import datetime
     import json
 
-    from prfaas.cli.errors import CliError
-    from prfaas.profiles import profile_text, save_profile
+    from prfaas.cli.common import CliError
+    from prfaas.core.latency import profile_text, save_profile
 
     if out is not None and not out.absolute().parent.is_dir():
         raise CliError(f"--out: there is no directory {out.absolute().parent}")
@@ -73,7 +119,7 @@ def profile(
     batch_sizes = _DEFAULT_BATCHES if batches is None else _numbers(batches, "--batches")
 
     def plan_for(endpoint: "Endpoint") -> "MeasurePlan":
-        from prfaas.profiles.measure import MeasurePlan
+        from prfaas.tools.profiling.measure import MeasurePlan
 
         return MeasurePlan(
             wanted or _default_lengths(endpoint.max_model_len), batch_sizes, repeats, warmups, context
@@ -96,8 +142,6 @@ def profile(
     if out is not None:
         save_profile(made, out)
     if plot is not None:
-        from prfaas.cli.profile_plot import plot_profile
-
         for path in plot_profile(made, measured, plot):
             typer.echo(f"plot: {path}", err=True)
     if as_json:
@@ -110,8 +154,8 @@ def profile(
 
 
 async def _run(url: str, model: str | None, plan_for: "Callable[[Endpoint], MeasurePlan]") -> "Measurement":
-    from prfaas.profiles.endpoint import Endpoint
-    from prfaas.profiles.measure import measure
+    from prfaas.tools.profiling.endpoint import Endpoint
+    from prfaas.tools.profiling.measure import measure
 
     async with Endpoint(url, model) as endpoint:
         plan = plan_for(endpoint)
@@ -120,7 +164,7 @@ async def _run(url: str, model: str | None, plan_for: "Callable[[Endpoint], Meas
 
 
 def _numbers(text: str, option: str) -> tuple[int, ...]:
-    from prfaas.cli.errors import CliError
+    from prfaas.cli.common import CliError
 
     if option == "--batches" and text.strip() == "none":
         return ()
@@ -187,7 +231,7 @@ def _print_table(measured: "Measurement") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from prfaas.units import format_s
+    from prfaas.core.units import format_s
 
     console = Console(highlight=False)
     for title, unit, samples in (

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prfaas.cli.options import AsJson
-from prfaas.cli.output import console
+from prfaas.cli.common import AsJson, console
 
 if TYPE_CHECKING:
     from prfaas.cli.replay_source import FittingRequests, Source
-    from prfaas.replay import ReplayOptions, ReplayResult
+    from prfaas.tools.replay import ReplayOptions, ReplayResult
 
 _RECORDED, _MADE_UP, _SENDING = "Recorded traffic", "Made-up traffic", "Sending"
 # Files and sockets of the process besides the connections.
@@ -147,9 +146,9 @@ def replay(
     """
     import uvloop
 
-    from prfaas.cli.errors import CliError
+    from prfaas.cli.common import CliError
     from prfaas.cli.replay_source import SourceOptions, source_of
-    from prfaas.replay import ReplayError, ReplayOptions
+    from prfaas.tools.replay import ReplayError, ReplayOptions
 
     source = source_of(
         SourceOptions(
@@ -219,8 +218,8 @@ class _Run:
     async def replayed(self, url: str, model: str | None) -> "ReplayResult":
         import aiohttp
 
-        from prfaas.cli.replay_progress import shown_replay
-        from prfaas.replay import find_target, replay
+        from prfaas.cli.replay_source import shown_replay
+        from prfaas.tools.replay import find_target, replay
 
         async with aiohttp.ClientSession() as session:
             target = await find_target(session, url, model)
@@ -241,14 +240,14 @@ class _Run:
         import numpy as np
 
         from prfaas.cli.replay_source import FittingRequests
-        from prfaas.workload.traffic import take
+        from prfaas.core.workload.traffic import take
 
         chunks = self._source.traffic.chunks(np.random.default_rng(self._seed))
         return FittingRequests(take(chunks, until_s=self._duration_s), self._max_input_tokens, max_model_len)
 
 
 def _header(text: str) -> tuple[str, str]:
-    from prfaas.cli.errors import CliError
+    from prfaas.cli.common import CliError
 
     name, colon, value = text.partition(":")
     if not (colon and name.strip() and name.isascii() and "\n" not in text):
@@ -270,7 +269,7 @@ def _connections(wanted: int) -> int:
 
 
 def _print(result: "ReplayResult") -> None:
-    from prfaas.replay.table import closing, times_table
+    from prfaas.tools.replay.result import closing, times_table
 
     out = console()
     out.print(times_table(result))

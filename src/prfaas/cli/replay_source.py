@@ -1,16 +1,96 @@
-"""What `prfaas replay` sends: a recorded trace or made-up traffic, from the command's options."""
+"""What `prfaas replay` sends: a recorded trace or made-up traffic, from the command's options.
 
+How far a replay has come: a bar on a terminal, a line now and then elsewhere, and a record per request.
+"""
+
+import contextlib
+import json
 import re
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
-from prfaas.cli.errors import CliError
+from prfaas.cli.common import CliError
 
 if TYPE_CHECKING:
-    from prfaas.workload import LengthDistribution, TracedRequest
-    from prfaas.workload.traffic import Arrivals, Traffic
+    from prfaas.core.workload import LengthDistribution, TracedRequest
+    from prfaas.core.workload.arrivals import Arrivals
+    from prfaas.core.workload.traffic import Traffic
+    from prfaas.tools.replay import RequestRecord
+
+
+_LINE_EVERY_S = 10.0
+_Show = Callable[[str, int], None]
+_Say = Callable[[str], None]
+
+
+@contextlib.contextmanager
+def shown_replay(total: int | None, records: Path | None) -> "Iterator[ShownReplay]":
+    """Shows on stderr; `records` gets a line per request.
+
+    Raises:
+        CliError: the file can't be written.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True, highlight=False)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with (
+        _opened(records) as file,
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
+    ):
+        task = progress.add_task("sent", total=total)
+
+        def show(line: str, ended: int) -> None:
+            progress.update(task, completed=ended, description=line)
+
+        def say(line: str) -> None:
+            if not console.is_terminal:
+                console.print(line)
+
+        yield ShownReplay(file, show, say)
+
+
+class ShownReplay:
+    """Told of every request when it is due, and when it has ended."""
+
+    def __init__(self, file: IO[str] | None, show: _Show, say: _Say) -> None:
+        self._file = file
+        self._show = show
+        self._say = say
+        self._due = self._ended = self._lost = 0
+        self._said_s = time.monotonic()
+
+    def due(self) -> None:
+        self._due += 1
+
+    def ended(self, record: "RequestRecord") -> None:
+        self._ended += 1
+        self._lost += record.is_lost
+        line = f"{self._due} sent, {self._due - self._ended} open, {self._lost} lost"
+        self._show(line, self._ended)
+        if time.monotonic() - self._said_s > _LINE_EVERY_S:
+            self._said_s = time.monotonic()
+            self._say(line)
+        if self._file is not None:
+            self._file.write(json.dumps(record.to_json(), separators=(",", ":")) + "\n")
+
+
+@contextlib.contextmanager
+def _opened(path: Path | None) -> Iterator[IO[str] | None]:
+    if path is None:
+        yield None
+        return
+    try:
+        file = path.open("w")
+    except OSError as error:
+        raise CliError(f"--records {path}: can't be written ({error.strerror})") from error
+    with file:
+        yield file
+
 
 _TRACE_ONLY = ("format", "speed", "jitter_s", "rounds", "scale_lengths", "scale_answers")
 
@@ -84,8 +164,8 @@ def source_of(options: SourceOptions) -> Source:
 def _recorded(options: SourceOptions, path: Path) -> Source:
     from typing import get_args
 
-    from prfaas.workload import TraceFormat, read_requests
-    from prfaas.workload.traffic import ReplayedTraffic
+    from prfaas.core.workload import TraceFormat, read_requests
+    from prfaas.core.workload.traffic import ReplayedTraffic
 
     if options.format is not None and options.format not in get_args(TraceFormat):
         raise CliError(f"--format is one of {', '.join(get_args(TraceFormat))}, not {options.format}")
@@ -113,7 +193,9 @@ def _recorded(options: SourceOptions, path: Path) -> Source:
 
 
 def _made_up(options: SourceOptions) -> "Traffic":
-    from prfaas.workload.traffic import IndependentTraffic, Poisson, SessionTraffic
+    from prfaas.core.workload.arrivals import Poisson
+    from prfaas.core.workload.sessions import SessionTraffic
+    from prfaas.core.workload.traffic import IndependentTraffic
 
     inputs = _lengths("--input-tokens", options.input_tokens)
     outputs = _lengths("--output-tokens", options.output_tokens)
@@ -124,7 +206,7 @@ def _made_up(options: SourceOptions) -> "Traffic":
 
 
 def _arrivals(options: SourceOptions) -> "Arrivals":
-    from prfaas.workload.traffic import Diurnal, Mmpp, Phase, Poisson
+    from prfaas.core.workload.arrivals import Diurnal, Mmpp, Phase, Poisson
 
     if options.bursts is not None:
         phases = (
@@ -148,7 +230,7 @@ def _numbers(option: str, text: str, form: str, count: int) -> list[float]:
 
 
 def _lengths(option: str, text: str) -> "LengthDistribution":
-    from prfaas.workload import Uniform, fixed
+    from prfaas.core.workload import Uniform, fixed
 
     match = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text)
     if match is None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from prfaas.cli.options import AsJson
+from prfaas.cli.common import AsJson
 
 _INTRO = """
 Written by `prfaas reproduce --out docs/reproduction.md`, from the data files and `examples/paper.yaml` that come with
@@ -26,12 +26,10 @@ def reproduce(
 
     Example: prfaas reproduce --out docs/reproduction.md
     """
-    from prfaas.cli.errors import CliError
-    from prfaas.cli.example_files import example_path
-    from prfaas.cli.paper_tables import sections
-    from prfaas.deployment import load_planned
-    from prfaas.planner import make_plan, problem_of
-    from prfaas.report.reproduction import reproduction_page, unexplained
+    from prfaas.cli.common import CliError, example_path
+    from prfaas.core.deployment import load_planned
+    from prfaas.core.planner import make_plan, problem_of
+    from prfaas.lab.report.reproduction import reproduction_page, sections, unexplained
 
     result = sections(make_plan(problem_of(load_planned(example_path("paper.yaml")))))
     page = reproduction_page(_INTRO, result)

@@ -2,7 +2,7 @@
 
 import typer
 
-from prfaas.cli.options import DeploymentPath
+from prfaas.cli.common import DeploymentPath
 
 
 def serve(deployment: DeploymentPath) -> None:
@@ -11,8 +11,8 @@ def serve(deployment: DeploymentPath) -> None:
     Example: prfaas serve examples/local.yaml
     """
     from prfaas.cli.gateway_process import run_gateway
-    from prfaas.deployment import load_deployment
-    from prfaas.engines.preparation import ensure_key, ensure_model
+    from prfaas.core.deployment import load_deployment
+    from prfaas.serving.engines.preparation import ensure_key, ensure_model
 
     loaded = load_deployment(deployment)
     if loaded.model.tiny is not None:

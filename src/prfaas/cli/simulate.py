@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prfaas.cli.options import AsJson, DeploymentPath
-from prfaas.cli.output import console, made_folder, print_json
+from prfaas.cli.common import AsJson, DeploymentPath, console, made_folder, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from prfaas.cli.simulate_traffic import SimulatedTraffic
-    from prfaas.report.simulation import SimulationReport
-    from prfaas.simulator import Result, Scenario
+    from prfaas.cli.simulate_inputs import SimulatedTraffic
+    from prfaas.lab.report.simulation import SimulationReport
+    from prfaas.lab.simulator import Result, Scenario
 
 _LOAD, _REQUESTS = 0.7, 20_000
 _ARRIVALS, _WORLD, _LENGTH = "What arrives", "What it meets", "How long"
@@ -124,17 +123,18 @@ def simulate(
     """
     from dataclasses import asdict
 
-    from prfaas.cli.simulate_settings import (
+    from prfaas.cli.simulate_inputs import (
         cache_options,
         fluctuation,
+        made_up,
         parse_changes,
         policies_of,
+        recorded,
+        recording,
         scenario_for,
     )
-    from prfaas.cli.simulate_trace import recorded, recording
-    from prfaas.cli.simulate_traffic import made_up
-    from prfaas.deployment import load_planned
-    from prfaas.planner import best_operation, problem_of
+    from prfaas.core.deployment import load_planned
+    from prfaas.core.planner import best_operation, problem_of
 
     length = _length(requests, duration)
     changes = parse_changes(set_fields or ())
@@ -195,7 +195,7 @@ def simulate(
         if folder is not None:
             _write_page(folder / "index.html", shown)
         if not as_json:
-            from prfaas.report.simulation import print_simulation
+            from prfaas.lab.report.simulation import print_simulation
 
             print_simulation(console(), shown)
     if as_json:
@@ -214,7 +214,7 @@ def _simulated(
     from rich.console import Console
     from rich.progress import Progress
 
-    from prfaas.simulator import simulate as run
+    from prfaas.lab.simulator import simulate as run
 
     expected = requests if requests is not None else round((duration_s or 0.0) * traffic.traffic.mean_per_s)
     console = Console(stderr=True)
@@ -257,7 +257,7 @@ def _length(requests: int | None, duration_s: float | None) -> tuple[int | None,
 
 
 def _rate(load: float | None, rate: float | None, lambda_max: float) -> float:
-    from prfaas.cli.simulate_traffic import check_rate
+    from prfaas.cli.simulate_inputs import check_rate
 
     if load is not None and rate is not None:
         _refuse("give --load or --rate, not both")
@@ -279,14 +279,14 @@ def _check_any(traffic: "SimulatedTraffic", seed: int, duration_s: float | None)
 
 
 def _refuse(why: str) -> None:
-    from prfaas.cli.errors import CliError
+    from prfaas.cli.common import CliError
 
     raise CliError(why)
 
 
 def _write_page(path: Path, shown: "SimulationReport") -> None:
-    from prfaas.cli.errors import CliError
-    from prfaas.report.simulation_page import simulation_page
+    from prfaas.cli.common import CliError
+    from prfaas.lab.report.simulation_figures import simulation_page
 
     try:
         path.write_text(simulation_page(shown), encoding="utf-8")

@@ -5,13 +5,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from prfaas.report.simulation import PolicyRun, SimulationReport, StageUse
-from prfaas.units import format_bits_per_s, format_bytes, format_s
+from prfaas.core.units import format_bits_per_s, format_bytes, format_s
+from prfaas.lab.report.simulation import PolicyRun, SimulationReport, StageUse
 
 if TYPE_CHECKING:
-    from prfaas.cli.simulate_traffic import SimulatedTraffic
-    from prfaas.deployment import PlannedDeployment
-    from prfaas.simulator import CacheOptions, Result
+    from prfaas.cli.simulate_inputs import SimulatedTraffic
+    from prfaas.core.deployment import PlannedDeployment
+    from prfaas.lab.simulator import CacheOptions, Result
 
 
 def simulation_report(

@@ -4,9 +4,8 @@ from typing import Annotated
 
 import typer
 
+from prfaas.cli.common import AsJson, console
 from prfaas.cli.gateway_page import Where
-from prfaas.cli.options import AsJson
-from prfaas.cli.output import console
 
 _PERIOD_S = 1.0
 _PATH = "/prfaas/state"

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from prfaas.units import format_bits_per_s, format_bytes, format_s
+from prfaas.core.units import format_bits_per_s, format_bytes, format_s
 
 Json = dict[str, Any]
 

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prfaas.cli.options import AsJson
-from prfaas.cli.output import print_json
+from prfaas.cli.common import AsJson, print_json
 
 if TYPE_CHECKING:
-    from prfaas.studies import Section, Setting, Study
-    from prfaas.studies.run import Outcome, Run
-    from prfaas.studies.study import Outcomes
+    from prfaas.lab.studies import Section, Setting, Study
+    from prfaas.lab.studies.runs import Outcome, Run
+    from prfaas.lab.studies.study import Outcomes
 
 _TRACE = "traces/mooncake_burst.jsonl.gz"
 _NAMES = "ablation, bandwidth, burst, shift, equal-cost, hit-rate, scale"
@@ -43,11 +42,10 @@ def study(
 
     Example: prfaas study bandwidth --out out
     """
-    from prfaas.cli.errors import CliError
-    from prfaas.cli.example_files import example_path
-    from prfaas.deployment import load_planned
-    from prfaas.studies import STUDIES, page_of, setting_of
-    from prfaas.workload import read_requests
+    from prfaas.cli.common import CliError, example_path
+    from prfaas.core.deployment import load_planned
+    from prfaas.core.workload import read_requests
+    from prfaas.lab.studies import STUDIES, page_of, setting_of
 
     if name != "all" and name not in STUDIES:
         raise CliError(f'there is no study "{name}"; there are {", ".join(STUDIES)}, and "all"')
@@ -77,8 +75,8 @@ def _conducted(chosen: "Sequence[Study]", setting: "Setting", jobs: int) -> "dic
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from prfaas.studies import conduct
-    from prfaas.studies.crew import expected_requests
+    from prfaas.lab.studies import conduct
+    from prfaas.lab.studies.runs import expected_requests
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"))
@@ -122,7 +120,7 @@ def _command(name: str, deployment: Path | None, quick: bool, seed: int) -> str:
 
 
 def _folder(directory: Path) -> None:
-    from prfaas.cli.errors import CliError
+    from prfaas.cli.common import CliError
 
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -131,7 +129,7 @@ def _folder(directory: Path) -> None:
 
 
 def _write(out: Path, name: str, page: str, sections: "dict[str, tuple[Study, Section]]") -> None:
-    from prfaas.cli.errors import CliError
+    from prfaas.cli.common import CliError
 
     files = {out / name: page}
     for _, section in sections.values():

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prfaas.cli.errors import CliError
+from prfaas.cli.common import CliError
 
 if TYPE_CHECKING:
-    from prfaas.planner import Plan
+    from prfaas.core.planner import Plan
 
 _MOST = 1000
 
@@ -64,8 +64,8 @@ def swept(path: Path, sweep: Sweep) -> "Iterator[Plan]":
     Raises:
         DeploymentError: the file is wrong, or a value can't stand in the field.
     """
-    from prfaas.deployment import load_planned
-    from prfaas.planner import make_plan, problem_of
+    from prfaas.core.deployment import load_planned
+    from prfaas.core.planner import make_plan, problem_of
 
     for value in sweep.values:
         yield make_plan(problem_of(load_planned(path, changes={sweep.field: value})))
@@ -78,7 +78,7 @@ def _spaced(first: float, last: float, count: int, is_geometric: bool) -> tuple[
 
 
 def _number(text: str, part: str, is_rate: bool) -> float:
-    from prfaas.units import parse_bits_per_s
+    from prfaas.core.units import parse_bits_per_s
 
     part = part.strip()
     try:

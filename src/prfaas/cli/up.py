@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from prfaas.cli.options import DeploymentPath
+from prfaas.cli.common import DeploymentPath
 
 if TYPE_CHECKING:
-    from prfaas.engines.running import RunningEngines
+    from prfaas.serving.engines.running import RunningEngines
 
 _WATCH_S = 1.0
 
@@ -25,8 +25,8 @@ def up(deployment: DeploymentPath) -> None:
     """
     from prfaas.cli.engine_progress import shown_progress
     from prfaas.cli.gateway_process import check_gateway_port, run_gateway
-    from prfaas.deployment import load_deployment
-    from prfaas.engines.running import RunningEngines
+    from prfaas.core.deployment import load_deployment
+    from prfaas.serving.engines.running import RunningEngines
 
     loaded = load_deployment(deployment)
     check_gateway_port(loaded)

@@ -1,0 +1,365 @@
+"""What `prfaas simulate` is asked for, checked: policies, changed fields, caches and links' fluctuation.
+
+What `prfaas simulate` sends into the simulated deployment: made-up requests, at one rate.
+
+What `prfaas simulate --trace` sends into the simulated deployment: a recorded trace, at one rate.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prfaas.cli.common import CliError
+
+if TYPE_CHECKING:
+    from prfaas.core.deployment import PlannedDeployment
+    from prfaas.core.deployment.schema import DeploymentFile
+    from prfaas.core.kv import KvModel
+    from prfaas.core.planner import PlanProblem
+    from prfaas.core.workload import RequestTrace
+    from prfaas.core.workload.arrivals import Arrivals
+    from prfaas.core.workload.traffic import ReplayedTraffic, Traffic
+    from prfaas.lab.simulator import CacheOptions, Scenario
+    from prfaas.lab.simulator.capacity import CapacityProcess
+
+
+CALM, CALM_S = 0.7, 60.0
+BURST, BURST_S = 2.2, 15.0
+"""Phases of `--bursts`: shares of the mean rate, and how long they last on average. Their mean is 1 by time."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedTraffic:
+    """`described`: the same in JSON. `words`: one line for people. `notes`: what was done to a trace, and whatever
+    else one should know.
+    """
+
+    traffic: "Traffic"
+    described: dict[str, Any]
+    words: str
+    notes: tuple[str, ...] = ()
+
+
+def made_up(problem: "PlanProblem", rate_rps: float, *, bursts: bool) -> SimulatedTraffic:
+    """Prompts from the deployment file's lengths, all answers of its mean length."""
+    from prfaas.core.workload import fixed
+    from prfaas.core.workload.arrivals import Mmpp, Phase, Poisson
+    from prfaas.core.workload.traffic import IndependentTraffic
+
+    workload = problem.workload
+    arrivals: Arrivals = Poisson(rate_rps)
+    described: dict[str, Any] = {"process": "poisson"}
+    words = "Poisson arrivals"
+    if bursts:
+        calm, burst = Phase(CALM * rate_rps, CALM_S), Phase(BURST * rate_rps, BURST_S)
+        arrivals = Mmpp((calm, burst))
+        described = {
+            "process": "mmpp",
+            "phases": [{"rate_rps": each.rate_per_s, "mean_s": each.dwell_s} for each in (calm, burst)],
+        }
+        words = f"bursts: {CALM:g} × the mean rate for {CALM_S:g} s on average, then {BURST:g} × for {BURST_S:g} s"
+    lengths = workload.uncached
+    described |= {
+        "mean_input_tokens": lengths.mean(),
+        "mean_output_tokens": workload.output_tokens,
+    }
+    words += (
+        f"; prompts of {lengths.mean():,.0f} tokens on average as in the file, "
+        f"answers of {workload.output_tokens:,.0f}"
+    )
+    notes = []
+    if workload.prefix_hit_ratio:
+        notes.append(
+            f"Prompts are what a prefix_hit_ratio of {workload.prefix_hit_ratio:g} leaves of the file's lengths, in "
+            "transfers too."
+        )
+    if any(cluster.prefix_hit_ratio is not None for cluster in problem.clusters):
+        notes.append("A cluster's own prefix_hit_ratio plays no part: no two made-up prompts begin alike.")
+    traffic = IndependentTraffic(arrivals, lengths, fixed(workload.output_tokens))
+    return SimulatedTraffic(traffic, described, words, tuple(notes))
+
+
+def check_rate(rate_rps: float, option: str) -> None:
+    """Raise CliError unless something arrives."""
+    import math
+
+    if not (math.isfinite(rate_rps) and rate_rps > 0):
+        raise CliError(f"{option}: must be a number above 0, not {rate_rps:g}")
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A trace that fits a deployment: no prompt has more than `most_tokens`, to which `cut` of them were cut.
+
+    Λ_max in requests per second for the trace's lengths: nothing cached, and behind a cache that forgets nothing.
+    """
+
+    trace: "RequestTrace"
+    most_tokens: int
+    cut: int
+    lambda_max_rps: float
+    lambda_max_cached_rps: float
+
+
+def recording(deployment: "PlannedDeployment", problem: "PlanProblem", path: Path) -> Recording:
+    """Read a trace and plan for it.
+
+    Raises:
+        WorkloadError: the trace can't be read.
+    """
+    from prfaas.core.workload import read_requests
+
+    most = int(min(cluster.profile.range_tokens[1] for cluster in deployment.clusters))
+    least = max(cluster.profile.range_tokens[0] for cluster in deployment.clusters)
+    trace = read_requests(path)
+    cut = sum(each.input_tokens > most for each in trace.requests)
+    trace = trace.cut_to(most)
+    plain, cached = (
+        _lambda_max(problem, trace, least, most, are_cached=are_cached) for are_cached in (False, True)
+    )
+    return Recording(trace, most, cut, plain, cached)
+
+
+def recorded(recording: Recording, name: str, rate_rps: float) -> SimulatedTraffic:
+    """A trace again and again, its times scaled so that the mean rate is `rate_rps`. Arrivals are spread over the step
+    of a coarse clock.
+
+    Raises:
+        WorkloadError: the trace has no duration and so no rate.
+    """
+    from prfaas.core.workload.traffic import ReplayedTraffic
+
+    trace = recording.trace
+    jitter_s = trace.quantum_s
+    speed = rate_rps / ReplayedTraffic(trace, jitter_s=jitter_s, rounds=None).mean_per_s
+    traffic = ReplayedTraffic(trace, speed=speed, jitter_s=jitter_s, rounds=None)
+    described = {
+        "process": "trace",
+        "trace": name,
+        "trace_requests": len(trace.requests),
+        "trace_span_s": trace.span_s,
+        "speed_factor": speed,
+        "jitter_s": jitter_s,
+        "round_s": traffic.round_s,
+        "cut_to_tokens": recording.most_tokens,
+        "cut_requests": recording.cut,
+        "empty_requests": trace.empty,
+        "mean_input_tokens": _mean([each.input_tokens for each in trace.requests]),
+        "mean_output_tokens": _mean([each.output_tokens for each in trace.requests]),
+        "lambda_max_of_trace_rps": recording.lambda_max_rps,
+        "lambda_max_of_trace_cached_rps": recording.lambda_max_cached_rps,
+    }
+    words = (
+        f"the trace {name} ({len(trace.requests):,} requests in {trace.span_s:,.0f} s), {speed:.4g} times as "
+        f"fast as recorded; prompts of {described['mean_input_tokens']:,.0f} tokens on average, answers of "
+        f"{described['mean_output_tokens']:,.0f}"
+    )
+    return SimulatedTraffic(traffic, described, words, tuple(_notes(trace, traffic, described)))
+
+
+def _notes(trace: "RequestTrace", traffic: "ReplayedTraffic", described: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"Units of {described['trace']}: {trace.units}. It is repeated every {traffic.round_s:,.0f} simulated "
+        "seconds as often as needed, each time with other prefixes."
+    )
+    if trace.quantum_s:
+        yield (
+            f"Its clock has steps of {trace.quantum_s:g} s: every arrival is moved by an even 0 to "
+            f"{trace.quantum_s:g} s of the trace's time."
+        )
+    if described["cut_requests"]:
+        share = described["cut_requests"] / len(trace.requests)
+        yield (
+            f"{described['cut_requests']:,} prompts ({share:.2%}) longer than {described['cut_to_tokens']:,} tokens, "
+            "the end of a profile's range, are cut to that."
+        )
+    if trace.empty:
+        yield f"{trace.empty:,} requests without a prompt are left out."
+    yield (
+        f"The load is a share of the {described['lambda_max_of_trace_rps']:.4g} requests/s that the planner finds for "
+        f"the trace's lengths with nothing cached; behind a prefix cache that forgets nothing it finds "
+        f"{described['lambda_max_of_trace_cached_rps']:.4g}."
+    )
+
+
+def _lambda_max(
+    problem: "PlanProblem", trace: "RequestTrace", least: float, most: float, *, are_cached: bool
+) -> float:
+    """What the planner finds for the trace's lengths, or for what an endless cache leaves of them."""
+    from prfaas.core.planner import best_operation
+    from prfaas.core.workload import Empirical, Workload
+
+    lengths = Empirical(_uncached(trace) if are_cached else [each.input_tokens for each in trace.requests])
+    answers = _mean([each.output_tokens for each in trace.requests])
+    workload = Workload(lengths.clipped(least, most), max(answers, 1.0))
+
+    def without_hits(cluster: Any) -> Any:
+        return replace(cluster, prefix_hit_ratio=None)
+
+    plain = replace(
+        problem,
+        prfaas=tuple(map(without_hits, problem.prfaas)),
+        pd=tuple(map(without_hits, problem.pd)),
+        workload=workload,
+    )
+    return best_operation(plain).lambda_max
+
+
+def _uncached(trace: "RequestTrace") -> list[int]:
+    """Tokens per request that no earlier request of the trace began with; at least 1, which is always computed."""
+    seen: set[int] = set()
+    uncached = []
+    for each in trace.requests:
+        known = 0
+        while known < len(each.block_ids) and each.block_ids[known] in seen:
+            known += 1
+        seen.update(each.block_ids)
+        uncached.append(max(each.input_tokens - known * each.block_tokens, 1))
+    return uncached
+
+
+def _mean(values: list[int]) -> float:
+    return sum(values) / len(values)
+
+
+def parse_changes(texts: Sequence[str]) -> dict[str, float]:
+    """From `--set FIELD=VALUE` to what `load_planned` takes. A bandwidth may have a unit.
+
+    Raises:
+        CliError: another form, no number, or a field twice.
+    """
+    changes: dict[str, float] = {}
+    for text in texts:
+        field, sign, value = (part.strip() for part in text.partition("="))
+        if not (sign and field and value):
+            raise CliError(f'--set "{text}": write FIELD=VALUE, for example "links[0].bandwidth=10 Gbit/s"')
+        if field in changes:
+            raise CliError(f"--set: {field} is given twice")
+        changes[field] = _number(text, value, is_rate=field.endswith("bandwidth"))
+    return changes
+
+
+def policies_of(deployment: "PlannedDeployment", policy: str | None, compare: str | None) -> tuple[str, ...]:
+    """The policies to simulate; without options the one that the deployment would run with.
+
+    Raises:
+        CliError: both options, a name twice, or one that there is not.
+    """
+    from prfaas.core.scheduling import POLICIES
+
+    if policy is not None and compare is not None:
+        raise CliError("give --policy or --compare, not both")
+    if compare is not None:
+        option, names = "--compare", tuple(name.strip() for name in compare.split(","))
+    else:
+        option, names = "--policy", (policy or _file_of(deployment).routing.policy,)
+    for name in names:
+        if name not in POLICIES:
+            raise CliError(f'{option}: there is no policy "{name}"; there are {", ".join(POLICIES)}')
+    if len(set(names)) < len(names):
+        raise CliError(f"{option}: names a policy twice")
+    return names
+
+
+def scenario_for(
+    deployment: "PlannedDeployment",
+    policy: str,
+    caches: "CacheOptions | None",
+    links: "Mapping[str, CapacityProcess]",
+    prefill_concurrency: int = 1,
+) -> "Scenario":
+    """As the deployment would run: its `routing` and `control` sections count.
+
+    Raises:
+        CliError: a deployment that can be planned but not run by this policy.
+    """
+    from prfaas.core.deployment import ControlConfig
+    from prfaas.lab.simulator import scenario_of
+
+    file = _file_of(deployment)
+    control = ControlConfig(**file.control.model_dump())
+    threshold = file.routing.threshold_tokens
+    try:
+        return scenario_of(
+            deployment,
+            policy=policy,
+            threshold_tokens=None if threshold is None else float(threshold),
+            control=control,
+            allocation=control.allocation,
+            caches=caches,
+            links=links,
+            prefill_concurrency=prefill_concurrency,
+        )
+    except ValueError as error:
+        raise CliError(f"{deployment.path}: can't be simulated: {error}") from error
+
+
+def cache_options(model: "KvModel", text: str) -> "CacheOptions":
+    """Prefix caches of so much memory on every instance, in the model's own tokens.
+
+    Raises:
+        CliError: no size, or the model keeps nothing per token that could be cached.
+    """
+    from prfaas.core.units import parse_bytes
+    from prfaas.lab.simulator import CacheOptions
+
+    try:
+        num_bytes = parse_bytes(text)
+    except ValueError as error:
+        raise CliError(f"--cache-memory: {error}") from None
+    try:
+        return CacheOptions.of_memory(model, num_bytes)
+    except ValueError as error:
+        raise CliError(f"--caches: {error}") from None
+
+
+def fluctuation(deployment: "PlannedDeployment", text: str | None) -> "dict[str, CapacityProcess]":
+    """From `--link-fluctuation SD:CORRELATION_S`: every link around its bandwidth in the file.
+
+    Raises:
+        CliError: another form, or numbers out of range.
+    """
+    if text is None:
+        return {}
+    from prfaas.lab.simulator.capacity import Fluctuating
+
+    parts = text.split(":")
+    try:
+        relative_sd, correlation_s = (float(part) for part in parts)
+        if not (math.isfinite(relative_sd) and 0 < relative_sd <= 1 and 0 < correlation_s < math.inf):
+            raise ValueError
+    except ValueError:
+        raise CliError(
+            f'--link-fluctuation "{text}": must be SD:CORRELATION_S, the standard deviation as a share of the '
+            "bandwidth (above 0, at most 1) and a correlation time above 0 s, for example 0.3:30"
+        ) from None
+    return {
+        link.name: Fluctuating(link.bandwidth_bits_per_s, relative_sd, correlation_s)
+        for link in deployment.links
+    }
+
+
+def _file_of(deployment: "PlannedDeployment") -> "DeploymentFile":
+    """The sections that planning leaves out; checked when the deployment was loaded."""
+    from prfaas.core.deployment.schema import DeploymentFile
+
+    return DeploymentFile.model_validate(deployment.source.values)
+
+
+def _number(text: str, value: str, *, is_rate: bool) -> float:
+    from prfaas.core.units import parse_bits_per_s
+
+    try:
+        number = float(value)
+    except ValueError:
+        if not is_rate:
+            raise CliError(f'--set "{text}": "{value}" is no number') from None
+        try:
+            return parse_bits_per_s(value)
+        except ValueError as error:
+            raise CliError(f'--set "{text}": {error}') from None
+    if not math.isfinite(number):
+        raise CliError(f'--set "{text}": "{value}" is no number')
+    return number

@@ -1,0 +1,323 @@
+"""What must fit together between the fields of a deployment file. Each check raises what it finds first.
+
+What the planner needs of a deployment file beyond what a running one needs.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, InstanceSection, LengthsSection
+from prfaas.core.deployment.source import Location, Source
+from prfaas.core.deployment.types import SYNTHETIC, is_loopback
+
+# Which fields of `workload.lengths` go with which distribution, and which of them may be left out.
+_NEEDED = {
+    "lognormal": ("mu", "sigma", "low", "high"),
+    "uniform": ("low", "high"),
+    "fixed": ("tokens",),
+    "empirical": ("lengths",),
+    "trace": ("path",),
+}
+_OPTIONAL = {"empirical": ("weights",), "trace": ("format",)}
+
+
+def check_planning(source: Source, file: DeploymentFile) -> None:
+    """All of them.
+
+    Raises:
+        DeploymentError: a cluster without a profile, no workload, no SLO to limit the decode batch, …
+    """
+    for c, cluster in enumerate(file.clusters):
+        if cluster.profile is None:
+            raise source.error(
+                ("clusters", c),
+                "has no profile, so how fast its instances are is not known; name one that `prfaas profile` "
+                "wrote or one that comes with prfaas",
+            )
+    if file.workload is None:
+        raise source.error(("workload",), "is missing; say how long prompts and answers are")
+    _check_lengths(source, file.workload.lengths)
+    if file.workload.output_tokens is None and file.workload.lengths.distribution != "trace":
+        raise source.error(("workload", "output_tokens"), "is missing; give the mean length of answers")
+    if file.slo.tpot_s is None and file.slo.tokens_per_s is None:
+        raise source.error(
+            ("slo",), "needs tokens_per_s (or tpot_s): without it there is no limit to the decode batch"
+        )
+    _check_prices(source, file)
+
+
+def _check_lengths(source: Source, lengths: LengthsSection) -> None:
+    place = ("workload", "lengths")
+    kind = lengths.distribution
+    needed, optional = _NEEDED[kind], _OPTIONAL.get(kind, ())
+    given = sorted(lengths.model_fields_set - {"distribution"})
+    for field in needed:
+        if getattr(lengths, field) is None:
+            raise source.error(
+                (*place, field), f'is missing; distribution "{kind}" needs {", ".join(needed)}'
+            )
+    for field in given:
+        if field not in needed + optional:
+            known = ", ".join(needed + optional)
+            raise source.error((*place, field), f'is not for distribution "{kind}", which has {known}')
+    if lengths.low is not None and lengths.high is not None and lengths.low >= lengths.high:
+        raise source.error((*place, "high"), f"{lengths.high:g} must be greater than low ({lengths.low:g})")
+    if lengths.weights is not None and lengths.lengths is not None:
+        if len(lengths.weights) != len(lengths.lengths):
+            raise source.error(
+                (*place, "weights"),
+                f"has {len(lengths.weights)} entries for {len(lengths.lengths)} lengths; give one for each",
+            )
+        if not any(lengths.weights):
+            raise source.error((*place, "weights"), "are all 0; at least one must be above 0")
+
+
+def _check_prices(source: Source, file: DeploymentFile) -> None:
+    used = dict.fromkeys(cluster.hardware for cluster in file.clusters)
+    for hardware in file.prices:
+        if hardware not in used:
+            raise source.error(
+                ("prices", hardware), f"no cluster has this hardware; the clusters have {', '.join(used)}"
+            )
+    for c, cluster in enumerate(file.clusters):
+        if file.prices and cluster.hardware not in file.prices:
+            raise source.error(
+                ("clusters", c, "hardware"), f'there is no price for "{cluster.hardware}"; add it to prices'
+            )
+
+
+def check_to_run(source: Source, file: DeploymentFile) -> None:
+    """All checks of a deployment whose servers are to be started.
+
+    Raises:
+        DeploymentError: two fields contradict each other, or something every deployment needs is missing.
+    """
+    _check_can_run(source, file)
+    _check_common(source, file)
+    _check_ports(source, file)
+    _check_engine(source, file)
+
+
+def check_to_plan(source: Source, file: DeploymentFile) -> None:
+    """All checks of a deployment that is to be planned; servers and their ports may be missing.
+
+    Raises:
+        DeploymentError: two fields contradict each other, or something the planner needs is missing.
+    """
+    _check_common(source, file)
+    check_planning(source, file)
+
+
+def _check_common(source: Source, file: DeploymentFile) -> None:
+    _check_model(source, file)
+    _check_counts(source, file)
+    _check_names(source, file)
+    _check_roles(source, file)
+    _check_links(source, file)
+    _check_slo(source, file)
+
+
+def _check_can_run(source: Source, file: DeploymentFile) -> None:
+    for field in ("published", "config"):
+        if getattr(file.model, field) is not None:
+            raise source.error(
+                ("model", field),
+                "is enough to plan with, not to run; give path (a checkpoint directory) in its place",
+            )
+    for c, cluster in enumerate(file.clusters):
+        if cluster.instances is None and cluster.instance_count is not None:
+            raise source.error(
+                ("clusters", c, "instance_count"),
+                "is enough to plan with, not to run; list the cluster's instances in its place",
+            )
+    for field in ("served_name", "max_model_len"):
+        if getattr(file.model, field) is None:
+            raise source.error(("model", field), "is missing")
+
+
+def _instances(file: DeploymentFile) -> Iterator[tuple[Location, ClusterSection, InstanceSection]]:
+    for c, cluster in enumerate(file.clusters):
+        for i, instance in enumerate(cluster.instances or ()):
+            yield ("clusters", c, "instances", i), cluster, instance
+
+
+def _check_model(source: Source, file: DeploymentFile) -> None:
+    fields = {
+        "path": "a checkpoint directory",
+        "tiny": "a made model's name",
+        "published": "a model that `prfaas models` lists",
+        "config": "a config.json to plan with",
+    }
+    given = [field for field in fields if getattr(file.model, field) is not None]
+    if len(given) != 1:
+        choices = ", ".join(f"{field} ({meaning})" for field, meaning in fields.items())
+        found = f"{' and '.join(given)} are given" if given else "none is given"
+        raise source.error(("model",), f"needs either {choices}; {found}")
+    if file.model.tiny is not None and Path(file.model.tiny).name != file.model.tiny:
+        raise source.error(
+            ("model", "tiny"), f'"{file.model.tiny}" is no name; write for example "qwen3-next"'
+        )
+
+
+def _check_counts(source: Source, file: DeploymentFile) -> None:
+    for c, cluster in enumerate(file.clusters):
+        if (cluster.instances is None) == (cluster.instance_count is None):
+            given = "neither is given" if cluster.instances is None else "both are given"
+            raise source.error(
+                ("clusters", c),
+                f"needs either instances (servers to start) or instance_count (to plan with); {given}",
+            )
+
+
+def _check_names(source: Source, file: DeploymentFile) -> None:
+    seen: dict[str, Location] = {}
+    named: list[tuple[Location, str]] = []
+    for c, cluster in enumerate(file.clusters):
+        named.append((("clusters", c), cluster.name))
+    for location, _, instance in _instances(file):
+        named.append((location, instance.name))
+    for location, name in named:
+        if name in seen:
+            line = source.line((*seen[name], "name"))
+            raise source.error(
+                (*location, "name"),
+                f'"{name}" is already a name in line {line}; give every cluster and instance its own',
+            )
+        seen[name] = location
+
+
+def _check_roles(source: Source, file: DeploymentFile) -> None:
+    for location, cluster, instance in _instances(file):
+        if len(set(instance.roles)) != len(instance.roles):
+            raise source.error((*location, "roles"), "names a role twice; name each role once")
+        if cluster.kind == "prfaas" and "decode" in instance.roles:
+            raise source.error(
+                (*location, "roles"), 'a cluster of kind "prfaas" only prefills; make its kind "pd" to decode'
+            )
+    for c, cluster in enumerate(file.clusters):
+        listed = cluster.instances
+        if listed is None or cluster.kind != "pd":
+            continue
+        if not any("decode" in instance.roles for instance in listed):
+            raise source.error(
+                ("clusters", c), 'is of kind "pd" but none of its instances has the role decode; add one'
+            )
+    if not any(cluster.kind == "pd" for cluster in file.clusters):
+        raise source.error(("clusters",), 'nothing decodes; add a cluster of kind "pd"')
+    counted = any(cluster.instance_count is not None for cluster in file.clusters)
+    if not counted and not any("prefill" in instance.roles for _, _, instance in _instances(file)):
+        raise source.error(("clusters",), "no instance has the role prefill; give it to at least one")
+
+
+def _check_links(source: Source, file: DeploymentFile) -> None:
+    clusters = {cluster.name: cluster for cluster in file.clusters}
+    known = ", ".join(clusters)
+    seen: dict[tuple[str, str], int] = {}
+    for index, link in enumerate(file.links):
+        location: Location = ("links", index)
+        for end, name in (("source", link.source), ("target", link.target)):
+            if name not in clusters:
+                raise source.error(
+                    (*location, end), f'there is no cluster "{name}"; the clusters are {known}'
+                )
+        if link.source == link.target:
+            raise source.error(
+                location, f'leads from "{link.source}" to itself; instances of one cluster need no link'
+            )
+        pair = (link.source, link.target)
+        if pair in seen:
+            raise source.error(
+                location,
+                f'repeats links[{seen[pair]}] ("{link.source}" to "{link.target}"); keep one of them',
+            )
+        seen[pair] = index
+    for c, cluster in enumerate(file.clusters):
+        if cluster.kind == "prfaas" and not any(
+            link.source == cluster.name and clusters[link.target].kind == "pd" for link in file.links
+        ):
+            raise source.error(
+                ("clusters", c),
+                f'no link leads from "{cluster.name}"; add one under links to a "pd" cluster',
+            )
+
+
+def _check_slo(source: Source, file: DeploymentFile) -> None:
+    if file.slo.tpot_s is not None and file.slo.tokens_per_s is not None:
+        raise source.error(("slo", "tokens_per_s"), "is the inverse of slo.tpot_s; keep one of them")
+
+
+def _check_ports(source: Source, file: DeploymentFile) -> None:
+    taken: list[tuple[str, int, str]] = [(file.gateway.host, file.gateway.port, "the gateway")]
+    for location, _, instance in _instances(file):
+        owner = f'instance "{instance.name}"'
+        last = instance.kv_port + instance.tensor_parallel - 1
+        if last > 65535:
+            raise source.error(
+                (*location, "kv_port"),
+                f"{instance.kv_port} leaves no room for {instance.tensor_parallel} ranks; take one up to "
+                f"{65536 - instance.tensor_parallel}",
+            )
+        wanted = [("http_port", instance.http_port)]
+        wanted += [("kv_port", port) for port in range(instance.kv_port, last + 1)]
+        if instance.events_port is not None:
+            wanted += [("events_port", port) for port in (instance.events_port, instance.events_port + 1)]
+        for field, port in wanted:
+            for host, taken_port, by in taken:
+                if port == taken_port and _same_host(instance.host, host):
+                    raise source.error(
+                        (*location, field),
+                        f"{port} is already used by {by}; give each instance its own ports",
+                    )
+            taken.append((instance.host, port, owner))
+
+
+def _same_host(one: str, other: str) -> bool:
+    one, other = (_address(host) for host in (one, other))
+    if one == other:
+        return True
+    # A wildcard listener takes the port on every address of its machine; that is only certain for loopback.
+    wildcards = {"0.0.0.0", "::"}
+    return (one in wildcards and is_loopback(other)) or (other in wildcards and is_loopback(one))
+
+
+def _address(host: str) -> str:
+    return "127.0.0.1" if host.lower() == "localhost" else host.lower()
+
+
+def _check_engine(source: Source, file: DeploymentFile) -> None:
+    engine = file.engine
+    if engine.staging < engine.transfer_block:
+        raise source.error(
+            ("engine", "staging"),
+            f"{engine.staging} bytes hold no transfer block of {engine.transfer_block}; make it larger",
+        )
+    for c, cluster in enumerate(file.clusters):
+        if cluster.hardware == "cpu" and engine.kv_cache_gib is None:
+            raise source.error(
+                ("clusters", c, "hardware"),
+                "engines on cpu need engine.kv_cache_gib (GiB of memory for the KVCache); add it",
+            )
+        if cluster.hardware == SYNTHETIC and cluster.profile is None:
+            raise source.error(
+                ("clusters", c, "hardware"),
+                "synthetic engines need a profile to be as fast as; add one (`internal-1t-h200`, or a file)",
+            )
+        if cluster.speedup is not None and cluster.hardware != SYNTHETIC:
+            raise source.error(
+                ("clusters", c, "speedup"), "is only for synthetic engines; real ones are as fast as they are"
+            )
+    _check_routing(source, file)
+
+
+def _check_routing(source: Source, file: DeploymentFile) -> None:
+    threshold_tokens, longest_tokens = file.routing.threshold_tokens, file.model.max_model_len
+    assert longest_tokens is not None
+    if threshold_tokens is None:
+        if file.routing.policy == "static_threshold":
+            raise source.error(("routing",), "needs threshold_tokens for policy static_threshold; add it")
+    elif threshold_tokens > longest_tokens:
+        raise source.error(
+            ("routing", "threshold_tokens"),
+            f"{threshold_tokens} is more than model.max_model_len ({longest_tokens}), so nothing would ever be "
+            "offloaded; lower it, or say policy: local_only",
+        )

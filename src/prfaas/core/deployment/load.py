@@ -1,0 +1,279 @@
+"""From a deployment file to a `Deployment`.
+
+From a deployment file to a `PlannedDeployment`.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from prfaas.core.deployment.changes import changed
+from prfaas.core.deployment.checks import check_to_plan, check_to_run
+from prfaas.core.deployment.planned import (
+    EmpiricalLengths,
+    FixedLengths,
+    LengthsSpec,
+    LogNormalLengths,
+    PlannedCluster,
+    PlannedDeployment,
+    TraceLengths,
+    UniformLengths,
+    WorkloadSpec,
+)
+from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, LengthsSection, first_problem
+from prfaas.core.deployment.source import Source, read_source
+from prfaas.core.deployment.types import (
+    Cluster,
+    ControlConfig,
+    Deployment,
+    EngineConfig,
+    GatewayConfig,
+    Instance,
+    Link,
+    ModelRef,
+    Routing,
+    Security,
+    Slo,
+    TransferLimits,
+)
+from prfaas.core.kv import ConfigError, KvModel, model_from_directory, published_model
+from prfaas.core.latency import ProfileError, load_profile
+
+
+def default_state_dir() -> Path:
+    """Where models, keys and logs are kept: `$PRFAAS_HOME`, else `~/.cache/prfaas`."""
+    home = os.environ.get("PRFAAS_HOME")
+    return Path(home).expanduser().absolute() if home else Path.home() / ".cache" / "prfaas"
+
+
+def load_deployment(path: Path | str, *, state_dir: Path | None = None) -> Deployment:
+    """Read and check a deployment file that is to be run. `state_dir` defaults to `default_state_dir()`.
+
+    Raises:
+        DeploymentError: the first thing that is wrong, with file, line and field; or the file names no servers
+            and is only good for planning.
+    """
+    path = Path(path)
+    source, file = read_file(path)
+    check_to_run(source, file)
+    return _frozen(source, file, (state_dir or default_state_dir()).absolute())
+
+
+def read_file(path: Path, changes: Mapping[str, float] | None = None) -> tuple[Source, DeploymentFile]:
+    """The fields of a deployment file, each good by itself, `changes` put in.
+
+    Raises:
+        DeploymentError: the file can't be read, a field is unknown or its value wrong.
+    """
+    source = read_source(path)
+    if not isinstance(source.values, dict):
+        raise source.error((), 'must be a mapping of fields ("name: …", "model: …", …)')
+    if changes:
+        source = changed(source, changes)
+    try:
+        return source, DeploymentFile.model_validate(source.values)
+    except ValidationError as error:
+        raise first_problem(source, error) from None
+
+
+def slo_of(file: DeploymentFile) -> Slo:
+    """The SLO, a speed given as tokens per second turned into time per token."""
+    slo = file.slo
+    return Slo(slo.ttft_s, slo.tpot_s if slo.tokens_per_s is None else 1 / slo.tokens_per_s)
+
+
+def links_of(file: DeploymentFile) -> tuple[Link, ...]:
+    """The links as the file has them."""
+    return tuple(
+        Link(
+            link.source,
+            link.target,
+            link.bandwidth,
+            link.connections,
+            link.rtt_s,
+            link.connection_bandwidth,
+        )
+        for link in file.links
+    )
+
+
+def _frozen(source: Source, file: DeploymentFile, state_dir: Path) -> Deployment:
+    engine, path = file.engine, source.path
+    return Deployment(
+        name=file.name,
+        path=path,
+        state_dir=state_dir,
+        model=_model(path, file, state_dir),
+        clusters=tuple(_cluster(source, c, cluster) for c, cluster in enumerate(file.clusters)),
+        links=links_of(file),
+        routing=Routing(file.routing.policy, file.routing.threshold_tokens),
+        slo=slo_of(file),
+        gateway=GatewayConfig(file.gateway.host, file.gateway.port),
+        security=Security(
+            state_dir / file.name / Path(file.security.key_file).expanduser(), file.security.tenant_header
+        ),
+        engine=EngineConfig(
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            max_num_seqs=engine.max_num_seqs,
+            kv_cache_gib=engine.kv_cache_gib,
+            staging_bytes=engine.staging,
+            transfer_block_bytes=engine.transfer_block,
+            prefix_cache_retention_tokens=engine.prefix_cache_retention_tokens,
+            extra_args=tuple(engine.extra_args),
+            env=dict(engine.env),
+        ),
+        transfer=TransferLimits(**file.transfer.model_dump()),
+        control=ControlConfig(**file.control.model_dump()),
+    )
+
+
+def _model(path: Path, file: DeploymentFile, state_dir: Path) -> ModelRef:
+    model = file.model
+    assert model.served_name is not None and model.max_model_len is not None
+    if model.tiny is not None:
+        directory = state_dir / "models" / model.tiny
+    else:
+        assert model.path is not None
+        directory = path.parent.absolute() / Path(model.path).expanduser()
+    adapters = {
+        name: path.parent.absolute() / Path(adapter).expanduser() for name, adapter in model.adapters.items()
+    }
+    return ModelRef(model.served_name, model.max_model_len, directory, model.tiny, adapters)
+
+
+def _cluster(source: Source, index: int, cluster: ClusterSection) -> Cluster:
+    profile = None
+    if cluster.profile is not None:
+        try:
+            profile = load_profile(cluster.profile, relative_to=source.path.parent)
+        except ProfileError as error:
+            raise source.error(("clusters", index, "profile"), str(error)) from None
+    instances = tuple(
+        Instance(
+            name=instance.name,
+            cluster=cluster.name,
+            roles=tuple(instance.roles),
+            host=instance.host,
+            http_port=instance.http_port,
+            kv_port=instance.kv_port,
+            tensor_parallel=instance.tensor_parallel,
+            events_port=instance.events_port,
+        )
+        for instance in cluster.instances or ()
+    )
+    return Cluster(cluster.name, cluster.kind, cluster.hardware, instances, profile, cluster.speedup or 1.0)
+
+
+def load_planned(path: Path | str, *, changes: Mapping[str, float] | None = None) -> PlannedDeployment:
+    """Read and check a deployment file for planning: one to run will do as well as one without any server.
+
+    `changes` puts other numbers in place of some of the file's, by field: {"links[0].bandwidth": 1e10}.
+
+    Raises:
+        DeploymentError: the first thing that is wrong, with file, line and field.
+    """
+    path = Path(path)
+    source, file = read_file(path, changes)
+    check_to_plan(source, file)
+    assert file.workload is not None
+    return PlannedDeployment(
+        name=file.name,
+        path=path,
+        kv_model=_kv_model(source, file),
+        clusters=tuple(
+            _planned_cluster(source, c, cluster, file.model.published)
+            for c, cluster in enumerate(file.clusters)
+        ),
+        links=links_of(file),
+        workload=WorkloadSpec(
+            lengths=_lengths(path, file.workload.lengths),
+            output_tokens=file.workload.output_tokens,
+            prefix_hit_ratio=file.workload.prefix_hit_ratio,
+            load=file.workload.load,
+        ),
+        slo=slo_of(file),
+        prices=dict(file.prices),
+        source=source,
+    )
+
+
+def _kv_model(source: Source, file: DeploymentFile) -> KvModel:
+    model = file.model
+    folder = source.path.parent
+    try:
+        if model.published is not None:
+            return published_model(model.published).kv_model
+        if model.config is not None:
+            config = folder / Path(model.config).expanduser()
+            directory = config.parent if config.name == "config.json" else config
+            return model_from_directory(directory, name=model.served_name)
+        if model.path is not None:
+            return model_from_directory(folder / Path(model.path).expanduser(), name=model.served_name)
+    except ConfigError as error:
+        field = "published" if model.published else "config" if model.config else "path"
+        raise source.error(("model", field), str(error)) from None
+    raise source.error(
+        ("model", "tiny"), "a made model has no published speed; plan with published, config or path"
+    )
+
+
+def _planned_cluster(
+    source: Source, index: int, cluster: ClusterSection, model: str | None
+) -> PlannedCluster:
+    assert cluster.profile is not None
+    try:
+        profile = load_profile(cluster.profile, relative_to=source.path.parent)
+    except ProfileError as error:
+        raise source.error(("clusters", index, "profile"), str(error)) from None
+    if model is not None and profile.model != model:
+        raise source.error(
+            ("clusters", index, "profile"),
+            f'"{profile.name}" is how fast {profile.model} is, but model.published is {model}',
+        )
+    if cluster.kind == "pd" and profile.decode is None:
+        raise source.error(
+            ("clusters", index, "profile"),
+            f'"{profile.name}" has no decode times, which a cluster of kind "pd" needs',
+        )
+    if cluster.instances is None:
+        assert cluster.instance_count is not None
+        count, gpus = cluster.instance_count, cluster.gpus_per_instance
+    else:
+        count = len(cluster.instances)
+        gpus = cluster.gpus_per_instance or cluster.instances[0].tensor_parallel
+    if gpus is not None and gpus != profile.gpus_per_instance:
+        field = "gpus_per_instance" if cluster.gpus_per_instance is not None else "profile"
+        raise source.error(
+            ("clusters", index, field),
+            f'instances have {gpus} GPUs, but profile "{profile.name}" was measured on '
+            f"{profile.gpus_per_instance}; name a profile of the same size",
+        )
+    return PlannedCluster(
+        name=cluster.name,
+        kind=cluster.kind,
+        hardware=cluster.hardware,
+        instance_count=count,
+        gpus_per_instance=profile.gpus_per_instance,
+        profile=profile,
+        prefix_hit_ratio=cluster.prefix_hit_ratio,
+    )
+
+
+def _lengths(path: Path, lengths: LengthsSection) -> LengthsSpec:
+    if lengths.distribution == "trace":
+        assert lengths.path is not None
+        return TraceLengths(path.parent / Path(lengths.path).expanduser(), lengths.format)
+    if lengths.distribution == "empirical":
+        assert lengths.lengths is not None
+        weights = None if lengths.weights is None else tuple(lengths.weights)
+        return EmpiricalLengths(tuple(lengths.lengths), weights)
+    if lengths.distribution == "fixed":
+        assert lengths.tokens is not None
+        return FixedLengths(lengths.tokens)
+    assert lengths.low is not None and lengths.high is not None
+    if lengths.distribution == "uniform":
+        return UniformLengths(lengths.low, lengths.high)
+    assert lengths.mu is not None and lengths.sigma is not None
+    return LogNormalLengths(lengths.mu, lengths.sigma, lengths.low, lengths.high)

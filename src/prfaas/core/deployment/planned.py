@@ -1,0 +1,130 @@
+"""What a deployment file says to the planner: how much of what there is, and the traffic it is for."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from prfaas.core.deployment.source import DeploymentError, Source
+from prfaas.core.deployment.types import ClusterKind, Link, Slo
+from prfaas.core.kv import KvModel
+from prfaas.core.latency import LatencyProfile
+
+TraceFormat = Literal["mooncake", "azure", "servegen", "jsonl"]
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormalLengths:
+    """exp(N(mu, sigma²)) tokens, truncated to [low, high]."""
+
+    mu: float
+    sigma: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class UniformLengths:
+    """Every length from low to high tokens alike."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class FixedLengths:
+    """Every prompt has this many tokens."""
+
+    tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class EmpiricalLengths:
+    """These lengths in tokens, each with its weight (None: all alike)."""
+
+    lengths: tuple[float, ...]
+    weights: tuple[float, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class TraceLengths:
+    """The lengths in a trace file. Without a format the reader goes by the file's name."""
+
+    path: Path
+    format: TraceFormat | None
+
+
+LengthsSpec = LogNormalLengths | UniformLengths | FixedLengths | EmpiricalLengths | TraceLengths
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadSpec:
+    """The traffic to plan for.
+
+    Of each prompt's `lengths` tokens the fraction `prefix_hit_ratio` is found in a cache. `output_tokens` is
+    the mean length of answers; None takes it from the trace. `load` in (0, 1) is the share of the highest
+    throughput at which queueing is estimated.
+    """
+
+    lengths: LengthsSpec
+    output_tokens: float | None
+    prefix_hit_ratio: float
+    load: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCluster:
+    """`instance_count` equal instances of `gpus_per_instance` GPUs, as fast as `profile` says.
+
+    In a `pd` cluster the planner divides them into prefill and decode. `prefix_hit_ratio` is the part of each
+    prompt that is cached here; None means the workload's.
+    """
+
+    name: str
+    kind: ClusterKind
+    hardware: str
+    instance_count: int
+    gpus_per_instance: int
+    profile: LatencyProfile
+    prefix_hit_ratio: float | None
+
+    @property
+    def gpus(self) -> int:
+        """All GPUs of the cluster."""
+        return self.instance_count * self.gpus_per_instance
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedDeployment:
+    """A deployment file as the planner needs it, checked. Hosts and ports play no part.
+
+    `prices` is per GPU-hour for each hardware, in any currency; empty if the file has none.
+    """
+
+    name: str
+    path: Path
+    kv_model: KvModel
+    clusters: tuple[PlannedCluster, ...]
+    links: tuple[Link, ...]
+    workload: WorkloadSpec
+    slo: Slo
+    prices: Mapping[str, float]
+    source: Source = field(repr=False, compare=False)
+
+    @property
+    def prfaas_clusters(self) -> tuple[PlannedCluster, ...]:
+        """Clusters that only prefill, for others."""
+        return tuple(cluster for cluster in self.clusters if cluster.kind == "prfaas")
+
+    @property
+    def pd_clusters(self) -> tuple[PlannedCluster, ...]:
+        """Clusters that decode, and prefill the short prompts."""
+        return tuple(cluster for cluster in self.clusters if cluster.kind == "pd")
+
+    def cluster(self, name: str) -> PlannedCluster:
+        """A cluster by name. Links only name clusters that are there; KeyError otherwise."""
+        return {cluster.name: cluster for cluster in self.clusters}[name]
+
+    def error(self, location: Sequence[str | int], problem: str) -> DeploymentError:
+        """The error to raise about a field, e.g. `("clusters", 0, "profile")`, with its file and line."""
+        return self.source.error(location, problem)

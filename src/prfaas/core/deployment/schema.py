@@ -1,0 +1,338 @@
+"""The shape of a deployment file, field by field. Only `load.py` uses it: everything else sees `types.py`.
+
+pydantic's findings as sentences of ours: which field, what is there, what would be right.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from prfaas.core.deployment.source import DeploymentError, Location, Source
+from prfaas.core.deployment.types import Policy
+from prfaas.core.units import GIB, MIB, parse_bits_per_s, parse_bytes
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+
+# The command line builder sets these from other fields; a second value would silently win over them.
+OWNED_ARGS = {
+    "--kv-transfer-config": "it is made from clusters, links and transfer",
+    "--host": "give the instance's host",
+    "--port": "give the instance's http_port",
+    "--model": "give model.path or model.tiny",
+    "--served-model-name": "give model.served_name",
+    "--tensor-parallel-size": "give the instance's tensor_parallel",
+    "--kv-events-config": "it is made from the instance's host and events_port",
+    "--lora-modules": "give model.adapters",
+}
+
+
+def _owned_arg(arg: str) -> str | None:
+    name = arg.split("=", 1)[0].split(".", 1)[0].replace("_", "-")
+    if len(name) <= 2 or not name.startswith("--"):
+        return "--tensor-parallel-size" if arg.startswith("-tp") else None
+    # argparse takes any unambiguous beginning of an option's name for the whole one.
+    return next((owned for owned in OWNED_ARGS if owned == name or owned.startswith(name)), None)
+
+
+def _free_arg(arg: str) -> str:
+    owned = _owned_arg(arg)
+    if owned is not None:
+        raise ValueError(f"{arg!r} can't be given here; {OWNED_ARGS[owned]}")
+    return arg
+
+
+def _env_name(name: str) -> str:
+    if not name or "=" in name or "\0" in name:
+        raise ValueError(f"{name!r} is no name of an environment variable")
+    return name
+
+
+def _mapping(value: object) -> object:
+    # None is only the default, so that a section whose fields were forgotten doesn't pass for one left out.
+    if value is None:
+        raise ValueError('must be a mapping ("field: value" lines), not empty')
+    return value
+
+
+def _not_empty(value: object) -> object:
+    if value is None:
+        raise ValueError("must not be empty")
+    return value
+
+
+def _env_value(value: object) -> object:
+    # YAML reads `X: 1` as a number, which is what a person means by "1" here.
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Positive = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1)]
+Bandwidth = Annotated[float, BeforeValidator(parse_bits_per_s)]
+Size = Annotated[int, BeforeValidator(parse_bytes)]
+Arg = Annotated[str, AfterValidator(_free_arg)]
+EnvName = Annotated[str, AfterValidator(_env_name)]
+EnvValue = Annotated[str, BeforeValidator(_env_value)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_GIVEN = BeforeValidator(_not_empty)
+_SECTION = BeforeValidator(_mapping)
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ModelSection(_Section):
+    """Which model, under which name, up to which length. Exactly one of `path`, `tiny`, `published`, `config`.
+
+    The last two are enough to plan with, and then the name and the length may be left out.
+    """
+
+    served_name: Annotated[Text | None, _GIVEN] = None
+    max_model_len: Annotated[Positive | None, _GIVEN] = None
+    path: Text | None = None
+    tiny: Text | None = None
+    published: Text | None = None
+    config: Text | None = None
+    adapters: dict[Name, Text] = {}
+
+
+class InstanceSection(_Section):
+    """One vLLM server."""
+
+    name: Name
+    roles: Annotated[list[Literal["prefill", "decode"]], Field(min_length=1)]
+    host: Text
+    http_port: Port
+    kv_port: Port
+    tensor_parallel: Positive = 1
+    events_port: Annotated[Port | None, _GIVEN] = None
+
+
+class ClusterSection(_Section):
+    """Instances that share a network: `instances` to start, or an `instance_count` to plan with."""
+
+    name: Name
+    kind: Literal["prfaas", "pd"]
+    hardware: Text
+    instances: Annotated[Annotated[list[InstanceSection], Field(min_length=1)] | None, _GIVEN] = None
+    instance_count: Annotated[Positive | None, _GIVEN] = None
+    gpus_per_instance: Annotated[Positive | None, _GIVEN] = None
+    profile: Annotated[Text | None, _GIVEN] = None
+    speedup: Annotated[PositiveFloat | None, _GIVEN] = None
+    prefix_hit_ratio: Annotated[Annotated[float, Field(ge=0, lt=1)] | None, _GIVEN] = None
+
+
+class LinkSection(_Section):
+    """A directed path for KV between clusters."""
+
+    source: Name
+    target: Name
+    bandwidth: Bandwidth
+    connections: Annotated[int, Field(ge=1, le=64)] = 4
+    connection_bandwidth: Annotated[Bandwidth | None, _GIVEN] = None
+    rtt_s: Annotated[float, Field(ge=0, lt=60)] = 0.0
+
+
+class RoutingSection(_Section):
+    """When to prefill elsewhere. Without `threshold_tokens` the threshold is found while running."""
+
+    policy: Policy = "tilted"
+    threshold_tokens: Annotated[Positive | None, _GIVEN] = None
+
+
+class ControlSection(_Section):
+    """How fast the scheduler's slow side moves."""
+
+    threshold_period_s: Seconds = 30.0
+    allocation_period_s: Seconds = 60.0
+    window_s: Seconds = 600.0
+    stale_after_s: Seconds = 5.0
+    allocation: bool = True
+
+
+class SloSection(_Section):
+    """What users should see."""
+
+    ttft_s: Seconds | None = None
+    tpot_s: Seconds | None = None
+    tokens_per_s: PositiveFloat | None = None
+
+
+class LengthsSection(_Section):
+    """How long prompts are. Which of the other fields are needed depends on `distribution`."""
+
+    distribution: Literal["lognormal", "uniform", "fixed", "empirical", "trace"]
+    mu: Finite | None = None
+    sigma: PositiveFloat | None = None
+    low: PositiveFloat | None = None
+    high: PositiveFloat | None = None
+    tokens: PositiveFloat | None = None
+    lengths: Annotated[list[PositiveFloat], Field(min_length=1)] | None = None
+    weights: Annotated[list[Weight], Field(min_length=1)] | None = None
+    path: Text | None = None
+    format: Literal["mooncake", "azure", "servegen", "jsonl"] | None = None
+
+
+class WorkloadSection(_Section):
+    """The traffic to plan for."""
+
+    lengths: LengthsSection
+    output_tokens: Annotated[PositiveFloat | None, _GIVEN] = None
+    prefix_hit_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    load: Annotated[float, Field(gt=0, lt=1)] = 0.7
+
+
+class GatewaySection(_Section):
+    """Where clients connect."""
+
+    host: Text = "127.0.0.1"
+    port: Port = 8000
+
+
+class SecuritySection(_Section):
+    """Where the key lies; relative to the deployment's folder in the state directory."""
+
+    key_file: Text = "key"
+    tenant_header: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")] | None = None
+
+
+class EngineSection(_Section):
+    """How every vLLM server is started."""
+
+    max_num_batched_tokens: Positive = 2048
+    max_num_seqs: Positive = 16
+    kv_cache_gib: Positive | None = None
+    staging: Size = 4 * GIB
+    transfer_block: Annotated[Size, Field(ge=64 * 1024, le=64 * MIB)] = MIB
+    prefix_cache_retention_tokens: Annotated[int, Field(ge=0)] | None = None
+    extra_args: list[Arg] = []
+    env: dict[EnvName, EnvValue] = {}
+
+
+class TransferSection(_Section):
+    """How long each step of a KV transfer may take."""
+
+    lease_s: Seconds = 60.0
+    load_wait_s: Seconds = 30.0
+    staging_wait_s: Seconds = 20.0
+    staging_ttl_s: Seconds = 60.0
+    progress_deadline_s: Seconds = 8.0
+
+
+class DeploymentFile(_Section):
+    """The whole file."""
+
+    name: Name
+    model: ModelSection
+    clusters: Annotated[list[ClusterSection], Field(min_length=1)]
+    links: list[LinkSection] = []
+    routing: Annotated[RoutingSection, _SECTION] = RoutingSection()
+    control: Annotated[ControlSection, _SECTION] = ControlSection()
+    slo: SloSection = SloSection()
+    workload: Annotated[WorkloadSection | None, _SECTION] = None
+    prices: dict[Text, PositiveFloat] = {}
+    gateway: GatewaySection = GatewaySection()
+    security: SecuritySection = SecuritySection()
+    engine: EngineSection = EngineSection()
+    transfer: TransferSection = TransferSection()
+
+
+_KINDS = {
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "string_type": "must be text",
+    "list_type": "must be a list",
+    "dict_type": 'must be a mapping ("name: value" lines)',
+    "model_type": 'must be a mapping ("field: value" lines)',
+    "model_attributes_type": 'must be a mapping ("field: value" lines)',
+    "string_pattern_mismatch": 'must be letters, digits, ".", "_" and "-", starting with a letter or digit',
+    "string_too_short": "must not be empty",
+    "too_short": "must have at least one entry",
+}
+_BOUNDS = {
+    "greater_than": ("gt", "must be greater than"),
+    "greater_than_equal": ("ge", "must be at least"),
+    "less_than": ("lt", "must be less than"),
+    "less_than_equal": ("le", "must be at most"),
+}
+
+
+def first_problem(source: Source, error: ValidationError) -> DeploymentError:
+    """The finding that stands first in the file, unknown fields before others: they often explain those."""
+
+    def order(details: ErrorDetails) -> tuple[bool, int]:
+        return details["type"] != "extra_forbidden", source.line(_location(details)) or 0
+
+    details = min(error.errors(), key=order)
+    return source.error(_location(details), _sentence(details))
+
+
+def _location(details: ErrorDetails) -> Location:
+    # A bad key of a mapping is reported at (..., key, "[key]").
+    return tuple(part for part in details["loc"] if part != "[key]")
+
+
+def _sentence(details: ErrorDetails) -> str:
+    kind, value = details["type"], details["input"]
+    context: Mapping[str, Any] = details.get("ctx", {})
+    if kind == "missing":
+        return "is missing"
+    if kind == "extra_forbidden":
+        return _unknown_field(_location(details))
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "literal_error":
+        return f"must be one of {_list_of(str(context['expected']))}, not {_shown(value)}"
+    if kind in _BOUNDS:
+        limit, words = _BOUNDS[kind]
+        bound = context[limit]
+        bound = f"{bound:g}" if isinstance(bound, float) else bound
+        return f"{words} {bound}, not {_shown(value)}"
+    if kind in _KINDS:
+        return f"{_KINDS[kind]}, not {_shown(value)}"
+    return f"{details['msg']}, got {_shown(value)}"
+
+
+def _list_of(expected: str) -> str:
+    return expected.replace("'", '"').replace(" or ", ", ")
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "empty"
+    if isinstance(value, dict | list):
+        return "a mapping" if isinstance(value, dict) else "a list" if value else "an empty list"
+    text = f'"{value}"' if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else f'{text[:56]}…"'
+
+
+def _unknown_field(location: Location) -> str:
+    known = list(_section_at(location[:-1]).model_fields)
+    near = difflib.get_close_matches(str(location[-1]), known, n=1)
+    if near:
+        return f'is no known field; did you mean "{near[0]}"?'
+    return f"is no known field; known here are {', '.join(known)}"
+
+
+def _section_at(location: Location) -> type[BaseModel]:
+    section: type[BaseModel] = DeploymentFile
+    for part in location:
+        if isinstance(part, str):
+            section = _model_in(section.model_fields[part].annotation) or section
+    return section
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for arg in get_args(annotation) if (found := _model_in(arg)) is not None), None)

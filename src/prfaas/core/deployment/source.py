@@ -1,0 +1,122 @@
+"""A YAML file as plain values, with the line of every field kept.
+
+What is wrong in a deployment file, in one sentence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+class DeploymentError(ValueError):
+    """A deployment file can't be used. The text is `file:line: field: what is wrong; what would be right`."""
+
+    def __init__(self, path: Path, line: int | None, field: str, problem: str) -> None:
+        where = f"{path}:{line}" if line is not None else f"{path}"
+        super().__init__(f"{where}: {field}: {problem}" if field else f"{where}: {problem}")
+        self.path = path
+        self.line = line
+        self.field = field
+        self.problem = problem
+
+
+Location = tuple[str | int, ...]
+
+# Aliases are followed, so a few lines could unfold into millions of nodes; no real file comes near this.
+_MAX_NODES = 100_000
+
+
+def dotted(location: Sequence[str | int]) -> str:
+    """`("clusters", 0, "name")` → "clusters[0].name"."""
+    text = ""
+    for part in location:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The values of a file and where they stand: `lines` maps a field's location to its line, from 1 on."""
+
+    path: Path
+    values: Any
+    lines: dict[Location, int]
+
+    def line(self, location: Sequence[str | int]) -> int | None:
+        """The line of a field, or of the nearest enclosing field that is there."""
+        for length in range(len(location), -1, -1):
+            line = self.lines.get(tuple(location[:length]))
+            if line is not None:
+                return line
+        return None
+
+    def error(self, location: Sequence[str | int], problem: str) -> DeploymentError:
+        """The error to raise about a field."""
+        return DeploymentError(self.path, self.line(location), dotted(location), problem)
+
+
+def read_source(path: Path) -> Source:
+    """Read a YAML file.
+
+    Raises:
+        DeploymentError: the file can't be read, is no YAML, or names a field twice.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise DeploymentError(path, None, "", "there is no such file; name a deployment file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DeploymentError(path, None, "", f"can't be read ({error})") from error
+    try:
+        loader = yaml.SafeLoader(text)
+        try:
+            node = loader.get_single_node()
+            reader = _Reader(path, loader)
+            values = reader.value(node, ()) if node is not None else None
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or str(error)
+        line = mark.line + 1 if mark is not None else None
+        raise DeploymentError(path, line, "", f"is no valid YAML ({problem})") from error
+    return Source(path, values, reader.lines)
+
+
+class _Reader:
+    def __init__(self, path: Path, loader: yaml.SafeLoader) -> None:
+        self.lines: dict[Location, int] = {}
+        self._path = path
+        self._loader = loader
+        self._nodes = 0
+
+    def value(self, node: yaml.Node, location: Location) -> Any:
+        line = node.start_mark.line + 1
+        self.lines.setdefault(location, line)
+        self._nodes += 1
+        if self._nodes > _MAX_NODES or len(location) > 50:
+            raise DeploymentError(self._path, line, dotted(location), "nests or repeats too much")
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, location)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.value(item, (*location, index)) for index, item in enumerate(node.value)]
+        return self._loader.construct_object(node)
+
+    def _mapping(self, node: yaml.MappingNode, location: Location) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            key = key_node.value
+            if not isinstance(key, str):
+                raise DeploymentError(self._path, line, dotted(location), "a field's name must be plain text")
+            here = (*location, key)
+            if key in values:
+                first = self.lines[here]
+                raise DeploymentError(self._path, line, dotted(here), f"is already given in line {first}")
+            # The key's line, not the value's: a block value starts one line further down.
+            self.lines[here] = line
+            values[key] = self.value(value_node, here)
+        return values

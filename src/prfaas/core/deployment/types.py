@@ -1,0 +1,400 @@
+"""A deployment file in typed, frozen form: what runs where, who may send KV to whom, with which limits.
+
+Where an engine publishes what its prefix cache holds.
+"""
+
+import hashlib
+import ipaddress
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from prfaas.core.deployment.source import DeploymentError
+from prfaas.core.latency import LatencyProfile
+
+
+@dataclass(frozen=True, slots=True)
+class EventsEndpoint:
+    """ZeroMQ addresses: `bind_*` for the engine, `publish` and `replay` for subscribers to connect to."""
+
+    bind_publish: str
+    bind_replay: str
+    publish: str
+    replay: str
+
+
+def tcp_endpoint(host: str, port: int) -> EventsEndpoint:
+    """Events at `port`, replay at the port after it. `host` as it stands in a URL."""
+    # vLLM's publisher connects instead of binding unless its address has a wildcard.
+    return EventsEndpoint(
+        f"tcp://*:{port}", f"tcp://*:{port + 1}", f"tcp://{host}:{port}", f"tcp://{host}:{port + 1}"
+    )
+
+
+def local_endpoint(home: Path, instance: str) -> EventsEndpoint:
+    """Abstract sockets of this machine: no port, no file, and nothing that another machine could reach."""
+    place = hashlib.blake2b(str(home).encode(), digest_size=6).hexdigest()
+    publish, replay = f"ipc://@prfaas-{place}-{instance}", f"ipc://@prfaas-{place}-{instance}-replay"
+    return EventsEndpoint(publish, replay, publish, replay)
+
+
+Role = Literal["prefill", "decode"]
+ClusterKind = Literal["prfaas", "pd"]
+Policy = Literal[
+    "paper", "tilted", "local_only", "offload_all", "static_threshold", "least_ttft", "round_robin"
+]
+
+INTRA_CLUSTER_CONNECTIONS = 4
+
+SYNTHETIC = "synthetic"
+"""The `hardware` of clusters whose engines are stand-ins: for load and fault tests, never for answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRef:
+    """The model that every engine serves: a checkpoint directory, or a tiny one made by prfaas.
+
+    `adapters`: LoRA adapters by the name that clients write as the model.
+    """
+
+    served_name: str
+    max_model_len: int
+    path: Path
+    tiny: str | None
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One vLLM server. Tensor-parallel rank r listens for KV at `kv_port + r`.
+
+    `roles` is what it does at first: instances of a pd cluster can be given the other role while they run.
+    """
+
+    name: str
+    cluster: str
+    roles: tuple[Role, ...]
+    host: str
+    http_port: int
+    kv_port: int
+    tensor_parallel: int
+    events_port: int | None = None
+
+    @property
+    def url(self) -> str:
+        """Base of the instance's HTTP API, without a trailing slash."""
+        return f"http://{host_in_url(self.host)}:{self.http_port}"
+
+    @property
+    def kv_ports(self) -> range:
+        """KV ports of all tensor-parallel ranks, in rank order."""
+        return range(self.kv_port, self.kv_port + self.tensor_parallel)
+
+    def has_role(self, role: Role) -> bool:
+        """True if the instance may be given this kind of work."""
+        return role in self.roles
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Instances that share a network: `prfaas` ones only prefill, `pd` ones decode (and may prefill).
+
+    `profile`: how fast one instance is, if known. `speedup`: by how much stand-ins are faster than it.
+    """
+
+    name: str
+    kind: ClusterKind
+    hardware: str
+    instances: tuple[Instance, ...]
+    profile: LatencyProfile | None = None
+    speedup: float = 1.0
+
+    def with_role(self, role: Role) -> tuple[Instance, ...]:
+        """The cluster's instances that have a role."""
+        return tuple(instance for instance in self.instances if instance.has_role(role))
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A directed path for KV between two clusters. All transfers on it share `bandwidth_bits_per_s`.
+
+    What the simulator knows besides: the round trip, and what a single connection carries at most (None: no limit).
+    """
+
+    source: str
+    target: str
+    bandwidth_bits_per_s: float
+    connections: int
+    rtt_s: float = 0.0
+    connection_bits_per_s: float | None = None
+
+    @property
+    def transfer_limit_bits_per_s(self) -> float:
+        """What one transfer can get over all its connections."""
+        return (
+            math.inf if self.connection_bits_per_s is None else self.connections * self.connection_bits_per_s
+        )
+
+    @property
+    def name(self) -> str:
+        """Name of the bandwidth budget: "source->target"."""
+        return f"{self.source}->{self.target}"
+
+
+@dataclass(frozen=True, slots=True)
+class KvPeer:
+    """An instance that another one may send KV to, and the budget it shares. No bandwidth means unpaced.
+
+    `on_demand`: not before a role changes or a prefix moves between clusters, so not worth a connection yet.
+    """
+
+    instance: Instance
+    link: str
+    connections: int
+    bandwidth_bits_per_s: float | None
+    on_demand: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """When a prompt is prefilled elsewhere. `threshold_tokens` (of uncached tokens) is where a policy that
+    moves its threshold starts; None: at what the planner finds."""
+
+    policy: Policy
+    threshold_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ControlConfig:
+    """How fast the scheduler's slow side moves.
+
+    `window_s`: the traffic that thresholds and roles are chosen for. `stale_after_s`: facts older than that are
+    not believed. `allocation` False leaves every instance in its role.
+    """
+
+    threshold_period_s: float = 30.0
+    allocation_period_s: float = 60.0
+    window_s: float = 600.0
+    stale_after_s: float = 5.0
+    allocation: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What users should see: time to first token and time per further token, if stated."""
+
+    ttft_s: float | None
+    tpot_s: float | None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """How fast each answer grows, at least: the inverse of `tpot_s`."""
+        return None if self.tpot_s is None else 1 / self.tpot_s
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """Where clients connect."""
+
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        """Base of the gateway's HTTP API as seen on its own machine, without a trailing slash."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://{host_in_url(host)}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Security:
+    """The path of the key that authenticates engines and seals tickets; the key itself is never kept here.
+
+    `tenant_header`: requests with different values of it share no cached prefix. None: everybody shares.
+    """
+
+    key_file: Path
+    tenant_header: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How every vLLM server is started.
+
+    `kv_cache_gib` None leaves the size to vLLM (not possible on CPUs). `prefix_cache_retention_tokens` None
+    means every 256 tokens on CPUs and vLLM's default elsewhere; it only matters to models with state or
+    windows.
+    """
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    kv_cache_gib: int | None
+    staging_bytes: int
+    transfer_block_bytes: int
+    prefix_cache_retention_tokens: int | None
+    extra_args: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferLimits:
+    """How long each step of a KV transfer may take before the request goes on without it."""
+
+    lease_s: float
+    load_wait_s: float
+    staging_wait_s: float
+    staging_ttl_s: float
+    progress_deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Everything a deployment file says, checked. `state_dir` is where models, keys and logs are kept."""
+
+    name: str
+    path: Path
+    state_dir: Path
+    model: ModelRef
+    clusters: tuple[Cluster, ...]
+    links: tuple[Link, ...]
+    routing: Routing
+    slo: Slo
+    gateway: GatewayConfig
+    security: Security
+    engine: EngineConfig
+    transfer: TransferLimits
+    control: ControlConfig = ControlConfig()
+
+    @property
+    def home(self) -> Path:
+        """The deployment's own folder in the state directory (key, logs)."""
+        return self.state_dir / self.name
+
+    @property
+    def logs_dir(self) -> Path:
+        """Where `prfaas up` writes one log per engine."""
+        return self.home / "logs"
+
+    @property
+    def instances(self) -> tuple[Instance, ...]:
+        """All instances, in the order of the file."""
+        return tuple(instance for cluster in self.clusters for instance in cluster.instances)
+
+    def instance(self, name: str) -> Instance:
+        """An instance by name.
+
+        Raises:
+            DeploymentError: there is none; the text lists those that are.
+        """
+        for instance in self.instances:
+            if instance.name == name:
+                return instance
+        known = ", ".join(instance.name for instance in self.instances)
+        raise DeploymentError(self.path, None, "", f'has no instance "{name}"; it has {known}')
+
+    def cluster(self, name: str) -> Cluster:
+        """A cluster by name.
+
+        Raises:
+            DeploymentError: there is none; the text lists those that are.
+        """
+        for cluster in self.clusters:
+            if cluster.name == name:
+                return cluster
+        known = ", ".join(cluster.name for cluster in self.clusters)
+        raise DeploymentError(self.path, None, "", f'has no cluster "{name}"; it has {known}')
+
+    def cluster_of(self, instance: Instance) -> Cluster:
+        """The cluster that an instance belongs to."""
+        return self.cluster(instance.cluster)
+
+    def link(self, source: str, target: str) -> Link | None:
+        """The link between two clusters by name, or None if KV can't go that way."""
+        for link in self.links:
+            if (link.source, link.target) == (source, target):
+                return link
+        return None
+
+    def with_role(self, role: Role) -> tuple[Instance, ...]:
+        """All instances that have a role, in the order of the file."""
+        return tuple(instance for instance in self.instances if instance.has_role(role))
+
+    @property
+    def pd_clusters(self) -> tuple[Cluster, ...]:
+        """Clusters that decode."""
+        return tuple(cluster for cluster in self.clusters if cluster.kind == "pd")
+
+    def prefill_clusters_to(self, pd_cluster: str) -> tuple[Cluster, ...]:
+        """Other clusters that can prefill and have a link to a pd cluster (by name)."""
+        return tuple(
+            cluster
+            for cluster in self.clusters
+            if cluster.name != pd_cluster
+            and cluster.with_role("prefill")
+            and self.link(cluster.name, pd_cluster) is not None
+        )
+
+    def can_prefill(self, instance: Instance) -> bool:
+        """True if the instance may be given prefill work, now or after a change of its role."""
+        return self.cluster_of(instance).kind == "pd" or instance.has_role("prefill")
+
+    def can_decode(self, instance: Instance) -> bool:
+        """True if the instance may be given decode work, now or after a change of its role."""
+        return self.cluster_of(instance).kind == "pd"
+
+    def peers_of(self, instance: Instance) -> tuple[KvPeer, ...]:
+        """Instances that an instance may send KV to: those of its own pd cluster, and those a link leads to.
+
+        Not only those that decode: roles change, and a prefill may start from a prefix that another cluster
+        sends.
+        """
+        peers = []
+        for target in self.instances:
+            if target.name == instance.name:
+                continue
+            on_demand = not (instance.has_role("prefill") and target.has_role("decode"))
+            if target.cluster == instance.cluster:
+                if self.can_decode(target):
+                    peers.append(KvPeer(target, target.cluster, INTRA_CLUSTER_CONNECTIONS, None, on_demand))
+            elif (link := self.link(instance.cluster, target.cluster)) is not None:
+                share = self.share_bits_per_s(link)
+                peers.append(KvPeer(target, link.name, link.connections, share, on_demand))
+        return tuple(peers)
+
+    def share_bits_per_s(self, link: Link) -> float:
+        """What one sending engine may use of a link: senders pace themselves and don't know of each other."""
+        senders = self.cluster(link.source)
+        # In a pd cluster roles change: what prefills at the start is the best guess there is.
+        return link.bandwidth_bits_per_s / max(len(senders.with_role("prefill")), 1)
+
+    def producers_for(self, instance: Instance) -> tuple[Instance, ...]:
+        """Instances that may send KV to this one; the inverse of `peers_of`."""
+        return tuple(
+            other
+            for other in self.instances
+            if any(peer.instance.name == instance.name for peer in self.peers_of(other))
+        )
+
+    def events_endpoint(self, instance: Instance) -> EventsEndpoint | None:
+        """Where the instance's KV-cache events are published; None if nobody could subscribe to them.
+
+        With `events_port`, over TCP. Without, over sockets of this machine when the instance is on it.
+        """
+        if instance.events_port is not None:
+            return tcp_endpoint(host_in_url(instance.host), instance.events_port)
+        return local_endpoint(self.home, instance.name) if is_loopback(instance.host) else None
+
+
+def is_loopback(host: str) -> bool:
+    """True if a host is this machine, by a name or an address that never leaves it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def host_in_url(host: str) -> str:
+    """A host as it stands in a URL: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,23 @@
+"""What a request's KVCache is made of, and how many bytes of it must move."""
+
+from prfaas.core.kv.config_fields import ConfigError
+from prfaas.core.kv.hf_config import model_from_config, model_from_directory, model_from_file
+from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
+from prfaas.core.kv.model import Group, KvModel
+from prfaas.core.kv.published import PublishedModel, Source, published_model, published_models
+
+__all__ = [
+    "ConfigError",
+    "FullAttention",
+    "Group",
+    "KvModel",
+    "LinearState",
+    "PublishedModel",
+    "SlidingWindow",
+    "Source",
+    "model_from_config",
+    "model_from_directory",
+    "model_from_file",
+    "published_model",
+    "published_models",
+]

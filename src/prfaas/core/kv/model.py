@@ -1,0 +1,99 @@
+"""A model as the KVCache sees it: groups of layers of one kind each."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, overload
+
+from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Group = FullAttention | SlidingWindow | LinearState
+
+
+@dataclass(frozen=True, slots=True)
+class KvModel:
+    """What one request's KVCache is made of; on one rank, unless it comes from `per_rank`."""
+
+    name: str
+    groups: tuple[Group, ...]
+
+    @property
+    def is_hybrid(self) -> bool:
+        """True if some layers keep a window or a state in place of every token."""
+        return any(not isinstance(group, FullAttention) for group in self.groups)
+
+    @property
+    def has_linear_state(self) -> bool:
+        """True if some layers keep a recurrent state."""
+        return any(isinstance(group, LinearState) for group in self.groups)
+
+    @property
+    def has_window(self) -> bool:
+        """True if some layers see a sliding window only."""
+        return any(isinstance(group, SlidingWindow) for group in self.groups)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes by which the cache grows with every token, once all windows are full."""
+        return sum(group.token_bytes for group in self.groups if isinstance(group, FullAttention))
+
+    @property
+    def layers(self) -> int:
+        """Layers that keep anything; layers without a cache (MLP, experts) don't count."""
+        return sum(group.layers for group in self.groups)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of linear state, the same at any length but 0."""
+        return sum(group.bytes_at(1) for group in self.groups if isinstance(group, LinearState))
+
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of all sliding windows once they are full."""
+        return sum(
+            group.bytes_at(group.window_tokens) for group in self.groups if isinstance(group, SlidingWindow)
+        )
+
+    @overload
+    def kv_bytes(self, tokens: int) -> int: ...
+    @overload
+    def kv_bytes(self, tokens: float) -> float: ...
+    @overload
+    def kv_bytes(self, tokens: "NDArray[np.float64]") -> "NDArray[np.float64]": ...
+    def kv_bytes(self, tokens: "float | NDArray[np.float64]") -> "float | NDArray[np.float64]":
+        """Bytes of a request's KVCache at a length of `tokens` tokens: S(l) of the paper's section 2.
+
+        `tokens` may be a mean length; an array gives an array of its shape.
+        """
+        if isinstance(tokens, int | float):
+            return sum(group.bytes_at(tokens) for group in self.groups)
+        import numpy as np
+
+        lengths = np.asarray(tokens, dtype=np.float64)
+        total: NDArray[np.float64] = lengths * self.token_bytes + np.where(lengths > 0, self.fixed_bytes, 0)
+        for group in self.groups:
+            if isinstance(group, SlidingWindow):
+                total = total + np.minimum(lengths, group.window_tokens) * group.token_bytes
+        return total
+
+    def bytes_to_move(self, num_tokens: int, skip_tokens: int = 0, block_tokens: int = 1) -> int:
+        """Bytes to send so that token `num_tokens` can be computed where [0, `skip_tokens`) is held already.
+
+        Exact with `block_tokens=1`; an engine with blocks of B tokens moves whole blocks.
+        Raises ValueError if not 0 <= skip_tokens <= num_tokens.
+        """
+        return sum(group.bytes_to_move(num_tokens, skip_tokens, block_tokens) for group in self.groups)
+
+    def per_rank(self, tensor_parallel: int) -> "KvModel":
+        """What one of `tensor_parallel` ranks holds, where `self` is the model on one rank.
+
+        Raises:
+            ValueError: some layers' heads can't be divided among so many ranks.
+        """
+        return replace(self, groups=tuple(group.per_rank(tensor_parallel) for group in self.groups))
+
+    def describe(self) -> str:
+        """One line for people."""
+        return f"{self.name}: " + "; ".join(group.describe() for group in self.groups)

@@ -1,0 +1,24 @@
+"""How fast an instance is: prefill seconds over lengths, decode step seconds over batches, and where that is known."""
+
+from prfaas.core.latency.files import load_profile, profile_names, profile_text, save_profile
+from prfaas.core.latency.profile import (
+    Curve,
+    DecodeCurve,
+    LatencyProfile,
+    PrefillCurve,
+    ProfileError,
+    ProfileRangeError,
+)
+
+__all__ = [
+    "Curve",
+    "DecodeCurve",
+    "LatencyProfile",
+    "PrefillCurve",
+    "ProfileError",
+    "ProfileRangeError",
+    "load_profile",
+    "profile_names",
+    "profile_text",
+    "save_profile",
+]

@@ -1,0 +1,251 @@
+"""Seconds of prefill over uncached tokens on the instances of one cluster: a profile, corrected by measurements."""
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from prfaas.core.latency import LatencyProfile
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    FloatArray = NDArray[np.float64]
+
+# The curve is a table of straight pieces, eight to an octave: within 0.1 % of a parabola.
+_KNOTS_PER_OCTAVE = 8
+_OCTAVES = 22
+_BINS_PER_OCTAVE = 2
+_SAMPLES_PER_BIN = 32
+# A bin speaks for lengths this many octaves away half as loudly as for its own.
+_REACH_OCTAVES = 1.0
+# The profile weighs as much as this many samples: against the mean of all bins, and that mean against each bin.
+_PRIOR_SAMPLES = 2.0
+_FIRST_SAMPLES = 16
+_PAUSES = 20
+
+DEFAULT_POINTS = ((1.0, 0.05), (1024.0, 0.35), (8192.0, 2.4), (32768.0, 11.0), (131072.0, 66.0))
+"""(tokens, seconds) without a profile and before anything is measured: a slow instance, so that nothing is promised
+that cannot be kept. Equal for every cluster, it leaves the split of work to the number of instances."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSeconds:
+    """A curve at rest: what a `PlanProblem` may keep while the live curve moves on. Equal curves are equal values."""
+
+    tokens: tuple[float, ...]
+    seconds: tuple[float, ...]
+    _arrays: "tuple[FloatArray, FloatArray]" = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        import numpy as np
+
+        object.__setattr__(self, "_arrays", (np.array(self.tokens), np.array(self.seconds)))
+
+    def __call__(self, tokens: "FloatArray") -> "FloatArray":
+        """Seconds for arrays of tokens, of the same shape; see `ServiceCurve` for lengths outside the table."""
+        import numpy as np
+
+        last = (self.seconds[-1] - self.seconds[-2]) / (self.tokens[-1] - self.tokens[-2])
+        beyond = np.maximum(np.asarray(tokens, dtype=np.float64) - self.tokens[-1], 0.0)
+        return np.interp(tokens, *self._arrays) + beyond * last
+
+
+class ServiceCurve:
+    """T_prefill of one instance of a cluster (the paper's Table 4), for every length.
+
+    It starts as `base` and is corrected by measured samples: the ratio of measured to base is taken per half octave
+    as the median of the last 32 samples there, each weighing half after `half_life_s`; up to half of the weight may
+    come from stalled engines without moving it far. Lengths nobody measured follow the bins around, then the mean of
+    all. With few samples the base still counts. A pause between two samples ages the older ones by a twentieth of
+    `half_life_s` at most, so that an idle cluster forgets nothing.
+
+    Whatever is measured, the curve is above 0 and never falls as lengths grow (isotonic regression). It is constant
+    below 1 token and goes on with its last slope above 4 million.
+    """
+
+    seconds: "Callable[[float], float]"
+    """Seconds of a prefill of so many uncached tokens, about 0.2 µs: for `ClusterView.prefill_s`."""
+
+    def __init__(
+        self,
+        base: "Callable[[float], float] | None" = None,
+        *,
+        half_life_s: float = 600.0,
+        rebuild_s: float = 1.0,
+    ) -> None:
+        """`base`: seconds at any number of tokens of 1 and above; None: `DEFAULT_POINTS`.
+
+        The table is made again at most every `rebuild_s` seconds, but at each of the first samples.
+        """
+        import numpy as np
+        import scipy.optimize  # noqa: F401  # half a second that the first sample must not cost an event loop
+
+        knots = np.exp2(np.arange(_OCTAVES * _KNOTS_PER_OCTAVE + 1) / _KNOTS_PER_OCTAVE)
+        seconds = base if base is not None else extended(DEFAULT_POINTS)
+        self._knots: list[float] = knots.tolist()
+        self._base = np.maximum.accumulate(np.array([seconds(tokens) for tokens in self._knots]))
+        if not (np.isfinite(self._base).all() and self._base[0] > 0):
+            raise ValueError("a prefill takes a finite number of seconds above 0")
+        self._half_life_s, self._rebuild_s = half_life_s, rebuild_s
+        bins = _OCTAVES * _BINS_PER_OCTAVE
+        self._logs: FloatArray = np.zeros((bins, _SAMPLES_PER_BIN))
+        self._taken_s: FloatArray = np.full((bins, _SAMPLES_PER_BIN), -np.inf)
+        self._filled = [0] * bins
+        centres = (np.arange(bins) + 0.5) / _BINS_PER_OCTAVE
+        distance = np.abs(np.log2(knots)[:, None] - centres[None, :]) / _REACH_OCTAVES
+        self._nearness = 1.0 / (1.0 + distance**2)
+        self._newest_s = self._built_s = -math.inf
+        self._active_s = 0.0
+        self._starts: list[float] = [self._knots[0], *self._knots]
+        self._values: list[float]
+        self._slopes: list[float]
+        self._values, self._slopes = self._lines(self._base)
+        self._base_values, self._base_slopes = self._values.copy(), self._slopes.copy()
+        self.seconds = _reader(self._knots, self._starts, self._values, self._slopes)
+        self._at_rest: PrefillSeconds | None = None
+        self.samples = 0
+
+    @classmethod
+    def of_profile(cls, profile: LatencyProfile, speedup: float = 1.0) -> "ServiceCurve":
+        """From a profile, its times divided by `speedup`.
+
+        Below the profile's range its first value holds; above, the curve goes on as the power of the length that
+        its last octave grew with, at least linearly and at most quadratically.
+        """
+        low, high = profile.range_tokens
+        middle = max(high / 2, low)
+        points = [(tokens, profile.prefill_s(tokens)) for tokens in _between(low, high)]
+        grown = math.log(profile.prefill_s(high) / profile.prefill_s(middle)) if high > middle else 0.0
+        power = grown / math.log(high / middle) if high > middle else 1.0
+        curve = extended(points, power)
+        return cls(lambda tokens: curve(tokens) / speedup)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without `seconds`: a copy reads its own tables."""
+        return {name: value for name, value in self.__dict__.items() if name != "seconds"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self.seconds = _reader(self._knots, self._starts, self._values, self._slopes)
+
+    def at_rest(self) -> PrefillSeconds:
+        """The curve as it is now, for arrays: for a `PlanProblem`, in any thread."""
+        if self._at_rest is None:
+            self._at_rest = PrefillSeconds(tuple(self._knots), tuple(self._values[1:]))
+        return self._at_rest
+
+    def prefill_s(self, tokens: "FloatArray") -> "FloatArray":
+        """`seconds` for arrays of tokens, of the same shape."""
+        return self.at_rest()(tokens)
+
+    def add(self, tokens: float, seconds: float, now_s: float) -> None:
+        """One measured prefill: `seconds` of service, without waiting. What can't be one is left out.
+
+        About 1.5 µs, and 0.2 ms when the table is made again.
+        """
+        if not (tokens >= 1 and 0 < seconds < math.inf):
+            return
+        bin_ = min(int(math.log2(tokens) * _BINS_PER_OCTAVE), len(self._filled) - 1)
+        place = self._filled[bin_] % _SAMPLES_PER_BIN
+        self._filled[bin_] += 1
+        self._logs[bin_, place] = math.log(seconds / self._base_at(tokens))
+        if self.samples:
+            self._active_s += min(max(now_s - self._newest_s, 0.0), self._half_life_s / _PAUSES)
+        self._newest_s = max(now_s, self._newest_s)
+        self._taken_s[bin_, place] = self._active_s
+        self.samples += 1
+        if self.samples <= _FIRST_SAMPLES or now_s - self._built_s >= self._rebuild_s:
+            self._built_s = now_s
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        import numpy as np
+        from scipy.optimize import isotonic_regression
+
+        weights = np.exp2((self._taken_s - self._active_s) / self._half_life_s)
+        mass = weights.sum(axis=1)
+        seen = mass > 0
+        medians = np.zeros(len(mass))
+        medians[seen] = _medians(self._logs[seen], weights[seen])
+        overall = float((mass * medians).sum() / (mass.sum() + _PRIOR_SAMPLES))
+        local = self._nearness @ mass
+        moved = self._nearness @ (mass * (medians - overall)) / (local + _PRIOR_SAMPLES)
+        wanted = self._base * np.exp(overall + moved)
+        rising = isotonic_regression(wanted, weights=local + _PRIOR_SAMPLES).x
+        self._at_rest = None
+        # In place: `seconds` reads them.
+        self._values[:], self._slopes[:] = self._lines(rising)
+
+    def _lines(self, seconds: "FloatArray") -> tuple[list[float], list[float]]:
+        """Value and slope of every piece; the first is what lies below the table, the last what lies above."""
+        import numpy as np
+
+        slopes = np.diff(seconds) / np.diff(self._knots)
+        return [float(seconds[0]), *seconds.tolist()], [0.0, *slopes.tolist(), float(slopes[-1])]
+
+    def _base_at(self, tokens: float) -> float:
+        piece = bisect_right(self._knots, tokens)
+        return self._base_values[piece] + self._base_slopes[piece] * (tokens - self._starts[piece])
+
+
+def _reader(
+    knots: list[float], starts: list[float], values: list[float], slopes: list[float]
+) -> "Callable[[float], float]":
+    """A closure, since every decision asks several times: a method takes half as long again."""
+
+    def seconds(tokens: float) -> float:
+        tokens = tokens + 0.0  # whole numbers take thrice as long to compare with floating-point ones
+        piece = bisect_right(knots, tokens)
+        return values[piece] + slopes[piece] * (tokens - starts[piece])
+
+    return seconds
+
+
+def extended(
+    points: "Sequence[tuple[float, float]]", power: float | None = None
+) -> "Callable[[float], float]":
+    """The curve through `points` ((tokens, seconds), ascending), straight between them and for every length.
+
+    Below the first point it is constant. Above the last it grows with the `power` of the length, within [1, 2];
+    None: the power that joins the last two points.
+    """
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    if power is None:
+        power = math.log(ys[-1] / ys[-2]) / math.log(xs[-1] / xs[-2]) if len(points) > 1 else 1.0
+    grows = min(max(power, 1.0), 2.0)
+
+    def curve(tokens: float) -> float:
+        right = bisect_right(xs, tokens)
+        if right == 0:
+            return ys[0]
+        if right == len(xs):
+            return ys[-1] * math.pow(tokens / xs[-1], grows)
+        share = (tokens - xs[right - 1]) / (xs[right] - xs[right - 1])
+        return ys[right - 1] + share * (ys[right] - ys[right - 1])
+
+    return curve
+
+
+def _between(low: float, high: float) -> list[float]:
+    """Both ends, and enough lengths between them."""
+    import numpy as np
+
+    octaves = math.log2(high / low)
+    between: list[float] = np.geomspace(
+        low, high, max(math.ceil(octaves * 2 * _KNOTS_PER_OCTAVE), 1) + 1
+    ).tolist()
+    return [low, *between[1:-1], high] if high > low else [low]
+
+
+def _medians(values: "FloatArray", weights: "FloatArray") -> "FloatArray":
+    """The weighted median of every row."""
+    import numpy as np
+
+    order = np.argsort(values, axis=1)
+    sorted_values = np.take_along_axis(values, order, axis=1)
+    cumulative = np.cumsum(np.take_along_axis(weights, order, axis=1), axis=1)
+    half = cumulative[:, -1:] / 2
+    return np.take_along_axis(sorted_values, (cumulative < half).sum(axis=1)[:, None], axis=1)[:, 0]

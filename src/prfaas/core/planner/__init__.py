@@ -1,0 +1,33 @@
+"""Steady state: what a deployment can do, the best split of its roles and requests, and what limits it."""
+
+from prfaas.core.planner.equations import Egress, KvSize, egress
+from prfaas.core.planner.from_deployment import problem_of
+from prfaas.core.planner.make_plan import best_operation, make_plan
+from prfaas.core.planner.operating_point import LinkUse, OperatingPoint, Roles, RouteUse, ServiceModel, Stage
+from prfaas.core.planner.plan import Baseline, Cost, Plan, ShadowPrice, TtftEstimate
+from prfaas.core.planner.problem import PdCluster, PlanError, PlanLink, PlanProblem, PrfaasCluster
+
+__all__ = [
+    "Baseline",
+    "Cost",
+    "Egress",
+    "KvSize",
+    "LinkUse",
+    "OperatingPoint",
+    "PdCluster",
+    "Plan",
+    "PlanError",
+    "PlanLink",
+    "PlanProblem",
+    "PrfaasCluster",
+    "Roles",
+    "RouteUse",
+    "ServiceModel",
+    "ShadowPrice",
+    "Stage",
+    "TtftEstimate",
+    "best_operation",
+    "egress",
+    "make_plan",
+    "problem_of",
+]

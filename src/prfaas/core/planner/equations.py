@@ -1,0 +1,125 @@
+"""Equations 1 and 3 to 6 of the paper (sections 2.1 and 3.4.1), one function each.
+
+Eq. 2: the egress that a prefill cluster of N GPUs needs to keep its GPUs busy (section 2.1).
+
+S_kv of a model for lengths that aren't whole numbers, such as means.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from prfaas.core.kv import KvModel, SlidingWindow
+from prfaas.core.planner.problem import PlanError
+from prfaas.core.units import BITS_PER_BYTE
+from prfaas.core.workload import LengthDistribution
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from prfaas.core.planner.problem import OfLength
+
+    FloatArray = NDArray[np.float64]
+
+
+def kv_throughput_bits_per_s(kv_bytes: float, prefill_s: float) -> float:
+    """Eq. 1: Φ_kv(l) = S_kv(l) / T_prefill(l), in bits per second."""
+    return kv_bytes * BITS_PER_BYTE / prefill_s
+
+
+def theta_prfaas(instances: int, prefill_s: float, bandwidth_bits_per_s: float, kv_bytes: float) -> float:
+    """Eq. 3: min(N_prfaas / T_prefill(l_long), B_out / S_kv(l_long)), requests per second.
+
+    Prefill and transfer overlap layer by layer, so the slower of the two counts.
+    """
+    return min(instances / prefill_s, bandwidth_bits_per_s / (kv_bytes * BITS_PER_BYTE))
+
+
+def theta_pd_p(n_prefill: int, prefill_s: float) -> float:
+    """Eq. 4: N_p / T_prefill(l_short), requests per second."""
+    return n_prefill / prefill_s
+
+
+def theta_pd_d(n_decode: int, decode_batch: float, decode_step_s: float, output_tokens: float) -> float:
+    """Eq. 5: N_d · BS_max / (T_decode · L_out), requests per second."""
+    return n_decode * decode_batch / (decode_step_s * output_tokens)
+
+
+def lambda_max(theta_prfaas: float, theta_pd_p: float, theta_pd_d: float, offloaded_fraction: float) -> float:
+    """Eq. 6: min(Θ_prfaas / p, Θ_pd-p / (1 − p), Θ_pd-d), requests per second; a stage without requests is no limit."""
+    p = offloaded_fraction
+    return min(
+        theta_prfaas / p if p > 0 else math.inf,
+        theta_pd_p / (1 - p) if p < 1 else math.inf,
+        theta_pd_d,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Egress:
+    """Bits per second of `instances` busy instances.
+
+    `by_length` is (N / P) · E[S_kv] / E[T_prefill], `at_mean` the paper's shortcut (N / P) · Φ_kv(L_avg).
+    """
+
+    instances: float
+    mean_tokens: float
+    by_length_bits_per_s: float
+    at_mean_bits_per_s: float
+
+
+def egress(
+    gpus: int,
+    gpus_per_instance: int,
+    kv_bytes: "OfLength",
+    prefill_s: "OfLength",
+    lengths: LengthDistribution,
+) -> Egress:
+    """The egress of `gpus` GPUs that prefill requests of these (uncached) lengths without a pause.
+
+    Raises:
+        PlanError: fewer GPUs than one instance has.
+    """
+    import numpy as np
+
+    if gpus_per_instance < 1 or gpus < gpus_per_instance:
+        raise PlanError(f"{gpus} GPUs are less than one instance of {gpus_per_instance}")
+    instances = gpus / gpus_per_instance
+    mean = lengths.mean()
+    at_mean = kv_throughput_bits_per_s(
+        float(kv_bytes(np.array([mean]))[0]), float(prefill_s(np.array([mean]))[0])
+    )
+    by_length = lengths.expect(kv_bytes) * BITS_PER_BYTE / lengths.expect(prefill_s)
+    return Egress(instances, mean, instances * by_length, instances * at_mean)
+
+
+_FAR = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KvSize:
+    """Bytes of a request's KVCache for arrays of tokens.
+
+    A model's size is a straight line but where a window is full, so it is interpolated between these lengths exactly.
+    """
+
+    model: KvModel
+    _tokens: "FloatArray" = field(init=False, repr=False)
+    _bytes: "FloatArray" = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        import numpy as np
+
+        windows = [group for group in self.model.groups if isinstance(group, SlidingWindow)]
+        knots = {1, _FAR, *(group.window_tokens for group in windows)}
+        tokens = sorted(knots)
+        object.__setattr__(self, "_tokens", np.array(tokens, dtype=np.float64))
+        sizes = [self.model.kv_bytes(count) for count in tokens]
+        object.__setattr__(self, "_bytes", np.array(sizes, dtype=np.float64))
+
+    def __call__(self, tokens: "FloatArray") -> "FloatArray":
+        """Bytes at `tokens` (1 to 16 million; below 1 it counts as 1)."""
+        import numpy as np
+
+        return np.interp(tokens, self._tokens, self._bytes)

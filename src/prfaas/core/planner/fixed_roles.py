@@ -1,0 +1,242 @@
+"""The questions of a deployment that runs, with roles as they are: what it can do, and which thresholds are best."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from prfaas.core.planner.make_plan import best_operation
+from prfaas.core.planner.network import network_with_roles
+from prfaas.core.planner.operating_point import ServiceModel
+from prfaas.core.planner.problem import PdCluster, PlanError, PlanLink, PlanProblem, PrfaasCluster, all_paths
+from prfaas.core.planner.routing import Routing, best_routing
+from prfaas.core.planner.two_clusters import best_prefill, best_rate, best_threshold_tokens, rate_at
+from prfaas.core.units import BITS_PER_BYTE
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from prfaas.core.planner.problem import OfLength
+
+    FloatArray = NDArray[np.float64]
+
+# Requests per second that an instance decodes where decode is left out.
+_NO_LIMIT = 1e6
+# A PD cluster without requests would have no threshold: each is given at least this part of them.
+_LEAST_PART = 1e-3
+# A smaller part of a cluster's time is the solver's rounding.
+_NO_TIME = 1e-6
+
+
+def rate_with_roles(
+    problem: PlanProblem, prefill: Mapping[str, int], service: ServiceModel = "mean length"
+) -> float:
+    """Λ_max with the best routes, if `prefill[cluster]` instances of each PD cluster prefill; 0 if nothing flows."""
+    if problem.is_two_cluster:
+        return best_rate(problem, prefill[problem.pd[0].name], service)
+    try:
+        return network_with_roles(problem, prefill, service).lambda_max
+    except PlanError:
+        return 0.0
+
+
+def best_roles(problem: PlanProblem, service: ServiceModel = "mean length") -> dict[str, int]:
+    """Prefill instances by PD cluster at the planner's best operating point."""
+    if problem.is_two_cluster:
+        return {problem.pd[0].name: best_prefill(problem, service)}
+    return {roles.cluster: roles.prefill for roles in best_operation(problem, service).roles}
+
+
+def even_spread(problem: PlanProblem, prefill: Mapping[str, int]) -> dict[str, float]:
+    """The part of all requests that each PD cluster decodes if all are equally full: by N_d · BS_max / T_decode.
+
+    Where every instance prefills, one is taken to decode too.
+    """
+    output = problem.workload.output_tokens
+    rates = {pd.name: max(pd.instances - prefill[pd.name], 1) * pd.decode_rate(output) for pd in problem.pd}
+    total = sum(rates.values())
+    if total <= 0:
+        return {name: 1 / len(rates) for name in rates}
+    return {name: rate / total for name, rate in rates.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSide:
+    """What prefills for one PD cluster: its own instances, and others over links; decode is left out, since no
+    threshold changes it.
+
+    `problem` has this PD cluster and at most one PrfaaS cluster, `n_prefill` instances of the PD cluster prefill.
+    `part` of all requests of the deployment are this cluster's. Thresholds are in uncached tokens.
+    """
+
+    problem: PlanProblem
+    n_prefill: int
+    part: float
+    service: ServiceModel
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether anything but its own instances can prefill for the PD cluster."""
+        target = self.problem.pd[0].name
+        return any(link.target == target for link in self.problem.links)
+
+    def best_threshold(self) -> float:
+        """The threshold of the balance of Eq. 7; infinite where nothing should be, or nothing can be, offloaded.
+
+        Where lengths have atoms it is half way (in proportion) to the next one: both ends route what is known alike.
+        """
+        import numpy as np
+
+        found = best_threshold_tokens(self.problem, self.n_prefill, self.service)
+        lengths, share = self.problem.workload.lengths, 1 - self.problem.hit_ratio(self.problem.pd[0])
+        if found is None or found >= lengths.high * share:
+            return math.inf
+        atoms = lengths.atoms()
+        if found <= 0 or atoms is None:
+            return found
+        above = np.searchsorted(atoms * share, found * (1 + 1e-12), side="right")
+        return math.sqrt(found * float(atoms[above]) * share)
+
+    def rate(self, threshold: float) -> float:
+        """Requests per second of this cluster that prefill and links can carry with a threshold."""
+        return rate_at(self.problem, threshold, self.n_prefill, self.service)
+
+
+def prefill_sides(
+    problem: PlanProblem,
+    prefill: Mapping[str, int],
+    spread: Mapping[str, float],
+    service: ServiceModel = "mean length",
+) -> dict[str, PrefillSide]:
+    """The prefill side of every PD cluster, by its name.
+
+    Two clusters are what they are. Of more, each prefill cluster's instances are divided among the PD clusters that
+    it prefills for, as the planner's linear programme for the present roles divides their time; every PD cluster then
+    decodes its part (`spread`) of the requests of every length. Where one is the limit and can't use all it is granted,
+    that is not given to others. Several clusters that prefill for one PD cluster become one, whose rate at a length is
+    Σ min(N / T_prefill, B / S_kv): Eq. 3, summed.
+    """
+    without = _without_decode(problem, prefill)
+    if problem.is_two_cluster:
+        name = problem.pd[0].name
+        return {name: PrefillSide(without, prefill[name], 1.0, service)}
+    parts = {pd.name: max(spread[pd.name], _LEAST_PART) for pd in problem.pd}
+    parts = {name: part / sum(parts.values()) for name, part in parts.items()}
+    granted = _granted(without, prefill, parts, service)
+    return {pd.name: _side(without, pd, granted, parts[pd.name], service) for pd in without.pd}
+
+
+def _without_decode(problem: PlanProblem, prefill: Mapping[str, int]) -> PlanProblem:
+    output = problem.workload.output_tokens
+    return replace(
+        problem,
+        pd=tuple(
+            replace(pd, instances=prefill[pd.name] + 1, decode_batch=_NO_LIMIT * pd.decode_step_s * output)
+            for pd in problem.pd
+        ),
+    )
+
+
+def _granted(
+    problem: PlanProblem, prefill: Mapping[str, int], parts: Mapping[str, float], service: ServiceModel
+) -> dict[tuple[str, str], float]:
+    """Instances (not whole ones) of each prefill cluster that work for each PD cluster."""
+    instances = {cluster.name: prefill.get(cluster.name, cluster.instances) for cluster in problem.clusters}
+    found = best_routing(problem, all_paths(problem), prefill, service, parts)
+    granted: dict[tuple[str, str], float] = {}
+    for cluster in problem.clusters:
+        reached = [
+            pd.name
+            for pd in problem.pd
+            if pd.name == cluster.name or problem.link(cluster.name, pd.name) is not None
+        ]
+        # Without a solution (some cluster has nothing that could prefill for it) by requests.
+        time_s = {name: parts[name] for name in reached}
+        if found is not None:
+            used = {name: _time_s(found[0], cluster, name) for name in reached}
+            total = sum(used.values())
+            if total > 0:
+                time_s = {name: used[name] if used[name] > _NO_TIME * total else 0.0 for name in reached}
+        total = sum(time_s.values())
+        for name in reached:
+            granted[cluster.name, name] = instances[cluster.name] * time_s[name] / total
+    return granted
+
+
+def _time_s(routing: Routing, cluster: PrfaasCluster | PdCluster, decode: str) -> float:
+    """Seconds of `cluster` per request of the deployment, on requests that `decode` decodes."""
+    return sum(
+        float((routing.shares[:, k] * routing.lengths.means(cluster.prefill_s, path.share)).sum())
+        for k, path in enumerate(routing.paths)
+        if path.prefill == cluster.name and path.decode == decode
+    )
+
+
+def _side(
+    problem: PlanProblem,
+    pd: PdCluster,
+    granted: Mapping[tuple[str, str], float],
+    part: float,
+    service: ServiceModel,
+) -> PrefillSide:
+    own = granted[pd.name, pd.name]
+    home = (
+        replace(pd, instances=2, prefill_s=_Divided(pd.prefill_s, own))
+        if own > 0
+        else replace(pd, instances=1)
+    )
+    remote = [
+        _Remote(cluster.prefill_s, granted[cluster.name, pd.name], link.bandwidth_bits_per_s)
+        for cluster in problem.clusters
+        if cluster.name != pd.name
+        and (link := problem.link(cluster.name, pd.name)) is not None
+        and granted[cluster.name, pd.name] > 0
+    ]
+    # Its links are in the curve.
+    name = f"others for {pd.name}"
+    away = PrfaasCluster(name, name, 1, 1, _Together(tuple(remote), problem.kv_bytes), pd.prefix_hit_ratio)
+    alone = replace(
+        problem,
+        prfaas=(away,) if remote else (),
+        pd=(home,),
+        links=(PlanLink(name, pd.name, math.inf),) if remote else (),
+    )
+    return PrefillSide(alone, home.instances - 1, part, service)
+
+
+@dataclass(frozen=True, slots=True)
+class _Divided:
+    """Seconds of a prefill on `instances` instances together."""
+
+    prefill_s: "OfLength"
+    instances: float
+
+    def __call__(self, tokens: "FloatArray") -> "FloatArray":
+        return self.prefill_s(tokens) / self.instances
+
+
+@dataclass(frozen=True, slots=True)
+class _Remote:
+    prefill_s: "OfLength"
+    instances: float
+    bandwidth_bits_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Together:
+    """Seconds per request of prefill clusters and their links together."""
+
+    remote: Sequence[_Remote]
+    kv_bytes: "OfLength"
+
+    def __call__(self, tokens: "FloatArray") -> "FloatArray":
+        import numpy as np
+
+        bits = self.kv_bytes(tokens) * BITS_PER_BYTE
+        rates = [
+            1 / np.maximum(each.prefill_s(tokens) / each.instances, bits / each.bandwidth_bits_per_s)
+            for each in self.remote
+        ]
+        total: FloatArray = 1 / np.sum(rates, axis=0)
+        return total

@@ -1,0 +1,154 @@
+"""From a deployment file to a planning problem."""
+
+from typing import TYPE_CHECKING
+
+from prfaas.core.deployment import (
+    DeploymentError,
+    EmpiricalLengths,
+    FixedLengths,
+    LogNormalLengths,
+    PlannedCluster,
+    PlannedDeployment,
+    TraceLengths,
+    UniformLengths,
+)
+from prfaas.core.latency import ProfileError
+from prfaas.core.planner.equations import KvSize
+from prfaas.core.planner.problem import PdCluster, PlanError, PlanLink, PlanProblem, PrfaasCluster, all_paths
+from prfaas.core.workload import (
+    Empirical,
+    LengthDistribution,
+    TruncatedLogNormal,
+    Uniform,
+    Workload,
+    WorkloadError,
+    fixed,
+)
+from prfaas.core.workload.trace_readers import read_trace
+
+if TYPE_CHECKING:
+    from prfaas.core.planner.problem import OfLength
+
+
+def problem_of(deployment: PlannedDeployment) -> PlanProblem:
+    """The planning problem that a deployment file states.
+
+    Raises:
+        DeploymentError: a profile doesn't cover the lengths or has no decode times, an SLO that not even a batch
+            of one keeps, a trace that can't be read; one sentence with file, line and field.
+    """
+    workload = _workload(deployment)
+    curves = [cluster.profile for cluster in deployment.clusters]
+    # Clusters with equal profiles share one curve: the planner knows equal clusters by it.
+    prefill_s = {
+        cluster.name: curves[curves.index(cluster.profile)].prefill_s for cluster in deployment.clusters
+    }
+    try:
+        problem = PlanProblem(
+            name=deployment.name,
+            prfaas=tuple(
+                PrfaasCluster(
+                    cluster.name,
+                    cluster.hardware,
+                    cluster.instance_count,
+                    cluster.gpus_per_instance,
+                    prefill_s[cluster.name],
+                    cluster.prefix_hit_ratio,
+                )
+                for cluster in deployment.prfaas_clusters
+            ),
+            pd=tuple(
+                _pd(deployment, index, cluster, prefill_s[cluster.name])
+                for index, cluster in enumerate(deployment.clusters)
+                if cluster.kind == "pd"
+            ),
+            links=tuple(
+                PlanLink(link.source, link.target, link.bandwidth_bits_per_s) for link in deployment.links
+            ),
+            workload=workload,
+            kv_bytes=KvSize(deployment.kv_model),
+            prices=deployment.prices,
+            load=deployment.workload.load,
+        )
+    except PlanError as error:
+        raise deployment.error((), str(error)) from None
+    _check_range(deployment, problem)
+    return problem
+
+
+def _pd(
+    deployment: PlannedDeployment, index: int, cluster: PlannedCluster, prefill_s: "OfLength"
+) -> PdCluster:
+    step_limit_s = deployment.slo.tpot_s
+    assert step_limit_s is not None  # checked with the file
+    try:
+        batch = cluster.profile.max_batch(step_limit_s)
+        step_s = cluster.profile.decode_step_s(batch) if batch else 0.0
+    except ProfileError as error:
+        raise deployment.error(("clusters", index, "profile"), str(error)) from None
+    if batch == 0:
+        raise deployment.error(
+            ("slo",),
+            f"asks for a token every {step_limit_s * 1000:.3g} ms, which profile "
+            f'"{cluster.profile.name}" does not keep with a single request in the batch',
+        )
+    return PdCluster(
+        cluster.name,
+        cluster.hardware,
+        cluster.instance_count,
+        cluster.gpus_per_instance,
+        prefill_s,
+        float(batch),
+        step_s,
+        cluster.prefix_hit_ratio,
+    )
+
+
+def _check_range(deployment: PlannedDeployment, problem: PlanProblem) -> None:
+    """Every length that a cluster may be given must be in its profile's range, however much is cached."""
+    lengths = problem.workload.lengths
+    used = all_paths(problem)
+    for index, cluster in enumerate(deployment.clusters):
+        shares = [path.share for path in used if path.prefill == cluster.name]
+        if not shares:
+            continue
+        low, high = lengths.low * min(shares), lengths.high * max(shares)
+        try:
+            cluster.profile.require_range(low, high)
+        except ProfileError as error:
+            raise deployment.error(
+                ("clusters", index, "profile"),
+                f"{error}; the workload's uncached lengths go from {low:.6g} to {high:.6g}",
+            ) from None
+
+
+def _workload(deployment: PlannedDeployment) -> Workload:
+    spec = deployment.workload
+    try:
+        lengths, output_tokens = _lengths(deployment)
+        output = spec.output_tokens if spec.output_tokens is not None else output_tokens
+        if output is None:
+            raise deployment.error(
+                ("workload", "output_tokens"), "is missing; give the mean length of answers"
+            )
+        return Workload(lengths, output, spec.prefix_hit_ratio)
+    except DeploymentError:
+        raise
+    except WorkloadError as error:
+        field = ("workload", "lengths", "path") if isinstance(spec.lengths, TraceLengths) else ("workload",)
+        raise deployment.error(field, str(error)) from None
+
+
+def _lengths(deployment: PlannedDeployment) -> tuple[LengthDistribution, float | None]:
+    match deployment.workload.lengths:
+        case LogNormalLengths(mu, sigma, low, high):
+            return TruncatedLogNormal(mu, sigma, low, high), None
+        case UniformLengths(low, high):
+            return Uniform(low, high), None
+        case FixedLengths(tokens):
+            return fixed(tokens), None
+        case EmpiricalLengths(lengths, weights):
+            return Empirical(lengths, weights), None
+        case TraceLengths(path, form):
+            trace = read_trace(path, form)
+            return trace.lengths, trace.output_tokens

@@ -1,0 +1,146 @@
+"""What each resource of a two-cluster deployment has to do per request, as a function of the threshold."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prfaas.core.planner.problem import Path, PdCluster, PlanProblem, PrfaasCluster
+from prfaas.core.units import BITS_PER_BYTE
+from prfaas.core.workload import Bins
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from prfaas.core.planner.problem import OfLength
+
+    FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loads:
+    """Work per request of the whole system, one entry per threshold.
+
+    `offloaded` is p; `prfaas_s` and `pd_s` are seconds of prefill, `link_bits` has bits by link name.
+    """
+
+    offloaded: "FloatArray"
+    prfaas_s: "FloatArray"
+    pd_s: "FloatArray"
+    link_bits: "dict[str, FloatArray]"
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Requests longer than a threshold go by `remote` (None: there is no way to), others by `local`.
+
+    `fine` has the lengths to sum T(L) over; None takes T(E[L]), the paper's way.
+    """
+
+    problem: PlanProblem
+    prfaas: PrfaasCluster | None
+    pd: PdCluster
+    remote: Path | None
+    local: Path
+    fine: Bins | None
+
+    @property
+    def own_share(self) -> float:
+        """Uncached tokens, which the threshold is compared with, per token of the prompt (section 3.4.3)."""
+        if self.local.policy == "own":
+            return 1 - self.problem.hit_ratio(self.pd)
+        best = max(self.problem.hit_ratio(cluster) for cluster in self.problem.clusters)
+        return 1 - best
+
+    def loads(self, lengths: "FloatArray") -> Loads:
+        """The loads if prompts of more than `lengths` tokens (ascending, cached ones counted) are offloaded."""
+        import numpy as np
+
+        above, below = self._parts(lengths)
+        zero = np.zeros(len(lengths))
+        links = {link.name: zero for link in self.problem.links}
+        prfaas_s = zero
+        if self.remote is not None and self.prfaas is not None:
+            prfaas_s = above.total(self.prfaas.prefill_s, self.remote.share)
+            for transfer in self.remote.transfers:
+                bits = above.total(self.problem.kv_bytes, transfer.share) * BITS_PER_BYTE
+                links[transfer.link] = links[transfer.link] + bits
+        for transfer in self.local.transfers:
+            bits = below.total(self.problem.kv_bytes, transfer.share) * BITS_PER_BYTE
+            links[transfer.link] = links[transfer.link] + bits
+        return Loads(above.mass, prfaas_s, below.total(self.pd.prefill_s, self.local.share), links)
+
+    def _parts(
+        self, lengths: "FloatArray"
+    ) -> "tuple[_MeanLength, _MeanLength] | tuple[_ByLength, _ByLength]":
+        """The prompts above each length, and the others."""
+        import numpy as np
+
+        distribution = self.problem.workload.lengths
+        mass, tokens = distribution.above(lengths)
+        others, their_tokens = 1.0 - mass, distribution.mean() - tokens
+        if self.fine is not None:
+            return (
+                _ByLength(mass, tokens, lengths, self.fine, above=True),
+                _ByLength(others, their_tokens, lengths, self.fine, above=False),
+            )
+        low, high = distribution.low, distribution.high
+        inside = np.minimum(np.maximum(lengths, low), high)
+        return _mean_length(mass, tokens, inside, high), _mean_length(others, their_tokens, low, inside)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _MeanLength:
+    """`some`: where the probability is not 0; `means` are E[L | part] there, and any possible length elsewhere."""
+
+    mass: "FloatArray"
+    means: "FloatArray"
+    some: "NDArray[np.bool_]"
+
+    def total(self, f: "OfLength", share: float) -> "FloatArray":
+        """P(part) × f(share × E[L | part]), 0 for parts of probability zero."""
+        import numpy as np
+
+        return np.where(self.some, self.mass * f(share * self.means), 0.0)
+
+
+def _mean_length(
+    mass: "FloatArray", tokens: "FloatArray", low: "FloatArray | float", high: "FloatArray | float"
+) -> _MeanLength:
+    """The part whose lengths are between `low` and `high`."""
+    import numpy as np
+
+    some = mass > 1e-15
+    # Rounding must not put the mean of a tiny part outside of it: curves end where lengths do.
+    means = np.minimum(np.maximum(tokens / np.where(some, mass, 1.0), low), high)
+    return _MeanLength(mass, means, some)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _ByLength:
+    mass: "FloatArray"
+    tokens: "FloatArray"
+    lengths: "FloatArray"
+    fine: Bins
+    above: bool
+
+    def total(self, f: "OfLength", share: float) -> "FloatArray":
+        """E[f(share × L); part]: whole bins by their sum, and the part of the bin that each length cuts."""
+        import numpy as np
+
+        fine = self.fine
+        sums = np.concatenate([[0.0], np.cumsum(fine.weights * f(share * fine.lengths))])
+        masses = np.concatenate([[0.0], np.cumsum(fine.weights)])
+        moments = np.concatenate([[0.0], np.cumsum(fine.weights * fine.lengths)])
+        # Bins that lie in the part as a whole; what remains of its probability is in the bin that is cut.
+        if self.above:
+            first = np.searchsorted(fine.lower, self.lengths, side="left")
+            whole, mass, tokens = (each[-1] - each[first] for each in (sums, masses, moments))
+        else:
+            last = np.searchsorted(fine.upper, self.lengths, side="right")
+            whole, mass, tokens = (each[last] for each in (sums, masses, moments))
+        rest = self.mass - mass
+        cut = rest > 1e-12
+        result = np.array(whole)
+        means = np.clip((self.tokens - tokens)[cut] / rest[cut], fine.lengths[0], fine.lengths[-1])
+        result[cut] += rest[cut] * f(share * means)
+        return result

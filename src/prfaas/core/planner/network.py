@@ -1,0 +1,242 @@
+"""The general case: any number of PrfaaS clusters, PD clusters and links."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from prfaas.core.planner.linear_programs import BinnedLengths, Programme, Resource
+from prfaas.core.planner.operating_point import LinkUse, OperatingPoint, Roles, RouteUse, ServiceModel, Stage
+from prfaas.core.planner.problem import Path, PlanError, PlanProblem, all_paths
+from prfaas.core.planner.routing import Routing, best_routing, cleaned
+from prfaas.core.planner.ttft import Pool, service_ttft
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    FloatArray = NDArray[np.float64]
+
+# Roles are found on few bins, the routes for them on more (`routing.py`).
+_ROLE_BINS = 24
+# Flows below this part of all requests are the solver's rounding.
+_NOTHING = 1e-7
+# A bin with fewer requests than this part of all doesn't count for the ends of a route.
+_SEEN = 1e-6
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NetworkPlan:
+    """The operating point, what each resource is worth, and how far the optimum may be above (in proportion)."""
+
+    point: OperatingPoint
+    pools: tuple[Pool, ...]
+    prices: dict[tuple[str, str], float]
+    bound_gap: float
+
+
+def best_network(problem: PlanProblem, service: ServiceModel = "mean length") -> NetworkPlan:
+    """The highest Λ_max over whole-number roles and any routing of lengths over the links.
+
+    Lengths are cut into bins, and again where the solution divides a bin. Requests are routed by T(l). With
+    "mean length" every resource's work is then scaled to the paper's T(E[L]) (or S(E[L])) of what it got, and the
+    programme solved again until nothing changes: for two clusters that is the balance of Eq. 7.
+    """
+    paths = all_paths(problem)
+    distribution = problem.workload.lengths
+    coarse = BinnedLengths.of(distribution, distribution.bins(_ROLE_BINS))
+    prefill, bound = Programme(problem, paths, coarse, {}).best_roles()
+    routing, scales = _routes_for(problem, paths, prefill, service)
+    if service == "mean length":
+        # The corrected work may call for other roles.
+        again, corrected_bound = Programme(problem, paths, coarse, scales).best_roles()
+        if again != prefill:
+            other, other_scales = _routes_for(problem, paths, again, service)
+            if other.rate(service) > routing.rate(service):
+                routing, scales = other, other_scales
+        bound = corrected_bound
+    prices = Programme(problem, paths, routing.lengths, scales).prices(routing.prefill)
+    best = _point(routing, service)
+    gap = max(bound / best.lambda_max - 1, 0.0) if best.lambda_max > 0 else 0.0
+    return NetworkPlan(best, _pools(routing), prices, gap)
+
+
+def network_with_roles(
+    problem: PlanProblem, prefill: Mapping[str, int], service: ServiceModel = "mean length"
+) -> OperatingPoint:
+    """The best routes for roles that are given: prefill instances by PD cluster.
+
+    Raises:
+        PlanError: no request gets through with them.
+    """
+    routing, _ = _routes_for(problem, all_paths(problem), prefill, service)
+    return _point(routing, service)
+
+
+def naive_network(problem: PlanProblem, service: ServiceModel = "mean length") -> OperatingPoint | None:
+    """All prefill on PrfaaS clusters, all PD instances decode, and no regard to length; None without a way."""
+    import numpy as np
+
+    paths = tuple(path for path in all_paths(problem) if path.prefill in {c.name for c in problem.prfaas})
+    if {path.decode for path in paths} != {pd.name for pd in problem.pd}:
+        return None
+    distribution = problem.workload.lengths
+    lengths = BinnedLengths.of(distribution, distribution.bins_between(np.array([0.0, distribution.high])))
+    prefill = {pd.name: 0 for pd in problem.pd}
+    scales: dict[Resource, float] = {}
+    for _ in range(2 if service == "mean length" else 1):
+        shares = Programme(problem, paths, lengths, scales).shares(prefill)
+        if shares is None:
+            return None
+        routing = Routing(problem, paths, lengths, cleaned(lengths, shares), prefill)
+        scales = routing.scales()
+    return _point(routing, service)
+
+
+def _routes_for(
+    problem: PlanProblem, paths: tuple[Path, ...], prefill: Mapping[str, int], service: ServiceModel
+) -> tuple[Routing, dict[Resource, float]]:
+    found = best_routing(problem, paths, prefill, service)
+    if found is None:
+        raise PlanError("no request gets through; there must be an instance for prefill and one for decode")
+    return found
+
+
+def _pools(routing: Routing) -> tuple[Pool, ...]:
+    """Service times of every prefill cluster, by the exact distribution of lengths."""
+    import numpy as np
+
+    lengths = routing.lengths
+    portions = routing.shares / lengths.bins.weights[:, None]
+    pools = []
+    for cluster in routing.problem.clusters:
+        seconds, weights = [], []
+        for k, path in enumerate(routing.paths):
+            if path.prefill == cluster.name and routing.mass[k] > 0:
+                part = lengths.fine.weights * portions[lengths.where, k]
+                seconds.append(cluster.prefill_s(path.share * lengths.fine.lengths)[part > 0])
+                weights.append(part[part > 0])
+        if seconds:
+            instances = routing.prefill.get(cluster.name, cluster.instances)
+            smooth = lengths.distribution.atoms() is None
+            pools.append(
+                Pool(cluster.name, instances, np.concatenate(seconds), np.concatenate(weights), smooth)
+            )
+    return tuple(pools)
+
+
+def _point(routing: Routing, service: ServiceModel) -> OperatingPoint:
+    import numpy as np
+
+    problem, prefill = routing.problem, routing.prefill
+    capacities = routing.stages(service)
+    rate = min(stage.capacity for stage in capacities if stage.capacity is not None)
+    stages = tuple(
+        replace(stage, utilisation=_utilisation(rate, stage.capacity) if stage.capacity is not None else 0.0)
+        for stage in capacities
+    )
+    local = np.array([path.is_local for path in routing.paths])
+    p = float(routing.mass[~local].sum())
+    links = []
+    for link in problem.links:
+        egress = routing.link_bits(link.name, service) * rate
+        links.append(
+            LinkUse(link.name, link.bandwidth_bits_per_s, egress, egress / link.bandwidth_bits_per_s)
+        )
+    mean_ttft, p90_ttft = service_ttft(_pools(routing))
+    n_prefill = sum(prefill.values())
+    output = problem.workload.output_tokens
+    used_best = any(path.policy == "best" and routing.mass[k] > 0 for k, path in enumerate(routing.paths))
+    return OperatingPoint(
+        threshold_tokens=_threshold(routing, local, p),
+        n_prefill=n_prefill,
+        n_decode=sum(pd.instances for pd in problem.pd) - n_prefill,
+        theta_prfaas=_theta(routing, stages, local=False),
+        theta_pd_p=_theta(routing, stages, local=True),
+        theta_pd_d=sum((pd.instances - prefill[pd.name]) * pd.decode_rate(output) for pd in problem.pd),
+        lambda_max=rate,
+        offloaded_fraction=p,
+        mean_long_tokens=_mean(routing, ~local),
+        mean_short_tokens=_mean(routing, local),
+        egress_bits_per_s=sum((link.egress_bits_per_s for link in links), 0.0),
+        ttft_mean_s=mean_ttft,
+        ttft_p90_s=p90_ttft,
+        n_prfaas=sum(cluster.instances for cluster in problem.prfaas),
+        cache_policy="best" if used_best else "own",
+        roles=tuple(Roles(pd.name, prefill[pd.name], pd.instances - prefill[pd.name]) for pd in problem.pd),
+        stages=stages,
+        routes=tuple(_routes(routing)),
+        links=tuple(links),
+    )
+
+
+def _utilisation(rate: float, capacity: float) -> float:
+    return rate / capacity if capacity > 0 else 1.0
+
+
+def _uncached(problem: PlanProblem, path: Path) -> float:
+    """Tokens that the decoding cluster doesn't hold, per token of the prompt: what thresholds are compared with."""
+    pd = next(pd for pd in problem.pd if pd.name == path.decode)
+    return 1 - problem.hit_ratio(pd)
+
+
+def _routes(routing: Routing) -> list[RouteUse]:
+    bins, routes = routing.lengths.bins, []
+    for k, path in enumerate(routing.paths):
+        total = float(routing.mass[k])
+        if total > _NOTHING:
+            scale = _uncached(routing.problem, path)
+            used = routing.shares[:, k] > min(_SEEN, total / 2)
+            if not used.any():
+                used = routing.shares[:, k] > 0
+            ends = float(bins.lower[used].min()) * scale, float(bins.upper[used].max()) * scale
+            routes.append(RouteUse(path.prefill, path.decode, total, routing.mean_length(k) * scale, *ends))
+    return routes
+
+
+def _mean(routing: Routing, chosen: "NDArray[np.bool_]") -> float | None:
+    """The mean uncached tokens of requests on the chosen paths."""
+    used = [k for k in range(len(routing.paths)) if chosen[k] and routing.mass[k] > 0]
+    mass = float(routing.mass[used].sum())
+    if mass <= _NOTHING:
+        return None
+    scales = [_uncached(routing.problem, routing.paths[k]) for k in used]
+    parts = [float(routing.mass[k]) * routing.mean_length(k) for k in used]
+    return sum(part * scale for part, scale in zip(parts, scales, strict=True)) / mass
+
+
+def _theta(routing: Routing, stages: tuple[Stage, ...], *, local: bool) -> float | None:
+    """Σ over prefill clusters of the rate at which the cluster, or a link it feeds, is full (Eq. 3 and 4)."""
+    capacities = {stage.name: stage.capacity for stage in stages}
+    total: float | None = None
+    for cluster in routing.problem.clusters:
+        used = [
+            k
+            for k, path in enumerate(routing.paths)
+            if path.prefill == cluster.name and path.is_local is local and routing.mass[k] > 0
+        ]
+        names = {f"{cluster.name} prefill"} if used else set()
+        if not local:
+            names |= {f"{transfer.link} link" for k in used for transfer in routing.paths[k].transfers}
+        limits = [capacity for name in names if (capacity := capacities[name]) is not None]
+        if limits:
+            total = (total or 0.0) + min(limits) * float(routing.mass[used].sum())
+    return total
+
+
+def _threshold(routing: Routing, local: "NDArray[np.bool_]", p: float) -> float | None:
+    """The uncached length that separates offloaded from local requests; None if they overlap in more than a bin."""
+    import numpy as np
+
+    scales = {round(_uncached(routing.problem, path), 12) for path in routing.paths}
+    if len(scales) > 1 or not routing.problem.links:
+        return None
+    scale, distribution = scales.pop(), routing.lengths.distribution
+    here, away = routing.shares[:, local].sum(axis=1), routing.shares[:, ~local].sum(axis=1)
+    if p <= _NOTHING:
+        return distribution.high * scale
+    if p >= 1 - _NOTHING:
+        return 0.0
+    short, long = np.flatnonzero(here > _SEEN), np.flatnonzero(away > _SEEN)
+    if len(short) and len(long) and short.max() > long.min():
+        return None
+    return distribution.quantile(1 - p) * scale

@@ -1,0 +1,237 @@
+"""What the planner works on: clusters, links, traffic and sizes as plain numbers and functions.
+
+What can't be planned, in one sentence.
+
+Ways for a request: which cluster prefills, which decodes, what is computed and what crosses which link.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from prfaas.core.planner.operating_point import CachePolicy
+from prfaas.core.workload import Workload
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    FloatArray = NDArray[np.float64]
+    OfLength = Callable[[FloatArray], FloatArray]
+
+
+class PlanError(ValueError):
+    """The planner was given something that has no plan: no decode cluster, nothing that can prefill, …"""
+
+
+@dataclass(frozen=True, slots=True)
+class PrfaasCluster:
+    """`instances` equal prefill instances. `prefill_s` is T_prefill: seconds for arrays of uncached tokens.
+
+    `prefix_hit_ratio` is the part of every prompt that this cluster's own cache holds; None: the workload's.
+    """
+
+    name: str
+    hardware: str
+    instances: int
+    gpus_per_instance: int
+    prefill_s: "OfLength"
+    prefix_hit_ratio: float | None = None
+
+    @property
+    def gpus(self) -> int:
+        """All GPUs of the cluster."""
+        return self.instances * self.gpus_per_instance
+
+
+@dataclass(frozen=True, slots=True)
+class PdCluster:
+    """`instances` equal instances (N_p + N_d) that the planner divides into prefill and decode.
+
+    `decode_batch` is BS_max under the SLO and `decode_step_s` is T_decode at that batch.
+    """
+
+    name: str
+    hardware: str
+    instances: int
+    gpus_per_instance: int
+    prefill_s: "OfLength"
+    decode_batch: float
+    decode_step_s: float
+    prefix_hit_ratio: float | None = None
+
+    @property
+    def gpus(self) -> int:
+        """All GPUs of the cluster."""
+        return self.instances * self.gpus_per_instance
+
+    def decode_rate(self, output_tokens: float) -> float:
+        """Requests per second that one instance decodes: BS_max / (T_decode × L_out), a factor of Eq. 5."""
+        return self.decode_batch / (self.decode_step_s * output_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLink:
+    """A directed link between two clusters by name; everything on it shares the bandwidth."""
+
+    source: str
+    target: str
+    bandwidth_bits_per_s: float
+
+    @property
+    def name(self) -> str:
+        """ "source->target"."""
+        return f"{self.source}->{self.target}"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanProblem:
+    """One planning problem.
+
+    `kv_bytes` is S_kv: bytes for arrays of tokens. `prices` are per GPU-hour by hardware, in any currency
+    (empty: nothing is said about cost). `load` in (0, 1) is the share of Λ_max at which queueing is estimated.
+
+    Raises:
+        PlanError: no PD cluster, doubled names, links between unknown clusters, or numbers out of range.
+    """
+
+    name: str
+    prfaas: tuple[PrfaasCluster, ...]
+    pd: tuple[PdCluster, ...]
+    links: tuple[PlanLink, ...]
+    workload: Workload
+    kv_bytes: "OfLength"
+    prices: Mapping[str, float] = field(default_factory=dict)
+    load: float = 0.7
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def clusters(self) -> tuple[PrfaasCluster | PdCluster, ...]:
+        """All clusters, PrfaaS first."""
+        return (*self.prfaas, *self.pd)
+
+    @property
+    def is_two_cluster(self) -> bool:
+        """True for the paper's case: at most one PrfaaS cluster and one PD cluster."""
+        return len(self.prfaas) <= 1 and len(self.pd) == 1
+
+    def link(self, source: str, target: str) -> PlanLink | None:
+        """The link between two clusters by name, None if there is none."""
+        return next((link for link in self.links if (link.source, link.target) == (source, target)), None)
+
+    def hit_ratio(self, cluster: PrfaasCluster | PdCluster) -> float:
+        """The part of every prompt that a cluster's cache holds."""
+        own = cluster.prefix_hit_ratio
+        return self.workload.prefix_hit_ratio if own is None else own
+
+
+def _check(problem: PlanProblem) -> None:
+    if not problem.pd:
+        raise PlanError("nothing decodes; a plan needs at least one PD cluster")
+    names = [cluster.name for cluster in problem.clusters]
+    if len(set(names)) < len(names):
+        raise PlanError(f"two clusters have the same name; there are {', '.join(names)}")
+    for cluster in problem.clusters:
+        if cluster.instances < 1 or cluster.gpus_per_instance < 1:
+            raise PlanError(f'cluster "{cluster.name}" needs at least one instance of at least one GPU')
+        ratio = problem.hit_ratio(cluster)
+        if not 0 <= ratio < 1:
+            raise PlanError(
+                f'the prefix hit ratio of cluster "{cluster.name}" must be in [0, 1), not {ratio!r}'
+            )
+    for pd in problem.pd:
+        if not (pd.decode_batch >= 0 and 0 < pd.decode_step_s < math.inf):
+            raise PlanError(f'cluster "{pd.name}" needs a decode batch of 0 or more and a step above 0 s')
+    for link in problem.links:
+        for end in (link.source, link.target):
+            if end not in names:
+                raise PlanError(f'link {link.name} names cluster "{end}", which is not there')
+        if not link.bandwidth_bits_per_s > 0:
+            raise PlanError(f"link {link.name} needs a bandwidth above 0, not {link.bandwidth_bits_per_s!r}")
+    if len({link.name for link in problem.links}) < len(problem.links):
+        raise PlanError("two links join the same clusters in the same direction; make them one")
+    if not 0 < problem.load < 1:
+        raise PlanError(f"the load for queueing estimates must be in (0, 1), not {problem.load!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """KV of `share` × length tokens crosses the link of this name."""
+
+    link: str
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A request of length l (whole prompt) is prefilled by `prefill`, which computes `share` × l tokens of it."""
+
+    prefill: str
+    decode: str
+    policy: CachePolicy
+    share: float
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def is_local(self) -> bool:
+        """True if the request stays in one cluster."""
+        return self.prefill == self.decode
+
+
+def path(
+    problem: PlanProblem, prefill: PrfaasCluster | PdCluster, decode: PdCluster, policy: CachePolicy
+) -> Path | None:
+    """The way of requests from one cluster to another under a cache policy; None if a link for it is missing.
+
+    Only what the destination doesn't hold crosses a link (section 3.4.3). With the policy "best" the longer
+    cached prefix goes first to the cluster that computes.
+    """
+    ratio, decode_ratio = problem.hit_ratio(prefill), problem.hit_ratio(decode)
+    if prefill.name == decode.name:
+        if policy == "own":
+            return Path(prefill.name, decode.name, policy, 1 - ratio, ())
+        return _local_with_best(problem, decode, decode_ratio)
+    forward = problem.link(prefill.name, decode.name)
+    if forward is None:
+        return None
+    back = Transfer(forward.name, 1 - decode_ratio)
+    if policy == "own" or ratio >= decode_ratio:
+        return Path(prefill.name, decode.name, policy, 1 - ratio, (back,))
+    reverse = problem.link(decode.name, prefill.name)
+    if reverse is None:
+        return None
+    fetched = Transfer(reverse.name, decode_ratio - ratio)
+    return Path(prefill.name, decode.name, policy, 1 - decode_ratio, (fetched, back))
+
+
+def _local_with_best(problem: PlanProblem, decode: PdCluster, decode_ratio: float) -> Path | None:
+    sources = [
+        (problem.hit_ratio(other), link)
+        for other in problem.clusters
+        if other.name != decode.name
+        and (link := problem.link(other.name, decode.name)) is not None
+        and problem.hit_ratio(other) > decode_ratio
+    ]
+    if not sources:
+        return Path(decode.name, decode.name, "best", 1 - decode_ratio, ())
+    ratio, link = max(sources, key=lambda source: source[0])
+    return Path(decode.name, decode.name, "best", 1 - ratio, (Transfer(link.name, ratio - decode_ratio),))
+
+
+def all_paths(problem: PlanProblem) -> tuple[Path, ...]:
+    """Every way that the links allow, each once: where both cache policies do the same, only "own"."""
+    found: list[Path] = []
+    for prefill in problem.clusters:
+        for decode in problem.pd:
+            own = path(problem, prefill, decode, "own")
+            best = path(problem, prefill, decode, "best")
+            if own is not None:
+                found.append(own)
+            if best is not None and (
+                own is None or (best.share, best.transfers) != (own.share, own.transfers)
+            ):
+                found.append(best)
+    return tuple(found)

@@ -1,0 +1,367 @@
+"""The two-cluster optimum (Eq. 7 and 8): every split of the PD cluster, and the threshold to machine precision."""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from prfaas.core.planner import equations
+from prfaas.core.planner.loads import Loads, Split
+from prfaas.core.planner.operating_point import (
+    CachePolicy,
+    LinkUse,
+    OperatingPoint,
+    Roles,
+    RouteUse,
+    ServiceModel,
+    Stage,
+    StageKind,
+)
+from prfaas.core.planner.problem import PlanError, PlanProblem, path
+from prfaas.core.planner.ttft import Pool, service_ttft
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    FloatArray = NDArray[np.float64]
+
+_GRID = 1024
+# A smaller part of all requests is the rounding of sums.
+_NOBODY = 1e-12
+_ZOOMS = 5
+_ZOOM_POINTS = 33
+
+
+def best_point(problem: PlanProblem, service: ServiceModel = "mean length") -> OperatingPoint:
+    """The operating point of the highest Λ_max (Eq. 6) of at most one PrfaaS and exactly one PD cluster.
+
+    Where a range of thresholds gives the same Λ_max because decode is the limit, the one that leaves prefill
+    the most room is taken: the balance of Eq. 7.
+
+    Raises:
+        PlanError: more clusters than that.
+    """
+    split, length, n_prefill = _best(problem, service)
+    return point_of(split, length, n_prefill)
+
+
+def _best(problem: PlanProblem, service: ServiceModel) -> tuple[Split, float, int]:
+    """The two routes, the length and the prefill instances of `best_point`."""
+    best: tuple[tuple[float, float], Split, float, int] | None = None
+    for policy in _policies(problem):
+        split = split_of(problem, policy, service)
+        if split is None:
+            continue
+        merit, length, n_prefill = _best_of(split, range(split.pd.instances + 1))
+        if best is None or merit > best[0]:
+            best = (merit, split, length, n_prefill)
+    assert best is not None
+    return best[1:]
+
+
+def best_threshold(
+    problem: PlanProblem, n_prefill: int, service: ServiceModel = "mean length"
+) -> OperatingPoint:
+    """The best point with `n_prefill` of the PD cluster's instances as prefill (Eq. 7 alone), own caches."""
+    split, length = _balance(problem, n_prefill, service)
+    return point_of(split, length, n_prefill)
+
+
+def best_threshold_tokens(problem: PlanProblem, n_prefill: int, service: ServiceModel) -> float | None:
+    """The threshold of `best_threshold` alone, which takes a fraction of the time."""
+    split, length = _balance(problem, n_prefill, service)
+    return _settled(problem, length) * split.own_share if split.remote is not None else None
+
+
+def best_rate(problem: PlanProblem, n_prefill: int, service: ServiceModel) -> float:
+    """Λ_max of `best_threshold` alone."""
+    split, length = _balance(problem, n_prefill, service)
+    return _rate_of(split, length, n_prefill)
+
+
+def best_prefill(problem: PlanProblem, service: ServiceModel) -> int:
+    """Prefill instances of the PD cluster at `best_point`."""
+    return _best(problem, service)[2]
+
+
+def evaluate(
+    problem: PlanProblem, threshold_tokens: float, n_prefill: int, service: ServiceModel = "mean length"
+) -> OperatingPoint:
+    """The operating point with a threshold (uncached tokens) and a split that are given, own caches.
+
+    Raises:
+        PlanError: the problem has more than two clusters, or the split isn't one of 0 to all instances.
+    """
+    split = _given(problem, n_prefill, service)
+    return point_of(split, threshold_tokens / split.own_share, n_prefill)
+
+
+def rate_at(
+    problem: PlanProblem, threshold_tokens: float, n_prefill: int, service: ServiceModel = "mean length"
+) -> float:
+    """Λ_max of `evaluate` alone. Raises as it does."""
+    split = _given(problem, n_prefill, service)
+    return _rate_of(split, threshold_tokens / split.own_share, n_prefill)
+
+
+def split_of(problem: PlanProblem, policy: CachePolicy, service: ServiceModel) -> Split | None:
+    """The two routes of a two-cluster problem under a cache policy; None if links for it are missing.
+
+    Raises:
+        PlanError: the problem has more than two clusters.
+    """
+    if not problem.is_two_cluster:
+        raise PlanError("exact search is for one PrfaaS cluster and one PD cluster; use the linear programme")
+    pd = problem.pd[0]
+    local = path(problem, pd, pd, policy)
+    if local is None:
+        return None
+    prfaas = problem.prfaas[0] if problem.prfaas else None
+    remote = path(problem, prfaas, pd, policy) if prfaas is not None else None
+    fine = problem.workload.lengths.fine_bins() if service == "by length" else None
+    return Split(problem, prfaas, pd, remote, local, fine)
+
+
+def point_of(split: Split, length: float, n_prefill: int) -> OperatingPoint:
+    """The operating point if prompts of more than `length` tokens (cached ones counted) are offloaded."""
+    import numpy as np
+
+    problem, pd = split.problem, split.pd
+    length = _settled(problem, length if split.remote is not None else math.inf)
+    loads = split.loads(np.array([length], dtype=np.float64))
+    p = float(loads.offloaded[0])
+    n_decode = pd.instances - n_prefill
+    decode = _decode_rate(split, n_prefill)
+    capacities = _capacities(split, loads, n_prefill)
+    rate = _least(decode, capacities)
+    own_links = {transfer.link for transfer in split.remote.transfers} if split.remote else set()
+    prfaas_capacities = [
+        value
+        for (kind, name), value in capacities.items()
+        if value is not None and (kind == "prfaas prefill" or name in own_links)
+    ]
+    local_capacity = capacities["pd prefill", pd.name]
+    long_tokens = problem.workload.lengths.mean_above(length)
+    short_tokens = problem.workload.lengths.mean_at_most(length)
+    mean_ttft, p90_ttft = service_ttft(pools_of(split, length, n_prefill))
+    stages = [
+        Stage(
+            f"{name} {'link' if kind == 'link' else 'prefill'}", kind, value, rate / value if value else 0.0
+        )
+        for (kind, name), value in capacities.items()
+    ]
+    stages.append(Stage(f"{pd.name} decode", "pd decode", decode, rate / decode if decode else 1.0))
+    egress = {name: float(bits[0]) * rate for name, bits in loads.link_bits.items()}
+    return OperatingPoint(
+        threshold_tokens=length * split.own_share if split.remote is not None else None,
+        n_prefill=n_prefill,
+        n_decode=n_decode,
+        theta_prfaas=min(prfaas_capacities) * p if p > 0 and prfaas_capacities else None,
+        theta_pd_p=None if local_capacity is None else local_capacity * (1 - p),
+        theta_pd_d=decode,
+        lambda_max=rate,
+        offloaded_fraction=p,
+        mean_long_tokens=None if long_tokens is None else long_tokens * split.own_share,
+        mean_short_tokens=None if short_tokens is None else short_tokens * split.own_share,
+        egress_bits_per_s=sum(egress.values(), 0.0),
+        ttft_mean_s=mean_ttft,
+        ttft_p90_s=p90_ttft,
+        n_prfaas=split.prfaas.instances if split.prfaas else 0,
+        cache_policy=split.local.policy,
+        roles=(Roles(pd.name, n_prefill, n_decode),),
+        stages=tuple(stages),
+        routes=tuple(_routes(split, length, p)),
+        links=tuple(
+            LinkUse(
+                link.name,
+                link.bandwidth_bits_per_s,
+                egress[link.name],
+                egress[link.name] / link.bandwidth_bits_per_s,
+            )
+            for link in problem.links
+        ),
+    )
+
+
+def _rate_of(split: Split, length: float, n_prefill: int) -> float:
+    """Λ_max of `point_of` alone."""
+    import numpy as np
+
+    length = _settled(split.problem, length if split.remote is not None else math.inf)
+    loads = split.loads(np.array([length], dtype=np.float64))
+    return _least(_decode_rate(split, n_prefill), _capacities(split, loads, n_prefill))
+
+
+def _decode_rate(split: Split, n_prefill: int) -> float:
+    pd = split.pd
+    return equations.theta_pd_d(
+        pd.instances - n_prefill,
+        pd.decode_batch,
+        pd.decode_step_s,
+        split.problem.workload.output_tokens,
+    )
+
+
+def _least(decode: float, capacities: "Mapping[tuple[StageKind, str], float | None]") -> float:
+    """The first stage that is full."""
+    return min([decode, *(value for value in capacities.values() if value is not None)])
+
+
+def _settled(problem: PlanProblem, length: float) -> float:
+    """0 if (almost) every prompt is longer, the longest prompt if (almost) none is."""
+    lengths = problem.workload.lengths
+    p = lengths.tail(length)
+    return lengths.high if p < _NOBODY else 0.0 if p > 1 - _NOBODY else length
+
+
+def pools_of(split: Split, length: float, n_prefill: int) -> tuple[Pool, ...]:
+    """The prefill pools and their service times, by the exact distribution of lengths."""
+    lengths = split.problem.workload.lengths
+    smooth = lengths.atoms() is None
+    pools = []
+    short = lengths.fine_bins(up_to=length)
+    if len(short.weights):
+        seconds = split.pd.prefill_s(split.local.share * short.lengths)
+        pools.append(Pool(split.pd.name, n_prefill, seconds, short.weights, smooth))
+    long = lengths.fine_bins(above=length)
+    if len(long.weights) and split.prfaas is not None and split.remote is not None:
+        seconds = split.prfaas.prefill_s(split.remote.share * long.lengths)
+        pools.append(Pool(split.prfaas.name, split.prfaas.instances, seconds, long.weights, smooth))
+    return tuple(pools)
+
+
+def _policies(problem: PlanProblem) -> tuple[CachePolicy, ...]:
+    ratios = {problem.hit_ratio(cluster) for cluster in problem.clusters}
+    return ("own",) if len(ratios) == 1 else ("own", "best")
+
+
+def _balance(problem: PlanProblem, n_prefill: int, service: ServiceModel) -> tuple[Split, float]:
+    split = _required(split_of(problem, "own", service))
+    return split, _best_of(split, range(n_prefill, n_prefill + 1))[1]
+
+
+def _given(problem: PlanProblem, n_prefill: int, service: ServiceModel) -> Split:
+    split = _required(split_of(problem, "own", service))
+    if not 0 <= n_prefill <= split.pd.instances:
+        raise PlanError(f"{n_prefill} prefill instances of {split.pd.instances} can't be")
+    return split
+
+
+def _required(split: Split | None) -> Split:
+    assert split is not None  # without the "best" policy a cluster can always prefill for itself
+    return split
+
+
+def _best_of(split: Split, splits: range) -> tuple[tuple[float, float], float, int]:
+    """The best (Λ, prefill's own limit), and the length and number of prefill instances that give it."""
+    import numpy as np
+
+    lengths = split.problem.workload.lengths
+    atoms = lengths.atoms()
+    if split.remote is None:
+        candidates = np.array([lengths.high])
+    elif atoms is not None:
+        candidates = np.concatenate([[0.0], atoms])
+    else:
+        quantiles = [lengths.quantile(k / _GRID) for k in range(1, _GRID)]
+        grid = np.geomspace(lengths.low, lengths.high, _GRID)
+        candidates = np.unique(np.concatenate([[0.0], quantiles, grid]))
+    merits = _merits(split, candidates, splits)
+    zooms = _ZOOMS if atoms is None and len(candidates) > 2 else 0
+    best: tuple[tuple[float, float], float, int] | None = None
+    for n_prefill, (rates, limits) in zip(splits, merits, strict=True):
+        index = _highest(rates, limits)
+        found = ((float(rates[index]), float(limits[index])), float(candidates[index]), n_prefill)
+        if zooms and (best is None or found[0][0] > 0.98 * best[0][0]):
+            found = _zoom(split, candidates, index, found, zooms)
+        if best is None or found[0] > best[0]:
+            best = found
+    assert best is not None
+    return best
+
+
+def _zoom(
+    split: Split,
+    candidates: "FloatArray",
+    index: int,
+    found: tuple[tuple[float, float], float, int],
+    rounds: int,
+) -> tuple[tuple[float, float], float, int]:
+    import numpy as np
+
+    n_prefill = found[2]
+    for _ in range(rounds):
+        low = candidates[max(index - 1, 0)]
+        high = candidates[min(index + 1, len(candidates) - 1)]
+        candidates = np.unique(np.append(np.linspace(low, high, _ZOOM_POINTS), candidates[index]))
+        rates, limits = _merits(split, candidates, range(n_prefill, n_prefill + 1))[0]
+        index = _highest(rates, limits)
+        here = ((float(rates[index]), float(limits[index])), float(candidates[index]), n_prefill)
+        if here[0] > found[0]:
+            found = here
+    return found
+
+
+def _highest(rates: "FloatArray", limits: "FloatArray") -> int:
+    """Of the highest rates the last one with the highest limit."""
+    import numpy as np
+
+    equal = np.flatnonzero(rates == rates.max())
+    return int(equal[::-1][np.argmax(limits[equal][::-1])])
+
+
+def _merits(split: Split, lengths: "FloatArray", splits: range) -> "list[tuple[FloatArray, FloatArray]]":
+    """For every split: Λ, and what it would be if decode were no limit, over the candidate lengths."""
+    import numpy as np
+
+    loads = split.loads(lengths)
+    rates = np.full(len(lengths), math.inf)
+    if split.prfaas is not None:
+        rates = np.minimum(rates, _ratio(split.prfaas.instances, loads.prfaas_s))
+    for link in split.problem.links:
+        rates = np.minimum(rates, _ratio(link.bandwidth_bits_per_s, loads.link_bits[link.name]))
+    per_decoder = split.pd.decode_rate(split.problem.workload.output_tokens)
+    result = []
+    for n_prefill in splits:
+        limits = np.minimum(rates, _ratio(n_prefill, loads.pd_s))
+        result.append((np.minimum(limits, (split.pd.instances - n_prefill) * per_decoder), limits))
+    return result
+
+
+def _ratio(capacity: float, load: "FloatArray") -> "FloatArray":
+    import numpy as np
+
+    result = np.full(len(load), math.inf)
+    np.divide(capacity, load, out=result, where=load > 0)
+    return result
+
+
+def _capacities(split: Split, loads: Loads, n_prefill: int) -> dict[tuple[StageKind, str], float | None]:
+    """The request rate at which each stage but decode is full; None if it has nothing to do."""
+    found: dict[tuple[StageKind, str], float | None] = {}
+
+    def add(kind: StageKind, name: str, capacity: float, load: float) -> None:
+        found[kind, name] = capacity / load if load > 0 else None
+
+    if split.prfaas is not None:
+        add("prfaas prefill", split.prfaas.name, split.prfaas.instances, float(loads.prfaas_s[0]))
+    for link in split.problem.links:
+        add("link", link.name, link.bandwidth_bits_per_s, float(loads.link_bits[link.name][0]))
+    add("pd prefill", split.pd.name, n_prefill, float(loads.pd_s[0]))
+    return found
+
+
+def _routes(split: Split, length: float, p: float) -> list[RouteUse]:
+    lengths, share = split.problem.workload.lengths, split.own_share
+    routes = []
+    long_tokens, short_tokens = lengths.mean_above(length), lengths.mean_at_most(length)
+    if short_tokens is not None:
+        end = min(length, lengths.high)
+        routes.append(RouteUse(split.pd.name, split.pd.name, 1 - p, short_tokens * share, 0.0, end * share))
+    if long_tokens is not None and split.prfaas is not None:
+        routes.append(
+            RouteUse(
+                split.prfaas.name, split.pd.name, p, long_tokens * share, length * share, lengths.high * share
+            )
+        )
+    return routes

@@ -1,0 +1,363 @@
+"""What one instance holds, as its events tell it.
+
+Blocks of the KV groups that keep less than every token: linear states and sliding windows.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+from prfaas.core.prefix.block_tree import NO_PARENT, BlockTree, held_bit
+from prfaas.core.prefix.events import EngineHash, RemovedBlocks, StoredBlocks, plain_blocks
+from prfaas.core.prefix.hashing import WORDS, Hashers, chain_root
+from prfaas.core.prefix.packed_hashes import Pairs
+from prfaas.core.prefix.state_blocks import StateEnds
+
+LINEAR_KINDS = frozenset({"mamba"})
+WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
+ATTENTION_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+
+
+class GroupBlocks:
+    """What one engine holds of one KV group: prefixes, of which it has the state, or the block before their end.
+
+    `block_tokens`: tokens of one of the group's blocks.
+    """
+
+    __slots__ = ("_by_engine_hash", "_copies", "_held", "block_tokens")
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self._by_engine_hash: dict[int, int] = {}
+        self._copies: dict[int, int] = {}
+        self._held: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._by_engine_hash)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._held
+
+    def known(self, engine_hash: int) -> int | None:
+        """The index's hash of a block that is held, None if it is not."""
+        return self._by_engine_hash.get(engine_hash)
+
+    def store(self, engine_hash: int, block: int) -> None:
+        """One more copy of that block is held."""
+        if engine_hash in self._by_engine_hash:
+            self._copies[engine_hash] = self._copies.get(engine_hash, 0) + 1
+        else:
+            self._by_engine_hash[engine_hash] = block
+            self._held.add(block)
+
+    def remove(self, engine_hash: int) -> int | None:
+        """One copy less; the index's hash of the block if that was the last, None otherwise."""
+        copies = self._copies.get(engine_hash)
+        if copies is not None:
+            if copies == 1:
+                del self._copies[engine_hash]
+            else:
+                self._copies[engine_hash] = copies - 1
+            return None
+        block = self._by_engine_hash.pop(engine_hash, None)
+        if block is not None:
+            self._held.remove(block)
+        return block
+
+    def blocks(self) -> list[int]:
+        """The index's hashes of all that is held."""
+        return list(self._held)
+
+    def clear(self) -> None:
+        """Nothing is held any more."""
+        self._by_engine_hash = {}
+        self._copies = {}
+        self._held = set()
+
+
+class WindowGroup(GroupBlocks):
+    """`window_tokens`: a token sees so many, itself included; None: all, as of a second full-attention group."""
+
+    __slots__ = ("window_tokens",)
+
+    def __init__(self, block_tokens: int, window_tokens: int | None) -> None:
+        super().__init__(block_tokens)
+        self.window_tokens = window_tokens
+
+    def end_below(self, chain: Sequence[int], block_tokens: int, end: int) -> int:
+        """`end` if the window before block boundary `end` of `chain` is held, else a smaller one to try next.
+
+        No boundary in between is usable. `block_tokens`: tokens per block of `chain`. A window of smaller
+        blocks can't be told from the chain: 0.
+        """
+        step, rest = divmod(self.block_tokens, block_tokens)
+        if rest:
+            return 0
+        if end % step:
+            return end - end % step
+        start = 0 if self.window_tokens is None else max(end - step * self._blocks_needed(), 0)
+        for place in range(end, start, -step):
+            if chain[place - 1] not in self._held:
+                return place - step
+        return end
+
+    def _blocks_needed(self) -> int:
+        return -(-((self.window_tokens or 0) - 1) // self.block_tokens)
+
+
+_ENGINE_TIER = (None, "GPU")
+
+
+class Holdings:
+    """One instance's part of the index: which of its engine's hashes are which blocks of ours, group by group.
+
+    The first full-attention group that stores something leads: its chains say what a hash stands for. Another
+    one counts as a window over everything. Kinds that are not known do too: that is never too much.
+
+    `block_tokens`: tokens per full-attention block; None until one was stored.
+    `has_learned`: a group or the block size is new; whom that concerns sets it back.
+    `count`: blocks and states indexed, copies apart. `unlinked`: blocks passed over because the block before
+    them is unknown, or because tokens alone don't identify them. `refused`: those for which there was no room.
+    """
+
+    def __init__(self, tree: BlockTree, states: StateEnds, hashers: Hashers) -> None:
+        self.block_tokens: int | None = None
+        self.has_learned = False
+        self.count = self.unlinked = self.refused = 0
+        self.linear: dict[int | None, GroupBlocks] = {}
+        self.windows: dict[int | None, WindowGroup] = {}
+        self.slot = tree.open_slot()
+        self.bit = held_bit(self.slot)
+        self._tree = tree
+        self._states = states
+        self._hashers = hashers
+        self._attention_group: int | None = None
+        self._pairs = Pairs()
+        self._copies: dict[int, int] = {}
+        self._leaving = array(WORDS)
+        # States and windows that came before the attention blocks that say what their hashes stand for.
+        self._early: dict[tuple[int | None, int], int] = {}
+
+    def stored(self, event: StoredBlocks, most: int) -> None:
+        """Apply `event`, but let `count` not grow above `most`."""
+        if event.locality == "REMOTE":
+            return
+        if self._leaving:
+            self._leave()
+        if self._is_attention(event):
+            self._store_attention(event, most)
+            return
+        group = self._group(event)
+        if group is not None:
+            for engine_hash in _words(event.hashes):
+                self._store_in(group, event.group, engine_hash, most)
+
+    def removed(self, event: RemovedBlocks) -> None:
+        """Apply `event`; blocks that are not known are passed over."""
+        if event.locality == "REMOTE":
+            return
+        if event.group == self._attention_group:
+            # Engines send one event per block: together they cost half as much.
+            self._leaving += _words(event.hashes)
+            return
+        group = self._known_group(event.group)
+        if group is not None:
+            for engine_hash in _words(event.hashes):
+                self._remove_from(group, event.group, engine_hash)
+
+    def end_batch(self) -> None:
+        """All events of one batch have been given."""
+        if self._leaving:
+            self._leave()
+        if self._early:
+            # What is still not known by its hash won't be.
+            self.unlinked += sum(self._early.values())
+            self._early = {}
+
+    def clear(self) -> None:
+        """The engine holds nothing any more. Its groups and its block size stay what they are."""
+        self._tree.clear(self.slot, self._pairs.hashes())
+        self._forget()
+
+    def close(self) -> None:
+        """Leave the index: `clear`, and the slot is free. Not to be used after that."""
+        self._tree.close_slot(self.slot, self._pairs.hashes())
+        self._forget()
+
+    def reusable_blocks(self, chain: Sequence[int], blocks: int, *, needs_states: bool) -> int:
+        """The last boundary at which states and windows are held, where the chain's first `blocks` are held."""
+        end = blocks
+        while end:
+            start = end
+            if needs_states:
+                end = self._states.last_end(self.bit, chain, end)
+            for group in self.windows.values():
+                end = group.end_below(chain, self.block_tokens or 1, end)
+            if end == start:
+                break
+        return end
+
+    def _is_attention(self, event: StoredBlocks) -> bool:
+        """Whether `event` is of the leading group, which the first such event makes it."""
+        if self.block_tokens is not None:
+            return event.group == self._attention_group
+        if event.kind not in ATTENTION_KINDS or event.block_tokens < 1 or not event.token_ids:
+            return False
+        self._attention_group, self.block_tokens = event.group, event.block_tokens
+        self.has_learned = True
+        return True
+
+    def _known_group(self, group: int | None) -> GroupBlocks | None:
+        linear = self.linear.get(group)
+        return linear if linear is not None else self.windows.get(group)
+
+    def _group(self, event: StoredBlocks) -> GroupBlocks | None:
+        """The group of `event`; None if it tells too little of it."""
+        known = self._known_group(event.group)
+        if known is not None or event.group is None or event.block_tokens < 1:
+            return known
+        self.has_learned = True
+        if event.kind in LINEAR_KINDS:
+            # What was complete without this group is not any more.
+            for group in self.linear.values():
+                self._states.discard(self.bit, group.blocks())
+            self.linear[event.group] = new = GroupBlocks(event.block_tokens)
+            return new
+        self.windows[event.group] = window = WindowGroup(event.block_tokens, event.window_tokens)
+        return window
+
+    def _store_attention(self, event: StoredBlocks, most: int) -> None:
+        engine_hashes = _words(event.hashes)
+        if not event.token_ids:
+            # Another tier says that it has them too.
+            for engine_hash in engine_hashes:
+                if self._pairs.get(engine_hash) is not None:
+                    self._add_copy(engine_hash)
+            return
+        if event.block_tokens > (self.block_tokens or 0) and event.medium in _ENGINE_TIER:
+            # The first one was the part of a block at a prompt's end.
+            self.clear()
+            self.block_tokens = event.block_tokens
+            self.has_learned = True
+        if event.block_tokens != self.block_tokens or not engine_hashes:
+            return
+        if len(event.token_ids) != len(engine_hashes) * self.block_tokens:
+            return
+        parent = NO_PARENT if event.parent is None else self._pairs.get(_word(event.parent))
+        if parent is None:
+            self.unlinked += len(engine_hashes)
+            return
+        salt, plain = plain_blocks(event)
+        taken = self._room(plain, len(engine_hashes), most)
+        root = parent or chain_root(self._hashers.seed, salt, event.adapter or "")
+        try:
+            chain = self._hashers.of(event.block_tokens).hashes(event.token_ids, root, max_blocks=taken)
+        except OverflowError:
+            chain = ()
+        if chain:
+            self._link(engine_hashes, parent, chain)
+        if self._early:
+            self._settle(most)
+
+    def _room(self, plain: int, blocks: int, most: int) -> int:
+        """How many of `blocks`, of which the first `plain` can be indexed, are."""
+        taken = min(plain, max(most - self.count, 0))
+        if taken < blocks:
+            self.unlinked += blocks - plain
+            self.refused += plain - taken
+        return taken
+
+    def _link(self, engine_hashes: "array[int]", parent: int, chain: Sequence[int]) -> None:
+        already = self._tree.store(self.slot, parent, chain)
+        start = 0
+        for end in (*already, len(chain)):
+            if end > start:
+                run_parent = chain[start - 1] if start else parent
+                self._pairs.add(engine_hashes[start:end], run_parent, chain[start:end])
+            start = end + 1
+        self.count += len(chain) - len(already)
+        if already and self._pairs.get(engine_hashes[already[-1]]) != chain[already[-1]]:
+            # The engine hashes in another way than it did: a new process that nobody noticed.
+            self.clear()
+        else:
+            for place in already:
+                self._add_copy(engine_hashes[place])
+
+    def _add_copy(self, engine_hash: int) -> None:
+        self._copies[engine_hash] = self._copies.get(engine_hash, 0) + 1
+
+    def _leave(self) -> None:
+        leaving: Iterable[int] = self._leaving
+        if self._copies:
+            leaving = [each for each in leaving if not self._remove_copy(each)]
+        links = self._pairs.pop_each(leaving)
+        self._tree.remove(self.slot, links)
+        self.count -= len(links)
+        self._leaving = array(WORDS)
+
+    def _remove_copy(self, engine_hash: int) -> bool:
+        copies = self._copies.get(engine_hash)
+        if copies is None:
+            return False
+        if copies == 1:
+            del self._copies[engine_hash]
+        else:
+            self._copies[engine_hash] = copies - 1
+        return True
+
+    def _store_in(self, group: GroupBlocks, number: int | None, engine_hash: int, most: int) -> None:
+        block = group.known(engine_hash)
+        if block is None:
+            block = self._pairs.get(engine_hash)
+            if block is None:
+                self._early[number, engine_hash] = self._early.get((number, engine_hash), 0) + 1
+                return
+            if self.count >= most:
+                self.refused += 1
+                return
+            self.count += 1
+        group.store(engine_hash, block)
+        if number in self.linear and all(block in each for each in self.linear.values()):
+            self._states.add(self.bit, block)
+
+    def _remove_from(self, group: GroupBlocks, number: int | None, engine_hash: int) -> None:
+        early = self._early.get((number, engine_hash))
+        if early is not None:
+            self._early[number, engine_hash] = early - 1
+            return
+        before = len(group)
+        block = group.remove(engine_hash)
+        self.count -= before - len(group)
+        if block is not None and number in self.linear:
+            self._states.discard(self.bit, (block,))
+
+    def _settle(self, most: int) -> None:
+        """Store what came early and is known now."""
+        early, self._early = self._early, {}
+        for (number, engine_hash), count in early.items():
+            group = self._known_group(number)
+            for _ in range(count if group is not None else 0):
+                assert group is not None
+                self._store_in(group, number, engine_hash, most)
+
+    def _forget(self) -> None:
+        for group in self.linear.values():
+            self._states.discard(self.bit, group.blocks())
+        for each in (*self.linear.values(), *self.windows.values()):
+            each.clear()
+        self._pairs = Pairs()
+        self._copies = {}
+        self._leaving = array(WORDS)
+        self._early = {}
+        self.count = 0
+
+
+def _word(engine_hash: EngineHash) -> int:
+    """An engine's hash as an unsigned 64-bit integer: of bytes the last 8, as vLLM itself shortens them."""
+    return engine_hash if isinstance(engine_hash, int) else int.from_bytes(engine_hash[-8:], "big")
+
+
+def _words(engine_hashes: Sequence[EngineHash]) -> "array[int]":
+    try:
+        return array(WORDS, engine_hashes)  # type: ignore[arg-type]
+    except TypeError:
+        return array(WORDS, map(_word, engine_hashes))

@@ -1,0 +1,65 @@
+"""What the gateway remembers of who holds which prefix, of engines that send no events."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from prfaas.core.prefix.index import NOTHING, Held
+
+
+class PrefixRecord:
+    """Per instance, the block hashes of the prefixes sent there, least recently used first to be forgotten.
+
+    A record, not an index: nothing here comes from the engines, so an answer can be too long (the engine
+    evicted a block) or too short (it computed one we never sent). Either costs time, never a wrong token.
+
+    Holdings are closed under prefixes: blocks are touched from the tail to the head, so the head of a chain
+    is always younger than its tail and the tail is forgotten first. A lookup is therefore a bisection.
+    """
+
+    def __init__(self, *, block_tokens: int, capacity_blocks: int, only_ends: bool = False) -> None:
+        """`capacity_blocks`: blocks remembered per instance, about what the instance's KV cache can hold.
+
+        `only_ends`: the model has linear states or windows, which engines keep at the end of a prompt: only
+        there can it be gone on from.
+        """
+        if block_tokens < 1 or capacity_blocks < 1:
+            raise ValueError("block_tokens and capacity_blocks must be at least 1")
+        self.block_tokens = block_tokens
+        self.capacity_blocks = capacity_blocks
+        self.only_ends = only_ends
+        # Block hash → whether a prompt can be gone on from there.
+        self._held: dict[str, OrderedDict[int, bool]] = {}
+
+    def held(self, instance: str, chain: Sequence[int]) -> Held:
+        """What `instance` is believed to hold of the prompt with this chain; refreshes nothing."""
+        held = self._held.get(instance)
+        if not held or not chain or chain[0] not in held:
+            return NOTHING
+        low, high = 1, len(chain)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if chain[middle - 1] in held:
+                low = middle
+            else:
+                high = middle - 1
+        reusable = next((end for end in range(low, 0, -1) if held[chain[end - 1]]), 0)
+        return Held(reusable * self.block_tokens, low * self.block_tokens)
+
+    def add(self, instance: str, chain: Sequence[int]) -> None:
+        """Remember that `instance` holds the prefix with this chain (and make it the youngest)."""
+        held = self._held.setdefault(instance, OrderedDict())
+        # A chain longer than the capacity keeps its head: that is what another prompt can share.
+        for place in reversed(range(min(len(chain), self.capacity_blocks))):
+            goes_on = not self.only_ends or place == len(chain) - 1
+            held[chain[place]] = held.get(chain[place], False) or goes_on
+            held.move_to_end(chain[place])
+        while len(held) > self.capacity_blocks:
+            held.popitem(last=False)
+
+    def forget(self, instance: str) -> None:
+        """Drop everything recorded of `instance`: it failed or was restarted."""
+        self._held.pop(instance, None)
+
+    def blocks(self, instance: str) -> int:
+        """Blocks recorded of `instance`."""
+        return len(self._held.get(instance, ()))

@@ -1,0 +1,34 @@
+"""Pure decisions: a request and a view of the deployment in, a decision out. No clock, no I/O."""
+
+from prfaas.core.scheduling.candidates import AbundanceMarks
+from prfaas.core.scheduling.decision import NOTHING, CacheTransfer, Decision, Held, Route, RoutingRequest
+from prfaas.core.scheduling.policy import POLICIES, Policy, policy_named
+from prfaas.core.scheduling.view import (
+    ClusterKind,
+    ClusterView,
+    InstanceView,
+    KvFacts,
+    LinkView,
+    NoDecodeInstanceError,
+    View,
+)
+
+__all__ = [
+    "NOTHING",
+    "POLICIES",
+    "AbundanceMarks",
+    "CacheTransfer",
+    "ClusterKind",
+    "ClusterView",
+    "Decision",
+    "Held",
+    "InstanceView",
+    "KvFacts",
+    "LinkView",
+    "NoDecodeInstanceError",
+    "Policy",
+    "Route",
+    "RoutingRequest",
+    "View",
+    "policy_named",
+]

@@ -1,0 +1,144 @@
+"""Policies to compare with: always here, always there, whatever is soonest.
+
+A baseline: prefill instances in turn.
+
+A baseline: the paper's threshold, fixed once and for all, and nothing else looked at.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from prfaas.core.scheduling.candidates import (
+    AbundanceMarks,
+    bits_to,
+    decode_choices,
+    is_prefiller,
+    prefill_by,
+    streamed,
+    usable_link,
+)
+from prfaas.core.scheduling.decision import Decision, RoutingRequest
+from prfaas.core.scheduling.pd_candidate import Site, uncached_tokens, with_cache
+from prfaas.core.scheduling.routing import Choice, decision_of, route, single_token, soonest_remote
+from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRobin:
+    """Request number k takes the k-th of all pairs of PD cluster and prefill instance that can reach it.
+
+    The instance that decodes in a PD cluster is the one that any policy would take there.
+    """
+
+    name: ClassVar[str] = "round_robin"
+
+    def decide(self, request: RoutingRequest, view: View) -> Decision:
+        """Raises NoDecodeInstanceError when nothing can decode."""
+        decoders = decode_choices(request, view)
+        if request.num_tokens <= 1:
+            return single_token(request, view, decoders)
+        turns = [turn for cluster, decode in decoders for turn in _turns(view, cluster, decode)]
+        site, decode, cluster, instance, link = turns[request.ordinal % len(turns)]
+        option = prefill_by(request, view, cluster, instance)
+        if link is not None:
+            option = streamed(option, link, view.now_s, bits_to(request, view, decode))
+        held = max(request.reusable_at(each.name) for each in site.instances)
+        threshold = view.threshold_tokens.get(site.name, math.inf)
+        choice = Choice(option, request.num_tokens - held, threshold, "turn", option.ttft_s)
+        return decision_of(request, view, decode, choice)
+
+
+_Turn = tuple[ClusterView, InstanceView, ClusterView, InstanceView, LinkView | None]
+
+
+def _turns(view: View, site: ClusterView, decode: InstanceView) -> list[_Turn]:
+    """(PD cluster, its decode instance, prefill cluster, prefill instance, link between the clusters)."""
+    here = [each for each in site.instances if is_prefiller(each, view)] or [decode]
+    turns: list[_Turn] = [(site, decode, site, each, None) for each in here]
+    for cluster in view.clusters.values():
+        link = usable_link(view, cluster.name, site.name) if cluster.kind == "prfaas" else None
+        if link is not None:
+            far = [each for each in cluster.instances if is_prefiller(each, view)]
+            turns += [(site, decode, cluster, each, link) for each in far]
+    return turns
+
+
+@dataclass(frozen=True, slots=True)
+class StaticThreshold:
+    """Offload when l_total − l_pd > `threshold_tokens` (section 3.4.3, bandwidth scarce), whatever the queues."""
+
+    name: ClassVar[str] = "static_threshold"
+    threshold_tokens: float
+
+    def __post_init__(self) -> None:
+        if not self.threshold_tokens >= 0:
+            raise ValueError(f"a threshold must be 0 tokens or more, not {self.threshold_tokens!r}")
+
+    def decide(self, request: RoutingRequest, view: View) -> Decision:
+        """Raises NoDecodeInstanceError when nothing can decode."""
+        return route(request, view, self._choose)
+
+    def _choose(self, request: RoutingRequest, view: View, site: Site) -> Choice:
+        uncached = request.num_tokens - site.held_tokens
+        long = uncached > self.threshold_tokens
+        if long and site.remotes:
+            best = soonest_remote(request, view, site, site.remotes)
+            return Choice(best, uncached, self.threshold_tokens, "long", best.ttft_s)
+        reason = site.reason_to_stay(long=long)
+        return Choice(site.local, uncached, self.threshold_tokens, reason, site.local.ttft_s)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOnly:
+    """Never offload: PD disaggregation inside each cluster."""
+
+    name: ClassVar[str] = "local_only"
+
+    def decide(self, request: RoutingRequest, view: View) -> Decision:
+        """Raises NoDecodeInstanceError when nothing can decode."""
+        return route(request, view, self._choose)
+
+    def _choose(self, request: RoutingRequest, _view: View, site: Site) -> Choice:
+        uncached = request.num_tokens - site.held_tokens
+        return Choice(site.local, uncached, math.inf, site.local_reason or "always", site.local.ttft_s)
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadAll:
+    """Offload whatever can be: the paper's naive heterogeneous deployment (section 4.3.3)."""
+
+    name: ClassVar[str] = "offload_all"
+
+    def decide(self, request: RoutingRequest, view: View) -> Decision:
+        """Raises NoDecodeInstanceError when nothing can decode."""
+        return route(request, view, self._choose)
+
+    def _choose(self, request: RoutingRequest, view: View, site: Site) -> Choice:
+        uncached = request.num_tokens - site.held_tokens
+        if site.remotes:
+            best = soonest_remote(request, view, site, site.remotes)
+            return Choice(best, uncached, 0.0, "always", best.ttft_s)
+        return Choice(site.local, uncached, 0.0, site.reason_to_stay(long=True), site.local.ttft_s)
+
+
+@dataclass(frozen=True, slots=True)
+class LeastTtft:
+    """The smallest predicted TTFT, here or there, a cache moved first where `paper` might and that is sooner."""
+
+    name: ClassVar[str] = "least_ttft"
+    abundance: AbundanceMarks = field(default_factory=AbundanceMarks)
+
+    def decide(self, request: RoutingRequest, view: View) -> Decision:
+        """Raises NoDecodeInstanceError when nothing can decode."""
+        return route(request, view, self._choose)
+
+    def _choose(self, request: RoutingRequest, view: View, site: Site) -> Choice:
+        best = with_cache(request, view, site, site.local, self.abundance)
+        if site.remotes:
+            far = soonest_remote(request, view, site, site.remotes)
+            far = with_cache(request, view, site, far, self.abundance)
+            best = far if far.ttft_s < best.ttft_s else best
+        uncached = uncached_tokens(request, view, site, self.abundance)
+        reason = site.local_reason if best.link is None else ""
+        return Choice(best, uncached, site.threshold_tokens, reason or "soonest", best.ttft_s)

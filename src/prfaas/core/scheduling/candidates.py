@@ -1,0 +1,339 @@
+"""One way to serve a request, with what is predicted of it.
+
+Which instance of a cluster prefills.
+
+Which instance of each PD cluster decodes.
+
+What a link can be trusted with: whether it is there, how long its queue is, whether bandwidth is to spare.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prfaas.core.scheduling.decision import RoutingRequest
+from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, NoDecodeInstanceError, View
+from prfaas.core.units import BITS_PER_BYTE
+
+
+# Not frozen, like all that doesn't outlive a decision: a frozen one takes five times as long to make.
+@dataclass(slots=True)
+class Option:
+    """Prefill by `instance` of `cluster` and, unless it decodes too, a transfer.
+
+    `link`: what the KV crosses; None inside a PD cluster, whose network is never the bottleneck (section 3.4.1).
+    `start_s`: until the prefill starts: its queue, or the arrival of a cache. `prefill_s`: what it takes.
+    `link_wait_s`: until the bytes accepted for the link have left. `link_s`: seconds of the link for this KV alone.
+    `ttft_s`: until the decode instance has everything. `moved_cache`: the fields of a CacheTransfer, if there is one.
+    """
+
+    cluster: ClusterView
+    instance: InstanceView
+    reusable_tokens: int
+    start_s: float
+    prefill_s: float
+    link: LinkView | None
+    link_wait_s: float
+    link_s: float
+    ttft_s: float
+    moved_cache: tuple[InstanceView, int, int] | None
+
+
+def prefill_by(request: RoutingRequest, view: View, cluster: ClusterView, instance: InstanceView) -> Option:
+    """Prefill by an instance, as if its KV had no way to go."""
+    held_tokens = request.reusable_at(instance.name) if request.held else 0
+    wait_s = max(instance.busy_until_s - view.now_s, 0.0)
+    prefill_s = cluster.prefill_s(request.num_tokens - held_tokens)
+    return Option(cluster, instance, held_tokens, wait_s, prefill_s, None, 0.0, 0.0, wait_s + prefill_s, None)
+
+
+def bits_to(request: RoutingRequest, view: View, decode: InstanceView) -> int:
+    """What a prefill elsewhere has to send to an instance that decodes."""
+    skip = request.attention_at(decode.name) if request.held and view.kv.can_skip else 0
+    return view.kv.bytes_to_move(request.num_tokens, skip) * BITS_PER_BYTE
+
+
+def streamed(option: Option, link: LinkView, now_s: float, bits: int) -> Option:
+    """The prefill of another cluster, its KV streamed over `link` while it is made (section 3.3)."""
+    link_s = bits / link.capacity_bits_per_s
+    link_wait_s = link.drained_s - now_s
+    if link_wait_s < 0.0:
+        link_wait_s = 0.0
+    start_s, prefill_s = option.start_s, option.prefill_s
+    # `streamed_s` in line: this is asked for every long prompt.
+    computed_s = start_s + prefill_s
+    sent_s = (start_s if start_s > link_wait_s else link_wait_s) + link_s
+    ttft_s = (computed_s if computed_s > sent_s else sent_s) + link.rtt_s
+    return Option(
+        option.cluster,
+        option.instance,
+        option.reusable_tokens,
+        start_s,
+        prefill_s,
+        link,
+        link_wait_s,
+        link_s,
+        ttft_s,
+        None,
+    )
+
+
+def streamed_s(start_s: float, prefill_s: float, link_wait_s: float, link_s: float, rtt_s: float) -> float:
+    """Seconds until a streamed prefill has arrived.
+
+    Both are needed: the prefill's end, and this KV's bytes after those that the link has already accepted.
+    """
+    computed_s = start_s + prefill_s
+    sent_s = (start_s if start_s > link_wait_s else link_wait_s) + link_s
+    return (computed_s if computed_s > sent_s else sent_s) + rtt_s
+
+
+@dataclass(slots=True)
+class PrefillNode(Option):
+    """The instance of one cluster that would prefill a request, and what the cluster has besides.
+
+    `least_wait_s`: its shortest prefill queue. `holder` has its longest reusable prefix, `held_tokens`.
+    """
+
+    least_wait_s: float
+    holder: InstanceView
+    held_tokens: int
+
+
+def is_prefiller(instance: InstanceView, view: View) -> bool:
+    """Whether prefills may be sent there."""
+    return (
+        instance.prefills and instance.healthy and not instance.draining and instance.name not in view.avoid
+    )
+
+
+def prefill_node(request: RoutingRequest, cluster: ClusterView, view: View) -> PrefillNode | None:
+    """The instance that would be done first: its queue, then what it does not hold. None if none may be used.
+
+    What waits for any instance of the cluster is ahead of it as well, a part of it at each.
+
+    So the cache-affine one is taken unless its queue costs more than its cache saves. Equal ones: the longer
+    prefix, then the fewer requests in flight, then the earlier in the cluster's list.
+    """
+    if not request.held:
+        return least_queued(request, cluster, view)
+    now_s, avoid, num_tokens = view.now_s, view.avoid, request.num_tokens
+    held_at = request.held.get
+    chosen: InstanceView | None = None
+    holder: InstanceView | None = None
+    reusable, longest, in_flight, asked_tokens = 0, -1, 0, -1
+    done_s = wait_s = prefill_s = seconds = least_wait_s = math.inf
+    # `is_prefiller` and `reusable_at` in line: this loop is most of a decision's time.
+    for instance in cluster.instances:
+        if not instance.prefills or not instance.healthy or instance.draining or instance.name in avoid:
+            continue
+        queue_s = instance.busy_until_s - now_s
+        if queue_s < 0.0:
+            queue_s = 0.0
+        if queue_s < least_wait_s:
+            least_wait_s = queue_s
+        tokens = 0
+        if (here := held_at(instance.name)) is not None:
+            tokens = here.reusable_tokens
+            if tokens >= num_tokens:
+                tokens = num_tokens - 1
+        if tokens > longest:
+            holder, longest = instance, tokens
+        if chosen is not None and queue_s >= wait_s and tokens <= reusable:
+            # Not sooner; as good only if it is equal in both, and then less may be open there.
+            if queue_s > wait_s or tokens < reusable or instance.in_flight >= in_flight:
+                continue
+        elif chosen is None or tokens != reusable:
+            if queue_s > done_s:
+                continue
+            if tokens != asked_tokens:
+                asked_tokens, seconds = tokens, cluster.prefill_s(num_tokens - tokens)
+            end_s = queue_s + seconds
+            if end_s > done_s or (end_s == done_s and tokens < reusable):
+                continue
+            prefill_s = seconds
+        chosen, reusable, in_flight, wait_s = instance, tokens, instance.in_flight, queue_s
+        done_s = wait_s + prefill_s
+    if chosen is None or holder is None:
+        return None
+    if cluster.waiting_s > 0.0:
+        shared_s = _shared_s(cluster, view)
+        least_wait_s += shared_s
+        wait_s += shared_s
+        done_s += shared_s
+    return PrefillNode(
+        cluster,
+        chosen,
+        reusable,
+        wait_s,
+        prefill_s,
+        None,
+        0.0,
+        0.0,
+        done_s,
+        None,
+        least_wait_s,
+        holder,
+        longest,
+    )
+
+
+def least_queued(request: RoutingRequest, cluster: ClusterView, view: View) -> PrefillNode | None:
+    """The same where nobody holds anything, several times as fast: the shortest queue, then the fewest in flight."""
+    avoid, now_s = view.avoid, view.now_s
+    chosen: InstanceView | None = None
+    holder: InstanceView | None = None
+    least_s, in_flight = math.inf, 0
+    for instance in cluster.instances:
+        if not instance.prefills or not instance.healthy or instance.draining:
+            continue
+        if avoid and instance.name in avoid:
+            continue
+        if holder is None:
+            holder = instance
+        busy_s = instance.busy_until_s
+        if busy_s < now_s:
+            busy_s = now_s
+        if busy_s < least_s or (busy_s == least_s and instance.in_flight < in_flight):
+            chosen, least_s, in_flight = instance, busy_s, instance.in_flight
+            if busy_s == now_s and not in_flight:
+                break  # nobody can be better
+    if chosen is None or holder is None:
+        return None
+    wait_s = least_s - now_s
+    prefill_s = cluster.prefill_s(request.num_tokens)
+    done_s = wait_s + prefill_s
+    if cluster.waiting_s > 0.0:
+        shared_s = _shared_s(cluster, view)
+        wait_s += shared_s
+        done_s += shared_s
+    return PrefillNode(cluster, chosen, 0, wait_s, prefill_s, None, 0.0, 0.0, done_s, None, wait_s, holder, 0)
+
+
+def _shared_s(cluster: ClusterView, view: View) -> float:
+    """What waits for any instance of the cluster, divided among them."""
+    return cluster.waiting_s / sum(is_prefiller(instance, view) for instance in cluster.instances)
+
+
+def decode_choices(request: RoutingRequest, view: View) -> list[tuple[ClusterView, InstanceView]]:
+    """Per PD cluster the instance that would decode.
+
+    Healthy ones that are not being drained; if there is none in any cluster, draining ones; then those that only
+    prefill, since roles are a matter of routing and every engine of a PD cluster can decode; then unhealthy ones,
+    since nothing else can answer a client. Raises NoDecodeInstanceError if there is not even that.
+    """
+    found = []
+    for cluster in view.clusters.values():
+        if cluster.kind == "pd":
+            decode = _decoder(
+                request,
+                [each for each in cluster.instances if each.decodes and each.healthy and not each.draining],
+                view,
+            )
+            if decode is not None:
+                found.append((cluster, decode))
+    return found or _last_resorts(request, view)
+
+
+def load_of(decode: InstanceView) -> float:
+    """The share of its slots in use."""
+    return decode.decoding / decode.decode_slots
+
+
+def _last_resorts(request: RoutingRequest, view: View) -> list[tuple[ClusterView, InstanceView]]:
+    for is_able in (
+        lambda each: each.decodes and each.healthy,
+        lambda each: each.healthy,
+        lambda _: True,
+    ):
+        found = []
+        for cluster in view.clusters.values():
+            if cluster.kind == "pd":
+                decode = _decoder(request, list(filter(is_able, cluster.instances)), view)
+                if decode is not None:
+                    found.append((cluster, decode))
+        if found:
+            return found
+    raise NoDecodeInstanceError("no instance of any PD cluster can decode")
+
+
+def _decoder(request: RoutingRequest, able: Sequence[InstanceView], view: View) -> InstanceView | None:
+    """The best of these that need not be avoided; None if there is none.
+
+    Each is worth the share of the prompt that it spares the network, less the share of its slots in use. So the
+    cache-affine one is taken until it is overloaded: until its load exceeds another's by more than the share of
+    the prompt that it holds more. One without a free slot comes after all others. Equal ones: the fewer requests
+    in flight, then the earlier in the list.
+    """
+    if view.avoid:
+        able = [each for each in able if each.name not in view.avoid]
+    held_at, num_tokens, can_skip = request.held.get, request.num_tokens, view.kv.can_skip
+    chosen: InstanceView | None = None
+    worth = 0.0
+    for instance in able:
+        load = instance.decoding / instance.decode_slots
+        here = -load if load < 1.0 else -load - 2.0
+        if (at := held_at(instance.name)) is not None:
+            # Of windows nothing is skipped; what spares neither bytes nor computing is worth nothing.
+            spared = at.attention_tokens if can_skip else at.reusable_tokens
+            here += spared / num_tokens if spared < num_tokens else 1.0
+        if chosen is None or here > worth or (here == worth and instance.in_flight < chosen.in_flight):
+            chosen, worth = instance, here
+    return chosen
+
+
+def least_loaded(instances: Sequence[InstanceView]) -> InstanceView | None:
+    """The decode instance where nobody holds anything and nobody is to be avoided; None if none is well."""
+    chosen: InstanceView | None = None
+    least = math.inf
+    for instance in instances:
+        if instance.decodes and instance.healthy and not instance.draining:
+            load = instance.decoding / instance.decode_slots
+            if load <= least and (load < least or chosen is None or instance.in_flight < chosen.in_flight):
+                chosen, least = instance, load
+    return chosen
+
+
+# Facts older than this many times `View.stale_after_s` say that nobody is there to tell.
+DOWN_AFTER_STALE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class AbundanceMarks:
+    """Bandwidth is abundant (section 3.4.3) on a link with fresh facts, at most this share of its capacity in use
+    and at most this long a queue; else it is scarce.
+
+    `utilisation` is below 1, so that something is left of an abundant link.
+    """
+
+    utilisation: float = 0.5
+    queue_s: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.utilisation < 1 and self.queue_s >= 0):
+            raise ValueError("bandwidth is abundant up to a utilisation in [0, 1) and a queue of 0 s or more")
+
+
+def usable_link(view: View, source: str, target: str) -> LinkView | None:
+    """The link between two clusters, None where it is absent, down, or was not heard of for too long."""
+    link = view.links.get((source, target))
+    if link is None or not link.up or link.capacity_bits_per_s <= 0:
+        return None
+    if view.now_s - link.seen_s > DOWN_AFTER_STALE * view.stale_after_s:
+        return None
+    return link
+
+
+def is_stale(link: LinkView, view: View) -> bool:
+    """Whether the link's queue and utilisation are too old to be believed."""
+    return view.now_s - link.seen_s > view.stale_after_s
+
+
+def abundant_link(view: View, source: str, target: str, marks: AbundanceMarks) -> LinkView | None:
+    """The link that caches may cross from cluster to cluster (section 3.4.3), None where there is none."""
+    link = view.links.get((source, target))
+    if link is None or not link.up or link.capacity_bits_per_s <= 0 or is_stale(link, view):
+        return None
+    if link.egress_bits_per_s > marks.utilisation * link.capacity_bits_per_s:
+        return None
+    return link if link.drained_s - view.now_s <= marks.queue_s else None

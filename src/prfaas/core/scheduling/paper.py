@@ -1,0 +1,107 @@
+"""The paper's short-term routing (section 3.4.3): a threshold on the uncached length, moved by queues."""
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from prfaas.core.scheduling.candidates import AbundanceMarks, Option, PrefillNode, is_stale
+from prfaas.core.scheduling.decision import Decision, RoutingRequest
+from prfaas.core.scheduling.pd_candidate import (
+    Site,
+    own_uncached_tokens,
+    sends_less,
+    uncached_tokens,
+    with_cache,
+)
+from prfaas.core.scheduling.routing import Choice, route, soonest_remote
+from prfaas.core.scheduling.view import LinkView, View
+
+_LEAST_MARK_S = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """Offload what is longer than the threshold; caches of other clusters count where bandwidth is abundant.
+
+    A queue surges when it is longer than the mark m: `queue_mark` prefills of a prompt of the threshold's length
+    t in the PD cluster. With w_far the longer of the PrfaaS cluster's shortest prefill queue and the queue of its
+    link, w_near the PD cluster's shortest prefill queue, and ρ the link's utilisation, a route's threshold is
+
+        t' = t · max(w_far, m) / max(w_near, m) · max(1, ρ / utilisation_mark)
+
+    A prompt that is below it only because another cluster holds most of it is computed in the PD cluster from that
+    cache; but there, if moving the cache does not pay, or if that is done sooner and less has to cross the link,
+    since the decode instance holds most of it.
+    So it is t while nothing surges, moves without jumps, rises without limit as the route falls behind, and falls
+    when only the PD cluster does. While facts of the link are stale it is never below t.
+    """
+
+    name: ClassVar[str] = "paper"
+    queue_mark: float = 0.5
+    utilisation_mark: float = 0.85
+    abundance: AbundanceMarks = field(default_factory=AbundanceMarks)
+
+    def __post_init__(self) -> None:
+        if not (self.queue_mark > 0 and self.utilisation_mark > 0):
+            raise ValueError("the marks of policy paper must be above 0")
+
+    def decide(self, request: RoutingRequest, view: View) -> Decision:
+        """Raises NoDecodeInstanceError when nothing can decode."""
+        return route(request, view, self._choose)
+
+    def _choose(self, request: RoutingRequest, view: View, site: Site) -> Choice:
+        threshold = site.threshold_tokens
+        uncached = request.num_tokens - site.held_tokens
+        if site.sources:
+            uncached = uncached_tokens(request, view, site, self.abundance)
+        remotes, lowest = self._open_to(uncached, site, view)
+        if remotes:
+            best = soonest_remote(request, view, site, remotes)
+            reason = "long" if uncached > threshold else "busy-pd"
+        else:
+            best, reason = site.local, site.reason_to_stay(long=uncached > threshold)
+        if site.sources:
+            best = with_cache(request, view, site, best, self.abundance)
+            if not remotes and uncached < own_uncached_tokens(request, site):
+                best, reason = self._where_cached(request, view, site, best, reason)
+        return Choice(best, uncached, lowest, reason, best.ttft_s)
+
+    def _where_cached(
+        self, request: RoutingRequest, view: View, site: Site, local: Option, reason: str
+    ) -> tuple[Option, str]:
+        """Of a prompt that is short only by another cluster's cache: move the cache here, or compute the rest there."""
+        remotes, _ = self._open_to(own_uncached_tokens(request, site), site, view)
+        if remotes:
+            there = soonest_remote(request, view, site, remotes)
+            if sends_less(request, view, site, local, there):
+                return there, "cached-there"
+        return local, reason
+
+    def _open_to(
+        self, uncached: int, site: Site, view: View
+    ) -> tuple[list[tuple[PrefillNode, LinkView]], float]:
+        """The remotes whose threshold the length exceeds, and the lowest threshold."""
+        threshold = site.threshold_tokens
+        if not site.remotes or threshold == math.inf:
+            return [], threshold
+        mark_s = self.queue_mark * site.cluster.prefill_s(threshold)
+        if mark_s < _LEAST_MARK_S:
+            mark_s = _LEAST_MARK_S
+        near_s = site.least_wait_s if site.least_wait_s > mark_s else mark_s
+        lowest, found = math.inf, []
+        for node, link in site.remotes:
+            far_s = link.drained_s - view.now_s
+            if far_s < node.least_wait_s:
+                far_s = node.least_wait_s
+            if far_s < mark_s:
+                far_s = mark_s
+            factor = far_s / near_s
+            if link.egress_bits_per_s > self.utilisation_mark * link.capacity_bits_per_s:
+                factor *= link.egress_bits_per_s / (self.utilisation_mark * link.capacity_bits_per_s)
+            if factor < 1.0 and is_stale(link, view):
+                factor = 1.0
+            if threshold * factor < lowest:
+                lowest = threshold * factor
+            if uncached > threshold * factor:
+                found.append((node, link))
+        return found, lowest

@@ -1,0 +1,229 @@
+"""The threshold, searched again on what is observed (section 3.4.3), and moved only when that is worth it.
+
+The lengths that were seen lately, in constant memory: what the threshold is searched on.
+"""
+
+import math
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from prfaas.core.planner import PlanProblem, ServiceModel
+from prfaas.core.planner.fixed_roles import PrefillSide, even_spread, prefill_sides
+from prfaas.core.workload import Bins, Empirical
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    FloatArray = NDArray[np.float64]
+
+
+_BINS_PER_OCTAVE = 64
+_OCTAVES = 22
+_BINS = _BINS_PER_OCTAVE * _OCTAVES
+# Rates over less than this would be those of single requests.
+_LEAST_SPAN_S = 1.0
+_NEVER = -(1 << 62)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """The histogram of one part of the window: how many lengths fell into each bin, and their sum in tokens."""
+
+    number: int
+    total: int = 0
+    counts: "array[int]" = field(default_factory=lambda: array("I", bytes(4 * _BINS)))
+    tokens: "array[float]" = field(default_factory=lambda: array("d", bytes(8 * _BINS)))
+
+    def restart(self, number: int) -> None:
+        self.number, self.total = number, 0
+        self.counts = array("I", bytes(4 * _BINS))
+        self.tokens = array("d", bytes(8 * _BINS))
+
+
+class LengthWindow:
+    """Uncached lengths of the last `window_s` seconds.
+
+    The window is a ring of `slots` histograms, and the oldest goes as a whole: what is answered covers between
+    (slots − 1) / slots and all of `window_s`. Bins are geometric, 64 to an octave from 1 to 4 million tokens: a
+    length is known to 1.1 %, the mean of each bin, and so that of all, exactly. Memory: 17 KB per slot, whatever
+    comes. Below `min_count` lengths there is no distribution.
+    Times are seconds of any one clock and may come a little out of order.
+    """
+
+    def __init__(self, window_s: float, *, slots: int = 12, min_count: int = 50) -> None:
+        if not (window_s > 0 and slots > 0):
+            raise ValueError(f"a window needs a time above 0 and slots, not {window_s!r} s and {slots!r}")
+        self.window_s = window_s
+        self.min_count = max(min_count, 1)
+        self._slot_s = window_s / slots
+        self._ring = [_Slot(_NEVER) for _ in range(slots)]
+        self._first_s = math.inf
+
+    def add(self, tokens: float, now_s: float) -> None:
+        """One request of `tokens` uncached tokens; less than 1 counts as 1. About 0.6 µs."""
+        number = int(now_s // self._slot_s)
+        slot = self._ring[number % len(self._ring)]
+        if slot.number != number:
+            if slot.number > number:
+                return  # older than the window
+            slot.restart(number)
+            self._first_s = min(self._first_s, now_s)
+        length = max(float(tokens), 1.0)
+        bin_ = min(int(math.log2(length) * _BINS_PER_OCTAVE), _BINS - 1)
+        slot.counts[bin_] += 1
+        slot.tokens[bin_] += length
+        slot.total += 1
+
+    def count(self, now_s: float) -> int:
+        """Requests in the window."""
+        return sum(slot.total for slot in self._live(now_s))
+
+    def rate_per_s(self, now_s: float) -> float:
+        """Requests per second in the window, or since the first one if that is less; 0 without any."""
+        count = self.count(now_s)
+        if count == 0:
+            return 0.0
+        oldest = (int(now_s // self._slot_s) - len(self._ring) + 1) * self._slot_s
+        return count / max(now_s - max(oldest, self._first_s), _LEAST_SPAN_S)
+
+    def lengths(self, now_s: float) -> Empirical | None:
+        """The distribution of the window's lengths, one atom per bin at its mean; None below `min_count`."""
+        import numpy as np
+
+        live = self._live(now_s)
+        if sum(slot.total for slot in live) < self.min_count:
+            return None
+        counts, tokens = np.zeros(_BINS, dtype=np.uint64), np.zeros(_BINS)
+        for slot in live:
+            counts += np.frombuffer(slot.counts, dtype=np.uint32)
+            tokens += np.frombuffer(slot.tokens, dtype=np.float64)
+        seen = counts > 0
+        return Empirical(tokens[seen] / counts[seen], counts[seen])
+
+    def _live(self, now_s: float) -> list[_Slot]:
+        newest = int(now_s // self._slot_s)
+        return [slot for slot in self._ring if slot.total and newest - len(self._ring) < slot.number]
+
+
+Reason = Literal["start", "periodic", "roles", "policy", "link"]
+"""Why thresholds are searched. All but "periodic" are events: what they change is not noise of the sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThresholdChange:
+    """`tokens`: the threshold of every PD cluster of the problem in uncached tokens; infinite: never offload.
+
+    Rates are requests per second of the whole deployment that prefill and links can carry, with the thresholds
+    before (None: some cluster had none) and after, by the lengths that were observed: the first PD cluster that is
+    full counts.
+    """
+
+    tokens: Mapping[str, float]
+    reason: Reason
+    rate_before: float | None
+    rate_after: float
+
+
+@dataclass(frozen=True, slots=True)
+class ThresholdOptimiser:
+    """The best thresholds for the roles as they are, with hysteresis.
+
+    A PD cluster's new threshold is adopted if its prefill side (own instances, and what it is granted of others) can
+    carry more of its requests with it, by the observed lengths, than with the present one: by more than `margin` in
+    proportion. When searched periodically it must also move the balance of Eq. 7 (work offloaded to work kept) further
+    than two samples of the same traffic differ by chance: `noise_sds` standard deviations, which follow from the
+    number of lengths and the spread of their work. Where no link leads to a PD cluster its threshold is infinite at
+    once.
+    Costs 1 ms for two clusters, some tenths of a second for more: run it beside an event loop, not in it.
+    """
+
+    margin: float = 0.02
+    noise_sds: float = 3.5
+    service: ServiceModel = "mean length"
+
+    def propose(
+        self,
+        problem: PlanProblem,
+        prefill: Mapping[str, int],
+        current_tokens: Mapping[str, float],
+        *,
+        sample_count: int,
+        reason: Reason = "periodic",
+        spread: Mapping[str, float] | None = None,
+    ) -> ThresholdChange | None:
+        """The thresholds to go to, None to stay.
+
+        `prefill`: prefill instances by PD cluster. `current_tokens` by PD cluster; one that is missing has none yet.
+        `sample_count`: how many requests the problem's lengths were taken from. `spread`: the part of all requests
+        that each PD cluster decodes (None: as their decode capacities; with two clusters it doesn't matter).
+        """
+        spread = spread if spread is not None else even_spread(problem, prefill)
+        sides = prefill_sides(problem, prefill, spread, self.service)
+        tokens: dict[str, float] = {}
+        for name, side in sides.items():
+            now = current_tokens.get(name)
+            best = side.best_threshold()
+            if now is not None and not self._is_better(side, now, best, sample_count, reason):
+                best = now
+            tokens[name] = best
+        if all(tokens[name] == current_tokens.get(name) for name in tokens):
+            return None
+        known = [
+            side.rate(current_tokens[name]) / side.part
+            for name, side in sides.items()
+            if name in current_tokens
+        ]
+        after = min(side.rate(tokens[name]) / side.part for name, side in sides.items())
+        return ThresholdChange(tokens, reason, min(known) if len(known) == len(sides) else None, after)
+
+    def _is_better(
+        self, side: PrefillSide, now: float, best: float, sample_count: int, reason: Reason
+    ) -> bool:
+        if not side.is_reached:
+            return True  # infinite
+        if side.rate(best) <= side.rate(now) * (1 + self.margin):
+            return False
+        return reason != "periodic" or moved_sds(side.problem, now, best, sample_count) > self.noise_sds
+
+
+def moved_sds(problem: PlanProblem, before: float, after: float, sample_count: int) -> float:
+    """How far a threshold moves the balance of Eq. 7, in standard deviations of what two samples differ by.
+
+    The balance is log(work offloaded / work kept), which at the best threshold is what the instances' numbers allow.
+    The work of the PrfaaS cluster and of the link are both looked at; what moves less counts.
+    """
+    bins = problem.workload.lengths.fine_bins()
+    stays = problem.pd[0].prefill_s(bins.lengths)
+    goes = [work(bins.lengths) for work in (problem.prfaas[0].prefill_s, problem.kv_bytes)]
+    return min(
+        _moved(bins, stays, offloaded, before, after, sample_count) for offloaded in goes if offloaded.any()
+    )
+
+
+def _moved(
+    bins: Bins, stays: "FloatArray", goes: "FloatArray", before: float, after: float, sample_count: int
+) -> float:
+    balances = [balance(bins, stays, goes, tokens) for tokens in (before, after)]
+    if not all(math.isfinite(value) for value, _ in balances):
+        return math.inf
+    # Both samples err: the one that the present threshold is from, and this one.
+    error = math.sqrt(2 * balances[0][1] / max(sample_count, 1))
+    return abs(balances[1][0] - balances[0][0]) / error
+
+
+def balance(bins: Bins, stays: "FloatArray", goes: "FloatArray", threshold: float) -> tuple[float, float]:
+    """log(work offloaded / work kept), and n times its variance in a sample of n lengths.
+
+    By the delta method: with X the work of a request if it is offloaded (else 0) and Y if it stays (else 0) the
+    variance is (E[X²] / E[X]² + E[Y²] / E[Y]²) / n. Infinite where one side has nothing.
+    """
+    is_long = bins.lengths > threshold
+    x, y = goes * is_long, stays * ~is_long
+    mean_x, mean_y = float((x * bins.weights).sum()), float((y * bins.weights).sum())
+    if mean_x <= 0 or mean_y <= 0:
+        return (math.inf if mean_x > 0 else -math.inf), math.inf
+    squares = float((x**2 * bins.weights).sum()) / mean_x**2, float((y**2 * bins.weights).sum()) / mean_y**2
+    return math.log(mean_x / mean_y), sum(squares)

@@ -1,0 +1,131 @@
+"""Our short-term routing: the threshold tilted by backlogs, each weighed with the work the request would add."""
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from prfaas.core.scheduling.candidates import AbundanceMarks, Option, bits_to, is_stale, streamed
+from prfaas.core.scheduling.decision import Decision, RoutingRequest
+from prfaas.core.scheduling.pd_candidate import Site, own_uncached_tokens, uncached_tokens, with_cache
+from prfaas.core.scheduling.routing import Choice, route
+from prfaas.core.scheduling.view import View
+
+_LEAST_S = 1e-3
+# Of the tokens to compute: what a cached prefix must spare for a prefill to wait for the instance that holds it.
+_MUCH = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Tilted:
+    """Offload when
+
+        T_pd(t) · (u − t) / max(u, t) + β · Δ > 0   with   Δ = w_pd − (w_far · T_far + q · X) / T_pd
+
+    t: the threshold; u: the uncached length, both as in `paper`; T_pd(t): a prefill of t tokens in the PD cluster.
+    T_pd, T_far: what this prefill would take on either side, each with its own cache. w: until it could start,
+    w_far with the transfer that it does not hide. q: the link's queue in seconds, which is the price of its
+    bandwidth; X: seconds of the link that this KV takes. Solved for u it is a threshold:
+
+        t' = t · max(0, 1 − β · Δ / T_pd(t))   where Δ > 0
+        t' = t / (1 + β · Δ / T_pd(t))         where Δ < 0; infinite where the divisor is not above 0
+
+    β = 0 is the paper's policy without its adjustments. For β > 0 the sum times T_pd is a drift and a penalty: the
+    change of the squared backlogs of prefill pools and links by a request (backlog × work added), and at most
+    T_pd(t) per second of work for leaving the threshold. Growing backlogs outweigh that, so queues stay bounded
+    under every load that some rule could carry, whatever the threshold (Tassiulas and Ephremides 1992; Neely
+    2010). While facts of a link are stale the tilt can only make offloading rarer.
+
+    The prefill waits for whichever instance of its cluster is free first, and short ones go first: the urgency is
+    now + `ageing` × T. Of what has waited equally long the shortest is next (it delays the others least), and after
+    `ageing` seconds per second of its own work a prompt is ahead of everything that comes. 0: first come, first
+    served. A prompt of which one instance holds much more than the others waits for that one.
+    """
+
+    name: ClassVar[str] = "tilted"
+    beta: float = 1.0
+    ageing: float = 50.0
+    abundance: AbundanceMarks = field(default_factory=AbundanceMarks)
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.beta < math.inf and 0 <= self.ageing < math.inf):
+            raise ValueError(
+                f"beta and ageing of policy tilted must be 0 or more, not {self.beta!r} and {self.ageing!r}"
+            )
+
+    def decide(self, request: RoutingRequest, view: View) -> Decision:
+        """Raises NoDecodeInstanceError when nothing can decode."""
+        return route(request, view, self._choose)
+
+    def _choose(self, request: RoutingRequest, view: View, site: Site) -> Choice:
+        choice = self._place(request, view, site)
+        option = choice.option
+        choice.urgency_s = view.now_s + self.ageing * option.prefill_s
+        if request.held:
+            choice.is_bound = option.moved_cache is not None or _is_held_best(request, option)
+        return choice
+
+    def _place(self, request: RoutingRequest, view: View, site: Site) -> Choice:
+        threshold = adjusted = site.threshold_tokens
+        uncached = uncached_tokens(request, view, site, self.abundance)
+        local = with_cache(request, view, site, site.local, self.abundance)
+        if site.remotes and threshold < math.inf:
+            far = self._cheapest_remote(request, view, site)
+            far = with_cache(request, view, site, far, self.abundance)
+            tilt_s = self.beta * self._ahead_s(local, far, view)
+            tilt = tilt_s / max(site.cluster.prefill_s(threshold), _LEAST_S)
+            adjusted = _tilted(threshold, tilt)
+            if uncached > adjusted:
+                reason = "long" if uncached > threshold else "busy-pd"
+                return Choice(far, uncached, adjusted, reason, _cost(far))
+            short_by_cache = own_uncached_tokens(request, site) > adjusted
+            if short_by_cache and (local.moved_cache is None or far.ttft_s <= local.ttft_s):
+                # The cache that makes it short does not come here, or is done sooner where it is.
+                return Choice(far, uncached, adjusted, "cached-there", _cost(far))
+        reason = site.reason_to_stay(long=uncached > threshold)
+        return Choice(local, uncached, adjusted, reason, _cost(local))
+
+    def _cheapest_remote(self, request: RoutingRequest, view: View, site: Site) -> Option:
+        bits = bits_to(request, view, site.decode)
+        best: Option | None = None
+        least = math.inf
+        for node, link in site.remotes:
+            # Without the link the cost can only be less.
+            if node.ttft_s * node.prefill_s < least:
+                option = streamed(node, link, view.now_s, bits)
+                cost = _cost(option)
+                if cost < least:
+                    best, least = option, cost
+        assert best is not None  # there is at least one
+        return best
+
+    def _ahead_s(self, local: Option, far: Option, view: View) -> float:
+        work = (far.ttft_s - far.prefill_s) * far.prefill_s + far.link_wait_s * far.link_s
+        ahead_s = local.start_s - work / (local.prefill_s or _LEAST_S)
+        if ahead_s > 0.0 and far.link is not None and is_stale(far.link, view):
+            return 0.0
+        return ahead_s
+
+
+def _is_held_best(request: RoutingRequest, option: Option) -> bool:
+    """Whether another instance of the cluster would have to compute a tenth more."""
+    here = option.instance
+    elsewhere = max(
+        (
+            request.reusable_at(each.name)
+            for each in option.cluster.instances
+            if each.prefills and each is not here
+        ),
+        default=0,
+    )
+    return option.reusable_tokens - elsewhere > _MUCH * (request.num_tokens - elsewhere)
+
+
+def _tilted(threshold: float, tilt: float) -> float:
+    if tilt >= 0.0:
+        return threshold * max(1.0 - tilt, 0.0)
+    return threshold / (1.0 + tilt) if tilt > -1.0 else math.inf
+
+
+def _cost(option: Option) -> float:
+    """Backlog times work as above, the request's own work counted as backlog: what PD clusters are compared by."""
+    return option.ttft_s * option.prefill_s + option.link_wait_s * option.link_s

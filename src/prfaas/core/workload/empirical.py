@@ -1,0 +1,122 @@
+"""Lengths that were observed, each with a weight."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prfaas.core.workload.lengths import LengthDistribution, WorkloadError, check_factor, check_quantile
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Atoms(LengthDistribution):
+    lengths: "FloatArray"
+    probabilities: "FloatArray"
+    tail_mass: "FloatArray"
+    tail_tokens: "FloatArray"
+
+
+class Empirical(_Atoms):
+    """Every length of `lengths` (tokens, above 0) with its weight (default 1); equal ones are merged.
+
+    Raises:
+        WorkloadError: no lengths, a length that is not above 0, or weights that are negative, all 0 or of
+            another number.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, lengths: Iterable[float], weights: Iterable[float] | None = None) -> None:
+        import numpy as np
+
+        given = _array(lengths)
+        weight = np.ones(len(given)) if weights is None else _array(weights)
+        _check(given, weight)
+        atoms, probability = given, weight / weight.sum()
+        if not (given[1:] > given[:-1]).all():
+            atoms, where = np.unique(given, return_inverse=True)
+            probability = np.bincount(where, probability).astype(np.float64)
+        kept = probability > 0
+        atoms, probability = atoms[kept], probability[kept]
+        # Entry k is what lies above the first k atoms: summed from the top, so that the last one is exactly 0.
+        mass = np.concatenate([np.cumsum(probability[::-1])[::-1], [0.0]])
+        tokens = np.concatenate([np.cumsum((probability * atoms)[::-1])[::-1], [0.0]])
+        _Atoms.__init__(self, atoms, probability, mass / mass[0], tokens / mass[0])
+
+    @property
+    def low(self) -> float:
+        return float(self.lengths[0])
+
+    @property
+    def high(self) -> float:
+        return float(self.lengths[-1])
+
+    def atoms(self) -> "FloatArray":
+        """The distinct lengths, ascending."""
+        return self.lengths
+
+    def above(self, thresholds: "FloatArray") -> "tuple[FloatArray, FloatArray]":
+        """See `LengthDistribution.above`."""
+        import numpy as np
+
+        index = np.searchsorted(self.lengths, thresholds, side="right")
+        return self.tail_mass[index], self.tail_tokens[index]
+
+    def quantile(self, q: float) -> float:
+        """See `LengthDistribution.quantile`."""
+        import numpy as np
+
+        check_quantile(q)
+        cumulative = 1 - self.tail_mass[1:]
+        # A hair below q: 0.1 + 0.2 must still find the atom that 0.3 stands for.
+        index = int(np.searchsorted(cumulative, q - 1e-12, side="left"))
+        return float(self.lengths[min(index, len(self.lengths) - 1)])
+
+    def scaled(self, factor: float) -> "Empirical":
+        """See `LengthDistribution.scaled`."""
+        check_factor(factor)
+        return Empirical(self.lengths * factor, self.probabilities)
+
+    def clipped(self, low: float, high: float) -> "Empirical":
+        """Lengths below `low` count as `low`, those above `high` as `high` (tokens)."""
+        import numpy as np
+
+        if not 0 < low <= high:
+            raise WorkloadError(f"lengths can be clipped to 0 < low <= high, not to {low!r} and {high!r}")
+        return Empirical(np.clip(self.lengths, low, high), self.probabilities)
+
+    def __repr__(self) -> str:
+        return f"Empirical({len(self.lengths)} lengths from {self.low:g} to {self.high:g} tokens)"
+
+
+def fixed(tokens: float) -> Empirical:
+    """Every prompt has `tokens` tokens."""
+    return Empirical([tokens])
+
+
+def _array(values: Iterable[float]) -> "FloatArray":
+    import numpy as np
+
+    listed = values if isinstance(values, np.ndarray) else list(values)
+    return np.array(listed, dtype=np.float64)
+
+
+def _check(lengths: "FloatArray", weights: "FloatArray") -> None:
+    import numpy as np
+
+    if len(lengths) == 0:
+        raise WorkloadError("an empirical distribution needs at least one length")
+    if len(weights) != len(lengths):
+        raise WorkloadError(f"there are {len(lengths)} lengths but {len(weights)} weights; give one for each")
+    # A NaN is neither above nor below anything.
+    for length in lengths[~((lengths > 0) & (lengths < np.inf))]:
+        raise WorkloadError(f"lengths must be above 0 tokens, not {length:g}")
+    for weight in weights[~((weights >= 0) & (weights < np.inf))]:
+        raise WorkloadError(f"weights must be 0 or more, not {weight:g}")
+    if not weights.any():
+        raise WorkloadError("at least one weight must be above 0")

@@ -1,0 +1,326 @@
+"""How long prompts are: what every distribution of lengths can say about itself, exactly.
+
+What is wrong with a workload, in one sentence.
+
+Lengths of an interval, all alike.
+
+Log-normal lengths within limits, the paper's workload (section 4.1).
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    FloatArray = NDArray[np.float64]
+
+
+class WorkloadError(ValueError):
+    """A distribution that can't be, or a trace that can't be read (then with file and line)."""
+
+
+# Fine enough that integrals of smooth latency curves are right to about 1e-7.
+_INTEGRATION_BINS = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bins:
+    """A distribution cut into intervals (lower, upper] in tokens, each with its mean length and probability.
+
+    All arrays have one entry per bin of positive probability; the weights sum to the probability of the range
+    that was cut, and Σ weight × length is exactly its first moment.
+    """
+
+    lower: "FloatArray"
+    upper: "FloatArray"
+    lengths: "FloatArray"
+    weights: "FloatArray"
+
+
+class LengthDistribution(ABC):
+    """A random length L > 0 in tokens.
+
+    Conditions of probability zero have no mean: `mean_above` and `mean_at_most` are None there, never NaN.
+    """
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def low(self) -> float:
+        """The smallest possible length in tokens."""
+
+    @property
+    @abstractmethod
+    def high(self) -> float:
+        """The largest possible length in tokens."""
+
+    @abstractmethod
+    def above(self, thresholds: "FloatArray") -> "tuple[FloatArray, FloatArray]":
+        """P(L > t) and E[L; L > t] (tokens, not divided by the probability) for every t of an array."""
+
+    @abstractmethod
+    def quantile(self, q: float) -> float:
+        """The smallest l with P(L <= l) >= q, for q in [0, 1]."""
+
+    @abstractmethod
+    def scaled(self, factor: float) -> "LengthDistribution":
+        """The distribution of factor × L, factor > 0."""
+
+    def atoms(self) -> "FloatArray | None":
+        """The only lengths that occur, ascending; None for a continuous distribution."""
+        return None
+
+    def tail(self, t: float) -> float:
+        """P(L > t)."""
+        return self._above(t)[0]
+
+    def mean(self) -> float:
+        """E[L] in tokens."""
+        return self._above(0.0)[1]
+
+    def mean_above(self, t: float) -> float | None:
+        """E[L | L > t] in tokens, None if no length is above t."""
+        mass, tokens = self._above(t)
+        return min(max(tokens / mass, t, self.low), self.high) if mass > 0 else None
+
+    def mean_at_most(self, t: float) -> float | None:
+        """E[L | L <= t] in tokens, None if every length is above t."""
+        mass, tokens = self._above(t)
+        mean = (self.mean() - tokens) / (1.0 - mass) if mass < 1 else None
+        return None if mean is None else min(max(mean, self.low), t, self.high)
+
+    def bins(self, n: int, cuts: "tuple[float, ...]" = ()) -> Bins:
+        """About `n` bins over the whole range, fine both in probability and in length; `cuts` become edges too."""
+        import numpy as np
+
+        atoms = self.atoms()
+        if atoms is not None and len(atoms) <= n:
+            edges = atoms
+        else:
+            by_length = np.geomspace(max(self.low, 1e-3 * self.high), self.high, n // 2 + 1)
+            by_probability = [self.quantile(k / (n - n // 2)) for k in range(1, n - n // 2)]
+            edges = np.concatenate([by_length, np.array(by_probability, dtype=np.float64)])
+        inner = [cut for cut in cuts if 0 < cut < self.high]
+        return self.bins_between(np.concatenate([[0.0], edges, inner, [self.high]]))
+
+    def bins_between(self, edges: "FloatArray") -> Bins:
+        """The bins between the sorted, deduplicated `edges` in tokens; those of probability zero are left out."""
+        import numpy as np
+
+        edges = np.unique(edges)
+        mass, tokens = self.above(edges)
+        weights, moments = mass[:-1] - mass[1:], tokens[:-1] - tokens[1:]
+        kept = weights > 1e-15
+        weights, moments = weights[kept], moments[kept]
+        lower, upper = edges[:-1][kept], edges[1:][kept]
+        # Differences of nearly equal numbers: rounding must not put a mean outside of its bin.
+        lengths = np.clip(moments / weights, np.maximum(lower, self.low), np.minimum(upper, self.high))
+        return Bins(lower, upper, lengths, weights)
+
+    def expect(
+        self, f: "Callable[[FloatArray], FloatArray]", *, above: float = 0.0, up_to: float = float("inf")
+    ) -> float:
+        """E[f(L); above < L <= up_to]: not divided by the probability of the condition.
+
+        Exact for distributions with atoms, otherwise by cutting the range into thousands of bins.
+        """
+        bins = self.fine_bins(above, up_to)
+        return float((f(bins.lengths) * bins.weights).sum()) if len(bins.weights) else 0.0
+
+    def fine_bins(self, above: float = 0.0, up_to: float = float("inf")) -> Bins:
+        """The bins that `expect` sums over: every atom, or thousands of intervals, of (above, up_to]."""
+        import numpy as np
+
+        start, end = max(above, 0.0), min(up_to, self.high)
+        if end <= start:
+            empty = np.empty(0)
+            return Bins(empty, empty, empty, empty)
+        atoms = self.atoms()
+        if atoms is None:
+            first = max(self.low, start, 1e-6 * end)
+            edges = np.geomspace(first, end, _INTEGRATION_BINS + 1) if first < end else np.array([end])
+            edges[-1] = end
+        else:
+            edges = atoms[(atoms > start) & (atoms <= end)]
+        return self.bins_between(np.concatenate([[start], edges[edges >= start], [end]]))
+
+    def _above(self, t: float) -> tuple[float, float]:
+        import numpy as np
+
+        mass, tokens = self.above(np.array([t], dtype=np.float64))
+        return float(mass[0]), float(tokens[0])
+
+
+def check_factor(factor: float) -> None:
+    """Raise WorkloadError unless a length may be multiplied by `factor`."""
+    if not 0 < factor < float("inf"):
+        raise WorkloadError(f"lengths can only be scaled by a factor above 0, not {factor!r}")
+
+
+def check_quantile(q: float) -> None:
+    """Raise WorkloadError unless `q` is a probability."""
+    if not 0 <= q <= 1:
+        raise WorkloadError(f"a quantile is asked for with a probability in [0, 1], not {q!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Interval(LengthDistribution):
+    low_tokens: float
+    high_tokens: float
+
+
+class Uniform(_Interval):
+    """Continuous and uniform on [low, high] tokens. WorkloadError unless 0 < low < high."""
+
+    __slots__ = ()
+
+    def __init__(self, low: float, high: float) -> None:
+        if not (math.isfinite(high) and 0 < low < high):
+            raise WorkloadError(
+                f"the limits of lengths must satisfy 0 < low < high, not {low!r} and {high!r}"
+            )
+        _Interval.__init__(self, low, high)
+
+    @property
+    def low(self) -> float:
+        return self.low_tokens
+
+    @property
+    def high(self) -> float:
+        return self.high_tokens
+
+    def above(self, thresholds: "FloatArray") -> "tuple[FloatArray, FloatArray]":
+        """See `LengthDistribution.above`."""
+        import numpy as np
+
+        t = np.clip(thresholds, self.low, self.high)
+        mass = (self.high - t) / (self.high - self.low)
+        return mass, mass * (self.high + t) / 2
+
+    def quantile(self, q: float) -> float:
+        """See `LengthDistribution.quantile`."""
+        check_quantile(q)
+        return self.low + q * (self.high - self.low)
+
+    def scaled(self, factor: float) -> "Uniform":
+        """See `LengthDistribution.scaled`."""
+        check_factor(factor)
+        return Uniform(self.low * factor, self.high * factor)
+
+    def __repr__(self) -> str:
+        return f"Uniform(low={self.low:g}, high={self.high:g})"
+
+
+_SQRT2 = math.sqrt(2.0)
+_BISECTIONS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class _Truncated(LengthDistribution):
+    mu: float
+    sigma: float
+    low_tokens: float
+    high_tokens: float
+
+
+class TruncatedLogNormal(_Truncated):
+    """log L is normal with mean `mu` and deviation `sigma`, given low <= L <= high (tokens).
+
+    Raises:
+        WorkloadError: sigma is not above 0, the limits are not 0 < low < high, or (almost) no length lies
+            between them.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, mu: float, sigma: float, low: float, high: float) -> None:
+        if not (math.isfinite(mu) and math.isfinite(sigma) and sigma > 0):
+            raise WorkloadError(
+                f"a log-normal needs a finite mu and a sigma above 0, not {mu!r} and {sigma!r}"
+            )
+        if not (math.isfinite(high) and 0 < low < high):
+            raise WorkloadError(
+                f"the limits of lengths must satisfy 0 < low < high, not {low!r} and {high!r}"
+            )
+        _Truncated.__init__(self, mu, sigma, low, high)
+        if not self._mass(self._z(low), self._z(high)) > 1e-250:
+            raise WorkloadError(
+                f"a log-normal with mu {mu:g} and sigma {sigma:g} has no lengths between {low:g} and {high:g}"
+            )
+
+    @property
+    def low(self) -> float:
+        return self.low_tokens
+
+    @property
+    def high(self) -> float:
+        return self.high_tokens
+
+    def above(self, thresholds: "FloatArray") -> "tuple[FloatArray, FloatArray]":
+        """See `LengthDistribution.above`. The first moment shifts the normal by sigma: exp(mu + σ²/2) × Φ(z − σ)."""
+        import numpy as np
+
+        end = self._z(self.high)
+        all_mass = self._mass(self._z(self.low), end)
+        # The factor is kept in the exponent together with 1 / all_mass: either alone may be out of range.
+        moment_factor = math.exp(self.mu + self.sigma**2 / 2 - math.log(all_mass))
+        mass, tokens = np.empty(len(thresholds)), np.empty(len(thresholds))
+        for i, t in enumerate(np.clip(thresholds, self.low, self.high).tolist()):
+            z = self._z(t)
+            mass[i] = self._mass(z, end) / all_mass
+            tokens[i] = self._mass(z - self.sigma, end - self.sigma) * moment_factor
+        return mass, tokens
+
+    def quantile(self, q: float) -> float:
+        """See `LengthDistribution.quantile`."""
+        check_quantile(q)
+        if q in (0, 1):
+            return self.high if q else self.low
+        start, end = self._z(self.low), self._z(self.high)
+        # Mirrored where both limits are in the upper tail, so that probabilities near 1 keep their digits.
+        mirrored = start > 0
+        if mirrored:
+            start, end, q = -end, -start, 1 - q
+        level = _cdf(start) + q * (_cdf(end) - _cdf(start))
+        z = NormalDist().inv_cdf(level) if 1e-300 < level < 1 else _bisect(level, start, end)
+        z = min(max(z, start), end)
+        length = math.exp(self.mu + self.sigma * (-z if mirrored else z))
+        return min(max(length, self.low), self.high)
+
+    def scaled(self, factor: float) -> "TruncatedLogNormal":
+        """See `LengthDistribution.scaled`."""
+        check_factor(factor)
+        return TruncatedLogNormal(
+            self.mu + math.log(factor), self.sigma, self.low * factor, self.high * factor
+        )
+
+    def __repr__(self) -> str:
+        return f"TruncatedLogNormal(mu={self.mu}, sigma={self.sigma}, low={self.low}, high={self.high})"
+
+    def _z(self, length: float) -> float:
+        return (math.log(length) - self.mu) / self.sigma
+
+    @staticmethod
+    def _mass(start: float, end: float) -> float:
+        """Φ(end) − Φ(start), from the tail that both lie in: differences of numbers near 1 would lose digits."""
+        if start > 0:
+            return 0.5 * (math.erfc(start / _SQRT2) - math.erfc(end / _SQRT2))
+        return _cdf(end) - _cdf(start)
+
+
+def _cdf(z: float) -> float:
+    return 0.5 * math.erfc(-z / _SQRT2)
+
+
+def _bisect(level: float, start: float, end: float) -> float:
+    for _ in range(_BISECTIONS):
+        middle = (start + end) / 2
+        start, end = (middle, end) if _cdf(middle) < level else (start, middle)
+    return (start + end) / 2

@@ -1,0 +1,143 @@
+"""Conversations: each turn's prompt is all that was said before, and something new."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prfaas.core.workload.arrivals import Arrivals, FloatArray, IntArray, check_positive
+from prfaas.core.workload.lengths import LengthDistribution, WorkloadError
+from prfaas.core.workload.requests import BLOCK_TOKENS
+from prfaas.core.workload.traffic import LengthSampler, RequestChunk, Traffic, places_in, starts_of
+
+_Number = TypeVar("_Number", np.float64, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTraffic(Traffic):
+    """Sessions come as `arrivals` say and have `mean_turns` turns on average (geometrically distributed).
+
+    Every session begins with the same `shared_tokens` tokens (whole blocks: a system prompt); every turn adds
+    `questions` tokens and is answered with `outputs` tokens, which the next turn's prompt holds too. From one turn
+    to the next it is `think_s` on average (exponentially distributed), the time of the answer included: the
+    traffic doesn't wait for anybody. Prompts have no limit here; whoever has one leaves longer ones out.
+
+    In a replay the place of an answer in later prompts is taken by made-up tokens of the same number, not by what
+    the engine said.
+
+    Raises:
+        WorkloadError: fewer than 1 turn, a think time that is not above 0, or a shared part that is not whole blocks.
+    """
+
+    arrivals: Arrivals
+    mean_turns: float
+    think_s: float
+    questions: LengthDistribution
+    outputs: LengthDistribution
+    shared_tokens: int = 0
+    block_tokens: int = BLOCK_TOKENS
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.mean_turns < float("inf"):
+            raise WorkloadError(f"sessions have 1 turn or more on average, not {self.mean_turns!r}")
+        check_positive(self.think_s, "a think time")
+        if self.shared_tokens < 0 or self.shared_tokens % self.block_tokens:
+            raise WorkloadError(
+                f"the shared beginning must be whole blocks of {self.block_tokens} tokens, "
+                f"not {self.shared_tokens} tokens"
+            )
+
+    @property
+    def mean_per_s(self) -> float:
+        """Turns per second, once sessions end as often as they begin."""
+        return self.arrivals.mean_per_s * self.mean_turns
+
+    def chunks(self, rng: np.random.Generator) -> Iterator[RequestChunk]:
+        """See `Traffic.chunks`; without end."""
+        of_sessions, of_turns = rng.spawn(2)
+        sampler = _TurnSampler(self, of_turns)
+        waiting = _Turns(*(np.empty(0, dtype=kind) for kind in (float, int, int, int)))
+        for begun_s in self.arrivals.chunks(of_sessions):
+            waiting = waiting.joined(sampler.turns(begun_s))
+            # Whatever comes from later sessions comes after the last one that has begun.
+            due = waiting.arrival_s <= begun_s[-1]
+            yield waiting.where(due).in_order().requests(self.shared_tokens, self.block_tokens)
+            waiting = waiting.where(~due)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Turns:
+    """`first_block`: the first id of the session's own blocks, after the shared ones."""
+
+    arrival_s: FloatArray
+    input_tokens: IntArray
+    output_tokens: IntArray
+    first_block: IntArray
+
+    def joined(self, other: "_Turns") -> "_Turns":
+        return _Turns(
+            np.concatenate([self.arrival_s, other.arrival_s]),
+            np.concatenate([self.input_tokens, other.input_tokens]),
+            np.concatenate([self.output_tokens, other.output_tokens]),
+            np.concatenate([self.first_block, other.first_block]),
+        )
+
+    def where(self, picked: NDArray[np.bool_] | IntArray) -> "_Turns":
+        return _Turns(
+            self.arrival_s[picked],
+            self.input_tokens[picked],
+            self.output_tokens[picked],
+            self.first_block[picked],
+        )
+
+    def in_order(self) -> "_Turns":
+        return self.where(np.argsort(self.arrival_s, kind="stable"))
+
+    def requests(self, shared_tokens: int, block_tokens: int) -> RequestChunk:
+        counts = -(-self.input_tokens // block_tokens)
+        places, shared = places_in(counts), shared_tokens // block_tokens
+        own = np.repeat(self.first_block - shared, counts) + places
+        ids = np.where(places < shared, places, own)
+        return RequestChunk(
+            self.arrival_s, self.input_tokens, self.output_tokens, ids, starts_of(counts), block_tokens
+        )
+
+
+class _TurnSampler:
+    def __init__(self, traffic: SessionTraffic, rng: np.random.Generator) -> None:
+        self._traffic = traffic
+        self._rng = rng
+        self._questions = LengthSampler.of(traffic.questions)
+        self._outputs = LengthSampler.of(traffic.outputs)
+        self._next_id = traffic.shared_tokens // traffic.block_tokens
+
+    def turns(self, begun_s: FloatArray) -> _Turns:
+        """All turns of the sessions that begin at these times."""
+        traffic, rng = self._traffic, self._rng
+        counts = rng.geometric(1 / traffic.mean_turns, len(begun_s)).astype(np.int64)
+        starts = starts_of(counts)
+        total, first = int(starts[-1]), starts[:-1]
+        gaps_s = rng.exponential(traffic.think_s, total)
+        gaps_s[first] = 0.0
+        questions, answers = self._questions.draw(rng, total), self._outputs.draw(rng, total)
+        # A prompt holds its own question, and of every turn before the question and the answer.
+        said = _running_sums(questions + answers, first, counts) - answers
+        blocks = -(-said[starts[1:] - 1] // traffic.block_tokens)
+        first_block = self._next_id + starts_of(blocks)
+        self._next_id = int(first_block[-1])
+        return _Turns(
+            np.repeat(begun_s, counts) + _running_sums(gaps_s, first, counts),
+            traffic.shared_tokens + said,
+            answers,
+            np.repeat(first_block[:-1], counts),
+        )
+
+
+def _running_sums(values: NDArray[_Number], first: IntArray, counts: IntArray) -> NDArray[_Number]:
+    """Sums from the beginning of each run, of which `first` are the indices and `counts` the lengths."""
+    sums: NDArray[_Number] = np.cumsum(values)
+    before = sums[first] - values[first]
+    shifted: NDArray[_Number] = sums - np.repeat(before, counts)
+    return shifted

@@ -1,0 +1,152 @@
+"""What a trace says about traffic, whatever its format.
+
+Text files line by line, packed or not, with errors that name the line.
+
+Files with one JSON object per line: their rows, and fields that must be numbers of something.
+"""
+
+import gzip
+import io
+import json
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from prfaas.core.workload.empirical import Empirical
+from prfaas.core.workload.lengths import WorkloadError
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Line numbers from 1 and lines without their ends; empty lines are left out. `.gz` is unpacked.
+
+    Raises:
+        WorkloadError: the file can't be read, or isn't text.
+    """
+    try:
+        with _opened(path) as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, line.rstrip("\r\n")
+    except FileNotFoundError:
+        raise WorkloadError(f"{path}: there is no such trace") from None
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise WorkloadError(f"{path}: can't be read as a trace ({error})") from error
+
+
+def bad_line(where: str, number: int, problem: str) -> WorkloadError:
+    """The error about one line of a file."""
+    return WorkloadError(f"{where}:{number}: {problem}")
+
+
+def _opened(path: Path) -> IO[str]:
+    if path.suffix == ".gz":
+        return io.TextIOWrapper(gzip.open(path, "rb"), encoding="utf-8-sig")
+    return path.open(encoding="utf-8-sig")
+
+
+Where = tuple[str, int]
+"""File and line number."""
+
+
+def objects_of(path: Path) -> Iterator[tuple[Where, dict[str, Any]]]:
+    """Every line's object and where it stands.
+
+    Raises:
+        WorkloadError: the file can't be read, or a line is no JSON object.
+    """
+    for number, line in lines_of(path):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            raise bad_line(str(path), number, "is not JSON") from None
+        if not isinstance(row, dict):
+            raise bad_line(str(path), number, "must be a JSON object")
+        yield (str(path), number), row
+
+
+def tokens_of(where: Where, row: dict[str, Any], field: str) -> int:
+    """A whole number, 0 or more. Raises WorkloadError."""
+    value = row.get(field)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        given = "is missing" if field not in row else f"must be a whole number of tokens, not {value!r:.40}"
+        raise bad_line(*where, f"{field} {given}")
+    return value
+
+
+def seconds_of(where: Where, row: dict[str, Any], field: str) -> float:
+    """A finite number. Raises WorkloadError."""
+    value = row.get(field)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        given = "is missing" if field not in row else f"must be a time, not {value!r:.40}"
+        raise bad_line(*where, f"{field} {given}")
+    return float(value)
+
+
+def block_ids_of(where: Where, row: dict[str, Any], field: str) -> tuple[int, ...]:
+    """A list of whole numbers. Raises WorkloadError."""
+    blocks = row.get(field)
+    if not isinstance(blocks, list) or not all(
+        isinstance(block, int) and not isinstance(block, bool) for block in blocks
+    ):
+        raise bad_line(*where, f"{field} must be a list of whole numbers")
+    return tuple(blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request. `cached_tokens` of its prompt are what a cache that forgets nothing would have held by then
+    (None: the trace doesn't say).
+    """
+
+    arrival_s: float
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Lengths, answers and rate of recorded traffic.
+
+    `lengths` are whole prompts. `uncached` is what is left of them behind an endless prefix cache, None if the
+    trace doesn't say. `requests` is empty where the source has only statistics (ServeGen). `skipped` names
+    parts of the source that were left out, and why.
+    """
+
+    name: str
+    lengths: Empirical
+    uncached: Empirical | None
+    output_tokens: float
+    requests_per_s: float
+    requests: tuple[TraceRequest, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, requests: tuple[TraceRequest, ...]) -> "Trace":
+        """From single requests, at least one with a prompt; those with an empty prompt don't count as lengths.
+
+        Raises:
+            WorkloadError: there are none.
+        """
+        prompts = [request for request in requests if request.input_tokens > 0]
+        if not prompts:
+            raise WorkloadError(f"{name}: has no request with a prompt")
+        cached = [request.cached_tokens for request in prompts]
+        uncached = None
+        if all(each is not None for each in cached):
+            # The last token is always computed, even of a prompt that is cached as a whole.
+            left = [max(r.input_tokens - (r.cached_tokens or 0), 1) for r in prompts]
+            uncached = Empirical(left)
+        arrivals = [request.arrival_s for request in requests]
+        span_s = max(arrivals) - min(arrivals)
+        return cls(
+            name=name,
+            lengths=Empirical([request.input_tokens for request in prompts]),
+            uncached=uncached,
+            output_tokens=sum(request.output_tokens for request in prompts) / len(prompts),
+            requests_per_s=len(requests) / span_s if span_s > 0 else 0.0,
+            requests=requests,
+        )

@@ -1,7 +1,0 @@
-"""The main job shown and checked: prompts through two clusters, then the same ones through one plain engine."""
-
-from prfaas.demo.outcome import Outcome, outcome_of
-from prfaas.demo.prompts import DemoPrompt, demo_prompts
-from prfaas.demo.show import DemoError, Stages, run_demo
-
-__all__ = ["DemoError", "DemoPrompt", "Outcome", "Stages", "demo_prompts", "outcome_of", "run_demo"]

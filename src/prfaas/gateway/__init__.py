@@ -1,7 +1,0 @@
-"""The OpenAI-compatible front of a deployment: tokenize, decide, drive prefill and decode, relay the
-answer."""
-
-from prfaas.gateway.options import GatewayOptions
-from prfaas.gateway.server import serve_gateway
-
-__all__ = ["GatewayOptions", "serve_gateway"]

@@ -1,0 +1,1 @@
+"""Offline answers: the simulator, studies, reports."""

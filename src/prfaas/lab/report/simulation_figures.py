@@ -1,0 +1,372 @@
+"""Drawings of a simulation: TTFT, queues, utilisation, egress, thresholds and roles, decisions.
+
+A simulation as one self-contained HTML file.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from prfaas.lab.report.html import COLOURS, INK, MUTED, HtmlPage, drawing
+from prfaas.lab.report.simulation import PolicyRun, SimulationReport, decision_rows, headline, stage_rows
+
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.axes import Axes
+    from numpy.typing import NDArray
+
+    FloatArray = NDArray[np.float64]
+
+
+# Points per curve: more can't be told apart in print, and every one is in the page's text.
+_CURVE_POINTS = 160
+_QUANTILES = 400
+# A capacity so many times the egress is named, not drawn.
+_MOST_ROOM = 4.0
+# Beside a policy whose queues grow, the others would be a line at the bottom.
+_FAR_APART = 100.0
+# Not those of policies: reasons are something else.
+_REASON_COLOURS = ("#4C6A92", "#A8703A", "#4F8A6B", "#8C5B7E", "#7A7A7A", "#9C8430", "#6B6BB0", "#A65353")
+
+Figure = tuple[str, str, str]
+"""Heading, drawing, caption."""
+
+
+def figures(report: SimulationReport) -> Iterator[Figure]:
+    """Whatever the runs have series for, in the order of the way of a request."""
+    yield (
+        "Time to first token",
+        _ttft_distribution(report),
+        (
+            "The part of requests whose first token came within so many seconds of their arrival (after the warm-up)."
+        ),
+    )
+    yield (
+        "Time to first token over time",
+        _ttft_over_time(report),
+        (
+            "Of requests by the time of their arrival: mean (solid) and P90 (dashed) of equal stretches of time."
+        ),
+    )
+    queues = _names(report, "queue_") + _names(report, "decode_queue_")
+    if queues:
+        yield (
+            "Queues",
+            _panels(report, "queues", queues, _queue_title, "requests"),
+            ("Requests that wait: for a prefill instance of a cluster, and for a decode slot."),
+        )
+    busy = _names(report, "prefill_utilisation_") + _names(report, "decode_utilisation_")
+    if busy:
+        yield (
+            "Utilisation",
+            _panels(report, "utilisation", busy, _busy_title, "in use", percent=True),
+            ("The part of prefill instances' time, and of decode slots, that was in use."),
+        )
+    if links := _names(report, "egress_bits_per_s_"):
+        yield (
+            "Egress",
+            _egress(report, links),
+            "KV on each link, and dotted its capacity at the time, unless that is far above.",
+        )
+    thresholds = _names(report, "threshold_tokens_")
+    # A cluster without a threshold does nothing but prefill.
+    roles = [
+        key
+        for key in _names(report, "prefill_instances_")
+        if any(f"threshold_tokens_{key.partition('instances_')[2]}" in run.series for run in report.runs)
+    ]
+    if knobs := thresholds + roles:
+        yield (
+            "Threshold and roles",
+            _panels(report, "knobs", knobs, _knob_title, None),
+            (
+                "What the slow side of the scheduler changed: the threshold in uncached tokens, and how many instances "
+                "of each PD cluster prefill."
+            ),
+        )
+    if any(run.decisions for run in report.runs):
+        yield (
+            "Decisions",
+            _decisions(report),
+            "Requests by the reason of their route, as the router names it.",
+        )
+
+
+def _ttft_distribution(report: SimulationReport) -> str:
+    import numpy as np
+
+    shares = np.linspace(0.0, 1.0, _QUANTILES + 1)
+    # The tail has few requests and most of the interest.
+    shares = np.concatenate([shares[:-4], 1 - np.geomspace(1e-2, 1e-3, 16)])
+    with drawing("ttft", height=3.4) as drawn:
+        (axes,) = drawn.panels
+        lowest, highest = np.inf, 0.0
+        for number, run in enumerate(report.runs):
+            seconds = run.ttft_s[np.isfinite(run.ttft_s)]
+            if len(seconds) == 0:
+                continue
+            at = np.quantile(seconds, shares)
+            lowest, highest = min(lowest, float(at[4])), max(highest, float(at[-1]))
+            axes.plot(at, shares * 100, color=_colour(number), label=run.name)
+        for share in (50, 90, 99):
+            axes.axhline(share, color=MUTED, linewidth=0.6, linestyle=":")
+        if report.ttft_slo_s is not None:
+            _mark(axes, report.ttft_slo_s, "SLO")
+        if highest > 0:
+            _seconds_axis(axes, lowest, highest)
+        axes.set_ylim(0, 100)
+        axes.set_yticks([0, 25, 50, 75, 90, 99], ["0", "25 %", "50 %", "75 %", "90 %", "99 %"])
+        axes.set_ylabel("requests")
+        axes.set_xlabel("time to first token (s)")
+    return drawn.svg
+
+
+def _ttft_over_time(report: SimulationReport) -> str:
+    import numpy as np
+    from matplotlib.ticker import FuncFormatter
+
+    longest = max((float(run.arrival_s[-1]) for run in report.runs if len(run.arrival_s)), default=1.0)
+    fewest = min(len(run.arrival_s) for run in report.runs)
+    # A P90 of fewer than some forty requests is noise.
+    bins = int(np.clip(fewest // 40, 1, 120))
+    scale, unit = _time_unit(longest)
+    with drawing("ttft-over-time", height=3.0) as drawn:
+        (axes,) = drawn.panels
+        drawn_s: list[float] = []
+        for number, run in enumerate(report.runs):
+            if len(run.arrival_s) == 0:
+                continue
+            edges = np.linspace(run.arrival_s[0], run.arrival_s[-1], bins + 1)
+            groups = np.split(run.ttft_s, np.searchsorted(run.arrival_s, edges[1:-1]))
+            middle = (edges[:-1] + edges[1:]) / 2 / scale
+            means = [float(np.mean(group)) if len(group) else np.nan for group in groups]
+            tails = [float(np.quantile(group, 0.9)) if len(group) else np.nan for group in groups]
+            axes.plot(middle, means, color=_colour(number), label=run.name)
+            axes.plot(middle, tails, color=_colour(number), linestyle=(0, (3, 1.5)), linewidth=0.9)
+            drawn_s += [value for value in (*means, *tails) if value > 0]
+        if drawn_s and max(drawn_s) > _FAR_APART * min(drawn_s):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+        else:
+            axes.set_ylim(bottom=0)
+        axes.set_ylabel("seconds")
+        axes.set_xlabel(f"simulated time ({unit})")
+    return drawn.svg
+
+
+def _panels(
+    report: SimulationReport,
+    name: str,
+    keys: Sequence[str],
+    title: Callable[[str], str],
+    label: str | None,
+    *,
+    percent: bool = False,
+) -> str:
+    """One panel per key, a line per policy."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    scale, unit = _time_unit(_end_s(report))
+    columns = _columns(len(keys))
+    with drawing(name, len(keys), columns=columns, height=1.9) as drawn:
+        for axes, key in zip(drawn.panels, keys, strict=True):
+            highest = 0.0
+            for number, run in enumerate(report.runs):
+                if key in run.series:
+                    stepped = key.startswith(("threshold_", "prefill_instances_"))
+                    time_s, values = thinned(run.series["time_s"], run.series[key], mean=not stepped)
+                    style = "steps-post" if stepped else "default"
+                    axes.plot(time_s / scale, values, color=_colour(number), label=run.name, drawstyle=style)
+                    highest = max(highest, _highest(values))
+            axes.set_title(title(key))
+            axes.set_ylim(0, max(1.03, 1.03 * highest) if percent else 1.12 * highest or 1.0)
+            if percent:
+                axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
+            else:
+                axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+                whole = key.startswith("prefill_instances_")
+                axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], integer=whole))
+            if label is not None:
+                axes.set_ylabel(label)
+        _label_time(drawn.panels, columns, unit)
+    return drawn.svg
+
+
+def _egress(report: SimulationReport, keys: Sequence[str]) -> str:
+    from prfaas.core.units import format_bits_per_s
+
+    scale, unit = _time_unit(_end_s(report))
+    columns = _columns(len(keys))
+    with drawing("egress", len(keys), columns=columns, height=2.3) as drawn:
+        for axes, key in zip(drawn.panels, keys, strict=True):
+            link = key.removeprefix("egress_bits_per_s_")
+            highest = 0.0
+            for number, run in enumerate(report.runs):
+                if key in run.series:
+                    time_s, values = thinned(run.series["time_s"], run.series[key])
+                    axes.plot(time_s / scale, values / 1e9, color=_colour(number), label=run.name)
+                    highest = max(highest, _highest(values))
+            capacity = report.runs[0].series.get(f"capacity_bits_per_s_{link}")
+            if capacity is None and link in report.links:
+                capacity = report.runs[0].series["time_s"] * 0 + report.links[link]
+            if capacity is not None:
+                time_s, values = thinned(report.runs[0].series["time_s"], capacity)
+                axes.plot(time_s / scale, values / 1e9, color=INK, linewidth=0.9, linestyle=":", zorder=1)
+                # A wide link would press what it carries into a line at the bottom.
+                if float(values.min(initial=float("inf"))) < _MOST_ROOM * highest:
+                    highest = max(highest, _highest(values))
+            rate = f", {format_bits_per_s(report.links[link])}" if link in report.links else ""
+            axes.set_title(f"{link}{rate}")
+            axes.set_ylim(0, 1.12 * highest / 1e9 or 1.0)
+            axes.set_ylabel("Gbit/s")
+        _label_time(drawn.panels, columns, unit)
+    return drawn.svg
+
+
+def _decisions(report: SimulationReport) -> str:
+    """Stacked bars, a bar per policy."""
+    totals: dict[str, int] = {}
+    for run in report.runs:
+        for reason, count in run.decisions.items():
+            totals[reason] = totals.get(reason, 0) + count
+    reasons = sorted(totals, key=lambda each: (-totals[each], each))
+    with drawing("decisions", height=0.5 + 0.32 * len(report.runs)) as drawn:
+        (axes,) = drawn.panels
+        places = list(range(len(report.runs)))
+        left = [0.0] * len(report.runs)
+        for number, reason in enumerate(reasons):
+            shares = [100 * run.decisions.get(reason, 0) / _requests(run) for run in report.runs]
+            colour = _REASON_COLOURS[number % len(_REASON_COLOURS)]
+            bars = axes.barh(places, shares, 0.62, left=left, color=colour, label=reason)
+            labels = [f"{share:.0f} %" if share >= 4 else "" for share in shares]
+            axes.bar_label(bars, labels, label_type="center", color="#ffffff", fontsize=8.5)
+            left = [before + share for before, share in zip(left, shares, strict=True)]
+        axes.set_yticks(places, [run.name for run in report.runs])
+        axes.invert_yaxis()
+        axes.grid(False)
+        axes.set_xlim(0, 100)
+        axes.set_xticks([0, 25, 50, 75, 100], ["0", "25 %", "50 %", "75 %", "100 %"])
+        axes.tick_params(axis="y", length=0)
+    return drawn.svg
+
+
+def thinned(
+    time_s: "FloatArray", values: "FloatArray", *, mean: bool = True
+) -> "tuple[FloatArray, FloatArray]":
+    """At most some hundred points: means of equal stretches, or (for what moves in steps) every so many-th value."""
+    import numpy as np
+
+    step = -(-len(values) // _CURVE_POINTS)
+    if step <= 1:
+        return np.asarray(time_s, dtype=np.float64), np.asarray(values, dtype=np.float64)
+    if not mean:
+        return np.asarray(time_s[::step], dtype=np.float64), np.asarray(values[::step], dtype=np.float64)
+    whole = len(values) // step * step
+    return (
+        np.asarray(time_s[:whole], dtype=np.float64).reshape(-1, step).mean(axis=1),
+        np.asarray(values[:whole], dtype=np.float64).reshape(-1, step).mean(axis=1),
+    )
+
+
+def _names(report: SimulationReport, prefix: str) -> list[str]:
+    """Keys of series with that beginning, in the order of the first run that has them; all-zero ones left out."""
+    found = dict.fromkeys(key for run in report.runs for key in run.series if key.startswith(prefix))
+    return [key for key in found if any(_says_something(run, key) for run in report.runs)]
+
+
+def _says_something(run: PolicyRun, key: str) -> bool:
+    import numpy as np
+
+    values = run.series.get(key)
+    return values is not None and bool(np.any(np.nan_to_num(values, posinf=0.0) != 0))
+
+
+def _highest(values: "FloatArray") -> float:
+    import numpy as np
+
+    return float(np.max(values[np.isfinite(values)], initial=0.0))
+
+
+def _queue_title(key: str) -> str:
+    if key.startswith("decode_queue_"):
+        return f"{key.removeprefix('decode_queue_')}: waiting for decode"
+    return f"{key.removeprefix('queue_')}: waiting for prefill"
+
+
+def _busy_title(key: str) -> str:
+    what, _, cluster = key.partition("_utilisation_")
+    return f"{cluster}: {what}"
+
+
+def _knob_title(key: str) -> str:
+    if key.startswith("threshold_tokens_"):
+        return f"{key.removeprefix('threshold_tokens_')}: threshold (tokens)"
+    return f"{key.removeprefix('prefill_instances_')}: instances that prefill"
+
+
+def _columns(panels: int) -> int:
+    return panels if panels <= 3 else 2 if panels == 4 else 3
+
+
+def _label_time(panels: "Sequence[Axes]", columns: int, unit: str) -> None:
+    """The shared x axis stands below the lowest panel of each column."""
+    for axes in panels[-columns:]:
+        axes.tick_params(labelbottom=True)
+        axes.set_xlabel(f"simulated time ({unit})")
+
+
+def _seconds_axis(axes: "Axes", low: float, high: float) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set_xscale("log")
+    axes.set_xlim(low, max(high, low * 1.01))
+    axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0), numticks=30))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _mark(axes: "Axes", x: float, text: str) -> None:
+    axes.axvline(x, color=INK, linewidth=0.8, linestyle=":")
+    axes.annotate(text, (x, 0), xytext=(4, 5), textcoords="offset points", color=INK, fontsize=8.5)
+
+
+def _time_unit(end_s: float) -> tuple[float, str]:
+    return (3600.0, "h") if end_s > 4 * 3600 else (60.0, "min") if end_s > 300 else (1.0, "s")
+
+
+def _end_s(report: SimulationReport) -> float:
+    return max(
+        (float(run.series["time_s"][-1]) for run in report.runs if len(run.series["time_s"])), default=1.0
+    )
+
+
+def _requests(run: PolicyRun) -> int:
+    return max(sum(run.decisions.values()), 1)
+
+
+def _colour(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
+
+
+def simulation_page(report: SimulationReport) -> str:
+    """The whole file; the same report gives the same text."""
+    page = HtmlPage(report.title, report.lead)
+    names = [run.name for run in report.runs]
+    page.table(["", *names], headline(report))
+    if len(names) > 1:
+        page.note(
+            f"Small print: difference from {names[0]}. All policies had the same requests at the same times."
+        )
+    for heading, drawn, caption in figures(report):
+        page.heading(heading)
+        if heading == "Decisions":
+            page.table(["reason", *names], decision_rows(report))
+        page.figure(drawn, caption)
+    page.heading("Busy, and waiting on average")
+    page.table(["stage", *names], stage_rows(report))
+    page.heading("What was simulated")
+    page.facts(report.facts)
+    for note in report.notes:
+        page.note(note)
+    if report.command:
+        page.code(report.command)
+    return page.text()

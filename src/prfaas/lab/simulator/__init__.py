@@ -1,0 +1,28 @@
+"""Discrete events around the live policies: what a deployment would do with a stream of requests."""
+
+from prfaas.lab.simulator.capacity import CapacityProcess, Constant
+from prfaas.lab.simulator.result import Result
+from prfaas.lab.simulator.scenario import (
+    CacheOptions,
+    Failure,
+    Overheads,
+    Scenario,
+    SimulatedCluster,
+    SimulatedLink,
+    scenario_of,
+)
+from prfaas.lab.simulator.simulation import simulate
+
+__all__ = [
+    "CacheOptions",
+    "CapacityProcess",
+    "Constant",
+    "Failure",
+    "Overheads",
+    "Result",
+    "Scenario",
+    "SimulatedCluster",
+    "SimulatedLink",
+    "scenario_of",
+    "simulate",
+]

@@ -1,0 +1,60 @@
+"""Instances and links that fail, and come back."""
+
+from prfaas.lab.simulator.instance import Engine, Stage
+from prfaas.lab.simulator.scenario import Failure
+from prfaas.lab.simulator.world import World
+
+
+class Faults:
+    """Puts the failures of a scenario into its world."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        # How many failures of an instance are going on: it is back when all of them are over.
+        self._down = dict.fromkeys(world.engines, 0)
+        self._lanes = {lane.link.name: lane for lane in world.lanes.values()}
+        for failure in world.scenario.failures:
+            world.events.at(failure.at_s, self._begin, failure)
+            world.events.at(failure.at_s + failure.lasts_s, self._end, failure)
+
+    def _begin(self, failure: Failure) -> None:
+        if failure.what in self._lanes:
+            # The link itself knows its outages; the board learns of them at once, since transfers fail.
+            self._lanes[failure.what].look(failure.at_s)
+            return
+        self._down[failure.what] += 1
+        if self._down[failure.what] == 1:
+            self._die(self._world.engines[failure.what])
+
+    def _end(self, failure: Failure) -> None:
+        now_s = self._world.events.now_s
+        if failure.what in self._lanes:
+            self._lanes[failure.what].look(now_s)
+            return
+        self._down[failure.what] -= 1
+        if self._down[failure.what] == 0:
+            engine = self._world.engines[failure.what]
+            engine.view.healthy = True
+            engine.view.busy_until_s = now_s
+            self._world.start_next(engine)
+
+    def _die(self, engine: Engine) -> None:
+        """Everything there is lost: prefills start again in their PD cluster, answers go on from what is written."""
+        world = self._world
+        engine.view.healthy = False
+        if world.caches is not None:
+            world.caches.clear(engine.name)
+        world.set_free(engine)
+        if engine.clock is not None:
+            for job, left_tokens in engine.clock.drop_all():
+                written = job.left_tokens - round(left_tokens)
+                job.left_tokens -= written
+                job.tokens += written
+                world.restart(job)
+        for job in [job for job in world.open.values() if job.engine is engine and job.is_at_prefill]:
+            job.is_lost = job.stage is Stage.PREFILLING
+            world.restart(job)
+        if engine.sharing is not None:
+            engine.sharing.drop_all()
+        engine.at_work = 0
+        engine.waiting_s = 0.0

@@ -1,0 +1,189 @@
+"""What the prefix caches of all instances hold."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from prfaas.core.prefix.index import Held
+
+_MOST_ANSWERS = 10_000
+# Uses that were overtaken by later ones are forgotten when they are this many more than the blocks.
+_MOST_OVERTAKEN = 64
+
+
+class _Cache:
+    """One instance. `last_use`: block → number of the prompt that used it last. `states`: blocks with a state.
+
+    `uses`: the prompts that used it, oldest first, each with its number, its blocks and how many of them may still
+    have that number. A later use of a block is one of all blocks before it too, so those are the first ones.
+    """
+
+    __slots__ = ("capacity_tokens", "last_use", "states", "uses")
+
+    def __init__(self, capacity_tokens: int) -> None:
+        self.capacity_tokens = capacity_tokens
+        self.last_use: dict[int, int] = {}
+        self.states: set[int] = set()
+        self.uses: deque[tuple[int, Sequence[int], int]] = deque()
+
+    def count(self, blocks: Sequence[int], most: int) -> int:
+        """How many of the first `most` blocks are here, given that two are."""
+        here = self.last_use
+        low, high = 2, 4
+        while high <= most and blocks[high - 1] in here:
+            low, high = high, 2 * high
+        if high > most:
+            high = most + 1
+        while high - low > 1:
+            middle = (low + high) >> 1
+            if blocks[middle - 1] in here:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def forget_overtaken(self) -> None:
+        """Drop the uses of which no block counts any more."""
+        last_use = self.last_use.get
+        self.uses = deque(use for use in self.uses if last_use(use[1][use[2] - 1]) == use[0])
+
+
+class PrefixCaches:
+    """One least-recently-used cache per instance.
+
+    A block id stands for the whole prompt up to the block's end, as in `RequestChunk`. Only whole blocks are kept, as
+    vLLM does. A prompt that is used counts from its last block to its first, so that the tail of a prefix goes first
+    and no block before one that was used later.
+
+    Models with linear layers (`checkpoint_tokens` given) go on only where a state was kept: every `checkpoint_tokens`,
+    taken as a whole number of blocks and at least one, and at the last whole block of each prompt computed here.
+    A state goes with the block at whose end it is.
+
+    `names`: the instances. `capacity_tokens`: per instance, for attention blocks and states together; a state takes
+    the room of `state_tokens` tokens.
+
+    Raises:
+        ValueError: no capacity for an instance, or a size that can't be.
+    """
+
+    __slots__ = (
+        "_answers",
+        "_block_tokens",
+        "_caches",
+        "_checkpoint_blocks",
+        "_state_tokens",
+        "_uses",
+    )
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        capacity_tokens: Mapping[str, int],
+        block_tokens: int,
+        checkpoint_tokens: int | None = None,
+        state_tokens: int = 0,
+    ) -> None:
+        if block_tokens < 1:
+            raise ValueError(f"A block has at least one token, not {block_tokens}.")
+        if checkpoint_tokens is not None and checkpoint_tokens < 1:
+            raise ValueError(f"States are kept every 1 token or more, not every {checkpoint_tokens}.")
+        if state_tokens < 0:
+            raise ValueError(f"A state takes the room of 0 tokens or more, not of {state_tokens}.")
+        for name in names:
+            if capacity_tokens.get(name, -1) < 0:
+                raise ValueError(f"The prefix cache of {name} needs a capacity of 0 tokens or more.")
+        self._block_tokens = block_tokens
+        self._state_tokens = state_tokens
+        self._checkpoint_blocks = None
+        if checkpoint_tokens is not None:
+            self._checkpoint_blocks = max(1, round(checkpoint_tokens / block_tokens))
+        self._caches = {name: _Cache(capacity_tokens[name]) for name in names}
+        self._uses = 0
+        self._answers: dict[tuple[int, int], Held] = {}
+
+    def held(self, block_ids: Sequence[int], num_tokens: int) -> dict[str, Held]:
+        """What each instance holds of a prompt; those that hold nothing are left out."""
+        found: dict[str, Held] = {}
+        most = min(len(block_ids), num_tokens // self._block_tokens)
+        if not most:
+            return found
+        first, answers, hybrid = block_ids[0], self._answers, self._checkpoint_blocks is not None
+        second = block_ids[1] if most > 1 else None
+        for name, cache in self._caches.items():
+            here = cache.last_use
+            if first not in here:
+                continue
+            # Many prompts begin with the same block and share nothing else.
+            count = cache.count(block_ids, most) if second in here else 1
+            reusable = count
+            if hybrid:
+                states = cache.states
+                # With a state every so many blocks this takes no more steps than that.
+                while reusable and block_ids[reusable - 1] not in states:
+                    reusable -= 1
+            answer = answers.get((reusable, count))
+            found[name] = self._answer(reusable, count) if answer is None else answer
+        return found
+
+    def insert(self, name: str, block_ids: Sequence[int], num_tokens: int) -> None:
+        """`name` has computed this prompt: it holds all of it, as far as there is room. `block_ids` are kept."""
+        whole = num_tokens // self._block_tokens
+        if whole < len(block_ids):
+            block_ids = block_ids[:whole]
+        if not block_ids:
+            return
+        cache = self._caches[name]
+        self._uses = number = self._uses + 1
+        cache.last_use.update(dict.fromkeys(block_ids, number))
+        cache.uses.append((number, block_ids, len(block_ids)))
+        used_tokens = len(cache.last_use) * self._block_tokens
+        every = self._checkpoint_blocks
+        if every is not None:
+            if len(block_ids) >= every:
+                cache.states.update(block_ids[every - 1 :: every])
+            cache.states.add(block_ids[-1])
+            used_tokens += len(cache.states) * self._state_tokens
+        if used_tokens > cache.capacity_tokens:
+            self._evict(cache, used_tokens - cache.capacity_tokens)
+        elif len(cache.uses) > len(cache.last_use) + _MOST_OVERTAKEN:
+            cache.forget_overtaken()
+
+    def used_tokens(self, name: str) -> int:
+        """The room that is taken, states included."""
+        cache = self._caches[name]
+        return len(cache.last_use) * self._block_tokens + len(cache.states) * self._state_tokens
+
+    def clear(self, name: str) -> None:
+        """The instance died, and its cache with it."""
+        self._caches[name] = _Cache(self._caches[name].capacity_tokens)
+
+    def _answer(self, reusable: int, count: int) -> Held:
+        if len(self._answers) == _MOST_ANSWERS:
+            self._answers.clear()
+        answer = Held(reusable * self._block_tokens, count * self._block_tokens)
+        self._answers[reusable, count] = answer
+        return answer
+
+    def _evict(self, cache: _Cache, excess_tokens: int) -> None:
+        """Make room, from the least recent block on."""
+        last_use, states, uses = cache.last_use, cache.states, cache.uses
+        block_tokens, state_tokens = self._block_tokens, self._state_tokens
+        while True:
+            number, blocks, left = uses[0]
+            while left:
+                block = blocks[left - 1]
+                if last_use.get(block) != number:
+                    break
+                left -= 1
+                del last_use[block]
+                excess_tokens -= block_tokens
+                if block in states:
+                    states.remove(block)
+                    excess_tokens -= state_tokens
+                if excess_tokens <= 0:
+                    if left:
+                        uses[0] = (number, blocks, left)
+                    else:
+                        uses.popleft()
+                    return
+            uses.popleft()

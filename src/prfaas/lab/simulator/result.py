@@ -1,0 +1,214 @@
+"""What a simulation gives: a row per request, how things were over time, and the numbers people ask for.
+
+Whether a run could have gone on for ever.
+
+What became of every request, column by column.
+"""
+
+import math
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prfaas.core.deployment import Slo
+
+FloatArray = NDArray[np.float64]
+
+# A backlog that grows by less than this share of the arrivals is not told from chance.
+_GROWTH = 0.01
+# Nor one within so many standard deviations of a queue that is exactly full, whose backlog is a random walk.
+_WALK_SDS = 2.0
+# Its steps are as uneven as arrivals are in this many parts of the run.
+_PARTS = 50
+
+
+def backlog_growth(
+    arrived_s: FloatArray, left_s: FloatArray, start_s: float, end_s: float
+) -> tuple[float, int]:
+    """By how many requests the mean backlog grew from the second to the last fifth of [start, end], and how many
+    arrivals lie between the middles of the two."""
+    edges = np.linspace(start_s, end_s, 6)
+    early = _mean_open(arrived_s, left_s, edges[1], edges[2])
+    late = _mean_open(arrived_s, left_s, edges[4], edges[5])
+    middles = (edges[1] + edges[2]) / 2, (edges[4] + edges[5]) / 2
+    between = int(np.count_nonzero((arrived_s >= middles[0]) & (arrived_s < middles[1])))
+    return late - early, between
+
+
+def is_stable(arrived_s: FloatArray, left_s: FloatArray, start_s: float, end_s: float) -> bool:
+    """True unless the backlog grows with time.
+
+    `left_s`: when each request was done, NaN if never. The mean number of open requests in the last fifth of
+    [`start_s`, `end_s`] may exceed that in the second fifth by 1 % of the arrivals between them, or by two standard
+    deviations of a random walk of so many steps, whichever is more. So an overload of less than 1 % passes, and with
+    few requests more than that: n Poisson arrivals tell an overload of about 2.6 / √n. Where arrivals come in bursts
+    the walk's variance is as many times larger as that of their number in fiftieths of the run is than Poisson's.
+    """
+    growth, between = backlog_growth(arrived_s, left_s, start_s, end_s)
+    walk = math.sqrt(between * dispersion(arrived_s, start_s, end_s))
+    return growth <= max(_GROWTH * between, _WALK_SDS * walk, 1.0)
+
+
+def dispersion(arrived_s: FloatArray, start_s: float, end_s: float) -> float:
+    """Variance over mean of the number of arrivals in fiftieths of [start, end]; at least 1, Poisson's."""
+    counts, _ = np.histogram(arrived_s, bins=_PARTS, range=(start_s, max(end_s, start_s + 1e-9)))
+    mean = float(counts.mean())
+    return max(float(counts.var()) / mean, 1.0) if mean > 0 else 1.0
+
+
+def _mean_open(arrived_s: FloatArray, left_s: FloatArray, start_s: float, end_s: float) -> float:
+    """Open requests on average over [start, end]."""
+    if end_s <= start_s:
+        return 0.0
+    left = np.where(np.isnan(left_s), np.inf, left_s)
+    overlap = np.minimum(left, end_s) - np.maximum(arrived_s, start_s)
+    return float(np.clip(overlap, 0.0, None).sum() / (end_s - start_s))
+
+
+_NOT_A_NUMBER = float("nan")
+
+
+class Columns:
+    """One entry per request in the order of arrival, 46 bytes each.
+
+    Times from its arrival in seconds, NaN where it never came to that. `reason`: index into `reasons`.
+    """
+
+    __slots__ = (
+        "e2e_s",
+        "hit_tokens",
+        "link_bytes",
+        "offloaded",
+        "reason",
+        "reason_codes",
+        "retries",
+        "ttft_s",
+        "uncached_tokens",
+    )
+
+    def __init__(self) -> None:
+        self.ttft_s = array("d")
+        self.e2e_s = array("d")
+        self.uncached_tokens = array("i")
+        self.hit_tokens = array("i")
+        self.link_bytes = array("d")
+        self.offloaded = array("b")
+        self.reason = array("b")
+        self.retries = array("b")
+        self.reason_codes: dict[str, int] = {}
+
+    def grow(self, count: int) -> None:
+        """Room for `count` more requests."""
+        for times in (self.ttft_s, self.e2e_s):
+            times.extend([_NOT_A_NUMBER] * count)
+        for column in (self.uncached_tokens, self.hit_tokens, self.link_bytes, self.offloaded, self.reason):
+            column.frombytes(bytes(column.itemsize * count))
+        self.retries.frombytes(bytes(count))
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """The words that `reason` counts from 0."""
+        return tuple(self.reason_codes)
+
+    def code(self, reason: str) -> int:
+        """The number of a reason, a new one if it was not seen before."""
+        return self.reason_codes.setdefault(reason, len(self.reason_codes))
+
+
+IntArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """All arrays but those of `series` have one entry per request, in the order of arrival.
+
+    `ttft_s`: until all KV was at the decode instance and a slot free there (the paper's TTFT), `e2e_s`: until the
+    last token; both from the arrival, NaN if that did not happen before the end. `tpot_s`: seconds per token after the
+    first. `uncached_tokens`: what the threshold was compared with; `hit_tokens`: what was not computed, thanks to a
+    cache. `link_bytes`: KV that crossed links between clusters. `counted`: after the warm-up. `end_s`: the last
+    arrival; what came after is only the emptying of the queues, so rates are taken before it.
+    """
+
+    arrival_s: FloatArray
+    ttft_s: FloatArray
+    e2e_s: FloatArray
+    tpot_s: FloatArray
+    input_tokens: IntArray
+    output_tokens: IntArray
+    uncached_tokens: IntArray
+    hit_tokens: IntArray
+    offloaded: BoolArray
+    reason: IntArray
+    reasons: tuple[str, ...]
+    retries: IntArray
+    link_bytes: FloatArray
+    counted: BoolArray
+    start_s: float
+    end_s: float
+    events: int
+    slo: Slo
+    series: Mapping[str, FloatArray]
+    changes: Mapping[str, Any]
+
+    def summary(self) -> dict[str, Any]:
+        """The counted requests in numbers, ready for JSON; NaN becomes None."""
+        counted = self.counted
+        span_s = max(self.end_s - self.start_s, 1e-9)
+        done_s = self.arrival_s + self.e2e_s
+        in_time = (done_s >= self.start_s) & (done_s <= self.end_s)
+        good = np.ones(len(counted), dtype=bool)
+        if self.slo.ttft_s is not None:
+            good &= self.ttft_s <= self.slo.ttft_s
+        if self.slo.tpot_s is not None:
+            # What is exactly at the limit keeps it, whatever rounding made of it.
+            good &= self.tpot_s <= self.slo.tpot_s * (1 + 1e-6)
+        good &= ~np.isnan(self.ttft_s)
+        inputs = float(self.input_tokens[counted].sum())
+        bits = {name: values for name, values in self.series.items() if name.startswith("egress_bits_per_s_")}
+        during = self.series["time_s"] > self.start_s
+        egress = {
+            name.removeprefix("egress_bits_per_s_"): _mean(values[during]) for name, values in bits.items()
+        }
+        document: dict[str, Any] = {
+            "requests": int(counted.sum()),
+            "simulated_s": self.end_s,
+            "arrival_rps": float(counted.sum()) / span_s,
+            **_percentiles("ttft", self.ttft_s[counted]),
+            **_percentiles("tpot", self.tpot_s[counted]),
+            **_percentiles("e2e", self.e2e_s[counted]),
+            "throughput_rps": float(in_time.sum()) / span_s,
+            "goodput_rps": float((in_time & good).sum()) / span_s,
+            "egress_bits_per_s": sum(value or 0.0 for value in egress.values()),
+            "offloaded_fraction": _mean(self.offloaded[counted].astype(float)),
+            "hit_ratio": float(self.hit_tokens[counted].sum()) / inputs if inputs else 0.0,
+            "retries": int(self.retries.sum()),
+            "lost": int(np.isnan(self.e2e_s).sum()),
+            "stable": is_stable(self.arrival_s, done_s, self.start_s, self.end_s),
+            "decisions": {
+                reason: int(np.count_nonzero(self.reason[counted] == code))
+                for code, reason in enumerate(self.reasons)
+            },
+            "links": egress,
+            "utilisation": {
+                name: _mean(values[during]) for name, values in self.series.items() if "_utilisation_" in name
+            },
+        }
+        return document | dict(self.changes)
+
+
+def _percentiles(name: str, values: FloatArray) -> dict[str, float | None]:
+    known = values[~np.isnan(values)]
+    quantiles = np.quantile(known, [0.5, 0.9, 0.99]) if len(known) else [None] * 3
+    return {f"{name}_mean_s": _mean(known)} | {
+        f"{name}_{label}_s": None if value is None else float(value)
+        for label, value in zip(("p50", "p90", "p99"), quantiles, strict=True)
+    }
+
+
+def _mean(values: FloatArray) -> float | None:
+    return float(values.mean()) if len(values) else None

@@ -1,0 +1,174 @@
+"""Run a scenario on a stream of requests."""
+
+import gc
+import math
+from collections.abc import Callable, Iterable, Iterator
+from heapq import heappop
+
+import numpy as np
+
+from prfaas.core.workload.traffic import RequestChunk
+from prfaas.lab.simulator.control_loops import SlowLoops
+from prfaas.lab.simulator.faults import Faults
+from prfaas.lab.simulator.invariants import Invariants
+from prfaas.lab.simulator.result import FloatArray, IntArray, Result
+from prfaas.lab.simulator.scenario import Scenario
+from prfaas.lab.simulator.series import Series
+from prfaas.lab.simulator.world import World
+
+_NO_BLOCKS: list[int] = []
+
+_Seen = tuple[FloatArray, IntArray, IntArray]
+"""Arrivals, input and output tokens of a chunk."""
+
+
+def simulate(
+    scenario: Scenario,
+    traffic: Iterable[RequestChunk],
+    *,
+    seed: int = 0,
+    requests: int | None = None,
+    duration_s: float | None = None,
+    warmup_share: float = 0.1,
+    debug: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Result:
+    """All of `traffic` through the scenario, at most `requests` of them and those that come before `duration_s`.
+
+    `seed` is for the links alone; the traffic has its own. Requests in the first `warmup_share` of the time don't
+    count. `debug` checks invariants after every event (slow) and raises AssertionError. `progress` is told the number
+    of requests that came, every some thousand.
+
+    After the last arrival everything under way is finished, but not counted in rates.
+
+    Raises:
+        ValueError: no requests, or a policy or parameter that doesn't exist.
+    """
+    if not 0 <= warmup_share < 1:
+        raise ValueError(f"the warm-up is a share of the run in [0, 1), not {warmup_share!r}")
+    chunks = _limited(traffic, requests, duration_s)
+    first = next(chunks, None)
+    if first is None:
+        raise ValueError("there is no request to simulate")
+    world = World(scenario, np.random.default_rng(seed), first.block_tokens)
+    invariants = Invariants(world) if debug else None
+    loops = SlowLoops(world)
+    Faults(world)
+    series = Series(world)
+    seen: list[_Seen] = []
+    count = 0
+    was_collecting = gc.isenabled()
+    # Nothing here is cyclic garbage, and looking for it takes a third of the time.
+    gc.disable()
+    try:
+        for chunk in _with_first(first, chunks):
+            _feed(world, chunk, count, invariants)
+            count += len(chunk)
+            # Not its blocks, which are most of a chunk.
+            seen.append((chunk.arrival_s, chunk.input_tokens, chunk.output_tokens))
+            if progress is not None:
+                progress(count)
+        loops.is_over = True
+        _finish(world, invariants)
+        end_s = world.events.now_s
+        series.is_over = True
+    finally:
+        if was_collecting:
+            gc.enable()
+    del end_s
+    return _result(world, seen, series, loops, warmup_share)
+
+
+def _feed(world: World, chunk: RequestChunk, start: int, invariants: Invariants | None) -> None:
+    world.columns.grow(len(chunk))
+    events, arrive = world.events, world.arrive
+    heap = events.heap
+    blocks = chunk.block_ids.tolist() if world.caches is not None else None
+    starts = chunk.block_starts.tolist()
+    columns = zip(
+        chunk.arrival_s.tolist(), chunk.input_tokens.tolist(), chunk.output_tokens.tolist(), strict=True
+    )
+    for index, (arrival_s, tokens, answer_tokens) in enumerate(columns):
+        # The sampler of the series is always in the heap.
+        while heap[0][0] <= arrival_s:
+            events.now_s, _, callback, argument = heappop(heap)
+            callback(argument)
+            if invariants is not None:
+                invariants.check()
+        events.now_s = arrival_s
+        own = _NO_BLOCKS if blocks is None else blocks[starts[index] : starts[index + 1]]
+        arrive(start + index, tokens, answer_tokens, own)
+        if invariants is not None:
+            invariants.check()
+
+
+def _finish(world: World, invariants: Invariants | None) -> None:
+    events = world.events
+    while world.open:
+        events.now_s, _, callback, argument = heappop(events.heap)
+        callback(argument)
+        if invariants is not None:
+            invariants.check()
+
+
+def _limited(
+    traffic: Iterable[RequestChunk], requests: int | None, duration_s: float | None
+) -> Iterator[RequestChunk]:
+    """The traffic, cut where it is to end."""
+    left = requests if requests is not None else math.inf
+    until_s = duration_s if duration_s is not None else math.inf
+    for chunk in traffic:
+        here = int(min(np.searchsorted(chunk.arrival_s, until_s), left, len(chunk)))
+        if here > 0:
+            yield chunk if here == len(chunk) else _head(chunk, here)
+        left -= here
+        if here < len(chunk) or left <= 0:
+            return
+
+
+def _head(chunk: RequestChunk, count: int) -> RequestChunk:
+    return RequestChunk(
+        chunk.arrival_s[:count],
+        chunk.input_tokens[:count],
+        chunk.output_tokens[:count],
+        chunk.block_ids[: chunk.block_starts[count]],
+        chunk.block_starts[: count + 1],
+        chunk.block_tokens,
+    )
+
+
+def _with_first(first: RequestChunk, rest: Iterator[RequestChunk]) -> Iterator[RequestChunk]:
+    yield first
+    yield from rest
+
+
+def _result(world: World, seen: list[_Seen], series: Series, loops: SlowLoops, warmup_share: float) -> Result:
+    columns, scenario = world.columns, world.scenario
+    arrival_s: FloatArray = np.concatenate([arrival_s for arrival_s, _, _ in seen])
+    outputs = np.concatenate([output_tokens for _, _, output_tokens in seen])
+    ttft_s, e2e_s = np.array(columns.ttft_s), np.array(columns.e2e_s)
+    after_first = np.maximum(outputs - 1, 1) if scenario.overheads.first_step else outputs
+    end_s = float(arrival_s[-1])
+    start_s = warmup_share * end_s
+    return Result(
+        arrival_s=arrival_s,
+        ttft_s=ttft_s,
+        e2e_s=e2e_s,
+        tpot_s=(e2e_s - ttft_s) / np.maximum(after_first, 1),
+        input_tokens=np.concatenate([input_tokens for _, input_tokens, _ in seen]),
+        output_tokens=outputs,
+        uncached_tokens=np.array(columns.uncached_tokens, dtype=np.int64),
+        hit_tokens=np.array(columns.hit_tokens, dtype=np.int64),
+        offloaded=np.array(columns.offloaded, dtype=bool),
+        reason=np.array(columns.reason, dtype=np.int64),
+        reasons=columns.reasons,
+        retries=np.array(columns.retries, dtype=np.int64),
+        link_bytes=np.array(columns.link_bytes),
+        counted=arrival_s >= start_s,
+        start_s=start_s,
+        end_s=end_s,
+        events=world.events.number,
+        slo=scenario.slo,
+        series=series.arrays(end_s),
+        changes=loops.changes(),
+    )

@@ -1,0 +1,218 @@
+"""One decode instance: everybody in its batch gets one token per step."""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Any
+
+from prfaas.lab.simulator.events import Events
+
+# Whoever is this close to its end has reached it: clocks are floating-point numbers.
+_SLACK_S = 1e-9
+_SLACK = 1e-15
+
+
+class TokenClock:
+    """Requests in `slots` slots, first come, first served, each at 1 token per `step_s(batch)` seconds.
+
+    Steps are a fluid: a token of a batch that changes halfway is half of the one step and half of the other. All
+    members move at the same rate, so one number, the tokens that anybody here from the start would have, tells
+    everybody's progress, and only joining and leaving are events.
+
+    `step_s(batch)`: seconds of a decode step, asked once for 1..slots. `started(argument)`: it has its slot.
+    `done(argument)`: its tokens are out. Both may join others.
+
+    Raises:
+        ValueError: no slot, or a step that takes no time or for ever.
+    """
+
+    __slots__ = (
+        "_armed_s",
+        "_at_s",
+        "_busy_slot_s",
+        "_done",
+        "_events",
+        "_gone",
+        "_members",
+        "_number",
+        "_queue",
+        "_slots",
+        "_started",
+        "_started_number",
+        "_tokens",
+        "_tokens_per_s",
+        "_waiting_gone",
+        "batch",
+    )
+
+    def __init__(
+        self,
+        events: Events,
+        step_s: Callable[[int], float],
+        slots: int,
+        started: Callable[[Any], None],
+        done: Callable[[Any], None],
+    ) -> None:
+        if slots < 1:
+            raise ValueError(f"A decode instance has at least one slot, not {slots}.")
+        self._events = events
+        self._slots = slots
+        self._started = started
+        self._done = done
+        self._tokens_per_s = [0.0]
+        for batch in range(1, slots + 1):
+            seconds = float(step_s(batch))
+            if not (math.isfinite(seconds) and seconds > 0):
+                raise ValueError(
+                    f"A decode step takes more than 0 s and not for ever: {seconds:g} s at {batch}."
+                )
+            self._tokens_per_s.append(1 / seconds)
+        self.batch = 0
+        self._tokens = 0.0  # what a member from the start would have at _at_s
+        self._at_s = events.now_s
+        self._busy_slot_s = 0.0
+        self._members: list[tuple[float, int, Any]] = []  # heap of (_tokens at its end, number, argument)
+        self._queue: deque[tuple[int, float, Any]] = deque()
+        self._number = 0
+        self._started_number = 0
+        self._gone: set[int] = set()
+        self._waiting_gone = 0
+        self._armed_s = math.inf
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a slot."""
+        return len(self._queue) - self._waiting_gone
+
+    @property
+    def busy_slot_s(self) -> float:
+        """Slot-seconds used so far: the batch, integrated over time."""
+        return self._busy_slot_s + self.batch * (self._events.now_s - self._at_s)
+
+    def join(self, tokens: float, argument: Any = None) -> int:
+        """A slot now, or after those who wait. Returns the number that `remove` takes."""
+        self._number = number = self._number + 1
+        if self.batch >= self._slots or self._queue:
+            self._queue.append((number, tokens, argument))
+        else:
+            self._enter(number, tokens, argument)
+        return number
+
+    def remove(self, number: int) -> None:
+        """Somebody who is still here leaves before its end, and is not called back."""
+        self._gone.add(number)
+        if number > self._started_number:
+            self._waiting_gone += 1
+            return
+        self._advance()
+        self.batch -= 1
+        self._admit()
+        self._arm()
+
+    def drop_all(self) -> list[tuple[Any, float]]:
+        """The instance is gone: all who were here in their order, with the tokens each still lacks.
+
+        Nobody is called back.
+        """
+        self._advance()
+        members = sorted(self._members, key=lambda member: member[1])
+        here = [
+            (argument, max(end - self._tokens, 0.0))
+            for end, number, argument in members
+            if number not in self._gone
+        ]
+        here += [(argument, tokens) for number, tokens, argument in self._queue if number not in self._gone]
+        self._members.clear()
+        self._queue.clear()
+        self._gone.clear()
+        self.batch = self._waiting_gone = 0
+        self._tokens = 0.0
+        self._armed_s = math.inf
+        return here
+
+    def _enter(self, number: int, tokens: float, argument: Any) -> None:
+        self._started_number = number
+        if tokens <= 0:
+            self._started(argument)
+            self._done(argument)
+            return
+        now_s = self._events.now_s
+        batch = self.batch
+        if batch:
+            passed_s = now_s - self._at_s
+            self._busy_slot_s += batch * passed_s
+            self._tokens += passed_s * self._tokens_per_s[batch]
+        else:
+            self._tokens = 0.0
+        self._at_s = now_s
+        self.batch = batch = batch + 1
+        members = self._members
+        end = self._tokens + tokens
+        heappush(members, (end, number, argument))
+        # Others only get slower, and are looked at when their event comes; a new first one comes before them.
+        if members[0][1] == number:
+            end_s = now_s + tokens / self._tokens_per_s[batch]
+            if end_s < self._armed_s:
+                self._armed_s = end_s
+                self._events.at(end_s, self._wake, end_s)
+        self._started(argument)
+
+    def _wake(self, armed_s: float) -> None:
+        if armed_s != self._armed_s:
+            return  # another event was put before this one
+        self._armed_s = math.inf
+        self._at_s, before_s = armed_s, self._at_s
+        passed_s = armed_s - before_s
+        rate = self._tokens_per_s[self.batch]
+        self._busy_slot_s += self.batch * passed_s
+        self._tokens = tokens = self._tokens + passed_s * rate
+        members = self._members
+        reached = tokens + (_SLACK_S + armed_s * _SLACK) * rate
+        finished = None
+        while members and members[0][0] <= reached:
+            _, number, argument = heappop(members)
+            if number in self._gone:
+                self._gone.discard(number)
+                continue
+            self.batch -= 1
+            if finished is None:
+                finished = [argument]
+            else:
+                finished.append(argument)
+        if finished is not None:
+            if not self.batch:
+                self._tokens = 0.0
+            for argument in finished:
+                self._done(argument)
+            if self._queue:
+                self._admit()
+        if self.batch:
+            self._arm()
+
+    def _admit(self) -> None:
+        queue = self._queue
+        while queue and self.batch < self._slots:
+            number, tokens, argument = queue.popleft()
+            if number in self._gone:
+                self._gone.discard(number)
+                self._waiting_gone -= 1
+            else:
+                self._enter(number, tokens, argument)
+
+    def _arm(self) -> None:
+        members = self._members
+        while members and members[0][1] in self._gone:
+            self._gone.discard(heappop(members)[1])
+        if members:
+            end_s = self._at_s + (members[0][0] - self._tokens) / self._tokens_per_s[self.batch]
+            if end_s < self._armed_s:
+                self._armed_s = end_s = max(end_s, self._at_s)
+                self._events.at(end_s, self._wake, end_s)
+
+    def _advance(self) -> None:
+        now_s = self._events.now_s
+        passed_s = now_s - self._at_s
+        self._busy_slot_s += self.batch * passed_s
+        self._tokens += passed_s * self._tokens_per_s[self.batch]
+        self._at_s = now_s

@@ -1,0 +1,91 @@
+"""What one request sends over a link.
+
+How many bytes of KV a request moves, quickly.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from prfaas.core.kv import FullAttention, KvModel, LinearState
+from prfaas.core.scheduling import KvFacts
+
+
+class KvMoves:
+    """`KvModel.bytes_to_move`, told apart by when the bytes are there.
+
+    Full-attention blocks leave while the prefill makes them; linear states and sliding windows belong to a length,
+    so they can only leave at its end. `facts`: what policies are told, which is the same as in the live system.
+    """
+
+    __slots__ = ("_fixed_bytes", "_model", "_token_bytes", "facts")
+
+    def __init__(self, model: KvModel) -> None:
+        self._model = model
+        self._token_bytes = sum(
+            group.token_bytes for group in model.groups if isinstance(group, FullAttention)
+        )
+        self._fixed_bytes = (
+            model.fixed_bytes
+            if all(isinstance(group, FullAttention | LinearState) for group in model.groups)
+            else None
+        )
+        self.facts = KvFacts(model.is_hybrid, not model.has_window, self.total_bytes)
+
+    def total_bytes(self, num_tokens: int, skip_tokens: int) -> int:
+        """As `KvModel.bytes_to_move`; a skip beyond the end counts as the end."""
+        if self._fixed_bytes is None:
+            return self._model.bytes_to_move(num_tokens, min(skip_tokens, num_tokens))
+        if num_tokens <= 0:
+            return 0
+        if skip_tokens >= num_tokens:
+            return self._fixed_bytes
+        return self._token_bytes * (num_tokens - skip_tokens) + self._fixed_bytes
+
+    def streamed_bytes(self, num_tokens: int, skip_tokens: int) -> int:
+        """Of the total, what leaves while the prefill runs."""
+        return self._token_bytes * (num_tokens - skip_tokens) if skip_tokens < num_tokens else 0
+
+
+# Where it is.
+ABREAST = 0  # all that is produced has been sent, more is to come
+BEHIND = 1  # more has been produced than sent, and more is to come
+PRODUCED = 2  # all is there, not all has been sent
+ARRIVING = 3  # all has been sent, the last byte is on its way
+OVER = 4
+
+
+class Transfer:
+    """`FluidLink` alone looks inside: who asked for it may cancel it there.
+
+    `bits_per_s`: production, up to `total_bits` less `last_bits`, which come at its end. `offset_bits`, once it is
+    behind: what somebody always behind had sent when this one would have had sent nothing.
+    """
+
+    __slots__ = (
+        "argument",
+        "bits_per_s",
+        "done",
+        "last_bits",
+        "offset_bits",
+        "start_s",
+        "state",
+        "total_bits",
+    )
+
+    def __init__(
+        self,
+        bits_per_s: float,
+        last_bits: float,
+        total_bits: float,
+        start_s: float,
+        done: Callable[[Any], None],
+        argument: Any,
+    ) -> None:
+        self.bits_per_s = bits_per_s
+        self.last_bits = last_bits
+        self.total_bits = total_bits
+        self.start_s = start_s
+        self.done = done
+        self.argument = argument
+        self.state = ABREAST
+        self.offset_bits = 0.0

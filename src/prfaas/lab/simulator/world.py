@@ -1,0 +1,390 @@
+"""The simulated deployment: engines, links and the board, and what happens to a request there."""
+
+from heapq import heappush
+
+import numpy as np
+
+from prfaas.core.prefix.index import Held
+from prfaas.core.scheduling import Policy, RoutingRequest, policy_named
+from prfaas.core.scheduling.candidates import is_prefiller
+from prfaas.core.scheduling.prefill_pool import PrefillPool
+from prfaas.core.scheduling.threshold import LengthWindow
+from prfaas.lab.simulator.capacity import CapacityProcess, Interrupted
+from prfaas.lab.simulator.events import Events
+from prfaas.lab.simulator.instance import Engine, Job, Stage
+from prfaas.lab.simulator.link import FluidLink
+from prfaas.lab.simulator.link_view import LOOK_S, Lane
+from prfaas.lab.simulator.prefix_caches import PrefixCaches
+from prfaas.lab.simulator.result import Columns
+from prfaas.lab.simulator.scenario import (
+    CacheOptions,
+    Scenario,
+    SimulatedCluster,
+    SimulatedLink,
+    board_of,
+)
+from prfaas.lab.simulator.token_clock import TokenClock
+from prfaas.lab.simulator.transfer import KvMoves
+
+_NOTHING_HELD: dict[str, Held] = {}
+# Reading a member of an enum takes as long as a function call.
+_MOVING, _QUEUED, _POOLED, _PREFILLING, _SENDING, _DECODING = Stage
+
+
+class World:
+    """One simulated deployment, empty at 0 s. It owns the board that the policy reads.
+
+    A request: `arrive` asks the policy; its prefill waits at an instance (or in its cluster's pool), runs, and
+    streams its KV over the link meanwhile; with all of it there, the request takes a slot of its decode instance,
+    which ends its TTFT, and leaves with its last token. A prefill takes what the cluster's curve says; inside a
+    cluster KV takes no time (section 3.4.1).
+    """
+
+    def __init__(self, scenario: Scenario, rng: np.random.Generator, block_tokens: int) -> None:
+        """`rng` is for the links' capacities; `block_tokens`: of the traffic's prefix blocks."""
+        self.scenario = scenario
+        self.events = Events()
+        self.kv = KvMoves(scenario.kv_model)
+        self.policy: Policy = policy_named(scenario.policy, **scenario.params)
+        self.view = board_of(scenario, self.kv.facts)
+        self.pools: dict[str, PrefillPool[Job]] = {
+            cluster.name: PrefillPool() for cluster in scenario.clusters
+        }
+        self.engines: dict[str, Engine] = {
+            instance.name: Engine(
+                instance,
+                self.view.clusters[cluster.name],
+                self.pools[cluster.name],
+                self._clock(cluster),
+                cluster.decode_step_s,
+                cluster.prefill_concurrency,
+                self._sharing(cluster),
+            )
+            for cluster in scenario.clusters
+            for instance in self.view.clusters[cluster.name].instances
+        }
+        self.lanes = {
+            (link.source, link.target): Lane(
+                self.view.links[link.source, link.target],
+                FluidLink(
+                    self.events,
+                    link.name,
+                    self._capacity(link),
+                    rng=stream,
+                    rtt_s=link.rtt_s,
+                    transfer_limit_bits_per_s=link.transfer_limit_bits_per_s,
+                ),
+            )
+            for link, stream in zip(scenario.links, rng.spawn(len(scenario.links)), strict=True)
+        }
+        self.caches = None if scenario.caches is None else self._caches(scenario.caches, block_tokens)
+        self.window = LengthWindow(scenario.control.window_s)
+        self.columns = Columns()
+        self.open: dict[int, Job] = {}
+        self.done = 0
+        self.done_tokens = 0
+        self._local: Policy = policy_named("local_only")
+        self._watches_lengths = scenario.adapts or scenario.allocation
+        self._next_look_s = 0.0
+
+    def arrive(self, number: int, tokens: int, answer_tokens: int, blocks: list[int]) -> None:
+        """A request comes now: `tokens` of prompt in prefix `blocks` (empty: unknown), an answer of so many tokens."""
+        now_s = self.events.now_s
+        if now_s >= self._next_look_s:
+            self.look()
+        job = Job(number, now_s, tokens, answer_tokens, blocks)
+        self._route(job, self.policy)
+        decision, columns = job.decision, self.columns
+        uncached = decision.uncached_tokens
+        if self._watches_lengths:
+            self.window.add(uncached, now_s)
+        columns.uncached_tokens[number] = uncached
+        columns.hit_tokens[number] = tokens - decision.prefill_tokens
+        reason = decision.reason
+        code = columns.reason_codes.get(reason)
+        columns.reason[number] = columns.code(reason) if code is None else code
+        if job.promised_bytes:
+            columns.offloaded[number] = 1
+
+    def look(self) -> None:
+        """Bring the board's facts of the links up to date, and give up what waits for a link that is gone."""
+        now_s = self.events.now_s
+        self._next_look_s = now_s + LOOK_S
+        for lane in self.lanes.values():
+            lane.look(now_s)
+            if now_s - lane.carried_s >= self.scenario.stall_limit_s:
+                for job in [job for job in self.open.values() if lane in (job.lane, job.prefix_lane)]:
+                    self.restart(job)
+
+    def restart(self, job: Job) -> None:
+        """What was done for this request is lost: it is prefilled again, and in its PD cluster, as live."""
+        self._give_up(job)
+        again = Job(job.number, job.arrival_s, job.tokens, job.left_tokens, job.blocks)
+        again.has_first = job.has_first
+        self.columns.retries[job.number] += 1
+        self._route(again, self._local)
+
+    def start_next(self, engine: Engine) -> None:
+        """The instance has room: the next of its queue, or of its cluster's pool, begins."""
+        queue, view = engine.queue, engine.view
+        while queue and engine.at_work < engine.prefill_slots:
+            job = queue.popleft()
+            engine.waiting_s = engine.waiting_s - job.service_s if queue else 0.0
+            self._start(engine, job)
+        if queue:
+            return
+        if not (view.prefills and view.healthy and not view.draining):
+            return
+        while engine.at_work < engine.prefill_slots and len(engine.pool):
+            taken = engine.pool.take(engine.name)
+            if taken is None:
+                return
+            self._assign(engine, taken)
+
+    def set_free(self, engine: Engine) -> None:
+        """What waits for this instance alone may go to any other of its cluster: it leaves, or has failed."""
+        engine.pool.release(engine.name)
+        engine.cluster.waiting_s = engine.pool.waiting_s
+        for job in self.open.values():
+            if job.engine is engine and job.stage is _QUEUED and job in engine.pool:
+                job.stage = _POOLED
+                engine.withdraw(job.service_s, self.events.now_s)
+        if not len(engine.pool):
+            return
+        others = [other for other in self.engines.values() if other.cluster is engine.cluster]
+        if not any(is_prefiller(other.view, self.view) for other in others):
+            for job in [job for job in self.open.values() if job in engine.pool]:
+                self.restart(job)
+        for other in others:
+            self.start_next(other)
+
+    def _route(self, job: Job, policy: Policy) -> None:
+        view, now_s, engines = self.view, self.events.now_s, self.engines
+        view.now_s = now_s
+        held = self.caches.held(job.blocks, job.tokens) if self.caches is not None else _NOTHING_HELD
+        job.decision = decision = policy.decide(RoutingRequest(job.tokens, held, job.number), view)
+        job.engine = engine = engines[decision.prefill]
+        job.target = target = engines[decision.decode]
+        job.service_s = engine.prefill_s(decision.prefill_tokens)
+        self.open[job.number] = job
+        target_view = target.view
+        target_view.in_flight += 1
+        target_view.decoding += 1
+        if engine is not target:
+            engine.view.in_flight += 1
+            if engine.cluster is not target.cluster:
+                job.lane = lane = self.lanes[engine.cluster.name, target.cluster.name]
+                job.promised_bytes = nbytes = self.kv.total_bytes(job.tokens - 1, decision.skip_tokens)
+                lane.promise(nbytes, now_s)
+        if decision.cache_transfer is not None:
+            self._move_prefix(job)
+        elif engine.at_work < engine.prefill_slots and not engine.queue:
+            self._start(engine, job)
+        else:
+            self._wait(job)
+
+    def _move_prefix(self, job: Job) -> None:
+        """The cache of another cluster comes first; meanwhile the prefill counts as accepted by its instance."""
+        moved = job.decision.cache_transfer
+        assert moved is not None
+        engine, now_s = job.engine, self.events.now_s
+        job.prefix_lane = lane = self.lanes[self.engines[moved.source].cluster.name, engine.cluster.name]
+        job.stage = _MOVING
+        engine.accept(job.service_s, now_s)
+        nbytes = self.kv.total_bytes(moved.num_tokens - 1, moved.skip_tokens)
+        self.columns.link_bytes[job.number] += nbytes
+        job.transfer = lane.link.send(nbytes, self._prefix_here, job)
+
+    def _prefix_here(self, job: Job) -> None:
+        if job.is_void:
+            return
+        engine = job.engine
+        job.prefix_lane = job.transfer = None
+        job.stage = _QUEUED
+        if self.caches is not None:
+            self.caches.insert(engine.name, job.blocks, job.tokens - job.decision.prefill_tokens)
+        if engine.at_work < engine.prefill_slots and not engine.queue:
+            engine.waiting_s = max(engine.waiting_s - job.service_s, 0.0)
+            self._start(engine, job)
+        else:
+            engine.queue.append(job)
+
+    def _wait(self, job: Job) -> None:
+        engine, decision = job.engine, job.decision
+        if decision.urgency_s is None:
+            engine.queue.append(job)
+            engine.accept(job.service_s, self.events.now_s)
+        elif decision.is_bound:
+            engine.pool.offer(job, decision.urgency_s, job.service_s, engine.name)
+            engine.accept(job.service_s, self.events.now_s)
+        else:
+            engine.pool.offer(job, decision.urgency_s, job.service_s)
+            engine.cluster.waiting_s = engine.pool.waiting_s
+            job.stage = _POOLED
+            if self.caches is not None:
+                # One that holds less may be idle: without caches the idle one was chosen.
+                for other in self.engines.values():
+                    if other.cluster is engine.cluster:
+                        self.start_next(other)
+
+    def _assign(self, engine: Engine, job: Job) -> None:
+        """A job of the pool goes to an instance that is free."""
+        if job.stage is _QUEUED:
+            engine.waiting_s = max(engine.waiting_s - job.service_s, 0.0)
+        else:
+            engine.cluster.waiting_s = engine.pool.waiting_s
+        before = job.engine
+        if engine is not before:
+            if before is not job.target:
+                before.view.in_flight -= 1
+            if engine is not job.target:
+                engine.view.in_flight += 1
+            job.engine = engine
+            if self.caches is not None:
+                here = self.caches.held(job.blocks, job.tokens).get(engine.name)
+                reusable = 0 if here is None else min(here.reusable_tokens, job.tokens - 1)
+                job.service_s = engine.prefill_s(job.tokens - reusable)
+                self.columns.hit_tokens[job.number] = reusable
+        self._start(engine, job)
+
+    def _start(self, engine: Engine, job: Job) -> None:
+        events, service_s, lane = self.events, job.service_s, job.lane
+        end_s = events.now_s + service_s
+        job.stage = _PREFILLING
+        if engine.at_work and engine.free_at_s > events.now_s:
+            end_s = engine.free_at_s + service_s
+        engine.at_work += 1
+        engine.free_at_s = end_s
+        engine.prefilled_s += service_s
+        engine.view.busy_until_s = end_s + engine.waiting_s
+        if lane is not None:
+            streamed_bytes = self.kv.streamed_bytes(job.tokens - 1, job.decision.skip_tokens)
+            last_bytes = job.promised_bytes - streamed_bytes
+            job.transfer = lane.link.stream(streamed_bytes, last_bytes, service_s, self._arrived, job)
+        if engine.sharing is not None:
+            engine.sharing.join(service_s, job)
+            return
+        events.number = number = events.number + 1
+        heappush(events.heap, (end_s, number, self._prefilled, job))
+
+    def _prefilled(self, job: Job) -> None:
+        if job.is_lost:
+            return
+        engine = job.engine
+        engine.at_work -= 1
+        if not job.is_void:
+            if engine is not job.target:
+                engine.view.in_flight -= 1
+            if self.caches is not None:
+                self.caches.insert(engine.name, job.blocks, job.tokens)
+            if job.stage is _PREFILLING:
+                job.stage = _SENDING
+                if job.lane is None or job.is_sent:
+                    self._arrived(job)
+        if engine.queue or engine.pool:
+            self.start_next(engine)
+
+    def _arrived(self, job: Job) -> None:
+        """All KV is at the decode instance."""
+        if job.is_void:
+            return
+        if job.stage is _PREFILLING and job.engine.sharing is not None:
+            # It was streamed as if it had its instance for itself; nothing is there before it is made.
+            job.transfer, job.is_sent = None, True
+            return
+        lane, target = job.lane, job.target
+        if lane is not None:
+            lane.settle(job.promised_bytes, self.events.now_s)
+            self.columns.link_bytes[job.number] += job.promised_bytes
+            job.transfer = job.lane = None
+        if not target.view.healthy:
+            self.restart(job)
+            return
+        if self.caches is not None and job.engine is not target:
+            self.caches.insert(target.name, job.blocks, job.tokens)
+        job.stage = _DECODING
+        assert target.clock is not None  # only PD instances decode
+        job.place = target.clock.join(job.left_tokens, job)
+
+    def _slot_taken(self, job: Job) -> None:
+        if job.has_first:
+            return
+        job.has_first = True
+        overheads, target = self.scenario.overheads, job.target
+        ttft_s = self.events.now_s - job.arrival_s + overheads.request_s
+        if job.engine is not target:
+            ttft_s += overheads.hop_s
+        if overheads.first_step:
+            assert target.clock is not None and target.step_s is not None
+            ttft_s += target.step_s(target.clock.batch)
+        self.columns.ttft_s[job.number] = ttft_s
+
+    def _answered(self, job: Job) -> None:
+        overheads, target_view = self.scenario.overheads, job.target.view
+        target_view.in_flight -= 1
+        target_view.decoding -= 1
+        e2e_s = self.events.now_s - job.arrival_s + overheads.request_s
+        if job.engine is not job.target:
+            e2e_s += overheads.hop_s
+        self.columns.e2e_s[job.number] = e2e_s
+        del self.open[job.number]
+        self.done += 1
+        self.done_tokens += job.left_tokens
+
+    def _give_up(self, job: Job) -> None:
+        """Undo what the job holds."""
+        engine, target, now_s = job.engine, job.target, self.events.now_s
+        job.is_void = True
+        target.view.in_flight -= 1
+        target.view.decoding -= 1
+        if engine is not target and job.stage <= _PREFILLING:
+            engine.view.in_flight -= 1
+        if job.stage is _MOVING:
+            engine.withdraw(job.service_s, now_s)
+        elif job.stage is _QUEUED:
+            if not engine.pool.withdraw(job):
+                engine.queue.remove(job)
+            engine.withdraw(job.service_s, now_s)
+        elif job.stage is _POOLED:
+            engine.pool.withdraw(job)
+            engine.cluster.waiting_s = engine.pool.waiting_s
+        if job.transfer is not None:
+            lane = job.lane if job.prefix_lane is None else job.prefix_lane
+            assert lane is not None
+            lane.link.cancel(job.transfer)
+        if job.lane is not None:
+            job.lane.settle(job.promised_bytes, now_s)
+
+    def _capacity(self, link: SimulatedLink) -> CapacityProcess:
+        outages = [
+            (failure.at_s, failure.at_s + failure.lasts_s)
+            for failure in self.scenario.failures
+            if failure.what == link.name
+        ]
+        return Interrupted(link.capacity, outages) if outages else link.capacity
+
+    def _clock(self, cluster: SimulatedCluster) -> TokenClock | None:
+        if cluster.decode_step_s is None:
+            return None
+        return TokenClock(
+            self.events, cluster.decode_step_s, cluster.decode_slots, self._slot_taken, self._answered
+        )
+
+    def _sharing(self, cluster: SimulatedCluster) -> TokenClock | None:
+        """Prefills that share an instance: seconds of work in place of tokens, each second longer by all that share."""
+        if cluster.prefill_concurrency == 1:
+            return None
+        return TokenClock(self.events, float, cluster.prefill_concurrency, _nothing, self._prefilled)
+
+    def _caches(self, options: CacheOptions, block_tokens: int) -> PrefixCaches:
+        return PrefixCaches(
+            list(self.engines),
+            capacity_tokens=dict.fromkeys(self.engines, options.capacity_tokens),
+            block_tokens=block_tokens,
+            checkpoint_tokens=options.checkpoint_tokens,
+            state_tokens=options.state_tokens,
+        )
+
+
+def _nothing(_job: Job) -> None:
+    """A prefill that has room begins at once: nobody has to be told."""

@@ -1,0 +1,213 @@
+"""Small drawings for a Markdown page: files of their own, readable on light and dark screens.
+
+Numbers in sentences and tables, and what several seeds can tell apart.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from scipy.stats import t as student
+
+from prfaas.lab.report.html import COLOURS, INK, MUTED, drawing
+from prfaas.lab.studies.study import Figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+NONE = "–"
+UNSTABLE = "grows"
+# More than this is said as a factor.
+_MANY = 3.0
+
+
+def seconds(value: float) -> str:
+    """Three digits, always in seconds: columns of them are compared."""
+    if not math.isfinite(value):
+        return NONE
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def percent(value: float, digits: int = 0) -> str:
+    """0.123 → "12 %"."""
+    return f"{value * 100:.{digits}f} %" if math.isfinite(value) else NONE
+
+
+def more_or_less(ratio: float) -> str:
+    """1.2 → "20 % more", 0.9 → "10 % less", 3 → "3.0 times"; of what is compared."""
+    if ratio >= _MANY:
+        return f"{ratio:.1f} times as much"
+    if round(abs(ratio - 1) * 100) == 0:
+        return "the same"
+    return f"{abs(ratio - 1) * 100:.0f} % {'more' if ratio > 1 else 'less'}"
+
+
+def times_as_long(ratio: float) -> str:
+    """2.04 → "2.0 times as long"."""
+    return f"{ratio:.1f} times as long" if math.isfinite(ratio) else "of unknown length"
+
+
+def listed(items: Sequence[str]) -> str:
+    """ "a", "a and b", "a, b and c"."""
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}" if items else "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The mean of value / base − 1 over pairs, and half of its 95 % interval (Student's t); infinite for one pair."""
+
+    mean: float
+    half: float
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval leaves out 0."""
+        return abs(self.mean) > self.half
+
+    def __str__(self) -> str:
+        if not math.isfinite(self.mean):
+            return NONE
+        if self.mean >= _MANY - 1:
+            return f"{self.mean + 1:,.0f} times"
+        sign = "+" if self.mean >= 0 else "−"
+        half = f" ± {self.half * 100:.0f}" if math.isfinite(self.half) else ""
+        return f"{sign}{abs(self.mean) * 100:.0f}{half} %"
+
+
+def difference(values: Sequence[float], bases: Sequence[float]) -> Difference:
+    """Of pairs that met the same requests."""
+    ratios = [value / base - 1 for value, base in zip(values, bases, strict=True)]
+    mean = math.fsum(ratios) / len(ratios)
+    if len(ratios) < 2 or not math.isfinite(mean):
+        return Difference(mean, math.inf)
+    sd = math.sqrt(math.fsum((ratio - mean) ** 2 for ratio in ratios) / (len(ratios) - 1))
+    return Difference(mean, float(student.ppf(0.975, len(ratios) - 1)) * sd / math.sqrt(len(ratios)))
+
+
+def mean_and_p90(mean_s: float, p90_s: float, *, is_stable: bool = True) -> str:
+    """A cell of most tables."""
+    text = f"{seconds(mean_s)} ({seconds(p90_s)})"
+    return text if is_stable else f"{UNSTABLE}: {text}"
+
+
+def mean(values: Sequence[float]) -> float:
+    """Of one or more numbers."""
+    return math.fsum(values) / len(values)
+
+
+# A picture does not know the colour of the page that it stands on: it brings its own.
+_PAPER = '<rect width="100%" height="100%" fill="#fff"/>'
+_INK = "#1f2328"
+_STYLE = "<style>text{font-family:system-ui,sans-serif!important}</style>"
+# More points than this are a line already.
+_MOST_MARKERS = 16
+_WIDTH_PX = 760
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Values over x; None leaves a gap. Without a label it is not in the legend.
+
+    `colour`: a number of the palette, `is_dashed`: of a second kind."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    colour: int
+    is_dashed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One diagram. `mark`: a vertical line with its text."""
+
+    label: str
+    curves: Sequence[Curve]
+    is_log: bool = False
+    mark: tuple[float, str] | None = None
+    is_stepped: bool = False
+
+
+def lines(
+    name: str,
+    caption: str,
+    x_label: str,
+    panels: Sequence[Panel],
+    *,
+    x_log: bool = False,
+    height: float = 2.3,
+) -> Figure:
+    """Panels side by side over one kind of x axis."""
+    columns = min(len(panels), 3)
+    with drawing(f"study-{name}", len(panels), columns=columns, height=height) as drawn:
+        for axes, panel in zip(drawn.panels, panels, strict=True):
+            _fill(axes, panel, x_log=x_log)
+            axes.set_xlabel(x_label)
+            axes.tick_params(labelbottom=True)
+    return Figure(f"study-{name}", _file(drawn.svg), caption)
+
+
+def bars(name: str, caption: str, x_label: str, labels: Sequence[str], values: Sequence[float]) -> Figure:
+    """A horizontal bar per label; what is no finite number has none."""
+    import math
+
+    with drawing(f"study-{name}", height=0.24 * len(labels) + 0.5) as drawn:
+        (axes,) = drawn.panels
+        places = range(len(labels))
+        axes.barh(
+            list(places),
+            [value if math.isfinite(value) else 0.0 for value in values],
+            color=[COLOURS[0] if number == 0 else COLOURS[4] for number in places],
+            height=0.7,
+        )
+        axes.set_yticks(list(places), list(labels))
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        axes.set_xlabel(x_label)
+    return Figure(f"study-{name}", _file(drawn.svg), caption)
+
+
+def _fill(axes: "Axes", panel: Panel, *, x_log: bool) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_title(panel.label)
+    for curve in panel.curves:
+        axes.plot(
+            curve.x,
+            [float("nan") if value is None else value for value in curve.y],
+            color=COLOURS[curve.colour % len(COLOURS)],
+            linestyle=(0, (3, 1.5)) if curve.is_dashed else "-",
+            marker="o" if len(curve.x) <= _MOST_MARKERS else None,
+            markersize=2.5,
+            drawstyle="steps-mid" if panel.is_stepped else "default",
+            label=curve.label or None,
+        )
+    shown = FuncFormatter(lambda value, _: f"{value:,.6g}")
+    for axis, is_log in ((axes.xaxis, x_log), (axes.yaxis, panel.is_log)):
+        if is_log:
+            (axes.set_xscale if axis is axes.xaxis else axes.set_yscale)("log")
+            axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0), numticks=20))
+            axis.set_minor_formatter(NullFormatter())
+            axis.set_major_formatter(shown)
+    if not panel.is_log:
+        axes.set_ylim(bottom=0)
+    if panel.mark is not None:
+        at, text = panel.mark
+        axes.axvline(at, color=MUTED, linewidth=0.8, linestyle=":")
+        axes.annotate(
+            text, (at, 1), xycoords=("data", "axes fraction"), xytext=(3, -8), textcoords="offset points",
+            color=INK, fontsize=8,
+        )  # fmt: skip
+
+
+def _file(svg: str) -> str:
+    """A drawing of a page as a file: with a size, colours and numbers no longer than a screen can show."""
+    width, height = (float(value) for value in re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)[0])
+    size = f'<svg width="{_WIDTH_PX}" height="{_WIDTH_PX * height / width:.0f}"'
+    svg = re.sub(r"(\d+\.\d\d)\d+", r"\1", svg.replace("<svg", size, 1)).replace("currentColor", _INK)
+    svg = re.sub(r" ?\n(?=[LQCz])", " ", svg)
+    head = svg.index(">") + 1
+    return f"{svg[:head]}{_STYLE}{_PAPER}{svg[head:]}\n"

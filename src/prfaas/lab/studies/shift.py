@@ -1,0 +1,288 @@
+"""Traffic that is no longer what the deployment was planned for."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from prfaas.core.planner import OperatingPoint, PlanProblem, best_operation
+from prfaas.core.planner.two_clusters import evaluate
+from prfaas.core.workload import Empirical, Workload
+from prfaas.core.workload.arrivals import Poisson
+from prfaas.lab.studies.day import (
+    DAY_S,
+    NIGHT_ANSWERS,
+    NIGHT_PROMPTS,
+    NOON_ANSWERS,
+    NOON_PROMPTS,
+    DayPlan,
+    day_plan,
+)
+from prfaas.lab.studies.figures import (
+    UNSTABLE,
+    Curve,
+    Panel,
+    difference,
+    lines,
+    listed,
+    mean,
+    mean_and_p90,
+    seconds,
+)
+from prfaas.lab.studies.runs import Run
+from prfaas.lab.studies.setup import Setting, stretched
+from prfaas.lab.studies.study import Figure, Outcomes, Section, Study, Table
+from prfaas.lab.studies.variants import OF_PAPER, OF_TILTED, PAPER, TILTED, Variant
+
+_GROWTH = 1.15
+_GROWN_LOAD = 0.95
+_DAY_LOAD = 0.9
+_REQUESTS = 15_000
+_SEEDS = 3
+_PARTS = 48
+
+_BY_LABEL = {each.label: each for each in (*OF_PAPER, *OF_TILTED)}
+_VARIANTS = (
+    _BY_LABEL["static_threshold"],
+    _BY_LABEL["paper, no slow side"],
+    _BY_LABEL["paper, fixed roles"],
+    _BY_LABEL["paper, fixed threshold"],
+    PAPER,
+    _BY_LABEL["tilted, no slow side"],
+    TILTED,
+)
+_STATIC = _VARIANTS[0]
+NEW, OLD = "new", "old"
+
+
+@dataclass(frozen=True, slots=True)
+class _Growth:
+    """Lengths that grew. `best`: what the planner finds for them; `kept`: with the old roles and threshold."""
+
+    lengths: Empirical
+    problem: PlanProblem
+    best: OperatingPoint
+    kept: OperatingPoint
+
+    def rate(self, setting: Setting, which: str) -> float:
+        return _GROWN_LOAD * (self.best.lambda_max if which == NEW else setting.lambda_max)
+
+
+def _grown(setting: Setting) -> _Growth:
+    lengths = stretched(setting.problem.workload.uncached, _GROWTH, *setting.range_tokens)
+    problem = replace(setting.problem, workload=Workload(lengths, setting.problem.workload.output_tokens))
+    old = setting.optimum.threshold_tokens
+    kept = evaluate(problem, math.inf if old is None else old, setting.optimum.n_prefill)
+    return _Growth(lengths, problem, best_operation(problem), kept)
+
+
+def _runs(setting: Setting) -> Sequence[Run]:
+    grown, day = _grown(setting), day_plan(setting, _DAY_LOAD)
+    runs = []
+    for variant in _VARIANTS:
+        for seed in setting.seeds(_SEEDS):
+            base = Run(
+                ("day", variant.label, seed),
+                setting.planned,
+                day.traffic,
+                0,
+                seed,
+                policy=variant.policy,
+                params=variant.params,
+                adapts=variant.adapts,
+                allocation=variant.allocation,
+                roles={setting.pd: day.mean_prefill},
+                threshold_tokens=day.threshold_tokens,
+                # A quarter of a day to settle, and one that counts.
+                duration_s=(0.125 if setting.is_quick else 1.25) * DAY_S,
+                warmup_share=0.2,
+                course_parts=_PARTS,
+            )
+            runs.append(base)
+            for which in (NEW, OLD):
+                traffic = setting.traffic(Poisson(grown.rate(setting, which)), grown.lengths)
+                runs.append(
+                    replace(
+                        base,
+                        key=(which, variant.label, seed),
+                        traffic=traffic,
+                        requests=setting.requests(_REQUESTS),
+                        duration_s=None,
+                        warmup_share=0.2,
+                        roles=None,
+                        threshold_tokens=None,
+                        course_parts=0,
+                    )
+                )
+    return runs
+
+
+def _tell(setting: Setting, outcomes: Outcomes) -> Section:
+    grown, day, seeds = _grown(setting), day_plan(setting, _DAY_LOAD), setting.seeds(_SEEDS)
+
+    def values(what: str, variant: Variant, field: str) -> list[float]:
+        return [outcomes[what, variant.label, seed].number(field) for seed in seeds]
+
+    def is_stable(what: str, variant: Variant) -> bool:
+        return all(outcomes[what, variant.label, seed].is_stable for seed in seeds)
+
+    def cell(what: str, variant: Variant) -> str:
+        means = (mean(values(what, variant, field)) for field in ("ttft_mean_s", "ttft_p90_s"))
+        return mean_and_p90(*means, is_stable=what == "day" or is_stable(what, variant))
+
+    def worst(variant: Variant) -> float:
+        return max(max(course) for course in _courses(outcomes, variant, seeds, "ttft_s"))
+
+    def changes(variant: Variant) -> str:
+        found = [outcomes["day", variant.label, seed].numbers for seed in seeds]
+        moves = mean([float(len(each["threshold_changes"])) for each in found])
+        roles = mean([float(len(each["conversions"])) for each in found])
+        return f"{moves:.0f} / {roles:.0f}"
+
+    steady = {which: [each.label for each in _VARIANTS if is_stable(which, each)] for which in (NEW, OLD)}
+    titles = {
+        NEW: f"{_GROWN_LOAD:g} of the new Λ_max ({grown.rate(setting, NEW):.3g} req/s)",
+        OLD: f"{_GROWN_LOAD:g} of the old Λ_max ({grown.rate(setting, OLD):.3g} req/s)",
+    }
+    return Section(
+        question="What if traffic changes?",
+        setup=(
+            f"*Longer prompts*: {_GROWTH:g} times the file's lengths (within what profiles cover), while "
+            "roles and threshold "
+            "start as planned for the old ones. *Day*: "
+            f"{DAY_S / 3600:g} simulated hours stand for a day; its midnight has {NIGHT_PROMPTS:g} times "
+            "the file's prompts and "
+            f"{NIGHT_ANSWERS:g} times its answers, its noon {NOON_PROMPTS:g} times the prompts and "
+            f"{NOON_ANSWERS:g} times the "
+            f"answers, between them it is a mix by a cosine. The rate is {_DAY_LOAD:g} of what the best "
+            "roles of the worst "
+            f"hour can carry ({day.rate_rps:.3g} req/s); roles and threshold start as planned for the mean mix. "
+            f"{len(seeds)} seeds."
+        ),
+        findings=[
+            _capacities(setting, grown),
+            *(_stable_words(titles[which], steady[which]) for which in (NEW, OLD)),
+            _day_words(day, {each.label: values("day", each, "ttft_mean_s") for each in _VARIANTS}),
+        ],
+        tables={
+            "TTFT in seconds, mean (P90)": Table(
+                [
+                    "",
+                    *(f"longer prompts, {title}" for title in titles.values()),
+                    "day",
+                    "worst half-hour of the day",
+                    "changes of threshold / roles on the day",
+                ],
+                [
+                    [
+                        each.label,
+                        cell(NEW, each),
+                        cell(OLD, each),
+                        cell("day", each),
+                        seconds(worst(each)),
+                        changes(each),
+                    ]
+                    for each in _VARIANTS
+                ],
+            )
+        },
+        figures=[_figure(setting, outcomes)],
+        notes=[
+            f'"{UNSTABLE}": in some of the runs queues grow for as long as requests come. The worst half-hour '
+            f"is the highest mean TTFT of a {_PARTS}th of the day, of all seeds.",
+            "Whether queues grow is told from chance only if the overload is more than about "
+            f"{_least_overload(setting):.0%}; what the planner finds is T(E[L]), the paper's service time.",
+        ],
+    )
+
+
+def _courses(outcomes: Outcomes, variant: Variant, seeds: Sequence[int], name: str) -> list[list[float]]:
+    return [
+        [0.0 if value is None else value for value in outcomes["day", variant.label, seed].course[name]]
+        for seed in seeds
+    ]
+
+
+def _capacities(setting: Setting, grown: _Growth) -> str:
+    old, kept, best = setting.lambda_max, grown.kept.lambda_max, grown.best.lambda_max
+    rates = {name: grown.rate(setting, name) for name in (NEW, OLD)}
+    text = (
+        f"By the planner the longer prompts lower Λ_max from {old:.3g} to {best:.3g} req/s with the best roles "
+        f"({grown.best.n_prefill} instances prefill in place of {setting.optimum.n_prefill}) and to "
+        f"{kept:.3g} with the old "
+        "roles and threshold"
+    )
+    over_kept = [f"{rate:.3g}" for rate in rates.values() if rate > kept]
+    over_best = [f"{rate:.3g}" for rate in rates.values() if rate > best]
+    if over_kept:
+        text += f": nothing that stays as it is can carry {listed(over_kept)} req/s"
+    if over_best:
+        text += f", and nothing at all {listed(over_best)}"
+    return f"{text}."
+
+
+def _least_overload(setting: Setting) -> float:
+    """As `simulator.stability` says of n arrivals: 1 %, or 2.6 / √n."""
+    return max(0.01, 2.6 / math.sqrt(setting.requests(_REQUESTS)))
+
+
+def _stable_words(title: str, stable: Sequence[str]) -> str:
+    if len(stable) == len(_VARIANTS):
+        return f"At {title} every one is stable."
+    if not stable:
+        return f"At {title} queues grow with every one."
+    return (
+        f"At {title} queues stay bounded with {listed([f'`{label}`' for label in stable])} and with no other."
+    )
+
+
+def _day_words(day: DayPlan, ttft_s: dict[str, list[float]]) -> str:
+    means = {label: mean(values) for label, values in ttft_s.items()}
+    best = min(means, key=lambda label: means[label])
+    static, without, whole = means[_STATIC.label], "paper, no slow side", "paper"
+    compared = difference(ttft_s[whole], ttft_s[without])
+    slow = (
+        f"the slow side changes `paper`'s by {compared}"
+        if compared.is_clear
+        else f"what the slow side changes for `paper` ({compared}) is within chance"
+    )
+    roles = sorted(set(day.prefill))
+    needed = (
+        f"from {roles[0]} to {roles[-1]} prefill instances"
+        if len(roles) > 1
+        else f"always {roles[0]} prefill instances"
+    )
+    return (
+        f"Over the day the best roles would be {needed}. The mean TTFT is {seconds(static)} s with "
+        f"`{_STATIC.label}` and "
+        f"shortest with `{best}` ({seconds(means[best])} s); {slow}."
+    )
+
+
+def _figure(setting: Setting, outcomes: Outcomes) -> Figure:
+    seed = setting.seeds(_SEEDS)[0]
+    shown = [_STATIC, _BY_LABEL["paper, no slow side"], PAPER, TILTED]
+
+    def curves(name: str) -> list[Curve]:
+        found = []
+        for number, variant in enumerate(shown):
+            course = outcomes["day", variant.label, seed].course
+            # The counted day begins a quarter of a day after midnight.
+            hours = [((at or 0.0) / DAY_S) * 24 + 6 for at in course["at_s"]]
+            found.append(Curve(variant.label, hours, course[name], number))
+        return found
+
+    return lines(
+        "shift",
+        f"The day (hours of a day of {DAY_S / 3600:g} h; 12 and 36 would be noon), first seed: mean TTFT "
+        "of each part, "
+        "prefill instances and threshold of the PD cluster.",
+        "hour",
+        [
+            Panel("mean TTFT (s)", curves("ttft_s"), is_log=True),
+            Panel("prefill instances", curves(f"prefill_instances_{setting.pd}"), is_stepped=True),
+            Panel("threshold (tokens)", curves(f"threshold_tokens_{setting.pd}"), is_stepped=True),
+        ],
+    )
+
+
+SHIFT = Study("shift", "Traffic that changes", _runs, _tell)

@@ -1,0 +1,141 @@
+"""The control plane's Prometheus series, `prfaas_control_*`. Every label takes values from a bounded set.
+
+Once a second: the state of things into the gauges.
+"""
+
+import asyncio
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from prfaas.serving.control.cluster_state import Clock
+from prfaas.serving.control.state import Overview, state_of
+
+_SLICE_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
+_SERVICE_RATIOS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)
+
+
+class Series:
+    """Gauges are written once a second; counters when something happens."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"prfaas_control_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"prfaas_control_{name}", text, labels, registry=registry)
+
+        self.decisions = counter("decisions", "Routed requests, by decision.", "route", "reason")
+        self.cache_transfers = counter("cache_transfers", "Decisions that move a cached prefix first.")
+        self.threshold_tokens = gauge(
+            "threshold_tokens", "Uncached tokens above which a PD cluster offloads (+Inf: never).", "cluster"
+        )
+        self.threshold_changes = counter("threshold_changes", "Moves of a threshold.", "cluster", "reason")
+        self.conversions = counter(
+            "conversions", "Role conversions that ended.", "cluster", "to_role", "outcome"
+        )
+        self.copies = counter("prefix_copies", "Prefixes found worth copying to another cluster.")
+        self.waiting_prefills = gauge(
+            "waiting_prefills", "Prefills that no instance of the cluster has been given yet.", "cluster"
+        )
+        self.instance_healthy = gauge("instance_healthy", "1 when the instance is in routing.", "instance")
+        self.instance_prefills = gauge("instance_prefills", "1 when the instance prefills.", "instance")
+        self.instance_decodes = gauge("instance_decodes", "1 when the instance decodes.", "instance")
+        self.instance_draining = gauge("instance_draining", "1 while its role is being changed.", "instance")
+        self.instance_in_flight = gauge("instance_in_flight", "Requests open there.", "instance")
+        self.instance_wait_seconds = gauge(
+            "instance_wait_seconds", "Until the accepted prefill work is done, as predicted.", "instance"
+        )
+        self.instance_age_seconds = gauge(
+            "instance_age_seconds", "Since the engine was heard of.", "instance"
+        )
+        self.instance_blocks = gauge("instance_blocks", "KV blocks indexed (or recorded) there.", "instance")
+        self.suspicions = counter("suspicions", "Times an instance left routing.", "instance")
+        self.link_up = gauge("link_up", "1 when the link is used.", "link")
+        self.link_capacity = gauge("link_capacity_bits_per_second", "What the link can carry now.", "link")
+        self.link_egress = gauge("link_egress_bits_per_second", "What it carried in the last 2 s.", "link")
+        self.link_queued_bytes = gauge("link_queued_bytes", "Produced and not acknowledged.", "link")
+        self.link_drain_seconds = gauge(
+            "link_drain_seconds", "Until the accepted bytes have left, as predicted.", "link"
+        )
+        self.link_rtt_seconds = gauge("link_rtt_seconds", "Least round trip.", "link")
+        self.link_retransmit_ratio = gauge("link_retransmit_ratio", "Segments sent again.", "link")
+        self.link_age_seconds = gauge("link_age_seconds", "Since the link was heard of.", "link")
+        self.events = counter("kv_events", "KV cache events applied.", "instance")
+        self.drops = counter(
+            "holdings_dropped", "Times what an instance holds was forgotten.", "instance", "reason"
+        )
+        self.feed_gaps = gauge("feed_gaps", "Gaps in an instance's events so far.", "instance")
+        self.feed_replays = gauge("feed_replays", "Replays of an instance's events so far.", "instance")
+        self.feed_resyncs = gauge("feed_resyncs", "Gaps that nothing could fill so far.", "instance")
+        self.index_blocks = gauge("index_blocks", "Blocks in the global index, per holder.")
+        self.index_apply_seconds = Histogram(
+            "prfaas_control_index_apply_seconds",
+            "Applying one batch of events in the event loop.",
+            buckets=_SLICE_SECONDS,
+            registry=registry,
+        )
+        self.service_ratio = Histogram(
+            "prfaas_control_service_ratio",
+            "Measured service time of a prefill over the predicted one.",
+            ("cluster",),
+            buckets=_SERVICE_RATIOS,
+            registry=registry,
+        )
+        self.telemetry_failures = counter("telemetry_failures", "Questions without an answer.", "kind")
+
+
+PERIOD_S = 1.0
+
+
+class Shown:
+    """Writes the gauges of `series.Series`, so that a scrape finds them ready."""
+
+    def __init__(self, plane: Overview, series: Series, *, clock: Clock) -> None:
+        self._plane = plane
+        self._series = series
+        self._clock = clock
+        self._failures = {"links": 0, "engines": 0}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            self.write()
+            await asyncio.sleep(PERIOD_S)
+
+    def write(self) -> None:
+        """Everything, as it is now."""
+        state, series = state_of(self._plane, self._clock()), self._series
+        for cluster, facts in state["clusters"].items():
+            series.waiting_prefills.labels(cluster).set(facts["waiting_prefills"])
+            tokens = self._plane.board.view.threshold_tokens.get(cluster)
+            if tokens is not None:
+                series.threshold_tokens.labels(cluster).set(tokens)
+            for name, instance in facts["instances"].items():
+                series.instance_healthy.labels(name).set(instance["healthy"])
+                series.instance_prefills.labels(name).set("prefill" in instance["role"])
+                series.instance_decodes.labels(name).set("decode" in instance["role"])
+                series.instance_draining.labels(name).set(instance["draining"])
+                series.instance_in_flight.labels(name).set(instance["in_flight"])
+                series.instance_wait_seconds.labels(name).set(instance["busy_s"])
+                series.instance_age_seconds.labels(name).set(instance["age_s"])
+                series.instance_blocks.labels(name).set(instance["blocks"])
+                if instance["events"] is not None:
+                    series.feed_gaps.labels(name).set(instance["events"]["gaps"])
+                    series.feed_replays.labels(name).set(instance["events"]["replays"])
+                    series.feed_resyncs.labels(name).set(instance["events"]["resyncs"])
+        for name, link in state["links"].items():
+            series.link_up.labels(name).set(link["up"])
+            series.link_capacity.labels(name).set(link["capacity_bits_per_s"])
+            series.link_egress.labels(name).set(link["egress_bits_per_s"])
+            series.link_queued_bytes.labels(name).set(link["queued_bytes"])
+            series.link_drain_seconds.labels(name).set(link["drain_s"])
+            series.link_rtt_seconds.labels(name).set(link["rtt_s"])
+            series.link_retransmit_ratio.labels(name).set(link["retransmit_ratio"])
+            series.link_age_seconds.labels(name).set(link["age_s"])
+        series.index_blocks.set(state["index"]["blocks"])
+        self._count("links", self._plane.links.failures)
+        self._count("engines", self._plane.engines.failures)
+
+    def _count(self, kind: str, failures: int) -> None:
+        self._series.telemetry_failures.labels(kind).inc(failures - self._failures[kind])
+        self._failures[kind] = failures

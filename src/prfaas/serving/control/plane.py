@@ -1,0 +1,307 @@
+"""The live control plane of one gateway: everything that routing knows, kept up to date by its loops."""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from prfaas.core.deployment import Deployment, Instance
+from prfaas.core.latency.service_curve import ServiceCurve
+from prfaas.core.prefix import NOTHING, GlobalIndex, PromptChains
+from prfaas.core.prefix.events import EventBatch
+from prfaas.core.scheduling import Decision, Policy, RoutingRequest, policy_named
+from prfaas.core.scheduling.threshold import LengthWindow
+from prfaas.serving.control.cluster_state import Board, Clock
+from prfaas.serving.control.engine_metrics import EngineAccess, EngineHttp
+from prfaas.serving.control.engine_monitor import EngineTelemetry
+from prfaas.serving.control.health import HealthWatch
+from prfaas.serving.control.hot_prefixes import HotPrefixes
+from prfaas.serving.control.kv_events import EventFeed
+from prfaas.serving.control.link_monitor import LinkTelemetry, Sender, observer_of
+from prfaas.serving.control.metrics import Series, Shown
+from prfaas.serving.control.planning_inputs import LiveFacts, decode_slots, kv_facts, kv_model_of
+from prfaas.serving.control.prefill_admission import Turns
+from prfaas.serving.control.prefix_knowledge import Holdings
+from prfaas.serving.control.role_allocation import Allocating, RoleChange, RoleChanges, Usage
+from prfaas.serving.control.state import Overview, Routed, state_of
+from prfaas.serving.control.thresholds import Thresholds
+
+
+class LivePlane:
+    """Implements `gateway.plane.ControlPlane`. Make it, and use it, inside one running event loop.
+
+    Nothing is asked of an engine before `run`; until then routing goes by the deployment file alone.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        key: bytes,
+        registry: CollectorRegistry,
+        *,
+        clock: Clock = time.monotonic,
+        http: EngineAccess | None = None,
+        sender_of: Callable[[Instance, int], Sender] | None = None,
+    ) -> None:
+        """`key` of the deployment; `registry` gets the `prfaas_control_*` series. `http` and `sender_of`: how
+        engines are asked, other than over the network."""
+        self.deployment = deployment
+        self._routed = Routed()
+        self._clock = clock
+        self._instances = {instance.name: instance for instance in deployment.instances}
+        self._http: EngineAccess = http or EngineHttp()
+        self._policy = _policy(deployment)
+        self._local = policy_named("local_only")
+        self.series = Series(registry)
+        model = kv_model_of(deployment)
+        self._curves = {
+            cluster.name: ServiceCurve.of_profile(cluster.profile, cluster.speedup)
+            if cluster.profile is not None
+            else ServiceCurve()
+            for cluster in deployment.clusters
+        }
+        self.board = Board(
+            deployment,
+            kv_facts(model),
+            {name: curve.seconds for name, curve in self._curves.items()},
+            {cluster.name: decode_slots(deployment, cluster) for cluster in deployment.pd_clusters},
+            clock=clock,
+            on_service=self._on_service,
+        )
+        endpoints = {
+            instance.name: endpoint
+            for instance in deployment.instances
+            if (endpoint := deployment.events_endpoint(instance)) is not None
+        }
+        seed = _seed(key)
+        self.holdings = Holdings(
+            GlobalIndex(
+                seed=seed,
+                needs_states=model is None or model.has_linear_state,
+                needs_windows=model is not None and model.has_window,
+            ),
+            self.board,
+            seed=seed,
+            is_hybrid=self.board.view.kv.is_hybrid,
+            with_events=endpoints,
+            clock=clock,
+        )
+        self.turns = Turns(
+            self.board,
+            batch_tokens=deployment.engine.max_num_batched_tokens,
+            reusable_at=lambda chains, name: (
+                self.holdings.match(chains).held.get(name, NOTHING).reusable_tokens
+            ),
+        )
+        self.feed = EventFeed(endpoints, apply=self._apply, drop=self._drop)
+        self.engines = EngineTelemetry(
+            deployment,
+            self._http,
+            self.board,
+            clock=clock,
+            on_restart=lambda name: self._lost_cache(name, "new-process"),
+            on_reading=self.holdings.learn,
+        )
+        self.health = HealthWatch(
+            deployment,
+            self._http,
+            self.board,
+            clock=clock,
+            on_lost_cache=lambda name: self._lost_cache(name, "died"),
+            on_change=self._on_health,
+        )
+        self.links = LinkTelemetry(
+            deployment,
+            sender_of or observer_of(key),
+            self.board,
+            clock=clock,
+            on_change=lambda _link: self.thresholds.ask("link"),
+        )
+        self.window = LengthWindow(deployment.control.window_s)
+        facts = LiveFacts(deployment, model, self.board, self._curves, self.engines.meters)
+        self.thresholds = Thresholds(
+            deployment, self.board, facts, self.window, clock=clock, on_change=self._on_threshold
+        )
+        self.roles = RoleChanges(
+            self.board, clock=clock, on_begin=self.turns.changed, on_end=self._on_conversion
+        )
+        self.allocating = Allocating(
+            deployment.control,
+            facts,
+            Usage(deployment, self.board, self.engines.meters, clock=clock, pooled=self.turns.waiting),
+            self.window,
+            self.roles,
+            clock=clock,
+        )
+        self.hot_prefixes = HotPrefixes(
+            self.board, clock=clock, on_copy=lambda _copy: self.series.copies.inc()
+        )
+        self._overview = Overview(
+            deployment,
+            clock(),
+            self.board,
+            self.holdings,
+            self.feed,
+            self.links,
+            self.engines,
+            self.health,
+            self.window,
+            self.thresholds,
+            self.roles,
+            self.turns,
+            self.allocating,
+            self.hot_prefixes,
+            self._routed,
+        )
+        self._shown = Shown(self._overview, self.series, clock=clock)
+
+    def chains(self, token_ids: Sequence[int], salt: str, adapter: str) -> PromptChains:
+        """What the cached prefixes of a prompt are looked up by. May be called in a thread."""
+        return self.holdings.chains(token_ids, salt, adapter)
+
+    def route(
+        self,
+        num_tokens: int,
+        chains: PromptChains | None,
+        *,
+        avoid: Collection[str] = (),
+        offload: bool = True,
+    ) -> Decision:
+        """Where a prompt goes; raises NoDecodeInstanceError. See `gateway.plane`."""
+        view = self.board.at(self._clock())
+        if avoid:
+            view = view.without(avoid)
+        if chains is None:
+            decision = self._local.decide(RoutingRequest(0), view)
+            return replace(
+                decision, prefill=decision.decode, uncached_tokens=num_tokens, prefill_tokens=num_tokens
+            )
+        belief = self.holdings.match(chains)
+        self._routed.total += 1
+        request = RoutingRequest(num_tokens, belief.held, self._routed.total)
+        policy = self._policy if offload else self._local
+        decision = belief.bounded(policy.decide(request, view))
+        self._count(decision)
+        if offload and not avoid and belief.held:
+            self.hot_prefixes.observe(decision, chains, belief.held)
+        return decision
+
+    def instance(self, name: str) -> Instance:
+        """The instance called `name`."""
+        found = self._instances.get(name)
+        return found if found is not None else self.deployment.instance(name)
+
+    def turn(
+        self, decision: Decision, num_tokens: int, chains: PromptChains
+    ) -> AbstractAsyncContextManager[Decision]:
+        """Until an instance is free for the prefill, and while it has it. See `gateway.plane`."""
+        return self.turns.turn(decision, num_tokens, chains)
+
+    @contextmanager
+    def prefilling(self, decision: Decision, num_tokens: int) -> Iterator[None]:
+        """While a prefill elsewhere and its transfer are under way. See `gateway.plane`."""
+        pair = (self.board.instance(decision.prefill).cluster, self.board.instance(decision.decode).cluster)
+        try:
+            with self.board.prefilling(decision, num_tokens):
+                yield
+        except Exception:
+            # A producer that was suspected for it and still lives: the way is what failed. A client's fault
+            # suspects nobody.
+            if self.health.is_suspect(decision.prefill) and not self.health.is_dead(decision.prefill):
+                self.links.failed(pair)
+            raise
+        self.links.succeeded(pair)
+
+    def decoding(self, name: str, prefill_tokens: int) -> AbstractContextManager[None]:
+        """While a request is open at its decode instance. See `gateway.plane`."""
+        return self.board.decoding(name, prefill_tokens)
+
+    def expect(self, name: str, chains: PromptChains) -> None:
+        """The instance will hold this prompt in a moment."""
+        self.holdings.expect(name, chains)
+
+    def observe(self, num_tokens: int, uncached_tokens: int) -> None:
+        """One request as the scheduler's statistics should see it."""
+        self.window.add(min(uncached_tokens, num_tokens), self._clock())
+
+    def suspect(self, name: str, reason: str, *, lost_cache: bool = False) -> None:
+        """A request failed at `name`: out of routing until a probe is good."""
+        self.health.suspect(name, reason, lost_cache=lost_cache)
+
+    def state(self) -> dict[str, Any]:
+        """The deployment as it is now, ready for JSON."""
+        return state_of(self._overview, self._clock())
+
+    async def run(self) -> None:
+        """All loops, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for loop in (
+                self.feed,
+                self.links,
+                self.engines,
+                self.health,
+                self.thresholds,
+                self.allocating,
+                self.hot_prefixes,
+                self._shown,
+            ):
+                group.create_task(loop.run())
+
+    async def close(self) -> None:
+        """Give back connections; after `run` has ended."""
+        await self.links.close()
+        await self._http.close()
+
+    def _apply(self, name: str, batch: EventBatch) -> None:
+        with self.series.index_apply_seconds.time():
+            self.holdings.apply(name, batch)
+        self.series.events.labels(name).inc(len(batch.events))
+
+    def _drop(self, name: str, reason: str) -> None:
+        self.holdings.drop(name, reason)
+        self.series.drops.labels(name, reason).inc()
+
+    def _lost_cache(self, name: str, reason: str) -> None:
+        self._drop(name, reason)
+        self.feed.reset(name, reason)
+
+    def _on_service(self, cluster: str, tokens: int, seconds: float) -> None:
+        curve = self._curves[cluster]
+        self.series.service_ratio.labels(cluster).observe(seconds / curve.seconds(tokens))
+        curve.add(tokens, seconds, self._clock())
+
+    def _on_health(self, name: str, healthy: bool) -> None:
+        if not healthy:
+            self.series.suspicions.labels(name).inc()
+        self.turns.changed(name)
+        self.thresholds.ask("roles")
+
+    def _on_threshold(self, cluster: str, reason: str) -> None:
+        self.series.threshold_changes.labels(cluster, reason).inc()
+
+    def _on_conversion(self, change: RoleChange) -> None:
+        self.series.conversions.labels(change.cluster, change.to_role, change.outcome).inc()
+        self.turns.changed(change.instance)
+        self.thresholds.ask("roles")
+
+    def _count(self, decision: Decision) -> None:
+        self._routed.add(decision)
+        self.series.decisions.labels(str(decision.route), decision.reason).inc()
+        if decision.cache_transfer is not None:
+            self.series.cache_transfers.inc()
+
+
+def _policy(deployment: Deployment) -> Policy:
+    routing = deployment.routing
+    if routing.policy == "static_threshold":
+        return policy_named(routing.policy, threshold_tokens=routing.threshold_tokens)
+    return policy_named(routing.policy)
+
+
+def _seed(key: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8, person=b"prfaas-prefix").digest(), "little")

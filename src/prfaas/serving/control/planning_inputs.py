@@ -1,0 +1,158 @@
+"""From the board and the meters to the planning problem that the deployment poses now.
+
+What the model's KV cache allows, as policies need it.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prfaas.core.deployment import Cluster, Deployment
+from prfaas.core.kv import ConfigError, KvModel, model_from_directory
+from prfaas.core.latency.service_curve import ServiceCurve
+from prfaas.core.planner import KvSize, PlanProblem
+from prfaas.core.scheduling import KvFacts
+from prfaas.core.scheduling.live_problem import ClusterFacts, LinkFacts, problem_now
+from prfaas.core.workload import LengthDistribution
+from prfaas.serving.control.cluster_state import Board
+from prfaas.serving.control.engine_metrics import EngineMeter
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from prfaas.core.planner.problem import OfLength
+
+    FloatArray = NDArray[np.float64]
+
+
+logger = logging.getLogger(__name__)
+
+
+def kv_model_of(deployment: Deployment) -> KvModel | None:
+    """The model's layers by its config; None, with a warning, where that can't be read."""
+    try:
+        return model_from_directory(deployment.model.path, name=deployment.model.served_name)
+    except ConfigError as error:
+        logger.warning("the KV cache's shape is unknown, so it is taken for a hybrid one: %s", error)
+        return None
+
+
+def kv_facts(model: KvModel | None) -> KvFacts:
+    """Without a model: hybrid (the kind that limits most), and transfers that take no time."""
+    if model is None:
+        return KvFacts(is_hybrid=True, can_skip=False, bytes_to_move=lambda _tokens, _skip: 0)
+    known = model
+
+    def bytes_to_move(num_tokens: int, skip_tokens: int) -> int:
+        return known.bytes_to_move(num_tokens, min(skip_tokens, num_tokens))
+
+    return KvFacts(is_hybrid=model.is_hybrid, can_skip=not model.has_window, bytes_to_move=bytes_to_move)
+
+
+DEFAULT_STEP_S = 0.05
+DEFAULT_OUTPUT_TOKENS = 512.0
+# Fewer answers than this say nothing about the mean.
+_ENOUGH_OUTPUTS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFacts:
+    """What one decode instance of a PD cluster can do: BS_max and T_decode of Eq. 5."""
+
+    batch: float
+    step_s: float
+
+
+def decode_slots(deployment: Deployment, cluster: Cluster) -> int:
+    """Requests that decode together on one instance: by profile and SLO where both are given, at most (and
+    otherwise) `engine.max_num_seqs`; at least 1."""
+    profile, step_limit_s = cluster.profile, deployment.slo.tpot_s
+    most = deployment.engine.max_num_seqs
+    if profile is not None and profile.decode is not None and step_limit_s is not None:
+        low, _ = profile.range_batch
+        if profile.decode_step_s(low) / cluster.speedup <= step_limit_s:
+            most = min(most, profile.max_batch(step_limit_s * cluster.speedup))
+    return max(most, 1)
+
+
+class LiveFacts:
+    """Reads everything anew at each question. Belongs to the event loop's thread."""
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        kv_model: KvModel | None,
+        board: Board,
+        curves: Mapping[str, ServiceCurve],
+        engines: Mapping[str, EngineMeter],
+    ) -> None:
+        """`curves` by cluster, `engines` by instance. Without a `kv_model` nothing is known of bytes, and links count
+        as unlimited."""
+        self._deployment = deployment
+        self._board = board
+        self._curves = curves
+        self._engines = engines
+        self._kv_bytes: OfLength = KvSize(kv_model) if kv_model is not None else _no_bytes
+
+    def problem(self, lengths: LengthDistribution) -> PlanProblem:
+        """The problem for uncached `lengths`. Raises PlanError if no PD cluster has a healthy instance."""
+        return problem_now(
+            [self._cluster(cluster) for cluster in self._deployment.clusters],
+            [
+                LinkFacts(link.source, link.target, link.capacity_bits_per_s if link.up else 0.0)
+                for link in self._board.view.links.values()
+            ],
+            lengths,
+            self.output_tokens,
+            self._kv_bytes,
+        )
+
+    def prefill_instances(self, cluster: str) -> int:
+        """Healthy instances of a PD cluster that prefill; those being converted count for what they will be."""
+        return sum(
+            instance.prefills != instance.draining and instance.healthy
+            for instance in self._board.view.clusters[cluster].instances
+        )
+
+    def decode(self, cluster: Cluster) -> DecodeFacts:
+        """By profile where one tells, else as measured, else 50 ms a step."""
+        batch = decode_slots(self._deployment, cluster)
+        profile = cluster.profile
+        if profile is not None and profile.decode is not None:
+            low, high = profile.range_batch
+            return DecodeFacts(batch, profile.decode_step_s(min(max(batch, low), high)) / cluster.speedup)
+        gaps = [
+            gap
+            for i in cluster.instances
+            if (gap := self._engines[i.name].token_gap_s) is not None and gap > 0
+        ]
+        return DecodeFacts(batch, sum(gaps) / len(gaps) if gaps else DEFAULT_STEP_S)
+
+    @property
+    def output_tokens(self) -> float:
+        """Mean length of the answers of the last minute; 512 before enough have ended."""
+        weighed = [
+            (meter.output_tokens or 0.0, meter.outputs)
+            for name, meter in self._engines.items()
+            if self._board.instance(name).decodes
+        ]
+        outputs = sum(count for _, count in weighed)
+        if outputs < _ENOUGH_OUTPUTS:
+            return DEFAULT_OUTPUT_TOKENS
+        return max(sum(mean * count for mean, count in weighed) / outputs, 1.0)
+
+    def _cluster(self, cluster: Cluster) -> ClusterFacts:
+        instances = sum(i.healthy for i in self._board.view.clusters[cluster.name].instances)
+        curve = self._curves[cluster.name]
+        if cluster.kind == "prfaas":
+            return ClusterFacts(cluster.name, cluster.kind, instances, curve)
+        decode = self.decode(cluster)
+        return ClusterFacts(cluster.name, cluster.kind, instances, curve, decode.batch, decode.step_s)
+
+
+def _no_bytes(tokens: "FloatArray") -> "FloatArray":
+    import numpy as np
+
+    return np.zeros_like(tokens)

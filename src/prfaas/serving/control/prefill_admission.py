@@ -1,0 +1,136 @@
+"""Whose prefill is next: requests that wait here until an instance of their cluster is free."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+from prfaas.core.prefix import PromptChains
+from prfaas.core.scheduling import Decision
+from prfaas.core.scheduling.candidates import is_prefiller
+from prfaas.core.scheduling.prefill_pool import PrefillPool
+from prfaas.serving.control.cluster_state import Board
+
+Turn = asyncio.Future[str | None]
+
+
+class Turns:
+    """One pool of waiting prefills per cluster, for policies that say how urgent each is.
+
+    An instance is free while fewer than `batch_tokens` uncached tokens are at work there: what its engine takes
+    into one step anyway. So short prompts share steps, and a long one has its instance for itself. Belongs to the
+    event loop's thread.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        *,
+        batch_tokens: int,
+        reusable_at: Callable[[PromptChains, str], int],
+    ) -> None:
+        """`reusable_at(chains, instance)`: tokens of a prompt that a prefill there need not compute."""
+        self._board = board
+        self._batch_tokens = batch_tokens
+        self._reusable_at = reusable_at
+        self._pools: dict[str, PrefillPool[Turn]] = {name: PrefillPool() for name in board.view.clusters}
+        self._at_work = dict.fromkeys(board.names, 0)
+        # Uncached tokens of those that wait.
+        self._tokens: dict[Turn, int] = {}
+
+    @asynccontextmanager
+    async def turn(
+        self, decision: Decision, num_tokens: int, chains: PromptChains
+    ) -> AsyncIterator[Decision]:
+        """Wait for an instance, and have it for the prefill. Yields the decision with the one that it became.
+
+        Decisions without an urgency don't wait, nor does anybody where no instance could come free any more: the
+        request then fails as it would have without a pool, and goes another way.
+        """
+        if decision.urgency_s is None:
+            yield decision
+            return
+        name = await self._granted(decision, num_tokens)
+        tokens = decision.prefill_tokens
+        if name != decision.prefill:
+            reusable = min(self._reusable_at(chains, name), num_tokens - 1)
+            decision = replace(decision, prefill=name, prefill_tokens=num_tokens - reusable)
+        try:
+            yield decision
+        finally:
+            self._at_work[name] -= tokens
+            self._serve(name)
+
+    def changed(self, name: str) -> None:
+        """An instance came, went, or has other roles."""
+        cluster = self._board.instance(name).cluster
+        instances = self._board.view.clusters[cluster].instances
+        if not is_prefiller(self._board.instance(name), self._board.view):
+            self._pools[cluster].release(name)
+        if not any(is_prefiller(each, self._board.view) for each in instances):
+            self._give_up(cluster)
+        for each in instances:
+            self._serve(each.name)
+
+    def waiting(self, cluster: str) -> int:
+        """Prefills that wait for any instance of a cluster."""
+        return len(self._pools[cluster])
+
+    async def _granted(self, decision: Decision, num_tokens: int) -> str:
+        assert decision.urgency_s is not None
+        view = self._board.view
+        cluster = view.clusters[self._board.instance(decision.prefill).cluster]
+        pool = self._pools[cluster.name]
+        turn: Turn = asyncio.get_running_loop().create_future()
+        work_s = cluster.prefill_s(decision.prefill_tokens)
+        pool.offer(turn, decision.urgency_s, work_s, decision.prefill if decision.is_bound else None)
+        self._tokens[turn] = decision.prefill_tokens
+        cluster.waiting_s = pool.waiting_s
+        for each in cluster.instances:
+            self._serve(each.name)
+        try:
+            # What the pool holds is on its way to its decode instance and its link all the same.
+            with self._board.coming(decision, num_tokens):
+                name = await turn
+        except BaseException:
+            if not pool.withdraw(turn) and turn.done() and not turn.cancelled():
+                self._returned(turn, decision)
+            raise
+        finally:
+            self._tokens.pop(turn, None)
+            cluster.waiting_s = pool.waiting_s
+        if name is None:
+            name = decision.prefill
+            self._at_work[name] += decision.prefill_tokens
+        return name
+
+    def _returned(self, turn: Turn, decision: Decision) -> None:
+        """A turn came in the moment in which its request went away."""
+        name = turn.result()
+        if name is not None:
+            self._at_work[name] -= decision.prefill_tokens
+            self._serve(name)
+
+    def _serve(self, name: str) -> None:
+        """Give an instance what it can take."""
+        instance = self._board.instance(name)
+        pool = self._pools[instance.cluster]
+        while len(pool) and self._is_free(name) and is_prefiller(instance, self._board.view):
+            turn = pool.take(name)
+            if turn is None:
+                break
+            self._at_work[name] += self._tokens[turn]
+            turn.set_result(name)
+        self._board.view.clusters[instance.cluster].waiting_s = pool.waiting_s
+
+    def _give_up(self, cluster: str) -> None:
+        for turn in _drained(self._pools[cluster]):
+            turn.set_result(None)
+
+    def _is_free(self, name: str) -> bool:
+        return self._at_work[name] < self._batch_tokens
+
+
+def _drained(pool: PrefillPool[Turn]) -> Iterable[Turn]:
+    while (turn := pool.take("")) is not None:
+        yield turn

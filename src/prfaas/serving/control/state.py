@@ -1,0 +1,168 @@
+"""The deployment as it is now, ready for JSON: what `GET /prfaas/state` answers and `prfaas status` shows."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from prfaas.core.deployment import Deployment, Instance, Link
+from prfaas.core.scheduling import Decision, InstanceView, Route
+from prfaas.core.scheduling.threshold import LengthWindow
+from prfaas.serving.control.cluster_state import Board
+from prfaas.serving.control.engine_metrics import EngineMeter
+from prfaas.serving.control.engine_monitor import EngineTelemetry
+from prfaas.serving.control.health import HealthWatch
+from prfaas.serving.control.hot_prefixes import HotPrefixes
+from prfaas.serving.control.kv_events import EventFeed
+from prfaas.serving.control.link_monitor import LinkTelemetry
+from prfaas.serving.control.prefill_admission import Turns
+from prfaas.serving.control.prefix_knowledge import Holdings
+from prfaas.serving.control.role_allocation import Allocating, RoleChanges
+from prfaas.serving.control.thresholds import Thresholds, json_tokens
+
+Json = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Routed:
+    """Decisions so far, by route and reason."""
+
+    total: int = 0
+    reasons: dict[Route, Counter[str]] = field(default_factory=lambda: {route: Counter() for route in Route})
+
+    def add(self, decision: Decision) -> None:
+        self.reasons[decision.route][decision.reason] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """Everything that there is to be seen of a plane."""
+
+    deployment: Deployment
+    started_s: float
+    board: Board
+    holdings: Holdings
+    feed: EventFeed
+    links: LinkTelemetry
+    engines: EngineTelemetry
+    health: HealthWatch
+    window: LengthWindow
+    thresholds: Thresholds
+    roles: RoleChanges
+    turns: Turns
+    allocating: Allocating
+    hot_prefixes: HotPrefixes
+    routed: Routed
+
+
+def state_of(plane: Overview, now_s: float) -> Json:
+    """Ages and waits in seconds, sizes in bytes, lengths in tokens; None for what nobody has told yet.
+
+    No prompts, no keys, no addresses.
+    """
+    board, deployment = plane.board, plane.deployment
+    feed = plane.feed.state()
+    return {
+        "deployment": deployment.name,
+        "model": deployment.model.served_name,
+        "policy": deployment.routing.policy,
+        "up_s": round(now_s - plane.started_s, 3),
+        "clusters": {
+            cluster.name: {
+                "kind": cluster.kind,
+                "hardware": cluster.hardware,
+                "threshold_tokens": json_tokens(board.view.threshold_tokens[cluster.name])
+                if cluster.name in board.view.threshold_tokens
+                else None,
+                "waiting_prefills": plane.turns.waiting(cluster.name),
+                "instances": {
+                    instance.name: _instance(plane, instance, feed, now_s) for instance in cluster.instances
+                },
+            }
+            for cluster in deployment.clusters
+        },
+        "links": {link.name: _link(plane, link, now_s) for link in deployment.links},
+        "thresholds": {"history": plane.thresholds.state(now_s), "last_search": plane.thresholds.last},
+        "roles": {"conversions": plane.roles.state(now_s), "last_evaluation": plane.allocating.last},
+        "requests": {
+            "routed": plane.routed.total,
+            "in_window": plane.window.count(now_s),
+            "per_s": round(plane.window.rate_per_s(now_s), 4),
+        },
+        "routes": {str(route): dict(reasons) for route, reasons in plane.routed.reasons.items()},
+        "index": asdict(plane.holdings.index.stats())
+        | {
+            "pending_batches": plane.feed.waiting_batches,
+            "refused_batches": plane.feed.refused_batches,
+            "feed_errors": plane.feed.thread_errors,
+            "expected_blocks": plane.holdings.expected_blocks,
+        },
+        "rebalancing": plane.hot_prefixes.state(now_s),
+    }
+
+
+def _instance(plane: Overview, instance: Instance, feed: Mapping[str, Json], now_s: float) -> Json:
+    board = plane.board
+    view = board.instance(instance.name)
+    meter = plane.engines.meters[instance.name]
+    return {
+        "role": role_of(view),
+        "draining": view.draining,
+        "healthy": view.healthy,
+        "suspicion": plane.health.reason(instance.name),
+        "in_flight": view.in_flight,
+        "queue": board.prefill_waiting(instance.name),
+        "busy_s": round(max(view.busy_until_s - now_s, 0.0), 4),
+        "decoding": view.decoding,
+        "decode_slots": view.decode_slots if board.view.clusters[view.cluster].kind == "pd" else 0,
+        "blocks": plane.holdings.blocks(instance.name),
+        "age_s": round(max(now_s - view.seen_s, 0.0), 3),
+        "engine": _engine(meter),
+        "events": feed.get(instance.name),
+    }
+
+
+def _engine(meter: EngineMeter) -> Json | None:
+    newest = meter.newest
+    if newest is None:
+        return None
+    return {
+        "running": newest.running,
+        "waiting": newest.waiting,
+        "kv_usage": round(newest.kv_usage, 4),
+        "hit_rate": _rounded(meter.hit_rate),
+        "token_gap_s": _rounded(meter.token_gap_s),
+        "output_tokens": _rounded(meter.output_tokens),
+    }
+
+
+def _link(plane: Overview, link: Link, now_s: float) -> Json:
+    pair = (link.source, link.target)
+    view = plane.board.view.links[pair]
+    meter = plane.links.meters[pair]
+    return {
+        "up": view.up,
+        "configured_bits_per_s": link.bandwidth_bits_per_s,
+        "capacity_bits_per_s": round(view.capacity_bits_per_s),
+        "egress_bits_per_s": round(view.egress_bits_per_s),
+        "delivery_bits_per_s": round(meter.delivery_bits_per_s),
+        "utilisation": round(view.utilisation, 4),
+        "queued_bytes": meter.queued_bytes,
+        "residual_bytes": plane.board.residual_bytes(pair),
+        "drain_s": round(max(view.drained_s - now_s, 0.0), 4),
+        "transfers": plane.board.transfers_open(pair),
+        "rtt_s": round(view.rtt_s, 6),
+        "retransmit_ratio": round(view.retransmit_ratio, 6),
+        "connections_up": meter.connections_up,
+        "acked_bytes": meter.acked_bytes,
+        "age_s": round(max(now_s - view.seen_s, 0.0), 3),
+    }
+
+
+def role_of(view: InstanceView) -> str:
+    """ "prefill", "decode" or "prefill+decode"."""
+    return "+".join(name for name, has in (("prefill", view.prefills), ("decode", view.decodes)) if has)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)

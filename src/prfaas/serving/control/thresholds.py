@@ -1,0 +1,182 @@
+"""The slow side of routing: the length threshold, searched again on what is observed."""
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prfaas.core.deployment import Deployment
+from prfaas.core.planner import PlanError
+from prfaas.core.scheduling.threshold import LengthWindow, Reason, ThresholdChange, ThresholdOptimiser
+from prfaas.core.workload import TruncatedLogNormal, WorkloadError
+from prfaas.serving.control.cluster_state import Board, Clock
+from prfaas.serving.control.planning_inputs import LiveFacts
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_TOKENS = 8192
+# Events come in bunches: a link's fall is followed by its capacity's.
+_SETTLE_S = 1.0
+_HISTORY = 50
+# Section 4.1's mix, for the first thresholds only: nothing has been observed yet.
+_MU, _SIGMA, _LOW_TOKENS = 9.90, 1.00, 128.0
+
+
+@dataclass(frozen=True, slots=True)
+class ThresholdEntry:
+    """One change of one PD cluster's threshold. Rates: what prefill and links could carry before and after."""
+
+    at_s: float
+    cluster: str
+    tokens: float
+    reason: str
+    rate_before: float | None = None
+    rate_after: float | None = None
+
+
+class Thresholds:
+    """Sets `View.threshold_tokens`, with a history of why.
+
+    At the start: as configured; else what the planner finds for the profiles and the paper's mix of lengths; without
+    profiles 8192 tokens, a quarter of the longest prompt at most. From the first 50 observed requests on: searched
+    every `threshold_period_s` and a second after roles, instances or links have changed.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        board: Board,
+        facts: LiveFacts,
+        window: LengthWindow,
+        *,
+        clock: Clock,
+        on_change: Callable[[str, str], None],
+        optimiser: ThresholdOptimiser | None = None,
+    ) -> None:
+        """`on_change(cluster, reason)` is told of every change but the first."""
+        self._deployment = deployment
+        self._board = board
+        self._facts = facts
+        self._window = window
+        self._clock = clock
+        self._on_change = on_change
+        self._optimiser = optimiser or ThresholdOptimiser()
+        self._asked: Reason | None = None
+        self._wake = asyncio.Event()
+        self._has_searched = False
+        self.history: deque[ThresholdEntry] = deque(maxlen=_HISTORY)
+        self.last: dict[str, Any] = {}
+        self._begin()
+
+    def ask(self, reason: Reason) -> None:
+        """Something changed that thresholds depend on."""
+        self._asked = reason
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            try:
+                async with asyncio.timeout(self._deployment.control.threshold_period_s):
+                    await self._wake.wait()
+                await asyncio.sleep(_SETTLE_S)
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            await self.search()
+
+    async def search(self) -> None:
+        """One search by what is known now; the planner works in a thread."""
+        reason: Reason = (self._asked or "periodic") if self._has_searched else "start"
+        now_s = self._clock()
+        lengths = self._window.lengths(now_s)
+        if lengths is None:
+            self.last = {"result": "too few requests", "requests": self._window.count(now_s)}
+            return
+        try:
+            problem = self._facts.problem(lengths)
+        except (PlanError, WorkloadError) as error:
+            self.last = {"result": str(error)}
+            return
+        self._asked, self._has_searched = None, True
+        change = await asyncio.to_thread(
+            self._optimiser.propose,
+            problem,
+            {pd.name: self._facts.prefill_instances(pd.name) for pd in problem.pd},
+            dict(self._board.view.threshold_tokens),
+            sample_count=self._window.count(now_s),
+            reason=reason,
+        )
+        self.last = {"result": "kept" if change is None else "moved", "reason": reason}
+        if change is not None:
+            self.last |= {"rate_before": change.rate_before, "rate_after": change.rate_after}
+            self._adopt(change)
+
+    def state(self, now_s: float) -> list[dict[str, Any]]:
+        """The last changes, newest last."""
+        return [
+            {
+                "age_s": round(now_s - entry.at_s, 3),
+                "cluster": entry.cluster,
+                "tokens": json_tokens(entry.tokens),
+                "reason": entry.reason,
+                "rate_before": entry.rate_before,
+                "rate_after": entry.rate_after,
+            }
+            for entry in self.history
+        ]
+
+    def _begin(self) -> None:
+        routing, clusters = self._deployment.routing, self._deployment.clusters
+        if routing.threshold_tokens is not None:
+            first: Mapping[str, float] = {
+                cluster.name: float(routing.threshold_tokens) for cluster in self._deployment.pd_clusters
+            }
+            why = "configured"
+        elif all(cluster.profile is not None for cluster in clusters):
+            first, why = self._planned(), "planned from profiles"
+        else:
+            first, why = self._default(), "default"
+        # What was planned or given is not thrown over for the first few requests; a mere default is.
+        self._has_searched = why != "default"
+        for cluster, tokens in first.items():
+            self._set(ThresholdEntry(self._clock(), cluster, tokens, why))
+
+    def _planned(self) -> Mapping[str, float]:
+        longest = float(self._deployment.model.max_model_len)
+        try:
+            lengths = TruncatedLogNormal(_MU, _SIGMA, min(_LOW_TOKENS, longest / 2), longest)
+            problem = self._facts.problem(lengths)
+            prefill = {pd.name: self._facts.prefill_instances(pd.name) for pd in problem.pd}
+            change = self._optimiser.propose(problem, prefill, {}, sample_count=1, reason="start")
+        except (PlanError, WorkloadError) as error:
+            logger.warning("no threshold can be planned from the profiles: %s", error)
+            return self._default()
+        return change.tokens if change is not None else self._default()
+
+    def _default(self) -> dict[str, float]:
+        tokens = float(min(DEFAULT_TOKENS, self._deployment.model.max_model_len // 4))
+        return {cluster.name: tokens for cluster in self._deployment.pd_clusters}
+
+    def _adopt(self, change: ThresholdChange) -> None:
+        for cluster, tokens in change.tokens.items():
+            before = self._board.view.threshold_tokens.get(cluster)
+            if tokens != before:
+                entry = ThresholdEntry(
+                    self._clock(), cluster, tokens, change.reason, change.rate_before, change.rate_after
+                )
+                self._set(entry)
+                self._on_change(cluster, change.reason)
+                logger.info("threshold of %s: %s -> %.0f tokens (%s)", cluster, before, tokens, change.reason)
+
+    def _set(self, entry: ThresholdEntry) -> None:
+        self._board.view.threshold_tokens[entry.cluster] = entry.tokens
+        self.history.append(entry)
+
+
+def json_tokens(tokens: float) -> float | None:
+    """A threshold for JSON: None where nothing is ever offloaded."""
+    return None if math.isinf(tokens) else round(tokens, 1)

@@ -1,0 +1,97 @@
+"""What must be on this machine before an engine or the gateway starts: the model and the key.
+
+Whether a port can be taken on this machine.
+"""
+
+import errno
+import importlib.util
+import socket
+
+from prfaas.core.deployment import Deployment, is_loopback
+from prfaas.serving.engines.errors import EngineError
+from prfaas.serving.transport.ticket import KeyFileError, create_key, load_key
+
+
+def port_problem(host: str, port: int) -> str | None:
+    """Why `host:port` can't be listened on here, as the end of a sentence; None if it can."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        return f"{host} can't be resolved ({error.strerror})"
+    with socket.socket(family, kind, protocol) as probe:
+        # As servers do it: a connection that lingers after its server ended doesn't count as one.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen(1)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return f"{host}:{port} is already in use"
+            if error.errno == errno.EADDRNOTAVAIL:
+                return f"{host} is not an address of this machine"
+            return f"{host}:{port} can't be listened on ({error.strerror})"
+    return None
+
+
+def ensure_vllm() -> None:
+    """Refuse to go on without vLLM, without importing it (that takes seconds).
+
+    Raises:
+        EngineError: vLLM is not installed.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise EngineError(
+            "vLLM is not installed in this environment; "
+            "`make setup` installs its CPU build, `pip install 'prfaas[engine]'` the one for GPUs"
+        )
+
+
+def ensure_model(deployment: Deployment) -> None:
+    """Make the deployment's tiny model if it names one (seconds, once); otherwise see that its checkpoint is there.
+
+    Raises:
+        EngineError: there is no checkpoint, or no tiny model of that name.
+    """
+    model = deployment.model
+    if model.tiny is not None:
+        from prfaas.serving.engines.tiny import tiny_model  # late: it brings numpy and the like
+
+        try:
+            tiny_model(model.tiny, model.path.parent)
+        except (ValueError, OSError) as error:
+            raise EngineError(f"model.tiny of {deployment.path}: {error}") from error
+    elif not (model.path / "config.json").is_file():
+        raise EngineError(
+            f"model.path of {deployment.path}: {model.path} has no config.json; name a Hugging Face checkpoint"
+        )
+
+
+def ensure_key(deployment: Deployment) -> None:
+    """See that the key is there and private; make one if the whole deployment is on this machine.
+
+    Elsewhere a new key would only shut this machine out: all machines need the same one.
+
+    Raises:
+        KeyFileError: the key is missing or open to others.
+    """
+    path = deployment.security.key_file
+    if not path.exists():
+        if not is_on_one_machine(deployment):
+            raise KeyFileError(
+                f"key file {path} is missing: make one with `prfaas key {deployment.path}` and copy it to this "
+                "path on every machine of the deployment"
+            )
+        try:
+            create_key(path)
+        except KeyFileError:
+            # Another engine of this deployment may have been first.
+            if not path.exists():
+                raise
+    load_key(path)
+
+
+def is_on_one_machine(deployment: Deployment) -> bool:
+    """True if every instance is reached by a loopback address."""
+    return all(is_loopback(instance.host) for instance in deployment.instances)

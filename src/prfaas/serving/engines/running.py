@@ -1,0 +1,301 @@
+"""The engines of a deployment as child processes of this one."""
+
+import contextlib
+import http.client
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+from prfaas.core.deployment import SYNTHETIC, Deployment, Instance
+from prfaas.serving.engines import watchdog
+from prfaas.serving.engines.errors import EngineError
+from prfaas.serving.engines.preparation import ensure_key, ensure_model, ensure_vllm, port_problem
+from prfaas.serving.engines.process_group import ProcessGroup
+from prfaas.serving.engines.synthetic.command import synthetic_command
+from prfaas.serving.engines.vllm.command import EngineCommand, engine_command
+
+READY_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 20.0
+STAND_INS_PER_PROCESS = 16
+_POLL_S = 0.3
+_DEATH_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProgress:
+    """How far one engine's start has come."""
+
+    name: str
+    state: Literal["starting", "ready"]
+    elapsed_s: float
+
+
+class RunningEngines:
+    """Engines of one deployment on this machine. As a context manager: started on entry, stopped on exit.
+
+    They also end if this process is killed. `names` picks some of the deployment's instances (default: all),
+    `extra_env` is laid over each one's environment. Synthetic ones share processes, up to `stand_ins_per_process`
+    of them each. `command` replaces all that with one process per instance. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        names: Iterable[str] | None = None,
+        extra_env: Mapping[str, str] | None = None,
+        *,
+        command: Callable[[Deployment, Instance], EngineCommand] | None = None,
+        stand_ins_per_process: int = STAND_INS_PER_PROCESS,
+    ) -> None:
+        self.deployment = deployment
+        self.names: Sequence[str] = (
+            tuple(names) if names is not None else tuple(instance.name for instance in deployment.instances)
+        )
+        self._command = command
+        self._stand_ins_per_process = stand_ins_per_process
+        self._extra_env = dict(extra_env or {})
+        self._groups: dict[str, ProcessGroup] = {}
+        self._killed: set[str] = set()
+        self._started_s: dict[str, float] = {}
+        self._watched: set[ProcessGroup] = set()
+        self._watchdog: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self, name: str | None = None) -> None:
+        """Start one engine, or all. Returns at once: see `wait_ready`.
+
+        Raises:
+            EngineError: vLLM, the model or a port is missing, or the engine runs already.
+            KeyFileError: the key can't be used.
+        """
+        names = self.names if name is None else (name,)
+        instances = [self.deployment.instance(each) for each in names]
+        if self._command is None and not all(map(self._is_synthetic, instances)):
+            ensure_vllm()
+        for instance in instances:
+            self._check_startable(instance)
+        if self._command is None:
+            ensure_model(self.deployment)
+        ensure_key(self.deployment)
+        self._ensure_watchdog()
+        try:
+            for together, command in self._commands(instances):
+                self._start_process(together, command)
+        except BaseException:
+            self.stop()
+            raise
+
+    def wait_ready(
+        self,
+        timeout_s: float = READY_TIMEOUT_S,
+        on_progress: Callable[[EngineProgress], None] | None = None,
+    ) -> None:
+        """Wait until every started engine answers /health. `on_progress` hears of each about three times a second.
+
+        Raises:
+            EngineError: one ended (with the end of its log), or `timeout_s` passed.
+        """
+        deadline = time.monotonic() + timeout_s
+        waiting = list(self._groups)
+        while waiting:
+            for name in tuple(waiting):
+                elapsed_s = time.monotonic() - self._started_s[name]
+                self._check_alive(name)
+                is_ready = answers_health(self.deployment.instance(name))
+                if is_ready:
+                    waiting.remove(name)
+                if on_progress is not None:
+                    on_progress(EngineProgress(name, "ready" if is_ready else "starting", elapsed_s))
+            if waiting and time.monotonic() > deadline:
+                group = self._groups[waiting[0]]
+                raise EngineError(
+                    f"{', '.join(waiting)} not ready after {timeout_s:.0f} s; "
+                    f"the end of {group.log_path}:\n{group.log_tail()}"
+                )
+            if waiting:
+                time.sleep(_POLL_S)
+
+    def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """End every engine: asked first, killed after `timeout_s` in all. Idempotent."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            groups = set(self._groups.values())
+            for group in groups:
+                group.ask_to_end()
+            for group in groups:
+                group.wait(max(0.0, deadline - time.monotonic()))
+        finally:
+            # Also when a second Ctrl-C interrupts the waiting.
+            for group in set(self._groups.values()):
+                group.kill()
+            self._groups.clear()
+            self._killed.clear()
+            self._watched.clear()
+            self._end_watchdog()
+
+    def kill(self, name: str) -> None:
+        """SIGKILL one engine and all its processes, as if its machine had lost power.
+
+        A stand-in that shares its process with others closes its ports at once instead.
+
+        Raises:
+            EngineError: it did not within some seconds.
+        """
+        group = self._group(name)
+        others = [each for each in self._groups if each != name and self._groups[each] is group]
+        if any(each not in self._killed for each in others):
+            self._tell_to_die(self.deployment.instance(name))
+            self._killed.add(name)
+        else:
+            group.kill()
+            self._unwatch(group)
+
+    def pid(self, name: str) -> int:
+        """Pid of an engine's API server, which leads the engine's process group (stand-ins share one)."""
+        return self._group(name).pid
+
+    def is_running(self, name: str) -> bool:
+        """True if an engine has been started and not ended."""
+        group = self._groups.get(name)
+        if group is None:
+            return False
+        if group.is_running:
+            return name not in self._killed
+        self._unwatch(group)
+        return False
+
+    def exit_status(self, name: str) -> int | None:
+        """An engine's exit code, or minus the signal that ended it; None while it runs."""
+        return -signal.SIGKILL if name in self._killed else self._group(name).exit_status
+
+    def log_path(self, name: str) -> Path:
+        """Where an engine's output goes."""
+        group = self._groups.get(name)
+        return group.log_path if group is not None else self.deployment.logs_dir / f"{name}.log"
+
+    def log_tail(self, name: str, lines: int = 20) -> str:
+        """The last lines of an engine's output."""
+        return self._group(name).log_tail(lines)
+
+    def _group(self, name: str) -> ProcessGroup:
+        if name not in self._groups:
+            raise EngineError(f"engine {name} has not been started")
+        return self._groups[name]
+
+    def _check_startable(self, instance: Instance) -> None:
+        if self.is_running(instance.name):
+            raise EngineError(f"engine {instance.name} runs already")
+        events_port = instance.events_port
+        event_ports = () if events_port is None else (events_port, events_port + 1)
+        for port in (instance.http_port, *instance.kv_ports, *event_ports):
+            problem = port_problem(instance.host, port)
+            if problem is not None:
+                raise EngineError(f"engine {instance.name} can't start: {problem}")
+
+    def _is_synthetic(self, instance: Instance) -> bool:
+        return self.deployment.cluster_of(instance).hardware == SYNTHETIC
+
+    def _commands(self, instances: Sequence[Instance]) -> Iterator[tuple[Sequence[str], EngineCommand]]:
+        """Each process to start, with the names of the instances in it."""
+        stand_ins = []
+        for instance in instances:
+            if self._command is None and self._is_synthetic(instance):
+                stand_ins.append(instance.name)
+            else:
+                build = self._command or engine_command
+                yield (instance.name,), build(self.deployment, instance)
+        for start in range(0, len(stand_ins), self._stand_ins_per_process):
+            together = stand_ins[start : start + self._stand_ins_per_process]
+            yield together, synthetic_command(self.deployment, together)
+
+    def _start_process(self, names: Sequence[str], command: EngineCommand) -> None:
+        env = {**command.environment(), **self._extra_env}
+        log_name = names[0] if len(names) == 1 else f"{names[0]}-to-{names[-1]}"
+        group = ProcessGroup(command.argv, env, self.deployment.logs_dir / f"{log_name}.log")
+        for name in names:
+            self._groups[name] = group
+            self._started_s[name] = time.monotonic()
+            self._killed.discard(name)
+        self._watched.add(group)
+        self._tell_watchdog(f"+{group.pid}")
+
+    def _tell_to_die(self, instance: Instance) -> None:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            _ask(instance, "POST", "/synthetic/die")
+        deadline = time.monotonic() + _DEATH_S
+        while port_problem(instance.host, instance.kv_port) is not None:
+            if time.monotonic() > deadline:
+                raise EngineError(f"engine {instance.name} did not die within {_DEATH_S:.0f} s")
+            time.sleep(_POLL_S / 10)
+
+    def _check_alive(self, name: str) -> None:
+        group, status = self._groups[name], self.exit_status(name)
+        if status is not None:
+            how = f"was ended by signal {-status}" if status < 0 else f"ended with exit code {status}"
+            raise EngineError(
+                f"engine {name} {how} before it was ready; the end of {group.log_path}:\n{group.log_tail()}"
+            )
+
+    def _ensure_watchdog(self) -> None:
+        if self._watchdog is None:
+            self._watchdog = subprocess.Popen(
+                [sys.executable, "-I", str(Path(watchdog.__file__))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+                text=True,
+            )
+
+    def _unwatch(self, group: ProcessGroup) -> None:
+        # The number of a dead engine's group may soon be someone else's.
+        if group in self._watched:
+            self._watched.remove(group)
+            self._tell_watchdog(f"-{group.pid}")
+
+    def _tell_watchdog(self, line: str) -> None:
+        assert self._watchdog is not None
+        assert self._watchdog.stdin is not None
+        # Without a watchdog engines still end with `stop`; only a SIGKILL of this process would leave them.
+        with contextlib.suppress(BrokenPipeError):
+            self._watchdog.stdin.write(line + "\n")
+            self._watchdog.stdin.flush()
+
+    def _end_watchdog(self) -> None:
+        if self._watchdog is None:
+            return
+        # Every group has been reaped, so it must not act on their numbers when its input ends.
+        self._watchdog.kill()
+        self._watchdog.communicate()
+        self._watchdog = None
+
+
+def answers_health(instance: Instance, timeout_s: float = 2.0) -> bool:
+    """True if the instance's server says that it is healthy."""
+    try:
+        return _ask(instance, "GET", "/health", timeout_s) == 200
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def _ask(instance: Instance, method: str, path: str, timeout_s: float = 2.0) -> int:
+    # Not urllib: it would take a proxy of the environment for a server on this machine.
+    connection = http.client.HTTPConnection(instance.host, instance.http_port, timeout=timeout_s)
+    try:
+        connection.request(method, path)
+        return connection.getresponse().status
+    finally:
+        connection.close()

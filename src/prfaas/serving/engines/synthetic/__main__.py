@@ -1,0 +1,50 @@
+"""`python -m prfaas.serving.engines.synthetic DEPLOYMENT INSTANCE…`: stand-in engines, all in this process."""
+
+import argparse
+import logging
+import resource
+import sys
+from pathlib import Path
+
+import uvloop
+
+from prfaas.core.deployment import DeploymentError, load_deployment
+from prfaas.serving.engines.errors import EngineError
+from prfaas.serving.engines.preparation import ensure_key, ensure_model
+from prfaas.serving.engines.synthetic.node import run_nodes
+from prfaas.serving.transport.ticket import KeyFileError, load_key
+
+# Many threads move bytes beside the event loop: at Python's 5 ms each of them could hold it up for long.
+_SWITCH_S = 0.001
+
+
+def main() -> int:
+    """Run until a signal comes; 1 when the engines can't start."""
+    parser = argparse.ArgumentParser(prog="python -m prfaas.serving.engines.synthetic", description=__doc__)
+    parser.add_argument("deployment", type=Path)
+    parser.add_argument("instances", nargs="+", metavar="instance")
+    parser.add_argument("--state-dir", type=Path, help="where models, keys and logs are kept")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    sys.setswitchinterval(_SWITCH_S)
+    _allow_many_sockets()
+    try:
+        deployment = load_deployment(options.deployment, state_dir=options.state_dir)
+        ensure_model(deployment)
+        ensure_key(deployment)
+        key = load_key(deployment.security.key_file)
+        uvloop.run(run_nodes(deployment, options.instances, key))
+    except (DeploymentError, EngineError, KeyFileError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _allow_many_sockets() -> None:
+    # Every pair of engines has its connections, and shells allow a process 1024 open files by default.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""A stand-in's ends of the transport: one rank that sends to peers and receives into staging."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from prfaas.core.deployment import Deployment, Instance
+from prfaas.serving.engines.synthetic.cache import Context, Deviations
+from prfaas.serving.engines.synthetic.content import PageSource, Words, join, page_digests, reduce_page
+from prfaas.serving.engines.synthetic.layout import GroupKind, KvGroup, Region, SyntheticLayout
+from prfaas.serving.engines.synthetic.stats import TransferCounts
+from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
+from prfaas.serving.transport.outgoing import OutgoingTransfer, SendPhase
+from prfaas.serving.transport.receiver import Receiver
+from prfaas.serving.transport.sender import Sender
+from prfaas.serving.transport.staging import StagedTransfer, StagingArena
+from prfaas.serving.transport.status import TransferPhase
+from prfaas.serving.transport.ticket import Ticket
+
+logger = logging.getLogger(__name__)
+
+# Each open connection has a buffer of this size: there are many in one process.
+_CHUNK_BYTES = 256 << 10
+_LOCAL_CONNECTIONS = 1
+_POLL_S = 0.01
+_SWEEP_S = 0.1
+
+
+class Sending:
+    """One outgoing transfer while its prefill goes on: layers leave as they are done, chunk by chunk."""
+
+    def __init__(
+        self, layout: SyntheticLayout, transfer: OutgoingTransfer, ticket: Ticket, context: Context
+    ) -> None:
+        self.transfer = transfer
+        self._layout = layout
+        self._ticket = ticket
+        self._context = context
+        self._sent_blocks = layout.full.first_block(ticket.num_tokens, ticket.skip_tokens)
+
+    def layers_done(self, layers: range, end_tokens: int) -> None:
+        """The full-attention layers of these positions (in the order of regions) have come to `end_tokens`."""
+        for index in layers:
+            self._put(index, self._sent_blocks, self._end_block(end_tokens))
+
+    def chunk_done(self, end_tokens: int) -> None:
+        """All layers have come to `end_tokens`; after the last token, states and windows leave too."""
+        self._sent_blocks = max(self._sent_blocks, self._end_block(end_tokens))
+        if end_tokens < self._ticket.num_tokens:
+            return
+        for index, region in enumerate(self._layout.regions):
+            if region.group.kind is not GroupKind.FULL:
+                first = region.group.first_block(self._ticket.num_tokens, 0)
+                self._put(index, first, region.group.end_block(self._ticket.num_tokens))
+        self.transfer.end()
+
+    def _end_block(self, end_tokens: int) -> int:
+        full = self._layout.full
+        whole = end_tokens < self._ticket.num_tokens
+        return end_tokens // full.block_tokens if whole else full.end_block(self._ticket.num_tokens)
+
+    def _put(self, index: int, first: int, end: int) -> None:
+        region, ticket = self._layout.regions[index], self._ticket
+        if end > first:
+            digests = _page_digests(region, self._context, range(first, end), ticket.num_tokens)
+            skipped = region.group.first_block(ticket.num_tokens, ticket.skip_tokens)
+            offset = (first - skipped) * region.page_bytes
+            self.transfer.put(index, offset, PageSource(digests, region.page_bytes))
+
+
+class Endpoints:
+    """Sender and receiver of one instance, as its connector would have them."""
+
+    def __init__(
+        self, deployment: Deployment, instance: Instance, layout: SyntheticLayout, key: bytes
+    ) -> None:
+        limits = deployment.transfer
+        self.counts = TransferCounts()
+        self._layout = layout
+        self._lease_s = limits.lease_s
+        self._load_wait_s = limits.load_wait_s
+        self._sends: dict[OutgoingTransfer, float] = {}
+        self._has_sends = asyncio.Event()
+        marks = layout.fingerprint(deployment.model.served_name)
+        self.sender = Sender(
+            name=_ranked(instance.name),
+            key=key,
+            peers={
+                _ranked(peer.instance.name): Peer(
+                    name=_ranked(peer.instance.name),
+                    host=peer.instance.host,
+                    port=peer.instance.kv_port,
+                    link=peer.link,
+                    connections=_LOCAL_CONNECTIONS if peer.bandwidth_bits_per_s is None else peer.connections,
+                    bandwidth_bits_per_s=peer.bandwidth_bits_per_s,
+                    on_demand=peer.on_demand,
+                )
+                for peer in deployment.peers_of(instance)
+            },
+            fingerprint=marks,
+            options=SenderOptions(
+                progress_deadline_s=limits.progress_deadline_s,
+                accept_deadline_s=limits.staging_wait_s + 10.0,
+                chunk_bytes=_CHUNK_BYTES,
+            ),
+        )
+        self.arena = StagingArena(deployment.engine.staging_bytes, deployment.engine.transfer_block_bytes)
+        self.receiver = Receiver(
+            name=_ranked(instance.name),
+            key=key,
+            host=instance.host,
+            port=instance.kv_port,
+            arena=self.arena,
+            layout=layout,
+            fingerprint=marks,
+            producers=[_ranked(producer.name) for producer in deployment.producers_for(instance)],
+            options=ReceiverOptions(
+                staging_wait_s=limits.staging_wait_s,
+                ttl_s=limits.staging_ttl_s,
+                progress_deadline_s=limits.progress_deadline_s,
+            ),
+            sender_telemetry=self.sender.telemetry,
+        )
+        self._sweeper: asyncio.Task[None] | None = None
+
+    def listen(self) -> None:
+        """Open the KV port. Raises OSError when it is taken."""
+        self.receiver.start()
+
+    def connect(self) -> None:
+        """Connect to the peers, in the background; needs a running event loop."""
+        self.sender.start()
+        self._sweeper = asyncio.create_task(self._sweep(), name="synthetic-sends")
+
+    async def close(self) -> None:
+        """End every thread and connection; whoever waits for a transfer finds the connection lost."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        await asyncio.to_thread(self.sender.close)
+        await asyncio.to_thread(self.receiver.close)
+
+    def open(self, ticket: Ticket, sealed: str, context: Context) -> Sending:
+        """Begin sending what a prefill is about to compute."""
+        region_bytes = self._layout.region_bytes(ticket.num_tokens, ticket.skip_tokens)
+        transfer = self.sender.open(ticket, sealed, region_bytes)
+        self._sends[transfer] = time.monotonic()
+        self._has_sends.set()
+        return Sending(self._layout, transfer, ticket, context)
+
+    async def arrival(self, ticket: Ticket) -> str:
+        """Wait until a transfer is complete; "" then, else why it will not be."""
+        deadline_s = time.monotonic() + self._load_wait_s
+        while True:
+            status = self.receiver.state(ticket.transfer_id)
+            if status is None:
+                return "its transfer is unknown or has expired"
+            if status.phase is TransferPhase.FAILED:
+                return f"its transfer failed: {status.reason}"
+            if status.phase is TransferPhase.COMPLETE:
+                return "its transfer was used already" if status.taken else ""
+            if time.monotonic() > deadline_s:
+                reason = f"KV still incomplete after {self._load_wait_s:g} s"
+                self.receiver.drop(ticket.transfer_id, reason)
+                return reason
+            await asyncio.sleep(_POLL_S)
+
+    async def load(self, ticket: Ticket, context: Context, held_tokens: int) -> bool:
+        """Read a complete transfer into `context`, which holds the first `held_tokens` tokens; frees its staging.
+
+        False if the transfer is gone.
+        """
+        staged = self.receiver.take(ticket.transfer_id)
+        if staged is None:
+            return False
+        try:
+            # Shielded: the thread owns the staging and frees it, also when the request is cancelled meanwhile.
+            found = await asyncio.shield(
+                asyncio.to_thread(_read_pages, staged, self._layout, context, held_tokens)
+            )
+        except Exception:
+            logger.exception("loading a transfer failed")
+            return False
+        for group, block, deviations in found:
+            context.use(group, block, deviations)
+        self.counts.bytes_loaded += sum(self._layout.region_bytes(ticket.num_tokens, held_tokens))
+        return True
+
+    def drop(self, ticket: Ticket, reason: str) -> None:
+        """Free the staging of a transfer that nobody here will load."""
+        self.receiver.drop(ticket.transfer_id, reason)
+
+    async def _sweep(self) -> None:
+        while True:
+            if not self._sends:
+                self._has_sends.clear()
+            await self._has_sends.wait()
+            await asyncio.sleep(_SWEEP_S)
+            now_s = time.monotonic()
+            for transfer, since_s in list(self._sends.items()):
+                if not transfer.phase.terminal and now_s - since_s > self._lease_s:
+                    transfer.abort(f"not acknowledged within the lease of {self._lease_s:g} s")
+                    self.counts.leases_expired += 1
+                if transfer.phase.terminal:
+                    del self._sends[transfer]
+                    self._count(transfer)
+
+    def _count(self, transfer: OutgoingTransfer) -> None:
+        if transfer.phase is SendPhase.COMPLETE:
+            self.counts.sends_completed += 1
+            self.counts.bytes_sent += transfer.total_bytes
+        else:
+            self.counts.sends_failed += 1
+            logger.warning("KV transfer failed: %s", transfer.reason)
+
+
+def _read_pages(
+    staged: StagedTransfer, layout: SyntheticLayout, context: Context, held_tokens: int
+) -> list[tuple[KvGroup, int, Deviations]]:
+    """Every page of a transfer that is to be loaded, with its deviations; frees the staging."""
+    try:
+        deviations: dict[tuple[int, int], list[int]] = {}
+        for index, region in enumerate(layout.regions):
+            group, num_tokens = region.group, staged.num_tokens
+            staged_first = group.first_block(num_tokens, staged.skip_tokens)
+            blocks = range(group.first_block(num_tokens, held_tokens), group.end_block(num_tokens))
+            expected = _page_digests(region, context, blocks, num_tokens)
+            for block, digest in zip(blocks, expected.tolist(), strict=True):
+                offset = (block - staged_first) * region.page_bytes
+                page = join(staged.region_views(index, offset, region.page_bytes))
+                deviations.setdefault((group.index, block), []).append(reduce_page(page) ^ digest)
+    finally:
+        staged.free()
+    return [
+        (layout.groups[group], block, tuple(layers) if any(layers) else ())
+        for (group, block), layers in deviations.items()
+    ]
+
+
+def _page_digests(region: Region, context: Context, blocks: Sequence[int], num_tokens: int) -> Words:
+    """Digests of one layer's pages in a transfer of `num_tokens` tokens, as this engine has them."""
+    group, chain = region.group, context.chain
+    ends = [min((block + 1) * group.block_tokens, num_tokens) for block in blocks]
+    digests = page_digests([chain.digest(end) for end in ends], region.layer)
+    place = region.layer - group.first_layer
+    for position, block in enumerate(blocks):
+        held = context.deviations.get((group.index, block))
+        if held is not None:
+            digests[position] ^= np.uint64(held[place])
+    return digests
+
+
+def _ranked(name: str) -> str:
+    return f"{name}/0"

@@ -1,0 +1,280 @@
+"""One stand-in engine: prefill, load, decode; the prefix cache and the transport around them."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+from prfaas.serving.engines.synthetic.cache import Context, Lease, PrefixCache
+from prfaas.serving.engines.synthetic.content import TokenChain
+from prfaas.serving.engines.synthetic.endpoints import Endpoints, Sending
+from prfaas.serving.engines.synthetic.pace import Pace, TokenClock
+from prfaas.serving.engines.synthetic.stats import EngineCounts
+from prfaas.serving.engines.synthetic.work import Roles, Work
+from prfaas.serving.transport.ticket import Ticket
+
+logger = logging.getLogger(__name__)
+
+# Layers that finish within less leave together: an event loop is no finer clock than that.
+_LAYER_SLICE_S = 0.005
+_LATENESS_S = 0.1
+
+
+@dataclass(slots=True)
+class _Stage:
+    """How far a request has come: tokens in its context, and tokens whose blocks are stored."""
+
+    context: Context
+    lease: Lease
+    done_tokens: int = 0
+    stored_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Generation:
+    """An answer that grows. `token_ids`: all of it, known from the start but not to be told before its time."""
+
+    def __init__(self, engine: "SyntheticEngine", work: Work, stage: _Stage) -> None:
+        self.cached_tokens = stage.cached_tokens
+        self.prompt_tokens = len(work.token_ids)
+        self._engine = engine
+        self._stage = stage
+        self._max_tokens = work.max_tokens
+        # A local prefill has computed the last prompt token, and so the first token of the answer.
+        self._ahead = stage.done_tokens - self.prompt_tokens + 1
+        self._base_steps = engine.clock.steps()
+        chain = stage.context.chain
+        chain.extend(work.max_tokens, stage.context.taint, engine.vocabulary)
+        self.token_ids: Sequence[int] = chain.ids[self.prompt_tokens :]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds between two tokens now."""
+        return self._engine.clock.step_now_s
+
+    def produced(self) -> int:
+        """Tokens of the answer that are there by now."""
+        steps = int(self._engine.clock.steps() - self._base_steps + 1e-6)
+        return min(self._max_tokens, steps + self._ahead)
+
+    async def reach(self, count: int) -> None:
+        """Wait until `count` tokens are there; blocks that decoding fills are stored on the way."""
+        block_tokens = self._stage.context.chain.block_tokens
+        at = self._stage.stored_tokens // block_tokens + 1
+        while (computed := at * block_tokens) <= self.prompt_tokens + count - 1:
+            await self._wait(computed - self.prompt_tokens + 1)
+            self._engine.store_decoded(self._stage, computed)
+            at += 1
+        await self._wait(count)
+
+    async def _wait(self, count: int) -> None:
+        await self._engine.clock.reach(self._base_steps + count - self._ahead)
+
+
+class SyntheticEngine:
+    """FIFO prefill, one request at a time, in chunks of `chunk_tokens`; decode in a batch of at most `max_batch`.
+
+    Prefill does not slow decode down: both go at their profile's pace, also on an engine that does both.
+    Use it from one event loop.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        key: bytes,
+        *,
+        pace: Pace,
+        cache: PrefixCache,
+        endpoints: Endpoints,
+        vocabulary: Sequence[int],
+        chunk_tokens: int,
+        max_batch: int,
+    ) -> None:
+        self.name = name
+        self.cache = cache
+        self.endpoints = endpoints
+        self.vocabulary = vocabulary
+        self.clock = TokenClock(pace.step_s)
+        self.counts = EngineCounts()
+        self._key = key
+        self._pace = pace
+        self._chunk_tokens = chunk_tokens
+        self._loop = asyncio.get_running_loop()
+        self._prefill_turn = asyncio.Lock()
+        self._prefill_free_s = 0.0
+        self._seats = asyncio.Semaphore(max_batch)
+
+    @asynccontextmanager
+    async def generate(self, work: Work) -> AsyncIterator[Generation]:
+        """Prefill or load `work`'s prompt, then decode: entered when the first token is about to come.
+
+        Raises:
+            RoomError: the prompt and its answer can never fit into the cache.
+        """
+        roles = Roles.of(work, self.name, self._key)
+        for ticket in roles.unwanted:
+            self.endpoints.drop(ticket, "the request has another prompt")
+        chain = TokenChain(work.token_ids, self.cache.layout.block_tokens, work.adapter)
+        self.counts.prefix_queries += len(chain)
+        self.counts.waiting += 1
+        try:
+            async with AsyncExitStack() as held:
+                stage = await self._prepared(work, chain, roles, held)
+                if work.max_tokens > 1 or stage.done_tokens < len(work.token_ids):
+                    await held.enter_async_context(self._seats)
+                    self.clock.change_batch(work.samples)
+                    held.callback(self.clock.change_batch, -work.samples)
+                with self._running():
+                    yield Generation(self, work, stage)
+            self._count_finished(work)
+        except BaseException:
+            self.counts.cancelled += 1
+            if roles.load is not None:
+                self.endpoints.drop(roles.load, "the request ended before its load")
+            raise
+        finally:
+            self.counts.waiting -= 1
+
+    def store_decoded(self, stage: _Stage, computed_tokens: int) -> None:
+        """Decoding has filled a block."""
+        stage.context.compute(self.cache.layout.groups, stage.done_tokens, computed_tokens)
+        self.cache.store(stage.context, stage.lease, stage.stored_tokens, computed_tokens, states=True)
+        stage.done_tokens = stage.stored_tokens = computed_tokens
+
+    async def close(self) -> None:
+        """Stop the clock; requests that still run never end by themselves."""
+        self.clock.close()
+        await self.endpoints.close()
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        self.counts.running += 1
+        self.counts.waiting -= 1
+        try:
+            yield
+        finally:
+            self.counts.running -= 1
+            self.counts.waiting += 1
+
+    async def _prepared(self, work: Work, chain: TokenChain, roles: Roles, held: AsyncExitStack) -> _Stage:
+        """Until all but the last token of the prompt is in a context by a load, or all of it by a prefill."""
+        load = roles.load if roles.load is not None and await self._arrived(roles.load) else None
+        if load is not None and load.num_tokens == len(chain) - 1 and roles.send is None:
+            stage = await self._admitted(work, chain, held)
+            if await self._load(load, stage):
+                return stage
+            # Never wait for the turn with pages in hand: who has the turn may wait for pages.
+            stage.lease.close()
+            load = None
+        queued = self._prefill_turn.locked()
+        async with self._prefill_turn:
+            stage = await self._admitted(work, chain, held)
+            if load is not None and not await self._load(load, stage):
+                stage.lease.close()
+                stage = await self._admitted(work, chain, held)
+            if not stage.done_tokens:
+                self._reuse(stage, len(chain) - 1)
+            with self._running():
+                await self._prefill(stage, roles.send, queued=queued)
+        return stage
+
+    async def _admitted(self, work: Work, chain: TokenChain, held: AsyncExitStack) -> _Stage:
+        """A fresh context with room for prompt and answer."""
+        pages = self.cache.layout.pages_for(len(chain) + work.max_tokens)
+        lease = await self.cache.pool.lease(pages)
+        held.callback(lease.close)
+        return _Stage(Context(chain, work.salt, work.adapter), lease)
+
+    async def _arrived(self, ticket: Ticket) -> bool:
+        problem = await self.endpoints.arrival(ticket)
+        if problem:
+            logger.warning("%s prefills locally: %s", self.name, problem)
+            self.endpoints.counts.loads_failed += 1
+        return not problem
+
+    async def _load(self, ticket: Ticket, stage: _Stage) -> bool:
+        """Make a transfer part of the context, on top of the full-attention blocks that are held.
+
+        False if it can't be: the stage is of no use then.
+        """
+        context, cache = stage.context, self.cache
+        hit = cache.hit(context, len(context.chain) - 1)
+        blocks = hit.usable_blocks if cache.layout.has_window else hit.attention_blocks
+        held_tokens = blocks * cache.layout.block_tokens
+        if not ticket.skip_tokens <= held_tokens < ticket.num_tokens:
+            self.endpoints.drop(ticket, f"{held_tokens} tokens are held, {ticket.skip_tokens} were skipped")
+            return False
+        cache.reuse(context, stage.lease, blocks, attention_only=True)
+        taint = context.taint
+        if not await self.endpoints.load(ticket, context, held_tokens):
+            self.endpoints.counts.loads_failed += 1
+            return False
+        self.endpoints.counts.loads_completed += 1
+        self.counts.damaged_loads += context.taint != taint
+        self.counts.prefix_hits += held_tokens
+        stage.done_tokens = stage.cached_tokens = ticket.num_tokens
+        cache.store(context, stage.lease, held_tokens, ticket.num_tokens, states=False)
+        stage.stored_tokens = ticket.num_tokens
+        return True
+
+    def _reuse(self, stage: _Stage, limit_tokens: int) -> None:
+        """Make what is held of the first `limit_tokens` tokens part of the context."""
+        blocks = self.cache.hit(stage.context, limit_tokens).usable_blocks
+        self.cache.reuse(stage.context, stage.lease, blocks, attention_only=False)
+        tokens = blocks * self.cache.layout.block_tokens
+        stage.done_tokens = stage.stored_tokens = stage.cached_tokens = tokens
+        self.counts.prefix_hits += tokens
+
+    async def _prefill(self, stage: _Stage, send: tuple[Ticket, str] | None, *, queued: bool) -> None:
+        """Compute the rest of the prompt, chunk by chunk; the caller has the turn."""
+        context, start_tokens = stage.context, stage.done_tokens
+        sending = self.endpoints.open(send[0], send[1], context) if send is not None else None
+        # By schedule, not by the wake-ups: their lateness must not add up over chunks and requests.
+        now_s = self._loop.time()
+        on_time = queued and now_s - self._prefill_free_s < _LATENESS_S
+        at_s = begin_s = self._prefill_free_s if on_time else now_s
+        try:
+            for end_tokens in self._chunk_ends(start_tokens, len(context.chain)):
+                context.compute(self.cache.layout.groups, stage.done_tokens, end_tokens)
+                from_s, at_s = at_s, begin_s + self._pace.prefill_s(end_tokens - start_tokens)
+                await self._compute_chunk(sending, end_tokens, from_s, at_s)
+                self.cache.store(context, stage.lease, stage.stored_tokens, end_tokens, states=True)
+                self.counts.prefilled_tokens += end_tokens - stage.done_tokens
+                stage.done_tokens = stage.stored_tokens = end_tokens
+        except BaseException:
+            if sending is not None:
+                sending.transfer.abort("the prefill was cancelled")
+            raise
+        finally:
+            self._prefill_free_s = min(at_s, self._loop.time())
+
+    async def _compute_chunk(
+        self, sending: Sending | None, end_tokens: int, from_s: float, until_s: float
+    ) -> None:
+        layers = len(self.cache.layout.full.layers) if sending is not None else 1
+        slices = max(1, min(layers, int((until_s - from_s) / _LAYER_SLICE_S)))
+        for done in range(1, slices + 1):
+            await asyncio.sleep(from_s + (until_s - from_s) * done / slices - self._loop.time())
+            if sending is not None:
+                first, last = layers * (done - 1) // slices, layers * done // slices
+                sending.layers_done(range(first, last), end_tokens)
+        if sending is not None:
+            sending.chunk_done(end_tokens)
+
+    def _chunk_ends(self, start_tokens: int, num_tokens: int) -> list[int]:
+        """Chunks end on block boundaries, as vLLM cuts them for linear state; the last boundary is one of them."""
+        block_tokens = self.cache.layout.block_tokens
+        step = max(self._chunk_tokens // block_tokens, 1) * block_tokens
+        boundary = num_tokens // block_tokens * block_tokens
+        ends = []
+        end = start_tokens // block_tokens * block_tokens
+        while end < boundary:
+            end = min(end + step, boundary)
+            ends.append(end)
+        return [*ends, num_tokens] if boundary < num_tokens else ends
+
+    def _count_finished(self, work: Work) -> None:
+        self.counts.finished += 1
+        self.counts.prompt_tokens += len(work.token_ids)
+        self.counts.generated_tokens += work.max_tokens * work.samples

@@ -1,0 +1,141 @@
+"""One instance of a deployment as a stand-in, with its ports; and several of them in one process."""
+
+import asyncio
+import logging
+import secrets
+import signal
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from prfaas.core.deployment import SYNTHETIC, Deployment, Instance
+from prfaas.core.kv import model_from_directory
+from prfaas.core.units import GIB
+from prfaas.serving.engines.errors import EngineError
+from prfaas.serving.engines.synthetic import VERSION
+from prfaas.serving.engines.synthetic.bodies import Models
+from prfaas.serving.engines.synthetic.cache import PrefixCache
+from prfaas.serving.engines.synthetic.endpoints import Endpoints
+from prfaas.serving.engines.synthetic.engine import SyntheticEngine
+from prfaas.serving.engines.synthetic.events import Event, EventPublisher
+from prfaas.serving.engines.synthetic.layout import SyntheticLayout
+from prfaas.serving.engines.synthetic.pace import Pace
+from prfaas.serving.engines.synthetic.server import EngineServer
+from prfaas.serving.engines.synthetic.text import Text
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_CACHE_GIB = 1
+
+
+class SyntheticNode:
+    """HTTP, KV and event ports of one stand-in, and the engine behind them. Make it in a running event loop."""
+
+    def __init__(self, deployment: Deployment, instance: Instance, key: bytes, text: Text) -> None:
+        """Raises EngineError when the deployment can't be stood in for, ZMQError when an event port is taken."""
+        cluster = deployment.cluster_of(instance)
+        if cluster.hardware != SYNTHETIC or cluster.profile is None:
+            raise EngineError(
+                f"{instance.name} is not synthetic: its cluster's hardware is {cluster.hardware}"
+            )
+        if instance.tensor_parallel != 1:
+            raise EngineError(f"{instance.name}: synthetic engines have one rank; make tensor_parallel 1")
+        self.instance = instance
+        layout = SyntheticLayout.of_model(
+            model_from_directory(deployment.model.path, name=deployment.model.served_name)
+        )
+        endpoint = deployment.events_endpoint(instance)
+        self._publisher = EventPublisher(endpoint) if endpoint is not None else None
+        publish: Callable[[Sequence[Event]], None] = (
+            self._publisher.publish if self._publisher is not None else lambda _events: None
+        )
+        capacity_bytes = (deployment.engine.kv_cache_gib or _DEFAULT_CACHE_GIB) * GIB
+        longest = layout.pages_for(deployment.model.max_model_len)
+        cache = PrefixCache(
+            layout, max(capacity_bytes // layout.page_bytes, longest), secrets.randbits(64), publish
+        )
+        self.engine = SyntheticEngine(
+            instance.name,
+            key,
+            pace=Pace(cluster.profile, cluster.speedup),
+            cache=cache,
+            endpoints=Endpoints(deployment, instance, layout, key),
+            vocabulary=text.vocabulary,
+            chunk_tokens=deployment.engine.max_num_batched_tokens,
+            max_batch=deployment.engine.max_num_seqs,
+        )
+        model = deployment.model
+        self._server = EngineServer(
+            self.engine,
+            Models(model.served_name, tuple(model.adapters), model.max_model_len),
+            text,
+            on_death=self._kill,
+        )
+        self._dying: asyncio.Task[None] | None = None
+        self.gone = asyncio.Event()
+
+    def listen(self) -> None:
+        """Open the KV port. Raises OSError when it is taken."""
+        self.engine.endpoints.listen()
+
+    async def serve(self) -> None:
+        """Connect to the peers and answer HTTP. Raises OSError when the port is taken."""
+        self.engine.endpoints.connect()
+        await self._server.start(self.instance.host, self.instance.http_port)
+        logger.info(
+            "%s: %s at %s: a stand-in, no model runs here", self.instance.name, VERSION, self.instance.url
+        )
+
+    async def close(self) -> None:
+        """Close every port and end every thread; idempotent."""
+        if self.gone.is_set():
+            return
+        await self._server.close()
+        if self._publisher is not None:
+            await self._publisher.close()
+        await self.engine.close()
+        self.gone.set()
+
+    def _kill(self) -> None:
+        async def die() -> None:
+            logger.warning("%s: dies as it was told", self.instance.name)
+            # KV first: requests that end say so to the consumers of their transfers, which a dead engine can't.
+            await self.engine.endpoints.close()
+            self._server.cut()
+            await self.close()
+
+        self._dying = asyncio.create_task(die(), name=f"synthetic-death-{self.instance.name}")
+
+
+async def run_nodes(deployment: Deployment, names: Sequence[str], key: bytes) -> None:
+    """Run instances until SIGTERM or SIGINT, or until each has been told to die.
+
+    Raises:
+        EngineError: one can't be stood in for, or a port is taken.
+    """
+    text = Text(deployment.model.path)
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    nodes: list[SyntheticNode] = []
+    name = ""
+    try:
+        for name in names:
+            nodes.append(SyntheticNode(deployment, deployment.instance(name), key, text))
+            nodes[-1].listen()
+        # Only now: those who connect find everyone of this process listening.
+        for node in nodes:
+            name = node.instance.name
+            await node.serve()
+        waits = [asyncio.create_task(node.gone.wait()) for node in nodes]
+        stop = asyncio.create_task(stopping.wait())
+        everyone = asyncio.gather(*waits)
+        await asyncio.wait((stop, everyone), return_when=asyncio.FIRST_COMPLETED)
+        for task in (*waits, stop):
+            task.cancel()
+        await asyncio.gather(everyone, stop, return_exceptions=True)
+    except (OSError, zmq.ZMQError) as error:
+        raise EngineError(f"{name} can't start: {error}") from error
+    finally:
+        await asyncio.gather(*(node.close() for node in nodes))

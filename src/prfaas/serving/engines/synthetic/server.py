@@ -1,0 +1,218 @@
+"""The HTTP server of one stand-in: the routes of vLLM that a gateway, a controller and a load tool use."""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+
+import orjson
+from aiohttp import web
+
+import prfaas
+from prfaas.serving.engines.synthetic import VERSION
+from prfaas.serving.engines.synthetic.answers import DONE, Writer
+from prfaas.serving.engines.synthetic.bodies import Asked, BodyError, Models, parse, parse_tokenize
+from prfaas.serving.engines.synthetic.cache import RoomError
+from prfaas.serving.engines.synthetic.engine import Generation, SyntheticEngine
+from prfaas.serving.engines.synthetic.stats import CacheFacts, exposition
+from prfaas.serving.engines.synthetic.text import Text
+from prfaas.serving.engines.synthetic.work import Work
+
+# Steps faster than this share an event of a stream.
+_STREAM_S = 0.02
+_INLINE_BYTES = 64 << 10
+_MAX_BODY_BYTES = 1 << 28
+_JSON = "application/json"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class EngineServer:
+    """Serves one engine at host:port. `on_death` is called once by POST /synthetic/die."""
+
+    def __init__(
+        self,
+        engine: SyntheticEngine,
+        models: Models,
+        text: Text,
+        on_death: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self._models = models
+        self._text = text
+        self._on_death = on_death
+        self._dead = False
+        app = web.Application(client_max_size=_MAX_BODY_BYTES)
+        posts: dict[str, Handler] = {
+            "/v1/completions": self._completions,
+            "/v1/chat/completions": self._chat,
+            "/tokenize": self._tokenize,
+            "/reset_prefix_cache": self._reset,
+            "/synthetic/die": self._die,
+            "/synthetic/link": self._link,
+        }
+        gets: dict[str, Handler] = {
+            "/health": self._health,
+            "/v1/models": self._list_models,
+            "/version": self._version,
+            "/metrics": self._metrics,
+        }
+        for path, handler in posts.items():
+            app.router.add_post(path, handler)
+        for path, handler in gets.items():
+            app.router.add_get(path, handler)
+        app.on_response_prepare.append(self._sign)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen. Raises OSError when the port is taken."""
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, port, backlog=1024).start()
+
+    async def close(self) -> None:
+        """Stop listening and end every request; idempotent."""
+        await self._runner.cleanup()
+
+    def cut(self) -> None:
+        """Break every connection at once, as when the process is killed."""
+        server = self._runner.server
+        for connection in server.connections if server is not None else ():
+            if connection.transport is not None:
+                connection.transport.abort()
+
+    async def _sign(self, _request: web.Request, response: web.StreamResponse) -> None:
+        response.headers["Server"] = VERSION
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, chat=False)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._generate(request, chat=True)
+
+    async def _generate(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
+        raw = await request.read()
+        try:
+            if len(raw) <= _INLINE_BYTES:
+                asked = parse(raw, chat=chat, models=self._models, text=self._text)
+            else:
+                asked = await asyncio.to_thread(parse, raw, chat=chat, models=self._models, text=self._text)
+            if asked.stream:
+                return await self._streamed(request, asked)
+            generations = await asyncio.gather(*map(self._finished, asked.works))
+        except BodyError as error:
+            return _error(str(error), error.status)
+        except RoomError as error:
+            return _error(str(error), 400)
+        return web.Response(body=Writer(asked, self._text).whole(generations), content_type=_JSON)
+
+    async def _finished(self, work: Work) -> Generation:
+        async with self._engine.generate(work) as generation:
+            await generation.reach(work.max_tokens)
+        return generation
+
+    async def _streamed(self, request: web.Request, asked: Asked) -> web.StreamResponse:
+        """One prompt's answer after the other's; headers go out with the first token."""
+        writer = Writer(asked, self._text)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        generations = []
+        for prompt, work in enumerate(asked.works):
+            async with self._engine.generate(work) as generation:
+                generations.append(generation)
+                told = 0
+                while told < work.max_tokens:
+                    ahead = max(1, int(_STREAM_S / generation.step_s)) if told else 1
+                    await generation.reach(min(work.max_tokens, told + ahead))
+                    now = max(generation.produced(), told + 1)
+                    ids = generation.token_ids[told:now]
+                    if not response.prepared:
+                        await response.prepare(request)
+                    await response.write(
+                        writer.piece(prompt, ids, first=told == 0, last=now == work.max_tokens)
+                    )
+                    told = now
+        if asked.include_usage:
+            await response.write(writer.usage(generations))
+        await response.write(DONE)
+        await response.write_eof()
+        return response
+
+    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        try:
+            ids = parse_tokenize(raw, self._text)
+        except BodyError as error:
+            return _error(str(error), error.status)
+        answer = {"count": len(ids), "max_model_len": self._models.max_model_len, "tokens": ids}
+        return _json(answer | {"token_strs": None})
+
+    async def _reset(self, _request: web.Request) -> web.StreamResponse:
+        self._engine.cache.clear()
+        return web.Response()
+
+    async def _die(self, _request: web.Request) -> web.StreamResponse:
+        if not self._dead:
+            self._dead = True
+            self._on_death()
+        return web.Response(status=202)
+
+    async def _link(self, request: web.Request) -> web.StreamResponse:
+        """Paces a link of this engine at `bits_per_s` from now on; what it reports as its pace stays as configured."""
+        try:
+            body = await request.json()
+            link, bits_per_s = str(body["link"]), float(body["bits_per_s"])
+            if not 0 < bits_per_s < math.inf:
+                raise ValueError(bits_per_s)
+            self._engine.endpoints.sender.set_bandwidth(link, bits_per_s)
+        except (KeyError, TypeError, ValueError):
+            return _error("`link` must be one that this engine sends on, `bits_per_s` a number above 0.", 400)
+        return web.Response()
+
+    async def _health(self, _request: web.Request) -> web.StreamResponse:
+        return web.Response()
+
+    async def _version(self, _request: web.Request) -> web.StreamResponse:
+        return _json({"version": f"{VERSION} {prfaas.__version__}"})
+
+    async def _list_models(self, _request: web.Request) -> web.StreamResponse:
+        own = self._models.served_name
+        rows = [(own, None), *((adapter, own) for adapter in self._models.adapters)]
+        cards = [
+            {
+                "id": name,
+                "object": "model",
+                "created": 0,
+                "owned_by": VERSION,
+                "root": name,
+                "parent": parent,
+                "max_model_len": self._models.max_model_len,
+            }
+            for name, parent in rows
+        ]
+        return _json({"object": "list", "data": cards})
+
+    async def _metrics(self, _request: web.Request) -> web.StreamResponse:
+        engine = self._engine
+        engine.clock.steps()
+        layout, pool = engine.cache.layout, engine.cache.pool
+        cache = CacheFacts(
+            layout.block_tokens, pool.capacity, pool.capacity * layout.block_tokens, pool.used_ratio
+        )
+        clock = engine.clock
+        text = exposition(
+            self._models.served_name,
+            engine.counts,
+            engine.endpoints.counts,
+            cache,
+            clock.request_seconds,
+            clock.tokens,
+        )
+        return web.Response(text=text, content_type="text/plain")
+
+
+def _json(value: object) -> web.Response:
+    return web.Response(body=orjson.dumps(value), content_type=_JSON)
+
+
+def _error(message: str, status: int) -> web.Response:
+    kind = "NotFoundError" if status == 404 else "BadRequestError"
+    body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return web.Response(body=orjson.dumps(body), status=status, content_type=_JSON)

@@ -1,0 +1,205 @@
+"""The plugin that unmodified vLLM loads: `kv_connector_module_path: prfaas.serving.engines.vllm.connector`."""
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats, PromMetric, PromMetricT
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import RequestStatus
+
+from prfaas.serving.engines.vllm.layout import read_groups
+from prfaas.serving.engines.vllm.metadata import TransferMetadata
+from prfaas.serving.engines.vllm.scheduler_side import SchedulingSide
+from prfaas.serving.engines.vllm.settings import ConnectorSettings
+from prfaas.serving.engines.vllm.stats import ConnectorPromMetrics, ConnectorStats
+from prfaas.serving.engines.vllm.worker_side import WorkerSide
+from prfaas.serving.transport.ticket import load_key
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+COMPLETED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
+    """Moves KV between engines by ticket; every engine can produce and consume (`kv_both`).
+
+    vLLM ends the server on any exception in a callback, so each one is caught here, logged, and answered
+    with what costs a local prefill at most.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._settings = ConnectorSettings.parse(self._kv_transfer_config.kv_connector_extra_config)
+        self._key = load_key(self._settings.key_file)
+        self._groups = read_groups(kv_cache_config)
+        self._scheduling: SchedulingSide | None = None
+        self._worker: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduling = SchedulingSide(self._settings.name, self._key, self._groups)
+
+    # ---- engine properties
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """A transfer brings the linear state, so the engine may keep a longer full-attention hit."""
+        return True
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """`save_kv_layer` must run at every step, which a whole replayed graph would skip."""
+        return True
+
+    def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
+        """All groups are loaded; zeroing one of their pages would race with the load."""
+        return tuple(group.index for group in self._groups)
+
+    # ---- scheduler side
+
+    def on_new_request(self, request: "Request") -> None:
+        self._guard(lambda: self._scheduler().on_new_request(request), None)
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        tokens = self._guard(lambda: self._scheduler().num_external_tokens(request, num_computed_tokens), 0)
+        return tokens, tokens > 0
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        # Not guarded: vLLM would wait forever for a load that was never ordered.
+        self._scheduler().update_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._guard(lambda: self._scheduler().build_metadata(scheduler_output), TransferMetadata())
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        aborted = request.status not in COMPLETED
+        held = self._guard(lambda: self._scheduler().request_finished(request, aborted=aborted), False)
+        return held, None
+
+    # ---- worker side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker = WorkerSide.start(
+            self._settings,
+            self._key,
+            self._vllm_config,
+            self._kv_cache_config,
+            kv_caches,
+            get_tensor_model_parallel_rank(),
+        )
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        orders = _orders(kv_connector_metadata)
+        self._guard(lambda: self._workers().producing.detach(orders.preempted), None)
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        orders = _orders(self._get_connector_metadata())
+        self._guard(lambda: self._workers().consuming.order(orders), None)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: a request is scheduled after its load has ended."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: "AttentionMetadata",
+        **kwargs: Any,
+    ) -> None:
+        orders = _orders(self._get_connector_metadata())
+        if orders.sends:
+            self._guard(lambda: self._workers().producing.save_layer(orders, layer_name), None)
+
+    def wait_for_save(self) -> None:
+        orders = _orders(self._get_connector_metadata())
+        self._guard(lambda: self._workers().producing.end_step(orders), None)
+        self._guard(lambda: self._workers().producing.hold(orders.held), None)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        worker = self._workers()
+        nobody: set[str] = set()
+        sent = self._guard(worker.producing.finished, nobody)
+        ended, failed = self._guard(worker.consuming.results, (nobody, nobody))
+        return KVConnectorTransferResults(
+            finished_sending=sent, finished_recving=ended, failed_recving=failed
+        )
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return self._worker.take_stats() if self._worker is not None else None
+
+    def shutdown(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
+
+    # ---- statistics
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return ConnectorStats(data=data) if data is not None else ConnectorStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ConnectorPromMetrics:
+        return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def _scheduler(self) -> SchedulingSide:
+        if self._scheduling is None:
+            raise RuntimeError("a scheduler callback came to the worker's connector")
+        return self._scheduling
+
+    def _workers(self) -> WorkerSide:
+        if self._worker is None:
+            raise RuntimeError("a worker callback came before register_kv_caches")
+        return self._worker
+
+    @staticmethod
+    def _guard(step: Callable[[], T], otherwise: T) -> T:
+        try:
+            return step()
+        except Exception:
+            logger.exception(
+                "the KV connector failed in a callback; the request falls back to a local prefill"
+            )
+            return otherwise
+
+
+def _orders(metadata: KVConnectorMetadata) -> TransferMetadata:
+    if not isinstance(metadata, TransferMetadata):
+        raise TypeError(f"metadata of another connector: {type(metadata).__name__}")
+    return metadata

@@ -1,0 +1,195 @@
+"""Request bodies: what comes in from a client, and what goes out to an engine.
+
+The trust boundary runs through this file. A body is parsed once and written anew for every hop, so duplicate
+keys and odd encodings end here; fields that could steer an engine never get past `strip_owned`. Only the digits of
+a long array of token ids go through as they came.
+
+Errors as an OpenAI client expects them.
+"""
+
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+import orjson
+
+from prfaas.serving.gateway.token_id_json import MIN_BYTES, WrittenIds, ids_json, parse_with_ids
+
+
+class ApiError(Exception):
+    """An error answer: HTTP status, one sentence, and the parameter it is about."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+
+    def body(self) -> bytes:
+        """`{"error": {"message", "type", "param", "code"}}`, the types as vLLM names them."""
+        return error_body(self.status, self.message, self.param)
+
+
+def error_body(status: int, message: str, param: str | None = None) -> bytes:
+    """The JSON of an error answer with HTTP `status`."""
+    phrase = HTTPStatus(status).phrase.title()
+    kind = phrase.replace(" ", "").replace("-", "").removesuffix("Error") + "Error"
+    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": status}})
+
+
+Json = dict[str, Any]
+
+# Compared after `_normal`: engines read exact names, but a name that only looks like one of these has no
+# business here.
+OWNED_FIELDS = frozenset(
+    {
+        "kv_transfer_params",
+        "ec_transfer_params",
+        "cache_salt",
+        "priority",
+        "request_id",
+        "nvext",
+        "extra_args",
+        "data_parallel_rank",
+    }
+)
+OWNED_PREFIXES = ("bootstrap_", "x_prfaas", "prfaas")
+# Objects whose content an engine merges into its own parameters; anywhere else (messages, tools, JSON
+# schemas) the same words are the client's data.
+_STEERING_CONTAINERS = frozenset({"vllm_xargs", "sampling_params", "extra_body"})
+_MAX_DEPTH = 64
+
+
+def parse_body(raw: bytes) -> Json:
+    """The JSON object in `raw`; ApiError 400 when it is not one.
+
+    Its "prompt" is WrittenIds when that is a long list of token ids.
+    """
+    try:
+        body = parse_with_ids(raw) if len(raw) >= MIN_BYTES else None
+        if body is None:
+            body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise ApiError(400, f"The request body is not valid JSON: {error}.") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, f"The request body must be a JSON object, not {_kind(body)}.")
+    return body
+
+
+def dump_body(body: Mapping[str, Any]) -> bytes:
+    """`body` as JSON; ApiError 400 when the client nested it deeper than can be written."""
+    try:
+        return orjson.dumps(body, default=_as_written, option=orjson.OPT_PASSTHROUGH_DATACLASS)
+    except orjson.JSONEncodeError:
+        raise ApiError(400, "The request body is nested too deeply.") from None
+
+
+def strip_owned(body: Json) -> Json:
+    """`body` without the fields that could steer an engine, at the top and inside containers vLLM merges."""
+    return {
+        key: _cleaned(value, 0) if _normal(key) in _STEERING_CONTAINERS else value
+        for key, value in body.items()
+        if not _owned(key)
+    }
+
+
+def prefill_body(
+    model: str,
+    prompt: Sequence[int],
+    sealed_ticket: str,
+    *,
+    salt: str = "",
+    sealed_from: str | None = None,
+) -> bytes:
+    """The producer's request: what it is to prefill, one token out, and the ticket of what it sends.
+
+    `salt`: the tenant's, empty without tenants. `sealed_from`: the ticket of a prefix that it loads first.
+    """
+    tickets = {"prfaas": sealed_ticket}
+    if sealed_from is not None:
+        tickets["prfaas_from"] = sealed_from
+    ours: Json = {"cache_salt": salt} if salt else {}
+    return dump_body(
+        {
+            "model": model,
+            "prompt": orjson.Fragment(ids_json(prompt)),
+            "max_tokens": 1,
+            "temperature": 0,
+            "stream": False,
+            "kv_transfer_params": tickets,
+            **ours,
+        }
+    )
+
+
+def decode_body(
+    stripped: Json, sealed_ticket: str | None, reuse_ids: Sequence[int] | None, salt: str = ""
+) -> bytes:
+    """The decode engine's request: the client's body and, as the only content of `kv_transfer_params`, ours.
+
+    `stripped` comes from `strip_owned`. `reuse_ids`: the whole prompt's ids, which vLLM's chat endpoint takes
+    from there instead of tokenizing again. `salt`: the tenant's, empty without tenants.
+    """
+    params: Json = {}
+    if sealed_ticket is not None:
+        params["prfaas"] = sealed_ticket
+    if reuse_ids is not None:
+        params["prompt_token_ids"] = orjson.Fragment(ids_json(reuse_ids))
+    ours: Json = {}
+    if params:
+        ours["kv_transfer_params"] = params
+    if salt:
+        ours["cache_salt"] = salt
+    return dump_body({**stripped, **ours} if ours else stripped)
+
+
+def without_transfer_params(answer: bytes) -> bytes:
+    """A whole JSON answer in which an engine's own transfer parameters, if there are any, are null."""
+    # A quote inside a JSON string is escaped, so these bytes can only be a key; vLLM always writes it, mostly
+    # null.
+    if all(
+        answer.count(key) == answer.count(key + b"null")
+        for key in (b'"kv_transfer_params":', b'"ec_transfer_params":')
+    ):
+        return answer
+    try:
+        parsed = orjson.loads(answer)
+    except orjson.JSONDecodeError:
+        return answer
+    if isinstance(parsed, dict):
+        for field in ("kv_transfer_params", "ec_transfer_params"):
+            if field in parsed:
+                parsed[field] = None
+    return orjson.dumps(parsed)
+
+
+def _as_written(value: object) -> orjson.Fragment:
+    if isinstance(value, WrittenIds):
+        return orjson.Fragment(value.json)
+    raise TypeError(f"{type(value).__name__} has no place in a body")
+
+
+def _normal(name: str) -> str:
+    return name.strip().casefold().replace("-", "_")
+
+
+def _owned(name: str) -> bool:
+    normal = _normal(name)
+    return normal in OWNED_FIELDS or normal.startswith(OWNED_PREFIXES)
+
+
+def _cleaned(value: Any, depth: int) -> Any:
+    if depth > _MAX_DEPTH:
+        raise ApiError(400, "The request body is nested too deeply.")
+    if isinstance(value, dict):
+        return {key: _cleaned(inner, depth + 1) for key, inner in value.items() if not _owned(key)}
+    if isinstance(value, list):
+        return [_cleaned(inner, depth + 1) for inner in value]
+    return value
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "null"
+    names = {list: "an array", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return names.get(type(value), "another value")

@@ -1,0 +1,84 @@
+"""What the gateway needs of whoever knows the deployment: where a request goes, and what became of it."""
+
+from collections.abc import Collection, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from typing import Any, Protocol
+
+from prfaas.core.deployment import Instance
+from prfaas.core.prefix import PromptChains
+from prfaas.core.scheduling import Decision
+
+
+class ControlPlane(Protocol):
+    """The live control plane as the gateway uses it. All methods but `chains` belong to the event loop's thread."""
+
+    def chains(self, token_ids: Sequence[int], salt: str, adapter: str) -> PromptChains:
+        """What the cached prefixes of a prompt are looked up by. May be called in a thread."""
+        ...
+
+    def route(
+        self,
+        num_tokens: int,
+        chains: PromptChains | None,
+        *,
+        avoid: Collection[str] = (),
+        offload: bool = True,
+    ) -> Decision:
+        """Where a prompt of `num_tokens` tokens goes; raises NoDecodeInstanceError.
+
+        `avoid`: instances that have failed this request. `offload` False: never to another cluster. `chains`
+        None: the prompt was not looked at; the answer is then a decode instance that prefills itself.
+        """
+        ...
+
+    def instance(self, name: str) -> Instance:
+        """The instance called `name`, which a decision has named."""
+        ...
+
+    def turn(
+        self, decision: Decision, num_tokens: int, chains: PromptChains
+    ) -> AbstractAsyncContextManager[Decision]:
+        """Wait until the prefill of `decision` is next, and hold its instance for it.
+
+        Gives the decision with the instance that it became, another one of the same cluster perhaps.
+        """
+        ...
+
+    def prefilling(self, decision: Decision, num_tokens: int) -> AbstractContextManager[None]:
+        """While a prefill elsewhere and its transfer are under way.
+
+        A clean exit is a measurement of service time; an exit by an exception is not.
+        """
+        ...
+
+    def decoding(self, name: str, prefill_tokens: int) -> AbstractContextManager[None]:
+        """While a request is open at its decode instance, which also prefills `prefill_tokens` tokens of it."""
+        ...
+
+    def expect(self, name: str, chains: PromptChains) -> None:
+        """The instance will hold this prompt in a moment."""
+        ...
+
+    def observe(self, num_tokens: int, uncached_tokens: int) -> None:
+        """One request as the scheduler's statistics should see it; called once per request."""
+        ...
+
+    def suspect(self, name: str, reason: str, *, lost_cache: bool = False) -> None:
+        """A request failed at `name`: out of routing until a probe is good. `lost_cache`: it died or restarted."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """The deployment as it is now, ready for JSON: what `GET /prfaas/state` answers.
+
+        `state()["clusters"][cluster]["instances"][name]` has at least `role` ("prefill", "decode" or both with a
+        "+") and `healthy`, from which `GET /health` is made.
+        """
+        ...
+
+    async def run(self) -> None:
+        """All loops, until cancelled."""
+        ...
+
+    async def close(self) -> None:
+        """Give back connections and threads; after `run` has ended."""
+        ...

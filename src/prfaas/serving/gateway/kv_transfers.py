@@ -1,0 +1,109 @@
+"""KV transfers as the gateway follows them: one observer per decode engine and tensor-parallel rank."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from prfaas.serving.transport.status import TransferPhase, TransferStatus
+
+logger = logging.getLogger(__name__)
+
+
+class TransferFailedError(Exception):
+    """A transfer will not complete. `reason`: one word for metrics; the text says more."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A completed transfer, summed over ranks. `hidden_bytes` had arrived when the prefill ended."""
+
+    total_bytes: int
+    hidden_bytes: int
+
+    @property
+    def hidden_fraction(self) -> float:
+        """Share of the bytes that cost no time of their own; 1 when there was nothing to move."""
+        return self.hidden_bytes / self.total_bytes if self.total_bytes else 1.0
+
+
+class Watcher(Protocol):
+    """What the gateway needs of `transport.observer.Observer`."""
+
+    async def wait(self, transfer_id: bytes, timeout_s: float) -> TransferStatus: ...
+
+    def announced(self, transfer_id: bytes) -> bool: ...
+
+    async def abandon(self, transfer_id: bytes, reason: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Transfers:
+    """Waits for and abandons transfers at any decode engine of the deployment."""
+
+    def __init__(self, watchers: Mapping[str, tuple[Watcher, ...]]) -> None:
+        """`watchers`: decode instance name → one watcher per tensor-parallel rank."""
+        self._watchers = watchers
+
+    async def wait(self, consumer: str, transfer_id: bytes, timeout_s: float) -> Moved:
+        """Until every rank of `consumer` has all bytes. Raises TransferFailedError as soon as one will
+        not."""
+        watchers = self._watchers[consumer]
+        if len(watchers) == 1:
+            status = await self._wait(watchers[0], transfer_id, timeout_s)
+            return Moved(status.total_bytes, status.hidden_bytes)
+        try:
+            async with asyncio.TaskGroup() as group:
+                waits = [
+                    group.create_task(self._wait(watcher, transfer_id, timeout_s)) for watcher in watchers
+                ]
+        except* TransferFailedError as failures:
+            raise _first(failures) from None
+        statuses = [wait.result() for wait in waits]
+        return Moved(
+            total_bytes=sum(status.total_bytes for status in statuses),
+            hidden_bytes=sum(status.hidden_bytes for status in statuses),
+        )
+
+    def announced(self, consumer: str, transfer_id: bytes) -> bool:
+        """Whether every rank of `consumer` has heard of a transfer that is being waited for."""
+        return all(watcher.announced(transfer_id) for watcher in self._watchers[consumer])
+
+    async def abandon(self, consumer: str, transfer_id: bytes, reason: str, timeout_s: float) -> None:
+        """Free the staging of a transfer that nobody will load; harmless when an engine has taken it. Never
+        raises."""
+        for watcher in self._watchers[consumer]:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await watcher.abandon(transfer_id, reason)
+            except (OSError, TimeoutError) as error:
+                # The consumer's own time to live frees the staging then.
+                logger.info("could not abandon a transfer at %s: %s", consumer, error)
+
+    async def close(self) -> None:
+        for ranks in self._watchers.values():
+            for watcher in ranks:
+                await watcher.close()
+
+    @staticmethod
+    async def _wait(watcher: Watcher, transfer_id: bytes, timeout_s: float) -> TransferStatus:
+        try:
+            status = await watcher.wait(transfer_id, timeout_s)
+        except TimeoutError:
+            raise TransferFailedError("transfer-deadline", f"not complete within {timeout_s:g} s") from None
+        except OSError as error:
+            raise TransferFailedError("consumer-unreachable", str(error)) from error
+        if status.phase is not TransferPhase.COMPLETE:
+            raise TransferFailedError("transfer-failed", status.reason)
+        return status
+
+
+def _first(failures: BaseExceptionGroup[TransferFailedError]) -> TransferFailedError:
+    first = failures.exceptions[0]
+    return first if isinstance(first, TransferFailedError) else _first(first)

@@ -1,0 +1,158 @@
+"""What the gateway counts, in Prometheus form.
+
+Metric families that keep their labelled children in a dictionary: the library takes a lock to find one.
+"""
+
+from typing import Generic, Protocol, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+Child = TypeVar("Child", covariant=True)
+
+
+class Family(Protocol[Child]):
+    """A metric with labels, of prometheus-client."""
+
+    def labels(self, *values: str) -> Child: ...
+
+
+class Labelled(Generic[Child]):
+    """A metric family; every label must take values from a bounded set, for children are kept."""
+
+    def __init__(self, family: Family[Child]) -> None:
+        self._family = family
+        self._children: dict[tuple[str, ...], Child] = {}
+
+    def labels(self, *values: str) -> Child:
+        child = self._children.get(values)
+        if child is None:
+            child = self._children[values] = self._family.labels(*values)
+        return child
+
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
+
+
+class Metrics:
+    """All series of one gateway. Every label takes values from a bounded set; docs/metrics.md lists them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """`registry`: what `GET /metrics` shows; others may register theirs in it too."""
+        self._registry = registry
+        self.requests = Labelled(
+            Counter(
+                "prfaas_gateway_requests",
+                "Requests that ended, by endpoint, route and outcome (ok, client_error, engine_error, cancelled).",
+                ("endpoint", "route", "outcome"),
+                registry=registry,
+            )
+        )
+        self.uncached_tokens = Labelled(
+            Counter(
+                "prfaas_gateway_uncached_tokens",
+                "Prompt tokens that the PD cluster did not hold.",
+                ("route",),
+                registry=registry,
+            )
+        )
+        self.transferred_bytes = Labelled(
+            Counter(
+                "prfaas_gateway_transferred_bytes",
+                "KV bytes moved to decode instances.",
+                ("route",),
+                registry=registry,
+            )
+        )
+        self.hidden_bytes = Labelled(
+            Counter(
+                "prfaas_gateway_hidden_bytes",
+                "KV bytes that had arrived when the prefill ended.",
+                ("route",),
+                registry=registry,
+            )
+        )
+        self.fallbacks = Labelled(
+            Counter(
+                "prfaas_gateway_fallbacks",
+                "Failed prefills elsewhere, by reason.",
+                ("reason",),
+                registry=registry,
+            )
+        )
+        self.cache_transfers = Labelled(
+            Counter(
+                "prfaas_gateway_cache_transfers",
+                "Prefixes that were to move to a prefill instance first, by outcome (done, or why not).",
+                ("outcome",),
+                registry=registry,
+            )
+        )
+        self.cache_transferred_bytes = Counter(
+            "prfaas_gateway_cache_transferred_bytes",
+            "KV bytes moved to prefill instances before they prefilled.",
+            registry=registry,
+        )
+        self.decode_failures = Labelled(
+            Counter(
+                "prfaas_gateway_decode_failures",
+                "Decode instances that failed a request, by reason (unreachable, died, http-STATUS).",
+                ("reason",),
+                registry=registry,
+            )
+        )
+        self.continuations = Labelled(
+            Counter(
+                "prfaas_gateway_continuations",
+                "Streams whose decode instance failed after the first byte, by what became of them.",
+                ("outcome",),
+                registry=registry,
+            )
+        )
+        self.direct = Labelled(
+            Counter(
+                "prfaas_gateway_direct",
+                "Requests prefilled by their decode instance, by reason.",
+                ("reason",),
+                registry=registry,
+            )
+        )
+        self.ttft_seconds = Labelled(
+            Histogram(
+                "prfaas_gateway_ttft_seconds",
+                "From the request's arrival to the first byte of its answer.",
+                ("route",),
+                buckets=_SECONDS,
+                registry=registry,
+            )
+        )
+        self.prefill_seconds = Labelled(
+            Histogram(
+                "prfaas_gateway_prefill_seconds",
+                "A prefill hop, from request to answer.",
+                ("route",),
+                buckets=_SECONDS,
+                registry=registry,
+            )
+        )
+        self.transfer_seconds = Labelled(
+            Histogram(
+                "prfaas_gateway_transfer_seconds",
+                "From the prefill's start to the transfer's completion.",
+                ("route",),
+                buckets=_SECONDS,
+                registry=registry,
+            )
+        )
+        self.in_flight_requests = Gauge(
+            "prfaas_gateway_in_flight_requests", "Requests being served.", registry=registry
+        )
+        self.in_flight_transfers = Gauge(
+            "prfaas_gateway_in_flight_transfers", "KV transfers being waited for.", registry=registry
+        )
+        self.background_tasks = Gauge(
+            "prfaas_gateway_background_tasks", "Abandonments under way.", registry=registry
+        )
+
+    def exposition(self) -> bytes:
+        """The text format of GET /metrics."""
+        return generate_latest(self._registry)

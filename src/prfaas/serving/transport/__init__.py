@@ -1,0 +1,60 @@
+"""Moving KV between machines over TCP: verified, paced, resumable. Knows bytes, regions and offsets, nothing
+of vLLM or HTTP. The wire format is in docs/wire.md."""
+
+from prfaas.serving.transport.handshake import Fingerprint, HandshakeError
+from prfaas.serving.transport.incoming import RegionLayout
+from prfaas.serving.transport.observer import Observer
+from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
+from prfaas.serving.transport.outgoing import (
+    BytesSource,
+    ChunkSource,
+    OutgoingTransfer,
+    SendPhase,
+    SourceGone,
+)
+from prfaas.serving.transport.receiver import Receiver
+from prfaas.serving.transport.sender import Sender
+from prfaas.serving.transport.sockets import LinkSample, TcpInfo
+from prfaas.serving.transport.staging import StagedTransfer, StagingArena, StagingLease
+from prfaas.serving.transport.status import TransferPhase, TransferStatus
+from prfaas.serving.transport.ticket import (
+    KeyFileError,
+    Ticket,
+    TicketError,
+    create_key,
+    load_key,
+    prompt_digest,
+)
+from prfaas.serving.transport.wire import PROTOCOL_VERSION, WireError
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "BytesSource",
+    "ChunkSource",
+    "Fingerprint",
+    "HandshakeError",
+    "KeyFileError",
+    "LinkSample",
+    "Observer",
+    "OutgoingTransfer",
+    "Peer",
+    "Receiver",
+    "ReceiverOptions",
+    "RegionLayout",
+    "SendPhase",
+    "Sender",
+    "SenderOptions",
+    "SourceGone",
+    "StagedTransfer",
+    "StagingArena",
+    "StagingLease",
+    "TcpInfo",
+    "Ticket",
+    "TicketError",
+    "TransferPhase",
+    "TransferStatus",
+    "WireError",
+    "create_key",
+    "load_key",
+    "prompt_digest",
+]

@@ -1,0 +1,302 @@
+"""One transfer on the consumer's side: its regions, its staging, what has arrived, and its phase.
+
+Ids of transfers that are over, kept for a while so that nothing late can bring them back.
+
+Which observers want to hear about which transfers.
+
+Whether an OPEN may become a transfer: the ticket, the names in it, and the regions both sides expect.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from prfaas.serving.transport.coverage import Coverage
+from prfaas.serving.transport.options import ReceiverOptions
+from prfaas.serving.transport.staging import StagingLease
+from prfaas.serving.transport.status import TransferPhase, TransferStatus
+from prfaas.serving.transport.ticket import Ticket, TicketError
+from prfaas.serving.transport.wire import (
+    MAX_REGION_BYTES,
+    MAX_REGIONS,
+    FrameType,
+    WireError,
+    pack_control,
+    text_field,
+)
+
+
+class Tombstones:
+    """Bounded map transfer id → (last status, when to forget). Not thread-safe: the book's lock guards it."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._entries: OrderedDict[bytes, tuple[TransferStatus, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, transfer_id: bytes) -> TransferStatus | None:
+        entry = self._entries.get(transfer_id)
+        return None if entry is None else entry[0]
+
+    def put(self, transfer_id: bytes, status: TransferStatus, forget_at_s: float) -> None:
+        self._entries[transfer_id] = (status, forget_at_s)
+        while len(self._entries) > self._limit:
+            self._entries.popitem(last=False)
+
+    def sweep(self, now_s: float) -> None:
+        """Forget what is due. Lifetimes differ little, so only the old end of the map is looked at."""
+        while self._entries:
+            transfer_id, (_, forget_at_s) = next(iter(self._entries.items()))
+            if forget_at_s > now_s:
+                return
+            del self._entries[transfer_id]
+
+
+_ALIGN_BYTES = 64
+
+
+class FrameSink(Protocol):
+    """A connection as the book of transfers sees it; neither method blocks."""
+
+    def post(self, frame: bytes) -> None: ...
+
+    def shut(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class ProducerSession:
+    """One running producer: all its connections, and when it was last heard."""
+
+    name: str
+    session: str
+    links: list[FrameSink] = field(default_factory=list)
+    lost_at_s: float | None = None
+    moved_at_s: float = 0.0
+
+    def same(self, other: "ProducerSession") -> bool:
+        return (self.name, self.session) == (other.name, other.session)
+
+
+@dataclass(slots=True, eq=False)
+class ChunkPlace:
+    """Where the payload of one DATA frame goes while it is read from the socket.
+
+    With a transfer: into `pieces` of its staging. Without: to be drained, then answered with `answer` (an ACK
+    of a doubled chunk, an ABORT for a transfer that is over).
+    """
+
+    pieces: list[memoryview]
+    region: int
+    start: int
+    end: int
+    link: FrameSink
+    transfer: "IncomingTransfer | None" = None
+    answer: bytes = b""
+
+
+class IncomingTransfer:
+    """State machine WAITING → RECEIVING → COMPLETE | FAILED. Not thread-safe: the book's lock guards it."""
+
+    def __init__(
+        self, ticket: Ticket, region_bytes: tuple[int, ...], session: ProducerSession, now_s: float
+    ) -> None:
+        self.ticket = ticket
+        self.region_bytes = region_bytes
+        self.session = session
+        self.region_starts: list[int] = []
+        lease_bytes = 0
+        for nbytes in region_bytes:
+            self.region_starts.append(lease_bytes)
+            lease_bytes += -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        self.lease_bytes = lease_bytes
+        self.total_bytes = sum(region_bytes)
+        self.phase = TransferPhase.WAITING
+        self.reason = ""
+        self.lease: StagingLease | None = None
+        self.received_bytes = 0
+        self.hidden_bytes = 0
+        self.ended = False
+        self.opened_at_s = now_s
+        self.moved_at_s = now_s
+        self._coverage = [Coverage() for _ in region_bytes]
+        self._arriving: list[ChunkPlace] = []
+
+    def status(self, *, taken: bool = False) -> TransferStatus:
+        return TransferStatus(
+            phase=self.phase,
+            reason=self.reason,
+            received_bytes=self.received_bytes,
+            total_bytes=self.total_bytes,
+            hidden_bytes=self.hidden_bytes,
+            num_tokens=self.ticket.num_tokens,
+            skip_tokens=self.ticket.skip_tokens,
+            taken=taken,
+        )
+
+    @property
+    def covered(self) -> bool:
+        return self.received_bytes == self.total_bytes
+
+    def overdue(self, options: ReceiverOptions, now_s: float) -> str:
+        """Why the transfer must end now, as a sentence; "" as long as every deadline is kept."""
+        session = self.session
+        if self.phase is TransferPhase.COMPLETE:
+            late = now_s - self.moved_at_s > options.ttl_s
+            return f"nobody took it within {options.ttl_s:g} s" if late else ""
+        if session.lost_at_s is not None and now_s - session.lost_at_s > options.reconnect_grace_s:
+            return f"connection to {session.name} lost"
+        if self.phase is TransferPhase.WAITING:
+            late = now_s - self.opened_at_s > options.staging_wait_s
+            return f"staging was full for {options.staging_wait_s:g} s" if late else ""
+        # Its chunks may wait behind another transfer's, so after END the producer's progress counts, not its own.
+        heard_at_s = max(session.moved_at_s, self.moved_at_s)
+        if self.ended and now_s - heard_at_s > options.progress_deadline_s:
+            return f"no progress for {options.progress_deadline_s:g} s after prefill ended"
+        if now_s - self.moved_at_s > options.idle_deadline_s:
+            return f"no progress for {options.idle_deadline_s:g} s"
+        return ""
+
+    def is_duplicate(self, region: int, start: int, end: int) -> bool:
+        """Whether the chunk is in place already; raises WireError for a chunk that cannot belong here."""
+        if region >= len(self.region_bytes):
+            raise WireError(f"DATA names region {region}, the transfer has {len(self.region_bytes)}")
+        if end > self.region_bytes[region] or start >= end:
+            raise WireError(
+                f"DATA {start}..{end} lies outside region {region} of {self.region_bytes[region]} bytes"
+            )
+        overlap = self._coverage[region].overlap_bytes(start, end)
+        if overlap not in (0, end - start):
+            # Senders re-send chunks as they cut them; writing half over verified bytes could spoil them.
+            raise WireError(f"DATA {start}..{end} of region {region} is half in place already")
+        return overlap > 0
+
+    def rival(self, region: int, start: int, end: int) -> ChunkPlace | None:
+        """A chunk that is arriving right now on another connection and overlaps this one."""
+        for place in self._arriving:
+            if place.region == region and place.start < end and start < place.end:
+                return place
+        return None
+
+    def pin(self, region: int, start: int, end: int, link: FrameSink) -> ChunkPlace:
+        """Hold the staging of one chunk while a connection writes into it."""
+        assert self.lease is not None
+        pieces = self.lease.views(self.region_starts[region] + start, end - start)
+        place = ChunkPlace(pieces, region, start, end, link, transfer=self)
+        self._arriving.append(place)
+        return place
+
+    def unpin(self, place: ChunkPlace, *, verified: bool, now_s: float) -> None:
+        """The connection no longer writes; frees the staging if it was held back only for that."""
+        self._arriving.remove(place)
+        place.pieces.clear()
+        if verified:
+            self.received_bytes += self._coverage[place.region].add(place.start, place.end)
+            self.moved_at_s = now_s
+        if self.phase is TransferPhase.FAILED:
+            self.release()
+
+    def release(self) -> None:
+        """Free the staging unless a connection still writes into it (then `unpin` does) or it was
+        handed over.
+        """
+        if self.lease is not None and not self._arriving:
+            self.lease.free()
+            self.lease = None
+
+
+class Watchers:
+    """Map transfer id → connections, until its last phase was told. Not thread-safe: the book's lock guards it."""
+
+    def __init__(self) -> None:
+        self._links: dict[bytes, set[FrameSink]] = {}
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def add(self, link: FrameSink, transfer_id: bytes, status: TransferStatus | None) -> None:
+        """Tell the present status, if there is one, and remember the connection if more can follow."""
+        if status is not None:
+            link.post(_frame(transfer_id, status))
+        if status is None or not status.phase.terminal:
+            self._links.setdefault(transfer_id, set()).add(link)
+
+    def has(self, link: FrameSink, transfer_id: bytes) -> bool:
+        return link in self._links.get(transfer_id, ())
+
+    def remove(self, link: FrameSink, transfer_ids: set[bytes]) -> None:
+        for transfer_id in transfer_ids:
+            links = self._links.get(transfer_id)
+            if links is not None:
+                links.discard(link)
+                if not links:
+                    del self._links[transfer_id]
+
+    def tell(self, transfer_id: bytes, status: TransferStatus) -> None:
+        links = self._links.get(transfer_id)
+        if links:
+            frame = _frame(transfer_id, status)
+            for link in links:
+                link.post(frame)
+            if status.phase.terminal:
+                del self._links[transfer_id]
+
+    def clear(self) -> None:
+        self._links.clear()
+
+
+def _frame(transfer_id: bytes, status: TransferStatus) -> bytes:
+    return pack_control(FrameType.STATUS, transfer_id, status.to_body())
+
+
+class RegionLayout(Protocol):
+    """The consumer's own idea of what a transfer consists of."""
+
+    def region_bytes(self, num_tokens: int, skip_tokens: int) -> Sequence[int]:
+        """Sizes in bytes of the regions of one transfer; ValueError if the numbers are absurd."""
+
+
+def check_open(
+    body: Mapping[str, Any],
+    *,
+    transfer_id: bytes,
+    name: str,
+    producer: str,
+    key: bytes,
+    layout: RegionLayout,
+) -> tuple[Ticket, tuple[int, ...]]:
+    """The ticket of an OPEN and the region sizes in bytes; ValueError with the sentence to refuse it with.
+
+    `name` is this side's, `producer` the authenticated peer's.
+    """
+    ticket = Ticket.unseal(text_field(body, "ticket"), key, time.time())
+    if ticket.transfer_id != transfer_id:
+        raise TicketError("ticket belongs to another transfer")
+    if not _is_rank_of(name, ticket.consumer):
+        raise TicketError(f"ticket names consumer {ticket.consumer}, this is {name}")
+    if not _is_rank_of(producer, ticket.producer):
+        raise TicketError(f"ticket names producer {ticket.producer}, the peer is {producer}")
+    ours = tuple(layout.region_bytes(ticket.num_tokens, ticket.skip_tokens))
+    if len(ours) > MAX_REGIONS or not all(0 <= nbytes <= MAX_REGION_BYTES for nbytes in ours):
+        raise WireError("this side's own regions are out of bounds")
+    theirs = body.get("regions")
+    if not isinstance(theirs, list) or not all(type(nbytes) is int for nbytes in theirs):
+        raise WireError("field 'regions' must be a list of sizes in bytes")
+    _raise_if_different(ours, theirs, name, producer)
+    return ticket, ours
+
+
+def _is_rank_of(name: str, instance: str) -> bool:
+    """Whether `name` is `instance` itself or one of its ranks ("pd-0/1" of "pd-0")."""
+    return name == instance or name.rpartition("/")[0] == instance
+
+
+def _raise_if_different(ours: tuple[int, ...], theirs: list[int], name: str, peer: str) -> None:
+    if len(ours) != len(theirs):
+        raise WireError(f"{peer} announced {len(theirs)} regions, {name} expects {len(ours)}")
+    for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        if mine != other:
+            raise WireError(f"{peer} announced {other} bytes in region {index}, {name} expects {mine}")

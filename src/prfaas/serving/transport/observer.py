@@ -1,0 +1,240 @@
+"""Watching transfers at a consumer, for gateways and tools: an asyncio client of its KV port."""
+
+import asyncio
+import contextlib
+import secrets
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, HandshakeError
+from prfaas.serving.transport.status import TransferStatus
+from prfaas.serving.transport.wire import (
+    HEADER_BYTES,
+    FrameType,
+    Header,
+    WireError,
+    pack_control,
+    parse_control,
+    unpack_header,
+)
+
+_T = TypeVar("_T")
+
+_CONNECT_S = 5.0
+_RECONNECT_S = 2.0
+_BACKOFF_S = 0.05
+
+
+class Observer:
+    """One connection to the receiver `peer_name` at host:port; use it from one event loop only.
+
+    Connects on first use, and again by itself when the connection is lost. What waits then fails with
+    ConnectionError only if the receiver stays away for about two seconds, or is not the same run of it (its
+    transfers are gone).
+    """
+
+    def __init__(self, name: str, key: bytes, host: str, port: int, peer_name: str) -> None:
+        self.name = name
+        self.peer_name = peer_name
+        self._key = key
+        self._address = (host, port)
+        self._session = secrets.token_hex(8)
+        self._peer_session = ""
+        self._writer: asyncio.StreamWriter | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._connecting = asyncio.Lock()
+        self._closed = False
+        self._waits: dict[bytes, set[asyncio.Future[TransferStatus]]] = {}
+        self._announced: set[bytes] = set()
+        self._asked: deque[asyncio.Future[dict[str, Any]]] = deque()
+
+    @property
+    def connected(self) -> bool:
+        return self._writer is not None
+
+    async def connect(self) -> None:
+        """Be connected; raises ConnectionError (HandshakeError among them) with the reason."""
+        async with self._connecting:
+            if self._closed:
+                raise ConnectionError(f"observer of {self.peer_name} is closed")
+            if self._keeper is not None and not self._keeper.done():
+                return
+            reader = await self._dial()
+            self._keeper = asyncio.create_task(self._keep(reader), name=f"prfaas-observe-{self.peer_name}")
+
+    async def close(self) -> None:
+        """End the connection; pending calls raise ConnectionError. Idempotent."""
+        self._closed = True
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await keeper
+        await self._hang_up()
+        self._fail_all("the observer was closed")
+
+    async def wait(self, transfer_id: bytes, timeout_s: float) -> TransferStatus:
+        """The final status (COMPLETE or FAILED) of a transfer, which need not have been opened yet.
+
+        Raises TimeoutError after `timeout_s`, ConnectionError when the receiver is gone.
+        """
+        async with asyncio.timeout(timeout_s):
+            await self.connect()
+            future: asyncio.Future[TransferStatus] = asyncio.get_running_loop().create_future()
+            self._waits.setdefault(transfer_id, set()).add(future)
+            try:
+                self._send(pack_control(FrameType.WATCH, transfer_id))
+                return await future
+            finally:
+                waiting = self._waits.get(transfer_id)
+                if waiting is not None:
+                    waiting.discard(future)
+                    if not waiting:
+                        del self._waits[transfer_id]
+                        self._announced.discard(transfer_id)
+
+    def announced(self, transfer_id: bytes) -> bool:
+        """Whether the receiver has heard of a transfer that somebody waits for here."""
+        return transfer_id in self._announced
+
+    async def abandon(self, transfer_id: bytes, reason: str) -> None:
+        """Tell the receiver to drop a transfer, or to refuse it if it has not come yet; ConnectionError if it
+        cannot be told (its own deadlines drop the transfer then)."""
+        await self.connect()
+        self._send(pack_control(FrameType.ABANDON, transfer_id, {"reason": reason[:4096]}))
+        if self._writer is None:
+            raise ConnectionError(f"connection to {self.peer_name} is lost")
+
+    async def stats(self) -> dict[str, Any]:
+        """The receiver's `stats()`; raises ConnectionError."""
+        await self.connect()
+        future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._asked.append(future)
+        self._send(pack_control(FrameType.STATS))
+        return await future
+
+    def _send(self, frame: bytes) -> None:
+        # While reconnecting there is no writer: what still waits is asked again once the connection is back.
+        if self._writer is not None:
+            self._writer.write(frame)
+
+    async def _dial(self) -> asyncio.StreamReader:
+        """Connect and shake hands; raises ConnectionError."""
+        host, port = self._address
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                reader, writer = await asyncio.open_connection(host, port)
+                try:
+                    await self._greet(reader, writer)
+                except BaseException:
+                    writer.close()
+                    raise
+        except TimeoutError:
+            raise ConnectionError(f"{self.peer_name} did not answer at {host}:{port}") from None
+        except (WireError, asyncio.IncompleteReadError) as error:
+            raise ConnectionError(f"{self.peer_name} at {host}:{port}: {error}") from None
+        except HandshakeError:
+            raise
+        except OSError as error:
+            raise ConnectionError(f"{self.peer_name} at {host}:{port}: {error}") from None
+        self._writer = writer
+        return reader
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        hello = ClientHello.new(
+            key=self._key,
+            name=self.name,
+            server_name=self.peer_name,
+            role=ROLE_OBSERVER,
+            session=self._session,
+            fingerprint={},
+        )
+        writer.write(hello.frame())
+        writer.write(hello.answer(*await _read_frame(reader)))
+        peer_session = hello.finish(*await _read_frame(reader))
+        if self._peer_session not in ("", peer_session):
+            self._fail_all(f"{self.peer_name} was restarted")
+        self._peer_session = peer_session
+
+    async def _keep(self, reader: asyncio.StreamReader) -> None:
+        """Read until the connection is lost; then reconnect, or give up after a while."""
+        trouble = "connection lost"
+        try:
+            while True:
+                try:
+                    await self._read(reader)
+                except (OSError, WireError, asyncio.IncompleteReadError) as error:
+                    trouble = str(error)
+                await self._hang_up()
+                self._fail_asked(f"connection to {self.peer_name} lost")
+                reader = await self._dial_again()
+                for transfer_id in self._waits:
+                    self._send(pack_control(FrameType.WATCH, transfer_id))
+        except ConnectionError as error:
+            trouble = str(error)
+        finally:
+            await self._hang_up()
+            self._fail_all(f"{self.peer_name} is gone: {trouble}")
+
+    async def _dial_again(self) -> asyncio.StreamReader:
+        backoff_s = _BACKOFF_S
+        give_up_s = asyncio.get_running_loop().time() + _RECONNECT_S
+        while True:
+            try:
+                return await self._dial()
+            except ConnectionError:
+                if asyncio.get_running_loop().time() + backoff_s > give_up_s:
+                    raise
+            await asyncio.sleep(backoff_s)
+            backoff_s *= 2
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while True:
+            header, body = await _read_frame(reader)
+            if header.kind is FrameType.STATUS:
+                self._settle(header.transfer_id, TransferStatus.from_body(body))
+            elif header.kind is FrameType.STATS:
+                if self._asked:
+                    _resolve(self._asked.popleft(), dict(body))
+            else:
+                raise WireError(f"{self.peer_name} may not send {header.kind.name} to an observer")
+
+    def _settle(self, transfer_id: bytes, status: TransferStatus) -> None:
+        if transfer_id in self._waits:
+            self._announced.add(transfer_id)
+        if status.phase.terminal:
+            for future in self._waits.get(transfer_id, ()):
+                _resolve(future, status)
+
+    async def _hang_up(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    def _fail_all(self, reason: str) -> None:
+        for futures in self._waits.values():
+            for future in futures:
+                if not future.done():
+                    future.set_exception(ConnectionError(reason))
+        self._fail_asked(reason)
+
+    def _fail_asked(self, reason: str) -> None:
+        while self._asked:
+            future = self._asked.popleft()
+            if not future.done():
+                future.set_exception(ConnectionError(reason))
+
+
+def _resolve(future: "asyncio.Future[_T]", value: _T) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+async def _read_frame(reader: asyncio.StreamReader) -> tuple[Header, Mapping[str, Any]]:
+    header = unpack_header(await reader.readexactly(HEADER_BYTES))
+    if header.kind is FrameType.DATA:
+        raise WireError("an observer gets no DATA")
+    return header, parse_control(header, await reader.readexactly(header.length_bytes))

@@ -1,0 +1,196 @@
+"""The consumer's end: listens, stages what producers send, tells engine and observers."""
+
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+from prfaas.serving.transport.handshake import Fingerprint, PeerIdentity, welcome
+from prfaas.serving.transport.incoming import RegionLayout
+from prfaas.serving.transport.options import ReceiverOptions
+from prfaas.serving.transport.receiver_connection import AcceptedConnection
+from prfaas.serving.transport.sockets import shut, tune
+from prfaas.serving.transport.staging import StagedTransfer, StagingArena
+from prfaas.serving.transport.status import TransferStatus
+from prfaas.serving.transport.transfer_table import Book
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.2
+_ACCEPT_BACKLOG = 128
+
+
+class Receiver:
+    """Receives KV transfers into `arena`; thread-safe.
+
+    One thread accepts, one serves each connection, one keeps the deadlines. `producers`: the only names that
+    may send (None: whoever has the key). `fingerprint`: the KV layout, compared field by field with each
+    producer's. `sender_telemetry`: what this engine's sender tells of its links; observers get it with `stats`.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        key: bytes,
+        host: str,
+        port: int,
+        arena: StagingArena,
+        layout: RegionLayout,
+        fingerprint: Fingerprint,
+        options: ReceiverOptions | None = None,
+        producers: Collection[str] | None = None,
+        sender_telemetry: Callable[[], dict[str, Any]] | None = None,
+    ) -> None:
+        self.name = name
+        self._key = key
+        self._address = (host, port)
+        # New with each start: an observer tells a lost connection from a receiver that forgot everything.
+        self._session = secrets.token_hex(8)
+        self._fingerprint = dict(fingerprint)
+        self._options = options or ReceiverOptions()
+        self._producers = None if producers is None else frozenset(producers)
+        self._sender_telemetry = sender_telemetry
+        self._book = Book(name=name, key=key, arena=arena, layout=layout, options=self._options)
+        self._lock = threading.Lock()
+        self._connections: dict[AcceptedConnection, threading.Thread] = {}
+        self._listener: socket.socket | None = None
+        self._threads: list[threading.Thread] = []
+        self._closing = threading.Event()
+        self._failed_connections = 0
+        self._thread_errors = 0
+
+    @property
+    def port(self) -> int:
+        """The port listened at: the real one when 0 was asked for."""
+        listener = self._listener
+        return self._address[1] if listener is None else int(listener.getsockname()[1])
+
+    def start(self) -> None:
+        """Listen; raises OSError when the address cannot be had."""
+        if self._listener is not None:
+            raise RuntimeError(f"receiver {self.name} was started already")
+        family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
+        self._listener = socket.create_server(self._address, family=family, backlog=_ACCEPT_BACKLOG)
+        for job, what in ((self._accept, "accept"), (self._keep_house, "house")):
+            thread = threading.Thread(target=job, name=f"prfaas-recv-{what}-{self.name}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def close(self) -> None:
+        """End every thread and connection, free every lease that nobody took; idempotent."""
+        self._closing.set()
+        if self._listener is not None:
+            shut(self._listener)
+        for thread in self._threads:
+            thread.join()
+        with self._lock:
+            open_now = dict(self._connections)
+        for connection in open_now:
+            connection.shut()
+        for thread in open_now.values():
+            thread.join()
+        if self._listener is not None:
+            self._listener.close()
+        self._book.close()
+
+    def state(self, transfer_id: bytes) -> TransferStatus | None:
+        """The transfer's status, also for a while after it is over; None when the id is unknown. Cheap."""
+        return self._book.state(transfer_id)
+
+    def take(self, transfer_id: bytes) -> StagedTransfer | None:
+        """The staged bytes of a COMPLETE transfer, once; the caller must free them. None otherwise."""
+        return self._book.take(transfer_id)
+
+    def drop(self, transfer_id: bytes, reason: str) -> None:
+        """Give a transfer up: frees its staging unless taken, tells the producer, refuses the id from
+        now on.
+        """
+        self._book.drop(transfer_id, reason)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges; every gauge of use is 0 when nothing is going on."""
+        with self._lock:
+            connections = list(self._connections)
+            threads = sum(thread.is_alive() for thread in self._threads) + len(connections)
+        roles = [link.identity.role for link in connections if link.identity is not None]
+        return self._book.stats() | {
+            "name": self.name,
+            "connections": len(connections),
+            "producer_connections": roles.count("producer"),
+            "observer_connections": roles.count("observer"),
+            "failed_connections": self._failed_connections,
+            "thread_errors": self._thread_errors,
+            "threads": threads,
+            "sender": self._sender_telemetry() if self._sender_telemetry is not None else {"links": {}},
+        }
+
+    def _shake_hands(self, sock: socket.socket) -> PeerIdentity:
+        tune(sock, user_timeout_s=self._options.user_timeout_s, congestion=self._options.congestion)
+        sock.settimeout(self._options.handshake_s)
+        identity = welcome(
+            sock,
+            key=self._key,
+            name=self.name,
+            session=self._session,
+            fingerprint=self._fingerprint,
+            producers=self._producers,
+        )
+        sock.settimeout(None)
+        return identity
+
+    def _accept(self) -> None:
+        listener = self._listener
+        assert listener is not None
+        while not self._closing.is_set():
+            try:
+                sock, _ = listener.accept()
+            except OSError as error:
+                if not self._closing.is_set():
+                    self._thread_errors += 1
+                    log.warning("receiver %s cannot accept: %s", self.name, error)
+                    self._closing.wait(_TICK_S)
+                continue
+            try:
+                self._serve(sock)
+            except Exception:
+                self._thread_errors += 1
+                log.exception("receiver %s cannot serve a connection", self.name)
+                sock.close()
+
+    def _serve(self, sock: socket.socket) -> None:
+        connection = AcceptedConnection(
+            sock, self._book, self.stats, self._shake_hands, self._options.progress_deadline_s
+        )
+
+        def serve() -> None:
+            try:
+                connection.serve()
+            finally:
+                with self._lock:
+                    del self._connections[connection]
+                    self._failed_connections += bool(connection.failure)
+
+        with self._lock:
+            if self._closing.is_set() or len(self._connections) >= self._options.max_connections:
+                sock.close()
+                return
+            thread = threading.Thread(target=serve, name=f"prfaas-recv-{self.name}", daemon=True)
+            self._connections[connection] = thread
+            thread.start()
+
+    def _keep_house(self) -> None:
+        while not self._closing.wait(_TICK_S):
+            try:
+                now_s = time.monotonic()
+                with self._lock:
+                    connections = list(self._connections)
+                for connection in connections:
+                    connection.check(now_s)
+                self._book.sweep(now_s)
+            except Exception:
+                self._thread_errors += 1
+                log.exception("housekeeping of receiver %s failed", self.name)

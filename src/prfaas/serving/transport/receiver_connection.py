@@ -1,0 +1,237 @@
+"""One accepted connection at the consumer, served by one blocking thread."""
+
+import logging
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from prfaas.serving.transport.handshake import ROLE_PRODUCER, HandshakeError, PeerIdentity
+from prfaas.serving.transport.incoming import ChunkPlace, ProducerSession
+from prfaas.serving.transport.sockets import (
+    ConnectionEnded,
+    read_tcp_info,
+    receive_exactly,
+    receive_pieces,
+    shut,
+)
+from prfaas.serving.transport.transfer_table import Book
+from prfaas.serving.transport.wire import (
+    HEADER_BYTES,
+    FrameType,
+    Header,
+    WireError,
+    checksum_of,
+    pack_control,
+    parse_control,
+    text_field,
+    unpack_header,
+)
+
+log = logging.getLogger(__name__)
+
+_MAX_OUTBOX_FRAMES = 8192
+_OUTBOX_PRESSURE_FRAMES = 64
+_MAX_WATCHED = 65536
+
+
+class AcceptedConnection:
+    """Reads frames of a producer or an observer and answers them through an outbox that any thread may
+    post to.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        book: Book,
+        stats: Callable[[], dict[str, Any]],
+        shake_hands: Callable[[socket.socket], PeerIdentity],
+        progress_deadline_s: float,
+    ) -> None:
+        self._sock = sock
+        self._book = book
+        self._stats = stats
+        self._shake_hands = shake_hands
+        self._progress_deadline_s = progress_deadline_s
+        self._outbox: deque[memoryview] = deque()
+        self._sending = threading.Lock()
+        self._payload_since_s: float | None = None
+        self._bytes_received = 0
+        self._header = bytearray(HEADER_BYTES)
+        self._scratch = bytearray()
+        self._watched: set[bytes] = set()
+        self.identity: PeerIdentity | None = None
+        self.failure = ""
+
+    # Any thread
+
+    def post(self, frame: bytes) -> None:
+        """Send soon, never block: what the socket does not take now goes with the next flush."""
+        if len(self._outbox) >= _MAX_OUTBOX_FRAMES:
+            self.shut()  # a peer that doesn't read its answers
+            return
+        self._outbox.append(memoryview(frame))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits, as far as the socket takes it without blocking."""
+        # Whoever holds the lock sends for all; looking again after releasing it catches what came meanwhile.
+        while self._outbox and self._sending.acquire(blocking=False):
+            try:
+                while self._outbox:
+                    frame = self._outbox[0]
+                    sent = self._sock.send(frame, socket.MSG_DONTWAIT)
+                    if sent < frame.nbytes:
+                        self._outbox[0] = frame[sent:]
+                    else:
+                        self._outbox.popleft()
+            except BlockingIOError:
+                return
+            except OSError:
+                self._outbox.clear()
+                self.shut()
+                return
+            finally:
+                self._sending.release()
+
+    def shut(self) -> None:
+        """Make the connection's thread end."""
+        shut(self._sock)
+
+    def check(self, now_s: float) -> None:
+        """Housekeeping: close a connection stuck inside a frame, push an outbox that got stuck."""
+        since_s = self._payload_since_s
+        if since_s is not None and now_s - since_s > self._progress_deadline_s and not self._moved():
+            self.failure = f"stuck inside a frame for {self._progress_deadline_s:g} s"
+            self.shut()
+        if self._outbox:
+            self.flush()
+
+    def _moved(self) -> bool:
+        """Whether the kernel has received anything since this was asked last: a slow link is not a stuck one."""
+        before = self._bytes_received
+        try:
+            self._bytes_received = read_tcp_info(self._sock).bytes_received
+        except OSError:
+            return False
+        return self._bytes_received > before
+
+    # The connection's own thread
+
+    def serve(self) -> None:
+        """Shake hands, then serve frames until the connection ends. Never raises."""
+        try:
+            self.identity = self._shake_hands(self._sock)
+            if self.identity.role == ROLE_PRODUCER:
+                self._serve_producer(self.identity)
+            else:
+                self._serve_observer()
+        except ConnectionEnded:
+            pass
+        except (HandshakeError, WireError) as error:
+            self.failure = str(error)
+            log.warning("connection from %s closed: %s", self._whom(), error)
+        except OSError as error:
+            self.failure = str(error)
+            log.info("connection from %s lost: %s", self._whom(), error)
+        except Exception as error:
+            self.failure = repr(error)
+            log.exception("connection from %s failed", self._whom())
+        finally:
+            self.shut()
+            # Not while another thread posts: its send must not meet a reused file number.
+            with self._sending:
+                self._sock.close()
+
+    def _whom(self) -> str:
+        return "an unknown peer" if self.identity is None else self.identity.name
+
+    def _serve_producer(self, identity: PeerIdentity) -> None:
+        session = self._book.connected(identity, self)
+        try:
+            while True:
+                header = self._next_header()
+                if header.kind is FrameType.DATA:
+                    self._receive_chunk(session, header)
+                elif header.kind is FrameType.OPEN:
+                    self._book.open(session, self, header, self._body(header))
+                elif header.kind is FrameType.END:
+                    self._book.end(session, self, header, self._body(header))
+                elif header.kind is FrameType.ABORT:
+                    self._book.aborted(session, header, self._body(header))
+                else:
+                    raise WireError(f"a producer may not send {header.kind.name}")
+                if len(self._outbox) > _OUTBOX_PRESSURE_FRAMES:
+                    self._wait_for_outbox()
+        finally:
+            self._book.disconnected(session, self)
+
+    def _serve_observer(self) -> None:
+        try:
+            while True:
+                header = self._next_header()
+                body = self._body(header)
+                if header.kind is FrameType.WATCH:
+                    if len(self._watched) >= _MAX_WATCHED:
+                        self._watched = {i for i in self._watched if self._book.is_watching(self, i)}
+                    if len(self._watched) >= _MAX_WATCHED:
+                        raise WireError(f"an observer may watch {_MAX_WATCHED} transfers at once")
+                    self._watched.add(header.transfer_id)
+                    self._book.watch(self, header.transfer_id)
+                elif header.kind is FrameType.ABANDON:
+                    self._book.drop(header.transfer_id, text_field(body, "reason"))
+                elif header.kind is FrameType.STATS:
+                    self.post(pack_control(FrameType.STATS, body=self._stats()))
+                else:
+                    raise WireError(f"an observer may not send {header.kind.name}")
+        finally:
+            self._book.unwatch(self, self._watched)
+
+    def _next_header(self) -> Header:
+        receive_exactly(self._sock, memoryview(self._header))
+        return unpack_header(self._header)
+
+    def _body(self, header: Header) -> dict[str, Any]:
+        return parse_control(header, self._read_aside(header.length_bytes))
+
+    def _read_aside(self, nbytes: int) -> memoryview:
+        if len(self._scratch) < nbytes:
+            self._scratch = bytearray(nbytes)
+        view = memoryview(self._scratch)[:nbytes]
+        self._timed([view])
+        return view
+
+    def _timed(self, pieces: list[memoryview]) -> None:
+        self._payload_since_s = time.monotonic()
+        try:
+            receive_pieces(self._sock, pieces)
+        finally:
+            self._payload_since_s = None
+
+    def _receive_chunk(self, session: ProducerSession, header: Header) -> None:
+        place: ChunkPlace = self._book.begin_chunk(session, self, header)
+        try:
+            if place.transfer is None:
+                pieces = [self._read_aside(header.length_bytes)]
+            else:
+                pieces = place.pieces
+                self._timed(pieces)
+            verified = checksum_of(pieces) == header.checksum
+        except BaseException:
+            self._book.lose_chunk(place)
+            raise
+        self._book.finish_chunk(place, header, verified=verified)
+
+    def _wait_for_outbox(self) -> None:
+        # The producer's acknowledgements don't fit into the socket: reading on would only pile up more.
+        deadline_s = time.monotonic() + self._progress_deadline_s
+        poll = select.poll()
+        poll.register(self._sock, select.POLLOUT)
+        while self._outbox:
+            if time.monotonic() > deadline_s:
+                raise WireError("the producer does not read its acknowledgements")
+            poll.poll(100)
+            self.flush()

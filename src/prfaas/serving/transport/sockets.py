@@ -1,0 +1,167 @@
+"""Blocking sockets of the data plane: options, exact reads, and an orderly end.
+
+What the kernel knows about a TCP connection (struct tcp_info of <linux/tcp.h>, 0.23 µs a look).
+"""
+
+import contextlib
+import socket
+import struct
+from dataclasses import dataclass
+
+from prfaas.serving.transport.wire import HEADER_BYTES, Header, WireError, parse_control, unpack_header
+
+_BYTES = 232
+_UNAVAILABLE = 0xFFFFFFFF
+# Offsets into struct tcp_info: the layout only ever grows at its end.
+_U32 = struct.Struct("=I")
+_U64 = struct.Struct("=Q")
+_RTT, _CWND, _TOTAL_RETRANS = 68, 80, 100
+_PACING_RATE, _BYTES_ACKED, _BYTES_RECEIVED = 104, 120, 128
+_NOTSENT, _MIN_RTT = 144, 148
+_DELIVERY_RATE, _BUSY, _RWND_LIMITED, _SNDBUF_LIMITED = 160, 168, 176, 184
+
+
+@dataclass(frozen=True, slots=True)
+class TcpInfo:
+    """Times in seconds, rates in bit/s; what an older kernel does not report is 0."""
+
+    rtt_s: float
+    min_rtt_s: float
+    cwnd_segments: int
+    retransmits: int
+    pacing_bits_per_s: float
+    delivery_bits_per_s: float
+    bytes_acked: int
+    bytes_received: int
+    notsent_bytes: int
+    busy_s: float
+    rwnd_limited_s: float
+    sndbuf_limited_s: float
+
+
+def read_tcp_info(sock: socket.socket) -> TcpInfo:
+    """Raises OSError when the socket is gone."""
+    raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES).ljust(_BYTES, b"\x00")
+
+    def u32(at: int) -> int:
+        return int(_U32.unpack_from(raw, at)[0])
+
+    def u64(at: int) -> int:
+        return int(_U64.unpack_from(raw, at)[0])
+
+    min_rtt_us = u32(_MIN_RTT)
+    return TcpInfo(
+        rtt_s=u32(_RTT) / 1e6,
+        min_rtt_s=0.0 if min_rtt_us == _UNAVAILABLE else min_rtt_us / 1e6,
+        cwnd_segments=u32(_CWND),
+        retransmits=u32(_TOTAL_RETRANS),
+        pacing_bits_per_s=u64(_PACING_RATE) * 8.0,
+        delivery_bits_per_s=u64(_DELIVERY_RATE) * 8.0,
+        bytes_acked=u64(_BYTES_ACKED),
+        bytes_received=u64(_BYTES_RECEIVED),
+        notsent_bytes=u32(_NOTSENT),
+        busy_s=u64(_BUSY) / 1e6,
+        rwnd_limited_s=u64(_RWND_LIMITED) / 1e6,
+        sndbuf_limited_s=u64(_SNDBUF_LIMITED) / 1e6,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSample:
+    """One look at one connection; `at_s` is time.monotonic()."""
+
+    peer: str
+    link: str
+    connection: int
+    congestion: str
+    at_s: float
+    info: TcpInfo
+
+
+# <asm-generic/socket.h>; Python 3.11 does not name it.
+SO_MAX_PACING_RATE = 47
+UNPACED = 0xFFFFFFFFFFFFFFFF
+
+_KEEPALIVE_IDLE_S = 10
+_KEEPALIVE_INTERVAL_S = 3
+_KEEPALIVE_PROBES = 4
+
+
+class ConnectionEnded(ConnectionError):
+    """The peer closed the connection, or it was shut down on this side."""
+
+
+def tune(sock: socket.socket, *, user_timeout_s: float, congestion: str | None) -> str:
+    """Options every data connection gets; returns the congestion control that is really in use.
+
+    Buffer sizes are left to the kernel: its autotuning beats every fixed value (notes on transport).
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(user_timeout_s * 1000))
+    if congestion is not None:
+        # Where the kernel lacks it or forbids it the default serves, and the return value says so.
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
+    raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    return raw.split(b"\x00", 1)[0].decode("ascii", "replace")
+
+
+def set_pacing(sock: socket.socket, bytes_per_s: int | None) -> None:
+    """Cap the socket's send rate in the kernel; None lifts the cap."""
+    rate = UNPACED if bytes_per_s is None else max(1, bytes_per_s)
+    sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=Q", rate))
+
+
+def set_unsent_limit(sock: socket.socket, nbytes: int) -> None:
+    """Let at most about `nbytes` wait unsent in the kernel, so that what is urgent can still overtake."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, nbytes)
+
+
+def receive_exactly(sock: socket.socket, view: memoryview) -> None:
+    """Fill `view`; raises ConnectionEnded when the stream ends first."""
+    while view.nbytes:
+        count = sock.recv_into(view, 0, socket.MSG_WAITALL)
+        if count == 0:
+            raise ConnectionEnded("connection ended")
+        view = view[count:]
+
+
+def receive_pieces(sock: socket.socket, pieces: list[memoryview]) -> None:
+    """Fill scattered `pieces` in order; raises ConnectionEnded when the stream ends first."""
+    for piece in pieces:
+        receive_exactly(sock, piece)
+
+
+def receive_control(sock: socket.socket) -> tuple[Header, dict[str, object]]:
+    """One whole control frame (used while shaking hands); raises WireError, ConnectionEnded, OSError."""
+    raw = bytearray(HEADER_BYTES)
+    receive_exactly(sock, memoryview(raw))
+    header = unpack_header(raw)
+    if header.length_bytes > 1 << 20:
+        raise WireError(f"{header.kind.name} frame has no place here")
+    payload = bytearray(header.length_bytes)
+    receive_exactly(sock, memoryview(payload))
+    return header, parse_control(header, payload)
+
+
+def send_all(sock: socket.socket, header: bytes, payload: memoryview | None = None) -> None:
+    """Send header and payload with one system call where possible; the socket must be blocking."""
+    if payload is None:
+        sock.sendall(header)
+        return
+    sent = sock.sendmsg([header, payload])
+    if sent < len(header):
+        sock.sendall(header[sent:])
+        sent = len(header)
+    if sent - len(header) < payload.nbytes:
+        sock.sendall(payload[sent - len(header) :])
+
+
+def shut(sock: socket.socket) -> None:
+    """Wake every thread blocked on the socket; harmless if it is gone already."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

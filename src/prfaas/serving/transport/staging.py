@@ -1,0 +1,208 @@
+"""The consumer's bounded host memory for transfers: one pre-faulted buffer cut into equal transfer blocks.
+
+A complete transfer in staging, owned by the engine from `take` to `free`.
+"""
+
+import contextlib
+import heapq
+import mmap
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+DEFAULT_BLOCK_BYTES = 1 << 20
+_PAGE_BYTES = 4096
+_TOUCH_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A stretch of neighbouring blocks: logical [start, start + nbytes) lies at `physical` in the buffer."""
+
+    start: int
+    physical: int
+    nbytes: int
+
+
+class StagingArena:
+    """Transfer blocks of `block_bytes`, handed out as leases; thread-safe.
+
+    The memory is touched once here, since a first touch runs at about 1.4 GB/s (notes on transport). `buffer`
+    replaces the anonymous mapping (pinned memory, for instance) and must be writable and at least
+    `total_bytes` long.
+    """
+
+    def __init__(
+        self, total_bytes: int, block_bytes: int = DEFAULT_BLOCK_BYTES, buffer: memoryview | None = None
+    ) -> None:
+        if block_bytes <= 0 or total_bytes < block_bytes:
+            raise ValueError(
+                f"staging of {total_bytes} bytes has no room for one block of {block_bytes} bytes"
+            )
+        self.block_bytes = block_bytes
+        self.total_blocks = total_bytes // block_bytes
+        nbytes = self.total_blocks * block_bytes
+        if buffer is None:
+            buffer = _anonymous(nbytes)
+        flat = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
+        if flat.readonly or flat.nbytes < nbytes:
+            raise ValueError(f"staging buffer must be writable and hold {nbytes} bytes, it has {flat.nbytes}")
+        self._buffer = flat[:nbytes]
+        _touch(self._buffer)
+        self._lock = threading.Lock()
+        self._free = list(range(self.total_blocks))  # a heap: lowest first keeps leases contiguous
+        self._peak_used_blocks = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.total_blocks * self.block_bytes
+
+    @property
+    def free_blocks(self) -> int:
+        return len(self._free)
+
+    @property
+    def used_blocks(self) -> int:
+        return self.total_blocks - len(self._free)
+
+    @property
+    def peak_used_blocks(self) -> int:
+        return self._peak_used_blocks
+
+    def blocks_for(self, nbytes: int) -> int:
+        """Blocks that a lease of `nbytes` takes (a lease of nothing takes none)."""
+        return -(-nbytes // self.block_bytes)
+
+    def allocate(self, nbytes: int) -> "StagingLease | None":
+        """A lease of `nbytes`, or None while too few blocks are free; ValueError if it could never fit."""
+        if nbytes < 0:
+            raise ValueError(f"a staging lease of {nbytes} bytes makes no sense")
+        wanted = self.blocks_for(nbytes)
+        if wanted > self.total_blocks:
+            raise ValueError(f"{nbytes} bytes can never fit into staging of {self.total_bytes} bytes")
+        with self._lock:
+            if wanted > len(self._free):
+                return None
+            blocks = [heapq.heappop(self._free) for _ in range(wanted)]
+            self._peak_used_blocks = max(self._peak_used_blocks, self.used_blocks)
+        return StagingLease(self, nbytes, blocks)
+
+    def _give_back(self, blocks: list[int]) -> None:
+        with self._lock:
+            for block in blocks:
+                heapq.heappush(self._free, block)
+
+
+class StagingLease:
+    """`nbytes` of staging, addressed logically from 0; owned by one holder at a time, freed exactly once."""
+
+    def __init__(self, arena: StagingArena, nbytes: int, blocks: list[int]) -> None:
+        self.nbytes = nbytes
+        self._arena = arena
+        self._blocks: list[int] | None = blocks
+        self._runs = _merge(blocks, arena.block_bytes)
+        self._starts = [run.start for run in self._runs]
+        self._lock = threading.Lock()
+
+    @property
+    def freed(self) -> bool:
+        return self._blocks is None
+
+    def views(self, offset: int, nbytes: int) -> list[memoryview]:
+        """Writable pieces that together are the logical range [offset, offset + nbytes), in order.
+
+        Raises ValueError outside the lease and RuntimeError once freed. A piece must not be used after
+        `free`.
+        """
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
+            raise ValueError(f"range {offset}+{nbytes} lies outside a staging lease of {self.nbytes} bytes")
+        if self._blocks is None:
+            raise RuntimeError("staging lease was freed already")
+        pieces: list[memoryview] = []
+        index = bisect_right(self._starts, offset) - 1
+        while nbytes > 0:
+            run = self._runs[index]
+            inside = offset - run.start
+            take = min(nbytes, run.nbytes - inside)
+            pieces.append(self._arena._buffer[run.physical + inside : run.physical + inside + take])
+            offset, nbytes, index = offset + take, nbytes - take, index + 1
+        return pieces
+
+    def free(self) -> None:
+        """Give the blocks back; a second call raises RuntimeError."""
+        with self._lock:
+            blocks, self._blocks = self._blocks, None
+        if blocks is None:
+            raise RuntimeError("staging lease was freed already")
+        self._arena._give_back(blocks)
+
+
+def _merge(blocks: list[int], block_bytes: int) -> list[_Run]:
+    runs: list[_Run] = []
+    for index, block in enumerate(blocks):
+        last = runs[-1] if runs else None
+        if last is not None and last.physical + last.nbytes == block * block_bytes:
+            runs[-1] = _Run(last.start, last.physical, last.nbytes + block_bytes)
+        else:
+            runs.append(_Run(index * block_bytes, block * block_bytes, block_bytes))
+    return runs
+
+
+def _anonymous(nbytes: int) -> memoryview:
+    # Private, not Python's default shared mapping: shared anonymous memory is tmpfs and cannot use huge pages
+    # here.
+    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(mapping)
+
+
+def _touch(buffer: memoryview) -> None:
+    for start in range(0, buffer.nbytes, _TOUCH_BYTES):
+        part = buffer[start : start + _TOUCH_BYTES]
+        part[::_PAGE_BYTES] = bytes(-(-part.nbytes // _PAGE_BYTES))
+
+
+class StagedTransfer:
+    """The verified bytes of every region of one transfer."""
+
+    def __init__(
+        self,
+        *,
+        transfer_id: bytes,
+        num_tokens: int,
+        skip_tokens: int,
+        prompt_digest: bytes,
+        region_starts: Sequence[int],
+        region_bytes: Sequence[int],
+        lease: StagingLease,
+        on_free: Callable[[], None],
+    ) -> None:
+        self.transfer_id = transfer_id
+        self.num_tokens = num_tokens
+        self.skip_tokens = skip_tokens
+        self.prompt_digest = prompt_digest
+        self.region_bytes = tuple(region_bytes)
+        self._region_starts = region_starts
+        self._lease = lease
+        self._on_free = on_free
+
+    def region_views(self, region: int, offset: int, nbytes: int) -> list[memoryview]:
+        """Pieces that together are bytes [offset, offset + nbytes) of `region`, in order.
+
+        Raises ValueError outside the region, RuntimeError once freed. Region starts are 64-byte aligned in
+        staging, pieces end at transfer-block boundaries. No piece may be used after `free`.
+        """
+        if not 0 <= region < len(self.region_bytes):
+            raise ValueError(f"region {region} is not one of the {len(self.region_bytes)} of this transfer")
+        size = self.region_bytes[region]
+        if offset < 0 or nbytes < 0 or offset + nbytes > size:
+            raise ValueError(f"range {offset}+{nbytes} lies outside region {region} of {size} bytes")
+        return self._lease.views(self._region_starts[region] + offset, nbytes)
+
+    def free(self) -> None:
+        """Give the staging back and let waiting transfers in; a second call raises RuntimeError."""
+        self._lease.free()
+        self._on_free()

@@ -1,0 +1,231 @@
+"""The sealed permission for one KV transfer: who sends what to whom, and until when.
+
+A ticket names peers, never addresses. It travels through untrusted hands (the HTTP request) as opaque text;
+only a holder of the deployment's key can make or change one.
+
+The shared secret of a deployment: 32 random bytes, kept as hex in a file only its owner may read.
+"""
+
+import base64
+import binascii
+import contextlib
+import hashlib
+import hmac
+import math
+import os
+import secrets
+import stat
+import struct
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+KEY_BYTES = 32
+
+
+class KeyFileError(ValueError):
+    """The key file is missing, unreadable, open to others, or not 64 hex digits."""
+
+
+def create_key(path: Path) -> bytes:
+    """Write a new key to `path` (mode 0600) and return its 32 bytes; never overwrites a file.
+
+    Raises KeyFileError when the file exists or cannot be written.
+    """
+    key = secrets.token_bytes(KEY_BYTES)
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(key.hex() + "\n")
+    except FileExistsError:
+        raise KeyFileError(f"key file {path} exists already: remove it first to make a new key") from None
+    except OSError as error:
+        raise KeyFileError(f"key file {path} cannot be written: {error.strerror}") from None
+    return key
+
+
+def load_key(path: Path) -> bytes:
+    """Read the 32-byte key that `create_key` wrote.
+
+    Raises KeyFileError with one sentence naming the file and what would be right.
+    """
+    try:
+        with path.open(encoding="ascii") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            text = file.read(4096).strip()
+    except OSError as error:
+        raise KeyFileError(f"key file {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise KeyFileError(f"key file {path} must hold {2 * KEY_BYTES} hex digits and nothing else") from None
+    if mode & 0o077:
+        raise KeyFileError(f"key file {path} has mode {mode:04o}: others can read it, run chmod 600 on it")
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise KeyFileError(f"key file {path} must hold {2 * KEY_BYTES} hex digits and nothing else")
+    return key
+
+
+TRANSFER_ID_BYTES = 16
+DIGEST_BYTES = 16
+MAX_TOKENS = 1 << 30
+MAX_NAME_BYTES = 255
+MAX_SEALED_CHARS = 1024
+
+_VERSION = 1
+_MAC_BYTES = 16
+_PURPOSE = b"prfaas ticket\x00"
+MAX_USES = 1024
+# version, transfer id, num_tokens, skip_tokens, uses, expires_at_s, prompt digest, name lengths
+_FIXED = struct.Struct("<B16sIIHd16sBB")
+
+
+class TicketError(ValueError):
+    """The ticket is not one of ours, has expired, or says something absurd."""
+
+
+def prompt_digest(token_ids: Sequence[int], salt: str = "", adapter: str = "") -> bytes:
+    """BLAKE2b (16 bytes) over the ids as little-endian uint32, under the tenant's salt and the LoRA adapter.
+
+    KV of one tenant or adapter is not another's, though the ids be equal. Ids outside uint32 raise
+    OverflowError.
+    """
+    ids = token_ids if isinstance(token_ids, array) and token_ids.typecode == "I" else array("I", token_ids)
+    if sys.byteorder == "big":
+        ids = array("I", ids)
+        ids.byteswap()
+    key = hashlib.blake2b(f"{salt}\x00{adapter}".encode()).digest() if salt or adapter else b""
+    return hashlib.blake2b(ids, digest_size=DIGEST_BYTES, key=key).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """KV of tokens [skip_tokens, num_tokens) of one prompt goes from `producer` to `consumer`.
+
+    `prompt_digest` is of the ids [0, num_tokens), the tenant and the adapter; `expires_at_s` is Unix time.
+    `uses`: how many requests of the consumer load the transfer (vLLM makes `n` requests of one with `n` > 1).
+    """
+
+    transfer_id: bytes
+    producer: str
+    consumer: str
+    num_tokens: int
+    skip_tokens: int
+    prompt_digest: bytes
+    expires_at_s: float
+    uses: int = 1
+
+    def __post_init__(self) -> None:
+        if len(self.transfer_id) != TRANSFER_ID_BYTES:
+            raise TicketError(f"ticket's transfer_id has {len(self.transfer_id)} bytes, not 16")
+        if len(self.prompt_digest) != DIGEST_BYTES:
+            raise TicketError(f"ticket's prompt_digest has {len(self.prompt_digest)} bytes, not 16")
+        if not 0 < self.num_tokens <= MAX_TOKENS:
+            raise TicketError(f"ticket's num_tokens is {self.num_tokens}, not within 1..{MAX_TOKENS}")
+        if not 0 <= self.skip_tokens <= self.num_tokens:
+            raise TicketError(f"ticket's skip_tokens is {self.skip_tokens}, not within 0..{self.num_tokens}")
+        if not 1 <= self.uses <= MAX_USES:
+            raise TicketError(f"ticket's uses is {self.uses}, not within 1..{MAX_USES}")
+        if not math.isfinite(self.expires_at_s):
+            raise TicketError("ticket's expires_at_s is not a finite number")
+        for field, name in (("producer", self.producer), ("consumer", self.consumer)):
+            if not 0 < len(name.encode()) <= MAX_NAME_BYTES:
+                raise TicketError(f"ticket's {field} must have 1 to {MAX_NAME_BYTES} bytes")
+
+    @classmethod
+    def issue(
+        cls,
+        *,
+        producer: str,
+        consumer: str,
+        num_tokens: int,
+        skip_tokens: int,
+        prompt_digest: bytes,
+        lifetime_s: float,
+        now_s: float,
+        uses: int = 1,
+    ) -> Self:
+        """A new ticket with a random id, good until `now_s + lifetime_s`."""
+        return cls(
+            transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES),
+            producer=producer,
+            consumer=consumer,
+            num_tokens=num_tokens,
+            skip_tokens=skip_tokens,
+            prompt_digest=prompt_digest,
+            expires_at_s=now_s + lifetime_s,
+            uses=uses,
+        )
+
+    def seal(self, key: bytes) -> str:
+        """Opaque base64url text (no padding) that `unseal` with the same key turns back into this ticket."""
+        producer, consumer = self.producer.encode(), self.consumer.encode()
+        fixed = _FIXED.pack(
+            _VERSION,
+            self.transfer_id,
+            self.num_tokens,
+            self.skip_tokens,
+            self.uses,
+            self.expires_at_s,
+            self.prompt_digest,
+            len(producer),
+            len(consumer),
+        )
+        body = fixed + producer + consumer
+        return base64.urlsafe_b64encode(body + _mac(key, body)).rstrip(b"=").decode("ascii")
+
+    @classmethod
+    def unseal(cls, text: str, key: bytes, now_s: float) -> Self:
+        """Check and open a sealed ticket; raises TicketError on anything not made by `seal` or expired."""
+        raw = _decode(text)
+        body, mac = raw[:-_MAC_BYTES], raw[-_MAC_BYTES:]
+        if len(body) < _FIXED.size or not hmac.compare_digest(mac, _mac(key, body)):
+            raise TicketError("ticket was not sealed with this deployment's key")
+        (
+            version,
+            transfer_id,
+            num_tokens,
+            skip_tokens,
+            uses,
+            expires_at_s,
+            digest,
+            producer_len,
+            consumer_len,
+        ) = _FIXED.unpack_from(body)
+        if version != _VERSION:
+            raise TicketError(f"ticket has version {version}, this side knows {_VERSION}")
+        names = body[_FIXED.size :]
+        if len(names) != producer_len + consumer_len:
+            raise TicketError("ticket's length does not fit its names")
+        try:
+            producer, consumer = names[:producer_len].decode(), names[producer_len:].decode()
+        except UnicodeDecodeError:
+            raise TicketError("ticket's names are not UTF-8") from None
+        ticket = cls(transfer_id, producer, consumer, num_tokens, skip_tokens, digest, expires_at_s, uses)
+        if ticket.expires_at_s <= now_s:
+            raise TicketError(f"ticket expired {now_s - ticket.expires_at_s:.1f} s ago")
+        return ticket
+
+
+def _mac(key: bytes, body: bytes) -> bytes:
+    return hmac.digest(key, _PURPOSE + body, "sha256")[:_MAC_BYTES]
+
+
+def _decode(text: str) -> bytes:
+    if len(text) > MAX_SEALED_CHARS:
+        raise TicketError(f"ticket has {len(text)} characters, more than {MAX_SEALED_CHARS}")
+    try:
+        raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError):
+        raise TicketError("ticket is not base64url text") from None
+    # One ticket has one spelling: spare bits of the last character must be zero, no padding may be given.
+    if base64.urlsafe_b64encode(raw).rstrip(b"=").decode("ascii") != text:
+        raise TicketError("ticket is not base64url text")
+    return raw

@@ -1,0 +1,408 @@
+"""The consumer's book of transfers: every decision about them is made here, under one lock.
+
+Lock order: the book's lock, then the staging arena's. Frames are posted under the lock (posting never
+blocks), so that each watcher sees phases in order.
+"""
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from typing import Any
+
+from prfaas.serving.transport.handshake import PeerIdentity
+from prfaas.serving.transport.incoming import (
+    ChunkPlace,
+    FrameSink,
+    IncomingTransfer,
+    ProducerSession,
+    RegionLayout,
+    Tombstones,
+    Watchers,
+    check_open,
+)
+from prfaas.serving.transport.options import ReceiverOptions
+from prfaas.serving.transport.staging import StagedTransfer, StagingArena
+from prfaas.serving.transport.status import TransferPhase, TransferStatus
+from prfaas.serving.transport.wire import (
+    MAX_REGION_BYTES,
+    MAX_REGIONS,
+    FrameType,
+    Header,
+    WireError,
+    abort,
+    ack,
+    count_field,
+    nack,
+    pack_control,
+    refuse,
+    text_field,
+)
+
+_RIVAL_WAIT_S = 5.0
+
+
+class Book:
+    """All live transfers, those waiting for staging (FIFO), tombstones, watchers and producer sessions."""
+
+    def __init__(
+        self, *, name: str, key: bytes, arena: StagingArena, layout: RegionLayout, options: ReceiverOptions
+    ) -> None:
+        self._name = name
+        self._key = key
+        self._arena = arena
+        self._layout = layout
+        self._options = options
+        self._lock = threading.Lock()
+        self._unpinned = threading.Condition(self._lock)
+        self._transfers: dict[bytes, IncomingTransfer] = {}
+        self._waiting: deque[IncomingTransfer] = deque()
+        self._tombstones = Tombstones(options.max_tombstones)
+        self._watchers = Watchers()
+        self._sessions: dict[tuple[str, str], ProducerSession] = {}
+        self.counters: Counter[str] = Counter()
+
+    # Connections
+
+    def connected(self, identity: PeerIdentity, link: FrameSink) -> ProducerSession:
+        """A producer's connection is up."""
+        with self._lock:
+            found = (identity.name, identity.session)
+            session = self._sessions.setdefault(found, ProducerSession(*found))
+            session.links.append(link)
+            session.lost_at_s = None
+            return session
+
+    def disconnected(self, session: ProducerSession, link: FrameSink) -> None:
+        """A producer's connection is gone; the grace period starts with the last one."""
+        with self._lock:
+            session.links.remove(link)
+            if not session.links:
+                session.lost_at_s = time.monotonic()
+
+    # Frames of a producer
+
+    def open(
+        self, session: ProducerSession, link: FrameSink, header: Header, body: Mapping[str, Any]
+    ) -> None:
+        """OPEN: accept, put into the queue for staging, or refuse with a sentence."""
+        transfer_id = header.transfer_id
+        with self._lock:
+            live = self._transfers.get(transfer_id)
+            if live is not None and live.session.same(session):
+                # Asked again after a lost connection; one that waits is answered when its turn comes.
+                if live.phase is not TransferPhase.WAITING:
+                    link.post(pack_control(FrameType.ACCEPT, transfer_id))
+                return
+            try:
+                transfer = self._admissible(session, transfer_id, live is not None, body)
+            except ValueError as error:
+                self.counters["refused"] += 1
+                link.post(refuse(transfer_id, str(error)))
+                if live is None and self._tombstones.get(transfer_id) is None:
+                    self._bury_unborn(transfer_id, str(error))
+                return
+            self.counters["opened"] += 1
+            self._transfers[transfer_id] = transfer
+            self._waiting.append(transfer)
+            self._admit()
+            if transfer.phase is TransferPhase.WAITING:
+                self._watchers.tell(transfer_id, transfer.status())
+
+    def _admissible(
+        self, session: ProducerSession, transfer_id: bytes, known: bool, body: Mapping[str, Any]
+    ) -> IncomingTransfer:
+        if known or self._tombstones.get(transfer_id) is not None:
+            raise WireError("this transfer id was used already")
+        ticket, regions = check_open(
+            body,
+            transfer_id=transfer_id,
+            name=self._name,
+            producer=session.name,
+            key=self._key,
+            layout=self._layout,
+        )
+        transfer = IncomingTransfer(ticket, regions, session, time.monotonic())
+        if self._arena.blocks_for(transfer.lease_bytes) > self._arena.total_blocks:
+            raise WireError(
+                f"{transfer.total_bytes} bytes can never fit into staging of {self._arena.total_bytes}"
+            )
+        if len(self._waiting) >= self._options.max_waiting:
+            raise WireError(f"{len(self._waiting)} transfers wait for staging already")
+        return transfer
+
+    def _admit(self) -> None:
+        """Give staging to those who wait, first come first served; called under the lock."""
+        while self._waiting:
+            transfer = self._waiting[0]
+            lease = self._arena.allocate(transfer.lease_bytes)
+            if lease is None:
+                return
+            self._waiting.popleft()
+            transfer.lease = lease
+            transfer.phase = TransferPhase.RECEIVING
+            transfer.moved_at_s = time.monotonic()
+            transfer_id = transfer.ticket.transfer_id
+            self._tell_producer(transfer, pack_control(FrameType.ACCEPT, transfer_id))
+            self._watchers.tell(transfer_id, transfer.status())
+
+    def begin_chunk(self, session: ProducerSession, link: FrameSink, header: Header) -> ChunkPlace:
+        """DATA's header has come: say where its payload goes.
+
+        Raises WireError for a chunk that no honest sender would send; the transfer is failed already then.
+        """
+        region, start, end = header.region, header.offset, header.offset + header.length_bytes
+        deadline_s = time.monotonic() + _RIVAL_WAIT_S
+        with self._lock:
+            while True:
+                transfer = self._transfers.get(header.transfer_id)
+                if transfer is None:
+                    answer = self._answer_for_gone(header)
+                    return ChunkPlace([], region, start, end, link, answer=answer)
+                if not transfer.session.same(session):
+                    raise WireError(f"{session.name} sent DATA of another producer's transfer")
+                try:
+                    if transfer.phase is TransferPhase.WAITING:
+                        raise WireError("DATA came before ACCEPT")
+                    if transfer.is_duplicate(region, start, end):
+                        return ChunkPlace([], region, start, end, link, answer=ack(header))
+                except WireError as error:
+                    self._fail(transfer, str(error))
+                    raise
+                rival = transfer.rival(region, start, end)
+                if rival is None:
+                    return transfer.pin(region, start, end, link)
+                # The sender gave that connection up: what it still carries must not write over this chunk
+                # later.
+                rival.link.shut()
+                if not self._unpinned.wait(deadline_s - time.monotonic()):
+                    raise WireError(f"DATA {start}..{end} of region {region} came twice at once")
+
+    def finish_chunk(self, place: ChunkPlace, header: Header, *, verified: bool) -> None:
+        """The payload is in place (verified), damaged (not verified), or was drained: answer it."""
+        if place.transfer is None:
+            place.link.post(place.answer if verified else nack(header))
+            return
+        transfer = place.transfer
+        now_s = time.monotonic()
+        with self._lock:
+            transfer.unpin(place, verified=verified, now_s=now_s)
+            self._unpinned.notify_all()
+            self.counters["received_bytes"] += header.length_bytes
+            if transfer.phase is TransferPhase.FAILED:
+                place.link.post(abort(header.transfer_id, transfer.reason))
+                self._admit()
+            elif verified:
+                transfer.session.moved_at_s = now_s
+                # First complete, then acknowledge: what the producer calls complete, is.
+                self._complete_if_done(transfer)
+                place.link.post(ack(header))
+            else:
+                self.counters["checksum_failures"] += 1
+                place.link.post(nack(header))
+
+    def lose_chunk(self, place: ChunkPlace) -> None:
+        """The connection ended inside the payload."""
+        if place.transfer is not None:
+            with self._lock:
+                place.transfer.unpin(place, verified=False, now_s=time.monotonic())
+                self._unpinned.notify_all()
+                self._admit()
+
+    def end(self, session: ProducerSession, link: FrameSink, header: Header, body: Mapping[str, Any]) -> None:
+        """END: prefill is over at the producer; chunks may still be on their way."""
+        total = count_field(body, "total_bytes", MAX_REGION_BYTES * MAX_REGIONS)
+        hidden = count_field(body, "hidden_bytes", MAX_REGION_BYTES * MAX_REGIONS)
+        with self._lock:
+            transfer = self._transfers.get(header.transfer_id)
+            if transfer is None:
+                link.post(self._answer_for_gone(header))
+                return
+            if not transfer.session.same(session):
+                raise WireError(f"{session.name} sent END of another producer's transfer")
+            if total != transfer.total_bytes or hidden > total:
+                reason = f"END speaks of {hidden} of {total} bytes, the transfer has {transfer.total_bytes}"
+                self._fail(transfer, reason)
+                raise WireError(reason)
+            if not transfer.ended:
+                transfer.ended = True
+                transfer.hidden_bytes = hidden
+                transfer.session.moved_at_s = time.monotonic()
+            self._complete_if_done(transfer)
+            link.post(ack(header))
+
+    def aborted(self, session: ProducerSession, header: Header, body: Mapping[str, Any]) -> None:
+        """ABORT from the producer."""
+        reason = text_field(body, "reason")
+        with self._lock:
+            transfer = self._transfers.get(header.transfer_id)
+            # An abort that crossed the last byte changes nothing: what is complete, is.
+            if transfer is None or not transfer.session.same(session) or transfer.phase.terminal:
+                return
+            self._fail(transfer, f"producer aborted: {reason}", tell_producer=False)
+
+    # Observers
+
+    def watch(self, link: FrameSink, transfer_id: bytes) -> None:
+        """Tell the present status, if there is one, and each later phase."""
+        with self._lock:
+            self._watchers.add(link, transfer_id, self._status(transfer_id))
+
+    def is_watching(self, link: FrameSink, transfer_id: bytes) -> bool:
+        """False once the last phase was told."""
+        with self._lock:
+            return self._watchers.has(link, transfer_id)
+
+    def unwatch(self, link: FrameSink, transfer_ids: set[bytes]) -> None:
+        with self._lock:
+            self._watchers.remove(link, transfer_ids)
+
+    # The engine
+
+    def state(self, transfer_id: bytes) -> TransferStatus | None:
+        """Cheap and without the lock for a live transfer: an engine asks at every step."""
+        transfer = self._transfers.get(transfer_id)
+        if transfer is not None:
+            return transfer.status()
+        with self._lock:
+            return self._status(transfer_id)
+
+    def take(self, transfer_id: bytes) -> StagedTransfer | None:
+        """Hand a complete transfer over, once."""
+        with self._lock:
+            transfer = self._transfers.get(transfer_id)
+            if transfer is None or transfer.phase is not TransferPhase.COMPLETE:
+                return None
+            lease, transfer.lease = transfer.lease, None
+            assert lease is not None
+            self._bury(transfer, taken=True)
+            self.counters["taken"] += 1
+        return StagedTransfer(
+            transfer_id=transfer_id,
+            num_tokens=transfer.ticket.num_tokens,
+            skip_tokens=transfer.ticket.skip_tokens,
+            prompt_digest=transfer.ticket.prompt_digest,
+            region_starts=transfer.region_starts,
+            region_bytes=transfer.region_bytes,
+            lease=lease,
+            on_free=self.admit,
+        )
+
+    def admit(self) -> None:
+        """Staging may have become free."""
+        with self._lock:
+            self._admit()
+
+    def drop(self, transfer_id: bytes, reason: str) -> None:
+        """Forget a transfer in whatever phase, or forbid one that has not come yet; idempotent."""
+        with self._lock:
+            transfer = self._transfers.get(transfer_id)
+            if transfer is not None:
+                self.counters["dropped"] += 1
+                self._fail(transfer, reason)
+            elif self._tombstones.get(transfer_id) is None:
+                status = TransferStatus(TransferPhase.FAILED, reason, 0, 0, 0, 0, 0)
+                self._tombstones.put(transfer_id, status, time.monotonic() + self._options.tombstone_s)
+                self._watchers.tell(transfer_id, status)
+
+    # Time
+
+    def sweep(self, now_s: float) -> None:
+        """Apply every deadline."""
+        options = self._options
+        with self._lock:
+            for transfer in list(self._transfers.values()):
+                reason = transfer.overdue(options, now_s)
+                if reason:
+                    self.counters["expired"] += transfer.phase is TransferPhase.COMPLETE
+                    self.counters["refused"] += transfer.phase is TransferPhase.WAITING
+                    self._fail(transfer, reason)
+            for found, session in list(self._sessions.items()):
+                lost = session.lost_at_s is not None and now_s - session.lost_at_s > options.reconnect_grace_s
+                if lost and not session.links:
+                    del self._sessions[found]
+            self._tombstones.sweep(now_s)
+
+    def close(self) -> None:
+        """Fail and free everything; every connection thread must have ended."""
+        with self._lock:
+            for transfer in list(self._transfers.values()):
+                self._fail(transfer, f"{self._name} shuts down")
+            self._watchers.clear()
+            self._sessions.clear()
+
+    def stats(self) -> dict[str, Any]:
+        with self._lock:
+            phases = Counter(transfer.phase.value for transfer in self._transfers.values())
+            return {
+                "staging_used_blocks": self._arena.used_blocks,
+                "staging_peak_blocks": self._arena.peak_used_blocks,
+                "staging_total_blocks": self._arena.total_blocks,
+                "staging_block_bytes": self._arena.block_bytes,
+                "transfers": {phase.value: phases[phase.value] for phase in TransferPhase},
+                "tombstones": len(self._tombstones),
+                "watched": len(self._watchers),
+                "producer_sessions": len(self._sessions),
+                **{name: self.counters[name] for name in _COUNTED},
+            }
+
+    # Under the lock
+
+    def _status(self, transfer_id: bytes) -> TransferStatus | None:
+        transfer = self._transfers.get(transfer_id)
+        return self._tombstones.get(transfer_id) if transfer is None else transfer.status()
+
+    def _complete_if_done(self, transfer: IncomingTransfer) -> None:
+        if transfer.phase is TransferPhase.RECEIVING and transfer.ended and transfer.covered:
+            transfer.phase = TransferPhase.COMPLETE
+            transfer.moved_at_s = time.monotonic()
+            self.counters["completed"] += 1
+            self._watchers.tell(transfer.ticket.transfer_id, transfer.status())
+
+    def _fail(self, transfer: IncomingTransfer, reason: str, *, tell_producer: bool = True) -> None:
+        was = transfer.phase
+        # The reason first: `state` reads without the lock.
+        transfer.reason = reason
+        transfer.phase = TransferPhase.FAILED
+        self.counters["failed"] += 1
+        transfer_id = transfer.ticket.transfer_id
+        if was is TransferPhase.WAITING:
+            self._waiting.remove(transfer)
+        if tell_producer and was is TransferPhase.WAITING:
+            self._tell_producer(transfer, refuse(transfer_id, reason))
+        elif tell_producer and was is TransferPhase.RECEIVING:
+            self._tell_producer(transfer, abort(transfer_id, reason))
+        self._bury(transfer, taken=False)
+        self._watchers.tell(transfer_id, transfer.status())
+        transfer.release()
+        self._admit()
+
+    def _bury(self, transfer: IncomingTransfer, *, taken: bool) -> None:
+        ticket = transfer.ticket
+        del self._transfers[ticket.transfer_id]
+        # As long as the ticket is good, a replayed OPEN must find the tombstone.
+        keep_s = max(self._options.tombstone_s, ticket.expires_at_s - time.time())
+        status = transfer.status(taken=taken)
+        self._tombstones.put(ticket.transfer_id, status, time.monotonic() + keep_s)
+
+    def _bury_unborn(self, transfer_id: bytes, reason: str) -> None:
+        """A transfer that was refused: whoever waits for it must not wait in vain."""
+        status = TransferStatus.refused(reason)
+        self._tombstones.put(transfer_id, status, time.monotonic() + self._options.tombstone_s)
+        self._watchers.tell(transfer_id, status)
+
+    def _tell_producer(self, transfer: IncomingTransfer, frame: bytes) -> None:
+        if transfer.session.links:
+            transfer.session.links[0].post(frame)
+
+    def _answer_for_gone(self, header: Header) -> bytes:
+        status = self._tombstones.get(header.transfer_id)
+        if status is not None and status.phase is TransferPhase.COMPLETE:
+            return ack(header)
+        return abort(header.transfer_id, "unknown transfer" if status is None else status.reason)
+
+
+_COUNTED = (
+    *("opened", "refused", "completed", "taken", "failed", "dropped", "expired"),
+    *("received_bytes", "checksum_failures"),
+)

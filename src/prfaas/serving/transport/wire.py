@@ -1,0 +1,203 @@
+"""Frames on the wire: a fixed 56-byte header, then a payload. Documented in docs/wire.md.
+
+Nothing here trusts the peer: every integer is bounded before it is used, control payloads are bounded JSON,
+and both header and payload carry an xxh3_64. That is against damage, not against people: the handshake is.
+
+The consumer's answers to single frames.
+"""
+
+import enum
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+PROTOCOL_VERSION = 1
+MAX_CONTROL_BYTES = 64 << 10
+MAX_OPEN_BYTES = 1 << 20
+MAX_DATA_BYTES = 4 << 20
+MAX_REGIONS = 1 << 16
+MAX_REGION_BYTES = 1 << 44
+NO_TRANSFER = bytes(16)
+# The region of an ACK that acknowledges END instead of a chunk.
+END_REGION = 0xFFFFFFFF
+
+_MAGIC = b"PFAS"
+# magic, version, type, zero, transfer id, region, length, offset, payload xxh3_64; then xxh3_64 of those 48
+# bytes
+_FIELDS = struct.Struct("<4sBBH16sIIQQ")
+_CHECK = struct.Struct("<Q")
+HEADER_BYTES = _FIELDS.size + _CHECK.size
+
+
+class WireError(ValueError):
+    """The peer sent something that is not this protocol; the connection must be closed."""
+
+
+class FrameType(enum.IntEnum):
+    HELLO = 1
+    CHALLENGE = 2
+    AUTH = 3
+    WELCOME = 4
+    REJECT = 5
+    OPEN = 16
+    ACCEPT = 17
+    REFUSE = 18
+    DATA = 19
+    ACK = 20
+    NACK = 21
+    END = 22
+    ABORT = 23
+    WATCH = 32
+    STATUS = 33
+    ABANDON = 34
+    STATS = 35
+
+
+_TYPES = {int(kind): kind for kind in FrameType}
+_LIMITS = dict.fromkeys(FrameType, MAX_CONTROL_BYTES) | {
+    FrameType.OPEN: MAX_OPEN_BYTES,
+    FrameType.DATA: MAX_DATA_BYTES,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """`length_bytes` of payload follow; region and offset matter for DATA, ACK and NACK only.
+
+    ACK and NACK repeat region and offset of the chunk and have no payload: `length_bytes` is 0.
+    """
+
+    kind: FrameType
+    transfer_id: bytes
+    region: int
+    offset: int
+    length_bytes: int
+    checksum: int
+
+
+def checksum(payload: bytes | bytearray | memoryview) -> int:
+    """xxh3_64 of a payload."""
+    return xxhash.xxh3_64_intdigest(payload)
+
+
+def checksum_of(pieces: list[memoryview]) -> int:
+    """xxh3_64 of the concatenation of `pieces`."""
+    if len(pieces) == 1:
+        return xxhash.xxh3_64_intdigest(pieces[0])
+    state = xxhash.xxh3_64()
+    for piece in pieces:
+        state.update(piece)
+    return state.intdigest()
+
+
+def pack_header(
+    kind: FrameType,
+    transfer_id: bytes = NO_TRANSFER,
+    *,
+    region: int = 0,
+    offset: int = 0,
+    length_bytes: int = 0,
+    payload_checksum: int = 0,
+    version: int = PROTOCOL_VERSION,
+) -> bytes:
+    """The 56 bytes in front of a payload."""
+    fields = _FIELDS.pack(
+        _MAGIC, version, kind, 0, transfer_id, region, length_bytes, offset, payload_checksum
+    )
+    return fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
+
+
+def unpack_header(raw: bytes | bytearray | memoryview) -> Header:
+    """Parse and bound a header of exactly 56 bytes; raises WireError."""
+    magic, version, kind, zero, transfer_id, region, length, offset, payload_checksum = _FIELDS.unpack_from(
+        raw
+    )
+    if magic != _MAGIC:
+        raise WireError("peer does not speak the prfaas transport protocol")
+    if version != PROTOCOL_VERSION:
+        raise WireError(f"peer speaks protocol version {version}, this side {PROTOCOL_VERSION}")
+    (check,) = _CHECK.unpack_from(raw, _FIELDS.size)
+    if check != xxhash.xxh3_64_intdigest(raw[: _FIELDS.size]):
+        raise WireError("frame header is damaged: its checksum does not fit")
+    frame_type = _TYPES.get(kind)
+    if frame_type is None or zero != 0:
+        raise WireError(f"frame type {kind} is unknown in protocol version {PROTOCOL_VERSION}")
+    if length > _LIMITS[frame_type]:
+        raise WireError(f"{frame_type.name} frame of {length} bytes is over {_LIMITS[frame_type]}")
+    if offset > MAX_REGION_BYTES or (region >= MAX_REGIONS and region != END_REGION):
+        raise WireError(f"{frame_type.name} frame names region {region} at offset {offset}: out of bounds")
+    return Header(frame_type, transfer_id, region, offset, length, payload_checksum)
+
+
+def pack_control(
+    kind: FrameType,
+    transfer_id: bytes = NO_TRANSFER,
+    body: Mapping[str, Any] | None = None,
+    *,
+    version: int = PROTOCOL_VERSION,
+) -> bytes:
+    """A whole control frame; `body` becomes JSON. Raises WireError when it is over the type's limit."""
+    payload = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
+    if len(payload) > _LIMITS[kind]:
+        raise WireError(f"{kind.name} frame of {len(payload)} bytes is over {_LIMITS[kind]}")
+    header = pack_header(
+        kind,
+        transfer_id,
+        length_bytes=len(payload),
+        payload_checksum=checksum(payload) if payload else 0,
+        version=version,
+    )
+    return header + payload
+
+
+def parse_control(header: Header, payload: bytes | bytearray | memoryview) -> dict[str, Any]:
+    """The JSON object of a control frame (empty for an empty payload); raises WireError."""
+    if not payload:
+        return {}
+    if checksum(payload) != header.checksum:
+        raise WireError(f"{header.kind.name} frame is damaged: its checksum does not fit")
+    try:
+        body = json.loads(bytes(payload))
+    except (ValueError, RecursionError):
+        raise WireError(f"{header.kind.name} frame does not hold JSON") from None
+    if not isinstance(body, dict):
+        raise WireError(f"{header.kind.name} frame must hold a JSON object")
+    return body
+
+
+def text_field(body: Mapping[str, Any], name: str, max_chars: int = 4096) -> str:
+    """A bounded string of a control body; raises WireError."""
+    value = body.get(name)
+    if not isinstance(value, str) or len(value) > max_chars:
+        raise WireError(f"field {name!r} must be text of at most {max_chars} characters")
+    return value
+
+
+def count_field(body: Mapping[str, Any], name: str, maximum: int) -> int:
+    """A bounded non-negative integer of a control body; raises WireError."""
+    value = body.get(name)
+    if type(value) is not int or not 0 <= value <= maximum:
+        raise WireError(f"field {name!r} must be an integer within 0..{maximum}")
+    return value
+
+
+def ack(header: Header) -> bytes:
+    region = END_REGION if header.kind is FrameType.END else header.region
+    return pack_header(FrameType.ACK, header.transfer_id, region=region, offset=header.offset)
+
+
+def nack(header: Header) -> bytes:
+    return pack_header(FrameType.NACK, header.transfer_id, region=header.region, offset=header.offset)
+
+
+def abort(transfer_id: bytes, reason: str) -> bytes:
+    return pack_control(FrameType.ABORT, transfer_id, {"reason": reason[:4096]})
+
+
+def refuse(transfer_id: bytes, reason: str) -> bytes:
+    """An OPEN is not let in."""
+    return pack_control(FrameType.REFUSE, transfer_id, {"reason": reason[:4096]})

@@ -1,0 +1,1 @@
+"""What drives a live deployment: demo, replay, profiling, doctor."""

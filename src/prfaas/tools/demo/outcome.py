@@ -1,0 +1,269 @@
+"""What the demo found: one row per prompt, and what all of them together say.
+
+The demo's findings for people.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from prfaas.core.deployment import Deployment
+from prfaas.core.kv import KvModel, model_from_config
+from prfaas.core.units import format_bits_per_s, format_bytes, format_s, transfer_s
+from prfaas.serving.engines.tiny import tiny_config
+from prfaas.tools.demo.client import Answer
+from prfaas.tools.demo.compare import TIE_BOUND_NATS, Comparison, Equality, Moved, Pages, compare, find_pages
+from prfaas.tools.demo.prompts import DemoPrompt
+from prfaas.tools.demo.reference import ReferenceAnswer
+
+# At most one answer in six may end in a tie, and none may differ for another reason.
+_EXACT_OF = (5, 6)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One prompt: the answer through the gateway, and how it compares with the plain engine's.
+
+    `exact_bytes`: what `kvmodel` says must move, to the token. `paged_bytes`: the same in whole pages of the engine,
+    None if no page size explains the run. `link_s`: what the moved bytes alone take on the link between the two
+    clusters, None within a cluster.
+    """
+
+    label: str
+    answer: Answer
+    comparison: Comparison
+    exact_bytes: int
+    paged_bytes: int | None
+    link_s: float | None
+
+    @property
+    def is_explained(self) -> bool:
+        """True if the moved bytes are exactly what `kvmodel` says, or that in whole pages."""
+        return self.answer.route.kv_bytes in (self.exact_bytes, self.paged_bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        """The row for `prfaas demo --json`; bytes, seconds, tokens per second, nats."""
+        answer, route = self.answer, self.answer.route
+        return {
+            "prompt": self.label,
+            "prompt_tokens": answer.prompt_tokens,
+            "cached_tokens": route.cached_tokens,
+            "route": route.route,
+            "ttft_s": answer.ttft_s,
+            "kv_bytes": route.kv_bytes,
+            "hidden_fraction": route.hidden_fraction,
+            "equal_to_local": str(self.comparison.equality),
+            "first_difference": self.comparison.position,
+            "margin_nats": self.comparison.margin_nats,
+            "tokens_per_s": answer.tokens_per_s,
+            "kvmodel_bytes": self.exact_bytes,
+            "kvmodel_paged_bytes": self.paged_bytes,
+            "prefill_s": route.prefill_s,
+            "transfer_s": route.transfer_s,
+            "link_s": self.link_s,
+            "prefill": route.prefill,
+            "decode": route.decode,
+            "fallback": route.fallback,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The whole run."""
+
+    deployment: Deployment
+    kv_model: KvModel
+    pages: Pages | None
+    rows: tuple[Row, ...]
+
+    def count(self, equality: Equality) -> int:
+        """How many answers compare like this."""
+        return Counter(row.comparison.equality for row in self.rows)[equality]
+
+    @property
+    def all_equal(self) -> bool:
+        """No answer differs by more than a tie, and at least five of six are exact."""
+        exact, of = _EXACT_OF
+        return self.count(Equality.NO) == 0 and self.count(Equality.EXACT) * of >= len(self.rows) * exact
+
+    def to_json(self) -> dict[str, Any]:
+        """The document that `prfaas demo --json` writes."""
+        return {
+            "deployment": self.deployment.name,
+            "model": self.deployment.model.served_name,
+            "threshold_tokens": self.deployment.routing.threshold_tokens,
+            "tie_bound_nats": TIE_BOUND_NATS,
+            "kv_bytes_per_token": self.kv_model.token_bytes,
+            "requests": [row.to_json() for row in self.rows],
+            "all_bytes_explained": all(row.is_explained for row in self.rows),
+            "all_equal": self.all_equal,
+        }
+
+
+def outcome_of(
+    deployment: Deployment,
+    kv_model: KvModel,
+    prompts: tuple[DemoPrompt, ...],
+    answers: tuple[Answer, ...],
+    references: tuple[ReferenceAnswer, ...],
+) -> Outcome:
+    """Puts together what was measured; the three sequences are in the same order."""
+    # The decode engine computes the last prompt token itself, so the KV of all but that one moves.
+    transfers = [
+        Moved(answer.prompt_tokens - 1, answer.route.cached_tokens, answer.route.kv_bytes)
+        for answer in answers
+        if answer.route.kv_bytes > 0
+    ]
+    pages = find_pages(kv_model, transfers) if transfers else None
+    rows = []
+    for prompt, answer, reference in zip(prompts, answers, references, strict=True):
+        num_tokens, skip_tokens = answer.prompt_tokens - 1, answer.route.cached_tokens
+        paged_bytes = pages.bytes_to_move(kv_model, num_tokens, skip_tokens) if pages else None
+        rows.append(
+            Row(
+                label=prompt.label,
+                answer=answer,
+                comparison=compare(answer.token_ids, reference.token_ids, reference.top_logprobs),
+                exact_bytes=kv_model.bytes_to_move(num_tokens, skip_tokens),
+                paged_bytes=paged_bytes,
+                link_s=_link_s(deployment, answer),
+            )
+        )
+    return Outcome(deployment, kv_model, pages, tuple(rows))
+
+
+def _link_s(deployment: Deployment, answer: Answer) -> float | None:
+    route = answer.route
+    if route.route != "offload":
+        return None
+    source = deployment.instance(route.prefill).cluster
+    target = deployment.instance(route.decode).cluster
+    link = deployment.link(source, target)
+    return transfer_s(route.kv_bytes, link.bandwidth_bits_per_s) if link else None
+
+
+_HYBRID = "qwen3-next"
+_STYLES = {Equality.EXACT: "green", Equality.TIE: "yellow", Equality.NO: "bold red"}
+_EXPLAINED_STYLE = {True: "", False: "bold red"}
+
+
+def outcome_table(outcome: Outcome) -> Table:
+    """One line per prompt, in the order in which they were sent."""
+    table = Table(box=box.SIMPLE_HEAD, title=outcome.kv_model.describe())
+    table.add_column("prompt")
+    for heading in ("tokens", "cached"):
+        table.add_column(heading, justify="right")
+    table.add_column("route")
+    for heading in (
+        "TTFT",
+        "KV bytes\nmoved",
+        "kvmodel,\nto the token",
+        "kvmodel,\nwhole pages",
+        "hidden",
+        "tokens/s",
+    ):
+        table.add_column(heading, justify="right")
+    table.add_column("equal to plain vLLM", no_wrap=True)
+    for row in outcome.rows:
+        table.add_row(*_cells(row))
+    return table
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    answer, route = row.answer, row.answer.route
+    style = _EXPLAINED_STYLE[row.is_explained]
+    moved = f"{route.kv_bytes:,}"
+    return (
+        row.label,
+        f"{answer.prompt_tokens:,}",
+        f"{route.cached_tokens:,}",
+        f"{route.route} ({route.fallback})" if route.fallback else route.route,
+        format_s(answer.ttft_s),
+        f"[{style}]{moved}[/]" if style else moved,
+        f"{row.exact_bytes:,}",
+        "-" if row.paged_bytes is None else f"{row.paged_bytes:,}",
+        "-" if route.hidden_fraction is None else f"{route.hidden_fraction:.0%}",
+        "-" if answer.tokens_per_s is None else f"{answer.tokens_per_s:.0f}",
+        f"[{_STYLES[row.comparison.equality]}]{_equality(row.comparison)}[/]",
+    )
+
+
+def _equality(comparison: Comparison) -> str:
+    if comparison.equality is Equality.EXACT:
+        return "exact"
+    margin = (
+        "not among the likeliest" if comparison.margin_nats is None else f"{comparison.margin_nats:.3f} nat"
+    )
+    return f"{comparison.equality} at token {comparison.position} ({margin})"
+
+
+def footnotes(outcome: Outcome) -> list[str]:
+    """What the columns mean, in sentences."""
+    notes = [
+        "cached: tokens that the decode engine already held, so that their KV did not move again. hidden: share of "
+        "the bytes that had arrived when the prefill ended.",
+        "equal: the greedy answer against one plain vLLM engine with the same split of the prompt. A tie is a first "
+        f"difference between two tokens whose reference logprobs are less than {TIE_BOUND_NATS} nat apart, which is "
+        "within bf16 rounding.",
+    ]
+    if outcome.pages is not None:
+        pages = outcome.pages
+        sizes = f"{pages.full_tokens} tokens"
+        if pages.window_tokens != pages.full_tokens:
+            sizes += f" (full attention) and {pages.window_tokens} tokens (sliding window)"
+        notes.append(
+            f"whole pages: engines move pages of {sizes}; with that, kvmodel gives every row's bytes exactly."
+        )
+    else:
+        notes.append("whole pages: no page size of the engine explains the moved bytes of all rows.")
+    return notes
+
+
+def closing(outcome: Outcome) -> str:
+    """What was shown, in one or two sentences."""
+    rows = outcome.rows
+    offloaded = [row for row in rows if row.answer.route.route == "offload"]
+    equal = f"{outcome.count(Equality.EXACT)} of {len(rows)} answers are equal to plain vLLM's token by token"
+    if outcome.count(Equality.TIE):
+        equal += f", {outcome.count(Equality.TIE)} up to a tie"
+    if outcome.count(Equality.NO):
+        equal += f", {outcome.count(Equality.NO)} not"
+    if not offloaded:
+        return f"No prompt was prefilled in another cluster; {equal}."
+    longest = max(offloaded, key=lambda row: row.answer.prompt_tokens)
+    crossed_bytes = sum(row.answer.route.kv_bytes for row in offloaded)
+    shown = (
+        f"{len(offloaded)} of {len(rows)} prompts, those over {outcome.deployment.routing.threshold_tokens:,} uncached "
+        f"tokens, were prefilled in another cluster and decoded at home; {format_bytes(crossed_bytes)} of KVCache "
+        f"crossed the link, {longest.answer.route.hidden_fraction or 0:.0%} of the longest prompt's while it was still "
+        f"being prefilled. {equal}."
+    )
+    return shown if outcome.kv_model.is_hybrid else f"{shown} {_dense(outcome, longest)}"
+
+
+def _dense(outcome: Outcome, longest: Row) -> str:
+    """Why a model whose layers all keep every token should prefill at home."""
+    hybrid = model_from_config(tiny_config(_HYBRID), name=_HYBRID)
+    ratio = outcome.kv_model.token_bytes / hybrid.token_bytes
+    sentence = (
+        f"This model is dense: {outcome.kv_model.token_bytes:,} B of KV per token, {ratio:.0f} times the "
+        f"{hybrid.token_bytes:,} B of {_HYBRID}"
+    )
+    route = longest.answer.route
+    deployment = outcome.deployment
+    link = deployment.link(
+        deployment.instance(route.prefill).cluster, deployment.instance(route.decode).cluster
+    )
+    if link is None or route.prefill_s is None:
+        return f"{sentence}."
+    needs_s = transfer_s(longest.exact_bytes, link.bandwidth_bits_per_s)
+    hybrid_s = transfer_s(hybrid.bytes_to_move(longest.answer.prompt_tokens - 1), link.bandwidth_bits_per_s)
+    judgement = "it should stay home" if needs_s > route.prefill_s else "this link can carry it"
+    rate = format_bits_per_s(link.bandwidth_bits_per_s)
+    return (
+        f"{sentence}. The longest prompt needs {format_s(needs_s)} of the {rate} link "
+        f"({_HYBRID}: {format_s(hybrid_s)}), its prefill {format_s(route.prefill_s)}: {judgement}."
+    )

@@ -1,0 +1,117 @@
+"""The plain engine that answers the same prompts, with the same split of each."""
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import Any
+
+import aiohttp
+
+from prfaas.core.deployment import Cluster, Deployment, Instance
+from prfaas.serving.engines.vllm.command import EngineCommand, engine_command
+
+REFERENCE_NAME = "reference"
+REQUEST_TIMEOUT_S = 180.0
+
+# As in prfaas.serving.engines.vllm.reference, which can't be imported without vLLM.
+_EVENTS_FLAG = "--kv-events-config"
+_LOGITS_PROCESSOR = "prfaas.serving.engines.vllm.reference:ForcedFirstTokens"
+_FORCED_TOKENS_ARG = "forced_first_tokens"
+
+# More of the likeliest tokens than can lie within a tie's bound of each other.
+_TOP_LOGPROBS = 10
+
+
+class ReferenceFailedError(Exception):
+    """The plain engine gave no proper answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceAnswer:
+    """`token_ids` of the answer and, for each, the logprobs (nats) of the likeliest tokens at its place."""
+
+    token_ids: tuple[int, ...]
+    top_logprobs: tuple[dict[int, float], ...]
+
+
+def reference_deployment(deployment: Deployment) -> Deployment:
+    """`deployment` reduced to one engine, "reference", in the place of its first decode instance.
+
+    It has a folder of its own, so that its log doesn't overwrite another one's.
+    """
+    decode = deployment.with_role("decode")[0]
+    instance = replace(decode, name=REFERENCE_NAME, roles=("prefill", "decode"))
+    cluster = Cluster(decode.cluster, "pd", deployment.cluster_of(decode).hardware, (instance,))
+    return replace(deployment, name=f"{deployment.name}-{REFERENCE_NAME}", clusters=(cluster,), links=())
+
+
+def reference_command(deployment: Deployment, instance: Instance) -> EngineCommand:
+    """How to start `instance` as a plain vLLM: the same arguments, no connector, no events, our logits processor."""
+    command = engine_command(deployment, instance)
+    argv = list(command.argv)
+    if _EVENTS_FLAG in argv:
+        # Nobody listens to a single engine.
+        at = argv.index(_EVENTS_FLAG)
+        del argv[at : at + 2]
+    at = argv.index("--kv-transfer-config")
+    argv[at : at + 2] = ["--logits-processors", _LOGITS_PROCESSOR]
+    return replace(command, argv=tuple(argv))
+
+
+async def complete_with_split(
+    session: aiohttp.ClientSession, url: str, model: str, prompt: str, max_tokens: int
+) -> ReferenceAnswer:
+    """Greedy answer to `prompt` in which the last prompt token was computed alone, as a decode engine does.
+
+    Raises:
+        ReferenceFailedError: an error status, an answer without what was asked for, or none in time.
+    """
+    tokenized = await _post(
+        session, f"{url}/tokenize", {"model": model, "prompt": prompt, "add_special_tokens": True}
+    )
+    ids = tokenized["tokens"]
+    answer = await _post(
+        session,
+        f"{url}/v1/completions",
+        {
+            "model": model,
+            "prompt": ids[:-1],
+            "max_tokens": max_tokens + 1,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": _TOP_LOGPROBS,
+            "return_tokens_as_token_ids": True,
+            "return_token_ids": True,
+            "vllm_xargs": {_FORCED_TOKENS_ARG: [ids[-1]]},
+        },
+    )
+    try:
+        choice = answer["choices"][0]
+        token_ids = tuple(choice["token_ids"])
+        logprobs = tuple(
+            {int(token.removeprefix("token_id:")): float(value) for token, value in at_position.items()}
+            for at_position in choice["logprobs"]["top_logprobs"]
+        )
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ReferenceFailedError(
+            f"the plain engine's answer lacks what was asked for: {error!r}"
+        ) from error
+    if len(token_ids) != max_tokens + 1 or len(logprobs) != len(token_ids) or token_ids[0] != ids[-1]:
+        raise ReferenceFailedError(
+            f"the plain engine must answer with token {ids[-1]} and {max_tokens} more, not {token_ids}"
+        )
+    return ReferenceAnswer(token_ids[1:], logprobs[1:])
+
+
+async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    try:
+        async with asyncio.timeout(REQUEST_TIMEOUT_S), session.post(url, json=body) as response:
+            if response.status != 200:
+                raise ReferenceFailedError(f"{url} answered {response.status}: {await response.text()}")
+            answer = await response.json()
+    except TimeoutError:
+        raise ReferenceFailedError(f"{url} gave no answer within {REQUEST_TIMEOUT_S:.0f} s") from None
+    except (aiohttp.ClientError, ValueError) as error:
+        raise ReferenceFailedError(f"{url}: {error}") from error
+    if not isinstance(answer, dict):
+        raise ReferenceFailedError(f"{url} must answer with an object")
+    return answer

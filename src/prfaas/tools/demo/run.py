@@ -1,0 +1,174 @@
+"""The run of the demo: the deployment's engines and gateway first, the plain engine after them."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+import aiohttp
+from prometheus_client import CollectorRegistry
+
+from prfaas.core.deployment import Deployment
+from prfaas.core.kv import model_from_directory
+from prfaas.serving.control.plane import LivePlane
+from prfaas.serving.engines.preparation import ensure_model, port_problem
+from prfaas.serving.engines.running import EngineProgress, RunningEngines
+from prfaas.serving.gateway import serve_gateway
+from prfaas.serving.transport.ticket import load_key
+from prfaas.tools.demo.client import Answer, RequestFailedError, stream_completion
+from prfaas.tools.demo.outcome import Outcome, outcome_of
+from prfaas.tools.demo.prompts import DemoPrompt, corpus, demo_prompts
+from prfaas.tools.demo.reference import (
+    ReferenceAnswer,
+    ReferenceFailedError,
+    complete_with_split,
+    reference_command,
+    reference_deployment,
+)
+
+ANSWER_TOKENS = 64
+T = TypeVar("T")
+
+_GATEWAY_START_S = 30.0
+_GATEWAY_STOP_S = 10.0
+_WARM_UP_S = 120.0
+_WARM_UP_TEXT = "Kernels are compiled and memory is touched when first used."
+
+
+class DemoError(Exception):
+    """The demo can't be run to its end; the text says why."""
+
+
+class Stages(Protocol):
+    """How a run's progress is shown."""
+
+    def starting(self, engines: RunningEngines) -> AbstractContextManager[Callable[[EngineProgress], None]]:
+        """While `engines` start; what it gives is called with each step."""
+        ...
+
+    def asking(self, whom: str, prompts: Sequence[DemoPrompt]) -> AbstractContextManager[Callable[[], None]]:
+        """While `prompts` are answered by `whom`; what it gives is called after each answer."""
+        ...
+
+
+def run_demo(deployment: Deployment, stages: Stages) -> Outcome:
+    """Runs everything, one after the other, and leaves nothing running.
+
+    Raises:
+        DemoError: a prompt got no answer from the gateway or the plain engine, or the gateway failed.
+        EngineError, KeyFileError, ConfigError: engines can't be started.
+    """
+    ensure_model(deployment)
+    kv_model = model_from_directory(deployment.model.path, name=deployment.model.served_name)
+    prompts = demo_prompts(_chars_per_token(deployment))
+    try:
+        with RunningEngines(deployment) as engines:
+            with stages.starting(engines) as show:
+                engines.wait_ready(on_progress=show)
+            with stages.asking("two clusters", prompts) as answered:
+                answers = asyncio.run(_ask_gateway(deployment, prompts, answered))
+        plain = reference_deployment(deployment)
+        with RunningEngines(plain, command=reference_command) as engines:
+            with stages.starting(engines) as show:
+                engines.wait_ready(on_progress=show)
+            with stages.asking("one plain engine", prompts) as answered:
+                references = asyncio.run(_ask_reference(plain, prompts, answered))
+    except (RequestFailedError, ReferenceFailedError) as error:
+        raise DemoError(f"{error}; the engines' logs are in {deployment.logs_dir}") from error
+    return outcome_of(deployment, kv_model, prompts, answers, references)
+
+
+def _chars_per_token(deployment: Deployment) -> float:
+    """Characters per token of the model's tokenizer on the demo's text; 1.0 for a byte-level one."""
+    from tokenizers import Tokenizer
+
+    file = deployment.model.path / "tokenizer.json"
+    if not file.is_file():
+        return 1.0
+    sample = corpus()[:20_000]
+    return len(sample) / len(Tokenizer.from_file(str(file)).encode(sample, add_special_tokens=False).ids)
+
+
+async def _ask_gateway(
+    deployment: Deployment, prompts: Sequence[DemoPrompt], answered: Callable[[], None]
+) -> tuple[Answer, ...]:
+    await _warm_up(deployment)
+    host = "127.0.0.1"
+    # Whoever has the deployment's port need not keep the demo from running.
+    port = 0 if port_problem(host, deployment.gateway.port) else deployment.gateway.port
+    served = replace(deployment, gateway=replace(deployment.gateway, host=host, port=port))
+    bound: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    registry = CollectorRegistry()
+    plane = LivePlane(served, load_key(served.security.key_file), registry)
+    gateway = asyncio.create_task(serve_gateway(served, plane, ready=bound.set_result, registry=registry))
+    try:
+        bound_port = await _unless_ended(gateway, _within(bound, _GATEWAY_START_S))
+        url = f"http://{host}:{bound_port}"
+        return await _unless_ended(gateway, _stream_all(url, deployment.model.served_name, prompts, answered))
+    finally:
+        gateway.cancel()
+        await asyncio.wait({gateway}, timeout=_GATEWAY_STOP_S)
+
+
+async def _within(future: "asyncio.Future[int]", timeout_s: float) -> int:
+    try:
+        return await asyncio.wait_for(future, timeout_s)
+    except TimeoutError:
+        raise DemoError(f"the gateway did not listen within {timeout_s:.0f} s") from None
+
+
+async def _unless_ended(gateway: "asyncio.Task[None]", work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is given up when the gateway ends."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait({gateway, task}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise DemoError(f"the gateway ended: {gateway.exception()!r}")
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _stream_all(
+    url: str, model: str, prompts: Sequence[DemoPrompt], answered: Callable[[], None]
+) -> tuple[Answer, ...]:
+    answers = []
+    async with aiohttp.ClientSession() as session:
+        for prompt in prompts:
+            answers.append(await stream_completion(session, url, model, prompt.text, ANSWER_TOKENS))
+            answered()
+    return tuple(answers)
+
+
+async def _ask_reference(
+    plain: Deployment, prompts: Sequence[DemoPrompt], answered: Callable[[], None]
+) -> tuple[ReferenceAnswer, ...]:
+    (engine,) = plain.instances
+    answers = []
+    async with aiohttp.ClientSession() as session:
+        for prompt in prompts:
+            answers.append(
+                await complete_with_split(
+                    session, engine.url, plain.model.served_name, prompt.text, ANSWER_TOKENS
+                )
+            )
+            answered()
+    return tuple(answers)
+
+
+async def _warm_up(deployment: Deployment) -> None:
+    """A first request of each engine takes seconds longer than the second; no prompt of the demo should be it."""
+    async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
+        for instance in deployment.instances:
+            group.create_task(_warm_up_one(session, instance.url, deployment.model.served_name))
+
+
+async def _warm_up_one(session: aiohttp.ClientSession, url: str, model: str) -> None:
+    body = {"model": model, "prompt": _WARM_UP_TEXT, "max_tokens": 2, "temperature": 0}
+    # Whatever is wrong shows with the first prompt, where it is reported.
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+        async with asyncio.timeout(_WARM_UP_S), session.post(f"{url}/v1/completions", json=body) as response:
+            await response.read()

@@ -1,0 +1,1 @@
+"""Checks a deployment: its files, its engines, its gateway."""

@@ -1,0 +1,1 @@
+"""Measures a running engine's prefill and decode times into a latency profile."""

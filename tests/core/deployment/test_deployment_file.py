@@ -1,0 +1,410 @@
+"""Reading deployment files: what a good one says, and where a bad one is wrong."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.core.deployment import Deployment, DeploymentError, load_deployment
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "local.yaml"
+
+GOOD = """\
+name: two-sites
+model:
+  served_name: m
+  path: models/m
+  max_model_len: 32768
+clusters:
+  - name: east
+    kind: prfaas
+    hardware: h200
+    instances:
+      - name: east-0
+        roles: [prefill]
+        host: 10.0.0.1
+        http_port: 8100
+        kv_port: 8200
+        tensor_parallel: 4
+  - name: home
+    kind: pd
+    hardware: h20
+    instances:
+      - name: home-0
+        roles: [prefill, decode]
+        host: 10.1.0.1
+        http_port: 8100
+        kv_port: 8200
+        tensor_parallel: 4
+      - name: home-1
+        roles: [decode]
+        host: 10.1.0.2
+        http_port: 8100
+        kv_port: 8200
+        tensor_parallel: 4
+links:
+  - source: east
+    target: home
+    bandwidth: 10 Gbit/s
+    connections: 8
+routing:
+  threshold_tokens: 16000
+"""
+
+
+def load(tmp_path: Path, text: str) -> Deployment:
+    path = tmp_path / "deployment.yaml"
+    path.write_text(text)
+    return load_deployment(path, state_dir=tmp_path / "state")
+
+
+def replaced(old: str, new: str) -> str:
+    assert old in GOOD
+    return GOOD.replace(old, new, 1)
+
+
+def test_a_good_file(tmp_path: Path) -> None:
+    deployment = load(tmp_path, GOOD)
+    assert deployment.model.path == tmp_path / "models" / "m"
+    assert deployment.security.key_file == tmp_path / "state" / "two-sites" / "key"
+    assert deployment.routing.policy == "tilted"
+    link = deployment.link("east", "home")
+    assert link is not None
+    assert (link.name, link.bandwidth_bits_per_s, link.connections) == ("east->home", 10e9, 8)
+    assert deployment.link("home", "east") is None
+    east = deployment.instance("east-0")
+    assert deployment.cluster_of(east).kind == "prfaas"
+    assert list(east.kv_ports) == [8200, 8201, 8202, 8203]
+    assert east.url == "http://10.0.0.1:8100"
+    assert [cluster.name for cluster in deployment.prefill_clusters_to("home")] == ["east"]
+    assert [cluster.name for cluster in deployment.pd_clusters] == ["home"]
+    assert [instance.name for instance in deployment.with_role("decode")] == ["home-0", "home-1"]
+
+
+def test_who_may_send_to_whom(tmp_path: Path) -> None:
+    deployment = load(tmp_path, GOOD)
+
+    def peers(name: str) -> list[tuple[str, str, float | None]]:
+        return [
+            (peer.instance.name, peer.link, peer.bandwidth_bits_per_s)
+            for peer in deployment.peers_of(deployment.instance(name))
+        ]
+
+    assert peers("east-0") == [("home-0", "east->home", 10e9), ("home-1", "east->home", 10e9)]
+    assert peers("home-0") == [("home-1", "home", None)]
+    # Roles change: whoever decodes at the start may prefill later, but isn't connected before.
+    assert peers("home-1") == [("home-0", "home", None)]
+    on_demand = [peer.on_demand for peer in deployment.peers_of(deployment.instance("home-1"))]
+    assert on_demand == [True]
+    assert not any(peer.on_demand for peer in deployment.peers_of(deployment.instance("east-0")))
+    for instance in deployment.instances:
+        for peer in deployment.peers_of(instance):
+            assert instance in deployment.producers_for(peer.instance)
+    assert [i.name for i in deployment.producers_for(deployment.instance("home-1"))] == ["east-0", "home-0"]
+    assert deployment.producers_for(deployment.instance("east-0")) == ()
+
+
+def test_the_example_is_good_and_on_one_machine() -> None:
+    deployment = load_deployment(EXAMPLE)
+    assert {instance.host for instance in deployment.instances} == {"127.0.0.1"}
+    assert deployment.model.tiny == "qwen3-next"
+    assert deployment.model.path == deployment.state_dir / "models" / "qwen3-next"
+
+
+def test_the_state_directory_comes_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRFAAS_HOME", str(tmp_path / "elsewhere"))
+    assert load_deployment(EXAMPLE).logs_dir == tmp_path / "elsewhere" / "local" / "logs"
+
+
+HOME_1 = "host: 10.1.0.2\n        http_port: 8100\n        kv_port: 8200"
+
+BAD = {
+    "unknown field": (
+        replaced("    connections: 8", "    conections: 8"),
+        '37: links[0].conections: is no known field; did you mean "connections"?',
+    ),
+    "unknown field without a near one": (
+        replaced("routing:", "colour: red\nrouting:"),
+        "38: colour: is no known field; known here are name, model, clusters, links, routing",
+    ),
+    "missing field": (
+        replaced("    hardware: h20\n", ""),
+        "17: clusters[1].hardware: is missing",
+    ),
+    "static threshold without one": (
+        replaced("threshold_tokens: 16000", "policy: static_threshold"),
+        "38: routing: needs threshold_tokens for policy static_threshold",
+    ),
+    "synthetic engines as fast as what?": (
+        replaced("hardware: h200", "hardware: synthetic"),
+        "9: clusters[0].hardware: synthetic engines need a profile",
+    ),
+    "real engines made faster": (
+        replaced("hardware: h200", "hardware: h200\n    speedup: 10"),
+        "10: clusters[0].speedup: is only for synthetic engines",
+    ),
+    "unknown profile": (
+        replaced("hardware: h200", "hardware: h200\n    profile: warp-drive"),
+        "10: clusters[0].profile: ",
+    ),
+    "events port in use": (
+        replaced("kv_port: 8200", "kv_port: 8200\n        events_port: 8202"),
+        "events_port: 8202 is already used by",
+    ),
+    "wrong kind of number": (
+        replaced("tensor_parallel: 4", "tensor_parallel: four"),
+        '16: clusters[0].instances[0].tensor_parallel: must be a whole number, not "four"',
+    ),
+    "wrong kind of value": (
+        replaced("roles: [prefill]", "roles: prefill"),
+        '12: clusters[0].instances[0].roles: must be a list, not "prefill"',
+    ),
+    "section that is no mapping": (
+        replaced("routing:\n  threshold_tokens: 16000", "routing: always"),
+        '38: routing: must be a mapping ("field: value" lines), not "always"',
+    ),
+    "empty section": (
+        replaced("routing:\n  threshold_tokens: 16000", "routing:"),
+        '38: routing: must be a mapping ("field: value" lines), not empty',
+    ),
+    "wrong choice": (
+        replaced("kind: prfaas", "kind: prefill"),
+        '8: clusters[0].kind: must be one of "prfaas", "pd", not "prefill"',
+    ),
+    "wrong role": (
+        replaced("roles: [decode]", "roles: [decoder]"),
+        '28: clusters[1].instances[1].roles[0]: must be one of "prefill", "decode", not "decoder"',
+    ),
+    "no role": (
+        replaced("roles: [decode]", "roles: []"),
+        "28: clusters[1].instances[1].roles: must have at least one entry, not an empty list",
+    ),
+    "negative number": (
+        replaced("threshold_tokens: 16000", "threshold_tokens: -1"),
+        "39: routing.threshold_tokens: must be greater than 0, not -1",
+    ),
+    "port out of range": (
+        replaced("http_port: 8100", "http_port: 81000"),
+        "14: clusters[0].instances[0].http_port: must be at most 65535, not 81000",
+    ),
+    "bad bandwidth": (
+        replaced("10 Gbit/s", "10 GB/s"),
+        "36: links[0].bandwidth: '10 GB/s' is no bandwidth; write for example \"60 Mbit/s\"",
+    ),
+    "bad name": (
+        replaced("name: home-1", "name: home/1"),
+        "27: clusters[1].instances[1].name: must be letters, digits",
+    ),
+    "endless wait": (
+        GOOD + "transfer:\n  lease_s: .inf\n",
+        "41: transfer.lease_s: must be a finite number, not inf",
+    ),
+    "repeated name": (
+        replaced("name: home-1", "name: home-0"),
+        '27: clusters[1].instances[1].name: "home-0" is already a name in line 21',
+    ),
+    "cluster named like an instance": (
+        replaced("name: home-1", "name: east"),
+        '27: clusters[1].instances[1].name: "east" is already a name in line 7',
+    ),
+    "repeated field": (
+        replaced("    kind: pd\n", "    kind: pd\n    kind: prfaas\n"),
+        "19: clusters[1].kind: is already given in line 18",
+    ),
+    "same port twice": (
+        replaced(HOME_1, HOME_1.replace("10.1.0.2", "10.1.0.1").replace("8100", "8101")),
+        '31: clusters[1].instances[1].kv_port: 8200 is already used by instance "home-0"; give each',
+    ),
+    "port inside another's ranks": (
+        replaced(
+            HOME_1, HOME_1.replace("10.1.0.2", "10.1.0.1").replace("8100", "8203").replace("8200", "9000")
+        ),
+        '30: clusters[1].instances[1].http_port: 8203 is already used by instance "home-0"; give each',
+    ),
+    "gateway's port": (
+        replaced("host: 10.1.0.2", "host: localhost") + "gateway: {host: 0.0.0.0, port: 8100}\n",
+        "30: clusters[1].instances[1].http_port: 8100 is already used by the gateway; give each",
+    ),
+    "ranks beyond the last port": (
+        replaced("kv_port: 8200", "kv_port: 65533"),
+        "15: clusters[0].instances[0].kv_port: 65533 leaves no room for 4 ranks; take one up to 65532",
+    ),
+    "pd cluster that can't decode": (
+        GOOD.replace("roles: [prefill, decode]", "roles: [prefill]").replace(
+            "roles: [decode]", "roles: [prefill]"
+        ),
+        '17: clusters[1]: is of kind "pd" but none of its instances has the role decode',
+    ),
+    "prfaas cluster that decodes": (
+        replaced("roles: [prefill]", "roles: [prefill, decode]"),
+        '12: clusters[0].instances[0].roles: a cluster of kind "prfaas" only prefills',
+    ),
+    "nothing decodes": (
+        replaced("    kind: pd", "    kind: prfaas")
+        .replace("prefill, decode", "prefill")
+        .replace("[decode]", "[prefill]"),
+        '6: clusters: nothing decodes; add a cluster of kind "pd"',
+    ),
+    "no prefill anywhere": (
+        re.sub(r"  - name: east.*?(?=  - name: home\n)", "", GOOD, flags=re.S)
+        .replace("roles: [prefill, decode]", "roles: [decode]")
+        .replace(
+            "links:\n  - source: east\n    target: home\n    bandwidth: 10 Gbit/s\n    connections: 8\n", ""
+        ),
+        "6: clusters: no instance has the role prefill",
+    ),
+    "unknown cluster in a link": (
+        replaced("source: east", "source: west"),
+        '34: links[0].source: there is no cluster "west"; the clusters are east, home',
+    ),
+    "link to itself": (replaced("source: east", "source: home"), '34: links[0]: leads from "home" to itself'),
+    "link only to where nothing decodes": (
+        replaced("source: east\n    target: home", "source: home\n    target: east"),
+        '7: clusters[0]: no link leads from "east"; add one under links to a "pd" cluster',
+    ),
+    "link given twice": (
+        replaced("routing:", "  - {source: east, target: home, bandwidth: 1 Gbit/s}\nrouting:"),
+        '38: links[1]: repeats links[0] ("east" to "home")',
+    ),
+    "prfaas cluster without a link": (
+        re.sub(r"links:.*?(?=routing:)", "", GOOD, flags=re.S),
+        '7: clusters[0]: no link leads from "east"',
+    ),
+    "two models": (
+        replaced("  path: models/m", "  path: models/m\n  tiny: qwen3"),
+        "2: model: needs either path",
+    ),
+    "tiny model by path": (
+        replaced("  path: models/m", "  tiny: ../m"),
+        '4: model.tiny: "../m" is no name',
+    ),
+    "no cache size on cpu": (
+        replaced("hardware: h20\n", "hardware: cpu\n"),
+        "19: clusters[1].hardware: engines on cpu need engine.kv_cache_gib",
+    ),
+    "threshold above every prompt": (
+        replaced("threshold_tokens: 16000", "threshold_tokens: 40000"),
+        "39: routing.threshold_tokens: 40000 is more than model.max_model_len (32768)",
+    ),
+    "staging below a block": (
+        GOOD + "engine: {staging: 512 KiB}\n",
+        "40: engine.staging: 524288 bytes hold no transfer block of 1048576",
+    ),
+    "engine option that is ours": (
+        GOOD + "engine:\n  extra_args:\n    - --port=1\n",
+        "42: engine.extra_args[0]: '--port=1' can't be given here; give the instance's http_port",
+    ),
+    "start of an engine option that is ours": (
+        GOOD + "engine:\n  extra_args: [--kv-transfer-con, '{}']\n",
+        "41: engine.extra_args[0]: '--kv-transfer-con' can't be given here; it is made from clusters",
+    ),
+    "not a mapping": ("- a\n", "must be a mapping of fields"),
+    "empty": ("", "must be a mapping of fields"),
+    "no YAML": ("name: [\n", "2: is no valid YAML"),
+    "YAML that makes objects": (
+        "name: !!python/name:os.system ''\n",
+        "1: is no valid YAML (could not determine a constructor",
+    ),
+    "key that is no text": ("? [a]\n: b\n", "a field's name must be plain text"),
+    "values that contain themselves": ("name: &a [*a]\n", "nests or repeats too much"),
+}
+
+
+@pytest.mark.parametrize("text, message", BAD.values(), ids=BAD.keys())
+def test_errors_name_file_line_and_field(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(DeploymentError) as raised:
+        load(tmp_path, text)
+    said = str(raised.value)
+    assert said.startswith(str(tmp_path / "deployment.yaml"))
+    assert message in said
+    assert "\n" not in said
+
+
+def test_aliases_cannot_unfold_without_bound(tmp_path: Path) -> None:
+    levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    levels += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    with pytest.raises(DeploymentError, match="repeats too much"):
+        load(tmp_path, "\n".join(levels))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(DeploymentError, match="there is no such file"):
+        load_deployment(tmp_path / "none.yaml")
+    with pytest.raises(DeploymentError, match="can't be read"):
+        load_deployment(tmp_path)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00name")
+    with pytest.raises(DeploymentError, match=r"can't be read|no valid YAML"):
+        load_deployment(tmp_path / "binary.yaml")
+
+
+def test_unknown_names_list_the_known_ones(tmp_path: Path) -> None:
+    deployment = load(tmp_path, GOOD)
+    with pytest.raises(DeploymentError, match='has no instance "x"; it has east-0, home-0, home-1'):
+        deployment.instance("x")
+    with pytest.raises(DeploymentError, match='has no cluster "x"; it has east, home'):
+        deployment.cluster("x")
+
+
+def test_numbers_in_env_are_text(tmp_path: Path) -> None:
+    deployment = load(tmp_path, GOOD + "engine: {env: {A: 1, B: two}, kv_cache_gib: 2}\n")
+    assert deployment.engine.env == {"A": "1", "B": "two"}
+
+
+@given(st.data())
+def test_a_changed_line_gives_no_other_error(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Whatever a line is changed to, the file is read or the error is a sentence about it."""
+    lines = GOOD.splitlines()
+    at = data.draw(st.integers(0, len(lines) - 1))
+    text = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12)
+    value = data.draw(
+        st.one_of(text, st.sampled_from(["[]", "{}", "~", "-1", "0.5", "true", "[[]]", "{a: b}"]))
+    )
+    indent, _, rest = lines[at].partition(lines[at].strip()[0])
+    key = (lines[at].strip()[0] + rest).split(":")[0]
+    lines[at] = f"{indent}{key}: {value}" if data.draw(st.booleans()) else data.draw(text)
+    path = tmp_path_factory.getbasetemp() / "changed.yaml"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    try:
+        load_deployment(path)
+    except DeploymentError as error:
+        assert str(error).startswith(str(path))
+
+
+def test_a_way_back_is_for_prefixes(tmp_path: Path) -> None:
+    back = "  - {source: home, target: east, bandwidth: 1 Gbit/s}\nrouting:"
+    deployment = load(tmp_path, replaced("routing:", back))
+    peers = deployment.peers_of(deployment.instance("home-0"))
+    assert [(peer.instance.name, peer.link, peer.on_demand) for peer in peers] == [
+        ("east-0", "home->east", True),
+        ("home-1", "home", False),
+    ]
+    assert [i.name for i in deployment.producers_for(deployment.instance("east-0"))] == ["home-0", "home-1"]
+
+
+def test_where_events_are_published(tmp_path: Path) -> None:
+    far = load(tmp_path, GOOD)
+    assert far.events_endpoint(far.instance("east-0")) is None
+    over_tcp = load(tmp_path, replaced("kv_port: 8200", "kv_port: 8200\n        events_port: 8300"))
+    endpoint = over_tcp.events_endpoint(over_tcp.instance("east-0"))
+    assert endpoint is not None
+    assert (endpoint.bind_publish, endpoint.publish) == ("tcp://*:8300", "tcp://10.0.0.1:8300")
+    assert (endpoint.bind_replay, endpoint.replay) == ("tcp://*:8301", "tcp://10.0.0.1:8301")
+    here = load_deployment(EXAMPLE, state_dir=tmp_path)
+    endpoints = [here.events_endpoint(instance) for instance in here.instances]
+    addresses = {e.publish for e in endpoints if e} | {e.replay for e in endpoints if e}
+    assert len(addresses) == 2 * len(here.instances)
+    assert all(address.startswith("ipc://@prfaas-") and len(address) < 107 for address in addresses)
+
+
+def test_what_the_scheduler_is_told(tmp_path: Path) -> None:
+    deployment = load(
+        tmp_path, GOOD.replace("routing:\n  threshold_tokens: 16000\n", "control:\n  allocation: false\n")
+    )
+    assert (deployment.routing.policy, deployment.routing.threshold_tokens) == ("tilted", None)
+    assert (deployment.control.allocation, deployment.control.threshold_period_s) == (False, 30.0)

@@ -1,0 +1,379 @@
+"""Deployment files for planning: what a good one says, and where a bad one is wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from prfaas.core.deployment import (
+    DeploymentError,
+    EmpiricalLengths,
+    FixedLengths,
+    LogNormalLengths,
+    PlannedDeployment,
+    TraceLengths,
+    UniformLengths,
+    load_deployment,
+    load_planned,
+)
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+GOOD = """\
+name: two-sites
+model:
+  published: internal-1t
+clusters:
+  - name: east
+    kind: prfaas
+    hardware: h200
+    instance_count: 4
+    gpus_per_instance: 8
+    profile: internal-1t-h200
+  - name: home
+    kind: pd
+    hardware: h20
+    instance_count: 8
+    profile: internal-1t-h20
+links:
+  - {source: east, target: home, bandwidth: 100 Gbit/s}
+workload:
+  lengths: {distribution: lognormal, mu: 9.9, sigma: 1, low: 128, high: 131072}
+  output_tokens: 1024
+slo:
+  tokens_per_s: 40
+prices:
+  h200: 2
+  h20: 1.0
+"""
+
+LIVE = """\
+name: live
+model: {served_name: m, path: m, max_model_len: 32768}
+clusters:
+  - name: east
+    kind: prfaas
+    hardware: h200
+    profile: internal-1t-h200
+    instances:
+      - {name: e0, roles: [prefill], host: 10.0.0.1, http_port: 8100, kv_port: 8200, tensor_parallel: 8}
+  - name: home
+    kind: pd
+    hardware: h20
+    profile: internal-1t-h20
+    instances:
+      - {name: h0, roles: [prefill], host: 10.1.0.1, http_port: 8100, kv_port: 8200, tensor_parallel: 8}
+      - {name: h1, roles: [decode], host: 10.1.0.2, http_port: 8100, kv_port: 8200, tensor_parallel: 8}
+links: [{source: east, target: home, bandwidth: 10 Gbit/s}]
+routing: {threshold_tokens: 16000}
+workload: {lengths: {distribution: fixed, tokens: 4000}, output_tokens: 100}
+slo: {tpot_s: 0.025}
+"""
+
+
+def planned(tmp_path: Path, text: str, **changes: float) -> PlannedDeployment:
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    return load_planned(path, changes=changes)
+
+
+def replaced(old: str, new: str) -> str:
+    assert GOOD.count(old) == 1
+    return GOOD.replace(old, new)
+
+
+def test_a_good_file(tmp_path: Path) -> None:
+    deployment = planned(
+        tmp_path, replaced("    instance_count: 4", "    prefix_hit_ratio: 0.3\n    instance_count: 4")
+    )
+    east, home = deployment.clusters
+    assert (deployment.prfaas_clusters, deployment.pd_clusters) == ((east,), (home,))
+    assert (east.instance_count, east.gpus_per_instance, east.gpus) == (4, 8, 32)
+    assert (east.prefix_hit_ratio, home.prefix_hit_ratio) == (0.3, None)
+    assert home.gpus == 64  # gpus_per_instance is the profile's
+    assert east.profile.name == "internal-1t-h200"
+    assert deployment.cluster("home") is home
+    assert deployment.workload.lengths == LogNormalLengths(9.9, 1, 128, 131072)
+    assert (deployment.workload.output_tokens, deployment.workload.prefix_hit_ratio) == (1024, 0)
+    assert (deployment.slo.tpot_s, deployment.slo.tokens_per_s) == (1 / 40, 40)
+    assert deployment.prices == {"h200": 2, "h20": 1}
+    assert deployment.links[0].bandwidth_bits_per_s == 100e9
+    assert deployment.kv_model.kv_bytes(1024) == pytest.approx(190.8 * 2**20, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["paper", "dense", "multi"])
+def test_the_examples_are_good(name: str) -> None:
+    assert load_planned(EXAMPLES / f"{name}.yaml").name == name
+
+
+@pytest.mark.parametrize(
+    "lengths, expected",
+    [
+        ("{distribution: uniform, low: 128, high: 4096}", UniformLengths(128, 4096)),
+        ("{distribution: fixed, tokens: 4096}", FixedLengths(4096)),
+        ("{distribution: empirical, lengths: [1000, 2000]}", EmpiricalLengths((1000, 2000), None)),
+        (
+            "{distribution: empirical, lengths: [1000, 2000], weights: [1, 0]}",
+            EmpiricalLengths((1000, 2000), (1, 0)),
+        ),
+    ],
+)
+def test_distributions(tmp_path: Path, lengths: str, expected: object) -> None:
+    text = replaced("{distribution: lognormal, mu: 9.9, sigma: 1, low: 128, high: 131072}", lengths)
+    assert planned(tmp_path, text).workload.lengths == expected
+
+
+def test_a_trace_lies_beside_the_file_and_may_say_how_long_answers_are(tmp_path: Path) -> None:
+    text = replaced(
+        "{distribution: lognormal, mu: 9.9, sigma: 1, low: 128, high: 131072}\n  output_tokens: 1024",
+        "{distribution: trace, path: t.jsonl, format: mooncake}",
+    )
+    workload = planned(tmp_path, text).workload
+    assert workload.lengths == TraceLengths(tmp_path / "t.jsonl", "mooncake")
+    assert workload.output_tokens is None
+
+
+def test_a_file_to_run_can_be_planned_too(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(
+        '{"model_type": "qwen3", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}'
+    )
+    deployment = planned(tmp_path, LIVE)
+    assert [cluster.instance_count for cluster in deployment.clusters] == [1, 2]
+    assert deployment.kv_model.token_bytes == 2 * 2 * 2 * 32 * 2
+    assert load_deployment(tmp_path / "plan.yaml").slo.tpot_s == 0.025
+
+
+@pytest.mark.parametrize("config", ["m/config.json", "m"])
+def test_a_users_own_config(tmp_path: Path, config: str) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(
+        '{"model_type": "qwen3", "num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 64}'
+    )
+    deployment = planned(tmp_path, replaced("published: internal-1t", f"config: {config}"))
+    assert deployment.kv_model.token_bytes == 3 * 2 * 2 * 32 * 2
+
+
+RUN = {
+    "a published model": (GOOD, "3: model.published: is enough to plan with, not to run; give path"),
+    "counted instances": (
+        replaced("published: internal-1t", "path: m"),
+        "8: clusters[0].instance_count: is enough to plan with, not to run; list the cluster's instances",
+    ),
+    "no served name": (LIVE.replace("served_name: m, ", ""), "2: model.served_name: is missing"),
+    "no length": (LIVE.replace(", max_model_len: 32768", ""), "2: model.max_model_len: is missing"),
+    "empty length": (LIVE.replace("32768", ""), "2: model.max_model_len: must not be empty"),
+}
+
+
+@pytest.mark.parametrize("text, message", RUN.values(), ids=RUN.keys())
+def test_what_can_only_be_planned_is_not_run(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    with pytest.raises(DeploymentError) as raised:
+        load_deployment(path)
+    assert message in str(raised.value)
+
+
+BAD = {
+    "negative bandwidth": (
+        replaced("100 Gbit/s", "-5"),
+        '17: links[0].bandwidth: -5 is no bandwidth; write for example "60 Mbit/s"',
+    ),
+    "unknown field": (
+        replaced("instance_count: 8", "instances_count: 8"),
+        '14: clusters[1].instances_count: is no known field; did you mean "instance_count"?',
+    ),
+    "unknown field of the lengths": (
+        replaced("mu: 9.9", "mean: 9.9"),
+        "19: workload.lengths.mean: is no known field; known here are distribution, mu,",
+    ),
+    "link to a missing cluster": (
+        replaced("target: home", "target: hom"),
+        '17: links[0].target: there is no cluster "hom"; the clusters are east, home',
+    ),
+    "unknown model": (replaced("published: internal-1t", "published: gpt-9"), "3: model.published: "),
+    "unknown profile": (
+        replaced("profile: internal-1t-h20\n", "profile: internal-1t-h21\n"),
+        '15: clusters[1].profile: there is no profile "internal-1t-h21"; did you mean',
+    ),
+    "missing profile file": (
+        replaced("profile: internal-1t-h20\n", "profile: none.yaml\n"),
+        "none.yaml: there is no such profile file",
+    ),
+    "no profile": (replaced("    profile: internal-1t-h20\n", ""), "11: clusters[1]: has no profile, so"),
+    "profile of another size": (
+        replaced("gpus_per_instance: 8", "gpus_per_instance: 4"),
+        "9: clusters[0].gpus_per_instance: instances have 4 GPUs, but profile",
+    ),
+    "profile of another model": (
+        replaced("published: internal-1t", "published: kimi-k2"),
+        '10: clusters[0].profile: "internal-1t-h200" is how fast internal-1t is, but model.published is kimi-k2',
+    ),
+    "pd cluster that was never timed decoding": (
+        replaced("profile: internal-1t-h20\n", "profile: internal-1t-h200\n"),
+        '15: clusters[1].profile: "internal-1t-h200" has no decode times, which a cluster of kind "pd" needs',
+    ),
+    "neither instances nor a count": (
+        replaced("    instance_count: 4\n", ""),
+        "5: clusters[0]: needs either instances (servers to start) or instance_count (to plan with); neither",
+    ),
+    "no instances": (
+        replaced("instance_count: 4", "instance_count: 0"),
+        "8: clusters[0].instance_count: must be greater than 0, not 0",
+    ),
+    "two models": (
+        replaced("published: internal-1t", "published: internal-1t\n  config: m"),
+        "2: model: needs either path (a checkpoint directory), tiny",
+    ),
+    "made model": (
+        replaced("published: internal-1t", "tiny: qwen3"),
+        "3: model.tiny: a made model has no published speed",
+    ),
+    "config that is not there": (
+        replaced("published: internal-1t", "config: nowhere"),
+        "nowhere/config.json: can't be read",
+    ),
+    "no workload": (
+        GOOD[: GOOD.index("workload:")] + GOOD[GOOD.index("slo:") :],
+        "1: workload: is missing; say how long prompts and answers are",
+    ),
+    "empty workload": (
+        GOOD[: GOOD.index("workload:")] + "workload:\n",
+        "18: workload: must be a mapping",
+    ),
+    "no output length": (
+        replaced("  output_tokens: 1024\n", ""),
+        "18: workload.output_tokens: is missing; give the mean length of answers",
+    ),
+    "unknown distribution": (
+        replaced("distribution: lognormal", "distribution: normal"),
+        '19: workload.lengths.distribution: must be one of "lognormal", "uniform", "fixed", "empirical", "trace"',
+    ),
+    "distribution that lacks a number": (
+        replaced(", sigma: 1", ""),
+        '19: workload.lengths.sigma: is missing; distribution "lognormal" needs mu, sigma, low, high',
+    ),
+    "number of another distribution": (
+        replaced("sigma: 1", "sigma: 1, tokens: 5"),
+        '19: workload.lengths.tokens: is not for distribution "lognormal", which has mu, sigma, low, high',
+    ),
+    "range upside down": (
+        replaced("low: 128, high: 131072", "low: 4096, high: 128"),
+        "19: workload.lengths.high: 128 must be greater than low (4096)",
+    ),
+    "no spread": (
+        replaced("sigma: 1", "sigma: 0"),
+        "19: workload.lengths.sigma: must be greater than 0, not 0",
+    ),
+    "weights that don't fit": (
+        replaced(
+            "{distribution: lognormal, mu: 9.9, sigma: 1, low: 128, high: 131072}",
+            "{distribution: empirical, lengths: [1, 2], weights: [1]}",
+        ),
+        "19: workload.lengths.weights: has 1 entries for 2 lengths; give one for each",
+    ),
+    "weights of nothing": (
+        replaced(
+            "{distribution: lognormal, mu: 9.9, sigma: 1, low: 128, high: 131072}",
+            "{distribution: empirical, lengths: [1, 2], weights: [0, 0]}",
+        ),
+        "19: workload.lengths.weights: are all 0; at least one must be above 0",
+    ),
+    "all prefixes hit": (
+        replaced("output_tokens: 1024", "output_tokens: 1024\n  prefix_hit_ratio: 1"),
+        "21: workload.prefix_hit_ratio: must be less than 1, not 1",
+    ),
+    "overload": (
+        replaced("output_tokens: 1024", "output_tokens: 1024\n  load: 1.2"),
+        "21: workload.load: must be less than 1, not 1.2",
+    ),
+    "no slo": (
+        replaced("slo:\n  tokens_per_s: 40\n", ""),
+        "1: slo: needs tokens_per_s (or tpot_s): without it there is no limit",
+    ),
+    "speed given twice": (
+        replaced("tokens_per_s: 40", "tokens_per_s: 40\n  tpot_s: 0.03"),
+        "22: slo.tokens_per_s: is the inverse of slo.tpot_s; keep one of them",
+    ),
+    "price of what isn't there": (
+        replaced("h200: 2", "h100: 2"),
+        "24: prices.h100: no cluster has this hardware; the clusters have h200, h20",
+    ),
+    "price that is missing": (
+        replaced("  h200: 2\n", ""),
+        '7: clusters[0].hardware: there is no price for "h200"; add it to prices',
+    ),
+    "negative price": (replaced("h200: 2", "h200: -2"), "24: prices.h200: must be greater than 0, not -2"),
+    "nothing decodes": (
+        replaced("kind: pd", "kind: prfaas"),
+        '4: clusters: nothing decodes; add a cluster of kind "pd"',
+    ),
+    "no link": (
+        replaced("links:\n  - {source: east, target: home, bandwidth: 100 Gbit/s}\n", ""),
+        '5: clusters[0]: no link leads from "east"',
+    ),
+}
+
+
+@pytest.mark.parametrize("text, message", BAD.values(), ids=BAD.keys())
+def test_errors_name_file_line_and_field(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(DeploymentError) as raised:
+        planned(tmp_path, text)
+    said = str(raised.value)
+    assert said.startswith(str(tmp_path / "plan.yaml"))
+    assert message in said
+    assert "\n" not in said
+
+
+def test_a_config_without_layer_types_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen3_next", "num_hidden_layers": 4, "num_attention_heads": 2, "hidden_size": 64,'
+        ' "layer_types": ["full_attention"]}'
+    )
+    with pytest.raises(
+        DeploymentError, match=r"3: model\.config: .*config\.json: layer_types must be a list of 4"
+    ):
+        planned(tmp_path, replaced("published: internal-1t", "config: config.json"))
+
+
+@pytest.mark.parametrize(
+    "field, number, read",
+    [
+        ("links[0].bandwidth", 5e9, lambda d: d.links[0].bandwidth_bits_per_s),
+        ("links[east->home].bandwidth", 5e9, lambda d: d.links[0].bandwidth_bits_per_s),
+        ("clusters[home].instance_count", 3.0, lambda d: d.clusters[1].instance_count),
+        ("workload.lengths.mu", 9.0, lambda d: d.workload.lengths.mu),
+        ("workload.prefix_hit_ratio", 0.5, lambda d: d.workload.prefix_hit_ratio),
+        ("slo.tokens_per_s", 20, lambda d: d.slo.tokens_per_s),
+        ("prices.h200", 3.5, lambda d: d.prices["h200"]),
+    ],
+)
+def test_numbers_can_be_changed(tmp_path: Path, field: str, number: float, read) -> None:  # type: ignore[no-untyped-def]
+    deployment = planned(tmp_path, GOOD, **{field: number})
+    assert read(deployment) == number
+    assert read(planned(tmp_path, GOOD)) != number
+
+
+@pytest.mark.parametrize(
+    "field, number, message",
+    [
+        ("links[3].bandwidth", 1, "links[3].bandwidth: can't be changed: the list has only 1 entries"),
+        ("links[a->b].bandwidth", 1, 'nothing there is named "a->b"; there are east->home'),
+        ("clusters.bandwidth", 1, "clusters.bandwidth: can't be changed: clusters is a list"),
+        ("nothing.here", 1, 'nothing.here: can\'t be changed: the file has no "nothing"'),
+        ("workload", 1, "it is no number but a whole section"),
+        ("links[0].bandwidth; x", 1, "is no field's name"),
+        ("workload[0].x", 1, 'there is no list for "[0]"'),
+        ("slo.speed", 1, "slo.speed: is no known field"),
+        ("links[0].bandwidth", -1, "17: links[0].bandwidth: -1 is no bandwidth"),
+        (
+            "clusters[east].instance_count",
+            1.5,
+            "8: clusters[0].instance_count: must be a whole number, not 1.5",
+        ),
+    ],
+)
+def test_changes_that_make_no_sense(tmp_path: Path, field: str, number: float, message: str) -> None:
+    with pytest.raises(DeploymentError) as raised:
+        planned(tmp_path, GOOD, **{field: number})
+    assert message in str(raised.value)

@@ -1,0 +1,88 @@
+import heapq
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from prfaas.core.planner import make_plan
+from prfaas.core.planner.ttft import Pool, erlang_c, queueing_ttft, service_ttft
+
+from .problems import paper_problem
+
+
+def pool(instances: int, *pairs: tuple[float, float], smooth: bool = False) -> Pool:
+    seconds, weights = zip(*pairs, strict=True)
+    return Pool("pool", instances, np.array(seconds), np.array(weights), smooth)
+
+
+def test_erlang_c_by_hand() -> None:
+    assert erlang_c(1, 0.7) == pytest.approx(0.7)
+    # Two servers at 1 Erlang: (1/2! × 2/(2-1)) / (1 + 1 + 1) = 1/3.
+    assert erlang_c(2, 1.0) == pytest.approx(1 / 3)
+    assert erlang_c(500, 450.0) < 0.02
+
+
+def test_service_times_are_those_of_the_mixture() -> None:
+    mean, p90 = service_ttft((pool(1, (1.0, 0.6), (2.0, 0.25)), pool(1, (5.0, 0.15))))
+    assert mean == pytest.approx(0.6 + 0.5 + 0.75) and p90 == 5.0
+    assert service_ttft((pool(1, (1.0, 0.9), (2.0, 0.1)),))[1] == 1.0
+
+
+def test_md1_is_exact() -> None:
+    """One server, constant service: the mean wait is ρ / (2 (1 − ρ)) × s, as Pollaczek and Khinchine have it."""
+    estimate = queueing_ttft((pool(1, (2.0, 1.0)),), lambda_max=0.5, load=0.8)
+    assert estimate.mean_s == pytest.approx(2 + 0.8 / (2 * 0.2) * 2)
+    assert "estimate" in estimate.label and estimate.busiest_utilisation == pytest.approx(0.8)
+
+
+def simulated(instances: int, seconds: list[float], rate: float, seed: int) -> tuple[float, float]:
+    """TTFT mean and P90 of one first-come-first-served pool."""
+    draw, now, free, times = random.Random(seed), 0.0, [0.0] * instances, []
+    for _ in range(60_000):
+        now += draw.expovariate(rate)
+        start = max(now, heapq.heappop(free))
+        service = draw.choice(seconds)
+        heapq.heappush(free, start + service)
+        times.append(start + service - now)
+    times.sort()
+    return sum(times) / len(times), times[int(0.9 * len(times))]
+
+
+@pytest.mark.parametrize("instances", [1, 3])
+def test_close_to_a_simulation(instances: int) -> None:
+    seconds = [0.5, 0.7, 1.0, 1.2, 4.0]
+    work = sum(seconds) / len(seconds)
+    full = instances / work
+    estimate = queueing_ttft(
+        (pool(instances, *((each, 0.2) for each in seconds)),), lambda_max=full, load=0.8
+    )
+    mean, p90 = simulated(instances, seconds, 0.8 * full, seed=3)
+    assert estimate.mean_s == pytest.approx(mean, rel=0.1)
+    assert estimate.p90_s == pytest.approx(p90, rel=0.12)
+
+
+@pytest.mark.parametrize(
+    ("load", "mean_s", "p90_s"), [(0.8, 3.52, 6.48), (0.9, 5.83, 11.41), (0.95, 12.1, 25.8)]
+)
+def test_close_to_the_simulations_of_the_papers_case(load: float, mean_s: float, p90_s: float) -> None:
+    """notes/simulators.md: static threshold, M/G/k pools, simulated."""
+    estimate = make_plan(paper_problem(load=load)).ttft_estimate
+    assert estimate.mean_s == pytest.approx(mean_s, rel=0.05)
+    assert estimate.p90_s == pytest.approx(p90_s, rel=0.08)
+
+
+def test_overload_has_no_estimate() -> None:
+    """Near Λ_max by the paper's T(E[L]) there is more work than time by E[T(L)]."""
+    estimate = make_plan(paper_problem(load=0.99)).ttft_estimate
+    assert estimate.mean_s is None and estimate.p90_s is None and estimate.busiest_utilisation > 1
+
+
+def test_nobody_to_prefill_has_no_estimate() -> None:
+    assert queueing_ttft((pool(0, (1.0, 1.0)),), 1.0, 0.5).mean_s is None
+
+
+def test_waiting_grows_with_load() -> None:
+    waits = [make_plan(replace(paper_problem(), load=load)).ttft_estimate.mean_s for load in (0.1, 0.5, 0.9)]
+    assert None not in waits and waits == sorted(waits)  # type: ignore[type-var]
+    assert waits[0] == pytest.approx(make_plan(paper_problem()).optimum.ttft_mean_s, rel=0.01)

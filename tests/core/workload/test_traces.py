@@ -1,0 +1,189 @@
+import gzip
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from prfaas.core.workload import WorkloadError, read_trace
+
+MOONCAKE = [
+    {"timestamp": 0, "input_length": 1000, "output_length": 10, "hash_ids": [1, 2]},
+    {"timestamp": 1500, "input_length": 1400, "output_length": 20, "hash_ids": [1, 2, 3]},
+    {"timestamp": 3000, "input_length": 600, "output_length": 30, "hash_ids": [1, 9]},
+    {"timestamp": 3000, "input_length": 1000, "output_length": 40, "hash_ids": [1, 2]},
+]
+
+
+def written(path: Path, text: str) -> Path:
+    data = text.encode()
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def rows(values: list[dict[str, object]]) -> str:
+    return "\n".join(json.dumps(value) for value in values) + "\n\n"
+
+
+def archive(path: Path, files: dict[str, str]) -> Path:
+    with tarfile.open(path, "w:gz") as tar:
+        for name, text in files.items():
+            info = tarfile.TarInfo(f"data/some/{name}")
+            info.size = len(text.encode())
+            tar.addfile(info, io.BytesIO(text.encode()))
+    return path
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
+def test_mooncake_with_the_prefixes_that_an_endless_cache_holds(tmp_path: Path, name: str) -> None:
+    trace = read_trace(written(tmp_path / name, rows(MOONCAKE)))
+    # Request 2 finds 2 blocks of 512, request 3 one, and request 4 everything (never more than its prompt).
+    assert [request.cached_tokens for request in trace.requests] == [0, 1000 + 24, 512, 1000]
+    assert trace.lengths.mean() == 1000
+    assert trace.uncached is not None
+    assert sorted(trace.uncached.lengths.tolist()) == [1, 600 - 512, 1400 - 1024, 1000]
+    assert trace.output_tokens == 25 and trace.requests_per_s == pytest.approx(4 / 3)
+    assert [request.arrival_s for request in trace.requests] == [0, 1.5, 3, 3]
+
+
+def test_azure(tmp_path: Path) -> None:
+    text = (
+        "TIMESTAMP,ContextTokens,GeneratedTokens\r\n"
+        "2023-11-16 18:17:03.9799600,4808,10\r\n"
+        "2023-11-16 18:17:05.9799600,3180,8\r\n"
+    )
+    trace = read_trace(written(tmp_path / "azure.csv", text))
+    assert trace.requests[1].arrival_s == pytest.approx(2, abs=1e-6)
+    assert trace.lengths.mean() == 3994 and trace.output_tokens == 9 and trace.uncached is None
+
+
+def test_our_own_format(tmp_path: Path) -> None:
+    values: list[dict[str, object]] = [
+        {"arrival_s": 0.5, "input_tokens": 100, "output_tokens": 5, "cached_tokens": 60},
+        {"arrival_s": 1.5, "input_tokens": 200, "output_tokens": 15, "cached_tokens": 200},
+    ]
+    trace = read_trace(written(tmp_path / "t.jsonl", rows(values)))
+    assert trace.uncached is not None and trace.uncached.lengths.tolist() == [1, 40]
+    values[1].pop("cached_tokens")
+    assert read_trace(written(tmp_path / "t.jsonl", rows(values))).uncached is None
+
+
+def test_servegen_mixes_clients_by_their_requests(tmp_path: Path) -> None:
+    """Client 0: 10 requests/s for 10 s then none; client 1: 30/s in the second window. So 100 and 300 requests."""
+    path = archive(
+        tmp_path / "some.tar.gz",
+        {
+            "chunk-0-trace.csv": "0,10,1,Gamma,1,1\n10,0,0,,0,0\n",
+            "chunk-0-dataset.json": json.dumps(
+                {"0": {"input_tokens": "{100: 0.5, 300: 0.5}", "output_tokens": "{10: 1.0}"}}
+            ),
+            "chunk-1-trace.csv": "0,0,0,,0,0\n10,30,1,Weibull,1,1\n",
+            "chunk-1-dataset.json": json.dumps(
+                {
+                    "0": {"input_tokens": "{}", "output_tokens": "{}"},
+                    "10": {"input_tokens": "{400: 1.0}", "output_tokens": "{50: 2.0}"},
+                }
+            ),
+            "chunk-2-trace.csv": "0,5,1,Gamma,1,1\n",
+            "chunk-3-trace.csv": "0,4,1,Gamma,1,1\n10,4,1,Gamma,1,1\n",
+            "chunk-3-dataset.json": json.dumps({"0": {"input_tokens": "{}", "output_tokens": "{}"}}),
+        },
+    )
+    trace = read_trace(path)
+    assert trace.lengths.lengths.tolist() == [100, 300, 400]
+    assert trace.lengths.probabilities.tolist() == pytest.approx([0.125, 0.125, 0.75])
+    assert trace.output_tokens == pytest.approx((100 * 10 + 300 * 50) / 400)
+    assert trace.requests_per_s == pytest.approx(400 / 20)
+    assert trace.skipped == ("client 2 has no dataset", "client 3 has about 80 requests without lengths")
+    assert trace.requests == ()
+
+
+def bad_row(**fields: object) -> str:
+    return rows([MOONCAKE[0], {**MOONCAKE[1], **fields}])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("t.jsonl", bad_row(input_length=-1), ":2: input_length must be a whole number of tokens, not -1"),
+        ("t.jsonl", bad_row(input_length=True), ":2: input_length must be a whole number"),
+        ("t.jsonl", bad_row(output_length="8"), ":2: output_length must be a whole number"),
+        ("t.jsonl", bad_row(timestamp=None), ":2: timestamp must be a time"),
+        ("t.jsonl", bad_row(hash_ids=["a"]), ":2: hash_ids must be a list of whole numbers"),
+        ("t.jsonl", rows([MOONCAKE[0]]) + "{broken\n", ":3: is not JSON"),
+        ("t.jsonl", rows([MOONCAKE[0]]) + "[1]\n", ":3: must be a JSON object"),
+        ("t.jsonl", '{"arrival_s": 1, "output_tokens": 3}\n', ":1: input_tokens is missing"),
+        ("t.jsonl", "", "has no request with a prompt"),
+        ("t.jsonl", "not json\n", ":1: is not JSON"),
+        (
+            "t.jsonl",
+            '{"arrival_s": 1, "input_tokens": 3, "output_tokens": 3, "cached_tokens": 4}\n',
+            ":1: cached_tokens (4) can't be more than input_tokens (3)",
+        ),
+        ("t.csv", "", "is empty; the first line must be TIMESTAMP,ContextTokens,GeneratedTokens"),
+        ("t.csv", "TIMESTAMP,Context\n", ":1: the header has no ContextTokens, GeneratedTokens"),
+        (
+            "t.csv",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n",
+            ':2: TIMESTAMP "yesterday" is no time',
+        ),
+        (
+            "t.csv",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-13-16 18:17:03,1,2\n",
+            ":2: TIMESTAMP",
+        ),
+        (
+            "t.csv",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,1.5,2\n",
+            ':2: ContextTokens "1.5" must be a whole number',
+        ),
+        (
+            "t.csv",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,1\n",
+            ":2: has 2 values for 3 columns",
+        ),
+        ("t.txt", "", "its name doesn't say what format it has; give one of mooncake, azure"),
+        ("t.tar.gz", "no archive", "can't be read as a ServeGen archive"),
+    ],
+)
+def test_malformed_lines_are_named(tmp_path: Path, name: str, text: str, words: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(WorkloadError) as error:
+        read_trace(path)
+    assert str(error.value).startswith(str(path)) and words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("trace", "dataset", "words"),
+    [
+        ("0,x\n", "{}", "chunk-0-trace.csv:1: must begin with"),
+        ("0,1\n5,-1\n", "{}", "chunk-0-trace.csv:2: the window's start and rate must be finite"),
+        ("5,1\n5,1\n", "{}", "chunk-0-trace.csv:2: window 5 must start after"),
+        ("0,1\n", "{", "chunk-0-dataset.json: is not JSON"),
+        ("0,1\n", "[]", "chunk-0-dataset.json: must be a JSON object"),
+        ("0,1\n", '{"x": {}}', 'chunk-0-dataset.json: "x" must be a window'),
+        ("0,1\n", '{"0": {"input_tokens": 3}}', "window 0: input_tokens must be a text like"),
+        ("0,1\n", '{"0": {"input_tokens": "{1: a}"}}', "window 0: input_tokens must be a text like"),
+        ("0,1\n", '{"0": {"input_tokens": "{1: -2}"}}', 'not "1: -2"'),
+        ("0,1\n", '{"0": {"input_tokens": "{}", "output_tokens": "{}"}}', "has no client with requests"),
+    ],
+)
+def test_malformed_servegen_is_named(tmp_path: Path, trace: str, dataset: str, words: str) -> None:
+    path = archive(tmp_path / "a.tgz", {"chunk-0-trace.csv": trace, "chunk-0-dataset.json": dataset})
+    with pytest.raises(WorkloadError) as error:
+        read_trace(path)
+    assert str(path) in str(error.value) and words in str(error.value)
+
+
+def test_missing_and_unreadable_files(tmp_path: Path) -> None:
+    for name in ("none.jsonl", "none.csv", "none.tar.gz"):
+        with pytest.raises(WorkloadError, match="there is no such trace"):
+            read_trace(tmp_path / name)
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(rows(MOONCAKE).encode())[:-12])
+    with pytest.raises(WorkloadError, match="can't be read as a trace"):
+        read_trace(tmp_path / "cut.jsonl.gz", "mooncake")
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(WorkloadError, match="can't be read as a trace"):
+        read_trace(tmp_path / "binary.csv")

@@ -1,0 +1,66 @@
+"""The case study, and ways to drive it."""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prfaas.core.deployment import PlannedDeployment, load_planned
+from prfaas.core.planner import OperatingPoint, best_operation, problem_of
+from prfaas.core.workload import LengthDistribution, fixed
+from prfaas.core.workload.arrivals import Poisson
+from prfaas.core.workload.traffic import IndependentTraffic, RequestChunk
+
+PAPER = Path(__file__).parents[3] / "examples" / "paper.yaml"
+
+
+class CaseStudy:
+    """examples/paper.yaml with its plan."""
+
+    def __init__(self) -> None:
+        self.planned: PlannedDeployment = load_planned(PAPER)
+        self.problem = problem_of(self.planned)
+        self.optimum: OperatingPoint = best_operation(self.problem)
+
+    @property
+    def lengths(self) -> LengthDistribution:
+        return self.problem.workload.lengths
+
+    def poisson(self, rate_per_s: float, seed: int) -> Iterator[RequestChunk]:
+        """Endless independent requests of the case study."""
+        outputs = fixed(self.problem.workload.output_tokens)
+        return IndependentTraffic(Poisson(rate_per_s), self.lengths, outputs).chunks(
+            np.random.default_rng(seed)
+        )
+
+
+@pytest.fixture(scope="session")
+def case_study() -> CaseStudy:
+    return CaseStudy()
+
+
+def chunk_of(
+    arrivals_s: Sequence[float],
+    tokens: Sequence[int],
+    answers: Sequence[int] | None = None,
+    blocks: Sequence[Sequence[int]] | None = None,
+    block_tokens: int = 512,
+) -> RequestChunk:
+    """A few requests, told one by one; without `blocks` no two begin alike."""
+    if blocks is None:
+        starts, blocks = 0, []
+        for length in tokens:
+            count = math.ceil(length / block_tokens)
+            blocks = [*blocks, range(starts, starts + count)]
+            starts += count
+    counts = [len(each) for each in blocks]
+    return RequestChunk(
+        np.array(arrivals_s, dtype=np.float64),
+        np.array(tokens, dtype=np.int64),
+        np.array(answers if answers is not None else [10] * len(tokens), dtype=np.int64),
+        np.array([block for each in blocks for block in each], dtype=np.int64),
+        np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        block_tokens,
+    )

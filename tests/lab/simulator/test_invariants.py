@@ -1,0 +1,138 @@
+"""Whatever happens: requests end once, queues and links add up, time goes on (checked after every event)."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.lab.simulator.conftest import CaseStudy, chunk_of
+
+from prfaas.core.scheduling import POLICIES
+from prfaas.core.workload import fixed
+from prfaas.core.workload.arrivals import Poisson
+from prfaas.core.workload.traffic import IndependentTraffic, RequestChunk
+from prfaas.lab.simulator import CacheOptions, Failure, Scenario, scenario_of, simulate
+from prfaas.lab.simulator.capacity import Outages
+
+INSTANCES = [f"east-{k}" for k in range(4)] + [f"home-{k}" for k in range(8)]
+
+
+def failures() -> st.SearchStrategy[list[Failure]]:
+    what = st.sampled_from([*INSTANCES, "east->home"])
+    return st.lists(st.builds(Failure, what, st.floats(0, 60), st.floats(0.1, 40)), max_size=4)
+
+
+def conversations(seed: int, count: int) -> RequestChunk:
+    """Turns of six conversations that all begin alike, about one a second."""
+    rng = np.random.default_rng(seed)
+    said = [2] * 6
+    tokens, blocks = [], []
+    for who in rng.integers(0, 6, count).tolist():
+        said[who] += int(rng.integers(1, 30))
+        tokens.append(512 * said[who] - int(rng.integers(0, 512)))
+        blocks.append([0, 1, *range(1000 * (who + 1), 1000 * (who + 1) + said[who] - 2)])
+    return chunk_of(np.cumsum(rng.exponential(1.0, count)).tolist(), tokens, [50] * count, blocks)
+
+
+@pytest.fixture(scope="module")
+def scenarios(case_study: CaseStudy) -> dict[str, Scenario]:
+    return {policy: scenario_of(case_study.planned, policy=policy) for policy in POLICIES}
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(POLICIES), failures(), st.integers(0, 1000), st.booleans(), st.sampled_from([1, 3]))
+def test_under_failures(
+    scenarios: dict[str, Scenario],
+    policy: str,
+    failed: list[Failure],
+    seed: int,
+    has_caches: bool,
+    concurrency: int,
+) -> None:
+    caches = CacheOptions(200_000, 4096, 1000) if has_caches else None
+    plain = scenarios[policy]
+    clusters = tuple(replace(each, prefill_concurrency=concurrency) for each in plain.clusters)
+    scenario = replace(plain, clusters=clusters, failures=failed, caches=caches)
+    result = simulate(scenario, [conversations(seed, 60)], seed=seed, debug=True)
+    assert not np.isnan(result.e2e_s).any()
+    assert (result.ttft_s <= result.e2e_s).all()
+    least_s = min(cluster.curve.seconds(1) for cluster in scenario.clusters)
+    assert (result.ttft_s >= least_s * 0.999).all()
+
+
+def test_a_dead_instances_work_is_done_elsewhere(case_study: CaseStudy) -> None:
+    """One prompt is at work on the only PrfaaS instance that is up when that dies."""
+    down = [Failure(f"east-{k}", 0.0, 1000.0) for k in (1, 2, 3)]
+    scenario = scenario_of(
+        case_study.planned,
+        policy="paper",
+        failures=[*down, Failure("east-0", 12.0, 1000.0)],
+        adapts=False,
+        allocation=False,
+    )
+    result = simulate(scenario, [chunk_of([10.0], [131_072])], warmup_share=0.0, debug=True)
+    home = scenario.clusters[1].curve
+    assert result.retries[0] == 1
+    assert result.ttft_s[0] == pytest.approx(2.0 + home.seconds(131_072))
+
+
+def test_an_answer_goes_on_where_its_instance_died(case_study: CaseStudy) -> None:
+    """After the failure: prompt and what was written are prefilled again, then the rest is decoded."""
+    alone = _alone(case_study, [Failure("home-3", 15.0, 1000.0)])
+    result = simulate(alone, [chunk_of([0.0], [4000], [1000])], warmup_share=0.0, debug=True)
+    curve = alone.clusters[0].curve
+    first_s = curve.seconds(4000)
+    written = round((15.0 - first_s) / 0.025)
+    assert result.ttft_s[0] == pytest.approx(first_s)
+    assert result.e2e_s[0] == pytest.approx(
+        15.0 + curve.seconds(4000 + written) + 0.025 * (1000 - written), abs=0.05
+    )
+
+
+def test_a_link_that_stays_down_is_not_waited_for(case_study: CaseStudy) -> None:
+    scenario = replace(
+        scenario_of(case_study.planned, policy="offload_all", failures=[Failure("east->home", 1.0, 500.0)]),
+        stall_limit_s=8.0,
+    )
+    result = simulate(scenario, [chunk_of([0.0], [131_072])], warmup_share=0.0, debug=True)
+    home = scenario.clusters[1].curve
+    assert result.retries[0] == 1
+    assert 8.0 <= result.ttft_s[0] - home.seconds(131_072) <= 11.0
+
+
+def test_random_outages_lose_nothing(case_study: CaseStudy) -> None:
+    scenario = scenario_of(
+        case_study.planned, policy="tilted", links={"east->home": Outages(2e9, 30.0, 20.0)}
+    )
+    traffic = IndependentTraffic(Poisson(2.0), case_study.lengths, fixed(200.0))
+    result = simulate(scenario, traffic.chunks(np.random.default_rng(1)), seed=1, requests=600, debug=True)
+    assert result.summary()["lost"] == 0
+    assert result.retries.sum() > 0
+
+
+def test_prefills_may_share_an_instance(case_study: CaseStudy) -> None:
+    """Two alike at once: each as if it took twice as long; a third waits for one of the two places."""
+    alone = _alone(case_study, [])
+    sharing = replace(alone.clusters[0], instances=2, prefill_instances=1, prefill_concurrency=2)
+    scenario = replace(alone, clusters=(sharing,))
+    result = simulate(scenario, [chunk_of([0.0, 0.0, 0.0], [8000] * 3)], warmup_share=0.0, debug=True)
+    service_s = sharing.curve.seconds(8000)
+    assert result.ttft_s == pytest.approx([2 * service_s, 2 * service_s, 3 * service_s])
+
+
+def test_shared_prefills_stream_over_the_link(case_study: CaseStudy) -> None:
+    """Nothing has arrived before its prefill's end, and all of it little later."""
+    scenario = scenario_of(
+        case_study.planned, policy="offload_all", adapts=False, allocation=False, prefill_concurrency=4
+    )
+    result = simulate(scenario, [chunk_of([0.0] * 8, [50_000] * 8)], warmup_share=0.0, debug=True)
+    service_s = scenario.clusters[0].curve.seconds(50_000)
+    assert (result.ttft_s >= 2 * service_s - 1e-6).all()
+    assert (result.ttft_s <= 2 * service_s + 0.2).all()
+
+
+def _alone(case_study: CaseStudy, failed: list[Failure]) -> Scenario:
+    """The PD cluster by itself."""
+    whole = scenario_of(case_study.planned, policy="local_only", adapts=False, allocation=False)
+    return replace(whole, clusters=(whole.clusters[1],), links=(), failures=tuple(failed))

@@ -1,0 +1,344 @@
+"""The link against a fluid that is worked out transfer by transfer."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prfaas.lab.simulator.capacity import CapacityProcess, Constant, Fluctuating, Outages, Piece, Steps
+from prfaas.lab.simulator.events import Events
+from prfaas.lab.simulator.link import FluidLink, Transfer
+
+MBIT = 1e6
+
+
+@dataclass
+class Job:
+    """`prefill_s` 0: everything at once."""
+
+    start_s: float
+    streamed_bytes: float
+    last_bytes: float
+    prefill_s: float
+    cancel_s: float = math.inf
+
+
+@dataclass
+class Fluid:
+    """The oracle's answer: when everything is sent, and what had been sent in all at the breakpoints."""
+
+    ends_s: list[float] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    sent_bits: list[float] = field(default_factory=list)
+
+
+def water_filled(demands: Sequence[float], capacity: float) -> list[float]:
+    """Max-min fair rates, by giving the least demand first."""
+    rates = [0.0] * len(demands)
+    left = capacity
+    order = sorted(range(len(demands)), key=lambda i: demands[i])
+    for position, i in enumerate(order):
+        rates[i] = min(demands[i], left / (len(order) - position))
+        left -= rates[i]
+    return rates
+
+
+def fluid(jobs: Sequence[Job], pieces: Sequence[Piece], limit: float) -> Fluid:
+    """From breakpoint to breakpoint; every job keeps its own account of what is there and what is sent."""
+    answer = Fluid(ends_s=[math.inf] * len(jobs))
+    sent = [0.0] * len(jobs)
+    gone: set[int] = set()
+    now = 0.0
+    fixed = {0.0, *(time for time, _ in pieces)}
+    for job in jobs:
+        fixed |= {job.start_s, job.start_s + job.prefill_s, job.cancel_s}
+    while True:
+        for i, job in enumerate(jobs):
+            if i not in gone and job.cancel_s <= now:
+                gone.add(i)
+        capacity = [bits for time, bits in pieces if time <= now][-1]
+        active, demands, making = [], [], []
+        for i, job in enumerate(jobs):
+            if i in gone or job.start_s > now:
+                continue
+            end = job.start_s + job.prefill_s
+            rate = job.streamed_bytes * 8 / job.prefill_s if now < end else 0.0
+            there = rate * (now - job.start_s) if now < end else (job.streamed_bytes + job.last_bytes) * 8
+            # Less than this is rounding.
+            behind = there - sent[i] > 1e-7 + 1e-9 * 8 * (job.streamed_bytes + job.last_bytes)
+            if now >= end and not behind:
+                gone.add(i)
+                answer.ends_s[i] = now
+                continue
+            active.append(i)
+            making.append((rate, max(there - sent[i], 0.0), behind))
+            demands.append(limit if behind else min(rate, limit))
+        rates = water_filled(demands, capacity)
+        answer.times_s.append(now)
+        answer.sent_bits.append(sum(sent))
+        later = [time for time in fixed if time > now]
+        for (rate, backlog, behind), sending in zip(making, rates, strict=True):
+            if behind and sending > rate:
+                later.append(now + backlog / (sending - rate))
+        if len(gone) == len(jobs):
+            return answer
+        then = min(time for time in later if time > now)
+        for i, sending in zip(active, rates, strict=True):
+            sent[i] += sending * (then - now)
+        now = then
+
+
+class Recorder:
+    """Runs jobs on a link and notes when they have arrived."""
+
+    def __init__(self, capacity: CapacityProcess, rtt_s: float = 0.0, limit: float = math.inf, seed: int = 0):
+        self.events = Events()
+        rng = np.random.default_rng(seed)
+        self.link = FluidLink(
+            self.events, "wan", capacity, rng=rng, rtt_s=rtt_s, transfer_limit_bits_per_s=limit
+        )
+        self.arrived_s: dict[int, float] = {}
+
+    def plan(self, jobs: Sequence[Job]) -> None:
+        self.jobs = jobs
+        self.transfers: dict[int, Transfer] = {}
+        for i, job in enumerate(jobs):
+            self.events.at(job.start_s, self._start, i)
+            if job.cancel_s < math.inf:
+                self.events.at(job.cancel_s, self._cancel, i)
+
+    def _start(self, i: int) -> None:
+        job = self.jobs[i]
+        if job.prefill_s:
+            made = self.link.stream(job.streamed_bytes, job.last_bytes, job.prefill_s, self.arrived, i)
+        else:
+            made = self.link.send(job.streamed_bytes + job.last_bytes, self.arrived, i)
+        self.transfers[i] = made
+
+    def _cancel(self, i: int) -> None:
+        self.link.cancel(self.transfers[i])
+
+    def arrived(self, i: int) -> None:
+        assert i not in self.arrived_s
+        self.arrived_s[i] = self.events.now_s
+
+
+times = st.integers(0, 40).map(lambda n: n / 4)
+sizes = st.integers(1, 60).map(float)
+
+
+@st.composite
+def jobs_of(draw: st.DrawFn, may_cancel: bool = False) -> list[Job]:
+    jobs = []
+    for _ in range(draw(st.integers(1, 9))):
+        start = draw(times)
+        prefill_s = draw(st.sampled_from([0.0, 0.5, 1.0, 3.0, 7.25]))
+        cancel = start + draw(st.integers(1, 40)) / 7 if may_cancel and draw(st.booleans()) else math.inf
+        streamed, last = draw(st.one_of(st.just(0.0), sizes)), draw(st.one_of(st.just(0.0), sizes))
+        if not prefill_s and not streamed:
+            last += 1.0
+        jobs.append(Job(start, streamed, last, prefill_s, cancel))
+    return jobs
+
+
+@st.composite
+def steps_of(draw: st.DrawFn) -> tuple[Piece, ...]:
+    bits = st.one_of(st.just(0.0), st.integers(1, 900).map(float))
+    middle = [(time, draw(bits)) for time in sorted(draw(st.sets(times, max_size=5)) - {0.0})]
+    return ((0.0, draw(bits)), *middle, (30.0, float(draw(st.integers(20, 500)))))
+
+
+limits = st.one_of(st.just(math.inf), st.integers(5, 300).map(float))
+
+
+@settings(max_examples=400)
+@given(jobs_of(), steps_of(), limits, st.sampled_from([0.0, 0.125]))
+def test_arrivals_and_bits_are_those_of_the_fluid(
+    jobs: list[Job], pieces: tuple[Piece, ...], limit: float, rtt_s: float
+) -> None:
+    expected = fluid(jobs, pieces, limit)
+    run = Recorder(Steps(pieces), rtt_s, limit)
+    run.plan(jobs)
+    accepted_bits = 0.0
+    last_s, last_sent = 0.0, 0.0
+    for probe in range(60):
+        now_s = probe * 0.77
+        run.events.run(now_s)
+        sent = run.link.sent_bits
+        assert sent == pytest.approx(
+            np.interp(now_s, expected.times_s, expected.sent_bits), abs=1e-4, rel=1e-6
+        )
+        accepted_bits = sum(8 * (job.streamed_bytes + job.last_bytes) for job in jobs if job.start_s <= now_s)
+        assert run.link.residual_bytes == pytest.approx((accepted_bits - sent) / 8, abs=1e-4)
+        capacity = [bits for time, bits in pieces if time <= now_s][-1]
+        assert run.link.capacity_bits_per_s == capacity
+        assert 0 <= run.link.rate_bits_per_s <= capacity * (1 + 1e-9) + 1e-9
+        passed = max(bits for _, bits in pieces) * (now_s - last_s)
+        assert -1e-6 <= sent - last_sent <= passed + 1e-4
+        last_s, last_sent = now_s, sent
+    run.events.run(math.inf)
+    assert [run.arrived_s[i] - rtt_s for i in range(len(jobs))] == pytest.approx(expected.ends_s, abs=1e-5)
+    assert run.link.open_transfers == 0
+    assert run.link.residual_bytes == 0
+    for i, job in enumerate(jobs):
+        assert run.arrived_s[i] >= job.start_s + job.prefill_s + rtt_s - 1e-9
+
+
+@settings(max_examples=300)
+@given(jobs_of(may_cancel=True), steps_of(), limits)
+def test_who_is_cancelled_leaves_its_share_to_the_others(
+    jobs: list[Job], pieces: tuple[Piece, ...], limit: float
+) -> None:
+    expected = fluid(jobs, pieces, limit)
+    run = Recorder(Steps(pieces), 0.0, limit)
+    run.plan(jobs)
+    run.events.run(math.inf)
+    for i, job in enumerate(jobs):
+        if abs(expected.ends_s[i] - job.cancel_s) > 1e-5:
+            assert run.arrived_s.get(i, math.inf) == pytest.approx(expected.ends_s[i], abs=1e-5)
+    assert run.link.open_transfers == 0
+    assert run.link.residual_bytes == pytest.approx(0, abs=1e-6)
+    assert run.link.sent_bits == pytest.approx(expected.sent_bits[-1], abs=1e-3)
+
+
+@pytest.mark.parametrize("capacity", [Fluctuating(60 * MBIT, 0.4, 5.0), Outages(60 * MBIT, 8.0, 2.0)])
+def test_random_capacities_are_followed(capacity: CapacityProcess) -> None:
+    """Rates of a real link and a longer run: the oracle gets the same draws."""
+    rng = np.random.default_rng(3)
+    starts = np.cumsum(rng.exponential(0.5, 150)).tolist()
+    jobs = [
+        Job(
+            start,
+            float(rng.integers(1, 4_000_000)),
+            float(rng.integers(0, 900_000)),
+            float(rng.exponential(1.0)),
+        )
+        for start in starts
+    ]
+    drawn = capacity.changes(np.random.default_rng(9))
+    pieces = [next(drawn) for _ in range(400)]
+    run = Recorder(capacity, seed=9)
+    run.plan(jobs)
+    run.events.run(math.inf)
+    expected = fluid(jobs, pieces, math.inf)
+    assert [run.arrived_s[i] for i in range(len(jobs))] == pytest.approx(expected.ends_s, abs=1e-5)
+
+
+@pytest.mark.parametrize(("load", "is_varied", "tolerance"), [(0.5, True, 0.045), (0.8, False, 0.08)])
+def test_mean_sojourn_of_processor_sharing(load: float, is_varied: bool, tolerance: float) -> None:
+    """M/G/1-PS: E[T] = E[S] / (1 - load) whatever the sizes; tolerances are three standard deviations of this run."""
+    rng = np.random.default_rng(11)
+    count, mean_bytes, capacity = 60_000, 1e6, 1e9
+    starts = np.cumsum(rng.exponential(mean_bytes * 8 / capacity / load, count)).tolist()
+    if is_varied:
+        sizes_bytes = np.where(rng.random(count) < 0.9, 0.5, 5.5) * rng.exponential(mean_bytes, count)
+    else:
+        sizes_bytes = rng.uniform(1, 2 * mean_bytes, count)
+    run = Recorder(Constant(capacity))
+    run.plan([Job(start, size, 0.0, 0.0) for start, size in zip(starts, sizes_bytes.tolist(), strict=True)])
+    run.events.run(math.inf)
+    sojourn_s = np.mean([run.arrived_s[i] - starts[i] for i in range(count)])
+    assert sojourn_s == pytest.approx(sizes_bytes.mean() * 8 / capacity / (1 - load), rel=tolerance)
+    assert run.link.sent_bits == pytest.approx(sizes_bytes.sum() * 8, rel=1e-12)
+
+
+def test_an_uncontended_stream_arrives_with_its_prefill() -> None:
+    run = Recorder(Constant(100 * MBIT), rtt_s=0.03)
+    run.plan([Job(0.0, 1e6, 0.0, 2.0), Job(0.0, 1e6, 5e5, 4.0)])
+    run.events.run(1.0)
+    assert run.link.rate_bits_per_s == pytest.approx(4e6 + 2e6)
+    assert run.link.sent_bits == pytest.approx(6e6)
+    assert run.link.residual_bytes == pytest.approx(2.5e6 - 6e6 / 8)
+    assert run.link.open_transfers == 2
+    run.events.run(math.inf)
+    assert run.arrived_s == pytest.approx({0: 2.03, 1: 4.0 + 4e6 / 100e6 + 0.03})
+
+
+def test_a_transfer_gets_no_more_than_its_connections_carry() -> None:
+    run = Recorder(Constant(100 * MBIT), limit=10 * MBIT)
+    run.plan([Job(0.0, 10e6 / 8, 0.0, 0.0), Job(0.0, 40e6 / 8, 0.0, 1.0), Job(5.0, 5e6 / 8, 0.0, 1.0)])
+    run.events.run(0.5)
+    assert run.link.rate_bits_per_s == pytest.approx(20 * MBIT)
+    run.events.run(math.inf)
+    assert run.arrived_s == pytest.approx({0: 1.0, 1: 4.0, 2: 6.0})
+
+
+def test_what_a_slow_production_leaves_is_for_the_others() -> None:
+    """2 Mbit/s are produced; the one that has everything gets the other 8 of 10."""
+    run = Recorder(Constant(10 * MBIT))
+    run.plan([Job(0.0, 20e6 / 8, 0.0, 10.0), Job(0.0, 16e6 / 8, 0.0, 0.0)])
+    run.events.run(math.inf)
+    assert run.arrived_s == pytest.approx({0: 10.0, 1: 2.0})
+
+
+def test_an_outage_stalls_and_nothing_is_lost() -> None:
+    run = Recorder(Steps(((0.0, 10 * MBIT), (1.0, 0.0), (4.0, 10 * MBIT))))
+    run.plan([Job(0.0, 20e6 / 8, 0.0, 0.0)])
+    run.events.run(2.0)
+    assert run.link.capacity_bits_per_s == 0
+    assert run.link.rate_bits_per_s == 0
+    assert run.link.sent_bits == pytest.approx(10e6)
+    run.events.run(math.inf)
+    assert run.arrived_s == pytest.approx({0: 5.0})
+
+
+def test_nothing_is_scheduled_between_transfers() -> None:
+    run = Recorder(Fluctuating(10 * MBIT, 0.3, 10.0))
+    run.events.run(math.inf)
+    assert run.events.now_s == 0
+    run.events.run(1000.5)
+    drawn = Fluctuating(10 * MBIT, 0.3, 10.0).changes(np.random.default_rng(0))
+    pieces = [next(drawn) for _ in range(1002)]
+    assert run.link.capacity_bits_per_s == pieces[1000][1]
+    run.link.send(1e6, run.arrived, 0)
+    run.events.run(math.inf)
+    assert run.arrived_s[0] < 1010
+    assert not run.events.heap
+
+
+def test_nothing_to_send_arrives_after_the_way() -> None:
+    run = Recorder(Steps(((0.0, 0.0),)), rtt_s=0.1)
+    run.plan([Job(1.0, 0.0, 0.0, 0.0), Job(1.0, 0.0, 0.0, 2.0)])
+    run.events.run(math.inf)
+    assert run.arrived_s == pytest.approx({0: 1.1, 1: 3.1})
+
+
+def test_done_may_cancel_and_start_others() -> None:
+    run = Recorder(Constant(8.0))
+    link = run.link
+
+    def first_done(_: int) -> None:
+        link.cancel(second)
+        link.cancel(second)
+        link.send(1.0, run.arrived, 7)
+
+    link.send(2.0, first_done, 0)
+    second = link.send(2.0, run.arrived, 1)
+    run.events.run(math.inf)
+    assert run.arrived_s == pytest.approx({7: 5.0})
+    link.cancel(second)
+    assert link.open_transfers == 0
+
+
+def test_on_its_way_a_transfer_can_still_be_cancelled() -> None:
+    run = Recorder(Constant(8.0), rtt_s=1.0)
+    transfer = run.link.send(1.0, run.arrived, 0)
+    run.events.run(1.5)
+    assert run.link.open_transfers == 1
+    assert run.link.residual_bytes == 0
+    run.link.cancel(transfer)
+    run.events.run(math.inf)
+    assert run.arrived_s == {}
+    assert run.link.sent_bits == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "words"), [({"rtt_s": -1.0}, "round trip"), ({"limit": 0.0}, "One transfer")]
+)
+def test_impossible_links(options: dict[str, float], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Recorder(Constant(1.0), **options)

@@ -1,0 +1,38 @@
+"""The live optimisers at work in a simulation."""
+
+import numpy as np
+import pytest
+from tests.lab.simulator.conftest import CaseStudy
+
+from prfaas.core.workload import TruncatedLogNormal, fixed
+from prfaas.core.workload.arrivals import Poisson
+from prfaas.core.workload.traffic import IndependentTraffic
+from prfaas.lab.simulator import scenario_of, simulate
+
+
+def test_the_threshold_finds_the_planners(case_study: CaseStudy) -> None:
+    """From a threshold that is far off, in some minutes, and it stays there."""
+    assert case_study.optimum.threshold_tokens is not None
+    scenario = scenario_of(case_study.planned, policy="paper", threshold_tokens=60_000, allocation=False)
+    result = simulate(scenario, case_study.poisson(2.0, seed=4), requests=3000)
+    assert result.series["threshold_tokens_home"][-1] == pytest.approx(
+        case_study.optimum.threshold_tokens, rel=0.1
+    )
+    assert 1 <= len(result.changes["threshold_changes"]) <= 4
+
+
+def test_longer_answers_turn_a_prefill_instance_into_a_decoding_one(case_study: CaseStudy) -> None:
+    traffic = IndependentTraffic(Poisson(1.8), TruncatedLogNormal(8.0, 0.5, 128, 32_768), fixed(2500.0))
+    scenario = scenario_of(case_study.planned, policy="paper")
+    result = simulate(scenario, traffic.chunks(np.random.default_rng(2)), requests=4000)
+    conversions = result.changes["conversions"]
+    assert conversions and all(each["to_role"] == "decode" for each in conversions)
+    assert result.series["prefill_instances_home"][-1] < result.series["prefill_instances_home"][0]
+    assert not result.summary()["lost"]
+
+
+def test_without_allocation_roles_stay(case_study: CaseStudy) -> None:
+    traffic = IndependentTraffic(Poisson(1.8), TruncatedLogNormal(8.0, 0.5, 128, 32_768), fixed(2500.0))
+    scenario = scenario_of(case_study.planned, policy="paper", allocation=False)
+    result = simulate(scenario, traffic.chunks(np.random.default_rng(2)), requests=2000)
+    assert set(result.series["prefill_instances_home"]) == {3.0}

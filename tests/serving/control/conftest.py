@@ -1,0 +1,25 @@
+"""Fixtures of the control plane's tests."""
+
+from pathlib import Path
+
+import pytest
+
+from prfaas.core.deployment import Deployment
+from prfaas.serving.control.cluster_state import Board
+
+from .world import FakeClock, board_of, deployment_of
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Deployment:
+    return deployment_of(tmp_path)
+
+
+@pytest.fixture
+def board(deployment: Deployment, clock: FakeClock) -> Board:
+    return board_of(deployment, clock)

@@ -1,0 +1,281 @@
+"""The whole plane: routes, accounts, states, metrics, and nothing left behind."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from prfaas.core.deployment import Deployment, DeploymentError, Instance
+from prfaas.core.prefix.events import EventBatch, StoredBlocks
+from prfaas.core.scheduling import NoDecodeInstanceError, Route
+from prfaas.serving.control.engine_metrics import EngineHttp
+from prfaas.serving.control.plane import LivePlane
+
+from .publisher import Publisher, stored
+from .world import KEY, LINK, FakeClock, FakeHttp, FakeSender, deployment_of, report
+
+T = TypeVar("T")
+
+
+class Planes:
+    """Makes planes over fake engines, inside a running loop, and closes them."""
+
+    def __init__(self, deployment: Deployment, clock: FakeClock) -> None:
+        self.deployment, self.clock = deployment, clock
+        self.http = FakeHttp()
+        self.senders: dict[str, FakeSender] = {}
+        self.registry = CollectorRegistry()
+
+    def run(self, use: Callable[[LivePlane], T]) -> T:
+        async def main() -> T:
+            plane = self.made()
+            try:
+                return use(plane)
+            finally:
+                await plane.close()
+
+        return asyncio.run(main())
+
+    def made(self) -> LivePlane:
+        return LivePlane(
+            self.deployment, KEY, self.registry, clock=self.clock, http=self.http, sender_of=self.sender_of
+        )
+
+    def sender_of(self, instance: Instance, _rank: int) -> FakeSender:
+        sender = self.senders[instance.name] = FakeSender()
+        sender.links = {"far->home": report()}
+        return sender
+
+
+@pytest.fixture
+def planes(deployment: Deployment, clock: FakeClock) -> Planes:
+    return Planes(deployment, clock)
+
+
+def test_long_goes_far_and_short_stays(planes: Planes) -> None:
+    def use(plane: LivePlane) -> None:
+        long = plane.route(10_000, plane.chains(range(10_000), "", ""))
+        short = plane.route(3000, plane.chains(range(3000), "", ""))
+        assert (long.route, plane.instance(long.prefill).cluster) == (Route.OFFLOAD, "far")
+        assert (short.route, plane.instance(short.prefill).cluster) == (Route.LOCAL, "home")
+        kept = plane.route(10_000, plane.chains(range(10_000), "", ""), offload=False)
+        assert kept.route is Route.LOCAL
+        other = plane.route(10_000, plane.chains(range(10_000), "", ""), avoid=(long.prefill, long.decode))
+        assert {other.prefill, other.decode}.isdisjoint({long.prefill, long.decode})
+        unseen = plane.route(77, None)
+        assert (unseen.prefill, unseen.prefill_tokens) == (unseen.decode, 77)
+        with pytest.raises(NoDecodeInstanceError):
+            plane.route(9, None, avoid=[i.name for i in plane.deployment.instances])
+        with pytest.raises(DeploymentError):
+            plane.instance("nobody")
+        routes = plane.state()["routes"]
+        assert (sum(routes["local"].values()), sum(routes["offload"].values())) == (2, 2)
+
+    planes.run(use)
+
+
+def test_a_known_prefix_attracts_and_shortens(planes: Planes) -> None:
+    def use(plane: LivePlane) -> None:
+        ids = range(10_000)
+        hashes: list[int | bytes] = list(range(1, 37))
+        full = StoredBlocks(
+            hashes=hashes, block_tokens=256, token_ids=list(range(9216)), kind="full_attention"
+        )
+        state = StoredBlocks(
+            hashes=[36], block_tokens=256, token_ids=list(range(9216)), group=1, kind="mamba"
+        )
+        plane.holdings.apply("home-p1", EventBatch(0.0, [state, full]))
+        decision = plane.route(10_000, plane.chains(ids, "", ""))
+        assert (decision.prefill, decision.uncached_tokens) == ("home-p1", 10_000 - 9216)
+        assert plane.route(10_000, plane.chains(ids, "tenant", "")).prefill != "home-p1"
+        plane.suspect("home-p1", "unreachable", lost_cache=True)
+        assert plane.route(10_000, plane.chains(ids, "", "")).uncached_tokens == 10_000
+
+    planes.run(use)
+
+
+def test_suspects_get_nothing_and_dead_ones_lose_their_cache(planes: Planes) -> None:
+    def use(plane: LivePlane) -> None:
+        chains = plane.chains(range(10_000), "", "")
+        for name in ("far-0", "far-1"):
+            plane.suspect(name, "http-500")
+        assert plane.route(10_000, chains).route is Route.LOCAL
+        instances = plane.state()["clusters"]["far"]["instances"]
+        assert [instance["healthy"] for instance in instances.values()] == [False, False]
+        assert instances["far-0"]["suspicion"] == "http-500"
+
+    planes.run(use)
+
+
+def test_service_times_correct_the_curve(planes: Planes) -> None:
+    def use(plane: LivePlane) -> None:
+        decision = plane.route(10_000, plane.chains(range(10_000), "", ""))
+        prefill_s = plane.board.view.clusters["far"].prefill_s
+        before_s = prefill_s(10_000)
+        for _ in range(40):
+            with plane.prefilling(decision, 10_000):
+                planes.clock.now_s += 4 * before_s
+            planes.clock.now_s += 1
+        assert prefill_s(10_000) > 3 * before_s
+
+    planes.run(use)
+
+
+def test_transfers_that_fail_again_and_again_close_the_link(planes: Planes) -> None:
+    async def main() -> None:
+        plane = planes.made()
+        chains = plane.chains(range(10_000), "", "")
+        for name in ("far-0", "far-1", "far-0"):
+            decision = plane.route(10_000, chains, avoid=[i for i in ("far-0", "far-1") if i != name])
+            assert decision.prefill == name
+            with pytest.raises(RuntimeError), plane.prefilling(decision, 10_000):
+                plane.suspect(name, "transfer-failed")
+                raise RuntimeError
+            planes.clock.now_s += 4
+            await plane.health.probe_due()
+        plane.links.conclude()
+        assert not plane.board.view.links[LINK].up
+        assert plane.route(10_000, chains).route is Route.LOCAL
+        planes.clock.now_s += 10
+        plane.links.ask()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        plane.links.conclude()
+        assert plane.route(10_000, chains).route is Route.OFFLOAD
+        await plane.close()
+
+    asyncio.run(main())
+
+
+def test_a_clients_fault_and_a_dead_engine_are_not_the_links(planes: Planes) -> None:
+    def use(plane: LivePlane) -> None:
+        chains = plane.chains(range(10_000), "", "")
+        for _ in range(9):
+            decision = plane.route(10_000, chains)
+            with pytest.raises(RuntimeError), plane.prefilling(decision, 10_000):
+                raise RuntimeError
+            with pytest.raises(RuntimeError), plane.prefilling(decision, 10_000):
+                plane.suspect(decision.prefill, "unreachable", lost_cache=True)
+                raise RuntimeError
+        assert plane.links.faults[LINK].is_up(planes.clock.now_s)
+
+    planes.run(use)
+
+
+def test_stale_links_are_not_used_and_come_back(planes: Planes) -> None:
+    async def main() -> None:
+        plane = planes.made()
+        chains = plane.chains(range(10_000), "", "")
+        planes.clock.now_s += 31
+        assert plane.route(10_000, chains).route is Route.LOCAL
+        plane.links.ask()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        plane.links.conclude()
+        assert plane.route(10_000, chains).route is Route.OFFLOAD
+        await plane.close()
+
+    asyncio.run(main())
+
+
+def test_missing_prefixes_are_decided_to_be_copied(tmp_path: Path, clock: FakeClock) -> None:
+    back = "links: -> links:\n  - {source: home, target: far, bandwidth: 1 Gbit/s}"
+    planes = Planes(deployment_of(tmp_path, back=back), clock)
+
+    def use(plane: LivePlane) -> None:
+        hashes: list[int | bytes] = list(range(1, 9))
+        full = StoredBlocks(
+            hashes=hashes, block_tokens=256, token_ids=list(range(2048)), kind="full_attention"
+        )
+        state = StoredBlocks(hashes=[8], block_tokens=256, token_ids=list(range(2048)), group=1, kind="mamba")
+        plane.holdings.apply("home-p1", EventBatch(0.0, [state, full]))
+        planes.clock.now_s += 20  # so that no cache crosses a link on demand
+        for tail in range(6):
+            decision = plane.route(12_000, plane.chains([*range(2048), *([tail] * 9952)], "", ""))
+            assert decision.route is Route.OFFLOAD
+        for link in plane.board.view.links.values():
+            link.seen_s = planes.clock.now_s
+        plane.hot_prefixes.decide()
+        (copy,) = plane.state()["rebalancing"]["recent"]
+        assert (copy["source"], copy["target"], copy["tokens"]) == ("home", "far", 2048)
+
+    planes.run(use)
+
+
+def test_policies_by_name(tmp_path: Path, clock: FakeClock) -> None:
+    for policy in ("tilted", "local_only", "offload_all", "static_threshold", "least_ttft", "round_robin"):
+        planes = Planes(deployment_of(tmp_path, policy=f"policy: paper -> policy: {policy}"), clock)
+        decision = planes.run(lambda plane: plane.route(20_000, plane.chains(range(20_000), "", "")))
+        assert decision.route is (Route.LOCAL if policy == "local_only" else Route.OFFLOAD) or (
+            policy == "round_robin"
+        )
+
+
+@pytest.mark.parametrize("http", [None, "fake"])
+def test_runs_and_ends_with_nothing_left(planes: Planes, http: str | None) -> None:
+    threads = set(threading.enumerate())
+
+    async def main() -> None:
+        plane = LivePlane(
+            planes.deployment,
+            KEY,
+            planes.registry,
+            http=planes.http if http else EngineHttp(),
+            sender_of=planes.sender_of if http else None,
+        )
+        running = asyncio.create_task(plane.run())
+        endpoint = planes.deployment.events_endpoint(plane.instance("home-d0"))
+        assert endpoint is not None
+        publisher = Publisher(endpoint)
+        publisher.step(stored(range(512), [1, 2], block=256))
+        async with asyncio.timeout(20):
+            while plane.holdings.blocks("home-d0") < 2:
+                publisher.serve()
+                await asyncio.sleep(0.01)
+            while http and plane.board.view.links[LINK].rtt_s != 0.001:
+                await asyncio.sleep(0.01)
+        plane.suspect("home-d0", "unreachable", lost_cache=True)
+        assert plane.holdings.blocks("home-d0") == 0
+        async with asyncio.timeout(20):
+            # It lives after all, and tells what it holds.
+            while plane.holdings.blocks("home-d0") < 2:
+                publisher.serve()
+                await asyncio.sleep(0.01)
+        plane.observe(1000, 1000)
+        state = json.loads(json.dumps(plane.state(), allow_nan=False))
+        assert state["clusters"]["home"]["instances"]["home-d0"]["events"]["sequence"] == 0
+        assert state["clusters"]["home"]["instances"]["home-d0"]["role"] == "decode"
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        publisher.close()
+        await plane.close()
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())
+    assert {thread for thread in threading.enumerate() if "asyncio" not in thread.name} <= threads
+    text = generate_latest(planes.registry).decode()
+    assert 'prfaas_control_kv_events_total{instance="home-d0"} 2.0' in text
+    assert 'prfaas_control_threshold_tokens{cluster="home"} 4000.0' in text
+
+
+def test_labels_are_bounded(planes: Planes) -> None:
+    """However many requests come, whatever reasons are given: no new series."""
+
+    def use(plane: LivePlane) -> tuple[int, int]:
+        def some(count: int) -> int:
+            for number in range(count):
+                decision = plane.route(5000 + number, plane.chains(range(5000), str(number), ""))
+                with plane.prefilling(decision, 5000):
+                    pass
+                plane.suspect("home-p0", f"reason {number}", lost_cache=True)
+            return len(generate_latest(planes.registry).splitlines())
+
+        return some(3), some(60)
+
+    few, many = planes.run(use)
+    assert many - few <= 4

@@ -1,0 +1,247 @@
+"""Thresholds and roles follow what is observed: at the start, with too little, when the mix or a link changes."""
+
+import asyncio
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from prfaas.core.deployment import Deployment
+from prfaas.core.latency.service_curve import ServiceCurve
+from prfaas.core.planner.two_clusters import best_threshold
+from prfaas.core.scheduling import Decision
+from prfaas.core.scheduling.threshold import LengthWindow
+from prfaas.serving.control.engine_metrics import EngineMeter, read_exposition
+from prfaas.serving.control.planning_inputs import (
+    DEFAULT_OUTPUT_TOKENS,
+    DEFAULT_STEP_S,
+    LiveFacts,
+    decode_slots,
+)
+from prfaas.serving.control.role_allocation import Allocating, RoleChanges, Usage
+from prfaas.serving.control.thresholds import DEFAULT_TOKENS, Thresholds
+
+from .world import LINK, FakeClock, board_of, decision, deployment_of
+
+
+class Slow:
+    """The slow loops of a deployment, by hand."""
+
+    def __init__(self, deployment: Deployment, clock: FakeClock) -> None:
+        self.deployment, self.clock = deployment, clock
+        self.curves = {
+            cluster.name: ServiceCurve.of_profile(cluster.profile, cluster.speedup)
+            if cluster.profile is not None
+            else ServiceCurve()
+            for cluster in deployment.clusters
+        }
+        self.board = board_of(deployment, clock)
+        self.engines = {name: EngineMeter(60.0) for name in self.board.names}
+        self.window = LengthWindow(600.0)
+        self.facts = LiveFacts(deployment, None, self.board, self.curves, self.engines)
+        self.changes: list[tuple[str, str]] = []
+        self.thresholds = Thresholds(
+            deployment,
+            self.board,
+            self.facts,
+            self.window,
+            clock=clock,
+            on_change=lambda cluster, reason: self.changes.append((cluster, reason)),
+        )
+        self.roles = RoleChanges(self.board, clock=clock, on_end=lambda _: None)
+        self.usage = Usage(deployment, self.board, self.engines, clock=clock)
+        self.allocating = Allocating(
+            deployment.control, self.facts, self.usage, self.window, self.roles, clock=clock
+        )
+
+    @property
+    def threshold(self) -> float:
+        return self.board.view.threshold_tokens["home"]
+
+    def observe(self, *, mean_log: float, count: int = 2000, seed: int = 0) -> None:
+        chance = random.Random(seed)
+        for _ in range(count):
+            self.window.add(min(max(chance.lognormvariate(mean_log, 1.0), 128.0), 32_000.0), self.clock())
+
+    def search(self) -> None:
+        asyncio.run(self.thresholds.search())
+
+
+def test_the_first_threshold_is_the_configured_one(deployment: Deployment, clock: FakeClock) -> None:
+    slow = Slow(deployment, clock)
+    assert slow.threshold == 4000.0
+    assert slow.thresholds.state(clock.now_s)[0]["reason"] == "configured"
+
+
+def test_without_one_it_is_planned_from_profiles(tmp_path: Path, clock: FakeClock) -> None:
+    slow = Slow(deployment_of(tmp_path, no=", threshold_tokens: 4000 -> "), clock)
+    assert slow.thresholds.state(clock.now_s)[0]["reason"] == "planned from profiles"
+    assert 128 < slow.threshold < 32_768
+
+
+def test_without_profiles_it_is_a_default(tmp_path: Path, clock: FakeClock) -> None:
+    slow = Slow(
+        deployment_of(
+            tmp_path,
+            no=", threshold_tokens: 4000 -> ",
+            real="hardware: synthetic -> hardware: h20",
+            far="    profile: internal-1t-h200\n -> ",
+            home="    profile: internal-1t-h20\n -> ",
+        ),
+        clock,
+    )
+    assert slow.threshold == DEFAULT_TOKENS == 32_768 // 4
+
+
+def test_too_few_requests_move_nothing(deployment: Deployment, clock: FakeClock) -> None:
+    slow = Slow(deployment, clock)
+    slow.observe(mean_log=9.0, count=10)
+    slow.search()
+    assert (slow.threshold, slow.thresholds.last["result"]) == (4000.0, "too few requests")
+
+
+def test_it_moves_to_the_planners_optimum_and_stays(deployment: Deployment, clock: FakeClock) -> None:
+    slow = Slow(deployment, clock)
+    slow.observe(mean_log=9.0)
+    slow.search()
+    lengths = slow.window.lengths(clock.now_s)
+    assert lengths is not None
+    best = best_threshold(slow.facts.problem(lengths), 2)
+    assert slow.threshold == pytest.approx(best.threshold_tokens, rel=0.05)
+    assert slow.changes == [("home", "periodic")]
+    before = slow.threshold
+    slow.search()
+    slow.observe(mean_log=9.0, count=500, seed=1)
+    slow.search()
+    assert slow.threshold == before
+    assert slow.thresholds.last["result"] == "kept"
+
+
+def test_a_link_that_goes_down_ends_offloading_and_comes_back(
+    deployment: Deployment, clock: FakeClock
+) -> None:
+    slow = Slow(deployment, clock)
+    slow.observe(mean_log=9.0)
+    slow.search()
+    before = slow.threshold
+    slow.board.view.links[LINK].up = False
+    slow.thresholds.ask("link")
+    slow.search()
+    assert math.isinf(slow.threshold)
+    assert slow.thresholds.state(clock.now_s)[-1]["tokens"] is None
+    slow.board.view.links[LINK].up = True
+    slow.thresholds.ask("link")
+    slow.search()
+    assert slow.threshold == pytest.approx(before)
+    assert slow.changes[-1] == ("home", "link")
+
+
+def test_more_prefill_instances_raise_it(deployment: Deployment, clock: FakeClock) -> None:
+    slow = Slow(deployment, clock)
+    slow.observe(mean_log=9.0)
+    slow.search()
+    before = slow.threshold
+    slow.board.set_role("home-d1", "prefill")
+    slow.thresholds.ask("roles")
+    slow.search()
+    assert slow.threshold > before
+
+
+def test_the_threshold_loop_wakes_up_when_asked(
+    deployment: Deployment, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prfaas.serving.control.thresholds._SETTLE_S", 0.0)
+    slow = Slow(deployment, clock)
+    slow.observe(mean_log=9.0)
+
+    async def main() -> None:
+        loop = asyncio.create_task(slow.thresholds.run())
+        await asyncio.sleep(0)
+        slow.thresholds.ask("link")
+        async with asyncio.timeout(20):
+            while not slow.changes:
+                await asyncio.sleep(0.01)
+        loop.cancel()
+        await asyncio.gather(loop, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def test_no_healthy_pd_instance_is_no_problem_to_plan(deployment: Deployment, clock: FakeClock) -> None:
+    slow = Slow(deployment, clock)
+    slow.observe(mean_log=9.0)
+    for instance in slow.board.view.clusters["home"].instances:
+        instance.healthy = False
+    slow.search()
+    asyncio.run(slow.allocating.evaluate())
+    assert "no PD cluster" in slow.thresholds.last["result"]
+    assert "no PD cluster" in slow.allocating.last["result"]
+
+
+def test_roles_are_converted_when_the_measurements_agree(tmp_path: Path, clock: FakeClock) -> None:
+    """Long prompts, short answers, idle decode: a decode instance goes to prefill, once, and drains first."""
+    slow = Slow(deployment_of(tmp_path), clock)
+    slow.observe(mean_log=9.5)
+    for answers in (0, 100):
+        text = b"vllm:request_generation_tokens_sum %d\nvllm:request_generation_tokens_count %d\n" % (
+            answers * 64,
+            answers,
+        )
+        slow.engines["home-d0"].add(read_exposition(text), clock())
+    assert slow.facts.output_tokens == 64
+    for _ in range(3):
+        with slow.board.prefilling(_local("home-p0"), 9001), slow.board.prefilling(_local("home-p1"), 9001):
+            clock.now_s += 60
+        asyncio.run(slow.allocating.evaluate())
+    (change,) = slow.roles.history
+    assert (change.to_role, change.instance, change.outcome) == ("prefill", "home-d0", "draining")
+    assert slow.board.instance("home-d0").draining
+    # Planned for with the role that it is going to have.
+    assert slow.facts.prefill_instances("home") == 3
+    asyncio.run(slow.allocating.evaluate())
+    assert slow.allocating.last["result"] == "converting"
+    slow.roles.tick()
+    assert slow.facts.prefill_instances("home") == 3
+
+
+def test_allocation_can_be_switched_off(
+    tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prfaas.serving.control.role_allocation._TICK_S", 0.001)
+    evaluated = []
+    for text in ("window_s: 600 -> window_s: 600, allocation: false", "window_s: 600 -> window_s: 599"):
+        slow = Slow(deployment_of(tmp_path, change=text), clock)
+
+        async def main(slow: Slow = slow) -> None:
+            loop = asyncio.create_task(slow.allocating.run())
+            for _ in range(20):
+                await asyncio.sleep(0.002)
+                clock.now_s += 30
+            loop.cancel()
+            await asyncio.gather(loop, return_exceptions=True)
+
+        asyncio.run(main())
+        evaluated.append(bool(slow.allocating.last))
+    assert evaluated == [False, True]
+
+
+def test_decode_facts(deployment: Deployment, tmp_path: Path, clock: FakeClock) -> None:
+    home = deployment.cluster("home")
+    assert decode_slots(deployment, home) == 16
+    assert Slow(deployment, clock).facts.decode(home).step_s == pytest.approx(0.025, rel=0.3)
+    plain = Slow(
+        deployment_of(
+            tmp_path,
+            real="hardware: synthetic -> hardware: h20",
+            far="    profile: internal-1t-h200\n -> ",
+            home="    profile: internal-1t-h20\n -> ",
+        ),
+        clock,
+    )
+    assert plain.facts.decode(plain.deployment.cluster("home")).step_s == DEFAULT_STEP_S
+    assert plain.facts.output_tokens == DEFAULT_OUTPUT_TOKENS
+
+
+def _local(prefill: str) -> Decision:
+    return decision(prefill, "home-d1", prefill_tokens=9000)

@@ -1,0 +1,162 @@
+"""A small deployment, a clock that a test moves, and engines that are not there."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from prfaas.core.deployment import Deployment, Instance, load_deployment
+from prfaas.core.scheduling import CacheTransfer, Decision, KvFacts, Route
+from prfaas.serving.control.cluster_state import Board
+
+KEY = bytes(range(32))
+
+FILE = """
+name: test
+model: {served_name: m, tiny: qwen3-next, max_model_len: 32768}
+clusters:
+  - name: far
+    kind: prfaas
+    hardware: synthetic
+    profile: internal-1t-h200
+    instances:
+      - {name: far-0, roles: [prefill], host: 127.0.0.1, http_port: 21000, kv_port: 22000}
+      - {name: far-1, roles: [prefill], host: 127.0.0.1, http_port: 21001, kv_port: 22001}
+  - name: home
+    kind: pd
+    hardware: synthetic
+    profile: internal-1t-h20
+    instances:
+      - {name: home-p0, roles: [prefill], host: 127.0.0.1, http_port: 21002, kv_port: 22002}
+      - {name: home-p1, roles: [prefill], host: 127.0.0.1, http_port: 21003, kv_port: 22003}
+      - {name: home-d0, roles: [decode], host: 127.0.0.1, http_port: 21004, kv_port: 22004}
+      - {name: home-d1, roles: [decode], host: 127.0.0.1, http_port: 21005, kv_port: 22005}
+links:
+  - {source: far, target: home, bandwidth: 1 Gbit/s}
+routing: {policy: paper, threshold_tokens: 4000}
+slo: {tokens_per_s: 40}
+engine: {max_num_seqs: 16, staging: 64 MiB}
+control: {threshold_period_s: 30, allocation_period_s: 60, window_s: 600}
+"""
+
+LINK = ("far", "home")
+BYTES_PER_TOKEN = 1000
+
+
+class FakeClock:
+    """Seconds that pass only when told."""
+
+    def __init__(self, now_s: float = 1000.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def deployment_of(folder: Path, *, text: str = FILE, **changes: str) -> Deployment:
+    """`FILE` with some of its text replaced: `old=new` pairs by position in `changes`' values "old -> new"."""
+    for change in changes.values():
+        old, new = change.split(" -> ")
+        assert old in text
+        text = text.replace(old, new)
+    path = folder / "deployment.yaml"
+    path.write_text(text)
+    return load_deployment(path, state_dir=folder / "state")
+
+
+def kv_facts() -> KvFacts:
+    return KvFacts(
+        is_hybrid=True, can_skip=True, bytes_to_move=lambda tokens, skip: (tokens - skip) * BYTES_PER_TOKEN
+    )
+
+
+def board_of(
+    deployment: Deployment,
+    clock: FakeClock,
+    *,
+    prefill_s: Callable[[float], float] = lambda tokens: tokens / 1000,
+    on_service: Callable[[str, int, float], None] = lambda *_: None,
+) -> Board:
+    """A board whose instances prefill 1000 tokens a second."""
+    return Board(
+        deployment,
+        kv_facts(),
+        {cluster.name: prefill_s for cluster in deployment.clusters},
+        {"home": 16},
+        clock=clock,
+        on_service=on_service,
+    )
+
+
+def decision(
+    prefill: str,
+    decode: str,
+    *,
+    prefill_tokens: int = 1000,
+    skip_tokens: int = 0,
+    cache_transfer: CacheTransfer | None = None,
+) -> Decision:
+    route = Route.OFFLOAD if prefill.startswith("far") else Route.LOCAL
+    return Decision(
+        route,
+        prefill,
+        decode,
+        prefill_tokens,
+        prefill_tokens,
+        skip_tokens,
+        "long",
+        4000.0,
+        1.0,
+        cache_transfer,
+    )
+
+
+class FakeHttp:
+    """Engines that answer /health and /metrics as a test wants."""
+
+    def __init__(self) -> None:
+        self.healthy: dict[str, bool | None] = {}
+        self.texts: dict[str, bytes | None] = {}
+        self.probed: list[str] = []
+        self.closed = False
+
+    async def is_healthy(self, instance: Instance, timeout_s: float) -> bool | None:
+        self.probed.append(instance.name)
+        return self.healthy.get(instance.name, True)
+
+    async def metrics(self, instance: Instance, timeout_s: float) -> bytes | None:
+        return self.texts.get(instance.name)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class FakeSender:
+    """One rank's KV port; `links` is what its sender tells, None: it does not answer."""
+
+    def __init__(self) -> None:
+        self.links: dict[str, dict[str, Any]] | None = {}
+        self.closed = False
+
+    async def stats(self) -> dict[str, Any]:
+        if self.links is None:
+            raise ConnectionError("nobody there")
+        return {"sender": {"links": {name: dict(report) for name, report in self.links.items()}}}
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def report(**changes: Any) -> dict[str, Any]:
+    """One link as a sender with nothing to do tells it."""
+    return {
+        "capacity_bits_per_s": 1e9,
+        "queued_bytes": 0,
+        "open_bytes": 0,
+        "acked_bytes_total": 0,
+        "delivery_bits_per_s": 0.0,
+        "rtt_s": 0.001,
+        "retransmits_total": 0,
+        "connections_up": 4,
+        "connections": 4,
+        "sampled_age_s": None,
+    } | changes

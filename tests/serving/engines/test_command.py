@@ -1,0 +1,191 @@
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prfaas.core.deployment import Deployment, load_deployment
+from prfaas.core.kv import ConfigError
+from prfaas.serving.engines.vllm.command import EngineCommand, engine_command
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "local.yaml"
+
+DENSE = {"model_type": "qwen3", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}
+WINDOWS = {**DENSE, "model_type": "gpt_oss", "sliding_window": 128}
+STATES = {
+    **DENSE,
+    "model_type": "qwen3_next",
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+def make(tmp_path: Path, config: dict[str, Any], **replacements: str) -> Deployment:
+    text = EXAMPLE.read_text().replace("tiny: qwen3-next", "path: model")
+    for old, new in replacements.values():
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "local.yaml").write_text(text)
+    return load_deployment(tmp_path / "local.yaml", state_dir=tmp_path / "state")
+
+
+def command(deployment: Deployment, name: str = "east-prefill-0") -> EngineCommand:
+    return engine_command(deployment, deployment.instance(name))
+
+
+def value(built: EngineCommand, option: str) -> str:
+    assert built.argv.count(option) == 1
+    return built.argv[built.argv.index(option) + 1]
+
+
+def extra(built: EngineCommand) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(value(built, "--kv-transfer-config"))
+    assert config.pop("kv_connector_extra_config") is not None
+    return json.loads(value(built, "--kv-transfer-config"))["kv_connector_extra_config"]  # type: ignore[no-any-return]
+
+
+def test_a_server_on_cpu(tmp_path: Path) -> None:
+    built = command(make(tmp_path, STATES))
+    assert built.argv[:3] == (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+    assert value(built, "--model") == str(tmp_path / "model")
+    assert value(built, "--served-model-name") == "qwen3-next-tiny"
+    assert (value(built, "--host"), value(built, "--port")) == ("127.0.0.1", "18100")
+    assert value(built, "--max-model-len") == "32768"
+    assert value(built, "--max-num-batched-tokens") == "2048"
+    assert value(built, "--max-num-seqs") == "16"
+    assert "--enforce-eager" in built.argv
+    assert "--tensor-parallel-size" not in built.argv
+    assert built.env["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert built.env["VLLM_SSM_CONV_STATE_LAYOUT"] == "SD"
+    assert "PYTHONPATH" not in built.env
+
+
+def test_other_hardware_finds_its_own_settings(tmp_path: Path) -> None:
+    deployment = make(
+        tmp_path,
+        STATES,
+        a=("hardware: cpu", "hardware: h200"),
+        b=("kv_port: 18200", "kv_port: 18300, tensor_parallel: 2"),
+    )
+    built = command(deployment)
+    assert "--enforce-eager" not in built.argv
+    assert "--prefix-cache-retention-interval" not in built.argv
+    assert value(built, "--tensor-parallel-size") == "2"
+    peer = extra(built)["peers"]["home-decode-0"]
+    assert 2 * peer["bandwidth_bits_per_s"] == deployment.links[0].bandwidth_bits_per_s
+    assert value(built, "--kv-cache-memory-bytes") == str(1024**3)
+    assert not [name for name in built.env if "CPU" in name or "OMP" in name]
+
+
+def test_the_connector_is_told_whom_it_may_know(tmp_path: Path) -> None:
+    deployment = make(tmp_path, STATES)
+    config = json.loads(value(command(deployment), "--kv-transfer-config"))
+    assert config["kv_connector"] == "PrfaasConnector"
+    assert config["kv_connector_module_path"] == "prfaas.serving.engines.vllm.connector"
+    assert (config["kv_role"], config["kv_load_failure_policy"]) == ("kv_both", "recompute")
+    producer, inside, consumer = (
+        extra(command(deployment, name)) for name in ("east-prefill-0", "home-prefill-0", "home-decode-0")
+    )
+    assert set(producer["peers"]) == {"home-decode-0", "home-prefill-0"}
+    assert producer["peers"]["home-decode-0"] == {
+        "host": "127.0.0.1",
+        "kv_port": 18202,
+        "link": "prfaas-east->home",
+        "connections": 4,
+        "bandwidth_bits_per_s": deployment.links[0].bandwidth_bits_per_s,
+        "on_demand": False,
+    }
+    assert producer["peers"]["home-prefill-0"]["on_demand"]
+    assert producer["producers"] == []
+    assert inside["peers"]["home-decode-0"]["link"] == "home"
+    assert inside["peers"]["home-decode-0"]["bandwidth_bits_per_s"] is None
+    # Its role may change.
+    assert set(consumer["peers"]) == {"home-prefill-0"}
+    assert consumer["producers"] == ["east-prefill-0", "home-prefill-0"]
+    assert consumer["staging_bytes"] == 256 * 1024**2
+    assert consumer["key_file"] == str(tmp_path / "state" / "local" / "key")
+
+
+def test_the_connector_understands_what_it_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    from prfaas.serving.engines.vllm.settings import ConnectorSettings
+
+    deployment = make(tmp_path, STATES)
+    for instance in deployment.instances:
+        settings = ConnectorSettings.parse(extra(command(deployment, instance.name)))
+        assert settings.name == instance.name
+        assert set(settings.peers) == {peer.instance.name for peer in deployment.peers_of(instance)}
+
+
+@pytest.mark.parametrize(
+    ("config", "retention", "state_dtype"),
+    [(DENSE, None, None), (WINDOWS, "256", None), (STATES, "256", "float32")],
+    ids=["dense", "windows", "states"],
+)
+def test_options_that_only_some_models_take(
+    tmp_path: Path, config: dict[str, Any], retention: str | None, state_dtype: str | None
+) -> None:
+    built = command(make(tmp_path, config))
+    for option, expected in (
+        ("--prefix-cache-retention-interval", retention),
+        ("--mamba-ssm-cache-dtype", state_dtype),
+    ):
+        assert (value(built, option) if option in built.argv else None) == expected
+
+
+def test_the_file_s_own_options_come_last(tmp_path: Path) -> None:
+    deployment = make(
+        tmp_path,
+        STATES,
+        a=(
+            "  staging: 256 MiB",
+            "  extra_args: [--seed, '7']\n  env: {OMP_NUM_THREADS: 2}\n  prefix_cache_retention_tokens: 512",
+        ),
+    )
+    built = command(deployment)
+    assert built.argv[-2:] == ("--seed", "7")
+    assert built.environment({"PATH": "p", "OMP_NUM_THREADS": "9"})["OMP_NUM_THREADS"] == "2"
+    assert built.environment({"PATH": "p"})["PATH"] == "p"
+    assert value(built, "--prefix-cache-retention-interval") == "512"
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    deployment = make(tmp_path, STATES)
+    (tmp_path / "model" / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"config\.json: can't be read"):
+        command(deployment)
+
+
+def test_events_are_published_where_subscribers_look(tmp_path: Path) -> None:
+    deployment = make(tmp_path, STATES)
+    for instance in deployment.instances:
+        config = json.loads(value(command(deployment, instance.name), "--kv-events-config"))
+        endpoint = deployment.events_endpoint(instance)
+        assert endpoint is not None
+        assert (config["endpoint"], config["replay_endpoint"]) == (
+            endpoint.bind_publish,
+            endpoint.bind_replay,
+        )
+        assert config["enable_kv_cache_events"] is True
+
+
+def test_adapters_are_named(tmp_path: Path) -> None:
+    deployment = make(tmp_path, DENSE)
+    assert "--enable-lora" not in command(deployment).argv
+    adapters = {"law": tmp_path / "law", "art": tmp_path / "art"}
+    with_adapters = replace(deployment, model=replace(deployment.model, adapters=adapters))
+    argv = command(with_adapters).argv
+    at = argv.index("--lora-modules")
+    assert argv[at - 1 : at + 3] == (
+        "--enable-lora",
+        "--lora-modules",
+        f"law={tmp_path / 'law'}",
+        f"art={tmp_path / 'art'}",
+    )

@@ -1,0 +1,129 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.serving.engines.vllm.pages import (
+    DevicePages,
+    HostPages,
+    LayoutError,
+    PagedSource,
+    layer_pages,
+    raw_pages,
+)
+
+BACKENDS = [HostPages, DevicePages]
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def block_bytes(tensor: torch.Tensor, block: int) -> bytes:
+    return tensor[block].contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_pages_share_the_engines_memory() -> None:
+    kv = filled((5, 2, 16, 8))
+    raw = raw_pages(kv, 5)
+    assert raw.shape == (5, 2 * 16 * 8 * 2)
+    assert raw[3].numpy().tobytes() == block_bytes(kv, 3)
+    raw[3].zero_()
+    assert not kv[3].any()
+
+
+def test_permuted_but_dense_blocks_are_pages_in_memory_order() -> None:
+    kv = filled((5, 16, 2, 8)).permute(0, 2, 1, 3)
+    raw = raw_pages(kv, 5)
+    assert raw[1].numpy().tobytes() == block_bytes(kv.permute(0, 2, 1, 3), 1)
+
+
+def test_kernel_blocks_are_joined_to_the_managers_block() -> None:
+    kv = filled((12, 2, 4, 8))
+    raw = raw_pages(kv, 6)
+    assert raw.shape == (6, 2 * 2 * 4 * 8 * 2)
+    assert raw[2].numpy().tobytes() == block_bytes(kv, 4) + block_bytes(kv, 5)
+
+
+def test_padding_of_a_state_row_is_not_part_of_the_page() -> None:
+    rows = torch.arange(4 * 100, dtype=torch.int16).view(torch.int8).reshape(4, 200)
+    assert raw_pages(rows, 4, content_bytes=60).shape == (4, 60)
+
+
+def test_padded_rows_keep_their_stride() -> None:
+    rows = torch.arange(4 * 64, dtype=torch.uint8).reshape(4, 64)[:, :48]
+    raw = raw_pages(rows, 4)
+    assert raw[2].numpy().tobytes() == bytes(range(128, 176))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "blocks"),
+    [
+        (torch.zeros(5, 8), 4),
+        (torch.zeros(5), 5),
+        (torch.zeros(4, 8, 8)[:, :, :4], 4),
+        (torch.zeros(8, 8)[:, :4], 4),
+    ],
+)
+def test_memory_that_is_no_row_of_pages_is_refused(tensor: torch.Tensor, blocks: int) -> None:
+    with pytest.raises(LayoutError):
+        raw_pages(tensor, blocks)
+
+
+def test_the_copies_are_chosen_by_device() -> None:
+    assert isinstance(layer_pages(torch.zeros(2, 8, dtype=torch.uint8)), HostPages)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(data=st.data())
+def test_a_source_reads_any_range_of_its_run(backend: type[HostPages], data: st.DataObject) -> None:
+    page_bytes = data.draw(st.integers(1, 40))
+    memory = np.random.default_rng(3).integers(0, 256, (6, page_bytes), dtype=np.uint8)
+    pages = backend(torch.from_numpy(memory.copy()))
+    blocks = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=8))
+    whole = b"".join(memory[b].tobytes() for b in blocks)
+    source = PagedSource(pages, blocks)
+    assert source.nbytes == len(whole)
+    start = data.draw(st.integers(0, len(whole) - 1))
+    stop = data.draw(st.integers(start + 1, len(whole)))
+    if data.draw(st.booleans()):
+        source.detach()
+    out = bytearray(stop - start)
+    source.read_into(start, memoryview(out))
+    assert bytes(out) == whole[start:stop]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_detached_source_does_not_see_what_the_engine_writes_later(backend: type[HostPages]) -> None:
+    memory = torch.arange(32, dtype=torch.uint8).reshape(4, 8)
+    source = PagedSource(backend(memory), [2, 1])
+    source.detach()
+    memory.zero_()
+    out = bytearray(16)
+    source.read_into(0, memoryview(out))
+    assert bytes(out) == bytes(range(16, 24)) + bytes(range(8, 16))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pages_larger_than_the_bounce_buffer_are_read_in_parts(
+    backend: type[HostPages], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DevicePages, "BOUNCE_BYTES", 7)
+    memory = torch.arange(200, dtype=torch.uint8).reshape(2, 100)
+    out = bytearray(90)
+    backend(memory).read(1, 5, memoryview(out))
+    assert bytes(out) == bytes(range(105, 195))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_writing_fills_a_page_from_pieces(backend: type[HostPages]) -> None:
+    memory = torch.zeros(3, 10, dtype=torch.uint8)
+    pages = backend(memory)
+    data = bytearray(range(1, 11))
+    pages.write(1, [memoryview(data)[:3], memoryview(data)[3:4], memoryview(data)[4:]])
+    pages.flush()
+    assert memory[1].tolist() == list(range(1, 11))
+    assert not memory[0].any()
+    assert not memory[2].any()

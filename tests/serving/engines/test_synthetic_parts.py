@@ -1,0 +1,224 @@
+"""The parts of a stand-in engine: digests of tokens, bytes of pages, layout, times."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.core.kv import KvModel, LinearState, model_from_config
+from prfaas.core.latency import load_profile
+from prfaas.serving.engines.errors import EngineError
+from prfaas.serving.engines.synthetic.content import (
+    PageSource,
+    TokenChain,
+    expand,
+    join,
+    page_digests,
+    reduce_page,
+)
+from prfaas.serving.engines.synthetic.layout import GroupKind, SyntheticLayout
+from prfaas.serving.engines.synthetic.pace import DEFAULT_STEP_S, Pace, TokenClock
+from prfaas.serving.engines.tiny import tiny_config
+
+TOKENS = st.lists(st.integers(0, 300), min_size=1, max_size=60)
+DIGESTS = st.integers(0, (1 << 64) - 1)
+
+
+def layout_of(model: str) -> SyntheticLayout:
+    return SyntheticLayout.of_model(model_from_config(tiny_config(model), name=model))
+
+
+@given(TOKENS, st.data())
+def test_the_digest_of_a_prefix_does_not_depend_on_what_follows(ids: list[int], data: st.DataObject) -> None:
+    end = data.draw(st.integers(0, len(ids)))
+    whole, part = TokenChain(ids, 8), TokenChain(ids[:end], 8)
+    assert whole.digest(end) == part.digest(end)
+    assert list(whole.blocks[: end // 8]) == list(part.blocks)
+    assert TokenChain(ids, 8, "lora").digest(end) != part.digest(end)
+    place = data.draw(st.integers(0, len(ids) - 1))
+    other = [*ids[:place], ids[place] + 1, *ids[place + 1 :]]
+    assert TokenChain(other, 8).digest(len(ids)) != whole.digest(len(ids))
+
+
+@given(TOKENS, st.integers(1, 40), st.integers(0, 40), DIGESTS)
+def test_growing_gives_what_starting_anew_gives(ids: list[int], first: int, then: int, taint: int) -> None:
+    once, twice = TokenChain(ids, 8), TokenChain(ids, 8)
+    once.extend(first + then, taint, range(100, 200))
+    twice.extend(first, taint, range(100, 200))
+    again = TokenChain(twice.ids, 8)
+    again.extend(then, taint, range(100, 200))
+    assert again.ids == once.ids
+    assert again.blocks == once.blocks == TokenChain(once.ids, 8).blocks
+    assert all(100 <= token < 200 for token in once.ids[len(ids) :])
+
+
+def test_the_taint_changes_the_answer_and_answers_vary() -> None:
+    answers = []
+    for taint in range(50):
+        chain = TokenChain(list(b"prompt"), 256)
+        chain.extend(40, taint, range(64))
+        answers.append(tuple(chain.ids[6:]))
+    assert len(set(answers)) == 50
+    assert len({token for answer in answers for token in answer}) == 64
+
+
+@given(DIGESTS, st.integers(8, 3000))
+def test_a_page_comes_back_as_its_digest(digest: int, page_bytes: int) -> None:
+    assert reduce_page(expand(digest, page_bytes)) == digest
+
+
+@given(DIGESTS, st.integers(8, 600), st.data())
+def test_every_byte_counts(digest: int, page_bytes: int, data: st.DataObject) -> None:
+    page = bytearray(expand(digest, page_bytes))
+    page[data.draw(st.integers(0, page_bytes - 1))] ^= data.draw(st.integers(1, 255))
+    assert reduce_page(page) != digest
+
+
+@given(st.lists(DIGESTS, min_size=1, max_size=5), st.integers(8, 200), st.data())
+def test_a_source_reads_the_same_bytes_however_they_are_cut(
+    digests: list[int], page_bytes: int, data: st.DataObject
+) -> None:
+    source = PageSource(np.array(digests, dtype=np.uint64), page_bytes)
+    whole = b"".join(expand(digest, page_bytes) for digest in digests)
+    assert source.nbytes == len(whole)
+    start = data.draw(st.integers(0, len(whole) - 1))
+    out = bytearray(data.draw(st.integers(1, len(whole) - start)))
+    source.read_into(start, memoryview(out))
+    assert out == whole[start : start + len(out)]
+    cut = data.draw(st.integers(0, len(out)))
+    view = memoryview(out)
+    assert join([view[:cut], view[cut:]]) == bytes(out)
+
+
+def test_pages_differ_by_prefix_and_layer() -> None:
+    pages = {digest for layer in range(8) for digest in page_digests(range(500), layer).tolist()}
+    assert len(pages) == 8 * 500
+
+
+@pytest.mark.parametrize(
+    ("model", "kinds", "block_tokens"),
+    [
+        ("qwen3-next", ["mamba"] * 3 + ["full_attention"], 256),
+        ("gpt-oss", ["sliding_window", "full_attention"], 128),
+        ("mimo-v2-flash", ["sliding_window"] * 5 + ["full_attention"], 128),
+        ("qwen3", ["full_attention"], 128),
+    ],
+)
+def test_groups_are_vllms(model: str, kinds: list[str], block_tokens: int) -> None:
+    layout = layout_of(model)
+    assert [group.kind.value for group in layout.groups] == kinds
+    assert layout.block_tokens == block_tokens
+    assert [group.index for group in layout.groups] == list(range(len(kinds)))
+
+
+@pytest.mark.parametrize("model", ["qwen3-next", "gpt-oss", "mimo-v2-flash", "qwen3"])
+@given(num_tokens=st.integers(1, 5000), data=st.data())
+def test_a_transfer_has_the_bytes_that_the_model_says(
+    model: str, num_tokens: int, data: st.DataObject
+) -> None:
+    layout, kv_model = layout_of(model), model_from_config(tiny_config(model), name=model)
+    skip_tokens = data.draw(st.integers(0, num_tokens))
+    regions = layout.region_bytes(num_tokens, skip_tokens)
+    assert sum(regions) == kv_model.bytes_to_move(num_tokens, skip_tokens, layout.block_tokens)
+    full = [region.group.kind is GroupKind.FULL for region in layout.regions]
+    assert full == sorted(full, reverse=True)
+
+
+def test_a_model_without_full_attention_is_refused() -> None:
+    with pytest.raises(EngineError, match="no full-attention layer"):
+        SyntheticLayout.of_model(KvModel("x", (LinearState(2, 10, 20),)))
+
+
+def test_times_are_the_profiles() -> None:
+    h20, h200 = load_profile("internal-1t-h20"), load_profile("internal-1t-h200")
+    pace = Pace(h20, 4.0)
+    assert pace.prefill_s(8192) == h20.prefill_s(8192) / 4
+    assert pace.prefill_s(1) == h20.prefill_s(128) / 4
+    assert pace.prefill_s(2 * 131072) == pytest.approx(2 * h20.prefill_s(131072) / 4)
+    assert pace.step_s(1) == pace.step_s(20) == 0.025 / 4
+    assert pace.step_s(40) == pytest.approx(2 * 0.025 / 4)
+    assert Pace(h200, 2.0).step_s(7) == DEFAULT_STEP_S / 2
+
+
+class JumpingLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps to the next timer in place of waiting for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ahead_s = 0.0
+
+    def time(self) -> float:
+        return self._ahead_s
+
+    def _run_once(self) -> None:
+        timers = [timer.when() for timer in self._scheduled if not timer.cancelled()]  # type: ignore[attr-defined]
+        if not self._ready and timers:  # type: ignore[attr-defined]
+            self._ahead_s = max(self._ahead_s, min(timers))
+        super()._run_once()  # type: ignore[misc]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 50)), min_size=1, max_size=8),
+)
+def test_the_token_clock_gives_everybody_one_token_per_step(requests: list[tuple[int, int]]) -> None:
+    """A step takes as many seconds as the batch has requests: checked against stepping through it."""
+
+    async def measure() -> list[float]:
+        loop = asyncio.get_running_loop()
+        clock = TokenClock(float)
+        ends = [0.0] * len(requests)
+
+        async def request(index: int, at_s: int, tokens: int) -> None:
+            await asyncio.sleep(at_s)
+            clock.change_batch(1)
+            await clock.reach(clock.steps() + tokens)
+            ends[index] = loop.time()
+            clock.change_batch(-1)
+
+        await asyncio.gather(*(request(index, *each) for index, each in enumerate(requests)))
+        assert clock.batch == 0
+        assert clock.tokens == pytest.approx(sum(tokens for _, tokens in requests), rel=1e-3)
+        clock.close()
+        return ends
+
+    loop = JumpingLoop()
+    try:
+        measured = loop.run_until_complete(measure())
+    finally:
+        loop.close()
+    assert measured == pytest.approx(_stepped(requests), rel=1e-3)
+
+
+def _stepped(requests: list[tuple[int, int]]) -> list[float]:
+    """When each request has its tokens, sharing steps in small slices of time."""
+    left = [float(tokens) for _, tokens in requests]
+    ends = [0.0] * len(requests)
+    now_s = 0.0
+    while any(each > 1e-9 for each in left):
+        active = [i for i, (at_s, _) in enumerate(requests) if at_s <= now_s and left[i] > 1e-9]
+        starts = [at_s for at_s, _ in requests if at_s > now_s]
+        if not active:
+            now_s = float(min(starts))
+            continue
+        finish_s = now_s + min(left[i] for i in active) * len(active)
+        until_s = min([finish_s, *map(float, starts)])
+        for i in active:
+            left[i] -= (until_s - now_s) / len(active)
+            if left[i] <= 1e-9:
+                ends[i] = until_s
+        now_s = until_s
+    return ends
+
+
+def test_nothing_here_brings_vllm_or_torch() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, prfaas.serving.engines.synthetic.node, prfaas.serving.engines.synthetic.command;"
+        "sys.exit(any(name.split('.')[0] in ('vllm', 'torch') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3]).returncode == 0

@@ -1,0 +1,309 @@
+"""Stand-in engines as processes: started together, killed one by one; their events over ZeroMQ; their deaths."""
+
+import asyncio
+import http.client
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from synthetic_world import CLUSTERS, MODEL, random_ids, running, write_deployment
+from typer.testing import CliRunner
+
+from prfaas.cli.main import app
+from prfaas.core.deployment import Deployment, EventsEndpoint, load_deployment
+from prfaas.serving.engines.running import RunningEngines, answers_health
+from prfaas.serving.engines.synthetic.events import AllBlocksCleared, EventPublisher
+
+END = (-1).to_bytes(8, "big", signed=True)
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Deployment:
+    return write_deployment(tmp_path)
+
+
+@pytest.fixture
+def endpoint(deployment: Deployment) -> EventsEndpoint:
+    found = deployment.events_endpoint(deployment.instance("home-0"))
+    assert found is not None
+    return found
+
+
+class Subscriber:
+    """Reads one engine's events as they come, and asks for those it has missed."""
+
+    def __init__(self, endpoint: EventsEndpoint) -> None:
+        self._context = zmq.asyncio.Context()
+        self._subscription = self._context.socket(zmq.SUB)
+        self._subscription.subscribe(b"")
+        self._subscription.connect(endpoint.publish)
+        self._replay = self._context.socket(zmq.DEALER)
+        self._replay.connect(endpoint.replay)
+        self.live: dict[int, list[Any]] = {}
+
+    async def read(self, seconds: float) -> None:
+        while await self._subscription.poll(seconds * 1000):
+            topic, sequence, payload = await self._subscription.recv_multipart()
+            assert topic == b""
+            _, events, rank = msgspec.msgpack.decode(payload)
+            assert rank == 0
+            self.live[int.from_bytes(sequence, "big")] = events
+
+    async def replay(self, start: int) -> dict[int, list[Any]]:
+        await self._replay.send_multipart([b"", start.to_bytes(8, "big")])
+        found = {}
+        while True:
+            empty, topic, sequence, payload = await asyncio.wait_for(self._replay.recv_multipart(), 10)
+            assert (empty, topic) == (b"", b"")
+            if sequence == END:
+                assert payload == b""
+                return found
+            found[int.from_bytes(sequence, "big")] = msgspec.msgpack.decode(payload)[1]
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def copies_after(batches: dict[int, list[Any]]) -> dict[int, dict[int, int]]:
+    held: dict[int, dict[int, int]] = {group: {} for group in range(4)}
+    for _, events in sorted(batches.items()):
+        for event in events:
+            if event["type"] == "AllBlocksCleared":
+                held = {group: {} for group in range(4)}
+            else:
+                group, change = held[event["group_idx"]], 1 if event["type"] == "BlockStored" else -1
+                for each in event["block_hashes"]:
+                    group[each] = group.get(each, 0) + change
+                    if not group[each]:
+                        del group[each]
+    return held
+
+
+def test_events_over_the_wire_tell_what_is_held(deployment: Deployment, endpoint: EventsEndpoint) -> None:
+    async def check() -> None:
+        subscriber = Subscriber(endpoint)
+        try:
+            async with running(deployment) as world:
+                cache = world.nodes["home-0"].engine.cache
+                # Room for little more than one prompt, so that much is evicted.
+                cache.pool.capacity = 90
+                for seed in range(6):
+                    ids = random_ids(9000 + 300 * seed, seed % 4)
+                    await world.complete("home-0", ids, max_tokens=400)
+                await world.complete("home-0", random_ids(2000, 9), cache_salt="x")
+                ids = random_ids(3000, 10)
+                sealed, _ = await world.move(world.ticket("far-0", "home-0", ids[:-1]), ids[:-1])
+                await world.complete("home-0", ids, sealed)
+                await subscriber.read(0.3)
+                replayed = await subscriber.replay(0)
+                assert sorted(replayed) == list(range(len(replayed)))
+                assert copies_after(replayed) == cache.held()
+                # A late subscriber has missed the beginning; what it has seen, it has seen alike.
+                assert subscriber.live and all(
+                    replayed[seq] == events for seq, events in subscriber.live.items()
+                )
+                assert copies_after(await subscriber.replay(0) | subscriber.live) == cache.held()
+                last = max(replayed)
+                assert list(await subscriber.replay(last)) == [last]
+                await world.post("home-0", "/reset_prefix_cache", {})
+                assert copies_after(await subscriber.replay(0)) == cache.held() == {g: {} for g in range(4)}
+                removed = [e for batch in replayed.values() for e in batch if e["type"] == "BlockRemoved"]
+                assert len(removed) > 50
+        finally:
+            subscriber.close()
+
+    asyncio.run(check())
+
+
+def test_the_replay_buffer_is_bounded(endpoint: EventsEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check() -> None:
+        monkeypatch.setattr("prfaas.serving.engines.synthetic.events._BUFFER_BATCHES", 5)
+        publisher = EventPublisher(endpoint)
+        subscriber = Subscriber(endpoint)
+        try:
+            for _ in range(12):
+                publisher.publish([AllBlocksCleared()])
+            assert list(await subscriber.replay(0)) == [7, 8, 9, 10, 11]
+        finally:
+            subscriber.close()
+            await publisher.close()
+
+    asyncio.run(check())
+
+
+def test_a_dead_engine_leaves_its_ports_and_fails_its_transfers(deployment: Deployment) -> None:
+    async def check() -> None:
+        async with running(deployment) as world:
+            ids = random_ids(16_000, 12)
+            local = (await world.complete("other-0", ids)).ids
+            ticket = world.ticket("far-0", "home-0", ids[:-1])
+            sealed = ticket.seal(world.key)
+            hop = asyncio.create_task(world.complete("far-0", ids[:-1], sealed, max_tokens=1))
+            while not world.nodes["home-0"].engine.endpoints.arena.used_blocks:
+                await asyncio.sleep(0.002)
+            with pytest.raises((OSError, aiohttp.ClientError)):
+                await world.post("far-0", "/synthetic/die", {})
+                await hop
+            await asyncio.wait_for(world.nodes["far-0"].gone.wait(), 10)
+            await asyncio.gather(hop, return_exceptions=True)
+            status = await world.arrival(ticket)
+            assert status.phase == "failed" and "lost" in status.reason
+            assert (await world.complete("home-0", ids, sealed)).ids == local
+            sealed, status = await world.move(world.ticket("far-1", "home-1", ids[:-1]), ids[:-1])
+            assert (await world.complete("home-1", ids, sealed)).ids == local
+            await world.settled()
+
+    asyncio.run(check())
+
+
+def test_a_link_can_be_made_slow_without_telling_anyone(deployment: Deployment) -> None:
+    async def check() -> None:
+        async with running(deployment) as world:
+            sender = world.nodes["far-0"].engine.endpoints.sender
+            (link,) = [name for name in sender.telemetry()["links"] if "->" in name]
+            before = sender.telemetry()["links"][link]["capacity_bits_per_s"]
+            async with aiohttp.ClientSession() as http:
+                url = deployment.instance("far-0").url + "/synthetic/link"
+                for body, status in (
+                    ({"link": link, "bits_per_s": 1e6}, 200),
+                    ({"link": "nowhere", "bits_per_s": 1e6}, 400),
+                    ({"link": link, "bits_per_s": 0}, 400),
+                    ({}, 400),
+                ):
+                    async with http.post(url, json=body) as answer:
+                        assert answer.status == status
+            assert sender._pacers[link].bandwidth_bits_per_s == 1e6
+            assert sender.telemetry()["links"][link]["capacity_bits_per_s"] == before
+
+    asyncio.run(check())
+
+
+@pytest.fixture
+def engines(deployment: Deployment) -> Iterator[RunningEngines]:
+    running_engines = RunningEngines(deployment, stand_ins_per_process=4)
+    yield running_engines
+    running_engines.stop(timeout_s=5)
+
+
+def complete(deployment: Deployment, name: str) -> Any:
+    instance = deployment.instance(name)
+    connection = http.client.HTTPConnection(instance.host, instance.http_port, timeout=20)
+    try:
+        body = json.dumps({"model": MODEL, "prompt": "Hello", "return_token_ids": True})
+        connection.request("POST", "/v1/completions", body)
+        return json.loads(connection.getresponse().read())["choices"][0]["token_ids"]
+    finally:
+        connection.close()
+
+
+def test_engines_share_processes_and_die_alone(deployment: Deployment, engines: RunningEngines) -> None:
+    engines.start()
+    engines.wait_ready(60)
+    names = [name for _, members in CLUSTERS.values() for name in members]
+    assert len({engines.pid(name) for name in names}) == 2
+    answers = {tuple(complete(deployment, name)) for name in names}
+    assert len(answers) == 1
+    killed, neighbour = "far-1", "far-0"
+    assert engines.pid(killed) == engines.pid(neighbour)
+    engines.kill(killed)
+    assert not engines.is_running(killed) and engines.exit_status(killed) == -9
+    assert not answers_health(deployment.instance(killed))
+    assert engines.is_running(neighbour) and answers_health(deployment.instance(neighbour))
+    engines.start(killed)
+    engines.wait_ready(60)
+    assert engines.pid(killed) != engines.pid(neighbour)
+    assert tuple(complete(deployment, killed)) in answers
+    pids = {engines.pid(name) for name in names}
+    began_s = time.monotonic()
+    engines.stop(timeout_s=15)
+    assert time.monotonic() - began_s < 14
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_the_last_of_a_process_takes_it_along(deployment: Deployment, engines: RunningEngines) -> None:
+    engines.start("home-0")
+    engines.wait_ready(60)
+    pid = engines.pid("home-0")
+    engines.kill("home-0")
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_process_whose_engines_have_all_died_ends(deployment: Deployment, engines: RunningEngines) -> None:
+    engines.start("home-0")
+    engines.wait_ready(60)
+    instance = deployment.instance("home-0")
+    connection = http.client.HTTPConnection(instance.host, instance.http_port, timeout=10)
+    try:
+        connection.request("POST", "/synthetic/die")
+        connection.getresponse()
+    except (OSError, http.client.HTTPException):
+        pass  # the answer may die with the engine
+    finally:
+        connection.close()
+    deadline_s = time.monotonic() + 20
+    while engines.is_running("home-0") and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert engines.exit_status("home-0") == 0
+
+
+def test_prfaas_engine_prints_how(deployment: Deployment) -> None:
+    os.environ["PRFAAS_HOME"] = str(deployment.state_dir)
+    try:
+        done = CliRunner().invoke(app, ["engine", str(deployment.path), "home-0", "--print"])
+    finally:
+        del os.environ["PRFAAS_HOME"]
+    assert done.exit_code == 0, done.output
+    assert "-m prfaas.serving.engines.synthetic" in done.stdout and "home-0" in done.stdout
+    assert "vllm" not in done.stdout
+
+
+@pytest.mark.parametrize("name", ["synthetic", "local-wide"])
+def test_examples_can_be_stood_in_for(name: str, tmp_path: Path) -> None:
+    deployment = load_deployment(Path(__file__).parents[3] / "examples" / f"{name}.yaml", state_dir=tmp_path)
+    synthetic = [c for c in deployment.clusters if c.hardware == "synthetic"]
+    assert sum(len(cluster.instances) for cluster in synthetic) >= 10
+    for link in deployment.links:
+        kinds = {deployment.cluster(end).hardware == "synthetic" for end in (link.source, link.target)}
+        assert len(kinds) == 1, f"{link.name} joins real engines and stand-ins"
+
+
+def test_engines_of_other_layouts_refuse_each_other(tmp_path: Path) -> None:
+    async def check() -> None:
+        for directory in ("one", "two"):
+            (tmp_path / directory).mkdir()
+        one = write_deployment(tmp_path / "one")
+        text = (tmp_path / "one" / "deployment.yaml").read_text()
+        two = write_deployment(tmp_path / "two", model="gpt-oss")
+        document = json.loads(text) | {"model": json.loads(two.path.read_text())["model"]}
+        two.path.write_text(json.dumps(document))
+        two = load_deployment(two.path, state_dir=tmp_path / "two")
+        two.security.key_file.write_bytes(one.security.key_file.read_bytes())
+        async with running(one, "far-0") as far, running(two, "home-0") as home:
+            ids = random_ids(300, 1)
+            ticket = far.ticket("far-0", "home-0", ids)
+            await far.complete("far-0", ids, ticket.seal(far.key), max_tokens=1)
+            for _ in range(200):
+                if await far.metric("far-0", "prfaas_sends_failed_total"):
+                    break
+                await asyncio.sleep(0.02)
+            assert await far.metric("far-0", "prfaas_sends_failed_total") == 1
+            assert home.nodes["home-0"].engine.endpoints.receiver.stats()["producer_connections"] == 0
+
+    asyncio.run(check())
+
+
+def test_ports_are_free_again(deployment: Deployment) -> None:
+    async def check() -> None:
+        for _ in range(2):
+            async with running(deployment, "home-0") as world:
+                await world.get("home-0", "/health")
+
+    asyncio.run(check())

@@ -1,0 +1,193 @@
+"""A control plane for tests of the gateway only: a fixed threshold, a record of what went where, /health probes.
+
+It counts what it is told, so that tests can see that the gateway tells it everything exactly once.
+"""
+
+import asyncio
+import itertools
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from prfaas.core.deployment import Deployment, Instance
+from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
+
+BLOCK_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Chains:
+    """The blocks of one prompt less its last token, under its tenant's salt and its adapter."""
+
+    hashes: tuple[Hashable, ...]
+
+
+class FixedPlane:
+    """`prefers`: a decode instance that is taken first. `edit`: changes decisions before they are given out."""
+
+    def __init__(
+        self, deployment: Deployment, *, probe_s: float = 0.1, suspect_s: float = 0.2, can_skip: bool = True
+    ) -> None:
+        self._deployment = deployment
+        self._instances = {instance.name: instance for instance in deployment.instances}
+        self._probe_s = probe_s
+        self._suspect_s = suspect_s
+        self._can_skip = can_skip
+        self._held: dict[str, set[Hashable]] = {name: set() for name in self._instances}
+        self._suspects: dict[str, float] = {}
+        self.prefers: str | None = None
+        self.edit: Callable[[Decision], Decision] = lambda decision: decision
+        self.open: Counter[str] = Counter()
+        self.observed: list[tuple[int, int]] = []
+        self.measured: list[str] = []
+        self.suspected: list[tuple[str, bool]] = []
+        self.own_prefills: list[int] = []
+        self.closed = False
+
+    @property
+    def busy(self) -> int:
+        """Prefills and decodes that the gateway has begun and not ended."""
+        return sum(self.open.values())
+
+    def chains(self, token_ids: Sequence[int], salt: str, adapter: str) -> Chains:
+        chain: list[Hashable] = [(salt, adapter)]
+        for begin in range(0, len(token_ids) - BLOCK_TOKENS, BLOCK_TOKENS):
+            chain.append(hash((chain[-1], *token_ids[begin : begin + BLOCK_TOKENS])))
+        return Chains(tuple(chain[1:]))
+
+    def route(
+        self,
+        num_tokens: int,
+        chains: Chains | None,
+        *,
+        avoid: Collection[str] = (),
+        offload: bool = True,
+    ) -> Decision:
+        up = [i for i in self._instances.values() if i.name not in self._suspects and i.name not in avoid]
+        held = {i.name: self._held_tokens(i.name, chains) for i in up}
+
+        def best(candidates: Iterable[Instance]) -> Instance | None:
+            ranked = sorted(
+                candidates,
+                key=lambda i: (i.name != self.prefers, -held[i.name], self.open[i.name], i.name),
+            )
+            return ranked[0] if ranked else None
+
+        decode = best(i for i in up if i.has_role("decode"))
+        if decode is None:
+            raise NoDecodeInstanceError("nobody decodes")
+        near = best(
+            i for i in up if i.has_role("prefill") and i.cluster == decode.cluster and i is not decode
+        )
+        far = best(i for i in up if i.has_role("prefill") and i.cluster != decode.cluster)
+        uncached = num_tokens - (held[near.name] if near is not None else 0)
+        threshold = self._deployment.routing.threshold_tokens
+        assert threshold is not None
+        route, prefill, reason = Route.LOCAL, decode, "unseen"
+        if chains is not None:
+            if offload and far is not None and uncached > threshold:
+                route, prefill, reason = Route.OFFLOAD, far, "long"
+            elif near is not None:
+                prefill, reason = near, "short" if uncached <= threshold else "no-prfaas-instance"
+            else:
+                reason = "no-prefill-instance"
+        skip = held[decode.name] if self._can_skip and prefill is not decode else 0
+        return self.edit(
+            Decision(
+                route=route,
+                prefill=prefill.name,
+                decode=decode.name,
+                uncached_tokens=uncached,
+                prefill_tokens=num_tokens - held[prefill.name] if chains else 0,
+                skip_tokens=skip,
+                reason=reason,
+                threshold_tokens=float(threshold),
+                predicted_ttft_s=math.nan if chains is None else 0.5,
+            )
+        )
+
+    def _held_tokens(self, name: str, chains: Chains | None) -> int:
+        hashes = chains.hashes if chains is not None else ()
+        return BLOCK_TOKENS * sum(1 for _ in itertools.takewhile(self._held[name].__contains__, hashes))
+
+    def instance(self, name: str) -> Instance:
+        return self._instances[name]
+
+    @asynccontextmanager
+    async def turn(self, decision: Decision, num_tokens: int, chains: Chains) -> AsyncIterator[Decision]:
+        yield decision
+
+    @contextmanager
+    def prefilling(self, decision: Decision, num_tokens: int) -> Iterator[None]:
+        assert decision.prefill_tokens <= num_tokens
+        with self._counted(decision.prefill):
+            yield
+        self.measured.append(decision.prefill)
+
+    @contextmanager
+    def decoding(self, name: str, prefill_tokens: int) -> Iterator[None]:
+        self.own_prefills.append(prefill_tokens)
+        with self._counted(name):
+            yield
+
+    @contextmanager
+    def _counted(self, name: str) -> Iterator[None]:
+        self.open[name] += 1
+        try:
+            yield
+        finally:
+            self.open[name] -= 1
+
+    def expect(self, name: str, chains: Chains) -> None:
+        self._held[name].update(chains.hashes)
+
+    def observe(self, num_tokens: int, uncached_tokens: int) -> None:
+        self.observed.append((num_tokens, uncached_tokens))
+
+    def suspect(self, name: str, reason: str, *, lost_cache: bool = False) -> None:
+        self.suspected.append((name, lost_cache))
+        self._suspects[name] = asyncio.get_running_loop().time() + self._suspect_s
+        if lost_cache:
+            self._held[name].clear()
+
+    def is_up(self, name: str) -> bool:
+        return name not in self._suspects
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "clusters": {
+                cluster.name: {
+                    "instances": {
+                        i.name: {"role": "+".join(i.roles), "healthy": self.is_up(i.name)}
+                        for i in cluster.instances
+                    }
+                }
+                for cluster in self._deployment.clusters
+            }
+        }
+
+    async def run(self) -> None:
+        """Probes suspects until cancelled."""
+        loop = asyncio.get_running_loop()
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as session:
+            while True:
+                await asyncio.sleep(self._probe_s)
+                for name, until_s in list(self._suspects.items()):
+                    if loop.time() >= until_s and await _healthy(session, self._instances[name].url):
+                        self._suspects.pop(name, None)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+async def _healthy(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(url + "/health") as response:
+            return response.status == 200
+    except (aiohttp.ClientError, TimeoutError):
+        return False

@@ -1,0 +1,381 @@
+"""A stand-in for a vLLM server, for tests of the gateway only: the HTTP API that the gateway uses, the real transport.
+
+Its "KV" is the prompt's ids as uint32, and every token of its answer is a function of all ids before it alone: an
+answer says nothing about the route, bytes that arrive can be compared with the ids, and an engine that goes on from
+prompt and half an answer ends it as the first one would have.
+"""
+
+import asyncio
+import hashlib
+import itertools
+import json
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from prfaas.serving.gateway.tokenizers import ChatTemplate
+from prfaas.serving.transport.options import Peer
+from prfaas.serving.transport.outgoing import BytesSource
+from prfaas.serving.transport.receiver import Receiver
+from prfaas.serving.transport.sender import Sender
+from prfaas.serving.transport.staging import StagingArena
+from prfaas.serving.transport.ticket import Ticket, TicketError, prompt_digest
+
+BLOCK_TOKENS = 16
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] | trim }}<|im_end|>\n"
+    "{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_tokenizer(directory: Path) -> Path:
+    """A byte-level tokenizer with two special tokens and a chat template, as a checkpoint has them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (directory / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    (directory / "config.json").write_text(json.dumps(HYBRID_CONFIG))
+    return directory
+
+
+HYBRID_CONFIG = {
+    "model_type": "qwen3_next",
+    "dtype": "bfloat16",
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "full_attention_interval": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+
+
+def kv_of(ids: Sequence[int]) -> bytes:
+    return array("I", ids).tobytes()
+
+
+ANSWER_TOKENS = 16
+_ID_OF = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+
+
+def answer_tokens(ids: Sequence[int]) -> Iterator[str]:
+    """One character, which is one token, after the other; there is no end to it."""
+    state = hashlib.sha256(kv_of(ids))
+    while True:
+        character = "0123456789abcdef"[state.digest()[0] % 16]
+        yield character
+        state.update(kv_of([_ID_OF[character]]))
+
+
+def answer_text(ids: Sequence[int], tokens: int = ANSWER_TOKENS) -> str:
+    return "".join(itertools.islice(answer_tokens(ids), tokens))
+
+
+class IdLayout:
+    """One region: four bytes a token."""
+
+    def region_bytes(self, num_tokens: int, skip_tokens: int) -> list[int]:
+        return [4 * (num_tokens - skip_tokens)]
+
+
+@dataclass
+class Seen:
+    """One request as it arrived."""
+
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+
+
+@dataclass
+class StandInEngine:
+    """`fails`: prefills answer with that status. `hangs`: prefills never answer. `chunks`: tokens of a streamed answer
+    that no limit was given for.
+
+    `dies`: at which point of decoding it loses its connection ("before-headers", "after-headers", "in-body",
+    "mid-stream", "mid-event"), or says that it failed ("http-500", "error-event", "early-end"); streams after
+    `dies_after` tokens. `deaths`: how often yet.
+    """
+
+    name: str
+    model_dir: Path
+    key: bytes
+    producers: tuple[str, ...] = ()
+    model: str = "stand-in"
+    fails: int | None = None
+    hangs: bool = False
+    sends: bool = True
+    stalls: bool = False
+    chunks: int = 3
+    chunk_s: float = 0.0
+    dies: str | None = None
+    dies_after: int = 1
+    deaths: int = 0
+    other_ids: bool = False
+    staging_bytes: int = 1 << 20
+    seen: list[Seen] = field(default_factory=list)
+    loaded: list[int] = field(default_factory=list)
+    prefixes: list[int] = field(default_factory=list)
+    cancelled: int = 0
+    http_port: int = 0
+    kv_port: int = 0
+
+    async def start(self) -> None:
+        self.tokenizer = Tokenizer.from_file(str(self.model_dir / "tokenizer.json"))
+        self.template = ChatTemplate.of_model(self.model_dir)
+        self.arena = StagingArena(self.staging_bytes, block_bytes=1 << 16)
+        self.receiver = Receiver(
+            name=f"{self.name}/0",
+            key=self.key,
+            host="127.0.0.1",
+            port=0,
+            arena=self.arena,
+            layout=IdLayout(),
+            fingerprint={"layout": "ids"},
+            producers=[f"{producer}/0" for producer in self.producers],
+        )
+        self.receiver.start()
+        self.kv_port = self.receiver.port
+        self.sender: Sender | None = None
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_post("/v1/completions", self._generate)
+        app.router.add_post("/v1/chat/completions", self._generate)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", self.http_port)
+        await site.start()
+        self.http_port = self.runner.addresses[0][1]
+
+    def connect(self, consumers: Sequence["StandInEngine"]) -> None:
+        self.sender = Sender(
+            name=f"{self.name}/0",
+            key=self.key,
+            peers={
+                c.name: Peer(f"{c.name}/0", "127.0.0.1", c.kv_port, "link", 2, None, on_demand=i > 0)
+                for i, c in enumerate(consumers)
+            },
+            fingerprint={"layout": "ids"},
+        )
+        self.sender.start()
+
+    async def stop_http(self) -> None:
+        await self.runner.cleanup()
+
+    async def stop(self) -> None:
+        await self.runner.cleanup()
+        if self.sender is not None:
+            await asyncio.to_thread(self.sender.close)
+        await asyncio.to_thread(self.receiver.close)
+
+    def generated(self) -> list[Seen]:
+        """What came besides the gateway's questions about token ids."""
+        return [s for s in self.seen if s.path.startswith("/v1/") and not s.body.get("return_token_ids")]
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(
+            text="# HELP vllm:cache_config_info x\n"
+            f'vllm:cache_config_info{{block_size="{BLOCK_TOKENS}",engine="0",kv_cache_size_tokens="64000"}} 1.0\n'
+        )
+
+    def _ids(self, body: dict[str, Any]) -> list[int]:
+        given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
+        if given is not None and "messages" in body:
+            return list(given)
+        if isinstance(body.get("prompt"), list):
+            first = body["prompt"][0]
+            return list(body["prompt"]) if isinstance(first, int) else self._ids({"prompt": first})
+        if "prompt" in body:
+            text = body["prompt"]
+        else:
+            assert self.template is not None
+            text = self.template._template.render(
+                messages=[
+                    m
+                    | {
+                        "content": m["content"]
+                        if isinstance(m["content"], str)
+                        else "\n".join(p["text"] for p in m["content"])
+                    }
+                    for m in body["messages"]
+                ],
+                tools=body.get("tools"),
+                add_generation_prompt=True,
+            )
+        ids: list[int] = self.tokenizer.encode(text).ids
+        return [*ids, 7] if self.other_ids else ids
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.seen.append(Seen(request.path, dict(request.headers), body))
+        ids = self._ids(body)
+        return web.json_response({"count": len(ids), "max_model_len": 0, "tokens": ids})
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.seen.append(Seen(request.path, dict(request.headers), body))
+        ids = self._ids(body)
+        try:
+            return await self._answered(request, body, ids)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    async def _answered(
+        self, request: web.Request, body: dict[str, Any], ids: list[int]
+    ) -> web.StreamResponse:
+        params = body.get("kv_transfer_params") or {}
+        ticket, prefix = self._ticket(params.get("prfaas")), self._ticket(params.get("prfaas_from"))
+        sends = ticket is not None and ticket.producer == self.name
+        if not sends and self.dies == "before-headers":
+            self.deaths += 1
+            await self._die(request)
+        if prefix is not None and prefix.consumer == self.name:
+            self.prefixes.append(self._load(prefix, body, ids))
+        if sends:
+            if self.hangs:
+                await asyncio.Event().wait()
+            if self.fails is not None:
+                return web.json_response({"error": {"message": "made to fail"}}, status=self.fails)
+            assert ticket is not None and len(ids) == ticket.num_tokens
+            assert ticket.prompt_digest == digest(body, ids)
+            if self.sends:
+                self._send(ticket, params["prfaas"], ids)
+        elif ticket is not None and ticket.consumer == self.name:
+            self.loaded.append(self._load(ticket, body, ids))
+        if not sends and self.dies is not None:
+            self.deaths += 1
+            if self.dies == "http-500":
+                return web.json_response({"error": {"message": "EngineDeadError"}}, status=500)
+            if self.dies == "in-body" and not body.get("stream"):
+                response = web.StreamResponse(headers={"Content-Length": "1000"})
+                await response.prepare(request)
+                await response.write(b'{"id": ')
+                await self._die(request)
+        if not body.get("stream"):
+            return web.json_response(self._whole_answer(body, ids))
+        return await self._streamed(request, body, ids)
+
+    def _whole_answer(self, body: dict[str, Any], ids: list[int]) -> dict[str, Any]:
+        count = body.get("max_tokens") or ANSWER_TOKENS
+        text = answer_text(ids, count)
+        return {
+            "id": "x",
+            "choices": [{"index": 0, "text": text, "message": {"role": "assistant", "content": text}}],
+            "usage": {"prompt_tokens": len(ids), "completion_tokens": count},
+            "prompt_token_ids": ids if body.get("return_token_ids") else None,
+            "kv_transfer_params": {"leaked": "secret"} if body.get("leak") else None,
+        }
+
+    async def _streamed(
+        self, request: web.Request, body: dict[str, Any], ids: list[int]
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        if self.dies == "after-headers":
+            await asyncio.sleep(0.02)
+            await self._die(request)
+        chat = "messages" in body
+        count = body.get("max_completion_tokens") or body.get("max_tokens") or self.chunks
+        usage = (body.get("stream_options") or {}).get("include_usage")
+        head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{request.headers.get('X-Request-Id')}-{self.name}",
+            "object": "chat.completion.chunk" if chat else "text_completion",
+            "created": self.http_port,
+            "model": body.get("model") or self.model,
+        }
+
+        async def say(choices: list[dict[str, Any]], **more: Any) -> None:
+            told = head | {"choices": choices} | ({"usage": None} if usage else {}) | more
+            await response.write(b"data: " + json.dumps(told).encode() + b"\n\n")
+
+        if chat:
+            await say([{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
+        for index, character in enumerate(itertools.islice(answer_tokens(ids), count)):
+            if self.dies and index == self.dies_after and await self._fail_in_stream(request, response):
+                return response
+            reason = "length" if index == count - 1 else None
+            said = {"delta": {"content": character}} if chat else {"text": character, "stop_reason": None}
+            await say([{"index": 0, **said, "logprobs": None, "finish_reason": reason}])
+            await asyncio.sleep(self.chunk_s)
+        if self.dies == "before-usage":
+            await self._die(request)
+        if usage:
+            told = {"prompt_tokens": len(ids), "completion_tokens": count, "total_tokens": len(ids) + count}
+            await say([], usage=told)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _fail_in_stream(self, request: web.Request, response: web.StreamResponse) -> bool:
+        """Whether the stream is at an end now."""
+        # Chunks are on their way one by one before the connection goes.
+        await asyncio.sleep(0.02)
+        if self.dies == "mid-event":
+            await response.write(b'data: {"id": "x", "choi')
+            await asyncio.sleep(0.02)
+        if self.dies in ("mid-stream", "mid-event"):
+            await self._die(request)
+        if self.dies == "error-event":
+            error = {"error": {"message": "EngineDeadError", "type": "InternalServerError", "code": 500}}
+            await response.write(b"data: " + json.dumps(error).encode() + b"\n\ndata: [DONE]\n\n")
+        return self.dies in ("error-event", "early-end")
+
+    async def _die(self, request: web.Request) -> None:
+        assert request.transport is not None
+        request.transport.abort()
+        await asyncio.Event().wait()
+
+    def _ticket(self, sealed: str | None) -> Ticket | None:
+        try:
+            return Ticket.unseal(sealed, self.key, time.time()) if sealed else None
+        except TicketError:
+            return None
+
+    def _send(self, ticket: Ticket, sealed: str, ids: list[int]) -> None:
+        assert self.sender is not None
+        outgoing = self.sender.open(
+            ticket, sealed, IdLayout().region_bytes(ticket.num_tokens, ticket.skip_tokens)
+        )
+        payload = kv_of(ids[ticket.skip_tokens :])
+        if payload and not self.stalls:
+            outgoing.put(0, 0, BytesSource(payload))
+        outgoing.end()
+
+    def _load(self, ticket: Ticket, body: dict[str, Any], ids: list[int]) -> int:
+        staged = self.receiver.take(ticket.transfer_id)
+        assert staged is not None, "the gateway came before the bytes"
+        assert digest(body, ids[: ticket.num_tokens]) == ticket.prompt_digest
+        nbytes = 4 * (ticket.num_tokens - ticket.skip_tokens)
+        received = b"".join(bytes(view) for view in staged.region_views(0, 0, nbytes))
+        staged.free()
+        assert received == kv_of(ids[ticket.skip_tokens : ticket.num_tokens])
+        return ticket.num_tokens - ticket.skip_tokens
+
+
+def digest(body: dict[str, Any], ids: list[int]) -> bytes:
+    """As an engine computes it: with the salt and the adapter of the request."""
+    model = body.get("model") or "stand-in"
+    return prompt_digest(ids, body.get("cache_salt", ""), "" if model == "stand-in" else model)

@@ -1,0 +1,143 @@
+"""The trust boundary: what of a client's body reaches an engine, and what of an engine's answer the client."""
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prfaas.serving.gateway.bodies import (
+    ApiError,
+    decode_body,
+    parse_body,
+    prefill_body,
+    strip_owned,
+    without_transfer_params,
+)
+
+STEERING = (
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "cache_salt",
+    "priority",
+    "request_id",
+    "nvext",
+    "bootstrap_host",
+    "bootstrap_room",
+    "x-prfaas-route",
+    "data_parallel_rank",
+    "extra_args",
+)
+CONTAINERS = ("vllm_xargs", "sampling_params", "extra_body")
+
+
+def _odd(name: str) -> st.SearchStrategy[str]:
+    cased = st.tuples(*(st.sampled_from((c.lower(), c.upper())) for c in name)).map("".join)
+    return st.one_of(cased, cased.map(lambda n: n.replace("_", "-")), cased.map(lambda n: f" {n}\t"))
+
+
+KEYS = st.one_of(
+    st.text(max_size=8),
+    st.sampled_from((*STEERING, *CONTAINERS, "messages", "prompt", "prfaas", "prompt_token_ids")),
+    st.sampled_from((*STEERING, *CONTAINERS)).flatmap(_odd),
+)
+VALUES = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**63), 2**63 - 1),
+        st.text(max_size=8),
+        st.just("client-bytes"),
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=4)),
+    max_leaves=25,
+)
+BODIES = st.dictionaries(KEYS, VALUES, max_size=8)
+
+
+def _names(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [*value, *(name for inner in value.values() for name in _names(inner))]
+    if isinstance(value, list):
+        return [name for inner in value for name in _names(inner)]
+    return []
+
+
+@settings(deadline=None, max_examples=60)
+@given(BODIES, st.one_of(st.none(), st.just([1, 2, 3])), st.booleans())
+def test_nothing_of_the_client_reaches_the_transfer_parameters(
+    body: dict[str, Any], ids: list[int] | None, ticketed: bool
+) -> None:
+    stripped = strip_owned(parse_body(orjson.dumps(body)))
+    sent = orjson.loads(decode_body(stripped, "sealed" if ticketed else None, ids))
+    ours = ({"prfaas": "sealed"} if ticketed else {}) | ({"prompt_token_ids": ids} if ids else {})
+    assert sent.pop("kv_transfer_params", {}) == ours
+    for key, value in sent.items():
+        assert key.strip().lower().replace("-", "_") not in {s.replace("-", "_") for s in STEERING}
+        if key.strip().lower().replace("-", "_") in CONTAINERS:
+            names = {name.strip().lower().replace("-", "_") for name in _names(value)}
+            assert not names & {s.replace("-", "_") for s in STEERING}
+
+
+@settings(deadline=None)
+@given(BODIES)
+def test_everything_else_passes_unchanged(body: dict[str, Any]) -> None:
+    sent = orjson.loads(decode_body(strip_owned(body), None, None))
+    for key, value in sent.items():
+        assert key in body
+        if key.strip().lower().replace("-", "_") not in CONTAINERS:
+            assert value == body[key]
+    for key in ("messages", "prompt", "prompt_token_ids"):
+        assert (key in sent) == (key in body)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=5))
+def test_a_prefill_request_is_made_of_ours_alone(ids: list[int]) -> None:
+    sent = orjson.loads(prefill_body("m", ids, "sealed"))
+    assert sent == {
+        "model": "m",
+        "prompt": ids,
+        "max_tokens": 1,
+        "temperature": 0,
+        "stream": False,
+        "kv_transfer_params": {"prfaas": "sealed"},
+    }
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"kv_transfer_params": null, "kv_transfer_params": {"do_remote_prefill": true}}',
+        b'{"kv_transfer_p\\u0061rams": {"remote_host": "evil"}}',
+        b'{"vllm_xargs": {"kv_transfer_params": "evil", "nested": [{"EXTRA_ARGS": 1}]}}',
+        b'{"sampling_params": {"extra_args": {"kv_transfer_params": {"remote_host": "evil"}}}}',
+    ],
+)
+def test_disguises_are_seen_through(raw: bytes) -> None:
+    assert b"evil" not in decode_body(strip_owned(parse_body(raw)), None, None)
+
+
+def test_the_same_words_are_left_alone_where_they_are_the_clients_data() -> None:
+    body = {
+        "messages": [{"role": "user", "content": "x", "priority": 1}],
+        "tools": [{"priority": {"type": "string"}}],
+    }
+    assert strip_owned(body) == body
+
+
+def test_steering_containers_may_not_nest_without_end() -> None:
+    deep: Any = 1
+    for _ in range(100):
+        deep = [deep]
+    with pytest.raises(ApiError, match="too deeply"):
+        strip_owned({"vllm_xargs": deep})
+
+
+def test_answers_lose_transfer_parameters_and_only_those() -> None:
+    plain = b'{"choices":[{"text":"say \\"kv_transfer_params\\":{}"}],"kv_transfer_params":null}'
+    assert without_transfer_params(plain) == plain
+    telling = orjson.dumps({"id": "a", "kv_transfer_params": {"host": "secret"}, "ec_transfer_params": [1]})
+    cleaned = orjson.loads(without_transfer_params(telling))
+    assert cleaned == {"id": "a", "kv_transfer_params": None, "ec_transfer_params": None}

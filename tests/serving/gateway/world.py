@@ -1,0 +1,188 @@
+"""A gateway before stand-in engines and a control plane of the tests' own, all in the test's own event loop."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from prometheus_client import CollectorRegistry
+
+from prfaas.core.deployment import (
+    Cluster,
+    Deployment,
+    EngineConfig,
+    GatewayConfig,
+    Instance,
+    Link,
+    ModelRef,
+    Routing,
+    Security,
+    Slo,
+    TransferLimits,
+)
+from prfaas.serving.control.plane import LivePlane
+from prfaas.serving.gateway import GatewayOptions, serve_gateway
+from prfaas.serving.transport.ticket import create_key
+
+from .fixed_plane import FixedPlane
+from .stand_in import StandInEngine, write_tokenizer
+
+OPTIONS = GatewayOptions(
+    transfer_grace_s=1.0,
+    announce_grace_s=0.5,
+    prefill_timeout_s=10.0,
+)
+THRESHOLD_TOKENS = 100
+
+
+@dataclass
+class World:
+    remote: StandInEngine
+    local: StandInEngine
+    decode: StandInEngine
+    spare: StandInEngine | None
+    third: StandInEngine | None
+    client: aiohttp.ClientSession
+    gateway: asyncio.Task[None]
+    plane: FixedPlane
+    live: LivePlane | None
+
+    @property
+    def busy(self) -> int:
+        """Prefills and decodes that the plane believes to be under way."""
+        if self.live is not None:
+            return sum(self.live.board.own_in_flight(name) for name in self.live.board.names)
+        return self.plane.busy
+
+    @property
+    def engines(self) -> tuple[StandInEngine, ...]:
+        others = (engine for engine in (self.spare, self.third) if engine is not None)
+        return (self.remote, self.local, self.decode, *others)
+
+    async def post(self, path: str, body: Any, **kwargs: Any) -> tuple[aiohttp.ClientResponse, Any]:
+        async with self.client.post(path, json=body, **kwargs) as response:
+            return response, await response.json()
+
+    async def complete(self, prompt: Any, **fields: Any) -> tuple[dict[str, str], Any]:
+        """The route's fields and the answer of a completion that must succeed."""
+        response, answer = await self.post(
+            "/v1/completions", {"model": "stand-in", "prompt": prompt, **fields}
+        )
+        assert response.status == 200, answer
+        return route_of(response), answer
+
+    async def metric(self, series: str) -> float:
+        async with self.client.get("/metrics") as response:
+            lines = (await response.text()).splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(series))
+
+    async def settled(self) -> None:
+        """Everything that a request could leave behind is gone."""
+        for _ in range(100):
+            left = (
+                [
+                    await self.metric(f"prfaas_gateway_{name}")
+                    for name in ("in_flight_requests", "in_flight_transfers", "background_tasks")
+                ],
+                [engine.arena.used_blocks for engine in self.engines],
+                self.busy,
+            )
+            if not any(left[0]) and not any(left[1]) and not left[2]:
+                return
+            await asyncio.sleep(0.05)
+        raise AssertionError(f"left behind: in flight {left[0]}, staging blocks {left[1]}, open {left[2]}")
+
+
+def route_of(response: aiohttp.ClientResponse) -> dict[str, str]:
+    route, *fields = response.headers["x-prfaas-route"].split("; ")
+    return {"route": route} | dict(part.split("=", 1) for part in fields)
+
+
+def deployment_of(
+    home: Path, engines: dict[str, StandInEngine], model_dir: Path, tenant_header: str | None = None
+) -> Deployment:
+    """A far cluster with `remote`, and one with all others, which decode if they are not called `local`."""
+
+    def instance(name: str, cluster: str, role: Any) -> Instance:
+        engine = engines[name]
+        return Instance(name, cluster, (role,), "127.0.0.1", engine.http_port, engine.kv_port, 1)
+
+    decoders = [instance(name, "pd", "decode") for name in engines if name not in ("remote", "local")]
+    return Deployment(
+        name="test",
+        path=home / "test.yaml",
+        state_dir=home,
+        model=ModelRef("stand-in", 4000, model_dir, None, {"poet": home / "poet"}),
+        clusters=(
+            Cluster("far", "prfaas", "cpu", (instance("remote", "far", "prefill"),)),
+            Cluster("pd", "pd", "cpu", (instance("local", "pd", "prefill"), *decoders)),
+        ),
+        links=(Link("far", "pd", 1e9, 2), Link("pd", "far", 1e9, 2)),
+        routing=Routing("static_threshold", THRESHOLD_TOKENS),
+        slo=Slo(None, None),
+        gateway=GatewayConfig("127.0.0.1", 0),
+        security=Security(home / "key", tenant_header),
+        engine=EngineConfig(2048, 16, 1, 1 << 20, 1 << 16, None, (), {}),
+        transfer=TransferLimits(60.0, 30.0, 20.0, 60.0, 8.0),
+    )
+
+
+@asynccontextmanager
+async def running_world(
+    home: Path,
+    options: GatewayOptions = OPTIONS,
+    *,
+    spare: bool = False,
+    third: bool = False,
+    live: bool = False,
+    tenant_header: str | None = None,
+    **decode: Any,
+) -> AsyncIterator[World]:
+    """`spare`, `third`: with more decode instances, taken when the first one is out; `decode`: its fields.
+
+    `live`: with the real control plane in place of the tests'.
+    """
+    model_dir = write_tokenizer(home / "model")
+    key = create_key(home / "key")
+    names = ("remote", "local", "decode", *(("spare",) if spare else ()), *(("third",) if third else ()))
+    engines = {
+        name: StandInEngine(name, model_dir, key, producers=tuple(n for n in names if n != name))
+        for name in names
+    }
+    engines["decode"] = replace(engines["decode"], **decode)
+    for engine in engines.values():
+        await engine.start()
+    for name in ("remote", "local"):
+        engines[name].connect([engines[n] for n in reversed(names) if n != name])
+    port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    deployment = deployment_of(home, engines, model_dir, tenant_header)
+    plane = FixedPlane(deployment)
+    plane.prefers = "decode"
+    registry = CollectorRegistry()
+    live_plane = LivePlane(deployment, key, registry) if live else None
+    served = serve_gateway(
+        deployment, live_plane or plane, ready=port.set_result, options=options, registry=registry
+    )
+    gateway = asyncio.create_task(served)
+    done, _ = await asyncio.wait({gateway, port}, return_when=asyncio.FIRST_COMPLETED)
+    if gateway in done:
+        gateway.result()
+    client = aiohttp.ClientSession(f"http://127.0.0.1:{port.result()}")
+    try:
+        yield World(
+            **{"spare": None, "third": None} | engines,  # type: ignore[arg-type]
+            client=client,
+            gateway=gateway,
+            plane=plane,
+            live=live_plane,
+        )
+    finally:
+        await client.close()
+        gateway.cancel()
+        await asyncio.gather(gateway, return_exceptions=True)
+        assert plane.closed is not live
+        for engine in engines.values():
+            await engine.stop()

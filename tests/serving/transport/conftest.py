@@ -1,0 +1,57 @@
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from prfaas.serving.transport import ReceiverOptions, SenderOptions, StagingArena
+
+from .harness import (
+    FAST_RECEIVER,
+    FAST_SENDER,
+    SizesByTokens,
+    World,
+    make_receiver,
+    make_sender,
+    open_sockets,
+    our_threads,
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Every test must end the threads and sockets it started."""
+    sockets = open_sockets()
+    yield
+    assert our_threads() == []
+    assert open_sockets() <= sockets
+
+
+@pytest.fixture
+def make_world() -> Iterator[Callable[..., World]]:
+    worlds: list[World] = []
+
+    def make(
+        *,
+        staging_bytes: int = 32 << 20,
+        block_bytes: int = 256 << 10,
+        connections: int = 4,
+        receiver_options: ReceiverOptions = FAST_RECEIVER,
+        sender_options: SenderOptions = FAST_SENDER,
+        through: Callable[[int], int] = lambda port: port,
+        **more: Any,
+    ) -> World:
+        layout = SizesByTokens()
+        arena = StagingArena(staging_bytes, block_bytes)
+        receiver = make_receiver(arena, options=receiver_options, layout=layout)
+        sender = make_sender(through(receiver.port), connections=connections, options=sender_options, **more)
+        worlds.append(World(receiver, sender, arena, layout))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()
+
+
+@pytest.fixture
+def world(make_world: Callable[..., World]) -> World:
+    return make_world()

@@ -1,0 +1,214 @@
+"""A producer and a consumer in one process, small deadlines, and what is left over afterwards."""
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from prfaas.serving.transport import (
+    BytesSource,
+    OutgoingTransfer,
+    Peer,
+    Receiver,
+    ReceiverOptions,
+    Sender,
+    SenderOptions,
+    StagingArena,
+    Ticket,
+    TransferPhase,
+    TransferStatus,
+    prompt_digest,
+)
+
+KEY = bytes(range(32))
+FINGERPRINT = {"model": "tiny", "layers": 4, "dtype": "bf16"}
+FAST_RECEIVER = ReceiverOptions(
+    staging_wait_s=5.0,
+    reconnect_grace_s=1.0,
+    progress_deadline_s=2.0,
+    ttl_s=60.0,
+    tombstone_s=60.0,
+    handshake_s=2.0,
+)
+FAST_SENDER = SenderOptions(
+    accept_deadline_s=10.0,
+    reconnect_grace_s=1.0,
+    progress_deadline_s=1.0,
+    transfer_deadline_s=5.0,
+    connect_s=2.0,
+    backoff_min_s=0.01,
+    backoff_max_s=0.1,
+)
+
+
+class SizesByTokens:
+    """Regions of `num_tokens - skip_tokens` bytes times 1, 2, 3 …: any size can be asked for by a ticket."""
+
+    def __init__(self, regions: int = 3) -> None:
+        self.regions = regions
+
+    def region_bytes(self, num_tokens: int, skip_tokens: int) -> Sequence[int]:
+        return [(index + 1) * (num_tokens - skip_tokens) for index in range(self.regions)]
+
+
+@dataclass
+class World:
+    """One receiver and one sender. `dial_port`: where the sender connects (a proxy), else the receiver's port."""
+
+    receiver: Receiver
+    sender: Sender
+    arena: StagingArena
+    layout: SizesByTokens
+    seed: int = 0
+    senders: list[Sender] = field(default_factory=list)
+
+    def open(
+        self, unit_bytes: int, *, lifetime_s: float = 60.0, sender: Sender | None = None
+    ) -> tuple[Ticket, OutgoingTransfer, list[bytes]]:
+        """A transfer with regions of 1, 2, 3 … times `unit_bytes`, and its seeded content; nothing is put yet."""
+        ticket = make_ticket(unit_bytes, lifetime_s=lifetime_s)
+        sizes = self.layout.region_bytes(unit_bytes, 0)
+        self.seed += 1
+        rng = random.Random(self.seed)
+        content = [rng.randbytes(size) for size in sizes]
+        return ticket, (sender or self.sender).open(ticket, ticket.seal(KEY), sizes), content
+
+    def send(self, unit_bytes: int) -> tuple[Ticket, OutgoingTransfer, list[bytes]]:
+        """Open, put all regions whole, end."""
+        ticket, transfer, content = self.open(unit_bytes)
+        for region, data in enumerate(content):
+            transfer.put(region, 0, BytesSource(data))
+        transfer.end()
+        return ticket, transfer, content
+
+    def status(self, ticket: Ticket) -> TransferStatus:
+        found = self.receiver.state(ticket.transfer_id)
+        assert found is not None
+        return found
+
+    def await_phase(self, ticket: Ticket, phase: TransferPhase, timeout_s: float = 10.0) -> TransferStatus:
+        def reached() -> bool:
+            found = self.receiver.state(ticket.transfer_id)
+            return found is not None and found.phase is phase
+
+        await_true(reached, timeout_s, lambda: f"{phase}: {self.receiver.state(ticket.transfer_id)}")
+        return self.status(ticket)
+
+    def take(self, ticket: Ticket) -> list[bytes]:
+        """The content of a complete transfer; frees its staging."""
+        staged = self.receiver.take(ticket.transfer_id)
+        assert staged is not None
+        content = [
+            b"".join(staged.region_views(region, 0, nbytes))
+            for region, nbytes in enumerate(staged.region_bytes)
+        ]
+        staged.free()
+        return content
+
+    def await_clean(self) -> None:
+        """Nothing of any transfer is left on either side."""
+
+        def clean() -> bool:
+            received, sent = self.receiver.stats(), self.sender.stats()["peers"]
+            return (
+                received["staging_used_blocks"] == 0
+                and not any(received["transfers"].values())
+                and all(
+                    lane["queued_bytes"] == lane["pending_bytes"] == lane["in_flight_chunks"] == 0
+                    and not lane["transfers"]
+                    for lane in sent.values()
+                )
+            )
+
+        await_true(clean, 5.0, lambda: f"{self.receiver.stats()} {self.sender.stats()}")
+        assert self.receiver.stats()["thread_errors"] == 0
+        assert self.sender.stats()["thread_errors"] == 0
+
+    def close(self) -> None:
+        for sender in [self.sender, *self.senders]:
+            sender.close()
+            assert sender.stats()["threads"] == 0
+        self.receiver.close()
+        assert self.receiver.stats()["threads"] == 0
+        assert self.arena.used_blocks == 0
+
+
+def make_ticket(
+    unit_bytes: int, *, lifetime_s: float = 60.0, producer: str = "p", consumer: str = "c"
+) -> Ticket:
+    return Ticket.issue(
+        producer=producer,
+        consumer=consumer,
+        num_tokens=unit_bytes,
+        skip_tokens=0,
+        prompt_digest=prompt_digest([1, 2, 3]),
+        lifetime_s=lifetime_s,
+        now_s=time.time(),
+    )
+
+
+def make_receiver(
+    arena: StagingArena,
+    *,
+    options: ReceiverOptions = FAST_RECEIVER,
+    layout: SizesByTokens | None = None,
+    port: int = 0,
+    key: bytes = KEY,
+) -> Receiver:
+    receiver = Receiver(
+        name="c/0",
+        key=key,
+        host="127.0.0.1",
+        port=port,
+        arena=arena,
+        layout=layout or SizesByTokens(),
+        fingerprint=FINGERPRINT,
+        options=options,
+        producers=["p/0"],
+    )
+    receiver.start()
+    return receiver
+
+
+def make_sender(
+    port: int,
+    *,
+    connections: int = 4,
+    options: SenderOptions = FAST_SENDER,
+    bandwidth_bits_per_s: float | None = None,
+    name: str = "p/0",
+    key: bytes = KEY,
+    fingerprint: dict[str, str | int] | None = None,
+) -> Sender:
+    peer = Peer("c/0", "127.0.0.1", port, "wan", connections, bandwidth_bits_per_s)
+    sender = Sender(
+        name=name, key=key, peers={"c/0": peer}, fingerprint=fingerprint or FINGERPRINT, options=options
+    )
+    sender.start()
+    return sender
+
+
+def await_true(check: Callable[[], bool], timeout_s: float, what: Callable[[], str]) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not check():
+        assert time.monotonic() < deadline_s, f"not reached within {timeout_s} s: {what()}"
+        time.sleep(0.002)
+
+
+def await_over(transfer: OutgoingTransfer, timeout_s: float = 15.0) -> None:
+    assert transfer.await_quiescent(timeout_s), (transfer.phase, transfer.acked_bytes, transfer.total_bytes)
+
+
+def our_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("prfaas-")]
+
+
+def open_sockets() -> int:
+    count = 0
+    for entry in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names only
+        with suppress(OSError):
+            count += os.readlink(f"/proc/self/fd/{entry}").startswith("socket:")  # noqa: PTH115
+    return count

@@ -1,0 +1,177 @@
+"""Who may talk: proofs in both directions, and sentences that say what differs."""
+
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from prfaas.serving.transport.handshake import (
+    ROLE_OBSERVER,
+    ROLE_PRODUCER,
+    ClientHello,
+    HandshakeError,
+    PeerIdentity,
+    fingerprint_difference,
+    greet,
+    welcome,
+)
+from prfaas.serving.transport.sockets import ConnectionEnded, receive_control
+from prfaas.serving.transport.wire import FrameType, pack_control
+
+KEY = bytes(range(32))
+LAYOUT = {"model": "m", "dtype": "bf16", "layers": 4}
+
+
+def hello(**changes: Any) -> ClientHello:
+    said: dict[str, Any] = {
+        "key": KEY,
+        "name": "p/0",
+        "server_name": "c/0",
+        "role": ROLE_PRODUCER,
+        "session": "s1",
+        "fingerprint": LAYOUT,
+    }
+    return ClientHello.new(**said | changes)
+
+
+def meet(client: Callable[[socket.socket], object], **server: Any) -> tuple[object, object]:
+    """Results (or exceptions) of both sides."""
+    ours, theirs = socket.socketpair()
+    results: list[object] = [None]
+
+    def serve() -> None:
+        said: dict[str, Any] = {
+            "key": KEY,
+            "name": "c/0",
+            "session": "r1",
+            "fingerprint": LAYOUT,
+            "producers": {"p/0"},
+        }
+        try:
+            results[0] = welcome(theirs, **said | server)
+        except Exception as error:
+            results[0] = error
+        theirs.close()
+
+    for sock in (ours, theirs):
+        sock.settimeout(5)
+    thread = threading.Thread(target=serve)
+    thread.start()
+    outcome: object
+    try:
+        outcome = client(ours)
+    except Exception as error:
+        outcome = error
+    ours.close()
+    thread.join()
+    return outcome, results[0]
+
+
+def test_both_sides_agree() -> None:
+    outcome, identity = meet(lambda sock: greet(sock, hello()))
+    assert outcome is None
+    assert identity == PeerIdentity("p/0", ROLE_PRODUCER, "s1")
+
+
+def test_observer_needs_no_layout_and_no_listing() -> None:
+    outcome, identity = meet(
+        lambda sock: greet(sock, hello(name="gateway", role=ROLE_OBSERVER, fingerprint={}))
+    )
+    assert outcome is None
+    assert identity == PeerIdentity("gateway", ROLE_OBSERVER, "s1")
+
+
+@pytest.mark.parametrize(
+    ("said", "server", "why"),
+    [
+        ({"key": bytes(32)}, {}, "does not have this deployment's key"),
+        ({}, {"key": bytes(32)}, "does not have this deployment's key"),
+        ({"server_name": "d/0"}, {}, "this is c/0, not d/0"),
+        ({"name": "q/0"}, {}, "c/0 takes no KV from q/0"),
+        ({"role": "king"}, {}, "role 'king' is neither"),
+        (
+            {"fingerprint": LAYOUT | {"dtype": "fp8"}},
+            {},
+            "KV layout differs in 'dtype': c/0 has 'bf16', p/0 has 'fp8'",
+        ),
+        ({"fingerprint": {"model": "m"}}, {}, "differs in 'dtype': c/0 has 'bf16', p/0 has None"),
+        ({"fingerprint": LAYOUT | {"tp": 2}}, {}, "differs in 'tp': c/0 has None, p/0 has 2"),
+        ({"fingerprint": LAYOUT | {"layers": "4"}}, {}, "differs in 'layers': c/0 has 4, p/0 has '4'"),
+    ],
+)
+def test_mismatch_is_said(said: dict[str, Any], server: dict[str, Any], why: str) -> None:
+    outcome, _ = meet(lambda sock: greet(sock, hello(**said)), **server)
+    assert isinstance(outcome, HandshakeError)
+    assert why in str(outcome)
+
+
+def test_other_version_is_told_both() -> None:
+    def client(sock: socket.socket) -> Any:
+        sock.sendall(pack_control(FrameType.HELLO, body=hello().body() | {"version": 7}))
+        return receive_control(sock)[1]["reason"]
+
+    outcome, error = meet(client)
+    assert outcome == "c/0 speaks protocol version 1, the peer 7"
+    assert isinstance(error, HandshakeError)
+
+    def alien(sock: socket.socket) -> Any:
+        sock.sendall(pack_control(FrameType.HELLO, body={}, version=2))
+        return receive_control(sock)[1]["reason"]
+
+    assert meet(alien)[0] == "peer speaks protocol version 2, this side 1"
+
+
+def test_proof_cannot_be_replayed_or_reflected() -> None:
+    recorded: list[bytes] = []
+    said = hello()
+
+    def honest(sock: socket.socket) -> None:
+        sock.sendall(said.frame())
+        recorded.append(said.answer(*receive_control(sock)))
+        sock.sendall(recorded[0])
+        said.finish(*receive_control(sock))
+
+    assert meet(honest)[0] is None
+
+    def replay(sock: socket.socket) -> Any:
+        sock.sendall(said.frame())
+        receive_control(sock)
+        sock.sendall(recorded[0])
+        return receive_control(sock)[0].kind
+
+    assert meet(replay)[0] is FrameType.REJECT
+
+    def reflect(sock: socket.socket) -> Any:
+        sock.sendall(said.frame())
+        proof = receive_control(sock)[1]["proof"]
+        sock.sendall(pack_control(FrameType.AUTH, body={"proof": proof}))
+        return receive_control(sock)[0].kind
+
+    assert meet(reflect)[0] is FrameType.REJECT
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: curl/8.0\r\n\r\n\r\n",
+        pack_control(FrameType.WATCH),
+        pack_control(FrameType.HELLO, body={"version": 1, "name": 5}),
+        pack_control(FrameType.HELLO, body={"version": 1, "name": "\ud800", "role": "producer"}),
+        pack_control(FrameType.DATA, body={"x": 1}),
+    ],
+)
+def test_noise(frame: bytes) -> None:
+    def client(sock: socket.socket) -> object:
+        sock.sendall(frame)
+        return receive_control(sock)[0].kind
+
+    outcome, error = meet(client)
+    assert outcome is FrameType.REJECT or isinstance(outcome, ConnectionEnded)
+    assert isinstance(error, ValueError | ConnectionError)
+
+
+def test_difference_of_nothing() -> None:
+    assert fingerprint_difference(LAYOUT, dict(LAYOUT), "a", "b") is None
+    assert fingerprint_difference(LAYOUT, None, "a", "b") == "b sent no layout fingerprint"

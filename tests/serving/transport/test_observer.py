@@ -1,0 +1,172 @@
+"""Watching from asyncio: before, during, after; told at once; told when the receiver is gone."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+
+from prfaas.serving.transport import BytesSource, HandshakeError, Observer, TransferPhase
+
+from .harness import KEY, World, await_over, make_receiver, make_ticket
+
+MakeWorld = Callable[..., World]
+
+
+def observer_of(world: World, *, key: bytes = KEY) -> Observer:
+    return Observer("gateway", key, "127.0.0.1", world.receiver.port, "c/0")
+
+
+def test_waits_before_during_and_after(world: World) -> None:
+    async def main() -> None:
+        observer = observer_of(world)
+        ticket = make_ticket(1000)
+        early = [asyncio.create_task(observer.wait(ticket.transfer_id, 10)) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        transfer = world.sender.open(ticket, ticket.seal(KEY), [1000, 2000, 3000])
+        during = asyncio.create_task(observer.wait(ticket.transfer_id, 10))
+        for region in range(3):
+            transfer.put(region, 0, BytesSource(bytes(1000 * (region + 1))))
+        transfer.end()
+        statuses = await asyncio.gather(*early, during)
+        statuses.append(await observer.wait(ticket.transfer_id, 10))
+        assert {status.phase for status in statuses} == {TransferPhase.COMPLETE}
+        assert statuses[0].received_bytes == 6000
+        assert (await observer.stats())["completed"] == 1
+        world.take(ticket)
+        assert (await observer.wait(ticket.transfer_id, 10)).taken
+        await observer.close()
+        await observer.close()
+
+    asyncio.run(main())
+    world.await_clean()
+    assert world.receiver.stats()["watched"] == 0
+
+
+def test_told_of_every_completion(world: World) -> None:
+    async def main() -> None:
+        observer = observer_of(world)
+        await observer.connect()
+        for _ in range(15):
+            ticket, transfer, content = world.open(20_000)
+            waiting = asyncio.create_task(observer.wait(ticket.transfer_id, 10))
+            await asyncio.sleep(0.005)
+            for region, data in enumerate(content):
+                transfer.put(region, 0, BytesSource(data))
+            transfer.end()
+            assert (await waiting).phase is TransferPhase.COMPLETE
+            world.take(ticket)
+        await observer.close()
+
+    asyncio.run(main())
+
+
+def test_failure_is_told_and_abandon_drops(world: World) -> None:
+    async def main() -> None:
+        observer = observer_of(world)
+        ticket, transfer, _ = world.open(1000)
+        waiting = asyncio.create_task(observer.wait(ticket.transfer_id, 10))
+        await asyncio.sleep(0.05)
+        for _ in range(2):
+            await observer.abandon(ticket.transfer_id, "client left")
+        status = await waiting
+        assert (status.phase, status.reason) == (TransferPhase.FAILED, "client left")
+        await asyncio.to_thread(await_over, transfer)
+        assert transfer.reason == "c/0 aborted: client left"
+        never = make_ticket(1000)
+        await observer.abandon(never.transfer_id, "changed my mind")
+        assert (await observer.wait(never.transfer_id, 10)).reason == "changed my mind"
+        await observer.close()
+
+    asyncio.run(main())
+    world.await_clean()
+
+
+def test_a_refused_transfer_is_told(world: World) -> None:
+    async def main() -> None:
+        observer = observer_of(world)
+        ticket = make_ticket(1 << 26)
+        waiting = asyncio.create_task(observer.wait(ticket.transfer_id, 10))
+        await asyncio.sleep(0.05)
+        assert not observer.announced(ticket.transfer_id)
+        sizes = [1 << 26, 2 << 26, 3 << 26]
+        transfer = world.sender.open(ticket, ticket.seal(KEY), sizes)
+        status = await waiting
+        assert (status.phase, "can never fit" in status.reason) == (TransferPhase.FAILED, True)
+        await asyncio.to_thread(transfer.await_quiescent, 5)
+        await observer.close()
+
+    asyncio.run(main())
+    world.await_clean()
+
+
+def test_timeout(world: World) -> None:
+    async def main() -> None:
+        observer = observer_of(world)
+        began_s = time.monotonic()
+        with pytest.raises(TimeoutError):
+            await observer.wait(bytes(16), 0.1)
+        assert time.monotonic() - began_s < 20.0
+        await observer.close()
+        with pytest.raises(ConnectionError, match="closed"):
+            await observer.wait(bytes(16), 0.1)
+
+    asyncio.run(main())
+
+
+def test_connection_lost_and_found_again(world: World) -> None:
+    async def main() -> None:
+        observer = observer_of(world)
+        ticket, transfer, content = world.open(1000)
+        waiting = asyncio.create_task(observer.wait(ticket.transfer_id, 10))
+        await asyncio.sleep(0.05)
+        for connection in list(world.receiver._connections):
+            connection.shut()
+        await asyncio.sleep(0.05)
+        for region, data in enumerate(content):
+            transfer.put(region, 0, BytesSource(data))
+        transfer.end()
+        assert (await waiting).phase is TransferPhase.COMPLETE
+        world.take(ticket)
+        await observer.close()
+
+    asyncio.run(main())
+    world.await_clean()
+
+
+def test_receiver_gone_or_restarted(make_world: MakeWorld) -> None:
+    world = make_world()
+
+    async def main() -> None:
+        observer = observer_of(world)
+        port = world.receiver.port
+        waiting = asyncio.create_task(observer.wait(bytes(16), 30))
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(world.receiver.close)
+        world.receiver = make_receiver(world.arena, layout=world.layout, port=port)
+        with pytest.raises(ConnectionError, match="restarted"):
+            await waiting
+        waiting = asyncio.create_task(observer.wait(bytes(16), 30))
+        await asyncio.sleep(0.05)
+        await asyncio.to_thread(world.receiver.close)
+        began_s = time.monotonic()
+        with pytest.raises(ConnectionError, match="c/0"):
+            await waiting
+        assert time.monotonic() - began_s < 20.0
+        with pytest.raises(ConnectionError, match=r"c/0 at 127\.0\.0\.1"):
+            await observer.wait(bytes(16), 30)
+        world.receiver = make_receiver(world.arena, layout=world.layout, port=port)
+        assert (await observer.stats())["completed"] == 0
+        await observer.close()
+
+    asyncio.run(main())
+
+
+def test_wrong_key(world: World) -> None:
+    async def main() -> None:
+        observer = observer_of(world, key=bytes(32))
+        with pytest.raises(HandshakeError, match="key"):
+            await observer.connect()
+        await observer.close()
+
+    asyncio.run(main())

@@ -1,0 +1,123 @@
+"""A slow link: the rate holds, progress is smooth, END overtakes, and peers share one budget."""
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from prfaas.serving.transport import BytesSource, Peer, Sender, StagingArena
+from prfaas.serving.transport.pacing import LinkPacer
+
+from .harness import FAST_SENDER, FINGERPRINT, KEY, World, await_over, await_true, make_receiver
+
+MakeWorld = Callable[..., World]
+
+
+class _Socket:
+    rate: int | None = None
+
+    def set_rate(self, bytes_per_s: int | None) -> None:
+        self.rate = bytes_per_s
+
+
+def test_budget_is_divided_over_those_who_work() -> None:
+    pacer = LinkPacer(80e6)
+    one, two, three = _Socket(), _Socket(), _Socket()
+    pacer.update("a", [one, two])
+    assert (one.rate, two.rate) == (5_000_000, 5_000_000)
+    pacer.update("b", [three])
+    assert {one.rate, two.rate, three.rate} == {3_333_333}
+    pacer.set_bandwidth(40e6)
+    assert {one.rate, two.rate, three.rate} == {1_666_666}
+    pacer.set_bandwidth(80e6)
+    pacer.update("a", [])
+    assert three.rate == 10_000_000
+    pacer.update("b", [])
+    unpaced = LinkPacer(None)
+    four = _Socket()
+    unpaced.update("a", [four])
+    assert four.rate is None
+
+
+def test_peers_of_one_link_must_agree() -> None:
+    peers = {name: Peer(name, "127.0.0.1", 1, "wan", 1, rate) for name, rate in (("a", 1e6), ("b", 2e6))}
+    with pytest.raises(ValueError, match="link 'wan' name different bandwidths"):
+        Sender(name="p", key=KEY, peers=peers, fingerprint=FINGERPRINT)
+
+
+def test_rate_is_never_exceeded_and_progress_is_smooth(make_world: MakeWorld) -> None:
+    asked_bits_per_s = 50e6
+    world = make_world(bandwidth_bits_per_s=asked_bits_per_s, sender_options=FAST_SENDER)
+    ticket, transfer, content = world.open(1_600_000)  # 9.6 MB: about 1.5 s
+    for region, data in enumerate(content):
+        transfer.put(region, 0, BytesSource(data))
+    await_true(lambda: transfer.acked_bytes > 0, 5.0, lambda: "first ack")
+    marks: list[tuple[float, int]] = []
+    ended = False
+    while transfer.acked_bytes < transfer.total_bytes:
+        marks.append((time.perf_counter(), transfer.acked_bytes))
+        if not ended and transfer.acked_bytes > transfer.total_bytes // 2:
+            transfer.end()
+            ended = True
+            await_true(lambda: world.status(ticket).hidden_bytes > 0, 5.0, lambda: "END")
+            assert transfer.acked_bytes < transfer.total_bytes  # END overtook what was queued before it
+        time.sleep(0.01)
+        assert time.perf_counter() - marks[0][0] < 60
+    marks.append((time.perf_counter(), transfer.acked_bytes))
+    await_over(transfer)
+    # The first fifth is left out: TCP starts with a burst.
+    start = next(mark for mark in marks if mark[1] > transfer.total_bytes // 5)
+    rate = (marks[-1][1] - start[1]) * 8 / (marks[-1][0] - start[0])
+    assert rate < 1.1 * asked_bits_per_s
+    assert len({acked for _, acked in marks}) > 10  # many small chunks, not a few large ones
+    assert transfer.hidden_bytes == world.status(ticket).hidden_bytes < transfer.total_bytes
+    samples = world.sender.link_samples()
+    assert len(samples) == 4
+    for sample in samples:
+        assert (sample.peer, sample.link) == ("c/0", "wan")
+        assert sample.info.notsent_bytes < 200_000  # the queue is ours, not the kernel's
+        assert sample.info.busy_s > 0
+    assert world.take(ticket) == content
+
+
+def test_two_peers_share_the_link() -> None:
+    arenas = [StagingArena(8 << 20) for _ in range(2)]
+    receivers = [make_receiver(arena) for arena in arenas]
+    peers = {
+        f"c{index}": Peer("c/0", "127.0.0.1", receiver.port, "wan", 2, 64e6)
+        for index, receiver in enumerate(receivers)
+    }
+    sender = Sender(name="p/0", key=KEY, peers=peers, fingerprint=FINGERPRINT, options=FAST_SENDER)
+    sender.start()
+    worlds = [
+        World(receiver, sender, arena, receiver._book._layout)  # type: ignore[arg-type]
+        for receiver, arena in zip(receivers, arenas, strict=True)
+    ]
+    try:
+        await_true(
+            lambda: all(lane["connections"] == 2 for lane in sender.stats()["peers"].values()),
+            5.0,
+            lambda: "connected",
+        )
+        began_s = time.perf_counter()
+        from .harness import make_ticket
+
+        transfers = []
+        for index in range(2):
+            ticket = make_ticket(600_000)  # 3.6 MB each: 0.9 s together, 0.45 s each alone
+            lane = sender._lanes[f"c{index}"]
+            transfer = lane.open(ticket.transfer_id, ticket.seal(KEY), [600_000, 1_200_000, 1_800_000])
+            for region in range(3):
+                transfer.put(region, 0, BytesSource(bytes(600_000 * (region + 1))))
+            transfer.end()
+            transfers.append((ticket, transfer))
+        for _, transfer in transfers:
+            await_over(transfer)
+        elapsed_s = time.perf_counter() - began_s
+        assert elapsed_s > 0.75
+        for world, (ticket, _) in zip(worlds, transfers, strict=True):
+            world.take(ticket)
+    finally:
+        sender.close()
+        for receiver in receivers:
+            receiver.close()

@@ -1,0 +1,120 @@
+"""Tickets: what was sealed comes back, everything else is refused."""
+
+import hashlib
+import struct
+from array import array
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.serving.transport import Ticket, TicketError, prompt_digest
+
+KEY = bytes(range(32))
+names = st.text(min_size=1, max_size=60).filter(
+    lambda text: len(text.encode(errors="replace")) <= 255 and _clean(text)
+)
+
+
+def _clean(text: str) -> bool:
+    try:
+        return bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+tickets = st.builds(
+    lambda n, skip, **rest: Ticket(num_tokens=n, skip_tokens=min(n, skip), **rest),
+    n=st.integers(1, 1 << 30),
+    skip=st.integers(0, 1 << 30),
+    transfer_id=st.binary(min_size=16, max_size=16),
+    prompt_digest=st.binary(min_size=16, max_size=16),
+    producer=names,
+    consumer=names,
+    expires_at_s=st.floats(1, 1e12),
+)
+
+
+@given(tickets, st.binary(min_size=16, max_size=64))
+def test_round_trip(ticket: Ticket, key: bytes) -> None:
+    sealed = ticket.seal(key)
+    assert Ticket.unseal(sealed, key, 0.0) == ticket
+    assert sealed.isascii() and "=" not in sealed
+
+
+@given(tickets, st.data())
+def test_any_change_is_noticed(ticket: Ticket, data: st.DataObject) -> None:
+    sealed = ticket.seal(KEY)
+    at = data.draw(st.integers(0, len(sealed) - 1))
+    other = data.draw(st.sampled_from("ABCxyz019-_=!é").filter(lambda char: char != sealed[at]))
+    for forged in (sealed[:at] + other + sealed[at + 1 :], sealed[:at], sealed + other, sealed[at:]):
+        if forged != sealed:
+            with pytest.raises(TicketError):
+                Ticket.unseal(forged, KEY, 0.0)
+    with pytest.raises(TicketError, match="not sealed with this deployment's key"):
+        Ticket.unseal(sealed, bytes(32), 0.0)
+
+
+@given(st.text(max_size=300))
+def test_any_text_is_refused_politely(text: str) -> None:
+    with pytest.raises(TicketError):
+        Ticket.unseal(text, KEY, 0.0)
+
+
+def test_expiry_and_issue() -> None:
+    ticket = Ticket.issue(
+        producer="p",
+        consumer="c",
+        num_tokens=10,
+        skip_tokens=4,
+        prompt_digest=prompt_digest(range(10)),
+        lifetime_s=30.0,
+        now_s=1000.0,
+    )
+    assert Ticket.unseal(ticket.seal(KEY), KEY, 1029.9) == ticket
+    with pytest.raises(TicketError, match=r"expired 2\.0 s ago"):
+        Ticket.unseal(ticket.seal(KEY), KEY, 1032.0)
+    again = replace(ticket)
+    assert again == ticket and hash(again) == hash(ticket)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_tokens": 0},
+        {"num_tokens": (1 << 30) + 1},
+        {"skip_tokens": 11},
+        {"skip_tokens": -1},
+        {"producer": ""},
+        {"consumer": "x" * 256},
+        {"transfer_id": b"short"},
+        {"prompt_digest": b""},
+        {"expires_at_s": float("nan")},
+    ],
+)
+def test_absurd_tickets(change: dict[str, object]) -> None:
+    good = Ticket(bytes(16), "p", "c", 10, 0, bytes(16), 1e9)
+    with pytest.raises(TicketError):
+        replace(good, **change)  # type: ignore[arg-type]
+
+
+def test_prompt_digest_is_over_little_endian_uint32() -> None:
+    ids = [0, 1, 151_935, 2**32 - 1]
+    expected = hashlib.blake2b(struct.pack("<4I", *ids), digest_size=16).digest()
+    assert prompt_digest(ids) == expected
+    assert prompt_digest(tuple(ids)) == expected
+    with pytest.raises(OverflowError):
+        prompt_digest([-1])
+    with pytest.raises(OverflowError):
+        prompt_digest([2**32])
+
+
+def test_prompt_digest_tells_tenants_and_adapters_apart() -> None:
+    ids = [1, 2, 3]
+    digests = {
+        prompt_digest(ids, salt, adapter)
+        for salt, adapter in [("", ""), ("a", ""), ("", "a"), ("a", "a"), ("aa", "")]
+    }
+    assert len(digests) == 5
+    assert prompt_digest(array("I", ids), "a") == prompt_digest(ids, "a")

@@ -1,0 +1,106 @@
+"""Frames: what was packed comes back; what was not, is refused without a crash."""
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.serving.transport.status import TransferPhase, TransferStatus
+from prfaas.serving.transport.wire import (
+    HEADER_BYTES,
+    MAX_CONTROL_BYTES,
+    FrameType,
+    Header,
+    WireError,
+    checksum,
+    checksum_of,
+    count_field,
+    pack_control,
+    pack_header,
+    parse_control,
+    text_field,
+    unpack_header,
+)
+
+
+@given(
+    st.sampled_from(FrameType),
+    st.binary(min_size=16, max_size=16),
+    st.integers(0, 65535),
+    st.integers(0, 1 << 44),
+    st.integers(0, MAX_CONTROL_BYTES),
+    st.integers(0, (1 << 64) - 1),
+)
+def test_header_round_trip(
+    kind: FrameType, transfer_id: bytes, region: int, offset: int, length: int, payload_checksum: int
+) -> None:
+    raw = pack_header(
+        kind,
+        transfer_id,
+        region=region,
+        offset=offset,
+        length_bytes=length,
+        payload_checksum=payload_checksum,
+    )
+    assert len(raw) == HEADER_BYTES == 56
+    assert unpack_header(raw) == Header(kind, transfer_id, region, offset, length, payload_checksum)
+
+
+@given(st.integers(0, HEADER_BYTES * 8 - 1))
+def test_any_flipped_bit_of_a_header_is_noticed(bit: int) -> None:
+    raw = bytearray(pack_header(FrameType.DATA, bytes(range(16)), region=3, offset=77, length_bytes=1000))
+    raw[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(WireError):
+        unpack_header(raw)
+
+
+@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
+def test_noise_is_no_header(raw: bytes) -> None:
+    with pytest.raises(WireError):
+        unpack_header(raw)
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_no_control_payload(payload: bytes) -> None:
+    header = Header(FrameType.OPEN, bytes(16), 0, 0, len(payload), checksum(payload))
+    with suppress(WireError):
+        assert isinstance(parse_control(header, payload), dict)
+
+
+def test_bounds() -> None:
+    for kind, limit in ((FrameType.DATA, 4 << 20), (FrameType.OPEN, 1 << 20), (FrameType.END, 64 << 10)):
+        assert unpack_header(pack_header(kind, length_bytes=limit)).length_bytes == limit
+        with pytest.raises(WireError, match=f"{kind.name} frame of {limit + 1} bytes is over {limit}"):
+            unpack_header(pack_header(kind, length_bytes=limit + 1))
+    with pytest.raises(WireError, match="out of bounds"):
+        unpack_header(pack_header(FrameType.DATA, region=65536))
+    with pytest.raises(WireError, match="out of bounds"):
+        unpack_header(pack_header(FrameType.DATA, offset=(1 << 44) + 1))
+    with pytest.raises(WireError, match="version 2, this side 1"):
+        unpack_header(pack_header(FrameType.HELLO, version=2))
+    with pytest.raises(WireError, match="over 65536"):
+        pack_control(FrameType.ABORT, body={"reason": "x" * 70_000})
+
+
+def test_fields() -> None:
+    body = {"n": 5, "big": 10**30, "flag": True, "t": "text"}
+    assert count_field(body, "n", 5) == 5
+    assert text_field(body, "t") == "text"
+    for name in ("big", "flag", "t", "missing"):
+        with pytest.raises(WireError, match=f"field '{name}'"):
+            count_field(body, name, 100)
+    with pytest.raises(WireError, match="at most 3"):
+        text_field(body, "t", 3)
+
+
+@given(st.lists(st.binary(max_size=50), min_size=1, max_size=5))
+def test_checksum_of_pieces(pieces: list[bytes]) -> None:
+    assert checksum_of([memoryview(piece) for piece in pieces]) == checksum(b"".join(pieces))
+
+
+def test_status_round_trip() -> None:
+    status = TransferStatus(TransferPhase.FAILED, "why", 1, 2, 3, 4, 5, taken=True)
+    assert TransferStatus.from_body(status.to_body()) == status
+    with pytest.raises(WireError, match="no phase"):
+        TransferStatus.from_body(status.to_body() | {"phase": "odd"})

@@ -1,0 +1,155 @@
+"""What a run's rows say together, in JSON and for people."""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from prfaas.core.deployment import Deployment, load_deployment
+from prfaas.core.kv import KvModel, model_from_config
+from prfaas.serving.engines.tiny import tiny_config
+from prfaas.tools.demo.client import Answer, RouteReport
+from prfaas.tools.demo.compare import Pages
+from prfaas.tools.demo.outcome import Outcome, closing, footnotes, outcome_of, outcome_table
+from prfaas.tools.demo.prompts import demo_prompts
+from prfaas.tools.demo.reference import (
+    REFERENCE_NAME,
+    ReferenceAnswer,
+    reference_command,
+    reference_deployment,
+)
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "local.yaml"
+ANSWER = tuple(range(64))
+PAGES = Pages(256, 256)
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Deployment:
+    return load_deployment(EXAMPLE, state_dir=tmp_path)
+
+
+def _model(name: str) -> KvModel:
+    return model_from_config(tiny_config(name), name=name)
+
+
+def _outcome(deployment: Deployment, *, ties: int = 0, noes: int = 0, model: str = "qwen3-next") -> Outcome:
+    """Six requests of which the first ones differ from the reference at token 3."""
+    kv_model = _model(model)
+    answers, references = [], []
+    for index, (prompt, cached) in enumerate(zip(demo_prompts(), (0, 0, 0, 0, 6144, 0), strict=True)):
+        tokens = len(prompt.text)
+        ours = ANSWER if index >= ties + noes else (*ANSWER[:3], 99, *ANSWER[4:])
+        margin_nats = 0.05 if index < ties else 1.0
+        route = RouteReport(
+            route="offload" if tokens > 4000 else "local",
+            prefill="east-prefill-0" if tokens > 4000 else "home-prefill-0",
+            decode="home-decode-0",
+            cached_tokens=cached,
+            kv_bytes=PAGES.bytes_to_move(kv_model, tokens - 1, cached),
+            hidden_fraction=0.8,
+            prefill_s=2.5,
+            transfer_s=2.7,
+        )
+        answers.append(Answer(ours, "x" * 64, tokens, route, 2.8, 60.0))
+        references.append(ReferenceAnswer(ANSWER, tuple({t: -0.5, 99: -0.5 - margin_nats} for t in ANSWER)))
+    return outcome_of(deployment, kv_model, demo_prompts(), tuple(answers), tuple(references))
+
+
+@pytest.mark.parametrize(
+    ("ties", "noes", "equal"), [(0, 0, True), (1, 0, True), (2, 0, False), (0, 1, False), (1, 1, False)]
+)
+def test_what_counts_as_equal(deployment: Deployment, ties: int, noes: int, equal: bool) -> None:
+    assert _outcome(deployment, ties=ties, noes=noes).all_equal is equal
+
+
+def test_json_has_the_keys_of_the_issue(deployment: Deployment) -> None:
+    document = json.loads(json.dumps(_outcome(deployment, ties=1).to_json()))
+    assert document["all_equal"] is True
+    assert document["all_bytes_explained"] is True
+    assert len(document["requests"]) == 6
+    keys = {
+        "prompt_tokens",
+        "cached_tokens",
+        "route",
+        "ttft_s",
+        "kv_bytes",
+        "hidden_fraction",
+        "equal_to_local",
+    }
+    for request in document["requests"]:
+        assert keys <= request.keys()
+    assert [request["equal_to_local"] for request in document["requests"]] == ["tie"] + ["exact"] * 5
+    assert [request["route"] for request in document["requests"]] == ["local"] * 2 + ["offload", "local"] + [
+        "offload"
+    ] * 2
+
+
+def test_bytes_are_those_of_all_but_the_last_prompt_token(deployment: Deployment) -> None:
+    outcome = _outcome(deployment)
+    assert outcome.pages == PAGES
+    assert outcome.rows[4].exact_bytes == (12_143 - 6144) * 1024 + 6 * 68_608
+
+
+def test_bytes_that_nothing_explains_are_shown_as_such(deployment: Deployment) -> None:
+    outcome = _outcome(deployment)
+    row = outcome.rows[5]
+    route = replace(row.answer.route, kv_bytes=row.answer.route.kv_bytes + 1)
+    odd = outcome_of(
+        deployment,
+        outcome.kv_model,
+        demo_prompts(),
+        (*(r.answer for r in outcome.rows[:5]), replace(row.answer, route=route)),
+        tuple(ReferenceAnswer(ANSWER, ({},) * 64) for _ in range(6)),
+    )
+    assert odd.pages is None
+    assert odd.to_json()["all_bytes_explained"] is False
+    assert "no page size" in footnotes(odd)[-1]
+
+
+def test_table_for_people(deployment: Deployment) -> None:
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(outcome_table(_outcome(deployment, noes=1)))
+    text = console.export_text()
+    for part in ("16,000", "6,144", "offload", "local", "80%", "exact", "no at token 3 (1.000 nat)"):
+        assert part in text
+
+
+def test_the_tie_bound_is_stated(deployment: Deployment) -> None:
+    assert any("0.1 nat" in note for note in footnotes(_outcome(deployment)))
+
+
+def test_closing_sentences(deployment: Deployment) -> None:
+    hybrid = closing(_outcome(deployment))
+    assert hybrid.startswith("3 of 6 prompts, those over 4,000 uncached tokens")
+    assert "6 of 6 answers are equal" in hybrid
+    dense = closing(_outcome(deployment, model="qwen3"))
+    assert "6,144 B of KV per token, 6 times the 1,024 B of qwen3-next" in dense
+    assert "13.1 s of the 60 Mbit/s link" in dense
+    assert dense.endswith("its prefill 2.5 s: it should stay home.")
+
+
+def test_the_reference_is_the_same_engine_without_a_connector(deployment: Deployment) -> None:
+    from prfaas.serving.engines.tiny import tiny_model
+    from prfaas.serving.engines.vllm.command import engine_command
+
+    tiny_model("qwen3-next", deployment.model.path.parent)
+    plain = reference_deployment(deployment)
+    (instance,) = plain.instances
+    decode = deployment.instance("home-decode-0")
+    assert instance.name == REFERENCE_NAME
+    assert (instance.host, instance.http_port) == (decode.host, decode.http_port)
+    assert plain.logs_dir != deployment.logs_dir
+    assert plain.security == deployment.security
+    own, usual = reference_command(plain, instance), engine_command(deployment, decode)
+    assert own.env == usual.env
+    shared = list(usual.argv)
+    at = shared.index("--kv-events-config")
+    del shared[at : at + 2]
+    at = shared.index("--kv-transfer-config")
+    assert list(own.argv[:at]) == shared[:at]
+    assert own.argv[at] == "--logits-processors"
+    assert list(own.argv[at + 2 :]) == shared[at + 2 :]

@@ -1,0 +1,44 @@
+"""The demo's prompts are what the table says of them."""
+
+from itertools import combinations
+
+import pytest
+
+from prfaas.tools.demo.prompts import corpus, demo_prompts
+
+
+def test_lengths_in_byte_tokens() -> None:
+    assert [len(prompt.text.encode()) for prompt in demo_prompts()] == [100, 1500, 9000, 3000, 12144, 16000]
+
+
+def _shared(one: str, other: str) -> int:
+    return next(
+        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
+
+
+def test_exactly_two_share_a_long_beginning() -> None:
+    texts = [prompt.text for prompt in demo_prompts()]
+    shared = {(i, j): _shared(texts[i], texts[j]) for i, j in combinations(range(len(texts)), 2)}
+    assert shared.pop((2, 4)) == 6144
+    # Less than any engine's block, so that nothing is reused by accident.
+    assert max(shared.values()) < 16
+
+
+def test_the_same_every_time_and_all_english() -> None:
+    corpus.cache_clear()
+    first = demo_prompts()
+    corpus.cache_clear()
+    assert demo_prompts() == first
+    for prompt in first:
+        words = prompt.text.lower().split()
+        assert sum(word in {"the", "a", "is", "of", "to", "and", "in"} for word in words) > len(words) / 12
+
+
+def test_longer_tokens_make_longer_texts() -> None:
+    assert [len(prompt.text) for prompt in demo_prompts(4.0)] == [400, 6000, 36000, 12000, 48576, 64000]
+
+
+def test_text_that_is_too_short_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"too few at 50\.0 per token"):
+        demo_prompts(50.0)

@@ -1,0 +1,131 @@
+"""`prfaas replay` as a user types it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from prfaas.cli import main as cli
+from prfaas.core.workload import TracedRequest, write_requests
+from replay.stub import served, well
+from replay.test_replay import refuses
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "traces" / "mooncake_burst.jsonl.gz"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["prfaas", "replay", *map(str, args)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def test_a_trace_faster_and_shorter(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "records.jsonl"
+    options = ("--speed", 200, "--scale-lengths", 1 / 16, "--scale-answers", 0.01, "--limit", 60)
+    with served(well) as stub:
+        arguments = (f"{stub.url}/v1", "--trace", EXAMPLE, *options, "--max-input-tokens", 900)
+        code = run(monkeypatch, *arguments, "--json", "--records", file)
+    assert code == 0
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert document["requests"] == 60 == len(stub.bodies) and document["lost"] == 0
+    assert document["model"] == "tiny" and document["left_out"] > 0
+    assert all(len(body["prompt"]) <= 900 for body in stub.bodies)
+    # All of Mooncake's conversations begin with the same block, here of 512 / 16 tokens.
+    assert len({tuple(body["prompt"][:32]) for body in stub.bodies}) == 1
+    assert "times in ms" in err and "clock has steps of 3 s" in err and "32 tokens per block" in err
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert sorted(line["index"] for line in lines) == list(range(60))
+
+
+def test_prompts_that_the_model_can_t_take_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "t.jsonl"
+    lengths = [(4000, 96), (4000, 97), (10, 1)]
+    write_requests(path, [TracedRequest(0.0, *each, (0,), 4096) for each in lengths])
+    with served(well) as stub:
+        assert run(monkeypatch, stub.url, "--trace", path) == 0
+    out, err = capsys.readouterr()
+    assert len(stub.bodies) == 2 and "no request was lost" in out and "1 requests were too long" in err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--poisson", 500, "--limit", 20),
+        ("--bursts", "100/0.1,900/0.1", "--duration-s", 0.1),
+        ("--diurnal", "300/0.5/1", "--limit", 20, "--no-stream", "--no-ignore-eos"),
+        ("--sessions", "300/3/0.01", "--limit", 20, "--shared-tokens", 512, "--model", "other"),
+    ],
+)
+def test_made_up_traffic(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: tuple[object, ...]
+) -> None:
+    with served(well) as stub:
+        code = run(monkeypatch, stub.url, *options, "--input-tokens", "5:50", "--output-tokens", 2)
+    assert code == 0 and len(stub.bodies) > 0
+    out = capsys.readouterr().out
+    assert "no request was lost" in out and f"{len(stub.bodies)} requests to" in out
+
+
+def test_headers_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    async def handler(asked: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        seen.append((asked.headers["x-tenant"], asked.headers["x-more"]))
+        return await well(asked, body)
+
+    with served(handler) as stub:
+        options = ("--header", "x-tenant: a:b", "--header", "x-more:1")
+        assert run(monkeypatch, stub.url, "--poisson", 500, "--limit", 2, *options) == 0
+    assert seen == [("a:b", "1")] * 2
+
+
+def test_lost_requests_end_with_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with served(refuses) as stub:
+        assert run(monkeypatch, stub.url, "--poisson", 100, "--limit", 3) == 1
+    out = capsys.readouterr().out
+    assert "3 x status 503: no room" in out and "3 of 3 requests were lost" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ((), "give one of --trace, --poisson"),
+        (("--poisson", 1, "--bursts", "1/1,2/1"), "not --poisson and --bursts"),
+        (("--poisson", 1), "has no end; give --limit or --duration-s"),
+        (("--poisson", -1, "--limit", 1), "must be above 0"),
+        (
+            ("--poisson", 1, "--speed", 2, "--limit", 1),
+            "--speed changes a recorded trace; --poisson has none",
+        ),
+        (("--bursts", "1/2,x", "--limit", 1), "must be RATE/SECONDS,RATE/SECONDS"),
+        (("--poisson", 1, "--input-tokens", "many", "--limit", 1), "a number of tokens, or LOW:HIGH"),
+        (("--trace", "no.jsonl"), "there is no such trace"),
+        (("--trace", EXAMPLE, "--format", "csv"), "--format is one of"),
+        (("--trace", EXAMPLE, "--format", "azure"), "the header has no TIMESTAMP"),
+        (("--trace", EXAMPLE, "--records", "no/such/folder"), "--records no/such/folder: can't be written"),
+        (("--poisson", 1, "--limit", 1, "--model", "third"), "doesn't serve third"),
+        (("--poisson", 1, "--limit", 1, "--header", "tenant"), "must be NAME:VALUE"),
+    ],
+)
+def test_what_can_t_be_done_is_one_sentence_and_2(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: tuple[object, ...],
+    says: str,
+) -> None:
+    with served(well) as stub:
+        assert run(monkeypatch, stub.url, *options) == 2
+    captured = capsys.readouterr()
+    assert says in captured.err and captured.out == ""
+    assert captured.err.count("prfaas: ") == 1
