@@ -17,7 +17,7 @@ from prfaas.core.latency import profile_text
 from prfaas.core.workload import TracedRequest, TruncatedLogNormal, Uniform
 from prfaas.core.workload.arrivals import Poisson
 from prfaas.core.workload.traffic import IndependentTraffic, take
-from prfaas.tools.profiling.endpoint import Endpoint
+from prfaas.tools.profiling.endpoint import ProfiledEndpoint
 from prfaas.tools.profiling.measure import Measurement, MeasurePlan, measure
 from prfaas.tools.replay import ReplayOptions, replay
 from prfaas.tools.replay.client import find_target
@@ -67,10 +67,10 @@ async def profiled(stack: Stack, depth: Depth) -> dict[str, Any]:
     the second hop add to short prompts."""
     urls = {name: stack.deployment.instance(name).url for name in (EAST_PREFILL, HOME_PREFILL, HOME_DECODE)}
     async with (
-        Endpoint(urls[EAST_PREFILL]) as east,
-        Endpoint(urls[HOME_PREFILL]) as home,
-        Endpoint(urls[HOME_DECODE]) as decode,
-        Endpoint(stack.deployment.gateway.url) as gateway,
+        ProfiledEndpoint(urls[EAST_PREFILL]) as east,
+        ProfiledEndpoint(urls[HOME_PREFILL]) as home,
+        ProfiledEndpoint(urls[HOME_DECODE]) as decode,
+        ProfiledEndpoint(stack.deployment.gateway.url) as gateway,
     ):
         plan = MeasurePlan(depth.lengths, (), depth.repeats)
         measured = {EAST: await measure(east, plan, _say), HOME: await measure(home, plan, _say)}
@@ -139,7 +139,7 @@ async def driven(stack: Stack, requests: Sequence[TracedRequest]) -> dict[str, A
     }  # fmt: skip
 
 
-async def _first_s(gateway: Endpoint, tokens: int) -> list[float]:
+async def _first_s(gateway: ProfiledEndpoint, tokens: int) -> list[float]:
     """Seconds to the first token, and 1 if the prompt was offloaded (it came later than a local one could)."""
     start_s = time.monotonic()
     answer = await gateway.decode(tokens, 1)

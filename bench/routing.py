@@ -24,11 +24,11 @@ from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.scheduling import (
     POLICIES,
     ClusterView,
-    Held,
     InstanceView,
     KvFacts,
     LinkView,
     Policy,
+    PrefixHit,
     RoutingRequest,
     View,
     policy_named,
@@ -76,9 +76,15 @@ def kv_bytes(num_tokens: int, skip_tokens: int) -> int:
 def conversation(view: View) -> RoutingRequest:
     """A prefix that every instance holds, and turns of the conversation at a prefill and a decode instance of two PD
     clusters and at an instance of a PrfaaS cluster."""
-    held = {each.name: Held(1024, 1280) for cluster in view.clusters.values() for each in cluster.instances}
-    held |= {"home-1-1": Held(16_384, 16_640), "home-1-4": Held(16_384, 24_064)}
-    held |= {"home-2-0": Held(24_576, 24_832), "home-2-6": Held(0, 26_368), "far-3-2": Held(20_480, 20_736)}
+    held = {
+        each.name: PrefixHit(1024, 1280) for cluster in view.clusters.values() for each in cluster.instances
+    }
+    held |= {"home-1-1": PrefixHit(16_384, 16_640), "home-1-4": PrefixHit(16_384, 24_064)}
+    held |= {
+        "home-2-0": PrefixHit(24_576, 24_832),
+        "home-2-6": PrefixHit(0, 26_368),
+        "far-3-2": PrefixHit(20_480, 20_736),
+    }
     return RoutingRequest(50_000, held)
 
 

@@ -102,7 +102,7 @@ def write_deployment(
 
 
 @dataclass(frozen=True)
-class Answer:
+class DemoAnswer:
     """An HTTP answer; `body` is parsed JSON."""
 
     status: int
@@ -172,13 +172,13 @@ class Stack:
 
     def complete(
         self, prompt: Sequence[int], max_tokens: int = 24, *, tenant: str | None = None, **fields: Any
-    ) -> Answer:
+    ) -> DemoAnswer:
         """A greedy completion of token ids through the gateway."""
         headers = {} if tenant is None else {TENANT_HEADER: tenant}
         body = completion_body(prompt, max_tokens, **fields)
         return call(self.url("gateway", "/v1/completions"), body, headers=headers)
 
-    def explain(self, answer: Answer) -> Any:
+    def explain(self, answer: DemoAnswer) -> Any:
         """What the gateway knows of a request, and why it went where it went."""
         return call(self.url("gateway", f"/prfaas/requests/{answer.headers['X-Request-Id']}")).body
 
@@ -192,7 +192,7 @@ class Stack:
         max_tokens: int = 24,
         salt: str = "reference",
         engine: str = "home-prefill-0",
-    ) -> Answer:
+    ) -> DemoAnswer:
         """What a plain engine answers with the same split: the last prompt token is computed alone.
 
         The salt keeps its prefix cache apart from that of the requests under test.
@@ -209,7 +209,7 @@ class Stack:
 
     def plain(
         self, prompt: Sequence[int], max_tokens: int = 24, salt: str = "plain", **fields: Any
-    ) -> Answer:
+    ) -> DemoAnswer:
         """What an engine answers that prefills the whole prompt itself."""
         body = completion_body(
             prompt,
@@ -221,7 +221,7 @@ class Stack:
         )
         return call(self.url("home-prefill-0", "/v1/completions"), body | fields)
 
-    def check_answer(self, answer: Answer, reference: Answer) -> None:
+    def check_answer(self, answer: DemoAnswer, reference: DemoAnswer) -> None:
         """Equal tokens, or a first difference within bf16 rounding. The reference may start with a forced token."""
         assert answer.status == 200, answer.body
         assert reference.status == 200, reference.body
@@ -229,7 +229,7 @@ class Stack:
         assert comparison.equality is not Equality.NO, comparison
 
     @staticmethod
-    def compare(answer: Answer, reference: Answer) -> Comparison:
+    def compare(answer: DemoAnswer, reference: DemoAnswer) -> Comparison:
         logprobs = [
             {int(token.removeprefix("token_id:")): value for token, value in place.items()}
             for place in reference.body["choices"][0]["logprobs"]["top_logprobs"]
@@ -299,17 +299,17 @@ def completion_body(prompt: Sequence[int], max_tokens: int, **fields: Any) -> di
 
 def call(
     url: str, body: Any = None, timeout_s: float = 120, headers: Mapping[str, str] | None = None
-) -> Answer:
+) -> DemoAnswer:
     """GET, or POST of a JSON body; an HTTP error is an answer like any other."""
     request = urllib.request.Request(url, headers={"Content-Type": "application/json", **(headers or {})})
     if body is not None:
         request.data = json.dumps(body).encode()
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            return Answer(answer.status, dict(answer.headers), _parsed(answer.read()))
+            return DemoAnswer(answer.status, dict(answer.headers), _parsed(answer.read()))
     except urllib.error.HTTPError as error:
         with error:
-            return Answer(error.code, dict(error.headers), _parsed(error.read()))
+            return DemoAnswer(error.code, dict(error.headers), _parsed(error.read()))
 
 
 def _parsed(raw: bytes) -> Any:

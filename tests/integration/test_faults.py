@@ -11,7 +11,7 @@ import pytest
 
 from prfaas.serving.transport.ticket import Ticket, load_key, prompt_digest
 
-from .stack import Answer, Stack, call, completion_body, wait_until
+from .stack import DemoAnswer, Stack, call, completion_body, wait_until
 from .test_chain import prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -33,7 +33,7 @@ def test_fifty_mixed_requests_with_ten_aborts_end_right_and_leave_nothing(stack:
     jobs = [prompt(2000 + i, rng.choice([40, 300, 700, 1500, 2300, 3000])) for i in range(50)]
     aborted = set(rng.sample(range(50), 10))
 
-    def run(index: int) -> Answer | None:
+    def run(index: int) -> DemoAnswer | None:
         if index in aborted:
             abort_after(stack, jobs[index], rng.uniform(0.0, 6.0))
             return None
@@ -134,7 +134,7 @@ def test_killing_the_prefill_engine_in_the_middle_of_a_transfer(stack: Stack) ->
     """Runs last: the engine is started again afterwards."""
     ids, following = prompt(30, 9000), prompt(31, 3000)
     reference, next_reference = stack.reference(ids, salt="kill"), stack.reference(following, salt="kill")
-    answers: list[Answer] = []
+    answers: list[DemoAnswer] = []
     client = threading.Thread(target=lambda: answers.append(stack.complete(ids)))
     client.start()
     wait_until(lambda: stack.kv_stats("home-decode-0")["transfers"]["receiving"] > 0, 20, "the transfer runs")

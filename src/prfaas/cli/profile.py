@@ -14,7 +14,7 @@ from prfaas.cli.common import AsJson
 
 if TYPE_CHECKING:
     from prfaas.core.latency import LatencyProfile
-    from prfaas.tools.profiling.endpoint import Endpoint
+    from prfaas.tools.profiling.endpoint import ProfiledEndpoint
     from prfaas.tools.profiling.measure import Measurement, MeasurePlan, Sample
 
 
@@ -118,7 +118,7 @@ def profile(
         raise CliError("--lengths: give at least two, for example 1024,8192")
     batch_sizes = _DEFAULT_BATCHES if batches is None else _numbers(batches, "--batches")
 
-    def plan_for(endpoint: "Endpoint") -> "MeasurePlan":
+    def plan_for(endpoint: "ProfiledEndpoint") -> "MeasurePlan":
         from prfaas.tools.profiling.measure import MeasurePlan
 
         return MeasurePlan(
@@ -153,11 +153,13 @@ def profile(
         typer.echo(f"profile: {out}")
 
 
-async def _run(url: str, model: str | None, plan_for: "Callable[[Endpoint], MeasurePlan]") -> "Measurement":
-    from prfaas.tools.profiling.endpoint import Endpoint
+async def _run(
+    url: str, model: str | None, plan_for: "Callable[[ProfiledEndpoint], MeasurePlan]"
+) -> "Measurement":
+    from prfaas.tools.profiling.endpoint import ProfiledEndpoint
     from prfaas.tools.profiling.measure import measure
 
-    async with Endpoint(url, model) as endpoint:
+    async with ProfiledEndpoint(url, model) as endpoint:
         plan = plan_for(endpoint)
         with _progress(plan.runs) as step:
             return await measure(endpoint, plan, step)

@@ -8,8 +8,8 @@ import pytest
 from prfaas.core.prefix import (
     Cleared,
     GlobalIndex,
-    Held,
     MalformedEventsError,
+    PrefixHit,
     RemovedBlocks,
     StoredBlocks,
     decode_batch,
@@ -37,8 +37,8 @@ def index_of(*events: dict[str, Any]) -> GlobalIndex:
     return index
 
 
-def held(index: GlobalIndex, token_ids: list[int], salt: str = "", adapter: str = "") -> Held:
-    return index.match(index.chains(token_ids, salt, adapter)).get("a", Held(0, 0))
+def held(index: GlobalIndex, token_ids: list[int], salt: str = "", adapter: str = "") -> PrefixHit:
+    return index.match(index.chains(token_ids, salt, adapter)).get("a", PrefixHit(0, 0))
 
 
 def test_a_batch_as_vllm_sends_it() -> None:
@@ -96,29 +96,29 @@ def test_hashes_may_be_bytes() -> None:
         STORED | {"block_hashes": [first, second]},
         STORED | {"block_hashes": [b"z" * 32], "parent_block_hash": second, "token_ids": [5, 6]},
     )
-    assert held(index, [1, 2, 3, 4, 5, 6, 7]) == Held(6, 6)
+    assert held(index, [1, 2, 3, 4, 5, 6, 7]) == PrefixHit(6, 6)
     index.apply("a", [RemovedBlocks(hashes=[second], group=3)])
-    assert held(index, [1, 2, 3, 4, 5, 6, 7]) == Held(2, 2)
+    assert held(index, [1, 2, 3, 4, 5, 6, 7]) == PrefixHit(2, 2)
 
 
 def test_the_last_token_of_a_prompt_is_never_reused() -> None:
     index = index_of(STORED)
-    assert held(index, [1, 2, 3, 4]) == Held(2, 2)
-    assert held(index, [1, 2, 3, 4, 5]) == Held(4, 4)
-    assert held(index, [1, 2]) == held(index, [1]) == held(index, []) == Held(0, 0)
+    assert held(index, [1, 2, 3, 4]) == PrefixHit(2, 2)
+    assert held(index, [1, 2, 3, 4, 5]) == PrefixHit(4, 4)
+    assert held(index, [1, 2]) == held(index, [1]) == held(index, []) == PrefixHit(0, 0)
 
 
 def test_salt_and_adapter_are_part_of_the_prefix() -> None:
     ids = [1, 2, 3, 4, 5]
     salted = index_of(STORED | {"extra_keys": [["salt"], None]})
-    assert held(salted, ids, "salt") == Held(4, 4)
-    assert held(salted, ids) == held(salted, ids, "", "salt") == Held(0, 0)
+    assert held(salted, ids, "salt") == PrefixHit(4, 4)
+    assert held(salted, ids) == held(salted, ids, "", "salt") == PrefixHit(0, 0)
     adapted = index_of(STORED | {"lora_name": "lora", "extra_keys": [["lora"], ["lora"]]})
-    assert held(adapted, ids, "", "lora") == Held(4, 4)
-    assert held(adapted, ids) == held(adapted, ids, "lora") == Held(0, 0)
+    assert held(adapted, ids, "", "lora") == PrefixHit(4, 4)
+    assert held(adapted, ids) == held(adapted, ids, "lora") == PrefixHit(0, 0)
     both = index_of(STORED | {"lora_name": "lora", "extra_keys": [["lora", "salt"], ["lora"]]})
-    assert held(both, ids, "salt", "lora") == Held(4, 4)
-    assert held(both, ids, "salt") == held(both, ids, "", "lora") == Held(0, 0)
+    assert held(both, ids, "salt", "lora") == PrefixHit(4, 4)
+    assert held(both, ids, "salt") == held(both, ids, "", "lora") == PrefixHit(0, 0)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_blocks_that_tokens_do_not_identify_are_not_indexed_nor_what_follows(ext
         STORED | {"extra_keys": extra_keys},
         STORED | {"block_hashes": [13], "token_ids": [5, 6], "parent_block_hash": 12},
     )
-    assert held(index, [1, 2, 3, 4, 5, 6, 7]) == Held(2, 2)
+    assert held(index, [1, 2, 3, 4, 5, 6, 7]) == PrefixHit(2, 2)
     assert index.blocks("a") == 1
     assert index.stats().unlinked == 2
 
@@ -145,9 +145,9 @@ def test_a_copy_in_another_tier_outlives_the_first() -> None:
     index = index_of(STORED, {"type": "BlockStored", **elsewhere})
     gone = RemovedBlocks(hashes=[11], group=3)
     index.apply("a", [gone])
-    assert held(index, [1, 2, 3]) == Held(2, 2)
+    assert held(index, [1, 2, 3]) == PrefixHit(2, 2)
     index.apply("a", [gone])
-    assert held(index, [1, 2, 3]) == Held(0, 0)
+    assert held(index, [1, 2, 3]) == PrefixHit(0, 0)
 
 
 def test_blocks_at_other_machines_do_not_count() -> None:
@@ -163,7 +163,7 @@ def test_a_part_of_a_block_teaches_no_block_size_for_good() -> None:
     part = STORED | {"block_hashes": [9], "token_ids": [1], "block_size": 1}
     index = index_of(part, STORED, part | {"block_hashes": [8], "token_ids": [5], "parent_block_hash": 12})
     assert index.stats().block_sizes == (2,)
-    assert held(index, [1, 2, 3, 4, 5, 6]) == Held(4, 4)
+    assert held(index, [1, 2, 3, 4, 5, 6]) == PrefixHit(4, 4)
     assert index.blocks("a") == 2
 
 
@@ -171,7 +171,7 @@ def test_an_engine_that_hashes_anew_without_telling_is_believed_from_then_on() -
     index = index_of(STORED)
     index.apply("a", decode_batch(encode(STORED | {"block_hashes": [21, 22]})).events)
     index.apply("a", [RemovedBlocks(hashes=[21, 22], group=3)])
-    assert held(index, [1, 2, 3, 4, 5]) == Held(0, 0)
+    assert held(index, [1, 2, 3, 4, 5]) == PrefixHit(0, 0)
 
 
 def test_ids_that_are_no_ids_are_passed_over() -> None:
@@ -182,9 +182,9 @@ def test_ids_that_are_no_ids_are_passed_over() -> None:
 def test_a_second_full_attention_group_has_to_hold_everything_too() -> None:
     other = STORED | {"group_idx": 4}
     index = index_of(STORED, other)
-    assert held(index, [1, 2, 3, 4, 5]) == Held(4, 4)
+    assert held(index, [1, 2, 3, 4, 5]) == PrefixHit(4, 4)
     index.apply("a", [RemovedBlocks(hashes=[11], group=4)])
-    assert held(index, [1, 2, 3, 4, 5]) == Held(0, 4)
+    assert held(index, [1, 2, 3, 4, 5]) == PrefixHit(0, 4)
 
 
 def test_before_the_first_state_nothing_is_reusable_where_the_model_needs_states() -> None:
@@ -196,7 +196,7 @@ def test_before_the_first_state_nothing_is_reusable_where_the_model_needs_states
     ):
         index = GlobalIndex(**needs)
         index.apply("a", events)
-        assert held(index, [1, 2, 3, 4, 5]) == Held(0, 4)
+        assert held(index, [1, 2, 3, 4, 5]) == PrefixHit(0, 4)
 
 
 STATE: dict[str, Any] = STORED | {"block_hashes": [12], "group_idx": 0, "kv_cache_spec_kind": "mamba"}
@@ -204,27 +204,27 @@ STATE: dict[str, Any] = STORED | {"block_hashes": [12], "group_idx": 0, "kv_cach
 
 def test_states_come_before_the_blocks_that_say_what_they_are() -> None:
     index = index_of(STATE, STORED)
-    assert held(index, [1, 2, 3, 4, 5]) == Held(4, 4)
+    assert held(index, [1, 2, 3, 4, 5]) == PrefixHit(4, 4)
     index = index_of(STATE, STATE, {"type": "BlockRemoved", "block_hashes": [12], "group_idx": 0}, STORED)
-    assert held(index, [1, 2, 3, 4, 5]) == Held(4, 4)
+    assert held(index, [1, 2, 3, 4, 5]) == PrefixHit(4, 4)
     index = index_of(STATE, {"type": "BlockRemoved", "block_hashes": [12], "group_idx": 0}, STORED)
-    assert held(index, [1, 2, 3, 4, 5]) == Held(0, 4)
+    assert held(index, [1, 2, 3, 4, 5]) == PrefixHit(0, 4)
 
 
 def test_another_linear_group_has_to_have_the_state_too() -> None:
     index = index_of(STORED, STATE)
     index.apply("a", decode_batch(encode(STATE | {"group_idx": 1, "block_hashes": []})).events)
-    assert held(index, [1, 2, 3, 4, 5]) == Held(0, 4)
+    assert held(index, [1, 2, 3, 4, 5]) == PrefixHit(0, 4)
     index.apply("a", decode_batch(encode(STATE | {"group_idx": 1})).events)
-    assert held(index, [1, 2, 3, 4, 5]) == Held(4, 4)
+    assert held(index, [1, 2, 3, 4, 5]) == PrefixHit(4, 4)
 
 
 def test_a_state_outlives_its_blocks_and_is_of_use_when_they_come_back() -> None:
     index = index_of(STORED, STATE)
     index.apply("a", [RemovedBlocks(hashes=[12, 11], group=3)])
-    assert held(index, [1, 2, 3, 4, 5]) == Held(0, 0)
+    assert held(index, [1, 2, 3, 4, 5]) == PrefixHit(0, 0)
     index.apply("a", decode_batch(encode(STORED)).events)
-    assert held(index, [1, 2, 3, 4, 5]) == Held(4, 4)
+    assert held(index, [1, 2, 3, 4, 5]) == PrefixHit(4, 4)
 
 
 def test_a_state_counts_for_its_own_instance_only() -> None:
@@ -232,13 +232,13 @@ def test_a_state_counts_for_its_own_instance_only() -> None:
     index.apply("b", decode_batch(encode(STORED, STATE | {"block_hashes": []})).events)
     index.apply("a", [RemovedBlocks(hashes=[12], group=3)])
     chains = index.chains([1, 2, 3, 4, 5])
-    assert index.match(chains) == {"a": Held(0, 2), "b": Held(0, 4)}
+    assert index.match(chains) == {"a": PrefixHit(0, 2), "b": PrefixHit(0, 4)}
 
 
 def test_a_full_index_refuses_what_is_new_and_takes_it_when_there_is_room() -> None:
     index = GlobalIndex(capacity_blocks=1)
     index.apply("a", decode_batch(encode(STORED)).events)
-    assert held(index, [1, 2, 3, 4, 5]) == Held(2, 2)
+    assert held(index, [1, 2, 3, 4, 5]) == PrefixHit(2, 2)
     assert index.stats().refused == 1
     index.drop("a")
     index.apply("b", decode_batch(encode(STORED)).events)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.core.prefix.engine_model import Batch, EngineModel, Holdings, Prefix, Shape
 
-from prfaas.core.prefix import GlobalIndex, Held, SequenceGuard, decode_batch
+from prfaas.core.prefix import GlobalIndex, PrefixHit, SequenceGuard, decode_batch
 
 SHAPES = {
     "dense": Shape(),
@@ -59,10 +59,10 @@ class Follower:
             self.index.apply(self.name, decode_batch(batch.payload).events)
             self.seen = batch.after
 
-    def truth(self, prompt: Prefix, salt: str = "", adapter: str = "") -> Held:
+    def truth(self, prompt: Prefix, salt: str = "", adapter: str = "") -> PrefixHit:
         if self.seen is None:
-            return Held(0, 0)
-        return Held(
+            return PrefixHit(0, 0)
+        return PrefixHit(
             self.seen.servable_tokens(salt, adapter, prompt),
             self.seen.attention_tokens(salt, adapter, prompt),
         )
@@ -90,9 +90,9 @@ class World:
             for batch in engine.take():
                 yield place, batch
 
-    def claimed(self, place: int, prompt: Prefix, salt: str = "", adapter: str = "") -> Held:
+    def claimed(self, place: int, prompt: Prefix, salt: str = "", adapter: str = "") -> PrefixHit:
         chains = self.index.chains(prompt, salt, adapter)
-        return self.index.match(chains).get(self.followers[place].name, Held(0, 0))
+        return self.index.match(chains).get(self.followers[place].name, PrefixHit(0, 0))
 
     def _act(self, engine: EngineModel) -> None:
         prompt = self.random.choice(self.prompts)[: self.random.randint(1, 14)]

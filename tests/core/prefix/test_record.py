@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.core.prefix import BlockHasher, Held, PrefixRecord
+from prfaas.core.prefix import BlockHasher, PrefixHit, PrefixRecord
 
 HASHER = BlockHasher(block_tokens=2)
 PROMPT = st.lists(st.integers(0, 2), max_size=16)
@@ -25,8 +25,8 @@ def test_without_a_bound_the_longest_added_prefix_is_found(
     longest = max((common_blocks(prompt, asked) for prompt in added), default=0)
     ends = [len(prompt) // 2 for prompt in added if common_blocks(prompt, asked) == len(prompt) // 2]
     reusable = max(ends, default=0) if only_ends else longest
-    assert record.held("a", HASHER.hashes(asked)) == Held(reusable * 2, longest * 2)
-    assert record.held("b", HASHER.hashes(asked)) == Held(0, 0)
+    assert record.held("a", HASHER.hashes(asked)) == PrefixHit(reusable * 2, longest * 2)
+    assert record.held("b", HASHER.hashes(asked)) == PrefixHit(0, 0)
 
 
 @settings(deadline=None)
@@ -50,15 +50,15 @@ def test_the_least_recently_added_tail_goes_first() -> None:
     old, new = HASHER.hashes([1, 1, 2, 2]), HASHER.hashes([3, 3, 4, 4])
     record.add("a", old)
     record.add("a", new)
-    assert record.held("a", new) == Held(4, 4)
-    assert record.held("a", old) == Held(2, 2)
+    assert record.held("a", new) == PrefixHit(4, 4)
+    assert record.held("a", old) == PrefixHit(2, 2)
 
 
 def test_of_a_prompt_longer_than_the_record_the_head_is_kept() -> None:
     record = PrefixRecord(block_tokens=2, capacity_blocks=2, only_ends=True)
     chain = HASHER.hashes([1, 1, 2, 2, 3, 3])
     record.add("a", chain)
-    assert record.held("a", chain) == Held(0, 4)
+    assert record.held("a", chain) == PrefixHit(0, 4)
 
 
 def test_a_failed_instance_holds_nothing() -> None:
@@ -66,5 +66,5 @@ def test_a_failed_instance_holds_nothing() -> None:
     record.add("a", HASHER.hashes([1, 1]))
     record.forget("a")
     record.forget("never seen")
-    assert record.held("a", HASHER.hashes([1, 1])) == Held(0, 0)
+    assert record.held("a", HASHER.hashes([1, 1])) == PrefixHit(0, 0)
     assert record.blocks("a") == 0

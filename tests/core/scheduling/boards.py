@@ -13,11 +13,11 @@ from prfaas.core.scheduling import (
     POLICIES,
     ClusterView,
     Decision,
-    Held,
     InstanceView,
     KvFacts,
     LinkView,
     Policy,
+    PrefixHit,
     Route,
     RoutingRequest,
     View,
@@ -248,7 +248,7 @@ def requests(draw: st.DrawFn, view: View, *, cached: bool = True) -> RoutingRequ
             for each in cluster.instances:
                 if draw(st.booleans()):
                     attention = min(draw(_tokens), num_tokens)
-                    held[each.name] = Held(min(draw(_tokens), attention), attention)
+                    held[each.name] = PrefixHit(min(draw(_tokens), attention), attention)
     return RoutingRequest(num_tokens, held, draw(st.integers(0, 100)))
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 from hypothesis import given
 
-from prfaas.core.scheduling import POLICIES, Held, Route, RoutingRequest, policy_named
+from prfaas.core.scheduling import POLICIES, PrefixHit, Route, RoutingRequest, policy_named
 
 from .boards import NOW_S, board, cases, decoder, every_policy, link, prefiller, small
 
@@ -67,7 +67,7 @@ def test_round_robin_takes_every_way_in_turn() -> None:
 
 def test_round_robin_tells_what_the_instance_of_the_turn_computes() -> None:
     view = board(prefiller("p1"), prefiller("p2", busy_until_s=NOW_S + 2), decoder("d"))
-    request = RoutingRequest(1000, {"p1": Held(768, 768)}, 1)
+    request = RoutingRequest(1000, {"p1": PrefixHit(768, 768)}, 1)
     decision = policy_named("round_robin").decide(request, view)
     assert (decision.prefill, decision.prefill_tokens, decision.uncached_tokens) == ("p2", 1000, 232)
     assert decision.predicted_ttft_s == pytest.approx(2.2)

@@ -2,14 +2,14 @@
 
 import pytest
 
-from prfaas.core.scheduling import AbundanceMarks, Held, Policy, Route, RoutingRequest, policy_named
+from prfaas.core.scheduling import AbundanceMarks, Policy, PrefixHit, Route, RoutingRequest, policy_named
 
 from .boards import NOW_S, every_policy, kv_bytes, link, small
 
 PAPER = policy_named("paper")
 CACHING = [policy_named(name) for name in ("paper", "tilted", "least_ttft")]
-AT_REMOTE = RoutingRequest(40_000, {"remote": Held(39_424, 39_424)})
-AT_PREFILL = RoutingRequest(40_000, {"prefill": Held(20_480, 20_480)})
+AT_REMOTE = RoutingRequest(40_000, {"remote": PrefixHit(39_424, 39_424)})
+AT_PREFILL = RoutingRequest(40_000, {"prefill": PrefixHit(20_480, 20_480)})
 
 
 def scarce(view, source: str, target: str):  # type: ignore[no-untyped-def]
@@ -83,14 +83,14 @@ def test_no_cache_moves_where_computing_is_sooner(policy: Policy) -> None:
 
 def test_no_cache_moves_for_less_than_a_tenth_of_the_prefill() -> None:
     def moves(tokens: int) -> bool:
-        request = RoutingRequest(40_000, {"prefill": Held(tokens, tokens)})
+        request = RoutingRequest(40_000, {"prefill": PrefixHit(tokens, tokens)})
         return PAPER.decide(request, small()).cache_transfer is not None
 
     assert moves(4_096) and not moves(3_840)
 
 
 def test_what_the_target_holds_is_not_moved_again() -> None:
-    held = {"remote": Held(39_424, 39_424), "prefill": Held(0, 8_192)}
+    held = {"remote": PrefixHit(39_424, 39_424), "prefill": PrefixHit(0, 8_192)}
     moved = PAPER.decide(RoutingRequest(40_000, held), small()).cache_transfer
     assert moved is not None and moved.skip_tokens == 8_192
     moved = PAPER.decide(RoutingRequest(40_000, held), small(can_skip=False)).cache_transfer
@@ -98,7 +98,7 @@ def test_what_the_target_holds_is_not_moved_again() -> None:
 
 
 def test_a_cache_of_the_whole_prompt_leaves_a_token_to_each_engine() -> None:
-    decision = PAPER.decide(RoutingRequest(40_000, {"remote": Held(39_999, 39_999)}), small())
+    decision = PAPER.decide(RoutingRequest(40_000, {"remote": PrefixHit(39_999, 39_999)}), small())
     assert decision.cache_transfer is not None
     assert decision.cache_transfer.num_tokens == 39_998
     assert decision.prefill_tokens == 3
@@ -145,7 +145,7 @@ def test_a_link_not_heard_of_for_six_times_that_is_down(policy: Policy) -> None:
 @pytest.mark.parametrize("policy", [policy_named("paper"), policy_named("tilted")], ids=lambda p: p.name)
 def test_a_prompt_goes_where_it_is_cached_if_only_the_increment_crosses(policy: Policy) -> None:
     """Sent a second time: PrfaaS can reuse it, the decode instance has its attention blocks but not the states."""
-    held = {"remote": Held(39_424, 39_424), "decode": Held(0, 39_936)}
+    held = {"remote": PrefixHit(39_424, 39_424), "decode": PrefixHit(0, 39_936)}
     decision = policy.decide(RoutingRequest(40_000, held), small())
     assert (decision.route, decision.prefill, decision.reason) == (Route.OFFLOAD, "remote", "cached-there")
     assert (decision.prefill_tokens, decision.skip_tokens, decision.cache_transfer) == (576, 39_936, None)
@@ -154,5 +154,5 @@ def test_a_prompt_goes_where_it_is_cached_if_only_the_increment_crosses(policy: 
     decision = PAPER.decide(AT_REMOTE, apart)
     assert (decision.route, decision.prefill_tokens, decision.cache_transfer) == (Route.OFFLOAD, 576, None)
     # What is short by the PD cluster's own cache stays.
-    own = {"remote": Held(39_424, 39_424), "prefill": Held(39_424, 39_424)}
+    own = {"remote": PrefixHit(39_424, 39_424), "prefill": PrefixHit(39_424, 39_424)}
     assert PAPER.decide(RoutingRequest(40_000, own), small()).route is Route.LOCAL

@@ -5,10 +5,10 @@ import math
 import pytest
 
 from prfaas.core.scheduling import (
-    Held,
     LinkView,
     NoDecodeInstanceError,
     Policy,
+    PrefixHit,
     Route,
     RoutingRequest,
     policy_named,
@@ -31,35 +31,35 @@ def test_longer_than_the_threshold_goes_away_and_the_threshold_itself_stays(poli
 
 @pytest.mark.parametrize("policy", THRESHOLDS, ids=lambda p: p.name)
 def test_what_the_pd_prefill_instance_holds_is_not_counted(policy: Policy) -> None:
-    decision = policy.decide(RoutingRequest(2000, {"prefill": Held(1536, 1536)}), small())
+    decision = policy.decide(RoutingRequest(2000, {"prefill": PrefixHit(1536, 1536)}), small())
     assert (decision.route, decision.uncached_tokens, decision.prefill_tokens) == (Route.LOCAL, 464, 464)
 
 
 @pytest.mark.parametrize("policy", THRESHOLDS, ids=lambda p: p.name)
 def test_attention_blocks_of_a_hybrid_decode_instance_spare_bytes_only(policy: Policy) -> None:
-    decision = policy.decide(RoutingRequest(2000, {"decode": Held(0, 1536)}), small())
+    decision = policy.decide(RoutingRequest(2000, {"decode": PrefixHit(0, 1536)}), small())
     assert (decision.route, decision.uncached_tokens, decision.skip_tokens) == (Route.OFFLOAD, 2000, 1536)
 
 
 def test_with_sliding_windows_nothing_is_skipped() -> None:
-    request = RoutingRequest(2000, {"decode": Held(0, 1536)})
+    request = RoutingRequest(2000, {"decode": PrefixHit(0, 1536)})
     assert STATIC.decide(request, small(can_skip=False)).skip_tokens == 0
 
 
 @pytest.mark.parametrize("policy", THRESHOLDS, ids=lambda p: p.name)
 def test_a_decode_instance_that_can_reuse_most_prefills_the_rest_itself(policy: Policy) -> None:
-    decision = policy.decide(RoutingRequest(2000, {"decode": Held(1536, 1536)}), small(hybrid=False))
+    decision = policy.decide(RoutingRequest(2000, {"decode": PrefixHit(1536, 1536)}), small(hybrid=False))
     assert (decision.route, decision.prefill, decision.reason) == (Route.LOCAL, "decode", "held-by-decode")
     assert (decision.uncached_tokens, decision.skip_tokens, decision.transfers) == (464, 0, False)
 
 
 def test_it_does_not_when_its_own_queue_would_take_longer() -> None:
     busy = board(prefiller("prefill"), decoder("decode", busy_until_s=NOW_S + 60))
-    assert STATIC.decide(RoutingRequest(1200, {"decode": Held(1024, 1024)}), busy).prefill == "prefill"
+    assert STATIC.decide(RoutingRequest(1200, {"decode": PrefixHit(1024, 1024)}), busy).prefill == "prefill"
 
 
 def test_a_decode_instance_that_can_reuse_little_only_spares_bytes() -> None:
-    decision = STATIC.decide(RoutingRequest(2000, {"decode": Held(512, 512)}), small(hybrid=False))
+    decision = STATIC.decide(RoutingRequest(2000, {"decode": PrefixHit(512, 512)}), small(hybrid=False))
     assert (decision.route, decision.skip_tokens, decision.uncached_tokens) == (Route.OFFLOAD, 512, 2000)
 
 
@@ -139,18 +139,18 @@ def test_a_prefill_instance_decodes_when_nothing_else_is_well(policy: Policy) ->
 def test_decode_is_cache_affine_until_the_load_outweighs_the_share_it_holds() -> None:
     a, b, c = decoder("a", decoding=2), decoder("b", decoding=1), decoder("c", decoding=1)
     view = board(a, b, c)
-    assert STATIC.decide(RoutingRequest(900, {"a": Held(0, 256)}), view).decode == "a"
+    assert STATIC.decide(RoutingRequest(900, {"a": PrefixHit(0, 256)}), view).decode == "a"
     assert STATIC.decide(RoutingRequest(900), view).decode == "b"
     b.in_flight = 1
     assert STATIC.decide(RoutingRequest(900), view).decode == "c"
     # a holds 256/900 of the prompt: worth 4.5 of 16 slots more than the others.
     a.decoding = 6
-    assert STATIC.decide(RoutingRequest(900, {"a": Held(0, 256)}), view).decode == "c"
+    assert STATIC.decide(RoutingRequest(900, {"a": PrefixHit(0, 256)}), view).decode == "c"
 
 
 def test_a_decode_instance_without_a_free_slot_comes_last() -> None:
     full, light = decoder("full", decoding=16), decoder("light", decoding=15)
-    request = RoutingRequest(900, {"full": Held(0, 768)})
+    request = RoutingRequest(900, {"full": PrefixHit(0, 768)})
     assert STATIC.decide(request, board(full, light)).decode == "light"
     light.decoding = 17
     assert STATIC.decide(request, board(full, light)).decode == "full"
@@ -159,7 +159,7 @@ def test_a_decode_instance_without_a_free_slot_comes_last() -> None:
 def test_prefill_is_cache_affine_until_its_queue_costs_more_than_it_saves() -> None:
     affine, idle = prefiller("affine"), prefiller("idle")
     view = board(idle, affine, decoder("decode"), threshold=math.inf)
-    request = RoutingRequest(12_000, {"affine": Held(10_000, 10_000)})
+    request = RoutingRequest(12_000, {"affine": PrefixHit(10_000, 10_000)})
     assert policy_named("paper").decide(request, view).prefill == "affine"
     affine.busy_until_s = NOW_S + 0.99  # 10,000 tokens take 1 s
     assert policy_named("paper").decide(request, view).prefill == "affine"
@@ -208,7 +208,7 @@ def test_a_cached_prefix_draws_a_request_to_its_pd_cluster() -> None:
     view = board(
         prefiller("p1", "pd1"), decoder("d1", "pd1"), prefiller("p2", "pd2"), decoder("d2", "pd2"), links=[]
     )
-    decision = policy_named("paper").decide(RoutingRequest(9000, {"p2": Held(8192, 8192)}), view)
+    decision = policy_named("paper").decide(RoutingRequest(9000, {"p2": PrefixHit(8192, 8192)}), view)
     assert (decision.prefill, decision.decode, decision.prefill_tokens) == ("p2", "d2", 808)
 
 
@@ -229,7 +229,7 @@ def test_the_predicted_ttft_is_wait_prefill_and_what_of_the_transfer_is_not_hidd
 
 def test_bytes_that_are_skipped_take_no_time() -> None:
     links = [link("far", "pd", 1e8)]
-    request = RoutingRequest(10_000, {"decode": Held(0, 8_192)})
+    request = RoutingRequest(10_000, {"decode": PrefixHit(0, 8_192)})
 
     def predicted(can_skip: bool) -> float:
         return STATIC.decide(request, small(links=links, can_skip=can_skip)).predicted_ttft_s

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from prfaas.core.scheduling import (
     ClusterView,
     Decision,
-    Held,
     InstanceView,
     NoDecodeInstanceError,
     Policy,
+    PrefixHit,
     Route,
     RoutingRequest,
     View,
@@ -70,7 +70,7 @@ def check(decision: Decision, request: RoutingRequest, view: View) -> None:
     instances = {each.name: (each, c) for c in view.clusters.values() for each in c.instances}
     (decode, pd), (prefill, at) = instances[decision.decode], instances[decision.prefill]
     last = max(request.num_tokens - 1, 0)
-    nothing = Held(0, 0)
+    nothing = PrefixHit(0, 0)
 
     assert pd.kind == "pd" and decode.name not in view.avoid
     if not decode.healthy or decode.draining or not decode.decodes:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.core.prefix.index import Held
+from prfaas.core.prefix.index import PrefixHit
 from prfaas.lab.simulator.prefix_caches import PrefixCaches
 
 NAMES = ("pd-0", "pd-1", "prfaas-0")
@@ -23,7 +23,7 @@ class NaiveCache:
     clock: int = 0
     entries: dict[int, tuple[int, bool]] = field(default_factory=dict)
 
-    def held(self, blocks: tuple[int, ...], num_tokens: int) -> Held:
+    def held(self, blocks: tuple[int, ...], num_tokens: int) -> PrefixHit:
         attention = reusable = 0
         for number, block in enumerate(blocks[: num_tokens // self.block_tokens], 1):
             if block not in self.entries:
@@ -31,7 +31,7 @@ class NaiveCache:
             attention = number * self.block_tokens
             if self.checkpoint_blocks is None or self.entries[block][1]:
                 reusable = attention
-        return Held(reusable, attention)
+        return PrefixHit(reusable, attention)
 
     def insert(self, blocks: tuple[int, ...], num_tokens: int) -> None:
         whole = blocks[: num_tokens // self.block_tokens]
@@ -124,9 +124,9 @@ def test_the_tail_of_what_was_used_longest_ago_goes_first() -> None:
     caches.insert("one", [1, 2, 3], 30)
     caches.insert("one", [1, 2, 4], 30)
     caches.insert("one", [7, 8], 25)
-    assert caches.held([1, 2, 3], 30) == {"one": Held(20, 20)}
-    assert caches.held([1, 2, 4], 30) == {"one": Held(30, 30)}
-    assert caches.held([7, 8], 20) == {"one": Held(20, 20)}
+    assert caches.held([1, 2, 3], 30) == {"one": PrefixHit(20, 20)}
+    assert caches.held([1, 2, 4], 30) == {"one": PrefixHit(30, 30)}
+    assert caches.held([7, 8], 20) == {"one": PrefixHit(20, 20)}
 
 
 def test_a_hybrid_model_goes_on_from_a_state_only() -> None:
@@ -135,10 +135,10 @@ def test_a_hybrid_model_goes_on_from_a_state_only() -> None:
     )
     caches.insert("a", [1, 2, 3, 4, 5, 6], 60)
     caches.insert("b", [1, 2, 3], 39)
-    assert caches.held([1, 2, 3, 4, 5, 9], 60) == {"a": Held(40, 50), "b": Held(30, 30)}
-    assert caches.held([1, 2, 8], 30) == {"a": Held(0, 20), "b": Held(0, 20)}
-    assert caches.held([1, 2, 3, 4, 5, 6], 60)["a"] == Held(60, 60)
-    assert caches.held([5], 10) == {"a": Held(0, 10)}
+    assert caches.held([1, 2, 3, 4, 5, 9], 60) == {"a": PrefixHit(40, 50), "b": PrefixHit(30, 30)}
+    assert caches.held([1, 2, 8], 30) == {"a": PrefixHit(0, 20), "b": PrefixHit(0, 20)}
+    assert caches.held([1, 2, 3, 4, 5, 6], 60)["a"] == PrefixHit(60, 60)
+    assert caches.held([5], 10) == {"a": PrefixHit(0, 10)}
     assert caches.held([1], 9) == {}
 
 

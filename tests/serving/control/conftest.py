@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from prfaas.core.deployment import Deployment
-from prfaas.serving.control.cluster_state import Board
+from prfaas.serving.control.cluster_state import ClusterState
 
 from .world import FakeClock, board_of, deployment_of
 
@@ -21,5 +21,5 @@ def deployment(tmp_path: Path) -> Deployment:
 
 
 @pytest.fixture
-def board(deployment: Deployment, clock: FakeClock) -> Board:
+def board(deployment: Deployment, clock: FakeClock) -> ClusterState:
     return board_of(deployment, clock)

@@ -11,12 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from prfaas.core.deployment import Deployment
 from prfaas.core.scheduling import CacheTransfer
-from prfaas.serving.control.cluster_state import Board
+from prfaas.serving.control.cluster_state import ClusterState
 
 from .world import BYTES_PER_TOKEN, LINK, FakeClock, board_of, decision, deployment_of
 
 
-def test_a_prefill_elsewhere_counts_until_it_is_over(board: Board, clock: FakeClock) -> None:
+def test_a_prefill_elsewhere_counts_until_it_is_over(board: ClusterState, clock: FakeClock) -> None:
     link = board.view.links[LINK]
     with board.prefilling(decision("far-0", "home-d0", prefill_tokens=2000), 2001):
         assert board.instance("far-0").in_flight == 1
@@ -31,13 +31,13 @@ def test_a_prefill_elsewhere_counts_until_it_is_over(board: Board, clock: FakeCl
     assert link.drained_s <= clock.now_s
 
 
-def test_inside_a_cluster_no_link_is_used(board: Board, clock: FakeClock) -> None:
+def test_inside_a_cluster_no_link_is_used(board: ClusterState, clock: FakeClock) -> None:
     with board.prefilling(decision("home-p0", "home-d0"), 1001):
         assert board.view.links[LINK].drained_s == clock.now_s
         assert board.instance("home-p0").busy_until_s == clock.now_s + 1.0
 
 
-def test_skipped_tokens_are_not_sent(board: Board, clock: FakeClock) -> None:
+def test_skipped_tokens_are_not_sent(board: ClusterState, clock: FakeClock) -> None:
     with board.prefilling(decision("far-0", "home-d0", skip_tokens=600), 1001):
         assert board.residual_bytes(LINK) == 400 * BYTES_PER_TOKEN
 
@@ -86,13 +86,13 @@ def test_what_the_link_explains_is_not_measured(deployment: Deployment, clock: F
     assert measured == [1.5]
 
 
-def test_overdue_work_is_never_in_the_past(board: Board, clock: FakeClock) -> None:
+def test_overdue_work_is_never_in_the_past(board: ClusterState, clock: FakeClock) -> None:
     with board.prefilling(decision("far-0", "home-d0"), 1001):
         clock.now_s += 30
         assert board.at(clock.now_s).clusters["far"].instances[0].busy_until_s == clock.now_s
 
 
-def test_decoding_and_its_own_prefill(board: Board, clock: FakeClock) -> None:
+def test_decoding_and_its_own_prefill(board: ClusterState, clock: FakeClock) -> None:
     with board.decoding("home-d0", 500):
         view = board.instance("home-d0")
         assert (view.decoding, view.in_flight, view.busy_until_s) == (1, 1, clock.now_s + 0.5)
@@ -103,13 +103,13 @@ def test_decoding_and_its_own_prefill(board: Board, clock: FakeClock) -> None:
     assert board.decoding_s("home-d0") == 10.0
 
 
-def test_requests_on_their_way_are_no_decode_work_yet(board: Board, clock: FakeClock) -> None:
+def test_requests_on_their_way_are_no_decode_work_yet(board: ClusterState, clock: FakeClock) -> None:
     with board.prefilling(decision("far-0", "home-d0"), 1001):
         clock.now_s += 7
         assert board.decoding_s("home-d0") == 0.0
 
 
-def test_telemetry_corrects_the_link(board: Board, clock: FakeClock) -> None:
+def test_telemetry_corrects_the_link(board: ClusterState, clock: FakeClock) -> None:
     link = board.view.links[LINK]
     with board.prefilling(decision("far-0", "home-d0"), 1001):
         board.set_link(LINK, delivered_bytes=600_000, measured_bytes=300_000, capacity_bits_per_s=8e6)
@@ -124,7 +124,7 @@ def test_telemetry_corrects_the_link(board: Board, clock: FakeClock) -> None:
             assert board.residual_bytes(LINK) == 1000 * BYTES_PER_TOKEN
 
 
-def test_somebody_elses_requests_count_when_seen_twice(board: Board, clock: FakeClock) -> None:
+def test_somebody_elses_requests_count_when_seen_twice(board: ClusterState, clock: FakeClock) -> None:
     with board.prefilling(decision("far-0", "home-d0"), 1001):
         pass
     board.set_engine_load("far-0", 3)
@@ -139,7 +139,7 @@ def test_somebody_elses_requests_count_when_seen_twice(board: Board, clock: Fake
         assert board.instance("home-d0").decoding == 4
 
 
-def test_roles(board: Board) -> None:
+def test_roles(board: ClusterState) -> None:
     board.set_role("home-d0", "prefill")
     view = board.instance("home-d0")
     assert (view.prefills, view.decodes) == (True, False)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from prfaas.core.deployment import Deployment
-from prfaas.serving.control.cluster_state import Board
+from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.health import HealthWatch
 
 from .world import FakeClock, FakeHttp
@@ -14,7 +14,7 @@ from .world import FakeClock, FakeHttp
 class Watched:
     """A watch with everything it told."""
 
-    def __init__(self, deployment: Deployment, board: Board, clock: FakeClock) -> None:
+    def __init__(self, deployment: Deployment, board: ClusterState, clock: FakeClock) -> None:
         self.http, self.clock, self.board = FakeHttp(), clock, board
         self.lost: list[str] = []
         self.changes: list[tuple[str, bool]] = []
@@ -34,7 +34,7 @@ class Watched:
 
 
 @pytest.fixture
-def watched(deployment: Deployment, board: Board, clock: FakeClock) -> Watched:
+def watched(deployment: Deployment, board: ClusterState, clock: FakeClock) -> Watched:
     return Watched(deployment, board, clock)
 
 

@@ -3,12 +3,12 @@
 import pytest
 
 from prfaas.core.deployment import Deployment
-from prfaas.core.prefix import GlobalIndex, Held
+from prfaas.core.prefix import GlobalIndex, PrefixHit
 from prfaas.core.prefix.events import EventBatch, StoredBlocks
 from prfaas.core.scheduling import CacheTransfer
-from prfaas.serving.control.cluster_state import Board
+from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_metrics import read_exposition
-from prfaas.serving.control.prefix_knowledge import Holdings
+from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
 
 from .world import FakeClock, decision
 
@@ -17,13 +17,13 @@ SEED = 7
 
 
 @pytest.fixture
-def holdings(board: Board, clock: FakeClock) -> Holdings:
-    return Holdings(
+def holdings(board: ClusterState, clock: FakeClock) -> PrefixKnowledge:
+    return PrefixKnowledge(
         GlobalIndex(seed=SEED), board, seed=SEED, is_hybrid=True, with_events=WITH_EVENTS, clock=clock
     )
 
 
-def tell(holdings: Holdings, name: str, tokens: int, block: int = 16) -> None:
+def tell(holdings: PrefixKnowledge, name: str, tokens: int, block: int = 16) -> None:
     hashes: list[int | bytes] = list(range(1, tokens // block + 1))
     event = StoredBlocks(
         hashes=hashes, block_tokens=block, token_ids=list(range(tokens)), group=0, kind="full_attention"
@@ -31,20 +31,24 @@ def tell(holdings: Holdings, name: str, tokens: int, block: int = 16) -> None:
     holdings.apply(name, EventBatch(0.0, [event]))
 
 
-def test_events_prove_and_expectations_only_guide(holdings: Holdings, clock: FakeClock) -> None:
+def test_events_prove_and_expectations_only_guide(holdings: PrefixKnowledge, clock: FakeClock) -> None:
     tell(holdings, "far-0", 32)
     chains = holdings.chains(range(65), "", "")
     holdings.expect("home-d0", chains)
     holdings.expect("home-p0", chains)
     belief = holdings.match(chains)
     # What decodes was only sent attention blocks and the state at the very end.
-    assert belief.held == {"far-0": Held(32, 32), "home-d0": Held(0, 64), "home-p0": Held(64, 64)}
-    assert belief.proven == {"far-0": Held(32, 32)}
+    assert belief.held == {
+        "far-0": PrefixHit(32, 32),
+        "home-d0": PrefixHit(0, 64),
+        "home-p0": PrefixHit(64, 64),
+    }
+    assert belief.proven == {"far-0": PrefixHit(32, 32)}
     clock.now_s += 60
-    assert holdings.match(chains).held == {"far-0": Held(32, 32)}
+    assert holdings.match(chains).held == {"far-0": PrefixHit(32, 32)}
 
 
-def test_bytes_are_left_out_only_when_proven(holdings: Holdings) -> None:
+def test_bytes_are_left_out_only_when_proven(holdings: PrefixKnowledge) -> None:
     tell(holdings, "home-d0", 32)
     chains = holdings.chains(range(65), "", "")
     for name in ("home-d0", "far-0"):
@@ -58,14 +62,14 @@ def test_bytes_are_left_out_only_when_proven(holdings: Holdings) -> None:
     assert belief.bounded(fine) is fine
 
 
-def test_tenants_and_adapters_share_nothing(holdings: Holdings) -> None:
+def test_tenants_and_adapters_share_nothing(holdings: PrefixKnowledge) -> None:
     tell(holdings, "far-0", 32)
     assert holdings.match(holdings.chains(range(65), "salt", "")).held == {}
     assert holdings.match(holdings.chains(range(65), "", "lora")).held == {}
     assert holdings.match(holdings.chains(range(65), "", "")).held != {}
 
 
-def test_without_events_what_was_sent_is_recorded(holdings: Holdings, deployment: Deployment) -> None:
+def test_without_events_what_was_sent_is_recorded(holdings: PrefixKnowledge, deployment: Deployment) -> None:
     chains = holdings.chains(range(600), "", "")
     holdings.expect("home-p1", chains)
     assert holdings.match(chains).held == {}
@@ -84,13 +88,13 @@ def test_without_events_what_was_sent_is_recorded(holdings: Holdings, deployment
     holdings.expect("home-p1", chains)
     holdings.expect("home-d1", chains)
     belief = holdings.match(chains)
-    assert belief.held == belief.proven == {"home-p1": Held(576, 576), "home-d1": Held(0, 576)}
+    assert belief.held == belief.proven == {"home-p1": PrefixHit(576, 576), "home-d1": PrefixHit(0, 576)}
     assert (holdings.blocks("home-p1"), holdings.blocks("far-0")) == (2, 0)
     holdings.drop("home-p1", "died")
     assert "home-p1" not in holdings.match(chains).held
 
 
-def test_a_dropped_instance_holds_nothing(holdings: Holdings) -> None:
+def test_a_dropped_instance_holds_nothing(holdings: PrefixKnowledge) -> None:
     tell(holdings, "far-0", 32)
     chains = holdings.chains(range(65), "", "")
     holdings.expect("far-0", chains)

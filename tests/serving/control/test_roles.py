@@ -3,9 +3,9 @@
 import pytest
 
 from prfaas.core.deployment import Deployment
-from prfaas.serving.control.cluster_state import Board
+from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_metrics import EngineMeter
-from prfaas.serving.control.role_allocation import DRAIN_LIMIT_S, RoleChange, RoleChanges, Usage
+from prfaas.serving.control.role_allocation import DRAIN_LIMIT_S, RoleChange, RoleChanges, StageUtilisation
 
 from .world import FakeClock, decision
 
@@ -16,12 +16,12 @@ def ended() -> list[RoleChange]:
 
 
 @pytest.fixture
-def roles(board: Board, clock: FakeClock, ended: list[RoleChange]) -> RoleChanges:
+def roles(board: ClusterState, clock: FakeClock, ended: list[RoleChange]) -> RoleChanges:
     return RoleChanges(board, clock=clock, on_end=ended.append)
 
 
 def test_drains_then_relabels(
-    roles: RoleChanges, board: Board, clock: FakeClock, ended: list[RoleChange]
+    roles: RoleChanges, board: ClusterState, clock: FakeClock, ended: list[RoleChange]
 ) -> None:
     view = board.instance("home-d0")
     with board.decoding("home-d0", 0):
@@ -35,7 +35,7 @@ def test_drains_then_relabels(
     assert not roles.is_busy
 
 
-def test_requests_on_their_way_are_waited_for(roles: RoleChanges, board: Board) -> None:
+def test_requests_on_their_way_are_waited_for(roles: RoleChanges, board: ClusterState) -> None:
     with board.prefilling(decision("far-0", "home-d0"), 1001):
         roles.begin("home-d0", "prefill", "")
         roles.tick()
@@ -44,7 +44,7 @@ def test_requests_on_their_way_are_waited_for(roles: RoleChanges, board: Board) 
     assert not roles.is_busy
 
 
-def test_only_one_at_a_time_and_never_to_the_same_role(roles: RoleChanges, board: Board) -> None:
+def test_only_one_at_a_time_and_never_to_the_same_role(roles: RoleChanges, board: ClusterState) -> None:
     assert not roles.begin("home-d0", "decode", "")
     assert roles.begin("home-d0", "prefill", "")
     assert not roles.begin("home-d1", "prefill", "")
@@ -52,7 +52,7 @@ def test_only_one_at_a_time_and_never_to_the_same_role(roles: RoleChanges, board
 
 
 def test_old_work_does_not_hold_it_up_for_ever(
-    roles: RoleChanges, board: Board, clock: FakeClock, ended: list[RoleChange]
+    roles: RoleChanges, board: ClusterState, clock: FakeClock, ended: list[RoleChange]
 ) -> None:
     with board.decoding("home-d0", 0):
         roles.begin("home-d0", "prefill", "")
@@ -63,7 +63,9 @@ def test_old_work_does_not_hold_it_up_for_ever(
     assert ended[0].outcome == "done-with-old-work"
 
 
-def test_a_failing_instance_keeps_its_role(roles: RoleChanges, board: Board, ended: list[RoleChange]) -> None:
+def test_a_failing_instance_keeps_its_role(
+    roles: RoleChanges, board: ClusterState, ended: list[RoleChange]
+) -> None:
     roles.begin("home-p0", "decode", "")
     board.instance("home-p0").healthy = False
     roles.tick()
@@ -73,8 +75,10 @@ def test_a_failing_instance_keeps_its_role(roles: RoleChanges, board: Board, end
     assert roles.state(0.0)[0]["outcome"] == "abandoned"
 
 
-def test_loads_since_the_last_look(deployment: Deployment, board: Board, clock: FakeClock) -> None:
-    usage = Usage(deployment, board, {name: EngineMeter(60.0) for name in board.names}, clock=clock)
+def test_loads_since_the_last_look(deployment: Deployment, board: ClusterState, clock: FakeClock) -> None:
+    usage = StageUtilisation(
+        deployment, board, {name: EngineMeter(60.0) for name in board.names}, clock=clock
+    )
     with board.decoding("home-d0", 0), board.decoding("home-d0", 0):
         with (
             board.prefilling(decision("far-0", "home-d1"), 1001),

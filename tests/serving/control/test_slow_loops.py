@@ -19,7 +19,7 @@ from prfaas.serving.control.planning_inputs import (
     LiveFacts,
     decode_slots,
 )
-from prfaas.serving.control.role_allocation import Allocating, RoleChanges, Usage
+from prfaas.serving.control.role_allocation import RoleAllocation, RoleChanges, StageUtilisation
 from prfaas.serving.control.thresholds import DEFAULT_TOKENS, Thresholds
 
 from .world import LINK, FakeClock, board_of, decision, deployment_of
@@ -50,8 +50,8 @@ class Slow:
             on_change=lambda cluster, reason: self.changes.append((cluster, reason)),
         )
         self.roles = RoleChanges(self.board, clock=clock, on_end=lambda _: None)
-        self.usage = Usage(deployment, self.board, self.engines, clock=clock)
-        self.allocating = Allocating(
+        self.usage = StageUtilisation(deployment, self.board, self.engines, clock=clock)
+        self.allocating = RoleAllocation(
             deployment.control, self.facts, self.usage, self.window, self.roles, clock=clock
         )
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from prfaas.core.deployment import Deployment, Instance
-from prfaas.serving.control.cluster_state import Board
-from prfaas.serving.control.engine_monitor import EngineTelemetry, period_s
-from prfaas.serving.control.link_monitor import LinkTelemetry
+from prfaas.serving.control.cluster_state import ClusterState
+from prfaas.serving.control.engine_monitor import EngineMonitor, period_s
+from prfaas.serving.control.link_monitor import LinkMonitor
 
 from .world import LINK, FakeClock, FakeHttp, FakeSender, decision, report
 
@@ -16,11 +16,11 @@ from .world import LINK, FakeClock, FakeHttp, FakeSender, decision, report
 class Links:
     """Telemetry over fake senders."""
 
-    def __init__(self, deployment: Deployment, board: Board, clock: FakeClock) -> None:
+    def __init__(self, deployment: Deployment, board: ClusterState, clock: FakeClock) -> None:
         self.senders: dict[str, FakeSender] = {}
         self.changes: list[str] = []
         self.clock = clock
-        self.telemetry = LinkTelemetry(
+        self.telemetry = LinkMonitor(
             deployment, self.sender_of, board, clock=clock, on_change=self.changes.append
         )
 
@@ -35,11 +35,15 @@ class Links:
         self.telemetry.conclude()
 
 
-def test_only_clusters_with_a_link_are_asked(deployment: Deployment, board: Board, clock: FakeClock) -> None:
+def test_only_clusters_with_a_link_are_asked(
+    deployment: Deployment, board: ClusterState, clock: FakeClock
+) -> None:
     assert set(Links(deployment, board, clock).senders) == {"far-0/0", "far-1/0"}
 
 
-def test_reports_are_summed_into_the_view(deployment: Deployment, board: Board, clock: FakeClock) -> None:
+def test_reports_are_summed_into_the_view(
+    deployment: Deployment, board: ClusterState, clock: FakeClock
+) -> None:
     async def main() -> None:
         links = Links(deployment, board, clock)
         for tick in range(30):
@@ -59,7 +63,7 @@ def test_reports_are_summed_into_the_view(deployment: Deployment, board: Board, 
     asyncio.run(main())
 
 
-def test_silence_ages_and_does_not_lie(deployment: Deployment, board: Board, clock: FakeClock) -> None:
+def test_silence_ages_and_does_not_lie(deployment: Deployment, board: ClusterState, clock: FakeClock) -> None:
     async def main() -> None:
         links = Links(deployment, board, clock)
         for sender in links.senders.values():
@@ -82,7 +86,7 @@ def test_silence_ages_and_does_not_lie(deployment: Deployment, board: Board, clo
     asyncio.run(main())
 
 
-def test_garbage_is_no_report(deployment: Deployment, board: Board, clock: FakeClock) -> None:
+def test_garbage_is_no_report(deployment: Deployment, board: ClusterState, clock: FakeClock) -> None:
     async def main() -> None:
         links = Links(deployment, board, clock)
         links.senders["far-0/0"].links = {"far->home": {"queued_bytes": "many"}}
@@ -94,7 +98,7 @@ def test_garbage_is_no_report(deployment: Deployment, board: Board, clock: FakeC
 
 
 def test_no_connection_takes_the_link_down_and_back(
-    deployment: Deployment, board: Board, clock: FakeClock
+    deployment: Deployment, board: ClusterState, clock: FakeClock
 ) -> None:
     async def main() -> None:
         links = Links(deployment, board, clock)
@@ -112,7 +116,9 @@ def test_no_connection_takes_the_link_down_and_back(
     asyncio.run(main())
 
 
-def test_failed_transfers_take_the_link_down(deployment: Deployment, board: Board, clock: FakeClock) -> None:
+def test_failed_transfers_take_the_link_down(
+    deployment: Deployment, board: ClusterState, clock: FakeClock
+) -> None:
     async def main() -> None:
         links = Links(deployment, board, clock)
         for sender in links.senders.values():
@@ -129,7 +135,7 @@ def test_failed_transfers_take_the_link_down(deployment: Deployment, board: Boar
 
 
 def test_capacity_falls_and_the_change_is_told(
-    deployment: Deployment, board: Board, clock: FakeClock
+    deployment: Deployment, board: ClusterState, clock: FakeClock
 ) -> None:
     async def main() -> None:
         links = Links(deployment, board, clock)
@@ -152,9 +158,9 @@ def test_many_are_asked_more_rarely() -> None:
     assert period_s(0.1, 100, 250.0) == 0.4
 
 
-def test_metrics_reach_the_board(deployment: Deployment, board: Board, clock: FakeClock) -> None:
+def test_metrics_reach_the_board(deployment: Deployment, board: ClusterState, clock: FakeClock) -> None:
     http, restarted = FakeHttp(), list[str]()
-    telemetry = EngineTelemetry(
+    telemetry = EngineMonitor(
         deployment,
         http,
         board,

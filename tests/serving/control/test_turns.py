@@ -10,17 +10,17 @@ from tests.serving.control.world import LINK, FakeClock, board_of, decision
 from prfaas.core.deployment import Deployment
 from prfaas.core.prefix import PromptChains
 from prfaas.core.scheduling import Decision
-from prfaas.serving.control.cluster_state import Board
-from prfaas.serving.control.prefill_admission import Turns
+from prfaas.serving.control.cluster_state import ClusterState
+from prfaas.serving.control.prefill_admission import PrefillAdmission
 
 CHAINS = PromptChains(5000, {})
 
 
 class Yard:
     def __init__(self, deployment: Deployment, clock: FakeClock) -> None:
-        self.board: Board = board_of(deployment, clock)
+        self.board: ClusterState = board_of(deployment, clock)
         self.held: dict[str, int] = {}
-        self.turns = Turns(
+        self.turns = PrefillAdmission(
             self.board, batch_tokens=2048, reusable_at=lambda _chains, name: self.held.get(name, 0)
         )
         self.log: list[str] = []

@@ -6,7 +6,7 @@ from typing import Any
 
 from prfaas.core.deployment import Deployment, Instance, load_deployment
 from prfaas.core.scheduling import CacheTransfer, Decision, KvFacts, Route
-from prfaas.serving.control.cluster_state import Board
+from prfaas.serving.control.cluster_state import ClusterState
 
 KEY = bytes(range(32))
 
@@ -75,9 +75,9 @@ def board_of(
     *,
     prefill_s: Callable[[float], float] = lambda tokens: tokens / 1000,
     on_service: Callable[[str, int, float], None] = lambda *_: None,
-) -> Board:
+) -> ClusterState:
     """A board whose instances prefill 1000 tokens a second."""
-    return Board(
+    return ClusterState(
         deployment,
         kv_facts(),
         {cluster.name: prefill_s for cluster in deployment.clusters},

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from prfaas.serving.gateway.prompts import Endpoint
 from prfaas.serving.gateway.stream import DATA, END_OF_EVENT, LAST_EVENT
 from prfaas.serving.gateway.stream_resume import can_continue, continuation_body, tokens_left
-from prfaas.serving.gateway.transcript import AnswerText, NotPlainError, Story, events
+from prfaas.serving.gateway.transcript import AnswerText, NotPlainError, StreamTranscript, events
 
 from .stand_in import write_tokenizer
 
@@ -114,7 +114,7 @@ def test_a_story_and_its_rest_read_as_one_answer(text: str, data: st.DataObject)
     places = sorted(data.draw(st.lists(st.integers(0, len(text)), min_size=2, max_size=6)))
     pieces = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
     first, second = pieces[:2], pieces[2:]
-    story = Story.of(Endpoint.COMPLETIONS, b"".join(map(chunk, first)))
+    story = StreamTranscript.of(Endpoint.COMPLETIONS, b"".join(map(chunk, first)))
     told = b"".join(map(chunk, first))
     for number, piece in enumerate(second):
         reason = "stop" if number == len(second) - 1 else None
@@ -145,17 +145,19 @@ def test_a_story_and_its_rest_read_as_one_answer(text: str, data: st.DataObject)
 )
 def test_more_than_the_text_of_one_answer_is_not_plain(told: bytes) -> None:
     with pytest.raises(NotPlainError):
-        Story.of(Endpoint.CHAT, told)
+        StreamTranscript.of(Endpoint.CHAT, told)
 
 
 def test_the_end_of_a_story_is_told_once() -> None:
-    story = Story.of(Endpoint.COMPLETIONS, chunk("ab"))
+    story = StreamTranscript.of(Endpoint.COMPLETIONS, chunk("ab"))
     rest = list(story.rest(3, 2, usage=True))
     assert len(rest) == 3 and rest[2] == LAST_EVENT
     assert orjson.loads(rest[1][len(DATA) :])["usage"]["total_tokens"] == 5
     told = chunk("ab") + b"".join(rest)
-    assert list(Story.of(Endpoint.COMPLETIONS, told).rest(3, 2, usage=True)) == []
-    assert list(Story.of(Endpoint.COMPLETIONS, chunk("ab", "stop")).rest(3, 2, usage=False)) == [LAST_EVENT]
+    assert list(StreamTranscript.of(Endpoint.COMPLETIONS, told).rest(3, 2, usage=True)) == []
+    assert list(StreamTranscript.of(Endpoint.COMPLETIONS, chunk("ab", "stop")).rest(3, 2, usage=False)) == [
+        LAST_EVENT
+    ]
 
 
 async def ids_after(directory: Path, prompt: list[int], text: str) -> list[int] | None:

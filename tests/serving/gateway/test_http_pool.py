@@ -11,7 +11,7 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.gateway.http_pool import Answer, AnswerCutError, HttpPool
+from prfaas.serving.gateway.http_pool import AnswerCutError, EngineResponse, HttpPool
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -79,7 +79,7 @@ def loop_run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, No
     return request.param  # type: ignore[no-any-return]
 
 
-async def post(pool: HttpPool, port: int, body: bytes = b"{}") -> Answer:
+async def post(pool: HttpPool, port: int, body: bytes = b"{}") -> EngineResponse:
     return await pool.request("POST", "127.0.0.1", port, "/v1/x", {"Content-Type": "application/json"}, body)
 
 

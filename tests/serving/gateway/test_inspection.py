@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from prfaas.serving.gateway.request_log import Record, Records
+from prfaas.serving.gateway.request_log import RequestLog, RequestRecord
 from prfaas.serving.gateway.routes import may_ask
 
 from .world import World
@@ -139,7 +139,7 @@ def test_who_may_ask(header: str, configured: str, answer: bool) -> None:
 
 
 def test_the_oldest_record_makes_room() -> None:
-    records = Records(3)
+    records = RequestLog(3)
     for number in range(5):
-        records.add(Record(str(number), "completions", 0.0, 0.0))
+        records.add(RequestRecord(str(number), "completions", 0.0, 0.0))
     assert len(records) == 3 and records.find("1") is None and records.find("2") is not None

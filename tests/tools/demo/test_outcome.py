@@ -11,9 +11,9 @@ from rich.console import Console
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.kv import KvModel, model_from_config
 from prfaas.serving.engines.tiny import tiny_config
-from prfaas.tools.demo.client import Answer, RouteReport
+from prfaas.tools.demo.client import DemoAnswer, RouteReport
 from prfaas.tools.demo.compare import Pages
-from prfaas.tools.demo.outcome import Outcome, closing, footnotes, outcome_of, outcome_table
+from prfaas.tools.demo.outcome import DemoOutcome, closing, footnotes, outcome_of, outcome_table
 from prfaas.tools.demo.prompts import demo_prompts
 from prfaas.tools.demo.reference import (
     REFERENCE_NAME,
@@ -36,7 +36,9 @@ def _model(name: str) -> KvModel:
     return model_from_config(tiny_config(name), name=name)
 
 
-def _outcome(deployment: Deployment, *, ties: int = 0, noes: int = 0, model: str = "qwen3-next") -> Outcome:
+def _outcome(
+    deployment: Deployment, *, ties: int = 0, noes: int = 0, model: str = "qwen3-next"
+) -> DemoOutcome:
     """Six requests of which the first ones differ from the reference at token 3."""
     kv_model = _model(model)
     answers, references = [], []
@@ -54,7 +56,7 @@ def _outcome(deployment: Deployment, *, ties: int = 0, noes: int = 0, model: str
             prefill_s=2.5,
             transfer_s=2.7,
         )
-        answers.append(Answer(ours, "x" * 64, tokens, route, 2.8, 60.0))
+        answers.append(DemoAnswer(ours, "x" * 64, tokens, route, 2.8, 60.0))
         references.append(ReferenceAnswer(ANSWER, tuple({t: -0.5, 99: -0.5 - margin_nats} for t in ANSWER)))
     return outcome_of(deployment, kv_model, demo_prompts(), tuple(answers), tuple(references))
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.core.kv import FullAttention, KvModel, LinearState, SlidingWindow
-from prfaas.tools.demo.compare import Moved, Pages, find_pages
+from prfaas.tools.demo.compare import MovedPages, Pages, find_pages
 
 DENSE = KvModel("dense", (FullAttention(6, 4, 64, 64),))
 LINEAR = KvModel("linear", (FullAttention(2, 2, 64, 64), LinearState(6, 3072, 65536)))
@@ -26,7 +26,7 @@ def test_found_pages_explain_every_transfer(
     model: KvModel, full: int, window: int, lengths: list[int]
 ) -> None:
     pages = Pages(full, window if model is WINDOW else full)
-    transfers = [Moved(n, n // 3, pages.bytes_to_move(model, n, n // 3)) for n in lengths]
+    transfers = [MovedPages(n, n // 3, pages.bytes_to_move(model, n, n // 3)) for n in lengths]
     found = find_pages(model, transfers)
     assert found is not None
     assert all(found.bytes_to_move(model, t.num_tokens, t.skip_tokens) == t.kv_bytes for t in transfers)
@@ -35,11 +35,11 @@ def test_found_pages_explain_every_transfer(
 @given(st.sampled_from([DENSE, LINEAR, WINDOW]), st.integers(1, 20_000), st.integers(1, 63))
 def test_a_few_bytes_too_many_are_not_explained(model: KvModel, tokens: int, extra_bytes: int) -> None:
     moved_bytes = model.bytes_to_move(tokens) + extra_bytes
-    assert find_pages(model, [Moved(tokens, 0, moved_bytes)]) is None
+    assert find_pages(model, [MovedPages(tokens, 0, moved_bytes)]) is None
 
 
 def test_one_page_size_must_explain_all_rows() -> None:
     small, large = (Pages(size, size).bytes_to_move(DENSE, 100, 0) for size in (128, 256))
-    assert find_pages(DENSE, [Moved(100, 0, small)]) is not None
-    assert find_pages(DENSE, [Moved(100, 0, large)]) is not None
-    assert find_pages(DENSE, [Moved(100, 0, small), Moved(100, 0, large)]) is None
+    assert find_pages(DENSE, [MovedPages(100, 0, small)]) is not None
+    assert find_pages(DENSE, [MovedPages(100, 0, large)]) is not None
+    assert find_pages(DENSE, [MovedPages(100, 0, small), MovedPages(100, 0, large)]) is None

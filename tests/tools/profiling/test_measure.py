@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from prfaas.tools.profiling.endpoint import _LETTERS, Endpoint, MeasureError, TokenTimes
+from prfaas.tools.profiling.endpoint import _LETTERS, MeasureError, ProfiledEndpoint, TokenTimes
 from prfaas.tools.profiling.measure import Measurement, MeasurePlan, measure, step_s
 
 from .stand_in_engine import StandInEngine, running
@@ -13,7 +13,7 @@ from .stand_in_engine import StandInEngine, running
 
 def run(engine: StandInEngine, plan: MeasurePlan, steps: list[str] | None = None) -> Measurement:
     async def go() -> Measurement:
-        async with Endpoint(engine.url) as endpoint:
+        async with ProfiledEndpoint(engine.url) as endpoint:
             return await measure(endpoint, plan, (steps if steps is not None else []).append)
 
     return asyncio.run(go())
@@ -100,7 +100,7 @@ def test_errors_are_one_sentence(engine: dict[str, Any], plan: tuple[Any, Any], 
 
 def test_no_server_and_no_url() -> None:
     async def enter(url: str, model: str | None = None) -> None:
-        async with Endpoint(url, model):
+        async with ProfiledEndpoint(url, model):
             pass
 
     with pytest.raises(MeasureError, match=r"127\.0\.0\.1:1 can't be reached"):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from prfaas.tools.replay.client import Answer, BadAnswerError, RequestRecord, Target, parse_route
+from prfaas.tools.replay.client import BadAnswerError, ReplayAnswer, RequestRecord, Target, parse_route
 from prfaas.tools.replay.result import Percentiles, ReplayResult, closing, fallbacks, route_bytes, times_table
 
 
@@ -100,7 +100,7 @@ EVENTS = (
 
 @given(st.lists(st.integers(0, len(EVENTS)), max_size=8).map(sorted))
 def test_a_stream_may_be_cut_anywhere(cuts: list[int]) -> None:
-    answer = Answer()
+    answer = ReplayAnswer()
     edges = [0, *cuts, len(EVENTS)]
     for now, (start, end) in enumerate(itertools.pairwise(edges)):
         answer.feed(EVENTS[start:end], float(now))
@@ -113,7 +113,7 @@ def test_a_stream_may_be_cut_anywhere(cuts: list[int]) -> None:
 
 
 def test_a_server_that_doesn_t_count_is_believed() -> None:
-    answer = Answer()
+    answer = ReplayAnswer()
     answer.feed(b'data: {"choices": [{"text": "a"}]}\n\ndata: [DONE]\n\n', 1.0)
     answer.check(9)
     assert answer.answered_tokens is None

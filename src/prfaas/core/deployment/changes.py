@@ -5,12 +5,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prfaas.core.deployment.source import DeploymentError, Location, Source, dotted
+from prfaas.core.deployment.source import DeploymentError, Location, YamlSource, dotted
 
 _PART = re.compile(r"([A-Za-z0-9_]+)((?:\[[^\[\]]+\])*)")
 
 
-def changed(source: Source, changes: Mapping[str, float]) -> Source:
+def changed(source: YamlSource, changes: Mapping[str, float]) -> YamlSource:
     """The file with other numbers in it. A field is written as in errors, `links[0].bandwidth`, or with the
     cluster's or link's name in place of the index: `links[east->home].bandwidth`.
 
@@ -23,7 +23,7 @@ def changed(source: Source, changes: Mapping[str, float]) -> Source:
         parent = _at(values, location[:-1])
         key = location[-1]
         parent[key] = _like(parent.get(key) if isinstance(parent, dict) else parent[int(key)], number)
-    return Source(source.path, values, source.lines)
+    return YamlSource(source.path, values, source.lines)
 
 
 def _like(before: object, number: float) -> float:
@@ -33,7 +33,7 @@ def _like(before: object, number: float) -> float:
     return number
 
 
-def _location(source: Source, values: Any, field: str) -> Location:
+def _location(source: YamlSource, values: Any, field: str) -> Location:
     location: list[str | int] = []
     for part in field.split("."):
         match = _PART.fullmatch(part)
@@ -53,7 +53,7 @@ def _location(source: Source, values: Any, field: str) -> Location:
     return tuple(location)
 
 
-def _index(source: Source, field: str, entries: Any, entry: str) -> int:
+def _index(source: YamlSource, field: str, entries: Any, entry: str) -> int:
     if not isinstance(entries, list):
         raise _unknown(source, field, f'there is no list for "[{entry}]"')
     if entry.isdecimal():
@@ -83,5 +83,5 @@ def _at(values: Any, location: Sequence[str | int]) -> Any:
     return values
 
 
-def _unknown(source: Source, field: str, why: str) -> DeploymentError:
+def _unknown(source: YamlSource, field: str, why: str) -> DeploymentError:
     return DeploymentError(source.path, None, field, f"can't be changed: {why}")

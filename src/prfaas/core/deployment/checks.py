@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, InstanceSection, LengthsSection
-from prfaas.core.deployment.source import Location, Source
+from prfaas.core.deployment.source import Location, YamlSource
 from prfaas.core.deployment.types import SYNTHETIC, is_loopback
 
 # Which fields of `workload.lengths` go with which distribution, and which of them may be left out.
@@ -21,7 +21,7 @@ _NEEDED = {
 _OPTIONAL = {"empirical": ("weights",), "trace": ("format",)}
 
 
-def check_planning(source: Source, file: DeploymentFile) -> None:
+def check_planning(source: YamlSource, file: DeploymentFile) -> None:
     """All of them.
 
     Raises:
@@ -46,7 +46,7 @@ def check_planning(source: Source, file: DeploymentFile) -> None:
     _check_prices(source, file)
 
 
-def _check_lengths(source: Source, lengths: LengthsSection) -> None:
+def _check_lengths(source: YamlSource, lengths: LengthsSection) -> None:
     place = ("workload", "lengths")
     kind = lengths.distribution
     needed, optional = _NEEDED[kind], _OPTIONAL.get(kind, ())
@@ -72,7 +72,7 @@ def _check_lengths(source: Source, lengths: LengthsSection) -> None:
             raise source.error((*place, "weights"), "are all 0; at least one must be above 0")
 
 
-def _check_prices(source: Source, file: DeploymentFile) -> None:
+def _check_prices(source: YamlSource, file: DeploymentFile) -> None:
     used = dict.fromkeys(cluster.hardware for cluster in file.clusters)
     for hardware in file.prices:
         if hardware not in used:
@@ -86,7 +86,7 @@ def _check_prices(source: Source, file: DeploymentFile) -> None:
             )
 
 
-def check_to_run(source: Source, file: DeploymentFile) -> None:
+def check_to_run(source: YamlSource, file: DeploymentFile) -> None:
     """All checks of a deployment whose servers are to be started.
 
     Raises:
@@ -98,7 +98,7 @@ def check_to_run(source: Source, file: DeploymentFile) -> None:
     _check_engine(source, file)
 
 
-def check_to_plan(source: Source, file: DeploymentFile) -> None:
+def check_to_plan(source: YamlSource, file: DeploymentFile) -> None:
     """All checks of a deployment that is to be planned; servers and their ports may be missing.
 
     Raises:
@@ -108,7 +108,7 @@ def check_to_plan(source: Source, file: DeploymentFile) -> None:
     check_planning(source, file)
 
 
-def _check_common(source: Source, file: DeploymentFile) -> None:
+def _check_common(source: YamlSource, file: DeploymentFile) -> None:
     _check_model(source, file)
     _check_counts(source, file)
     _check_names(source, file)
@@ -117,7 +117,7 @@ def _check_common(source: Source, file: DeploymentFile) -> None:
     _check_slo(source, file)
 
 
-def _check_can_run(source: Source, file: DeploymentFile) -> None:
+def _check_can_run(source: YamlSource, file: DeploymentFile) -> None:
     for field in ("published", "config"):
         if getattr(file.model, field) is not None:
             raise source.error(
@@ -141,7 +141,7 @@ def _instances(file: DeploymentFile) -> Iterator[tuple[Location, ClusterSection,
             yield ("clusters", c, "instances", i), cluster, instance
 
 
-def _check_model(source: Source, file: DeploymentFile) -> None:
+def _check_model(source: YamlSource, file: DeploymentFile) -> None:
     fields = {
         "path": "a checkpoint directory",
         "tiny": "a made model's name",
@@ -159,7 +159,7 @@ def _check_model(source: Source, file: DeploymentFile) -> None:
         )
 
 
-def _check_counts(source: Source, file: DeploymentFile) -> None:
+def _check_counts(source: YamlSource, file: DeploymentFile) -> None:
     for c, cluster in enumerate(file.clusters):
         if (cluster.instances is None) == (cluster.instance_count is None):
             given = "neither is given" if cluster.instances is None else "both are given"
@@ -169,7 +169,7 @@ def _check_counts(source: Source, file: DeploymentFile) -> None:
             )
 
 
-def _check_names(source: Source, file: DeploymentFile) -> None:
+def _check_names(source: YamlSource, file: DeploymentFile) -> None:
     seen: dict[str, Location] = {}
     named: list[tuple[Location, str]] = []
     for c, cluster in enumerate(file.clusters):
@@ -186,7 +186,7 @@ def _check_names(source: Source, file: DeploymentFile) -> None:
         seen[name] = location
 
 
-def _check_roles(source: Source, file: DeploymentFile) -> None:
+def _check_roles(source: YamlSource, file: DeploymentFile) -> None:
     for location, cluster, instance in _instances(file):
         if len(set(instance.roles)) != len(instance.roles):
             raise source.error((*location, "roles"), "names a role twice; name each role once")
@@ -209,7 +209,7 @@ def _check_roles(source: Source, file: DeploymentFile) -> None:
         raise source.error(("clusters",), "no instance has the role prefill; give it to at least one")
 
 
-def _check_links(source: Source, file: DeploymentFile) -> None:
+def _check_links(source: YamlSource, file: DeploymentFile) -> None:
     clusters = {cluster.name: cluster for cluster in file.clusters}
     known = ", ".join(clusters)
     seen: dict[tuple[str, str], int] = {}
@@ -241,12 +241,12 @@ def _check_links(source: Source, file: DeploymentFile) -> None:
             )
 
 
-def _check_slo(source: Source, file: DeploymentFile) -> None:
+def _check_slo(source: YamlSource, file: DeploymentFile) -> None:
     if file.slo.tpot_s is not None and file.slo.tokens_per_s is not None:
         raise source.error(("slo", "tokens_per_s"), "is the inverse of slo.tpot_s; keep one of them")
 
 
-def _check_ports(source: Source, file: DeploymentFile) -> None:
+def _check_ports(source: YamlSource, file: DeploymentFile) -> None:
     taken: list[tuple[str, int, str]] = [(file.gateway.host, file.gateway.port, "the gateway")]
     for location, _, instance in _instances(file):
         owner = f'instance "{instance.name}"'
@@ -284,7 +284,7 @@ def _address(host: str) -> str:
     return "127.0.0.1" if host.lower() == "localhost" else host.lower()
 
 
-def _check_engine(source: Source, file: DeploymentFile) -> None:
+def _check_engine(source: YamlSource, file: DeploymentFile) -> None:
     engine = file.engine
     if engine.staging < engine.transfer_block:
         raise source.error(
@@ -309,7 +309,7 @@ def _check_engine(source: Source, file: DeploymentFile) -> None:
     _check_routing(source, file)
 
 
-def _check_routing(source: Source, file: DeploymentFile) -> None:
+def _check_routing(source: YamlSource, file: DeploymentFile) -> None:
     threshold_tokens, longest_tokens = file.routing.threshold_tokens, file.model.max_model_len
     assert longest_tokens is not None
     if threshold_tokens is None:

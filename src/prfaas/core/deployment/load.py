@@ -23,7 +23,7 @@ from prfaas.core.deployment.planned import (
     WorkloadSpec,
 )
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, LengthsSection, first_problem
-from prfaas.core.deployment.source import Source, read_source
+from prfaas.core.deployment.source import YamlSource, read_source
 from prfaas.core.deployment.types import (
     Cluster,
     ControlConfig,
@@ -61,7 +61,7 @@ def load_deployment(path: Path | str, *, state_dir: Path | None = None) -> Deplo
     return _frozen(source, file, (state_dir or default_state_dir()).absolute())
 
 
-def read_file(path: Path, changes: Mapping[str, float] | None = None) -> tuple[Source, DeploymentFile]:
+def read_file(path: Path, changes: Mapping[str, float] | None = None) -> tuple[YamlSource, DeploymentFile]:
     """The fields of a deployment file, each good by itself, `changes` put in.
 
     Raises:
@@ -99,7 +99,7 @@ def links_of(file: DeploymentFile) -> tuple[Link, ...]:
     )
 
 
-def _frozen(source: Source, file: DeploymentFile, state_dir: Path) -> Deployment:
+def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deployment:
     engine, path = file.engine, source.path
     return Deployment(
         name=file.name,
@@ -143,7 +143,7 @@ def _model(path: Path, file: DeploymentFile, state_dir: Path) -> ModelRef:
     return ModelRef(model.served_name, model.max_model_len, directory, model.tiny, adapters)
 
 
-def _cluster(source: Source, index: int, cluster: ClusterSection) -> Cluster:
+def _cluster(source: YamlSource, index: int, cluster: ClusterSection) -> Cluster:
     profile = None
     if cluster.profile is not None:
         try:
@@ -199,7 +199,7 @@ def load_planned(path: Path | str, *, changes: Mapping[str, float] | None = None
     )
 
 
-def _kv_model(source: Source, file: DeploymentFile) -> KvModel:
+def _kv_model(source: YamlSource, file: DeploymentFile) -> KvModel:
     model = file.model
     folder = source.path.parent
     try:
@@ -220,7 +220,7 @@ def _kv_model(source: Source, file: DeploymentFile) -> KvModel:
 
 
 def _planned_cluster(
-    source: Source, index: int, cluster: ClusterSection, model: str | None
+    source: YamlSource, index: int, cluster: ClusterSection, model: str | None
 ) -> PlannedCluster:
     assert cluster.profile is not None
     try:

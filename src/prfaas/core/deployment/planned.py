@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from prfaas.core.deployment.source import DeploymentError, Source
+from prfaas.core.deployment.source import DeploymentError, YamlSource
 from prfaas.core.deployment.types import ClusterKind, Link, Slo
 from prfaas.core.kv import KvModel
 from prfaas.core.latency import LatencyProfile
@@ -109,7 +109,7 @@ class PlannedDeployment:
     workload: WorkloadSpec
     slo: Slo
     prices: Mapping[str, float]
-    source: Source = field(repr=False, compare=False)
+    source: YamlSource = field(repr=False, compare=False)
 
     @property
     def prfaas_clusters(self) -> tuple[PlannedCluster, ...]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from prfaas.core.deployment.source import DeploymentError, Location, Source
+from prfaas.core.deployment.source import DeploymentError, Location, YamlSource
 from prfaas.core.deployment.types import Policy
 from prfaas.core.units import GIB, MIB, parse_bits_per_s, parse_bytes
 
@@ -267,7 +267,7 @@ _BOUNDS = {
 }
 
 
-def first_problem(source: Source, error: ValidationError) -> DeploymentError:
+def first_problem(source: YamlSource, error: ValidationError) -> DeploymentError:
     """The finding that stands first in the file, unknown fields before others: they often explain those."""
 
     def order(details: ErrorDetails) -> tuple[bool, int]:

@@ -38,7 +38,7 @@ def dotted(location: Sequence[str | int]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class YamlSource:
     """The values of a file and where they stand: `lines` maps a field's location to its line, from 1 on."""
 
     path: Path
@@ -58,7 +58,7 @@ class Source:
         return DeploymentError(self.path, self.line(location), dotted(location), problem)
 
 
-def read_source(path: Path) -> Source:
+def read_source(path: Path) -> YamlSource:
     """Read a YAML file.
 
     Raises:
@@ -83,7 +83,7 @@ def read_source(path: Path) -> Source:
         problem = getattr(error, "problem", None) or str(error)
         line = mark.line + 1 if mark is not None else None
         raise DeploymentError(path, line, "", f"is no valid YAML ({problem})") from error
-    return Source(path, values, reader.lines)
+    return YamlSource(path, values, reader.lines)
 
 
 class _Reader:

@@ -4,7 +4,7 @@ from prfaas.core.kv.config_fields import ConfigError
 from prfaas.core.kv.hf_config import model_from_config, model_from_directory, model_from_file
 from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
 from prfaas.core.kv.model import Group, KvModel
-from prfaas.core.kv.published import PublishedModel, Source, published_model, published_models
+from prfaas.core.kv.published import ConfigSource, PublishedModel, published_model, published_models
 
 __all__ = [
     "ConfigError",
@@ -14,7 +14,7 @@ __all__ = [
     "LinearState",
     "PublishedModel",
     "SlidingWindow",
-    "Source",
+    "ConfigSource",
     "model_from_config",
     "model_from_directory",
     "model_from_file",

@@ -13,7 +13,7 @@ from prfaas.core.kv.model import KvModel
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ConfigSource:
     """Where some fields of a configuration come from; `assumed` where nobody published them."""
 
     fields: tuple[str, ...]
@@ -30,7 +30,7 @@ class PublishedModel:
     in_paper: bool
     layers: int
     kv_model: KvModel
-    sources: tuple[Source, ...]
+    sources: tuple[ConfigSource, ...]
 
 
 def published_models() -> tuple[PublishedModel, ...]:
@@ -66,7 +66,7 @@ def _model(entry: Mapping[str, Any]) -> PublishedModel:
     for block in entry["config"]:
         config |= block["fields"]
         origin = " ".join(block["from"].split())
-        sources.append(Source(tuple(block["fields"]), origin, bool(block.get("assumed"))))
+        sources.append(ConfigSource(tuple(block["fields"]), origin, bool(block.get("assumed"))))
     return PublishedModel(
         name=entry["name"],
         title=entry["title"],

@@ -14,7 +14,7 @@ from prfaas.core.prefix.state_blocks import Reach, StateEnds
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class PrefixHit:
     """What one instance holds of one prompt, in tokens.
 
     `reusable_tokens`: a prefill there starts after them: the full-attention blocks cover them, and linear state
@@ -26,7 +26,7 @@ class Held:
     attention_tokens: int
 
 
-NOTHING = Held(0, 0)
+NOTHING = PrefixHit(0, 0)
 
 
 DEFAULT_CAPACITY_BLOCKS = 1 << 24
@@ -124,15 +124,15 @@ class GlobalIndex:
             holdings.close()
             self._learn()
 
-    def match(self, chains: PromptChains) -> dict[str, Held]:
+    def match(self, chains: PromptChains) -> dict[str, PrefixHit]:
         """Instance → what it holds of the prompt; only instances that hold something."""
-        held: dict[str, Held] = {}
+        held: dict[str, PrefixHit] = {}
         for block_tokens, chain in chains.by_block_tokens.items():
             lengths = self._tree.lengths(chain) if chain else []
             if not lengths:
                 continue
             for reach in self._reaches(chain, lengths):
-                value = Held(reach.reusable_blocks * block_tokens, reach.attention_blocks * block_tokens)
+                value = PrefixHit(reach.reusable_blocks * block_tokens, reach.attention_blocks * block_tokens)
                 held.update(dict.fromkeys(self._names_of(reach.holders), value))
         return held
 

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from prfaas.core.prefix.index import NOTHING, Held
+from prfaas.core.prefix.index import NOTHING, PrefixHit
 
 
 class PrefixRecord:
@@ -30,7 +30,7 @@ class PrefixRecord:
         # Block hash → whether a prompt can be gone on from there.
         self._held: dict[str, OrderedDict[int, bool]] = {}
 
-    def held(self, instance: str, chain: Sequence[int]) -> Held:
+    def held(self, instance: str, chain: Sequence[int]) -> PrefixHit:
         """What `instance` is believed to hold of the prompt with this chain; refreshes nothing."""
         held = self._held.get(instance)
         if not held or not chain or chain[0] not in held:
@@ -43,7 +43,7 @@ class PrefixRecord:
             else:
                 high = middle - 1
         reusable = next((end for end in range(low, 0, -1) if held[chain[end - 1]]), 0)
-        return Held(reusable * self.block_tokens, low * self.block_tokens)
+        return PrefixHit(reusable * self.block_tokens, low * self.block_tokens)
 
     def add(self, instance: str, chain: Sequence[int]) -> None:
         """Remember that `instance` holds the prefix with this chain (and make it the youngest)."""

@@ -18,7 +18,7 @@ from prfaas.core.units import BITS_PER_BYTE
 
 # Not frozen, like all that doesn't outlive a decision: a frozen one takes five times as long to make.
 @dataclass(slots=True)
-class Option:
+class PrefillCandidate:
     """Prefill by `instance` of `cluster` and, unless it decodes too, a transfer.
 
     `link`: what the KV crosses; None inside a PD cluster, whose network is never the bottleneck (section 3.4.1).
@@ -39,12 +39,16 @@ class Option:
     moved_cache: tuple[InstanceView, int, int] | None
 
 
-def prefill_by(request: RoutingRequest, view: View, cluster: ClusterView, instance: InstanceView) -> Option:
+def prefill_by(
+    request: RoutingRequest, view: View, cluster: ClusterView, instance: InstanceView
+) -> PrefillCandidate:
     """Prefill by an instance, as if its KV had no way to go."""
     held_tokens = request.reusable_at(instance.name) if request.held else 0
     wait_s = max(instance.busy_until_s - view.now_s, 0.0)
     prefill_s = cluster.prefill_s(request.num_tokens - held_tokens)
-    return Option(cluster, instance, held_tokens, wait_s, prefill_s, None, 0.0, 0.0, wait_s + prefill_s, None)
+    return PrefillCandidate(
+        cluster, instance, held_tokens, wait_s, prefill_s, None, 0.0, 0.0, wait_s + prefill_s, None
+    )
 
 
 def bits_to(request: RoutingRequest, view: View, decode: InstanceView) -> int:
@@ -53,7 +57,7 @@ def bits_to(request: RoutingRequest, view: View, decode: InstanceView) -> int:
     return view.kv.bytes_to_move(request.num_tokens, skip) * BITS_PER_BYTE
 
 
-def streamed(option: Option, link: LinkView, now_s: float, bits: int) -> Option:
+def streamed(option: PrefillCandidate, link: LinkView, now_s: float, bits: int) -> PrefillCandidate:
     """The prefill of another cluster, its KV streamed over `link` while it is made (section 3.3)."""
     link_s = bits / link.capacity_bits_per_s
     link_wait_s = link.drained_s - now_s
@@ -64,7 +68,7 @@ def streamed(option: Option, link: LinkView, now_s: float, bits: int) -> Option:
     computed_s = start_s + prefill_s
     sent_s = (start_s if start_s > link_wait_s else link_wait_s) + link_s
     ttft_s = (computed_s if computed_s > sent_s else sent_s) + link.rtt_s
-    return Option(
+    return PrefillCandidate(
         option.cluster,
         option.instance,
         option.reusable_tokens,
@@ -89,7 +93,7 @@ def streamed_s(start_s: float, prefill_s: float, link_wait_s: float, link_s: flo
 
 
 @dataclass(slots=True)
-class PrefillNode(Option):
+class BestCandidate(PrefillCandidate):
     """The instance of one cluster that would prefill a request, and what the cluster has besides.
 
     `least_wait_s`: its shortest prefill queue. `holder` has its longest reusable prefix, `held_tokens`.
@@ -107,7 +111,7 @@ def is_prefiller(instance: InstanceView, view: View) -> bool:
     )
 
 
-def prefill_node(request: RoutingRequest, cluster: ClusterView, view: View) -> PrefillNode | None:
+def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) -> BestCandidate | None:
     """The instance that would be done first: its queue, then what it does not hold. None if none may be used.
 
     What waits for any instance of the cluster is ahead of it as well, a part of it at each.
@@ -161,7 +165,7 @@ def prefill_node(request: RoutingRequest, cluster: ClusterView, view: View) -> P
         least_wait_s += shared_s
         wait_s += shared_s
         done_s += shared_s
-    return PrefillNode(
+    return BestCandidate(
         cluster,
         chosen,
         reusable,
@@ -178,7 +182,7 @@ def prefill_node(request: RoutingRequest, cluster: ClusterView, view: View) -> P
     )
 
 
-def least_queued(request: RoutingRequest, cluster: ClusterView, view: View) -> PrefillNode | None:
+def least_queued(request: RoutingRequest, cluster: ClusterView, view: View) -> BestCandidate | None:
     """The same where nobody holds anything, several times as fast: the shortest queue, then the fewest in flight."""
     avoid, now_s = view.avoid, view.now_s
     chosen: InstanceView | None = None
@@ -207,7 +211,9 @@ def least_queued(request: RoutingRequest, cluster: ClusterView, view: View) -> P
         shared_s = _shared_s(cluster, view)
         wait_s += shared_s
         done_s += shared_s
-    return PrefillNode(cluster, chosen, 0, wait_s, prefill_s, None, 0.0, 0.0, done_s, None, wait_s, holder, 0)
+    return BestCandidate(
+        cluster, chosen, 0, wait_s, prefill_s, None, 0.0, 0.0, done_s, None, wait_s, holder, 0
+    )
 
 
 def _shared_s(cluster: ClusterView, view: View) -> float:

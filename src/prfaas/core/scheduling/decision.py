@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from prfaas.core.prefix.index import NOTHING, Held
+from prfaas.core.prefix.index import NOTHING, PrefixHit
 
-__all__ = ["NOTHING", "Held", "RoutingRequest"]
+__all__ = ["NOTHING", "PrefixHit", "RoutingRequest"]
 
 
 # Not frozen, like `Decision`, and as little to be changed.
@@ -21,7 +21,7 @@ class RoutingRequest:
     """
 
     num_tokens: int
-    held: Mapping[str, Held] = field(default_factory=dict)
+    held: Mapping[str, PrefixHit] = field(default_factory=dict)
     ordinal: int = 0
 
     def reusable_at(self, instance: str) -> int:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from prfaas.core.scheduling.candidates import AbundanceMarks, Option, PrefillNode, is_stale
+from prfaas.core.scheduling.candidates import AbundanceMarks, BestCandidate, PrefillCandidate, is_stale
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
 from prfaas.core.scheduling.pd_candidate import (
     Site,
@@ -67,8 +67,8 @@ class Paper:
         return Choice(best, uncached, lowest, reason, best.ttft_s)
 
     def _where_cached(
-        self, request: RoutingRequest, view: View, site: Site, local: Option, reason: str
-    ) -> tuple[Option, str]:
+        self, request: RoutingRequest, view: View, site: Site, local: PrefillCandidate, reason: str
+    ) -> tuple[PrefillCandidate, str]:
         """Of a prompt that is short only by another cluster's cache: move the cache here, or compute the rest there."""
         remotes, _ = self._open_to(own_uncached_tokens(request, site), site, view)
         if remotes:
@@ -79,7 +79,7 @@ class Paper:
 
     def _open_to(
         self, uncached: int, site: Site, view: View
-    ) -> tuple[list[tuple[PrefillNode, LinkView]], float]:
+    ) -> tuple[list[tuple[BestCandidate, LinkView]], float]:
         """The remotes whose threshold the length exceeds, and the lowest threshold."""
         threshold = site.threshold_tokens
         if not site.remotes or threshold == math.inf:

@@ -10,14 +10,14 @@ from typing import Protocol
 
 from prfaas.core.scheduling.candidates import (
     AbundanceMarks,
-    Option,
-    PrefillNode,
+    BestCandidate,
+    PrefillCandidate,
     abundant_link,
+    best_candidate,
     bits_to,
     least_loaded,
     least_queued,
     prefill_by,
-    prefill_node,
     streamed_s,
     usable_link,
 )
@@ -26,7 +26,7 @@ from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, Vie
 from prfaas.core.units import BITS_PER_BYTE
 
 
-class Source(Protocol):
+class PrefixSource(Protocol):
     """`holder` has the longest prefix of a request in its cluster, `held_tokens`. A PrefillNode is one."""
 
     cluster: ClusterView
@@ -57,14 +57,14 @@ class Site:
 
     cluster: ClusterView
     decode: InstanceView
-    local: Option
+    local: PrefillCandidate
     local_reason: str
     held_tokens: int
     least_wait_s: float
-    remotes: list[tuple[PrefillNode, LinkView]]
+    remotes: list[tuple[BestCandidate, LinkView]]
     has_prfaas: bool
     threshold_tokens: float
-    sources: list[Source]
+    sources: list[PrefixSource]
 
     def reason_to_stay(self, *, long: bool) -> str:
         """One word for why the request is prefilled here; `long`: although it is longer than the threshold."""
@@ -85,18 +85,18 @@ class Nodes:
     holds any.
     """
 
-    own: dict[str, PrefillNode]
-    far: list[PrefillNode]
-    sources: list[Source]
+    own: dict[str, BestCandidate]
+    far: list[BestCandidate]
+    sources: list[PrefixSource]
 
 
 def nodes_of(request: RoutingRequest, view: View) -> Nodes:
     """Of every cluster with an instance that may prefill."""
-    own: dict[str, PrefillNode] = {}
-    far: list[PrefillNode] = []
-    sources: list[Source] = []
+    own: dict[str, BestCandidate] = {}
+    far: list[BestCandidate] = []
+    sources: list[PrefixSource] = []
     for cluster in view.clusters.values():
-        node = prefill_node(request, cluster, view)
+        node = best_candidate(request, cluster, view)
         if node is None:
             continue
         if cluster.kind == "pd":
@@ -116,7 +116,7 @@ def lone_site(request: RoutingRequest, view: View) -> Site | None:
     None where there is anything out of the ordinary: `site_of` says what to do then.
     """
     home: ClusterView | None = None
-    far: list[PrefillNode] = []
+    far: list[BestCandidate] = []
     for cluster in view.clusters.values():
         if cluster.kind == "prfaas":
             node = least_queued(request, cluster, view)
@@ -172,8 +172,8 @@ def site_of(
 
 
 def _local(
-    request: RoutingRequest, view: View, cluster: ClusterView, decode: InstanceView, own: PrefillNode | None
-) -> tuple[Option, str, int]:
+    request: RoutingRequest, view: View, cluster: ClusterView, decode: InstanceView, own: BestCandidate | None
+) -> tuple[PrefillCandidate, str, int]:
     """The local prefill, why it is special if it is, and l_pd.
 
     The decode instance can prefill itself where it has that role too, or where it holds at least half the prompt:
@@ -218,7 +218,9 @@ def own_uncached_tokens(request: RoutingRequest, site: Site) -> int:
     return request.num_tokens - site.held_tokens
 
 
-def sends_less(request: RoutingRequest, view: View, site: Site, local: Option, there: Option) -> bool:
+def sends_less(
+    request: RoutingRequest, view: View, site: Site, local: PrefillCandidate, there: PrefillCandidate
+) -> bool:
     """Whether computing there is done sooner and moves fewer bytes than the cache that the local option brings here.
     True if it brings none: it would compute everything."""
     if local.moved_cache is None:
@@ -232,8 +234,8 @@ def sends_less(request: RoutingRequest, view: View, site: Site, local: Option, t
 
 
 def with_cache(
-    request: RoutingRequest, view: View, site: Site, option: Option, marks: AbundanceMarks
-) -> Option:
+    request: RoutingRequest, view: View, site: Site, option: PrefillCandidate, marks: AbundanceMarks
+) -> PrefillCandidate:
     """The option after the longest cache of another cluster has moved to its instance, if that pays.
 
     Bandwidth must be abundant on a link from there. It must spare at least a tenth of the prefill's tokens, and
@@ -263,7 +265,7 @@ def with_cache(
     ttft_s = start_s + prefill_s
     if option.link is not None:
         ttft_s = streamed_s(start_s, prefill_s, option.link_wait_s, option.link_s, option.link.rtt_s)
-    return Option(
+    return PrefillCandidate(
         option.cluster,
         option.instance,
         tokens,
@@ -278,8 +280,8 @@ def with_cache(
 
 
 def _best_source(
-    view: View, site: Site, option: Option, marks: AbundanceMarks
-) -> tuple[Source, LinkView] | None:
+    view: View, site: Site, option: PrefillCandidate, marks: AbundanceMarks
+) -> tuple[PrefixSource, LinkView] | None:
     for source in site.sources:
         if source.held_tokens <= option.reusable_tokens:
             return None

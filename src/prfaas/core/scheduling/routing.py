@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from prfaas.core.scheduling.candidates import (
-    Option,
-    PrefillNode,
+    BestCandidate,
+    PrefillCandidate,
     bits_to,
     decode_choices,
     load_of,
@@ -28,7 +28,7 @@ class Choice:
     `urgency_s`, `is_bound`: see `Decision`.
     """
 
-    option: Option
+    option: PrefillCandidate
     uncached_tokens: int
     threshold_tokens: float
     reason: str
@@ -73,11 +73,11 @@ def route(
 
 
 def soonest_remote(
-    request: RoutingRequest, view: View, site: Site, remotes: Sequence[tuple[PrefillNode, LinkView]]
-) -> Option:
+    request: RoutingRequest, view: View, site: Site, remotes: Sequence[tuple[BestCandidate, LinkView]]
+) -> PrefillCandidate:
     """Of `remotes`, at least one, the one with the least predicted TTFT."""
     bits = bits_to(request, view, site.decode)
-    best: Option | None = None
+    best: PrefillCandidate | None = None
     for node, link in remotes:
         # Nothing arrives before it has been computed.
         if best is None or node.ttft_s < best.ttft_s:

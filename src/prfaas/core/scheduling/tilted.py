@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from prfaas.core.scheduling.candidates import AbundanceMarks, Option, bits_to, is_stale, streamed
+from prfaas.core.scheduling.candidates import AbundanceMarks, PrefillCandidate, bits_to, is_stale, streamed
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
 from prfaas.core.scheduling.pd_candidate import Site, own_uncached_tokens, uncached_tokens, with_cache
 from prfaas.core.scheduling.routing import Choice, route
@@ -84,9 +84,9 @@ class Tilted:
         reason = site.reason_to_stay(long=uncached > threshold)
         return Choice(local, uncached, adjusted, reason, _cost(local))
 
-    def _cheapest_remote(self, request: RoutingRequest, view: View, site: Site) -> Option:
+    def _cheapest_remote(self, request: RoutingRequest, view: View, site: Site) -> PrefillCandidate:
         bits = bits_to(request, view, site.decode)
-        best: Option | None = None
+        best: PrefillCandidate | None = None
         least = math.inf
         for node, link in site.remotes:
             # Without the link the cost can only be less.
@@ -98,7 +98,7 @@ class Tilted:
         assert best is not None  # there is at least one
         return best
 
-    def _ahead_s(self, local: Option, far: Option, view: View) -> float:
+    def _ahead_s(self, local: PrefillCandidate, far: PrefillCandidate, view: View) -> float:
         work = (far.ttft_s - far.prefill_s) * far.prefill_s + far.link_wait_s * far.link_s
         ahead_s = local.start_s - work / (local.prefill_s or _LEAST_S)
         if ahead_s > 0.0 and far.link is not None and is_stale(far.link, view):
@@ -106,7 +106,7 @@ class Tilted:
         return ahead_s
 
 
-def _is_held_best(request: RoutingRequest, option: Option) -> bool:
+def _is_held_best(request: RoutingRequest, option: PrefillCandidate) -> bool:
     """Whether another instance of the cluster would have to compute a tenth more."""
     here = option.instance
     elsewhere = max(
@@ -126,6 +126,6 @@ def _tilted(threshold: float, tilt: float) -> float:
     return threshold / (1.0 + tilt) if tilt > -1.0 else math.inf
 
 
-def _cost(option: Option) -> float:
+def _cost(option: PrefillCandidate) -> float:
     """Backlog times work as above, the request's own work counted as backlog: what PD clusters are compared by."""
     return option.ttft_s * option.prefill_s + option.link_wait_s * option.link_s

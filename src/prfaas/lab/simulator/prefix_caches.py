@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from prfaas.core.prefix.index import Held
+from prfaas.core.prefix.index import PrefixHit
 
 _MOST_ANSWERS = 10_000
 # Uses that were overtaken by later ones are forgotten when they are this many more than the blocks.
@@ -99,11 +99,11 @@ class PrefixCaches:
             self._checkpoint_blocks = max(1, round(checkpoint_tokens / block_tokens))
         self._caches = {name: _Cache(capacity_tokens[name]) for name in names}
         self._uses = 0
-        self._answers: dict[tuple[int, int], Held] = {}
+        self._answers: dict[tuple[int, int], PrefixHit] = {}
 
-    def held(self, block_ids: Sequence[int], num_tokens: int) -> dict[str, Held]:
+    def held(self, block_ids: Sequence[int], num_tokens: int) -> dict[str, PrefixHit]:
         """What each instance holds of a prompt; those that hold nothing are left out."""
-        found: dict[str, Held] = {}
+        found: dict[str, PrefixHit] = {}
         most = min(len(block_ids), num_tokens // self._block_tokens)
         if not most:
             return found
@@ -157,10 +157,10 @@ class PrefixCaches:
         """The instance died, and its cache with it."""
         self._caches[name] = _Cache(self._caches[name].capacity_tokens)
 
-    def _answer(self, reusable: int, count: int) -> Held:
+    def _answer(self, reusable: int, count: int) -> PrefixHit:
         if len(self._answers) == _MOST_ANSWERS:
             self._answers.clear()
-        answer = Held(reusable * self._block_tokens, count * self._block_tokens)
+        answer = PrefixHit(reusable * self._block_tokens, count * self._block_tokens)
         self._answers[reusable, count] = answer
         return answer
 

@@ -4,7 +4,7 @@ from heapq import heappush
 
 import numpy as np
 
-from prfaas.core.prefix.index import Held
+from prfaas.core.prefix.index import PrefixHit
 from prfaas.core.scheduling import Policy, RoutingRequest, policy_named
 from prfaas.core.scheduling.candidates import is_prefiller
 from prfaas.core.scheduling.prefill_pool import PrefillPool
@@ -26,7 +26,7 @@ from prfaas.lab.simulator.scenario import (
 from prfaas.lab.simulator.token_clock import TokenClock
 from prfaas.lab.simulator.transfer import KvMoves
 
-_NOTHING_HELD: dict[str, Held] = {}
+_NOTHING_HELD: dict[str, PrefixHit] = {}
 # Reading a member of an enum takes as long as a function call.
 _MOVING, _QUEUED, _POOLED, _PREFILLING, _SENDING, _DECODING = Stage
 

@@ -33,7 +33,7 @@ class _Load:
     typical_s: float = 0.0
 
 
-class Board:
+class ClusterState:
     """Owns the `View`. Everything is accounted for by what is open here: with nothing open, every count is zero.
 
     Waits: `busy_until_s` = now + what the open prefills there have left by prediction (`prefill_queue.py`);

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 
 from prfaas.core.deployment import Deployment, Instance
-from prfaas.serving.control.cluster_state import Board, Clock
+from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_metrics import EngineAccess, EngineMeter, EngineReading, read_exposition
 
 
@@ -23,14 +23,14 @@ _ANSWER_S = 2.0
 _WINDOW_S = 60.0
 
 
-class EngineTelemetry:
+class EngineMonitor:
     """One meter per instance, the counts of foreign requests on the board, and who was restarted."""
 
     def __init__(
         self,
         deployment: Deployment,
         http: EngineAccess,
-        board: Board,
+        board: ClusterState,
         *,
         clock: Clock,
         on_restart: Callable[[str], None],

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from prfaas.core.deployment import Deployment
-from prfaas.serving.control.cluster_state import Board, Clock
+from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_metrics import EngineAccess
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class HealthWatch:
         self,
         deployment: Deployment,
         http: EngineAccess,
-        board: Board,
+        board: ClusterState,
         *,
         clock: Clock,
         on_lost_cache: Callable[[str], None],

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from prfaas.core.prefix import Held, PromptChains
+from prfaas.core.prefix import PrefixHit, PromptChains
 from prfaas.core.scheduling import Decision
 from prfaas.core.scheduling.rebalancing import Copy, Rebalancer
-from prfaas.serving.control.cluster_state import Board, Clock
+from prfaas.serving.control.cluster_state import Clock, ClusterState
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ class HotPrefixes:
 
     def __init__(
         self,
-        board: Board,
+        board: ClusterState,
         *,
         clock: Clock,
         on_copy: Callable[[Copy], None],
@@ -35,7 +35,7 @@ class HotPrefixes:
         self.decided = 0
         self._recent: deque[tuple[float, Copy]] = deque(maxlen=_HISTORY)
 
-    def observe(self, decision: Decision, chains: PromptChains, held: Mapping[str, Held]) -> None:
+    def observe(self, decision: Decision, chains: PromptChains, held: Mapping[str, PrefixHit]) -> None:
         """One routed request."""
         target = self._board.instance(decision.prefill).cluster
         longest: dict[str, int] = {}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from prfaas.core.deployment import Deployment, Instance
-from prfaas.serving.control.cluster_state import Board, Clock
+from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_monitor import period_s
 from prfaas.serving.control.link_meter import LinkMeter, SenderSample
 from prfaas.serving.transport import Observer
@@ -63,7 +63,7 @@ _FORGOTTEN_S = 3.0
 _MUCH = 0.2
 
 
-class Sender(Protocol):
+class LinkObserver(Protocol):
     """What this needs of `transport.Observer`."""
 
     async def stats(self) -> dict[str, Any]: ...
@@ -74,19 +74,19 @@ class Sender(Protocol):
 @dataclass(slots=True)
 class _Rank:
     instance: Instance
-    observer: Sender
+    observer: LinkObserver
     ask_again_s: float = 0.0
     asking: bool = False
 
 
-class LinkTelemetry:
+class LinkMonitor:
     """Asks every tensor-parallel rank of every instance that may send, and keeps the board's links right."""
 
     def __init__(
         self,
         deployment: Deployment,
-        observer_of: Callable[[Instance, int], Sender],
-        board: Board,
+        observer_of: Callable[[Instance, int], LinkObserver],
+        board: ClusterState,
         *,
         clock: Clock,
         on_change: Callable[[str], None],
@@ -202,10 +202,10 @@ class LinkTelemetry:
             self._on_change(f"{pair[0]}->{pair[1]}")
 
 
-def observer_of(key: bytes) -> Callable[[Instance, int], Sender]:
+def observer_of(key: bytes) -> Callable[[Instance, int], LinkObserver]:
     """Makes the observers of a deployment with this key."""
 
-    def make(instance: Instance, rank: int) -> Sender:
+    def make(instance: Instance, rank: int) -> LinkObserver:
         port = instance.kv_ports[rank]
         return Observer(OBSERVER_NAME, key, instance.host, port, f"{instance.name}/{rank}")
 

@@ -14,7 +14,7 @@ _SLICE_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
 _SERVICE_RATIOS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)
 
 
-class Series:
+class ControlMetrics:
     """Gauges are written once a second; counters when something happens."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -90,7 +90,7 @@ PERIOD_S = 1.0
 class Shown:
     """Writes the gauges of `series.Series`, so that a scrape finds them ready."""
 
-    def __init__(self, plane: Overview, series: Series, *, clock: Clock) -> None:
+    def __init__(self, plane: Overview, series: ControlMetrics, *, clock: Clock) -> None:
         self._plane = plane
         self._series = series
         self._clock = clock

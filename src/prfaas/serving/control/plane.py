@@ -16,18 +16,18 @@ from prfaas.core.prefix import NOTHING, GlobalIndex, PromptChains
 from prfaas.core.prefix.events import EventBatch
 from prfaas.core.scheduling import Decision, Policy, RoutingRequest, policy_named
 from prfaas.core.scheduling.threshold import LengthWindow
-from prfaas.serving.control.cluster_state import Board, Clock
+from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_metrics import EngineAccess, EngineHttp
-from prfaas.serving.control.engine_monitor import EngineTelemetry
+from prfaas.serving.control.engine_monitor import EngineMonitor
 from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.hot_prefixes import HotPrefixes
 from prfaas.serving.control.kv_events import EventFeed
-from prfaas.serving.control.link_monitor import LinkTelemetry, Sender, observer_of
-from prfaas.serving.control.metrics import Series, Shown
+from prfaas.serving.control.link_monitor import LinkMonitor, LinkObserver, observer_of
+from prfaas.serving.control.metrics import ControlMetrics, Shown
 from prfaas.serving.control.planning_inputs import LiveFacts, decode_slots, kv_facts, kv_model_of
-from prfaas.serving.control.prefill_admission import Turns
-from prfaas.serving.control.prefix_knowledge import Holdings
-from prfaas.serving.control.role_allocation import Allocating, RoleChange, RoleChanges, Usage
+from prfaas.serving.control.prefill_admission import PrefillAdmission
+from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
+from prfaas.serving.control.role_allocation import RoleAllocation, RoleChange, RoleChanges, StageUtilisation
 from prfaas.serving.control.state import Overview, Routed, state_of
 from prfaas.serving.control.thresholds import Thresholds
 
@@ -46,7 +46,7 @@ class LivePlane:
         *,
         clock: Clock = time.monotonic,
         http: EngineAccess | None = None,
-        sender_of: Callable[[Instance, int], Sender] | None = None,
+        sender_of: Callable[[Instance, int], LinkObserver] | None = None,
     ) -> None:
         """`key` of the deployment; `registry` gets the `prfaas_control_*` series. `http` and `sender_of`: how
         engines are asked, other than over the network."""
@@ -57,7 +57,7 @@ class LivePlane:
         self._http: EngineAccess = http or EngineHttp()
         self._policy = _policy(deployment)
         self._local = policy_named("local_only")
-        self.series = Series(registry)
+        self.series = ControlMetrics(registry)
         model = kv_model_of(deployment)
         self._curves = {
             cluster.name: ServiceCurve.of_profile(cluster.profile, cluster.speedup)
@@ -65,7 +65,7 @@ class LivePlane:
             else ServiceCurve()
             for cluster in deployment.clusters
         }
-        self.board = Board(
+        self.board = ClusterState(
             deployment,
             kv_facts(model),
             {name: curve.seconds for name, curve in self._curves.items()},
@@ -79,7 +79,7 @@ class LivePlane:
             if (endpoint := deployment.events_endpoint(instance)) is not None
         }
         seed = _seed(key)
-        self.holdings = Holdings(
+        self.holdings = PrefixKnowledge(
             GlobalIndex(
                 seed=seed,
                 needs_states=model is None or model.has_linear_state,
@@ -91,7 +91,7 @@ class LivePlane:
             with_events=endpoints,
             clock=clock,
         )
-        self.turns = Turns(
+        self.turns = PrefillAdmission(
             self.board,
             batch_tokens=deployment.engine.max_num_batched_tokens,
             reusable_at=lambda chains, name: (
@@ -99,7 +99,7 @@ class LivePlane:
             ),
         )
         self.feed = EventFeed(endpoints, apply=self._apply, drop=self._drop)
-        self.engines = EngineTelemetry(
+        self.engines = EngineMonitor(
             deployment,
             self._http,
             self.board,
@@ -115,7 +115,7 @@ class LivePlane:
             on_lost_cache=lambda name: self._lost_cache(name, "died"),
             on_change=self._on_health,
         )
-        self.links = LinkTelemetry(
+        self.links = LinkMonitor(
             deployment,
             sender_of or observer_of(key),
             self.board,
@@ -130,10 +130,12 @@ class LivePlane:
         self.roles = RoleChanges(
             self.board, clock=clock, on_begin=self.turns.changed, on_end=self._on_conversion
         )
-        self.allocating = Allocating(
+        self.allocating = RoleAllocation(
             deployment.control,
             facts,
-            Usage(deployment, self.board, self.engines.meters, clock=clock, pooled=self.turns.waiting),
+            StageUtilisation(
+                deployment, self.board, self.engines.meters, clock=clock, pooled=self.turns.waiting
+            ),
             self.window,
             self.roles,
             clock=clock,

@@ -15,7 +15,7 @@ from prfaas.core.planner import KvSize, PlanProblem
 from prfaas.core.scheduling import KvFacts
 from prfaas.core.scheduling.live_problem import ClusterFacts, LinkFacts, problem_now
 from prfaas.core.workload import LengthDistribution
-from prfaas.serving.control.cluster_state import Board
+from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_metrics import EngineMeter
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class LiveFacts:
         self,
         deployment: Deployment,
         kv_model: KvModel | None,
-        board: Board,
+        board: ClusterState,
         curves: Mapping[str, ServiceCurve],
         engines: Mapping[str, EngineMeter],
     ) -> None:

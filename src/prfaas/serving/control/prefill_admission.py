@@ -9,12 +9,12 @@ from prfaas.core.prefix import PromptChains
 from prfaas.core.scheduling import Decision
 from prfaas.core.scheduling.candidates import is_prefiller
 from prfaas.core.scheduling.prefill_pool import PrefillPool
-from prfaas.serving.control.cluster_state import Board
+from prfaas.serving.control.cluster_state import ClusterState
 
 Turn = asyncio.Future[str | None]
 
 
-class Turns:
+class PrefillAdmission:
     """One pool of waiting prefills per cluster, for policies that say how urgent each is.
 
     An instance is free while fewer than `batch_tokens` uncached tokens are at work there: what its engine takes
@@ -24,7 +24,7 @@ class Turns:
 
     def __init__(
         self,
-        board: Board,
+        board: ClusterState,
         *,
         batch_tokens: int,
         reusable_at: Callable[[PromptChains, str], int],

@@ -13,14 +13,14 @@ from prfaas.core.prefix import (
     NOTHING,
     BlockHasher,
     GlobalIndex,
-    Held,
+    PrefixHit,
     PrefixRecord,
     PromptChains,
     chain_root,
 )
 from prfaas.core.prefix.events import EventBatch
 from prfaas.core.scheduling import Decision
-from prfaas.serving.control.cluster_state import Board, Clock
+from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_metrics import EngineReading
 
 LIFETIME_S = 5.0
@@ -117,12 +117,12 @@ _DEFAULT_CACHE_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Belief:
+class PrefixMatch:
     """By instance, absent means nothing. `held`: as far as is good for choosing. `proven`: as far as bytes may be
     left out because of it."""
 
-    held: Mapping[str, Held]
-    proven: Mapping[str, Held]
+    held: Mapping[str, PrefixHit]
+    proven: Mapping[str, PrefixHit]
 
     def bounded(self, decision: Decision) -> Decision:
         """The decision with no more bytes skipped than is proven to be there where they would be missed."""
@@ -138,7 +138,7 @@ class Belief:
         return self.proven.get(name, NOTHING).attention_tokens
 
 
-class Holdings:
+class PrefixKnowledge:
     """Three sources, of which the longest prefix counts:
 
     - the index, from the engines' events: exact, and the only one that may be believed for bytes that are not
@@ -154,7 +154,7 @@ class Holdings:
     def __init__(
         self,
         index: GlobalIndex,
-        board: Board,
+        board: ClusterState,
         *,
         seed: int,
         is_hybrid: bool,
@@ -181,7 +181,7 @@ class Holdings:
         hashes = hasher.hashes(token_ids[:-1], chain_root(self._seed, salt, adapter))
         return replace(chains, by_block_tokens={**chains.by_block_tokens, hasher.block_tokens: hashes})
 
-    def match(self, chains: PromptChains) -> Belief:
+    def match(self, chains: PromptChains) -> PrefixMatch:
         """What every instance holds of a prompt."""
         proven = self.index.match(chains)
         if self._record is not None:
@@ -192,11 +192,11 @@ class Holdings:
                     proven[name] = self._sent(name, recorded)
         expected = self._expected.match(chains, self._clock())
         if not expected:
-            return Belief(proven, proven)
+            return PrefixMatch(proven, proven)
         held = dict(proven)
         for name, tokens in expected.items():
-            held[name] = _longer(held.get(name, NOTHING), self._sent(name, Held(tokens, tokens)))
-        return Belief(held, proven)
+            held[name] = _longer(held.get(name, NOTHING), self._sent(name, PrefixHit(tokens, tokens)))
+        return PrefixMatch(held, proven)
 
     def expect(self, name: str, chains: PromptChains) -> None:
         """The instance will hold this prompt in a moment."""
@@ -248,12 +248,12 @@ class Holdings:
     def _record_names(self) -> list[str]:
         return [name for name in self._board.names if name not in self._with_events]
 
-    def _sent(self, name: str, held: Held) -> Held:
+    def _sent(self, name: str, held: PrefixHit) -> PrefixHit:
         has_states = not (self._is_hybrid and self._board.instance(name).decodes)
-        return held if has_states else Held(0, held.attention_tokens)
+        return held if has_states else PrefixHit(0, held.attention_tokens)
 
 
-def _longer(known: Held, other: Held) -> Held:
-    return Held(
+def _longer(known: PrefixHit, other: PrefixHit) -> PrefixHit:
+    return PrefixHit(
         max(known.reusable_tokens, other.reusable_tokens), max(known.attention_tokens, other.attention_tokens)
     )

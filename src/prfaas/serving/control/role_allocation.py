@@ -18,7 +18,7 @@ from prfaas.core.scheduling import InstanceView
 from prfaas.core.scheduling.allocation import Allocator, PdInstance, PdLoad, StageLoad
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.core.workload import WorkloadError
-from prfaas.serving.control.cluster_state import Board, Clock
+from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_metrics import EngineMeter
 from prfaas.serving.control.planning_inputs import LiveFacts
 
@@ -52,7 +52,7 @@ class RoleChanges:
 
     def __init__(
         self,
-        board: Board,
+        board: ClusterState,
         *,
         clock: Clock,
         on_end: Callable[[RoleChange], None],
@@ -119,13 +119,13 @@ class RoleChanges:
         self._on_end(change)
 
 
-class Usage:
+class StageUtilisation:
     """Loads since the last call of `loads`. Utilisation is by what is open here, waiting by what engines say."""
 
     def __init__(
         self,
         deployment: Deployment,
-        board: Board,
+        board: ClusterState,
         engines: Mapping[str, EngineMeter],
         *,
         clock: Clock,
@@ -207,14 +207,14 @@ _TICK_S = 0.25
 _COOL_DOWN_PERIODS = 2
 
 
-class Allocating:
+class RoleAllocation:
     """Evaluates the roles every `allocation_period_s` and sees conversions through."""
 
     def __init__(
         self,
         config: ControlConfig,
         facts: LiveFacts,
-        usage: Usage,
+        usage: StageUtilisation,
         window: LengthWindow,
         changes: RoleChanges,
         *,

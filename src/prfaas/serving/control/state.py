@@ -8,16 +8,16 @@ from typing import Any
 from prfaas.core.deployment import Deployment, Instance, Link
 from prfaas.core.scheduling import Decision, InstanceView, Route
 from prfaas.core.scheduling.threshold import LengthWindow
-from prfaas.serving.control.cluster_state import Board
+from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_metrics import EngineMeter
-from prfaas.serving.control.engine_monitor import EngineTelemetry
+from prfaas.serving.control.engine_monitor import EngineMonitor
 from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.hot_prefixes import HotPrefixes
 from prfaas.serving.control.kv_events import EventFeed
-from prfaas.serving.control.link_monitor import LinkTelemetry
-from prfaas.serving.control.prefill_admission import Turns
-from prfaas.serving.control.prefix_knowledge import Holdings
-from prfaas.serving.control.role_allocation import Allocating, RoleChanges
+from prfaas.serving.control.link_monitor import LinkMonitor
+from prfaas.serving.control.prefill_admission import PrefillAdmission
+from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
+from prfaas.serving.control.role_allocation import RoleAllocation, RoleChanges
 from prfaas.serving.control.thresholds import Thresholds, json_tokens
 
 Json = dict[str, Any]
@@ -40,17 +40,17 @@ class Overview:
 
     deployment: Deployment
     started_s: float
-    board: Board
-    holdings: Holdings
+    board: ClusterState
+    holdings: PrefixKnowledge
     feed: EventFeed
-    links: LinkTelemetry
-    engines: EngineTelemetry
+    links: LinkMonitor
+    engines: EngineMonitor
     health: HealthWatch
     window: LengthWindow
     thresholds: Thresholds
     roles: RoleChanges
-    turns: Turns
-    allocating: Allocating
+    turns: PrefillAdmission
+    allocating: RoleAllocation
     hot_prefixes: HotPrefixes
     routed: Routed
 

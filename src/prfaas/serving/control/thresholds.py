@@ -12,7 +12,7 @@ from prfaas.core.deployment import Deployment
 from prfaas.core.planner import PlanError
 from prfaas.core.scheduling.threshold import LengthWindow, Reason, ThresholdChange, ThresholdOptimiser
 from prfaas.core.workload import TruncatedLogNormal, WorkloadError
-from prfaas.serving.control.cluster_state import Board, Clock
+from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.planning_inputs import LiveFacts
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Thresholds:
     def __init__(
         self,
         deployment: Deployment,
-        board: Board,
+        board: ClusterState,
         facts: LiveFacts,
         window: LengthWindow,
         *,

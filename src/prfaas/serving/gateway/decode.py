@@ -9,19 +9,19 @@ from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.decode_hop import DecodeHop
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.options import GatewayOptions
-from prfaas.serving.gateway.orchestrator import Driver
-from prfaas.serving.gateway.request import Journey, Order
+from prfaas.serving.gateway.orchestrator import PrefillOrchestrator
+from prfaas.serving.gateway.request import PreparedRequest, ServingRequest
 from prfaas.serving.gateway.stream import (
     EVENT_STREAM,
     Budget,
     DecodeFailedError,
     EventStream,
-    Outlet,
+    ResponseWriter,
     note_answer_tokens,
     read_stream,
     read_whole,
 )
-from prfaas.serving.gateway.stream_resume import Continuing, can_continue
+from prfaas.serving.gateway.stream_resume import StreamResume, can_continue
 
 # What another engine may answer where this one failed.
 _ENGINE_FAILURES = (500, 502, 503, 504)
@@ -35,9 +35,9 @@ class Decoding:
     def __init__(
         self,
         *,
-        driver: Driver,
+        driver: PrefillOrchestrator,
         hop: DecodeHop,
-        continuing: Continuing,
+        continuing: StreamResume,
         metrics: Metrics,
         options: GatewayOptions,
     ) -> None:
@@ -48,12 +48,14 @@ class Decoding:
         self._options = options
         self._budget = Budget(options.kept_answers_bytes)
 
-    async def answer(self, request: web.Request, order: Order, journey: Journey) -> web.StreamResponse:
+    async def answer(
+        self, request: web.Request, order: ServingRequest, journey: PreparedRequest
+    ) -> web.StreamResponse:
         """Relay what the journey's decode engine says, or another one as long as the client has seen nothing.
 
         After the first byte, another one goes on with the text if the request allows it. Raises ApiError.
         """
-        outlet = Outlet(request, order.record, self._metrics)
+        outlet = ResponseWriter(request, order.record, self._metrics)
         failed: list[str] = []
         while True:
             order.record.route, order.record.route_header = str(journey.route), journey.header()
@@ -76,7 +78,7 @@ class Decoding:
                 stream.forget()
 
     async def _relayed(
-        self, order: Order, journey: Journey, outlet: Outlet, stream: EventStream
+        self, order: ServingRequest, journey: PreparedRequest, outlet: ResponseWriter, stream: EventStream
     ) -> web.StreamResponse:
         """One decode engine's whole answer. Raises DecodeFailedError, perhaps after a part of it."""
         async with self._hop.open(order, journey) as answer:
@@ -96,8 +98,12 @@ class Decoding:
             return outlet.whole(whole)
 
     async def _another(
-        self, order: Order, journey: Journey, failure: DecodeFailedError, failed: Sequence[str]
-    ) -> Journey | None:
+        self,
+        order: ServingRequest,
+        journey: PreparedRequest,
+        failure: DecodeFailedError,
+        failed: Sequence[str],
+    ) -> PreparedRequest | None:
         """The same request's way to another decode engine; None when there is none or enough have failed."""
         if len(failed) >= (self._options.decode_attempts if failure.lost else _ATTEMPTS_THAT_ANSWER):
             return None

@@ -6,13 +6,13 @@ from contextlib import asynccontextmanager
 
 from prfaas.serving.gateway.bodies import decode_body
 from prfaas.serving.gateway.control_plane import ControlPlane
-from prfaas.serving.gateway.engine_client import EngineClient, EngineError
-from prfaas.serving.gateway.http_pool import Answer
+from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
+from prfaas.serving.gateway.http_pool import EngineResponse
 from prfaas.serving.gateway.metrics import Metrics
-from prfaas.serving.gateway.options import OffLoop
-from prfaas.serving.gateway.orchestrator import Driver
+from prfaas.serving.gateway.options import ThreadOffload
+from prfaas.serving.gateway.orchestrator import PrefillOrchestrator
 from prfaas.serving.gateway.prefill_hop import JSON_BYTES_PER_TOKEN
-from prfaas.serving.gateway.request import Journey, Order
+from prfaas.serving.gateway.request import PreparedRequest, ServingRequest
 from prfaas.serving.gateway.stream import DecodeFailedError
 
 logger = logging.getLogger(__name__)
@@ -25,19 +25,19 @@ class DecodeHop:
         self,
         *,
         plane: ControlPlane,
-        driver: Driver,
+        driver: PrefillOrchestrator,
         client: EngineClient,
         metrics: Metrics,
-        offloop: OffLoop,
+        thread_offload: ThreadOffload,
     ) -> None:
         self._plane = plane
         self._driver = driver
         self._client = client
         self._metrics = metrics
-        self._offloop = offloop
+        self._offloop = thread_offload
 
     @asynccontextmanager
-    async def open(self, order: Order, journey: Journey) -> AsyncIterator[Answer]:
+    async def open(self, order: ServingRequest, journey: PreparedRequest) -> AsyncIterator[EngineResponse]:
         """The answer of the journey's decode engine, its headers read. Raises DecodeFailedError if there is none.
 
         What is still staged there is freed unless the answer has status 200 and the body ends without an exception.
@@ -68,7 +68,7 @@ class DecodeHop:
             if not ended_well:
                 self._driver.abandon(journey, "the decode request did not end well")
 
-    def judge(self, order: Order, journey: Journey, failure: DecodeFailedError) -> None:
+    def judge(self, order: ServingRequest, journey: PreparedRequest, failure: DecodeFailedError) -> None:
         """Say everywhere what a failure says about the decode engine."""
         logger.warning("decode instance failed: %s", failure)
         self._metrics.decode_failures.labels(failure.reason).inc()
@@ -77,9 +77,9 @@ class DecodeHop:
         if failure.lost:
             self._plane.suspect(journey.decode, str(failure), lost_cache=True)
 
-    async def _answer(self, order: Order, journey: Journey, body: bytes) -> Answer:
+    async def _answer(self, order: ServingRequest, journey: PreparedRequest, body: bytes) -> EngineResponse:
         instance = self._plane.instance(journey.decode)
         try:
             return await self._client.open(instance, order.endpoint.path, body, order.headers)
-        except EngineError as error:
+        except EngineCallError as error:
             raise DecodeFailedError(error.reason, str(error), lost=True) from error

@@ -7,11 +7,11 @@ from typing import Any
 import orjson
 
 from prfaas.core.deployment import Instance
-from prfaas.serving.gateway.http_pool import Answer, HttpPool
+from prfaas.serving.gateway.http_pool import EngineResponse, HttpPool
 from prfaas.serving.gateway.options import GatewayOptions
 
 
-class EngineError(Exception):
+class EngineCallError(Exception):
     """An engine did not do what was asked. `status`: its HTTP status, None when it gave none; `reason`: one
     word."""
 
@@ -39,7 +39,9 @@ class EngineClient:
         """End all connections."""
         self._pool.close()
 
-    async def open(self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+    async def open(
+        self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> EngineResponse:
         """POST `body` and return the answer with its head read; the caller reads and closes it.
 
         Raises EngineError (reason "unreachable") when there is no answer at all.
@@ -47,7 +49,7 @@ class EngineClient:
         try:
             return await self._pool.request("POST", instance.host, instance.http_port, path, headers, body)
         except (OSError, TimeoutError) as error:
-            raise EngineError(instance.name, "unreachable", f"{type(error).__name__}: {error}") from error
+            raise EngineCallError(instance.name, "unreachable", f"{type(error).__name__}: {error}") from error
 
     async def call(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str], timeout_s: float
@@ -58,10 +60,10 @@ class EngineClient:
                 answer = await self.open(instance, path, body, headers)
                 whole = await _whole(instance, answer)
         except TimeoutError:
-            raise EngineError(instance.name, "deadline", f"no answer within {timeout_s:g} s") from None
+            raise EngineCallError(instance.name, "deadline", f"no answer within {timeout_s:g} s") from None
         if answer.status != 200:
             detail = whole[:500].decode(errors="replace")
-            raise EngineError(instance.name, f"http-{answer.status}", detail, answer.status)
+            raise EngineCallError(instance.name, f"http-{answer.status}", detail, answer.status)
         return whole
 
     async def call_json(
@@ -74,14 +76,16 @@ class EngineClient:
         try:
             return orjson.loads(answer)
         except orjson.JSONDecodeError as error:
-            raise EngineError(instance.name, "garbled", f"{path} did not answer with JSON: {error}") from None
+            raise EngineCallError(
+                instance.name, "garbled", f"{path} did not answer with JSON: {error}"
+            ) from None
 
 
-async def _whole(instance: Instance, answer: Answer) -> bytes:
+async def _whole(instance: Instance, answer: EngineResponse) -> bytes:
     """All of `answer`, which then needs no closing. Raises EngineError (reason "died")."""
     try:
         return await answer.read()
     except OSError as error:
-        raise EngineError(instance.name, "died", f"{type(error).__name__}: {error}") from error
+        raise EngineCallError(instance.name, "died", f"{type(error).__name__}: {error}") from error
     finally:
         answer.close()

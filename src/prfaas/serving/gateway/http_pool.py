@@ -37,7 +37,7 @@ class HttpPool:
         path: str,
         headers: Mapping[str, str],
         body: bytes = b"",
-    ) -> "Answer":
+    ) -> "EngineResponse":
         """Send a request; its answer, of which only the head needs to have come.
 
         Goes over a new connection when a kept one turns out to have been closed by the server.
@@ -95,7 +95,7 @@ class HttpPool:
         return connection
 
 
-class Answer:
+class EngineResponse:
     """One response whose head has come. Take its body with `readany` or `read`, from one task.
 
     `complete`: the whole body has come, which doesn't mean that it has been taken.
@@ -198,16 +198,16 @@ class _Connection(asyncio.Protocol):
         self._open = False
         self._paused = False
         self._parser = httptools.HttpResponseParser(self)
-        self._answer: Answer | None = None
-        self._begun: asyncio.Future[Answer] | None = None
+        self._answer: EngineResponse | None = None
+        self._begun: asyncio.Future[EngineResponse] | None = None
         self._head_bytes = 0
         self._keeps_alive = False
 
-    async def exchange(self, head: bytes, body: bytes) -> Answer:
+    async def exchange(self, head: bytes, body: bytes) -> EngineResponse:
         """Send a request; its answer once the head has come. Raises AnswerCutError."""
         self.heard, self._head_bytes = False, 0
-        self._answer = Answer(self)
-        begun: asyncio.Future[Answer] = self.loop.create_future()
+        self._answer = EngineResponse(self)
+        begun: asyncio.Future[EngineResponse] = self.loop.create_future()
         self._begun = begun
         self._transport.write(head)
         if body:
@@ -317,7 +317,7 @@ class _Connection(asyncio.Protocol):
             self._begun.set_exception(error)
 
 
-def _lasts_to_the_end(answer: Answer) -> bool:
+def _lasts_to_the_end(answer: EngineResponse) -> bool:
     """Whether the body ends where the connection ends, for nothing else says where."""
     framed = answer.header(b"content-length") is not None or answer.header(b"transfer-encoding") is not None
     return bool(answer.status) and not framed

@@ -20,7 +20,7 @@ class TransferFailedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class TransferredBytes:
     """A completed transfer, summed over ranks. `hidden_bytes` had arrived when the prefill ended."""
 
     total_bytes: int
@@ -44,20 +44,20 @@ class Watcher(Protocol):
     async def close(self) -> None: ...
 
 
-class Transfers:
+class KvTransfers:
     """Waits for and abandons transfers at any decode engine of the deployment."""
 
     def __init__(self, watchers: Mapping[str, tuple[Watcher, ...]]) -> None:
         """`watchers`: decode instance name → one watcher per tensor-parallel rank."""
         self._watchers = watchers
 
-    async def wait(self, consumer: str, transfer_id: bytes, timeout_s: float) -> Moved:
+    async def wait(self, consumer: str, transfer_id: bytes, timeout_s: float) -> TransferredBytes:
         """Until every rank of `consumer` has all bytes. Raises TransferFailedError as soon as one will
         not."""
         watchers = self._watchers[consumer]
         if len(watchers) == 1:
             status = await self._wait(watchers[0], transfer_id, timeout_s)
-            return Moved(status.total_bytes, status.hidden_bytes)
+            return TransferredBytes(status.total_bytes, status.hidden_bytes)
         try:
             async with asyncio.TaskGroup() as group:
                 waits = [
@@ -66,7 +66,7 @@ class Transfers:
         except* TransferFailedError as failures:
             raise _first(failures) from None
         statuses = [wait.result() for wait in waits]
-        return Moved(
+        return TransferredBytes(
             total_bytes=sum(status.total_bytes for status in statuses),
             hidden_bytes=sum(status.hidden_bytes for status in statuses),
         )

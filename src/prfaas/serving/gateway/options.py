@@ -13,7 +13,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class OffLoop:
+class ThreadOffload:
     """Runs small work in place and large work in a bounded pool of threads."""
 
     def __init__(self, threads: int, inline_size: int) -> None:

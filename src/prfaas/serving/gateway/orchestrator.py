@@ -7,21 +7,21 @@ from dataclasses import dataclass, replace
 from prfaas.core.deployment import Instance
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
 from prfaas.serving.gateway.control_plane import ControlPlane
-from prfaas.serving.gateway.engine_client import EngineError
+from prfaas.serving.gateway.engine_client import EngineCallError
 from prfaas.serving.gateway.metrics import Metrics
-from prfaas.serving.gateway.options import OffLoop
+from prfaas.serving.gateway.options import ThreadOffload
 from prfaas.serving.gateway.prefill_hop import (
     JSON_BYTES_PER_TOKEN,
-    Arrived,
-    Hop,
     HopFailedError,
-    Hops,
+    PrefillHops,
     TransferBound,
+    TransferDone,
+    TransferSpec,
 )
 from prfaas.serving.gateway.prompts import ChatPrompt, DirectPrompt, TokenPrompt
-from prfaas.serving.gateway.request import Journey, Look, Order
+from prfaas.serving.gateway.request import PreparedRequest, ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.request_log import Attempt
-from prfaas.serving.gateway.tokenization import Tokenized, Tokenizing
+from prfaas.serving.gateway.tokenization import Tokenization, Tokenized
 
 # Prefills elsewhere that one request may try before its decode engine prefills.
 _PREFILL_ATTEMPTS = 2
@@ -36,7 +36,7 @@ class _NotLooked:
     reason: str
 
 
-class Driver:
+class PrefillOrchestrator:
     """Prepares requests for their decode engines."""
 
     def __init__(
@@ -44,11 +44,11 @@ class Driver:
         max_model_len: int,
         *,
         plane: ControlPlane,
-        hops: Hops,
+        hops: PrefillHops,
         bound: TransferBound,
-        tokenizing: Tokenizing,
+        tokenizing: Tokenization,
         metrics: Metrics,
-        offloop: OffLoop,
+        thread_offload: ThreadOffload,
     ) -> None:
         self._max_model_len = max_model_len
         self._plane = plane
@@ -56,11 +56,11 @@ class Driver:
         self._bound = bound
         self._tokenizing = tokenizing
         self._metrics = metrics
-        self._offloop = offloop
+        self._offloop = thread_offload
         # Whom to ask for token ids; any engine of the deployment knows the same ones.
         self._asked: Instance | None = None
 
-    async def prepare(self, order: Order) -> Journey:
+    async def prepare(self, order: ServingRequest) -> PreparedRequest:
         """Prefill the prompt where it is best done.
 
         Raises NoDecodeInstanceError; everything else ends in a local prefill.
@@ -77,36 +77,40 @@ class Driver:
         self._asked = self._plane.instance(decision.decode)
         return await self._carried_out(order, look, decision, ())
 
-    async def again(self, order: Order, journey: Journey, avoid: Collection[str]) -> Journey:
+    async def again(
+        self, order: ServingRequest, journey: PreparedRequest, avoid: Collection[str]
+    ) -> PreparedRequest:
         """Another way for a request whose decode engines `avoid` have failed it. Raises NoDecodeInstanceError."""
         if journey.look is None:
             return self._direct(order, journey.reason, avoid)
         decision = self._plane.route(len(journey.look.token_ids), journey.look.chains, avoid=avoid)
         return await self._carried_out(order, journey.look, decision, avoid)
 
-    async def resume(self, order: Order, token_ids: Sequence[int], avoid: Collection[str]) -> Journey:
+    async def resume(
+        self, order: ServingRequest, token_ids: Sequence[int], avoid: Collection[str]
+    ) -> PreparedRequest:
         """A way for the rest of an answer, whose prompt is `token_ids`. Raises NoDecodeInstanceError."""
         look = await self._looked(order, Tokenized(token_ids, exact=True))
         decision = self._plane.route(len(token_ids), look.chains, avoid=avoid)
         return await self._carried_out(order, look, decision, avoid)
 
-    def delivered(self, journey: Journey) -> None:
+    def delivered(self, journey: PreparedRequest) -> None:
         """The decode engine answers: it holds the prompt now."""
         if journey.look is not None:
             self._plane.expect(journey.decode, journey.look.chains)
 
-    def abandon(self, journey: Journey, reason: str) -> None:
+    def abandon(self, journey: PreparedRequest, reason: str) -> None:
         """The decode engine may never take the journey's transfer: have its staging freed."""
         if journey.ticket is not None:
             self._hops.abandon(journey.ticket, reason)
 
-    async def _look(self, order: Order) -> Look | _NotLooked:
+    async def _look(self, order: ServingRequest) -> TokenizedPrompt | _NotLooked:
         prompt = order.prompt
         if isinstance(prompt, DirectPrompt):
             return _NotLooked(prompt.reason)
         try:
             tokenized = await self._tokenized(order)
-        except EngineError as error:
+        except EngineCallError as error:
             return _NotLooked("refused" if error.is_clients_fault else "not-tokenized")
         if tokenized is None:
             return _NotLooked("not-tokenized")
@@ -114,7 +118,7 @@ class Driver:
             return _NotLooked("length")
         return await self._looked(order, tokenized)
 
-    async def _tokenized(self, order: Order) -> Tokenized | None:
+    async def _tokenized(self, order: ServingRequest) -> Tokenized | None:
         """Ids of the order's prompt; a dead engine that was asked for them is asked only once."""
         prompt = order.prompt
         assert not isinstance(prompt, DirectPrompt)
@@ -123,31 +127,31 @@ class Driver:
         asked = self._asked or self._plane.instance(self._plane.route(0, None).decode)
         try:
             return await self._tokenizing.tokenize(prompt, asked)
-        except EngineError as error:
+        except EngineCallError as error:
             if error.reason not in ("unreachable", "died"):
                 raise
             self._plane.suspect(asked.name, str(error), lost_cache=True)
             self._asked = self._plane.instance(self._plane.route(0, None, avoid=(asked.name,)).decode)
             return await self._tokenizing.tokenize(prompt, self._asked)
 
-    async def _looked(self, order: Order, tokenized: Tokenized) -> Look:
+    async def _looked(self, order: ServingRequest, tokenized: Tokenized) -> TokenizedPrompt:
         ids = tokenized.token_ids
         chains = await self._offloop.run(
             len(ids) * JSON_BYTES_PER_TOKEN, self._plane.chains, ids, order.salt, order.adapter
         )
         # Without exact ids the engine tokenizes by itself; the digest in the ticket then guards the KV.
         takes_ids = isinstance(order.prompt, ChatPrompt) and order.prompt.takes_ids and tokenized.exact
-        return Look(ids, chains, tokenized.exact, takes_ids)
+        return TokenizedPrompt(ids, chains, tokenized.exact, takes_ids)
 
-    def _direct(self, order: Order, reason: str, avoid: Collection[str] = ()) -> Journey:
+    def _direct(self, order: ServingRequest, reason: str, avoid: Collection[str] = ()) -> PreparedRequest:
         decision = self._plane.route(0, None, avoid=avoid)
         order.record.direct_reason = reason
         self._metrics.direct.labels(reason).inc()
-        return Journey(Route.LOCAL, decision.decode, decision.decode, reason)
+        return PreparedRequest(Route.LOCAL, decision.decode, decision.decode, reason)
 
     async def _carried_out(
-        self, order: Order, look: Look, decision: Decision, avoid: Collection[str]
-    ) -> Journey:
+        self, order: ServingRequest, look: TokenizedPrompt, decision: Decision, avoid: Collection[str]
+    ) -> PreparedRequest:
         failed = set(avoid)
         fallback: str | None = None
         for _ in range(_PREFILL_ATTEMPTS):
@@ -178,8 +182,13 @@ class Driver:
         return self._at_decode(order, look, decision, reason, fallback)
 
     def _at_decode(
-        self, order: Order, look: Look, decision: Decision, reason: str, fallback: str | None
-    ) -> Journey:
+        self,
+        order: ServingRequest,
+        look: TokenizedPrompt,
+        decision: Decision,
+        reason: str,
+        fallback: str | None,
+    ) -> PreparedRequest:
         """The decode instance of `decision` prefills by itself."""
         self._metrics.direct.labels(reason).inc()
         if decision.transfers:
@@ -195,7 +204,7 @@ class Driver:
                 cache_transfer=None,
             )
         order.record.went(decision, len(look.token_ids)).outcome = "done"
-        return Journey(
+        return PreparedRequest(
             route=Route.LOCAL,
             prefill=decision.decode,
             decode=decision.decode,
@@ -206,7 +215,9 @@ class Driver:
             fallback=fallback,
         )
 
-    async def _elsewhere(self, order: Order, look: Look, attempt: Attempt) -> Journey:
+    async def _elsewhere(
+        self, order: ServingRequest, look: TokenizedPrompt, attempt: Attempt
+    ) -> PreparedRequest:
         """Prefill at another instance than the decode instance. Raises HopFailedError.
 
         `attempt.decision` becomes the one that was carried out: it may be another instance's turn first.
@@ -219,14 +230,14 @@ class Driver:
                 # What is left is what the instance held without it.
                 held_tokens = min(held_tokens, decision.cache_transfer.skip_tokens)
             decision = replace(decision, cache_transfer=None, prefill_tokens=len(ids) - held_tokens)
-        arrived: Arrived | None = None
+        arrived: TransferDone | None = None
         wanted, begun_s = decision.prefill, time.perf_counter()
         try:
             async with self._plane.turn(decision, len(ids), look.chains) as decision:
                 order.record.since("turn", begun_s)
                 attempt.decision = decision
                 sealed_from = prefix.sealed if prefix is not None and decision.prefill == wanted else None
-                hop = Hop(
+                hop = TransferSpec(
                     producer=decision.prefill,
                     consumer=decision.decode,
                     token_ids=ids[:-1],
@@ -247,7 +258,7 @@ class Driver:
         self._metrics.hidden_bytes.labels(route).inc(moved.hidden_bytes)
         order.record.took("prefill", arrived.prefill_s)
         order.record.took("transfer", arrived.transfer_s)
-        return Journey(
+        return PreparedRequest(
             route=decision.route,
             prefill=decision.prefill,
             decode=decision.decode,
@@ -263,12 +274,14 @@ class Driver:
             prefix_bytes=prefix.moved.total_bytes if prefix is not None else 0,
         )
 
-    async def _prefix_moved(self, order: Order, look: Look, decision: Decision) -> Arrived | None:
+    async def _prefix_moved(
+        self, order: ServingRequest, look: TokenizedPrompt, decision: Decision
+    ) -> TransferDone | None:
         """The cache transfer that `decision` wants; None if it wants none or it failed: then all is computed."""
         wanted = decision.cache_transfer
         if wanted is None:
             return None
-        arrived: Arrived | None = None
+        arrived: TransferDone | None = None
         outcome = "done"
         # The prefill must be left at least one token to compute and one to leave out.
         num_tokens = min(wanted.num_tokens, len(look.token_ids) - 2)
@@ -277,7 +290,9 @@ class Driver:
         elif not self._bound.fits(decision.prefill, num_tokens, wanted.skip_tokens):
             outcome = "staging"
         else:
-            hop = Hop(wanted.source, decision.prefill, look.token_ids[:num_tokens], wanted.skip_tokens)
+            hop = TransferSpec(
+                wanted.source, decision.prefill, look.token_ids[:num_tokens], wanted.skip_tokens
+            )
             try:
                 with self._plane.prefilling(decision, len(look.token_ids)):
                     arrived = await self._hops.run(hop, order)

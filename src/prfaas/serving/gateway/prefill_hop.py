@@ -14,11 +14,11 @@ from prfaas.core.deployment import Deployment
 from prfaas.core.kv import KvModel
 from prfaas.serving.gateway.bodies import prefill_body
 from prfaas.serving.gateway.control_plane import ControlPlane
-from prfaas.serving.gateway.engine_client import EngineClient, EngineError
-from prfaas.serving.gateway.kv_transfers import Moved, TransferFailedError, Transfers
+from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
+from prfaas.serving.gateway.kv_transfers import KvTransfers, TransferFailedError, TransferredBytes
 from prfaas.serving.gateway.metrics import Metrics
-from prfaas.serving.gateway.options import GatewayOptions, OffLoop
-from prfaas.serving.gateway.request import Order
+from prfaas.serving.gateway.options import GatewayOptions, ThreadOffload
+from prfaas.serving.gateway.request import ServingRequest
 from prfaas.serving.transport.ticket import Ticket, prompt_digest
 
 # Links are shared, and headers, retransmission and a link slower than stated all come on top.
@@ -62,7 +62,7 @@ JSON_BYTES_PER_TOKEN = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Hop:
+class TransferSpec:
     """`producer` sends the KV of `token_ids` less the first `skip_tokens` to `consumer`.
 
     `uses`: how many requests load it there. `sealed_from`: the ticket of a prefix that the producer loads first.
@@ -77,12 +77,12 @@ class Hop:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class TransferDone:
     """A hop that went well: the KV waits at the consumer. Seconds run from the hop's start."""
 
     ticket: Ticket
     sealed: str
-    moved: Moved
+    moved: TransferredBytes
     prefill_s: float
     transfer_s: float
 
@@ -96,7 +96,7 @@ class HopFailedError(Exception):
         self.hopeless = hopeless
 
 
-class Hops:
+class PrefillHops:
     """Carries hops out, judges those that fail, and frees what they leave in staging."""
 
     def __init__(
@@ -105,10 +105,10 @@ class Hops:
         *,
         plane: ControlPlane,
         client: EngineClient,
-        transfers: Transfers,
+        transfers: KvTransfers,
         bound: TransferBound,
         metrics: Metrics,
-        offloop: OffLoop,
+        thread_offload: ThreadOffload,
         options: GatewayOptions,
     ) -> None:
         """`key` seals tickets."""
@@ -118,22 +118,22 @@ class Hops:
         self._transfers = transfers
         self._bound = bound
         self._metrics = metrics
-        self._offloop = offloop
+        self._offloop = thread_offload
         self._options = options
         self._background: set[asyncio.Task[None]] = set()
 
-    async def run(self, hop: Hop, order: Order) -> Arrived:
+    async def run(self, hop: TransferSpec, order: ServingRequest) -> TransferDone:
         """Until all bytes are there. Raises HopFailedError; then they are freed."""
         ticket, sealed, body = await self._offloop.run(
             len(hop.token_ids) * JSON_BYTES_PER_TOKEN, self._prepared, hop, order
         )
-        arrived: Arrived | None = None
-        failure: EngineError | TransferFailedError | None = None
+        arrived: TransferDone | None = None
+        failure: EngineCallError | TransferFailedError | None = None
         try:
             with self._metrics.in_flight_transfers.track_inprogress():
                 try:
                     arrived = await self._both(hop, ticket, sealed, body, order.headers)
-                except (EngineError, TransferFailedError) as error:
+                except (EngineCallError, TransferFailedError) as error:
                     failure = error
         finally:
             # Also when the client has left: nobody will come for what has arrived.
@@ -162,7 +162,7 @@ class Hops:
         """Wait for the abandonments under way (each is bounded)."""
         await asyncio.gather(*self._background, return_exceptions=True)
 
-    def _prepared(self, hop: Hop, order: Order) -> tuple[Ticket, str, bytes]:
+    def _prepared(self, hop: TransferSpec, order: ServingRequest) -> tuple[Ticket, str, bytes]:
         ticket = Ticket.issue(
             producer=hop.producer,
             consumer=hop.consumer,
@@ -178,8 +178,8 @@ class Hops:
         return ticket, sealed, body
 
     async def _both(
-        self, hop: Hop, ticket: Ticket, sealed: str, body: bytes, headers: Mapping[str, str]
-    ) -> Arrived:
+        self, hop: TransferSpec, ticket: Ticket, sealed: str, body: bytes, headers: Mapping[str, str]
+    ) -> TransferDone:
         """The request and the transfer; the first to fail ends the other."""
         clock = time.perf_counter
         start_s = clock()
@@ -204,11 +204,13 @@ class Hops:
                 arrival.result()
             prefill_s = await request
             await self._arrived(hop, ticket, arrival, late_s)
-            return Arrived(ticket, sealed, arrival.result(), prefill_s, clock() - start_s)
+            return TransferDone(ticket, sealed, arrival.result(), prefill_s, clock() - start_s)
         finally:
             await _ended(request, arrival)
 
-    async def _arrived(self, hop: Hop, ticket: Ticket, arrival: "asyncio.Task[Moved]", late_s: float) -> None:
+    async def _arrived(
+        self, hop: TransferSpec, ticket: Ticket, arrival: "asyncio.Task[TransferredBytes]", late_s: float
+    ) -> None:
         """The prefill has answered: see that the transfer ends in time. Raises TransferFailedError."""
         if arrival.done():
             return
@@ -222,10 +224,10 @@ class Hops:
         if not arrival.done():
             raise TransferFailedError("transfer-deadline", f"not complete {late_s:.0f} s after the prefill")
 
-    def _judged(self, hop: Hop, failure: EngineError | TransferFailedError) -> HopFailedError:
+    def _judged(self, hop: TransferSpec, failure: EngineCallError | TransferFailedError) -> HopFailedError:
         """What a failure says about the producer, and about trying another one."""
         logger.warning("prefill at %s for %s failed: %s", hop.producer, hop.consumer, failure)
-        if isinstance(failure, EngineError):
+        if isinstance(failure, EngineCallError):
             if failure.is_clients_fault:
                 return HopFailedError(failure.reason, hopeless=True)
             lost_cache = failure.reason in ("unreachable", "died")

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from prfaas.core.prefix import PromptChains
 from prfaas.core.scheduling import Decision, Route
 from prfaas.serving.gateway.bodies import Json
-from prfaas.serving.gateway.kv_transfers import Moved
+from prfaas.serving.gateway.kv_transfers import TransferredBytes
 from prfaas.serving.gateway.prompts import Endpoint, Prompt
-from prfaas.serving.gateway.request_log import Record
+from prfaas.serving.gateway.request_log import RequestRecord
 from prfaas.serving.transport.ticket import Ticket
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ServingRequest:
     """`body`: the client's, less what could steer an engine; `size_bytes`: as long as it came.
 
     `model`: the name that engines know, an adapter's or the base model's; `adapter`: "" for the base model.
@@ -33,11 +33,11 @@ class Order:
     adapter: str
     salt: str
     headers: Mapping[str, str]
-    record: Record
+    record: RequestRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class TokenizedPrompt:
     """A prompt in tokens. `exact`: these are the ids that the engine makes itself.
 
     `takes_ids`: the decode engine may be given them in place of what the client sent.
@@ -50,7 +50,7 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Journey:
+class PreparedRequest:
     """One request, ready for its decode engine.
 
     `ticket`/`sealed`: None when the decode engine prefills, then `own_prefill_tokens` tokens (0: not known).
@@ -62,12 +62,12 @@ class Journey:
     prefill: str
     decode: str
     reason: str
-    look: Look | None = None
+    look: TokenizedPrompt | None = None
     decision: Decision | None = None
     own_prefill_tokens: int = 0
     ticket: Ticket | None = None
     sealed: str | None = None
-    moved: Moved | None = None
+    moved: TransferredBytes | None = None
     prefill_s: float | None = None
     transfer_s: float | None = None
     fallback: str | None = None

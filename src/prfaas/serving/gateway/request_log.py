@@ -14,7 +14,7 @@ from typing import Any
 from prfaas.core.deployment import Deployment
 from prfaas.core.kv import KvModel
 from prfaas.core.scheduling import Decision
-from prfaas.serving.gateway.kv_transfers import Moved
+from prfaas.serving.gateway.kv_transfers import TransferredBytes
 
 
 @dataclass(slots=True)
@@ -28,11 +28,11 @@ class Attempt:
     decision: Decision
     prompt_tokens: int
     outcome: str = "under way"
-    moved: Moved | None = None
+    moved: TransferredBytes | None = None
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """One request. `began_s` is `time.perf_counter`, `at_s` Unix time; `steps_s` are durations by the step's name.
 
     `direct_reason`: why its decode engine got it without a look at the prompt. `prefix_*`: the cache transfer
@@ -52,7 +52,7 @@ class Record:
     attempts: list[Attempt] = field(default_factory=list)
     route_header: str | None = None
     route: str = "none"
-    prefix_moved: Moved | None = None
+    prefix_moved: TransferredBytes | None = None
     prefix_outcome: str | None = None
     steps_s: dict[str, float] = field(default_factory=dict)
     notes: list[tuple[float, str]] = field(default_factory=list)
@@ -81,19 +81,19 @@ class Record:
         return now_s
 
 
-class Records:
+class RequestLog:
     """The latest requests by id; the oldest make room."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._records: OrderedDict[str, Record] = OrderedDict()
+        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
 
-    def add(self, record: Record) -> None:
+    def add(self, record: RequestRecord) -> None:
         self._records[record.request_id] = record
         if len(self._records) > self.capacity:
             self._records.popitem(last=False)
 
-    def find(self, request_id: str) -> Record | None:
+    def find(self, request_id: str) -> RequestRecord | None:
         return self._records.get(request_id)
 
     def __len__(self) -> int:
@@ -103,7 +103,7 @@ class Records:
 Json = dict[str, Any]
 
 
-def explained(record: Record, deployment: Deployment, model: KvModel | None) -> Json:
+def explained(record: RequestRecord, deployment: Deployment, model: KvModel | None) -> Json:
     """What `GET /prfaas/requests/{id}` answers; seconds, bytes and tokens as the names say.
 
     `saved_bytes`: what was not sent because the decode instance held it; None where the model's KV is unknown.
@@ -164,18 +164,18 @@ def _held_tokens(decision: Decision, prompt_tokens: int, deployment: Deployment)
     return held
 
 
-def _moved(moved: Moved | None) -> Json:
+def _moved(moved: TransferredBytes | None) -> Json:
     if moved is None:
         return {"bytes": 0, "hidden_bytes": 0, "hidden": None}
     return {"bytes": moved.total_bytes, "hidden_bytes": moved.hidden_bytes, "hidden": moved.hidden_fraction}
 
 
-def _sum(attempts: Sequence[Attempt]) -> Moved | None:
+def _sum(attempts: Sequence[Attempt]) -> TransferredBytes | None:
     """All transfers to decode instances together: one, unless an engine has failed."""
     moved = [attempt.moved for attempt in attempts if attempt.moved is not None]
     if not moved:
         return None
-    return Moved(sum(m.total_bytes for m in moved), sum(m.hidden_bytes for m in moved))
+    return TransferredBytes(sum(m.total_bytes for m in moved), sum(m.hidden_bytes for m in moved))
 
 
 def _saved_bytes(attempts: Sequence[Attempt], model: KvModel | None) -> int | None:

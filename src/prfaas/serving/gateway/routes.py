@@ -25,11 +25,11 @@ from prfaas.serving.gateway.bodies import ApiError, Json, error_body, parse_body
 from prfaas.serving.gateway.control_plane import ControlPlane
 from prfaas.serving.gateway.decode import Decoding
 from prfaas.serving.gateway.metrics import Metrics
-from prfaas.serving.gateway.options import GatewayOptions, OffLoop
-from prfaas.serving.gateway.orchestrator import Driver
+from prfaas.serving.gateway.options import GatewayOptions, ThreadOffload
+from prfaas.serving.gateway.orchestrator import PrefillOrchestrator
 from prfaas.serving.gateway.prompts import Endpoint, Prompt, prompt_of, samples_of
-from prfaas.serving.gateway.request import Order
-from prfaas.serving.gateway.request_log import Record, Records, explained
+from prfaas.serving.gateway.request import ServingRequest
+from prfaas.serving.gateway.request_log import RequestLog, RequestRecord, explained
 from prfaas.serving.gateway.stream import REQUEST_ID_HEADER, route_headers
 
 _PURPOSE = b"prfaas tenant\x00"
@@ -68,7 +68,7 @@ class Inspection:
     """`GET /prfaas/state` and `GET /prfaas/requests/{id}`."""
 
     def __init__(
-        self, deployment: Deployment, model: KvModel | None, plane: ControlPlane, records: Records
+        self, deployment: Deployment, model: KvModel | None, plane: ControlPlane, records: RequestLog
     ) -> None:
         self._deployment = deployment
         self._model = model
@@ -128,7 +128,7 @@ _TRACE_HEADERS = {
     "traceparent": re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"),
     "tracestate": re.compile(r"[ -~]{1,512}"),
 }
-_RECORD = web.RequestKey("prfaas_record", Record)
+_RECORD = web.RequestKey("prfaas_record", RequestRecord)
 
 
 class Service:
@@ -139,13 +139,13 @@ class Service:
         model: ModelRef,
         *,
         plane: ControlPlane,
-        driver: Driver,
+        driver: PrefillOrchestrator,
         decoding: Decoding,
         tenants: Tenants,
-        records: Records,
+        records: RequestLog,
         inspection: Inspection,
         metrics: Metrics,
-        offloop: OffLoop,
+        thread_offload: ThreadOffload,
         options: GatewayOptions,
     ) -> None:
         self._model = model
@@ -156,7 +156,7 @@ class Service:
         self._records = records
         self._inspection = inspection
         self._metrics = metrics
-        self._offloop = offloop
+        self._offloop = thread_offload
         self._options = options
         self._created_s = int(time.time())
 
@@ -211,7 +211,7 @@ class Service:
         return await self._generate(request, Endpoint.CHAT)
 
     async def _generate(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
-        record = Record(uuid.uuid4().hex, str(endpoint), time.time(), time.perf_counter())
+        record = RequestRecord(uuid.uuid4().hex, str(endpoint), time.time(), time.perf_counter())
         request[_RECORD] = record
         self._records.add(record)
         self._metrics.in_flight_requests.inc()
@@ -246,7 +246,7 @@ class Service:
             self._metrics.in_flight_requests.dec()
             self._metrics.requests.labels(record.endpoint, record.route, record.outcome).inc()
 
-    async def _order(self, request: web.Request, endpoint: Endpoint, record: Record) -> Order:
+    async def _order(self, request: web.Request, endpoint: Endpoint, record: RequestRecord) -> ServingRequest:
         """What the client wants. Raises ApiError."""
         salt = self._tenants.salt(request.headers)
         raw = await request.read()
@@ -256,7 +256,7 @@ class Service:
             adapter = ""
         record.model = adapter or self._model.served_name
         record.streamed = body.get("stream") is True
-        return Order(
+        return ServingRequest(
             endpoint=endpoint,
             body=body,
             size_bytes=len(raw),

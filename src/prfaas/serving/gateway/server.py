@@ -18,16 +18,16 @@ from prfaas.core.kv import ConfigError, KvModel, model_from_directory
 from prfaas.serving.gateway.control_plane import ControlPlane
 from prfaas.serving.gateway.decode import Decoding
 from prfaas.serving.gateway.decode_hop import DecodeHop
-from prfaas.serving.gateway.engine_client import EngineClient, EngineError
-from prfaas.serving.gateway.kv_transfers import Transfers
+from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
+from prfaas.serving.gateway.kv_transfers import KvTransfers
 from prfaas.serving.gateway.metrics import Metrics
-from prfaas.serving.gateway.options import GatewayOptions, OffLoop
-from prfaas.serving.gateway.orchestrator import Driver
-from prfaas.serving.gateway.prefill_hop import Hops, TransferBound
-from prfaas.serving.gateway.request_log import Records
+from prfaas.serving.gateway.options import GatewayOptions, ThreadOffload
+from prfaas.serving.gateway.orchestrator import PrefillOrchestrator
+from prfaas.serving.gateway.prefill_hop import PrefillHops, TransferBound
+from prfaas.serving.gateway.request_log import RequestLog
 from prfaas.serving.gateway.routes import Inspection, Service, Tenants
-from prfaas.serving.gateway.stream_resume import Continuing
-from prfaas.serving.gateway.tokenization import LocalTokenizer, Tokenizing
+from prfaas.serving.gateway.stream_resume import StreamResume
+from prfaas.serving.gateway.tokenization import LocalTokenizer, Tokenization
 from prfaas.serving.gateway.transcript import AnswerText
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import load_key
@@ -57,35 +57,39 @@ class Gateway:
         # Whom to ask first: an engine without the role may be busy with prefills.
         can_decode = (i for i in deployment.instances if deployment.can_decode(i))
         self._decoders = sorted(can_decode, key=lambda i: not i.has_role("decode"))
-        self._json_threads = OffLoop(1, options.inline_json_bytes)
-        self._tokenizer_threads = OffLoop(options.tokenizer_threads, options.inline_text_chars)
+        self._json_threads = ThreadOffload(1, options.inline_json_bytes)
+        self._tokenizer_threads = ThreadOffload(options.tokenizer_threads, options.inline_text_chars)
         self._client = EngineClient(options)
         self._transfers = _transfers(deployment.instances, key)
         local = LocalTokenizer.of_model(model.path, self._tokenizer_threads)
-        self._tokenizing = Tokenizing(local, self._client, model.served_name, options)
-        self._hops = Hops(
+        self._tokenizing = Tokenization(local, self._client, model.served_name, options)
+        self._hops = PrefillHops(
             key,
             plane=plane,
             client=self._client,
             transfers=self._transfers,
             bound=bound,
             metrics=metrics,
-            offloop=self._json_threads,
+            thread_offload=self._json_threads,
             options=options,
         )
-        driver = Driver(
+        driver = PrefillOrchestrator(
             model.max_model_len,
             plane=plane,
             hops=self._hops,
             bound=bound,
             tokenizing=self._tokenizing,
             metrics=metrics,
-            offloop=self._json_threads,
+            thread_offload=self._json_threads,
         )
         hop = DecodeHop(
-            plane=plane, driver=driver, client=self._client, metrics=metrics, offloop=self._json_threads
+            plane=plane,
+            driver=driver,
+            client=self._client,
+            metrics=metrics,
+            thread_offload=self._json_threads,
         )
-        continuing = Continuing(
+        continuing = StreamResume(
             model.max_model_len,
             driver=driver,
             hop=hop,
@@ -93,7 +97,7 @@ class Gateway:
             metrics=metrics,
             options=options,
         )
-        records = Records(options.kept_records)
+        records = RequestLog(options.kept_records)
         self.service = Service(
             model,
             plane=plane,
@@ -105,7 +109,7 @@ class Gateway:
             records=records,
             inspection=Inspection(deployment, kv_model, plane, records),
             metrics=metrics,
-            offloop=self._json_threads,
+            thread_offload=self._json_threads,
             options=options,
         )
 
@@ -120,7 +124,7 @@ class Gateway:
     async def _introduced(self, decode: Instance) -> bool:
         try:
             await self._tokenizing.check(decode)
-        except EngineError as error:
+        except EngineCallError as error:
             logger.info("waiting for a decode engine: %s", error)
             return False
         return True
@@ -133,9 +137,9 @@ class Gateway:
         self._tokenizer_threads.close()
 
 
-def _transfers(instances: tuple[Instance, ...], key: bytes) -> Transfers:
+def _transfers(instances: tuple[Instance, ...], key: bytes) -> KvTransfers:
     """One watcher per instance and rank: any may be sent to. They connect when they are first used."""
-    return Transfers(
+    return KvTransfers(
         {
             instance.name: tuple(
                 Observer(

@@ -12,10 +12,10 @@ import orjson
 from aiohttp import web
 
 from prfaas.serving.gateway.bodies import without_transfer_params
-from prfaas.serving.gateway.http_pool import Answer
+from prfaas.serving.gateway.http_pool import EngineResponse
 from prfaas.serving.gateway.metrics import Metrics
-from prfaas.serving.gateway.request import Journey
-from prfaas.serving.gateway.request_log import Record
+from prfaas.serving.gateway.request import PreparedRequest
+from prfaas.serving.gateway.request_log import RequestRecord
 
 END_OF_EVENT = b"\n\n"
 LAST_EVENT = b"data: [DONE]\n\n"
@@ -150,10 +150,10 @@ class DecodeFailedError(Exception):
         self.event = event
 
 
-class Outlet:
+class ResponseWriter:
     """The client's end. Its headers leave with the first byte: until then another engine may answer."""
 
-    def __init__(self, request: web.Request, record: Record, metrics: Metrics) -> None:
+    def __init__(self, request: web.Request, record: RequestRecord, metrics: Metrics) -> None:
         self._request = request
         self._record = record
         self._metrics = metrics
@@ -195,7 +195,7 @@ class Outlet:
         self._metrics.ttft_seconds.labels(record.route).observe(ttft_s)
 
 
-def route_headers(record: Record) -> dict[str, str]:
+def route_headers(record: RequestRecord) -> dict[str, str]:
     """What every answer says about its way, as far as it has got."""
     headers = {REQUEST_ID_HEADER: record.request_id}
     if record.route_header is not None:
@@ -203,7 +203,7 @@ def route_headers(record: Record) -> dict[str, str]:
     return headers
 
 
-async def read_whole(answer: Answer, journey: Journey, record: Record) -> WholeAnswer:
+async def read_whole(answer: EngineResponse, journey: PreparedRequest, record: RequestRecord) -> WholeAnswer:
     """The whole of `answer`. Raises DecodeFailedError."""
     try:
         whole = await answer.read()
@@ -213,7 +213,7 @@ async def read_whole(answer: Answer, journey: Journey, record: Record) -> WholeA
     return WholeAnswer(answer.status, without_transfer_params(whole), answer.content_type)
 
 
-async def read_stream(answer: Answer, journey: Journey, stream: EventStream) -> bytes:
+async def read_stream(answer: EngineResponse, journey: PreparedRequest, stream: EventStream) -> bytes:
     """The next events of `answer`; b"" at its end. Raises DecodeFailedError."""
     while not stream.ended:
         if stream.failure is not None:
@@ -235,7 +235,7 @@ async def read_stream(answer: Answer, journey: Journey, stream: EventStream) -> 
     return b""
 
 
-def note_answer_tokens(record: Record, piece: bytes) -> None:
+def note_answer_tokens(record: RequestRecord, piece: bytes) -> None:
     """Remember how many tokens were generated, if the last piece of an answer tells."""
     found = _ANSWER_TOKENS.search(piece, max(len(piece) - _USAGE_BYTES, 0))
     if found is not None:

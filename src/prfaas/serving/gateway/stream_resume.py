@@ -15,10 +15,10 @@ from prfaas.serving.gateway.bodies import Json, error_body
 from prfaas.serving.gateway.decode_hop import DecodeHop
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.options import GatewayOptions
-from prfaas.serving.gateway.orchestrator import Driver
+from prfaas.serving.gateway.orchestrator import PrefillOrchestrator
 from prfaas.serving.gateway.prefill_hop import JSON_BYTES_PER_TOKEN
 from prfaas.serving.gateway.prompts import Endpoint, TokenPrompt
-from prfaas.serving.gateway.request import Journey, Order
+from prfaas.serving.gateway.request import PreparedRequest, ServingRequest
 from prfaas.serving.gateway.stream import (
     DATA,
     END_OF_EVENT,
@@ -27,11 +27,11 @@ from prfaas.serving.gateway.stream import (
     Budget,
     DecodeFailedError,
     EventStream,
-    Outlet,
+    ResponseWriter,
     note_answer_tokens,
     read_stream,
 )
-from prfaas.serving.gateway.transcript import AnswerText, NotPlainError, Story, events
+from prfaas.serving.gateway.transcript import AnswerText, NotPlainError, StreamTranscript, events
 
 # What vLLM generates when a text completion does not say.
 _DEFAULT_COMPLETION_TOKENS = 16
@@ -151,21 +151,21 @@ class _CannotContinueError(Exception):
 class _Broken:
     """A stream that has begun and whose engine failed. `failed`: all decode engines that have failed this request."""
 
-    order: Order
+    order: ServingRequest
     prompt_ids: Sequence[int]
-    story: Story
-    outlet: Outlet
+    story: StreamTranscript
+    outlet: ResponseWriter
     failed: list[str]
 
 
-class Continuing:
+class StreamResume:
     """Goes on with streams after the failure of their decode engine."""
 
     def __init__(
         self,
         max_model_len: int,
         *,
-        driver: Driver,
+        driver: PrefillOrchestrator,
         hop: DecodeHop,
         answer_text: AnswerText,
         metrics: Metrics,
@@ -180,9 +180,9 @@ class Continuing:
 
     async def rest(
         self,
-        order: Order,
-        journey: Journey,
-        outlet: Outlet,
+        order: ServingRequest,
+        journey: PreparedRequest,
+        outlet: ResponseWriter,
         stream: EventStream,
         failure: DecodeFailedError,
         failed: list[str],
@@ -234,7 +234,9 @@ class Continuing:
             else:
                 return "continued"
 
-    async def _way(self, broken: _Broken, told_ids: Sequence[int], max_tokens: int) -> tuple[Journey, Order]:
+    async def _way(
+        self, broken: _Broken, told_ids: Sequence[int], max_tokens: int
+    ) -> tuple[PreparedRequest, ServingRequest]:
         """The order for the rest of the answer, and its way to another decode engine."""
         order, ids = broken.order, array("I", (*broken.prompt_ids, *told_ids))
         rest = replace(
@@ -247,7 +249,9 @@ class Continuing:
         )
         return await self._driver.resume(rest, ids, broken.failed), rest
 
-    async def _gone_on(self, broken: _Broken, rest: Order, journey: Journey, told_tokens: int) -> None:
+    async def _gone_on(
+        self, broken: _Broken, rest: ServingRequest, journey: PreparedRequest, told_tokens: int
+    ) -> None:
         """Tell what the journey's decode engine says. Raises DecodeFailedError and NotPlainError."""
         # What it tells is remembered by the story.
         stream = EventStream(Budget(0), 0, remember=False)
@@ -267,7 +271,11 @@ class Continuing:
 
 
 def _broken(
-    order: Order, journey: Journey, outlet: Outlet, stream: EventStream, failed: list[str]
+    order: ServingRequest,
+    journey: PreparedRequest,
+    outlet: ResponseWriter,
+    stream: EventStream,
+    failed: list[str],
 ) -> _Broken:
     """What is known of a broken stream. Raises _CannotContinueError if it can't be continued at all."""
     if journey.look is None or not can_continue(order.body):
@@ -276,7 +284,7 @@ def _broken(
     if passed is None:
         raise _CannotContinueError("not-kept")
     try:
-        story = Story.of(order.endpoint, passed)
+        story = StreamTranscript.of(order.endpoint, passed)
     except NotPlainError:
         raise _CannotContinueError("not-plain") from None
     return _Broken(order, journey.look.token_ids, story, outlet, failed)

@@ -16,8 +16,8 @@ from typing import Any
 import jinja2
 
 from prfaas.core.deployment import Instance
-from prfaas.serving.gateway.engine_client import EngineClient, EngineError
-from prfaas.serving.gateway.options import GatewayOptions, OffLoop
+from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
+from prfaas.serving.gateway.options import GatewayOptions, ThreadOffload
 from prfaas.serving.gateway.prompts import ChatPrompt, Endpoint, TextPrompt, TokenPrompt, as_token_ids
 from prfaas.serving.gateway.tokenizers import ChatTemplate, Encoder, encoder_of
 
@@ -26,19 +26,21 @@ class LocalTokenizer:
     """Text and plain conversations → token ids (uint32). Whether vLLM agrees is not known here (see
     `tokenizing.py`)."""
 
-    def __init__(self, encoder: Encoder, template: ChatTemplate | None, offloop: OffLoop) -> None:
+    def __init__(
+        self, encoder: Encoder, template: ChatTemplate | None, thread_offload: ThreadOffload
+    ) -> None:
         self._encoder = encoder
         self._template = template
-        self._offloop = offloop
+        self._offloop = thread_offload
 
     @classmethod
-    def of_model(cls, directory: Path, offloop: OffLoop) -> "LocalTokenizer | None":
+    def of_model(cls, directory: Path, thread_offload: ThreadOffload) -> "LocalTokenizer | None":
         """From a checkpoint directory; None when it has no `tokenizer.json`. Reads files: call it off the
         loop."""
         file = directory / "tokenizer.json"
         if not file.is_file():
             return None
-        return cls(encoder_of(file), ChatTemplate.of_model(directory), offloop)
+        return cls(encoder_of(file), ChatTemplate.of_model(directory), thread_offload)
 
     @property
     def has_template(self) -> bool:
@@ -79,7 +81,7 @@ _SAMPLE_CHATS: tuple[tuple[tuple[str, str | tuple[str, ...]], ...], ...] = (
 )
 
 
-class Source(StrEnum):
+class TokenizerSource(StrEnum):
     """Where ids come from. `OWN`: the gateway's tokenizer; `ENGINE`: the engine's /tokenize; `NONE`: neither
     is exact."""
 
@@ -97,7 +99,7 @@ class Tokenized:
     exact: bool
 
 
-class Tokenizing:
+class Tokenization:
     """Decides per endpoint, by asking the engine once, whose ids to use; until then the engine's.
 
     The question is a one-token generation that returns the prompt's ids: `/tokenize` alone would not tell,
@@ -111,10 +113,10 @@ class Tokenizing:
         self._client = client
         self._model = model
         self._options = options
-        self._sources: dict[Endpoint, Source] = {}
+        self._sources: dict[Endpoint, TokenizerSource] = {}
         self._check = asyncio.Lock()
 
-    def source(self, endpoint: Endpoint) -> Source | None:
+    def source(self, endpoint: Endpoint) -> TokenizerSource | None:
         """What was found for `endpoint`; None before the engine was asked."""
         return self._sources.get(endpoint)
 
@@ -127,7 +129,7 @@ class Tokenizing:
             return Tokenized(prompt.token_ids, exact=True)
         endpoint = Endpoint.CHAT if isinstance(prompt, ChatPrompt) else Endpoint.COMPLETIONS
         source = await self._source(endpoint, decode)
-        if source is Source.OWN and self._local is not None:
+        if source is TokenizerSource.OWN and self._local is not None:
             if isinstance(prompt, TextPrompt):
                 ids = await self._local.text_ids(prompt.text, add_special_tokens=prompt.add_special_tokens)
                 return Tokenized(ids, exact=True)
@@ -136,7 +138,7 @@ class Tokenizing:
                     return Tokenized(await self._local.chat_ids(prompt.plain), exact=True)
                 except jinja2.TemplateError:
                     return None
-        if source is Source.NONE:
+        if source is TokenizerSource.NONE:
             return None
         if isinstance(prompt, TextPrompt):
             request: dict[str, Any] = {"prompt": prompt.text, "add_special_tokens": prompt.add_special_tokens}
@@ -150,7 +152,7 @@ class Tokenizing:
         for endpoint in Endpoint:
             await self._source(endpoint, decode)
 
-    async def _source(self, endpoint: Endpoint, decode: Instance) -> Source:
+    async def _source(self, endpoint: Endpoint, decode: Instance) -> TokenizerSource:
         found = self._sources.get(endpoint)
         if found is not None:
             return found
@@ -160,7 +162,7 @@ class Tokenizing:
                 logger.info("%s: token ids come from %s", endpoint, self._sources[endpoint])
             return self._sources[endpoint]
 
-    async def _find_source(self, endpoint: Endpoint, decode: Instance) -> Source:
+    async def _find_source(self, endpoint: Endpoint, decode: Instance) -> TokenizerSource:
         samples = _SAMPLE_CHATS if endpoint is Endpoint.CHAT else _SAMPLE_TEXTS
         own = self._local is not None and (endpoint is Endpoint.COMPLETIONS or self._local.has_template)
         engine = True
@@ -171,15 +173,15 @@ class Tokenizing:
             try:
                 truth = await self._true_ids(endpoint, request, decode)
                 engine = engine and await self._engine_ids(request, decode) == truth
-            except EngineError as error:
+            except EngineCallError as error:
                 if not error.is_clients_fault:
                     raise
                 # A model without a chat template, say: clients get the same refusal.
-                return Source.NONE
+                return TokenizerSource.NONE
             own = own and await self._own_ids(sample) == truth
         if not own:
             logger.warning("%s: the gateway's own tokenizer differs from %s's", endpoint, decode.name)
-        return Source.OWN if own else Source.ENGINE if engine else Source.NONE
+        return TokenizerSource.OWN if own else TokenizerSource.ENGINE if engine else TokenizerSource.NONE
 
     async def _own_ids(self, sample: Any) -> "array[int] | None":
         assert self._local is not None
@@ -209,7 +211,7 @@ class Tokenizing:
 def _checked(ids: object, decode: Instance, trouble: str) -> "array[int]":
     token_ids = as_token_ids(ids) if isinstance(ids, list) else None
     if token_ids is None:
-        raise EngineError(decode.name, "garbled", trouble)
+        raise EngineCallError(decode.name, "garbled", trouble)
     return token_ids
 
 

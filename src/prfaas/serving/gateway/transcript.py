@@ -73,7 +73,7 @@ class NotPlainError(ValueError):
 
 
 @dataclass(slots=True)
-class Story:
+class StreamTranscript:
     """`event` and `choice`: told last, the form of what is to come. `text`: all of the answer's so far.
 
     `finished`: the reason of its end has been told. `counted`: so has its usage. `ended`: so has everything.
@@ -88,9 +88,9 @@ class Story:
     ended: bool = False
 
     @classmethod
-    def of(cls, endpoint: Endpoint, passed: bytes) -> "Story":
+    def of(cls, endpoint: Endpoint, passed: bytes) -> "StreamTranscript":
         """The story told by whole events. Raises NotPlainError."""
-        told: Story | None = None
+        told: StreamTranscript | None = None
         for event in events(passed):
             if event is None:
                 if told is None:

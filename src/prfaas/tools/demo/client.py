@@ -71,7 +71,7 @@ class RequestFailedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class DemoAnswer:
     """One streamed answer. `ttft_s` runs from sending to the first token; `tokens_per_s` counts what came after it."""
 
     token_ids: tuple[int, ...]
@@ -84,7 +84,7 @@ class Answer:
 
 async def stream_completion(
     session: aiohttp.ClientSession, url: str, model: str, prompt: str, max_tokens: int
-) -> Answer:
+) -> DemoAnswer:
     """Greedy completion of `prompt` by the gateway at `url`, exactly `max_tokens` tokens.
 
     Raises:
@@ -136,7 +136,7 @@ async def stream_completion(
             f"the stream ended with {len(token_ids)} of {max_tokens} tokens and {prompt_tokens} prompt tokens"
         )
     decode_s = last_s - first_s
-    return Answer(
+    return DemoAnswer(
         token_ids=tuple(token_ids),
         text="".join(text),
         prompt_tokens=prompt_tokens,

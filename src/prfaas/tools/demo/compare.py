@@ -15,7 +15,7 @@ _PAGE_TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024)
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class MovedPages:
     """One transfer: the KV of tokens [skip_tokens, num_tokens), and the bytes that it took."""
 
     num_tokens: int
@@ -40,7 +40,7 @@ class Pages:
         return self.full_tokens if isinstance(group, FullAttention) else self.window_tokens
 
 
-def find_pages(model: KvModel, transfers: Sequence[Moved]) -> Pages | None:
+def find_pages(model: KvModel, transfers: Sequence[MovedPages]) -> Pages | None:
     """The page sizes with which `kvmodel` gives the moved bytes of every transfer exactly; None if none do.
 
     Engines choose page sizes themselves and tell nobody; one choice must explain all transfers of a run.

@@ -14,8 +14,16 @@ from prfaas.core.deployment import Deployment
 from prfaas.core.kv import KvModel, model_from_config
 from prfaas.core.units import format_bits_per_s, format_bytes, format_s, transfer_s
 from prfaas.serving.engines.tiny import tiny_config
-from prfaas.tools.demo.client import Answer
-from prfaas.tools.demo.compare import TIE_BOUND_NATS, Comparison, Equality, Moved, Pages, compare, find_pages
+from prfaas.tools.demo.client import DemoAnswer
+from prfaas.tools.demo.compare import (
+    TIE_BOUND_NATS,
+    Comparison,
+    Equality,
+    MovedPages,
+    Pages,
+    compare,
+    find_pages,
+)
 from prfaas.tools.demo.prompts import DemoPrompt
 from prfaas.tools.demo.reference import ReferenceAnswer
 
@@ -33,7 +41,7 @@ class Row:
     """
 
     label: str
-    answer: Answer
+    answer: DemoAnswer
     comparison: Comparison
     exact_bytes: int
     paged_bytes: int | None
@@ -71,7 +79,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DemoOutcome:
     """The whole run."""
 
     deployment: Deployment
@@ -107,13 +115,13 @@ def outcome_of(
     deployment: Deployment,
     kv_model: KvModel,
     prompts: tuple[DemoPrompt, ...],
-    answers: tuple[Answer, ...],
+    answers: tuple[DemoAnswer, ...],
     references: tuple[ReferenceAnswer, ...],
-) -> Outcome:
+) -> DemoOutcome:
     """Puts together what was measured; the three sequences are in the same order."""
     # The decode engine computes the last prompt token itself, so the KV of all but that one moves.
     transfers = [
-        Moved(answer.prompt_tokens - 1, answer.route.cached_tokens, answer.route.kv_bytes)
+        MovedPages(answer.prompt_tokens - 1, answer.route.cached_tokens, answer.route.kv_bytes)
         for answer in answers
         if answer.route.kv_bytes > 0
     ]
@@ -132,10 +140,10 @@ def outcome_of(
                 link_s=_link_s(deployment, answer),
             )
         )
-    return Outcome(deployment, kv_model, pages, tuple(rows))
+    return DemoOutcome(deployment, kv_model, pages, tuple(rows))
 
 
-def _link_s(deployment: Deployment, answer: Answer) -> float | None:
+def _link_s(deployment: Deployment, answer: DemoAnswer) -> float | None:
     route = answer.route
     if route.route != "offload":
         return None
@@ -150,7 +158,7 @@ _STYLES = {Equality.EXACT: "green", Equality.TIE: "yellow", Equality.NO: "bold r
 _EXPLAINED_STYLE = {True: "", False: "bold red"}
 
 
-def outcome_table(outcome: Outcome) -> Table:
+def outcome_table(outcome: DemoOutcome) -> Table:
     """One line per prompt, in the order in which they were sent."""
     table = Table(box=box.SIMPLE_HEAD, title=outcome.kv_model.describe())
     table.add_column("prompt")
@@ -200,7 +208,7 @@ def _equality(comparison: Comparison) -> str:
     return f"{comparison.equality} at token {comparison.position} ({margin})"
 
 
-def footnotes(outcome: Outcome) -> list[str]:
+def footnotes(outcome: DemoOutcome) -> list[str]:
     """What the columns mean, in sentences."""
     notes = [
         "cached: tokens that the decode engine already held, so that their KV did not move again. hidden: share of "
@@ -222,7 +230,7 @@ def footnotes(outcome: Outcome) -> list[str]:
     return notes
 
 
-def closing(outcome: Outcome) -> str:
+def closing(outcome: DemoOutcome) -> str:
     """What was shown, in one or two sentences."""
     rows = outcome.rows
     offloaded = [row for row in rows if row.answer.route.route == "offload"]
@@ -244,7 +252,7 @@ def closing(outcome: Outcome) -> str:
     return shown if outcome.kv_model.is_hybrid else f"{shown} {_dense(outcome, longest)}"
 
 
-def _dense(outcome: Outcome, longest: Row) -> str:
+def _dense(outcome: DemoOutcome, longest: Row) -> str:
     """Why a model whose layers all keep every token should prefill at home."""
     hybrid = model_from_config(tiny_config(_HYBRID), name=_HYBRID)
     ratio = outcome.kv_model.token_bytes / hybrid.token_bytes

@@ -17,8 +17,8 @@ from prfaas.serving.engines.preparation import ensure_model, port_problem
 from prfaas.serving.engines.running import EngineProgress, RunningEngines
 from prfaas.serving.gateway import serve_gateway
 from prfaas.serving.transport.ticket import load_key
-from prfaas.tools.demo.client import Answer, RequestFailedError, stream_completion
-from prfaas.tools.demo.outcome import Outcome, outcome_of
+from prfaas.tools.demo.client import DemoAnswer, RequestFailedError, stream_completion
+from prfaas.tools.demo.outcome import DemoOutcome, outcome_of
 from prfaas.tools.demo.prompts import DemoPrompt, corpus, demo_prompts
 from prfaas.tools.demo.reference import (
     ReferenceAnswer,
@@ -53,7 +53,7 @@ class Stages(Protocol):
         ...
 
 
-def run_demo(deployment: Deployment, stages: Stages) -> Outcome:
+def run_demo(deployment: Deployment, stages: Stages) -> DemoOutcome:
     """Runs everything, one after the other, and leaves nothing running.
 
     Raises:
@@ -93,7 +93,7 @@ def _chars_per_token(deployment: Deployment) -> float:
 
 async def _ask_gateway(
     deployment: Deployment, prompts: Sequence[DemoPrompt], answered: Callable[[], None]
-) -> tuple[Answer, ...]:
+) -> tuple[DemoAnswer, ...]:
     await _warm_up(deployment)
     host = "127.0.0.1"
     # Whoever has the deployment's port need not keep the demo from running.
@@ -134,7 +134,7 @@ async def _unless_ended(gateway: "asyncio.Task[None]", work: Coroutine[Any, Any,
 
 async def _stream_all(
     url: str, model: str, prompts: Sequence[DemoPrompt], answered: Callable[[], None]
-) -> tuple[Answer, ...]:
+) -> tuple[DemoAnswer, ...]:
     answers = []
     async with aiohttp.ClientSession() as session:
         for prompt in prompts:

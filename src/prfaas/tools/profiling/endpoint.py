@@ -55,7 +55,7 @@ class TokenTimes:
         return self.arrivals[-1][0]
 
 
-class Endpoint:
+class ProfiledEndpoint:
     """Sends prompts of exactly so many tokens that no prefix cache knows, and takes the time.
 
     Use as an async context manager; `model` and `max_model_len` (None: not told) are known inside. Prompts are random
@@ -73,7 +73,7 @@ class Endpoint:
         self._ids: Sequence[int] = ()
         self._session: aiohttp.ClientSession
 
-    async def __aenter__(self) -> "Endpoint":
+    async def __aenter__(self) -> "ProfiledEndpoint":
         import aiohttp
 
         if not self.url.startswith(("http://", "https://")):

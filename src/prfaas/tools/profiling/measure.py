@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from prfaas.core.latency.profile import Curve, DecodeCurve, LatencyProfile
-from prfaas.tools.profiling.endpoint import Endpoint, MeasureError, TokenTimes
+from prfaas.tools.profiling.endpoint import MeasureError, ProfiledEndpoint, TokenTimes
 
 # Steps that all requests of a batch must do together for a step time to be taken.
 _MIN_STEPS = 16
@@ -79,7 +79,7 @@ Progress = Callable[[str], None]
 """Called before every measurement with what is measured."""
 
 
-async def measure(endpoint: Endpoint, plan: MeasurePlan, progress: Progress) -> Measurement:
+async def measure(endpoint: ProfiledEndpoint, plan: MeasurePlan, progress: Progress) -> Measurement:
     """Measure what `plan` says, one after the other, on an endpoint with no other work.
 
     A batch that the endpoint doesn't run at once ends the decode part, with a note.
@@ -103,7 +103,7 @@ async def measure(endpoint: Endpoint, plan: MeasurePlan, progress: Progress) -> 
     return Measurement(endpoint.url, endpoint.model, plan, tuple(prefill), tuple(decode), tuple(notes))
 
 
-def _check(endpoint: Endpoint, plan: MeasurePlan) -> None:
+def _check(endpoint: ProfiledEndpoint, plan: MeasurePlan) -> None:
     if len(plan.lengths) < 2:
         raise MeasureError("prefill needs at least two lengths to measure")
     longest = endpoint.max_model_len
@@ -121,7 +121,7 @@ def _check(endpoint: Endpoint, plan: MeasurePlan) -> None:
         )
 
 
-async def _prefill(endpoint: Endpoint, length: int, plan: MeasurePlan, progress: Progress) -> Sample:
+async def _prefill(endpoint: ProfiledEndpoint, length: int, plan: MeasurePlan, progress: Progress) -> Sample:
     seconds = []
     for run in range(plan.warmups + plan.repeats):
         progress(f"prefill of {length} tokens" + (", warm-up" if run < plan.warmups else ""))
@@ -131,7 +131,9 @@ async def _prefill(endpoint: Endpoint, length: int, plan: MeasurePlan, progress:
     return Sample(length, tuple(seconds))
 
 
-async def _decode(endpoint: Endpoint, batch: int, plan: MeasurePlan, progress: Progress) -> Sample | None:
+async def _decode(
+    endpoint: ProfiledEndpoint, batch: int, plan: MeasurePlan, progress: Progress
+) -> Sample | None:
     seconds = []
     tokens = _FIRST_TOKENS
     for run in range(plan.warmups + plan.repeats):
@@ -149,7 +151,7 @@ async def _decode(endpoint: Endpoint, batch: int, plan: MeasurePlan, progress: P
     return Sample(batch, tuple(seconds))
 
 
-async def _together(endpoint: Endpoint, batch: int, context: int, tokens: int) -> list[TokenTimes]:
+async def _together(endpoint: ProfiledEndpoint, batch: int, context: int, tokens: int) -> list[TokenTimes]:
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(endpoint.decode(context, tokens)) for _ in range(batch)]
@@ -175,7 +177,7 @@ def step_s(answers: Sequence[TokenTimes]) -> float | None:
     return elapsed_s / steps
 
 
-def _more_tokens(endpoint: Endpoint, context: int, answers: Sequence[TokenTimes]) -> int:
+def _more_tokens(endpoint: ProfiledEndpoint, context: int, answers: Sequence[TokenTimes]) -> int:
     """As many tokens as let the last prompt begin before the first answer ends, if prompts only came one by one."""
     first = min(answers, key=lambda answer: answer.first_s)
     behind_s = max(answer.first_s for answer in answers) - first.first_s

@@ -30,7 +30,7 @@ class BadAnswerError(Exception):
     """An answer that breaks off, that is an error, or that can't be read."""
 
 
-class Answer:
+class ReplayAnswer:
     """Fed with a stream's bytes (`feed`) or a whole body (`whole`)."""
 
     def __init__(self) -> None:
@@ -260,7 +260,7 @@ async def send(
     clock: Callable[[], float],
 ) -> RequestRecord:
     """Completes the record `due`; whatever goes wrong is in it. `clock`: seconds since the replay began."""
-    answer = Answer()
+    answer = ReplayAnswer()
     sent_s = clock()
     status, request_id, error = None, "", None
     route, fields = "", dict[str, str]()
