@@ -8,13 +8,13 @@ from prfaas.core.kv.published import ConfigSource, PublishedModel, published_mod
 
 __all__ = [
     "ConfigError",
+    "ConfigSource",
     "FullAttention",
     "Group",
     "KvModel",
     "LinearState",
     "PublishedModel",
     "SlidingWindow",
-    "ConfigSource",
     "model_from_config",
     "model_from_directory",
     "model_from_file",

@@ -4,4 +4,4 @@ from prfaas.tools.demo.outcome import DemoOutcome, outcome_of
 from prfaas.tools.demo.prompts import DemoPrompt, demo_prompts
 from prfaas.tools.demo.run import DemoError, Stages, run_demo
 
-__all__ = ["DemoError", "DemoPrompt", "DemoOutcome", "Stages", "demo_prompts", "outcome_of", "run_demo"]
+__all__ = ["DemoError", "DemoOutcome", "DemoPrompt", "Stages", "demo_prompts", "outcome_of", "run_demo"]
