@@ -31,7 +31,7 @@ def test_the_gateways_and_the_control_planes() -> None:
 
 
 def test_the_engines() -> None:
-    tree = ast.parse((ROOT / "src/prfaas/engines/vllm/stats.py").read_text())
+    tree = ast.parse((ROOT / "src/prfaas/serving/engines/vllm/stats.py").read_text())
     (counters,) = (
         node.value
         for node in tree.body

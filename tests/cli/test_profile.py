@@ -17,7 +17,7 @@ FAST = ("--repeats", "1", "--warmups", "0", "--context", "32")
 
 def _stand_in() -> Any:
     # By path: tests/cli is no package, so that its neighbour can't be imported by name.
-    path = Path(__file__).parents[1] / "profiles" / "stand_in_engine.py"
+    path = Path(__file__).parents[1] / "tools" / "profiling" / "stand_in_engine.py"
     spec = spec_from_file_location("stand_in_engine", path)
     assert spec is not None
     assert spec.loader is not None
