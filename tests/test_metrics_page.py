@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from prfaas.serving.control.metrics import Series
+from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.gateway.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]
@@ -20,7 +20,7 @@ ROWS = dict(
 def test_the_gateways_and_the_control_planes() -> None:
     registry = CollectorRegistry()
     Metrics(registry)
-    Series(registry)
+    ControlMetrics(registry)
     made = {}
     for collector in registry._collector_to_names:
         name = collector._name + ("_total" if collector._type == "counter" else "")  # type: ignore[attr-defined]
