@@ -54,7 +54,7 @@ from prfaas.serving.gateway.tokenizers import encoder_of
 from prfaas.serving.transport.ticket import create_key, load_key
 
 # The stand-in engine is the tests'; the product has none.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "serving"))
 from gateway.stand_in import StandInEngine, write_tokenizer
 from gateway.world import deployment_of
 
