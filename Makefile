@@ -4,6 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 LOCK   := requirements/cpu.lock
+TORCH  := requirements/torch.txt
 
 # torch's CPU build: where pip isn't set up to find it, give PyTorch's wheel index for CPU builds here.
 TORCH_INDEX_URL ?=
@@ -11,11 +12,13 @@ PIP_INDEX := $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL))
 
 STAMP := $(VENV)/.prfaas-setup
 
-.PHONY: help setup demo check test bench clean
+.PHONY: help setup demo check test test-fast test-extras bench clean
 
 help:
 	@echo "make demo   one long and several short prompts through two clusters on this machine, compared with plain vLLM"
 	@echo "make test   every test (starts real vLLM engines; about ten minutes)"
+	@echo "make test-fast    the tests that start no engine and are not slow, on two cores (about a minute and a half)"
+	@echo "make test-extras  each extra of the wheel in an environment of its own (downloads packages; minutes)"
 	@echo "make check  formatting, lint, types, import arrows"
 	@echo "make bench  every benchmark (about half an hour)"
 	@echo "make setup  only the virtual environment"
@@ -23,11 +26,12 @@ help:
 setup: $(STAMP)
 
 # The lock is complete and installed without dependency resolution: it leaves out torchvision, torchaudio and
-# torchcodec, which vLLM's CPU build names but which don't load beside the CPU build of torch.
-$(STAMP): $(LOCK) pyproject.toml
+# torchcodec, which vLLM's CPU build names but which don't load beside the CPU build of torch. It says why torch is apart.
+$(STAMP): $(LOCK) $(TORCH) pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "prfaas needs Python 3.11 to 3.13: make PYTHON=/path/to/python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -qq --no-deps $(PIP_INDEX) -r $(LOCK)
+	$(BIN)/python -m pip install -qq --no-deps $(PIP_INDEX) -r $(TORCH)
+	$(BIN)/python -m pip install -qq --no-deps --require-hashes -r $(LOCK)
 	$(BIN)/python -m pip install -qq --no-deps --no-build-isolation --editable .
 	touch $@
 
@@ -42,6 +46,12 @@ check: setup
 
 test: setup
 	$(BIN)/python -m pytest $(TEST_ARGS)
+
+test-fast: setup
+	$(BIN)/python -m pytest -n 2 --ignore tests/integration -m "not slow and not engine" $(TEST_ARGS)
+
+test-extras: setup
+	$(BIN)/python tests/extras/install.py $(EXTRAS)
 
 bench: setup
 	$(BIN)/python bench/transport.py
