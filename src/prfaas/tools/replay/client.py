@@ -23,6 +23,7 @@ from prfaas.core.route_header import ROUTE_HEADER, split_route
 from prfaas.core.sse import SseParser
 from prfaas.core.workload import TracedRequest
 from prfaas.core.workload.traffic import prompt_ids
+from prfaas.tools.endpoint import AnswerError, base_url, served_models
 
 
 class BadAnswerError(Exception):
@@ -203,32 +204,27 @@ async def find_target(session: aiohttp.ClientSession, url: str, model: str | Non
     Raises:
         ReplayError: it doesn't answer, or has no such model.
     """
-    base = url.rstrip("/").removesuffix("/v1")
+    base = base_url(url)
     if not base.startswith(("http://", "https://")):
         raise ReplayError(f"{url!r} is no address of a server; write for example http://127.0.0.1:8000")
     try:
-        async with session.get(
-            f"{base}/v1/models", timeout=aiohttp.ClientTimeout(_ASK_TIMEOUT_S)
-        ) as response:
-            if response.status != 200:
-                raise ReplayError(
-                    f"{base}/v1/models answers {response.status}; is it an OpenAI-compatible server?"
-                )
-            cards = (await response.json(content_type=None))["data"]
-            lengths = {str(card["id"]): card.get("max_model_len") for card in cards}
+        lengths = await served_models(session, base, timeout_s=_ASK_TIMEOUT_S)
+    except AnswerError as error:
+        raise ReplayError(
+            f"{base}/v1/models answers {error.status}; is it an OpenAI-compatible server?"
+        ) from error
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise ReplayError(
             f"{base} doesn't answer ({error or type(error).__name__}); is the server up?"
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise ReplayError(f"{base}/v1/models doesn't answer with a list of models") from error
     if not lengths or (model is not None and model not in lengths):
         raise ReplayError(
             f"{base} doesn't serve {model or 'any model'}; it has {', '.join(lengths) or 'none'}"
         )
     name = model or next(iter(lengths))
-    length = lengths[name]
-    return Target(base, name, length if isinstance(length, int) else None)
+    return Target(base, name, lengths[name])
 
 
 _JSON = {"Content-Type": "application/json"}
