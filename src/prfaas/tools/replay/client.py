@@ -1,15 +1,4 @@
-"""Sends one request and records what becomes of it.
-
-Reads an answer of the completions API as it comes: when its tokens came, and how many the server counted.
-
-How requests are sent.
-
-What became of one request.
-
-What ends a replay before it begins, in one sentence.
-
-The endpoint: its address, and the model that it serves.
-"""
+"""One request of a replay: it is sent to the target, its answer is read as it comes, and a record says all of it."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -92,47 +81,49 @@ def _object(data: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """`stream`: answers as events, without which there is no time of a first token.
-
-    `vocabulary_size`: token ids of made-up prompts are below it; 256 suits every model. `ignore_eos`: answers
-    have exactly as many tokens as the request says (an extension of vLLM's). `max_connections`: requests that
-    can be open at once; more wait, and the result says so. `timeout_s`: a request without its whole answer by
-    then is lost. `headers`: sent with every request.
-    """
+    """How requests are sent."""
 
     stream: bool = True
+    """Answers as events; without them there is no time of a first token."""
     vocabulary_size: int = 256
+    """Token ids of made-up prompts are below it; 256 suits every model."""
     ignore_eos: bool = True
+    """Answers have exactly as many tokens as the request says (an extension of vLLM's)."""
     max_connections: int = 4096
+    """Requests that can be open at once; more wait, and the result says so."""
     timeout_s: float = 600.0
+    """A request without its whole answer by then is lost."""
     headers: Mapping[str, str] = field(default_factory=dict)
+    """Sent with every request."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """Times are seconds since the beginning of the replay; None where it never came to that.
-
-    `arrival_s`: when the request was due; `sent_s`: when it was sent. `input_tokens`, `output_tokens`: what it
-    asked for; `answered_tokens` and `cached_tokens` (of the prompt) as the server counts them, None if it
-    doesn't. `route` and `route_fields`: what `x-prfaas-route` says, empty for other servers. `error`: why there
-    was no whole answer, None if there was.
-    """
+    """What became of one request. Times are seconds since the beginning of the replay; None: it did not happen."""
 
     index: int
     arrival_s: float
+    """When the request was due."""
     input_tokens: int
+    """Tokens of its prompt."""
     output_tokens: int
+    """Tokens that it asked for."""
     sent_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
     ended_s: float | None = None
     answered_tokens: int | None = None
+    """Tokens of the answer as the server counts them; None if it doesn't."""
     cached_tokens: int | None = None
+    """Tokens of the prompt that the server had in a cache, by its own count; None if it doesn't tell."""
     status: int | None = None
     request_id: str = ""
     route: str = ""
+    """What `x-prfaas-route` begins with; empty for other servers."""
     route_fields: Mapping[str, str] = field(default_factory=dict)
+    """The header's fields as text."""
     error: str | None = None
+    """Why there was no whole answer; None if there was."""
 
     @property
     def is_lost(self) -> bool:
@@ -191,11 +182,13 @@ _ASK_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`url` without a trailing slash and without /v1. `max_model_len`: None if the endpoint doesn't tell."""
+    """The server that requests are sent to, and the model that it serves."""
 
     url: str
+    """Without a trailing slash and without /v1."""
     model: str
     max_model_len: int | None = None
+    """None if the server doesn't tell."""
 
 
 async def find_target(session: aiohttp.ClientSession, url: str, model: str | None = None) -> Target:
