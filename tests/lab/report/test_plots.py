@@ -119,6 +119,7 @@ def test_a_sweep_of_nothing_and_of_one_value(tmp_path: Path) -> None:
     assert (tmp_path / "s.png").is_file()
 
 
+@pytest.mark.slow
 def test_the_same_numbers_give_the_same_file(tmp_path: Path) -> None:
     for name in ("a.png", "b.png"):
         plot_sweep(swept(), tmp_path / name, title="t", label="bandwidth", scale="bits_per_s")

@@ -81,6 +81,7 @@ def test_the_better_policy_is_called_better(setting: Setting, runs: Mapping[str,
     assert "the shortest at that peak has `least_ttft`" in text
 
 
+@pytest.mark.slow
 def test_where_it_stops_being_stable_is_found(setting: Setting, runs: Mapping[str, list[Run]]) -> None:
     text, _ = told(
         setting,
