@@ -49,7 +49,7 @@ COMMANDS = {
 REFUSED = {
     "": {"prfaas plan paper.yaml": "prfaas[plan]", "prfaas doctor local.yaml": "prfaas[gateway]"},
     "engine": {"prfaas simulate paper.yaml": "prfaas[plan]"},
-    "gateway": {"prfaas reproduce": "prfaas[plan]"},
+    "gateway": {"prfaas plan paper.yaml --plot plots": "prfaas[plan]"},
     "plan": {"prfaas demo": "prfaas[gateway]"},
 }
 # Not in an environment that has no use for them.
