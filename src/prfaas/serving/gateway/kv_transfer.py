@@ -1,12 +1,13 @@
-"""KV transfers as the gateway follows them: one observer per decode engine and tensor-parallel rank."""
+"""KV transfers as the gateway sees them: what is to move, what has moved, and how to wait for it."""
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from prfaas.serving.transport.status import TransferPhase, TransferStatus
+from prfaas.serving.transport.ticket import Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -21,15 +22,48 @@ class TransferFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TransferredBytes:
-    """A completed transfer, summed over ranks. `hidden_bytes` had arrived when the prefill ended."""
+    """What a completed transfer moved, summed over ranks."""
 
     total_bytes: int
-    hidden_bytes: int
+    overlapped_bytes: int
+    """Bytes that had arrived when the prefill ended."""
 
     @property
-    def hidden_fraction(self) -> float:
+    def overlapped_fraction(self) -> float:
         """Share of the bytes that cost no time of their own; 1 when there was nothing to move."""
-        return self.hidden_bytes / self.total_bytes if self.total_bytes else 1.0
+        return self.overlapped_bytes / self.total_bytes if self.total_bytes else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSpec:
+    """`producer` sends the KV of a prompt to `consumer`."""
+
+    producer: str
+    consumer: str
+    token_ids: Sequence[int]
+    """The tokens whose KV is wanted at the consumer."""
+    skip_tokens: int
+    """Leading tokens whose attention blocks the consumer holds."""
+    kv_bytes: int
+    """What is expected to move: `Decision.kv_bytes`."""
+    uses: int = 1
+    """How many requests load it at the consumer."""
+    sealed_from: str | None = None
+    """The sealed ticket of a prefix that the producer loads first."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferDone:
+    """A transfer that is complete: its KV waits in the consumer's staging."""
+
+    ticket: Ticket
+    sealed: str
+    """The ticket as engines take it."""
+    moved: TransferredBytes
+    prefill_s: float
+    """From the transfer's start to the producer's answer."""
+    transfer_s: float
+    """From the transfer's start to its last byte."""
 
 
 class Watcher(Protocol):
@@ -52,8 +86,11 @@ class KvTransfers:
         self._watchers = watchers
 
     async def wait(self, consumer: str, transfer_id: bytes, timeout_s: float) -> TransferredBytes:
-        """Until every rank of `consumer` has all bytes. Raises TransferFailedError as soon as one will
-        not."""
+        """Wait until every rank of `consumer` has all bytes.
+
+        Raises:
+            TransferFailedError: as soon as one rank will not get them.
+        """
         watchers = self._watchers[consumer]
         if len(watchers) == 1:
             status = await self._wait(watchers[0], transfer_id, timeout_s)
@@ -68,16 +105,18 @@ class KvTransfers:
         statuses = [wait.result() for wait in waits]
         return TransferredBytes(
             total_bytes=sum(status.total_bytes for status in statuses),
-            hidden_bytes=sum(status.hidden_bytes for status in statuses),
+            overlapped_bytes=sum(status.hidden_bytes for status in statuses),
         )
 
     def announced(self, consumer: str, transfer_id: bytes) -> bool:
-        """Whether every rank of `consumer` has heard of a transfer that is being waited for."""
+        """Whether a producer has opened the transfer at every rank of `consumer`."""
         return all(watcher.announced(transfer_id) for watcher in self._watchers[consumer])
 
     async def abandon(self, consumer: str, transfer_id: bytes, reason: str, timeout_s: float) -> None:
-        """Free the staging of a transfer that nobody will load; harmless when an engine has taken it. Never
-        raises."""
+        """Free the staging of a transfer that nobody will load. Never raises.
+
+        It does nothing when the engine has already taken the transfer.
+        """
         for watcher in self._watchers[consumer]:
             try:
                 async with asyncio.timeout(timeout_s):
