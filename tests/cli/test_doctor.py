@@ -14,6 +14,7 @@ from aiohttp import web
 
 from prfaas.cli import main as cli
 from prfaas.core.deployment import Deployment, Policy, load_deployment
+from prfaas.core.route_header import RouteHeader
 from prfaas.serving.engines.preparation import ensure_key
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.staging import StagingArena
@@ -25,7 +26,6 @@ from prfaas.tools.doctor.gateway import (
     check_gateway,
     expected_route,
     judge_route,
-    parse_route,
 )
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "local.yaml"
@@ -228,7 +228,7 @@ OFFLOAD = "offload; prefill=east-prefill-0; decode=home-decode-0; uncached=4064;
 )
 def test_what_a_probe_shows(deployment: Deployment, header: str, level: str, text: str) -> None:
     by_length = replace(deployment, routing=replace(deployment.routing, policy="paper"))
-    finding = judge_route(by_length, 4064, 4000.0, parse_route(header))
+    finding = judge_route(by_length, 4064, 4000.0, RouteHeader.parse(header))
     assert finding.level == level
     assert text in finding.text
 

@@ -10,8 +10,9 @@ from rich.console import Console
 
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.kv import KvModel, model_from_config
+from prfaas.core.route_header import RouteHeader
 from prfaas.serving.engines.tiny import tiny_config
-from prfaas.tools.demo.client import DemoAnswer, RouteReport
+from prfaas.tools.demo.client import DemoAnswer
 from prfaas.tools.demo.compare import Pages
 from prfaas.tools.demo.outcome import DemoOutcome, closing, footnotes, outcome_of, outcome_table
 from prfaas.tools.demo.prompts import demo_prompts
@@ -46,7 +47,7 @@ def _outcome(
         tokens = len(prompt.text)
         ours = ANSWER if index >= ties + noes else (*ANSWER[:3], 99, *ANSWER[4:])
         margin_nats = 0.05 if index < ties else 1.0
-        route = RouteReport(
+        route = RouteHeader(
             route="offload" if tokens > 4000 else "local",
             prefill="east-prefill-0" if tokens > 4000 else "home-prefill-0",
             decode="home-decode-0",

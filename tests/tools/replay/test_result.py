@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from prfaas.tools.replay.client import BadAnswerError, ReplayAnswer, RequestRecord, Target, parse_route
+from prfaas.tools.replay.client import BadAnswerError, ReplayAnswer, RequestRecord, Target
 from prfaas.tools.replay.result import Percentiles, ReplayResult, closing, fallbacks, route_bytes, times_table
 
 
@@ -85,11 +85,6 @@ def test_percentiles_are_of_what_is_known(values: list[float | None]) -> None:
     assert found is not None and found.max == known[-1]
     assert found.mean == pytest.approx(sum(known) / len(known))
     assert known[0] <= found.p50 <= found.p90 <= found.p99 <= found.max
-
-
-def test_routes() -> None:
-    assert parse_route("") == ("", {})
-    assert parse_route("local; prefill=a; reason=short") == ("local", {"prefill": "a", "reason": "short"})
 
 
 EVENTS = (

@@ -3,15 +3,14 @@
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import aiohttp
 
 from prfaas.core.deployment import Deployment
+from prfaas.core.route_header import ROUTE_HEADER, RouteHeader
 from prfaas.core.units import format_bytes
 from prfaas.tools.doctor.files import Finding, ok, problem
-
-ROUTE_HEADER = "x-prfaas-route"
 
 _HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=300.0)
@@ -66,31 +65,34 @@ async def check_disaggregation(deployment: Deployment, session: aiohttp.ClientSe
     if status != 200 or header is None:
         text = f"a prompt of {length} tokens got status {status}: {text[:200]}"
         return problem(subject, text, "see the logs of the gateway and the engines")
-    return judge_route(deployment, length, threshold_tokens, parse_route(header))
+    try:
+        route = RouteHeader.parse(header)
+    except ValueError as error:
+        return problem(
+            subject, str(error), f"see what runs at {deployment.gateway.url}; it must be this prfaas"
+        )
+    return judge_route(deployment, length, threshold_tokens, route)
 
 
-def judge_route(
-    deployment: Deployment, length: int, threshold_tokens: float, route: Mapping[str, str]
-) -> Finding:
+def judge_route(deployment: Deployment, length: int, threshold_tokens: float, route: RouteHeader) -> Finding:
     """Whether a probe of `length` tokens went where the policy sends it, with its KVCache moved."""
     subject = "disaggregation"
-    went = f"a prompt of {length} tokens was prefilled by {route.get('prefill')}, decoded by {route.get('decode')}"
-    expected = expected_route(deployment, length, threshold_tokens) or route["route"]
-    why = route.get("fallback") or route.get("reason", "unknown")
-    if route["route"] != expected:
+    went = f"a prompt of {length} tokens was prefilled by {route.prefill}, decoded by {route.decode}"
+    expected = expected_route(deployment, length, threshold_tokens) or route.route
+    why = route.fallback or route.reason or "unknown"
+    if route.route != expected:
         return problem(
             subject,
-            f"{went}: route {route['route']} and not {expected}, because: {why}",
+            f"{went}: route {route.route} and not {expected}, because: {why}",
             "mend the engines and KV ports that are reported above, and see the log of the prefill engine",
         )
-    moved_bytes = int(route.get("bytes", "0"))
-    if moved_bytes == 0 and _must_move(deployment, expected):
+    if route.kv_bytes == 0 and _must_move(deployment, expected):
         return problem(
             subject,
             f"{went}, but no KVCache moved ({why}): the decode engine computed everything again",
             "mend the KV ports that are reported above, and see the log of the decode engine",
         )
-    return ok(subject, f"{went} ({route['route']}), {format_bytes(moved_bytes)} of KVCache moved")
+    return ok(subject, f"{went} ({route.route}), {format_bytes(route.kv_bytes)} of KVCache moved")
 
 
 def expected_route(deployment: Deployment, length: int, threshold_tokens: float) -> str | None:
@@ -117,12 +119,6 @@ async def _threshold_tokens(deployment: Deployment, session: aiohttp.ClientSessi
     if not told:
         return deployment.routing.threshold_tokens or math.inf
     return max(math.inf if tokens is None else tokens for tokens in told)
-
-
-def parse_route(header: str) -> dict[str, str]:
-    """`offload; prefill=a; bytes=1` → {"route": "offload", "prefill": "a", "bytes": "1"}."""
-    first, *rest = (part.strip() for part in header.split(";"))
-    return {"route": first, **dict(part.split("=", 1) for part in rest if "=" in part)}
 
 
 def _must_move(deployment: Deployment, expected: str) -> bool:

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from prfaas.core.latency.profile import ProfileError
+from prfaas.core.sse import SseParser
 
 if TYPE_CHECKING:
     import aiohttp
@@ -126,16 +127,16 @@ class ProfiledEndpoint:
                     raise MeasureError(
                         f"{self.url} answered {response.status}: {_message(await response.read())}"
                     )
-                async for line in response.content:
-                    if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
-                        continue
-                    event = _object(line[5:])
-                    if "error" in event:
-                        raise MeasureError(f"{self.url} ended a stream with an error: {_message(line[5:])}")
-                    choices = event.get("choices") or ()
-                    count = sum(len(choice.get("token_ids") or ()) for choice in choices)
-                    if count:
-                        arrivals.append((time.monotonic(), count))
+                parser = SseParser()
+                async for piece in response.content.iter_any():
+                    for data in parser.feed(piece):
+                        event = _object(data)
+                        if "error" in event:
+                            raise MeasureError(f"{self.url} ended a stream with an error: {_message(data)}")
+                        choices = event.get("choices") or ()
+                        count = sum(len(choice.get("token_ids") or ()) for choice in choices)
+                        if count:
+                            arrivals.append((time.monotonic(), count))
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise MeasureError(f"{self.url} can't be measured: {_why(error)}") from error
         times = TokenTimes(tuple(arrivals))

@@ -19,11 +19,10 @@ from typing import Any
 import aiohttp
 import orjson
 
+from prfaas.core.route_header import ROUTE_HEADER, split_route
+from prfaas.core.sse import SseParser
 from prfaas.core.workload import TracedRequest
 from prfaas.core.workload.traffic import prompt_ids
-
-_DATA = b"data:"
-_END = b"[DONE]"
 
 
 class BadAnswerError(Exception):
@@ -38,36 +37,29 @@ class ReplayAnswer:
         self.last_token_s: float | None = None
         self.answered_tokens: int | None = None
         self.cached_tokens: int | None = None
-        self._ended = False
-        self._rest = b""
+        self._parser = SseParser()
+        self._is_whole = False
 
     def feed(self, data: bytes, now_s: float) -> None:
         """The next bytes of a stream of events. Raises BadAnswerError."""
-        lines = (self._rest + data).split(b"\n")
-        self._rest = lines.pop()
-        for line in lines:
-            if not line.startswith(_DATA):
-                continue
-            event = line[len(_DATA) :].strip()
-            if event == _END:
-                self._ended = True
-            else:
-                self._hear(_object(event), now_s)
+        for event in self._parser.feed(data):
+            self._take(_object(event), now_s)
+        self._is_whole = self._parser.ended
 
     def whole(self, body: bytes) -> None:
         """A whole answer in one. Raises BadAnswerError."""
         document = _object(body)
         self._count(document)
-        self._ended = bool(document.get("choices"))
+        self._is_whole = bool(document.get("choices"))
 
     def check(self, wanted_tokens: int | None) -> None:
         """Raise BadAnswerError unless this was all; `wanted_tokens` is checked if the server has counted."""
-        if not self._ended:
+        if not self._is_whole:
             raise BadAnswerError("the answer breaks off")
         if wanted_tokens is not None and self.answered_tokens not in (None, wanted_tokens):
             raise BadAnswerError(f"the answer has {self.answered_tokens} of {wanted_tokens} tokens")
 
-    def _hear(self, event: dict[str, Any], now_s: float) -> None:
+    def _take(self, event: dict[str, Any], now_s: float) -> None:
         if event.get("choices"):
             if self.first_token_s is None:
                 self.first_token_s = now_s
@@ -113,9 +105,6 @@ class ReplayOptions:
     max_connections: int = 4096
     timeout_s: float = 600.0
     headers: Mapping[str, str] = field(default_factory=dict)
-
-
-ROUTE_HEADER = "x-prfaas-route"
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,12 +179,6 @@ class RequestRecord:
             "route_fields": dict(self.route_fields),
             "error": self.error,
         }
-
-
-def parse_route(header: str) -> tuple[str, dict[str, str]]:
-    """`offload; prefill=east-0; bytes=6553600` → the route and its fields; "" and none without a header."""
-    route, *parts = (part.strip() for part in header.split(";"))
-    return route, dict(part.split("=", 1) for part in parts if "=" in part)
 
 
 class ReplayError(Exception):
@@ -275,7 +258,7 @@ async def send(
         ):
             status = response.status
             request_id = response.headers.get("X-Request-Id", "")
-            route, fields = parse_route(response.headers.get(ROUTE_HEADER, ""))
+            route, fields = split_route(response.headers.get(ROUTE_HEADER, ""))
             if response.content_type == "text/event-stream":
                 async for data in response.content.iter_any():
                     answer.feed(data, clock())
