@@ -1,5 +1,6 @@
 """The way of one generating request through the gateway, from its body to its record."""
 
+import time
 from collections.abc import Collection
 
 from aiohttp import web
@@ -62,6 +63,7 @@ class Generation:
             decision = self._decide(record, prompt)
             # 4. Prefill there and move the KV. If that fails, the decode engine prefills.
             prepared = await self._prefill.prepare(request, prompt, decision)
+            self._count_uncached(prepared)
             # 5. Decode and relay. If an engine fails, another one decodes.
             with self._writer(http, request, prepared) as writer:
                 response = await self._decode(request, prompt, prepared, writer)
@@ -77,13 +79,18 @@ class Generation:
         plane = self._context.plane
         if isinstance(prompt, DirectPrompt):
             return plane.route(0, None)
-        with record.timing("decide"):
-            num_tokens = len(prompt.token_ids)
-            record.prompt_tokens = num_tokens
-            decision = plane.route(num_tokens, prompt.chains)
-            plane.observe(num_tokens, decision.uncached_tokens)
-        self._context.metrics.uncached_tokens.labels(str(decision.route)).inc(decision.uncached_tokens)
+        begun_s = time.perf_counter()
+        num_tokens = len(prompt.token_ids)
+        record.prompt_tokens = num_tokens
+        decision = plane.route(num_tokens, prompt.chains)
+        plane.observe(num_tokens, decision.uncached_tokens)
+        record.since("decide", begun_s)
         return decision
+
+    def _count_uncached(self, prepared: PreparedRequest) -> None:
+        if prepared.decision is not None:
+            uncached = self._context.metrics.uncached_tokens.labels(str(prepared.route))
+            uncached.inc(prepared.decision.uncached_tokens)
 
     def _writer(
         self, http: web.Request, request: ServingRequest, prepared: PreparedRequest

@@ -88,7 +88,7 @@ class PreparedRequest:
     """Why an earlier prefill elsewhere failed, in one word."""
 
     def header(self) -> str:
-        """The value of `x-prfaas-route`."""
+        """The value of the route header."""
         decision, transfer, prefix = self.decision, self.transfer, self.prefix
         return RouteHeader(
             route=str(self.route),
@@ -96,13 +96,14 @@ class PreparedRequest:
             decode=self.decode,
             uncached_tokens=None if decision is None else decision.uncached_tokens,
             cached_tokens=0 if transfer is None else transfer.ticket.skip_tokens,
-            transferred_bytes=0 if transfer is None else transfer.moved.total_bytes,
-            overlapped_fraction=None if transfer is None else transfer.moved.overlapped_fraction,
+            kv_bytes=0 if transfer is None else transfer.moved.total_bytes,
+            hidden_fraction=None if transfer is None else transfer.moved.overlapped_fraction,
             transfer_s=None if transfer is None else transfer.transfer_s,
             prefill_s=None if transfer is None else transfer.prefill_s,
             threshold_tokens=None if decision is None else decision.threshold_tokens,
             predicted_ttft_s=None if decision is None else decision.predicted_ttft_s,
-            cache_transfer=None if prefix is None else (prefix.ticket.producer, prefix.moved.total_bytes),
+            prefix_source=None if prefix is None else prefix.ticket.producer,
+            prefix_bytes=0 if prefix is None else prefix.moved.total_bytes,
             fallback=self.fallback,
             reason=self.reason,
         ).encode()

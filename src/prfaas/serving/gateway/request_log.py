@@ -14,12 +14,12 @@ from aiohttp import web
 
 from prfaas.core.deployment import Deployment
 from prfaas.core.kv import KvModel
+from prfaas.core.route_header import ROUTE_HEADER
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError
 from prfaas.serving.gateway.bodies import ApiError, Json
 from prfaas.serving.gateway.kv_transfer import TransferredBytes
 from prfaas.serving.gateway.metrics import Metrics
 
-ROUTE_HEADER = "x-prfaas-route"
 REQUEST_ID_HEADER = "X-Request-Id"
 
 
