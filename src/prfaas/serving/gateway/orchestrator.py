@@ -27,10 +27,6 @@ from prfaas.serving.gateway.tokenization import Tokenization, Tokenized
 _PREFILL_ATTEMPTS = 2
 
 
-class _PrefixIsThere(BaseException):
-    """Leaves `prefilling` before the prefill: neither a measurement of its time nor a failure of its way."""
-
-
 @dataclass(frozen=True, slots=True)
 class _NotLooked:
     reason: str
@@ -200,6 +196,7 @@ class PrefillOrchestrator:
                 prefill=decision.decode,
                 prefill_tokens=prefill_tokens,
                 skip_tokens=0,
+                kv_bytes=0,
                 reason=reason,
                 cache_transfer=None,
             )
@@ -233,7 +230,7 @@ class PrefillOrchestrator:
         arrived: TransferDone | None = None
         wanted, begun_s = decision.prefill, time.perf_counter()
         try:
-            async with self._plane.turn(decision, len(ids), look.chains) as decision:
+            async with self._plane.admit(decision, look.chains) as decision:
                 order.record.since("turn", begun_s)
                 attempt.decision = decision
                 sealed_from = prefix.sealed if prefix is not None and decision.prefill == wanted else None
@@ -246,8 +243,9 @@ class PrefillOrchestrator:
                     sealed_from=sealed_from,
                 )
                 self._plane.expect(decision.prefill, look.chains)
-                with self._plane.prefilling(decision, len(ids)):
+                with self._plane.prefilling(decision) as work:
                     arrived = await self._hops.run(hop, order)
+                    work.measured()
         finally:
             if prefix is not None and (arrived is None or decision.prefill != wanted):
                 self._hops.abandon(prefix.ticket, "the prefill that would have used it failed")
@@ -294,11 +292,9 @@ class PrefillOrchestrator:
                 wanted.source, decision.prefill, look.token_ids[:num_tokens], wanted.skip_tokens
             )
             try:
-                with self._plane.prefilling(decision, len(look.token_ids)):
+                # The prefill itself comes later: this is no measurement of its time.
+                with self._plane.prefilling(decision):
                     arrived = await self._hops.run(hop, order)
-                    raise _PrefixIsThere
-            except _PrefixIsThere:
-                pass
             except HopFailedError as failure:
                 outcome = failure.reason
         self._metrics.cache_transfers.labels(outcome).inc()
