@@ -11,9 +11,9 @@ from typing import ClassVar
 
 from prfaas.core.scheduling.candidates import (
     AbundanceMarks,
-    kv_bytes_to,
     decode_choices,
     is_prefiller,
+    kv_bytes_to,
     prefill_by,
     streamed,
     usable_link,

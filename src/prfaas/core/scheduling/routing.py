@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from prfaas.core.scheduling.candidates import (
     BestCandidate,
     PrefillCandidate,
-    kv_bytes_to,
     decode_choices,
+    kv_bytes_to,
     load_of,
     prefill_by,
     streamed,

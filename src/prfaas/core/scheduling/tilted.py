@@ -7,8 +7,8 @@ from typing import ClassVar
 from prfaas.core.scheduling.candidates import (
     AbundanceMarks,
     PrefillCandidate,
-    kv_bytes_to,
     is_stale,
+    kv_bytes_to,
     streamed,
 )
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
