@@ -60,6 +60,7 @@ def decision(**changed: Any) -> Decision:
         "uncached_tokens": 8000,
         "prefill_tokens": 7552,
         "skip_tokens": 512,
+        "kv_bytes": 7488,
         "reason": "long",
         "threshold_tokens": 4000.0,
         "predicted_ttft_s": 1.5,
@@ -194,7 +195,7 @@ def test_other_ways_are_told_too(deployment: Deployment) -> None:
     assert "was left by its client" in text and "not looked at (media)" in text and "No KVCache moved" in text
     own = RequestRecord(ID, "chat", 0.0, 0.0, prompt_tokens=9000)
     numbers = {"prefill": "home-decode-0", "threshold_tokens": math.inf, "predicted_ttft_s": math.nan}
-    wanted = replace(decision(**numbers), cache_transfer=CacheTransfer("home-decode-0", 5, 0))
+    wanted = replace(decision(**numbers), cache_transfer=CacheTransfer("home-decode-0", 5, 0, 5))
     own.went(wanted, 9000).outcome = "done"
     own.prefix_outcome = "staging"
     text = "\n".join(sentences(page(own, deployment)))

@@ -65,7 +65,7 @@ def board(
     if links is None:
         links = [link("far", "pd"), link("pd", "far")]
     thresholds = {name: threshold for name, cluster in clusters.items() if cluster.kind == "pd"}
-    facts = KvFacts(hybrid, can_skip, kv_bytes)
+    facts = KvFacts(hybrid, can_skip, kv_bytes, kv_bytes)
     return View(clusters, {(each.source, each.target): each for each in links}, facts, thresholds, NOW_S)
 
 
@@ -234,7 +234,7 @@ def views(draw: st.DrawFn, *, max_pd: int = 2) -> View:
     }
     names = [each.name for cluster in clusters.values() for each in cluster.instances]
     avoid = frozenset(draw(st.lists(st.sampled_from(names), max_size=2)) if names else [])
-    facts = KvFacts(draw(st.booleans()), draw(st.booleans()), kv_bytes)
+    facts = KvFacts(draw(st.booleans()), draw(st.booleans()), kv_bytes, kv_bytes)
     return View(clusters, links, facts, thresholds, NOW_S, avoid=avoid)
 
 

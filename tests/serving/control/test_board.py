@@ -18,7 +18,7 @@ from .world import BYTES_PER_TOKEN, LINK, FakeClock, board_of, decision, deploym
 
 def test_a_prefill_elsewhere_counts_until_it_is_over(board: ClusterState, clock: FakeClock) -> None:
     link = board.view.links[LINK]
-    with board.prefilling(decision("far-0", "home-d0", prefill_tokens=2000), 2001):
+    with board.prefilling(decision("far-0", "home-d0", prefill_tokens=2000)):
         assert board.instance("far-0").in_flight == 1
         assert board.instance("far-0").busy_until_s == clock.now_s + 2.0
         assert (board.instance("home-d0").decoding, board.instance("home-d0").in_flight) == (1, 1)
@@ -32,21 +32,21 @@ def test_a_prefill_elsewhere_counts_until_it_is_over(board: ClusterState, clock:
 
 
 def test_inside_a_cluster_no_link_is_used(board: ClusterState, clock: FakeClock) -> None:
-    with board.prefilling(decision("home-p0", "home-d0"), 1001):
+    with board.prefilling(decision("home-p0", "home-d0")):
         assert board.view.links[LINK].drained_s == clock.now_s
         assert board.instance("home-p0").busy_until_s == clock.now_s + 1.0
 
 
 def test_skipped_tokens_are_not_sent(board: ClusterState, clock: FakeClock) -> None:
-    with board.prefilling(decision("far-0", "home-d0", skip_tokens=600), 1001):
+    with board.prefilling(decision("far-0", "home-d0", skip_tokens=600)):
         assert board.residual_bytes(LINK) == 400 * BYTES_PER_TOKEN
 
 
 def test_a_cache_transfer_counts_on_its_own_link(tmp_path: Path, clock: FakeClock) -> None:
     back = "links: -> links:\n  - {source: home, target: far, bandwidth: 1 Gbit/s}"
     board = board_of(deployment_of(tmp_path, back=back), clock)
-    transfer = CacheTransfer("home-p0", 501, 100)
-    with board.prefilling(decision("far-0", "home-d0", cache_transfer=transfer), 1001):
+    transfer = CacheTransfer("home-p0", 500, 100, 400 * BYTES_PER_TOKEN)
+    with board.prefilling(decision("far-0", "home-d0", cache_transfer=transfer)):
         assert board.residual_bytes(("home", "far")) == 400 * BYTES_PER_TOKEN
         assert board.residual_bytes(LINK) == 1000 * BYTES_PER_TOKEN
         assert board.instance("home-p0").in_flight == 1
@@ -57,15 +57,18 @@ def test_a_cache_transfer_counts_on_its_own_link(tmp_path: Path, clock: FakeCloc
 def test_only_clean_ends_at_the_head_are_measured(deployment: Deployment, clock: FakeClock) -> None:
     measured: list[tuple[str, int, float]] = []
     board = board_of(deployment, clock, on_service=lambda *what: measured.append(what))
-    with pytest.raises(OSError), board.prefilling(decision("far-0", "home-d0"), 1001):
+    with pytest.raises(OSError), board.prefilling(decision("far-0", "home-d0")) as work:
         clock.now_s += 5
+        work.measured()
         raise OSError
+    with board.prefilling(decision("far-0", "home-d0")):
+        clock.now_s += 5
     assert measured == []
-    first = board.prefilling(decision("far-0", "home-d0"), 1001)
-    second = board.prefilling(decision("far-0", "home-d1", prefill_tokens=3000), 3001)
-    first.__enter__()
+    first = board.prefilling(decision("far-0", "home-d0"))
+    second = board.prefilling(decision("far-0", "home-d1", prefill_tokens=3000))
+    first.__enter__().measured()
     clock.now_s += 1
-    second.__enter__()
+    second.__enter__().measured()
     clock.now_s += 1
     first.__exit__(None, None, None)
     clock.now_s += 4
@@ -77,17 +80,19 @@ def test_what_the_link_explains_is_not_measured(deployment: Deployment, clock: F
     measured: list[float] = []
     board = board_of(deployment, clock, on_service=lambda _cluster, _tokens, s: measured.append(s))
     board.set_link(LINK, delivered_bytes=0, measured_bytes=0, capacity_bits_per_s=8e5)
-    with board.prefilling(decision("far-0", "home-d0"), 1001):
+    with board.prefilling(decision("far-0", "home-d0")) as work:
         clock.now_s += 10.0  # as long as the link needs for a million bytes
+        work.measured()
     assert measured == []
     board.set_link(LINK, delivered_bytes=0, measured_bytes=0, capacity_bits_per_s=8e6)
-    with board.prefilling(decision("far-0", "home-d0"), 1001):
+    with board.prefilling(decision("far-0", "home-d0")) as work:
         clock.now_s += 1.5
+        work.measured()
     assert measured == [1.5]
 
 
 def test_overdue_work_is_never_in_the_past(board: ClusterState, clock: FakeClock) -> None:
-    with board.prefilling(decision("far-0", "home-d0"), 1001):
+    with board.prefilling(decision("far-0", "home-d0")):
         clock.now_s += 30
         assert board.at(clock.now_s).clusters["far"].instances[0].busy_until_s == clock.now_s
 
@@ -104,14 +109,14 @@ def test_decoding_and_its_own_prefill(board: ClusterState, clock: FakeClock) -> 
 
 
 def test_requests_on_their_way_are_no_decode_work_yet(board: ClusterState, clock: FakeClock) -> None:
-    with board.prefilling(decision("far-0", "home-d0"), 1001):
+    with board.prefilling(decision("far-0", "home-d0")):
         clock.now_s += 7
         assert board.decoding_s("home-d0") == 0.0
 
 
 def test_telemetry_corrects_the_link(board: ClusterState, clock: FakeClock) -> None:
     link = board.view.links[LINK]
-    with board.prefilling(decision("far-0", "home-d0"), 1001):
+    with board.prefilling(decision("far-0", "home-d0")):
         board.set_link(LINK, delivered_bytes=600_000, measured_bytes=300_000, capacity_bits_per_s=8e6)
         assert board.residual_bytes(LINK) == 400_000
         assert link.drained_s == pytest.approx(clock.now_s + 0.4)
@@ -120,12 +125,12 @@ def test_telemetry_corrects_the_link(board: ClusterState, clock: FakeClock) -> N
         board.set_link(LINK, delivered_bytes=5_000_000, measured_bytes=0, capacity_bits_per_s=8e6)
         assert board.residual_bytes(LINK) == 0
         # Bytes of somebody else were delivered too: they are no credit for the next transfer.
-        with board.prefilling(decision("far-0", "home-d0"), 1001):
+        with board.prefilling(decision("far-0", "home-d0")):
             assert board.residual_bytes(LINK) == 1000 * BYTES_PER_TOKEN
 
 
 def test_somebody_elses_requests_count_when_seen_twice(board: ClusterState, clock: FakeClock) -> None:
-    with board.prefilling(decision("far-0", "home-d0"), 1001):
+    with board.prefilling(decision("far-0", "home-d0")):
         pass
     board.set_engine_load("far-0", 3)
     assert board.instance("far-0").busy_until_s <= clock.now_s
@@ -186,11 +191,11 @@ class Accounting(RuleBasedStateMachine):
         cached=st.booleans(),
     )
     def prefill(self, prefill: str, decode: str, tokens: int, skip: int, cached: bool) -> None:
-        transfer = CacheTransfer("far-0", tokens, 0) if cached else None
+        transfer = CacheTransfer("far-0", tokens, 0, tokens * BYTES_PER_TOKEN) if cached else None
         what = decision(prefill, decode, prefill_tokens=tokens, skip_tokens=min(skip, tokens - 1))
         if transfer is not None:
             what = decision(prefill, decode, prefill_tokens=tokens, cache_transfer=transfer)
-        self.enter(self.board.prefilling(what, tokens))
+        self.enter(self.board.prefilling(what))
 
     @rule(name=st.sampled_from(DECODERS), tokens=st.integers(0, 20_000))
     def decode(self, name: str, tokens: int) -> None:

@@ -10,7 +10,7 @@ from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_metrics import read_exposition
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
 
-from .world import FakeClock, decision
+from .world import BYTES_PER_TOKEN, FakeClock, decision, kv_facts
 
 WITH_EVENTS = ("far-0", "far-1", "home-p0", "home-d0")
 SEED = 7
@@ -54,12 +54,13 @@ def test_bytes_are_left_out_only_when_proven(holdings: PrefixKnowledge) -> None:
     for name in ("home-d0", "far-0"):
         holdings.expect(name, chains)
     belief = holdings.match(chains)
-    transfer = CacheTransfer("home-p0", 60, 48)
-    bounded = belief.bounded(decision("far-0", "home-d0", skip_tokens=64, cache_transfer=transfer))
-    assert bounded.skip_tokens == 32
-    assert bounded.cache_transfer == CacheTransfer("home-p0", 60, 0)
+    transfer = CacheTransfer("home-p0", 60, 48, 12 * BYTES_PER_TOKEN)
+    what = decision("far-0", "home-d0", skip_tokens=64, cache_transfer=transfer)
+    bounded = belief.bound(what, 1001, kv_facts())
+    assert (bounded.skip_tokens, bounded.kv_bytes) == (32, (1000 - 32) * BYTES_PER_TOKEN)
+    assert bounded.cache_transfer == CacheTransfer("home-p0", 60, 0, 60 * BYTES_PER_TOKEN)
     fine = decision("far-0", "home-d0", skip_tokens=16)
-    assert belief.bounded(fine) is fine
+    assert belief.bound(fine, 1001, kv_facts()) is fine
 
 
 def test_tenants_and_adapters_share_nothing(holdings: PrefixKnowledge) -> None:

@@ -118,8 +118,9 @@ def test_service_times_correct_the_curve(planes: Planes) -> None:
         prefill_s = plane.board.view.clusters["far"].prefill_s
         before_s = prefill_s(10_000)
         for _ in range(40):
-            with plane.prefilling(decision, 10_000):
+            with plane.prefilling(decision) as work:
                 planes.clock.now_s += 4 * before_s
+                work.measured()
             planes.clock.now_s += 1
         assert prefill_s(10_000) > 3 * before_s
 
@@ -133,7 +134,7 @@ def test_transfers_that_fail_again_and_again_close_the_link(planes: Planes) -> N
         for name in ("far-0", "far-1", "far-0"):
             decision = plane.route(10_000, chains, avoid=[i for i in ("far-0", "far-1") if i != name])
             assert decision.prefill == name
-            with pytest.raises(RuntimeError), plane.prefilling(decision, 10_000):
+            with pytest.raises(RuntimeError), plane.prefilling(decision):
                 plane.suspect(name, "transfer-failed")
                 raise RuntimeError
             planes.clock.now_s += 4
@@ -157,9 +158,9 @@ def test_a_clients_fault_and_a_dead_engine_are_not_the_links(planes: Planes) -> 
         chains = plane.chains(range(10_000), "", "")
         for _ in range(9):
             decision = plane.route(10_000, chains)
-            with pytest.raises(RuntimeError), plane.prefilling(decision, 10_000):
+            with pytest.raises(RuntimeError), plane.prefilling(decision):
                 raise RuntimeError
-            with pytest.raises(RuntimeError), plane.prefilling(decision, 10_000):
+            with pytest.raises(RuntimeError), plane.prefilling(decision):
                 plane.suspect(decision.prefill, "unreachable", lost_cache=True)
                 raise RuntimeError
         assert plane.links.faults[LINK].is_up(planes.clock.now_s)
@@ -270,8 +271,8 @@ def test_labels_are_bounded(planes: Planes) -> None:
         def some(count: int) -> int:
             for number in range(count):
                 decision = plane.route(5000 + number, plane.chains(range(5000), str(number), ""))
-                with plane.prefilling(decision, 5000):
-                    pass
+                with plane.prefilling(decision) as work:
+                    work.measured()
                 plane.suspect("home-p0", f"reason {number}", lost_cache=True)
             return len(generate_latest(planes.registry).splitlines())
 

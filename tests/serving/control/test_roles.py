@@ -36,7 +36,7 @@ def test_drains_then_relabels(
 
 
 def test_requests_on_their_way_are_waited_for(roles: RoleChanges, board: ClusterState) -> None:
-    with board.prefilling(decision("far-0", "home-d0"), 1001):
+    with board.prefilling(decision("far-0", "home-d0")):
         roles.begin("home-d0", "prefill", "")
         roles.tick()
         assert roles.is_busy
@@ -81,8 +81,8 @@ def test_loads_since_the_last_look(deployment: Deployment, board: ClusterState, 
     )
     with board.decoding("home-d0", 0), board.decoding("home-d0", 0):
         with (
-            board.prefilling(decision("far-0", "home-d1"), 1001),
-            board.prefilling(decision("home-p0", "home-d1"), 1001),
+            board.prefilling(decision("far-0", "home-d1")),
+            board.prefilling(decision("home-p0", "home-d1")),
         ):
             clock.now_s += 4
         clock.now_s += 4

@@ -191,7 +191,7 @@ def test_roles_are_converted_when_the_measurements_agree(tmp_path: Path, clock: 
         slow.engines["home-d0"].add(read_exposition(text), clock())
     assert slow.facts.output_tokens == 64
     for _ in range(3):
-        with slow.board.prefilling(_local("home-p0"), 9001), slow.board.prefilling(_local("home-p1"), 9001):
+        with slow.board.prefilling(_local("home-p0")), slow.board.prefilling(_local("home-p1")):
             clock.now_s += 60
         asyncio.run(slow.allocating.evaluate())
     (change,) = slow.roles.history

@@ -174,7 +174,7 @@ def test_metrics_reach_the_board(deployment: Deployment, board: ClusterState, cl
         return b"vllm:num_requests_running %d\nprocess_start_time_seconds %d\n" % (running, started)
 
     async def main() -> None:
-        with board.prefilling(decision("far-0", "home-d0"), 1001):
+        with board.prefilling(decision("far-0", "home-d0")):
             pass
         http.texts["far-0"] = answer(2, 5)
         for _ in range(2):

@@ -27,7 +27,7 @@ class Yard:
 
     def asks(self, label: str, what: Decision, hold: asyncio.Event | None = None) -> "asyncio.Task[None]":
         async def whole() -> None:
-            async with self.turns.turn(what, 5000, CHAINS) as mine:
+            async with self.turns.admit(what, CHAINS) as mine:
                 self.log.append(f"{label} at {mine.prefill}")
                 if hold is not None:
                     await hold.wait()
@@ -84,8 +84,8 @@ def test_another_instance_computes_what_it_does_not_hold(deployment: Deployment,
         yard = Yard(deployment, clock)
         yard.held = {"far-1": 1000}
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(yard.turns.turn(urgent(0.0), 5000, CHAINS))
-            mine = await stack.enter_async_context(yard.turns.turn(urgent(0.0, tokens=3000), 5000, CHAINS))
+            await stack.enter_async_context(yard.turns.admit(urgent(0.0), CHAINS))
+            mine = await stack.enter_async_context(yard.turns.admit(urgent(0.0, tokens=3000), CHAINS))
             assert (mine.prefill, mine.prefill_tokens) == ("far-1", 4000)
 
     asyncio.run(main())
@@ -159,6 +159,6 @@ def test_without_urgency_nobody_waits(deployment: Deployment, clock: FakeClock) 
         plain = decision("far-0", "home-d0", prefill_tokens=5000)
         async with AsyncExitStack() as stack:
             for _ in range(3):
-                assert await stack.enter_async_context(yard.turns.turn(plain, 5000, CHAINS)) is plain
+                assert await stack.enter_async_context(yard.turns.admit(plain, CHAINS)) is plain
 
     asyncio.run(main())

@@ -65,7 +65,10 @@ def deployment_of(folder: Path, *, text: str = FILE, **changes: str) -> Deployme
 
 def kv_facts() -> KvFacts:
     return KvFacts(
-        is_hybrid=True, can_skip=True, bytes_to_move=lambda tokens, skip: (tokens - skip) * BYTES_PER_TOKEN
+        is_hybrid=True,
+        can_skip=True,
+        bytes_to_move=lambda tokens, skip: (tokens - 1 - skip) * BYTES_PER_TOKEN,
+        prefix_bytes_to_move=lambda tokens, skip: (tokens - skip) * BYTES_PER_TOKEN,
     )
 
 
@@ -95,6 +98,7 @@ def decision(
     skip_tokens: int = 0,
     cache_transfer: CacheTransfer | None = None,
 ) -> Decision:
+    """Nothing of the prompt is cached where it is prefilled, and its last token is not sent."""
     route = Route.OFFLOAD if prefill.startswith("far") else Route.LOCAL
     return Decision(
         route,
@@ -103,6 +107,7 @@ def decision(
         prefill_tokens,
         prefill_tokens,
         skip_tokens,
+        (prefill_tokens - skip_tokens) * BYTES_PER_TOKEN,
         "long",
         4000.0,
         1.0,

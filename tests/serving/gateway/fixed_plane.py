@@ -18,6 +18,7 @@ from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
 
 BLOCK_TOKENS = 256
+BYTES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,15 @@ class Chains:
     """The blocks of one prompt less its last token, under its tenant's salt and its adapter."""
 
     hashes: tuple[Hashable, ...]
+
+
+class FixedWork:
+    """One prefill elsewhere; whether the gateway called it a measurement."""
+
+    is_measured = False
+
+    def measured(self) -> None:
+        self.is_measured = True
 
 
 class FixedPlane:
@@ -105,6 +115,7 @@ class FixedPlane:
                 uncached_tokens=uncached,
                 prefill_tokens=num_tokens - held[prefill.name] if chains else 0,
                 skip_tokens=skip,
+                kv_bytes=BYTES_PER_TOKEN * (num_tokens - 1 - skip) if prefill is not decode else 0,
                 reason=reason,
                 threshold_tokens=float(threshold),
                 predicted_ttft_s=math.nan if chains is None else 0.5,
@@ -119,15 +130,16 @@ class FixedPlane:
         return self._instances[name]
 
     @asynccontextmanager
-    async def turn(self, decision: Decision, num_tokens: int, chains: Chains) -> AsyncIterator[Decision]:
+    async def admit(self, decision: Decision, chains: Chains) -> AsyncIterator[Decision]:
         yield decision
 
     @contextmanager
-    def prefilling(self, decision: Decision, num_tokens: int) -> Iterator[None]:
-        assert decision.prefill_tokens <= num_tokens
+    def prefilling(self, decision: Decision) -> Iterator[FixedWork]:
+        work = FixedWork()
         with self._counted(decision.prefill):
-            yield
-        self.measured.append(decision.prefill)
+            yield work
+        if work.is_measured:
+            self.measured.append(decision.prefill)
 
     @contextmanager
     def decoding(self, name: str, prefill_tokens: int) -> Iterator[None]:

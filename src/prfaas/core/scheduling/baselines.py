@@ -11,9 +11,9 @@ from typing import ClassVar
 
 from prfaas.core.scheduling.candidates import (
     AbundanceMarks,
-    bits_to,
     decode_choices,
     is_prefiller,
+    kv_bytes_to,
     prefill_by,
     streamed,
     usable_link,
@@ -42,7 +42,7 @@ class RoundRobin:
         site, decode, cluster, instance, link = turns[request.ordinal % len(turns)]
         option = prefill_by(request, view, cluster, instance)
         if link is not None:
-            option = streamed(option, link, view.now_s, bits_to(request, view, decode))
+            option = streamed(option, link, view.now_s, kv_bytes_to(request, view, decode))
         held = max(request.reusable_at(each.name) for each in site.instances)
         threshold = view.threshold_tokens.get(site.name, math.inf)
         choice = Choice(option, request.num_tokens - held, threshold, "turn", option.ttft_s)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prfaas.core.scheduling.decision import RoutingRequest
+from prfaas.core.scheduling.decision import CacheTransfer, RoutingRequest
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, NoDecodeInstanceError, View
 from prfaas.core.units import BITS_PER_BYTE
 
@@ -24,7 +24,7 @@ class PrefillCandidate:
     `link`: what the KV crosses; None inside a PD cluster, whose network is never the bottleneck (section 3.4.1).
     `start_s`: until the prefill starts: its queue, or the arrival of a cache. `prefill_s`: what it takes.
     `link_wait_s`: until the bytes accepted for the link have left. `link_s`: seconds of the link for this KV alone.
-    `ttft_s`: until the decode instance has everything. `moved_cache`: the fields of a CacheTransfer, if there is one.
+    `ttft_s`: until the decode instance has everything. `kv_bytes`: what crosses `link`, 0 without one.
     """
 
     cluster: ClusterView
@@ -36,7 +36,8 @@ class PrefillCandidate:
     link_wait_s: float
     link_s: float
     ttft_s: float
-    moved_cache: tuple[InstanceView, int, int] | None
+    kv_bytes: int
+    cache_transfer: CacheTransfer | None
 
 
 def prefill_by(
@@ -47,19 +48,19 @@ def prefill_by(
     wait_s = max(instance.busy_until_s - view.now_s, 0.0)
     prefill_s = cluster.prefill_s(request.num_tokens - held_tokens)
     return PrefillCandidate(
-        cluster, instance, held_tokens, wait_s, prefill_s, None, 0.0, 0.0, wait_s + prefill_s, None
+        cluster, instance, held_tokens, wait_s, prefill_s, None, 0.0, 0.0, wait_s + prefill_s, 0, None
     )
 
 
-def bits_to(request: RoutingRequest, view: View, decode: InstanceView) -> int:
-    """What a prefill elsewhere has to send to an instance that decodes."""
+def kv_bytes_to(request: RoutingRequest, view: View, decode: InstanceView) -> int:
+    """KV bytes that a prefill elsewhere sends to the instance that decodes."""
     skip = request.attention_at(decode.name) if request.held and view.kv.can_skip else 0
-    return view.kv.bytes_to_move(request.num_tokens, skip) * BITS_PER_BYTE
+    return view.kv.bytes_to_move(request.num_tokens, skip)
 
 
-def streamed(option: PrefillCandidate, link: LinkView, now_s: float, bits: int) -> PrefillCandidate:
+def streamed(option: PrefillCandidate, link: LinkView, now_s: float, kv_bytes: int) -> PrefillCandidate:
     """The prefill of another cluster, its KV streamed over `link` while it is made (section 3.3)."""
-    link_s = bits / link.capacity_bits_per_s
+    link_s = BITS_PER_BYTE * kv_bytes / link.capacity_bits_per_s
     link_wait_s = link.drained_s - now_s
     if link_wait_s < 0.0:
         link_wait_s = 0.0
@@ -78,6 +79,7 @@ def streamed(option: PrefillCandidate, link: LinkView, now_s: float, bits: int) 
         link_wait_s,
         link_s,
         ttft_s,
+        kv_bytes,
         None,
     )
 
@@ -175,6 +177,7 @@ def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) ->
         0.0,
         0.0,
         done_s,
+        0,
         None,
         least_wait_s,
         holder,
@@ -212,7 +215,7 @@ def least_queued(request: RoutingRequest, cluster: ClusterView, view: View) -> B
         wait_s += shared_s
         done_s += shared_s
     return BestCandidate(
-        cluster, chosen, 0, wait_s, prefill_s, None, 0.0, 0.0, done_s, None, wait_s, holder, 0
+        cluster, chosen, 0, wait_s, prefill_s, None, 0.0, 0.0, done_s, 0, None, wait_s, holder, 0
     )
 
 

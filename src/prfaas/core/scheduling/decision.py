@@ -57,6 +57,7 @@ class CacheTransfer:
     source: str
     num_tokens: int
     skip_tokens: int
+    kv_bytes: int
 
 
 # Not frozen: a frozen one takes four times as long to make, and a simulator asks for a hundred thousand a second.
@@ -80,6 +81,7 @@ class Decision:
     uncached_tokens: int
     prefill_tokens: int
     skip_tokens: int
+    kv_bytes: int
     reason: str
     threshold_tokens: float
     predicted_ttft_s: float

@@ -73,7 +73,7 @@ class Paper:
         remotes, _ = self._open_to(own_uncached_tokens(request, site), site, view)
         if remotes:
             there = soonest_remote(request, view, site, remotes)
-            if sends_less(request, view, site, local, there):
+            if sends_less(local, there):
                 return there, "cached-there"
         return local, reason
 

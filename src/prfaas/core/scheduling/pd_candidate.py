@@ -14,14 +14,13 @@ from prfaas.core.scheduling.candidates import (
     PrefillCandidate,
     abundant_link,
     best_candidate,
-    bits_to,
     least_loaded,
     least_queued,
     prefill_by,
     streamed_s,
     usable_link,
 )
-from prfaas.core.scheduling.decision import RoutingRequest
+from prfaas.core.scheduling.decision import CacheTransfer, RoutingRequest
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
 from prfaas.core.units import BITS_PER_BYTE
 
@@ -218,19 +217,12 @@ def own_uncached_tokens(request: RoutingRequest, site: Site) -> int:
     return request.num_tokens - site.held_tokens
 
 
-def sends_less(
-    request: RoutingRequest, view: View, site: Site, local: PrefillCandidate, there: PrefillCandidate
-) -> bool:
+def sends_less(local: PrefillCandidate, there: PrefillCandidate) -> bool:
     """Whether computing there is done sooner and moves fewer bytes than the cache that the local option brings here.
     True if it brings none: it would compute everything."""
-    if local.moved_cache is None:
+    if local.cache_transfer is None:
         return True
-    if there.ttft_s > local.ttft_s:
-        return False
-    _, num_tokens, skip_tokens = local.moved_cache
-    return bits_to(request, view, site.decode) < BITS_PER_BYTE * view.kv.bytes_to_move(
-        num_tokens, skip_tokens
-    )
+    return there.ttft_s <= local.ttft_s and there.kv_bytes < local.cache_transfer.kv_bytes
 
 
 def with_cache(
@@ -254,8 +246,8 @@ def with_cache(
         return option
     at_target = request.held.get(option.instance.name)
     skip = min(at_target.attention_tokens, tokens) if at_target is not None and view.kv.can_skip else 0
-    bits = view.kv.bytes_to_move(tokens + 1, skip) * BITS_PER_BYTE
-    moved_s = bits / (lane.capacity_bits_per_s - lane.egress_bits_per_s) + lane.rtt_s
+    kv_bytes = view.kv.prefix_bytes_to_move(tokens + 1, skip)
+    moved_s = BITS_PER_BYTE * kv_bytes / (lane.capacity_bits_per_s - lane.egress_bits_per_s) + lane.rtt_s
     if lane.drained_s > view.now_s:
         moved_s += lane.drained_s - view.now_s
     prefill_s = option.cluster.prefill_s(request.num_tokens - tokens)
@@ -275,7 +267,8 @@ def with_cache(
         option.link_wait_s,
         option.link_s,
         ttft_s,
-        (source.holder, tokens + 1, skip),
+        option.kv_bytes,
+        CacheTransfer(source.holder.name, tokens + 1, skip, kv_bytes),
     )
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from prfaas.core.scheduling.candidates import (
     BestCandidate,
     PrefillCandidate,
-    bits_to,
     decode_choices,
+    kv_bytes_to,
     load_of,
     prefill_by,
     streamed,
 )
-from prfaas.core.scheduling.decision import CacheTransfer, Decision, Route, RoutingRequest
+from prfaas.core.scheduling.decision import Decision, Route, RoutingRequest
 from prfaas.core.scheduling.pd_candidate import Site, lone_site, nodes_of, site_of
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
 
@@ -76,12 +76,12 @@ def soonest_remote(
     request: RoutingRequest, view: View, site: Site, remotes: Sequence[tuple[BestCandidate, LinkView]]
 ) -> PrefillCandidate:
     """Of `remotes`, at least one, the one with the least predicted TTFT."""
-    bits = bits_to(request, view, site.decode)
+    kv_bytes = kv_bytes_to(request, view, site.decode)
     best: PrefillCandidate | None = None
     for node, link in remotes:
         # Nothing arrives before it has been computed.
         if best is None or node.ttft_s < best.ttft_s:
-            option = streamed(node, link, view.now_s, bits)
+            option = streamed(node, link, view.now_s, kv_bytes)
             if best is None or option.ttft_s < best.ttft_s:
                 best = option
     assert best is not None  # there is at least one
@@ -91,21 +91,24 @@ def soonest_remote(
 def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choice: Choice) -> Decision:
     """The choice with everything that is needed to carry it out."""
     option = choice.option
-    prefill, moved = option.instance, option.moved_cache
-    skip_tokens = 0
-    if request.held and prefill is not decode and view.kv.can_skip:
-        skip_tokens = request.attention_at(decode.name)
+    prefill, link = option.instance, option.link
+    skip_tokens = kv_bytes = 0
+    if prefill is not decode:
+        if request.held and view.kv.can_skip:
+            skip_tokens = request.attention_at(decode.name)
+        kv_bytes = option.kv_bytes if link else view.kv.bytes_to_move(request.num_tokens, skip_tokens)
     return Decision(
-        _LOCAL if option.link is None else _OFFLOAD,
+        _LOCAL if link is None else _OFFLOAD,
         prefill.name,
         decode.name,
         choice.uncached_tokens,
         request.num_tokens - option.reusable_tokens,
         skip_tokens,
+        kv_bytes,
         choice.reason,
         choice.threshold_tokens,
         option.ttft_s,
-        None if moved is None else CacheTransfer(moved[0].name, moved[1], moved[2]),
+        option.cache_transfer,
         None if prefill is decode else choice.urgency_s,
         choice.is_bound,
     )

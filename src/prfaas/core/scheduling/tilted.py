@@ -4,7 +4,13 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from prfaas.core.scheduling.candidates import AbundanceMarks, PrefillCandidate, bits_to, is_stale, streamed
+from prfaas.core.scheduling.candidates import (
+    AbundanceMarks,
+    PrefillCandidate,
+    is_stale,
+    kv_bytes_to,
+    streamed,
+)
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
 from prfaas.core.scheduling.pd_candidate import Site, own_uncached_tokens, uncached_tokens, with_cache
 from prfaas.core.scheduling.routing import Choice, route
@@ -61,7 +67,7 @@ class Tilted:
         option = choice.option
         choice.urgency_s = view.now_s + self.ageing * option.prefill_s
         if request.held:
-            choice.is_bound = option.moved_cache is not None or _is_held_best(request, option)
+            choice.is_bound = option.cache_transfer is not None or _is_held_best(request, option)
         return choice
 
     def _place(self, request: RoutingRequest, view: View, site: Site) -> Choice:
@@ -78,20 +84,20 @@ class Tilted:
                 reason = "long" if uncached > threshold else "busy-pd"
                 return Choice(far, uncached, adjusted, reason, _cost(far))
             short_by_cache = own_uncached_tokens(request, site) > adjusted
-            if short_by_cache and (local.moved_cache is None or far.ttft_s <= local.ttft_s):
+            if short_by_cache and (local.cache_transfer is None or far.ttft_s <= local.ttft_s):
                 # The cache that makes it short does not come here, or is done sooner where it is.
                 return Choice(far, uncached, adjusted, "cached-there", _cost(far))
         reason = site.reason_to_stay(long=uncached > threshold)
         return Choice(local, uncached, adjusted, reason, _cost(local))
 
     def _cheapest_remote(self, request: RoutingRequest, view: View, site: Site) -> PrefillCandidate:
-        bits = bits_to(request, view, site.decode)
+        kv_bytes = kv_bytes_to(request, view, site.decode)
         best: PrefillCandidate | None = None
         least = math.inf
         for node, link in site.remotes:
             # Without the link the cost can only be less.
             if node.ttft_s * node.prefill_s < least:
-                option = streamed(node, link, view.now_s, bits)
+                option = streamed(node, link, view.now_s, kv_bytes)
                 cost = _cost(option)
                 if cost < least:
                     best, least = option, cost

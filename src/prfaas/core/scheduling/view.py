@@ -87,12 +87,16 @@ class KvFacts:
     `is_hybrid`: some layers' state can't be cut at an arbitrary token, so full-attention blocks alone spare bytes
     but no computing. `can_skip`: they do spare bytes; not so with sliding windows, since engines keep window
     blocks only near a prompt's end and don't count a prefix without them as held.
-    `bytes_to_move(num_tokens, skip_tokens)`: KV bytes of a prompt less those of its first `skip_tokens`.
     """
 
     is_hybrid: bool
     can_skip: bool
     bytes_to_move: Callable[[int, int], int]
+    """`(prompt_tokens, skip_tokens)`: KV bytes that a prompt's prefill sends to the instance that decodes, less those
+    of its first `skip_tokens` tokens. Whether the last prompt token is sent, and what blocks add, is decided here."""
+    prefix_bytes_to_move: Callable[[int, int], int]
+    """`(num_tokens, skip_tokens)`: KV bytes of a prefix of `num_tokens` tokens, less those of its first
+    `skip_tokens` tokens: what a cache transfer moves."""
 
 
 @dataclass(slots=True)

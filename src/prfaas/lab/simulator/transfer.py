@@ -29,7 +29,7 @@ class KvMoves:
             if all(isinstance(group, FullAttention | LinearState) for group in model.groups)
             else None
         )
-        self.facts = KvFacts(model.is_hybrid, not model.has_window, self.total_bytes)
+        self.facts = KvFacts(model.is_hybrid, not model.has_window, self.total_bytes, self.total_bytes)
 
     def total_bytes(self, num_tokens: int, skip_tokens: int) -> int:
         """As `KvModel.bytes_to_move`; a skip beyond the end counts as the end."""

@@ -33,6 +33,19 @@ class _Load:
     typical_s: float = 0.0
 
 
+class OpenPrefill:
+    """A prefill elsewhere that is under way."""
+
+    __slots__ = ("is_measured",)
+
+    def __init__(self) -> None:
+        self.is_measured = False
+
+    def measured(self) -> None:
+        """The prefill and its transfer went well: the time until its end is a measurement of service."""
+        self.is_measured = True
+
+
 class ClusterState:
     """Owns the `View`. Everything is accounted for by what is open here: with nothing open, every count is zero.
 
@@ -163,8 +176,11 @@ class ClusterState:
         self._predict(load, now_s)
 
     @contextmanager
-    def prefilling(self, decision: Decision, num_tokens: int) -> Iterator[None]:
-        """A prefill at `decision.prefill` and its transfer are under way; see `gateway.plane`."""
+    def prefilling(self, decision: Decision) -> Iterator[OpenPrefill]:
+        """A prefill at `decision.prefill` and its transfers are under way.
+
+        Only an end after a call of `OpenPrefill.measured` counts as a measurement of service time.
+        """
         now_s = self._clock()
         load = self._loads[decision.prefill]
         transfer = decision.cache_transfer
@@ -172,36 +188,35 @@ class ClusterState:
             if transfer is not None:
                 source = self._loads[transfer.source]
                 open_here.enter_context(self._in_flight(source))
-                link_bytes = self.view.kv.bytes_to_move(transfer.num_tokens - 1, transfer.skip_tokens)
-                open_here.enter_context(self._on_link(source, load, link_bytes))
+                open_here.enter_context(self._on_link(source, load, transfer.kv_bytes))
             open_here.enter_context(self._in_flight(load))
-            link_bytes = self.view.kv.bytes_to_move(max(num_tokens - 1, 0), decision.skip_tokens)
             target = self._loads[decision.decode]
             open_here.enter_context(self._on_its_way(target))
-            link_done_s = open_here.enter_context(self._on_link(load, target, link_bytes))
+            link_done_s = open_here.enter_context(self._on_link(load, target, decision.kv_bytes))
             predicted_s = load.cluster.prefill_s(decision.prefill_tokens)
             load.typical_s += (
                 _TYPICAL_WEIGHT * (predicted_s - load.typical_s) if load.typical_s else predicted_s
             )
             work = load.queue.add(now_s, predicted_s)
             self._predict(load, now_s)
-            clean = False
+            prefill = OpenPrefill()
             try:
-                yield
-                clean = True
+                yield prefill
+            except BaseException:
+                prefill.is_measured = False
+                raise
             finally:
                 end_s = self._clock()
                 service_s = load.queue.remove(end_s, work)
                 self._predict(load, end_s)
-                if clean and service_s and link_done_s <= end_s - (1 - _LINK_SHARE) * service_s:
+                if prefill.is_measured and service_s and link_done_s <= end_s - (1 - _LINK_SHARE) * service_s:
                     self._on_service(load.cluster.name, decision.prefill_tokens, service_s)
 
     @contextmanager
-    def coming(self, decision: Decision, num_tokens: int) -> Iterator[None]:
-        """A request will be prefilled in the cluster of `decision.prefill` when its turn comes."""
+    def awaiting_prefill(self, decision: Decision) -> Iterator[None]:
+        """A request waits for an instance of the cluster of `decision.prefill`."""
         load, target = self._loads[decision.prefill], self._loads[decision.decode]
-        link_bytes = self.view.kv.bytes_to_move(max(num_tokens - 1, 0), decision.skip_tokens)
-        with self._on_its_way(target), self._on_link(load, target, link_bytes):
+        with self._on_its_way(target), self._on_link(load, target, decision.kv_bytes):
             yield
 
     @contextmanager

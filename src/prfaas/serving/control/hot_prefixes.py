@@ -50,7 +50,7 @@ class HotPrefixes:
         self._rebalancer.observe(
             key,
             most - here,
-            self._board.view.kv.bytes_to_move(most, here),
+            self._board.view.kv.prefix_bytes_to_move(most, here),
             target,
             [cluster for cluster, tokens in longest.items() if tokens == most],
             self._clock(),

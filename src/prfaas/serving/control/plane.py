@@ -16,7 +16,7 @@ from prfaas.core.prefix import NOTHING, GlobalIndex, PromptChains
 from prfaas.core.prefix.events import EventBatch
 from prfaas.core.scheduling import Decision, Policy, RoutingRequest, policy_named
 from prfaas.core.scheduling.threshold import LengthWindow
-from prfaas.serving.control.cluster_state import Clock, ClusterState
+from prfaas.serving.control.cluster_state import Clock, ClusterState, OpenPrefill
 from prfaas.serving.control.engine_metrics import EngineAccess, EngineHttp
 from prfaas.serving.control.engine_monitor import EngineMonitor
 from prfaas.serving.control.health import HealthWatch
@@ -33,7 +33,7 @@ from prfaas.serving.control.thresholds import Thresholds
 
 
 class LivePlane:
-    """Implements `gateway.plane.ControlPlane`. Make it, and use it, inside one running event loop.
+    """Implements `gateway.control_plane.ControlPlane`. Make it, and use it, inside one running event loop.
 
     Nothing is asked of an engine before `run`; until then routing goes by the deployment file alone.
     """
@@ -174,7 +174,7 @@ class LivePlane:
         avoid: Collection[str] = (),
         offload: bool = True,
     ) -> Decision:
-        """Where a prompt goes; raises NoDecodeInstanceError. See `gateway.plane`."""
+        """Where a prompt goes; raises NoDecodeInstanceError. See `gateway.control_plane`."""
         view = self.board.at(self._clock())
         if avoid:
             view = view.without(avoid)
@@ -187,7 +187,7 @@ class LivePlane:
         self._routed.total += 1
         request = RoutingRequest(num_tokens, belief.held, self._routed.total)
         policy = self._policy if offload else self._local
-        decision = belief.bounded(policy.decide(request, view))
+        decision = belief.bound(policy.decide(request, view), num_tokens, view.kv)
         self._count(decision)
         if offload and not avoid and belief.held:
             self.hot_prefixes.observe(decision, chains, belief.held)
@@ -198,29 +198,28 @@ class LivePlane:
         found = self._instances.get(name)
         return found if found is not None else self.deployment.instance(name)
 
-    def turn(
-        self, decision: Decision, num_tokens: int, chains: PromptChains
-    ) -> AbstractAsyncContextManager[Decision]:
-        """Until an instance is free for the prefill, and while it has it. See `gateway.plane`."""
-        return self.turns.turn(decision, num_tokens, chains)
+    def admit(self, decision: Decision, chains: PromptChains) -> AbstractAsyncContextManager[Decision]:
+        """Until an instance is free for the prefill, and while it has it. See `gateway.control_plane`."""
+        return self.turns.admit(decision, chains)
 
     @contextmanager
-    def prefilling(self, decision: Decision, num_tokens: int) -> Iterator[None]:
-        """While a prefill elsewhere and its transfer are under way. See `gateway.plane`."""
+    def prefilling(self, decision: Decision) -> Iterator[OpenPrefill]:
+        """While a prefill elsewhere and its transfer are under way. See `gateway.control_plane`."""
         pair = (self.board.instance(decision.prefill).cluster, self.board.instance(decision.decode).cluster)
         try:
-            with self.board.prefilling(decision, num_tokens):
-                yield
+            with self.board.prefilling(decision) as prefill:
+                yield prefill
         except Exception:
             # A producer that was suspected for it and still lives: the way is what failed. A client's fault
             # suspects nobody.
             if self.health.is_suspect(decision.prefill) and not self.health.is_dead(decision.prefill):
                 self.links.failed(pair)
             raise
-        self.links.succeeded(pair)
+        if prefill.is_measured:
+            self.links.succeeded(pair)
 
     def decoding(self, name: str, prefill_tokens: int) -> AbstractContextManager[None]:
-        """While a request is open at its decode instance. See `gateway.plane`."""
+        """While a request is open at its decode instance. See `gateway.control_plane`."""
         return self.board.decoding(name, prefill_tokens)
 
     def expect(self, name: str, chains: PromptChains) -> None:

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Engines move whole blocks and choose their size themselves. This is vLLM's largest so far: what must fit into
+# staging is never taken for less than it is.
+_LARGEST_BLOCK_TOKENS = 256
+
 
 def kv_model_of(deployment: Deployment) -> KvModel | None:
     """The model's layers by its config; None, with a warning, where that can't be read."""
@@ -42,13 +46,28 @@ def kv_model_of(deployment: Deployment) -> KvModel | None:
 def kv_facts(model: KvModel | None) -> KvFacts:
     """Without a model: hybrid (the kind that limits most), and transfers that take no time."""
     if model is None:
-        return KvFacts(is_hybrid=True, can_skip=False, bytes_to_move=lambda _tokens, _skip: 0)
+
+        def nothing(_tokens: int, _skip_tokens: int) -> int:
+            return 0
+
+        return KvFacts(is_hybrid=True, can_skip=False, bytes_to_move=nothing, prefix_bytes_to_move=nothing)
     known = model
 
-    def bytes_to_move(num_tokens: int, skip_tokens: int) -> int:
-        return known.bytes_to_move(num_tokens, min(skip_tokens, num_tokens))
+    def prefix_bytes_to_move(num_tokens: int, skip_tokens: int) -> int:
+        return known.bytes_to_move(
+            num_tokens, min(skip_tokens, num_tokens), block_tokens=_LARGEST_BLOCK_TOKENS
+        )
 
-    return KvFacts(is_hybrid=model.is_hybrid, can_skip=not model.has_window, bytes_to_move=bytes_to_move)
+    def bytes_to_move(prompt_tokens: int, skip_tokens: int) -> int:
+        # The decode instance computes the last prompt token itself.
+        return prefix_bytes_to_move(max(prompt_tokens - 1, 0), skip_tokens)
+
+    return KvFacts(
+        is_hybrid=model.is_hybrid,
+        can_skip=not model.has_window,
+        bytes_to_move=bytes_to_move,
+        prefix_bytes_to_move=prefix_bytes_to_move,
+    )
 
 
 DEFAULT_STEP_S = 0.05

@@ -39,9 +39,7 @@ class PrefillAdmission:
         self._tokens: dict[Turn, int] = {}
 
     @asynccontextmanager
-    async def turn(
-        self, decision: Decision, num_tokens: int, chains: PromptChains
-    ) -> AsyncIterator[Decision]:
+    async def admit(self, decision: Decision, chains: PromptChains) -> AsyncIterator[Decision]:
         """Wait for an instance, and have it for the prefill. Yields the decision with the one that it became.
 
         Decisions without an urgency don't wait, nor does anybody where no instance could come free any more: the
@@ -50,11 +48,11 @@ class PrefillAdmission:
         if decision.urgency_s is None:
             yield decision
             return
-        name = await self._granted(decision, num_tokens)
+        name = await self._granted(decision)
         tokens = decision.prefill_tokens
         if name != decision.prefill:
-            reusable = min(self._reusable_at(chains, name), num_tokens - 1)
-            decision = replace(decision, prefill=name, prefill_tokens=num_tokens - reusable)
+            reusable = min(self._reusable_at(chains, name), chains.num_tokens - 1)
+            decision = replace(decision, prefill=name, prefill_tokens=chains.num_tokens - reusable)
         try:
             yield decision
         finally:
@@ -76,7 +74,7 @@ class PrefillAdmission:
         """Prefills that wait for any instance of a cluster."""
         return len(self._pools[cluster])
 
-    async def _granted(self, decision: Decision, num_tokens: int) -> str:
+    async def _granted(self, decision: Decision) -> str:
         assert decision.urgency_s is not None
         view = self._board.view
         cluster = view.clusters[self._board.instance(decision.prefill).cluster]
@@ -90,7 +88,7 @@ class PrefillAdmission:
             self._serve(each.name)
         try:
             # What the pool holds is on its way to its decode instance and its link all the same.
-            with self._board.coming(decision, num_tokens):
+            with self._board.awaiting_prefill(decision):
                 name = await turn
         except BaseException:
             if not pool.withdraw(turn) and turn.done() and not turn.cancelled():

@@ -19,7 +19,7 @@ from prfaas.core.prefix import (
     chain_root,
 )
 from prfaas.core.prefix.events import EventBatch
-from prfaas.core.scheduling import Decision
+from prfaas.core.scheduling import Decision, KvFacts
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_metrics import EngineReading
 
@@ -124,14 +124,17 @@ class PrefixMatch:
     held: Mapping[str, PrefixHit]
     proven: Mapping[str, PrefixHit]
 
-    def bounded(self, decision: Decision) -> Decision:
+    def bound(self, decision: Decision, prompt_tokens: int, kv: KvFacts) -> Decision:
         """The decision with no more bytes skipped than is proven to be there where they would be missed."""
-        transfer = decision.cache_transfer
-        if transfer is not None and transfer.skip_tokens > self._proven_at(decision.prefill):
-            transfer = replace(transfer, skip_tokens=self._proven_at(decision.prefill))
+        transfer, proven = decision.cache_transfer, self._proven_at(decision.prefill)
+        if transfer is not None and transfer.skip_tokens > proven:
+            nbytes = kv.prefix_bytes_to_move(transfer.num_tokens, proven)
+            transfer = replace(transfer, skip_tokens=proven, kv_bytes=nbytes)
             decision = replace(decision, cache_transfer=transfer)
-        if decision.skip_tokens > self._proven_at(decision.decode):
-            decision = replace(decision, skip_tokens=self._proven_at(decision.decode))
+        proven = self._proven_at(decision.decode)
+        if decision.skip_tokens > proven:
+            nbytes = kv.bytes_to_move(prompt_tokens, proven)
+            decision = replace(decision, skip_tokens=proven, kv_bytes=nbytes)
         return decision
 
     def _proven_at(self, name: str) -> int:

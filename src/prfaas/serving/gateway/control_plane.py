@@ -9,6 +9,14 @@ from prfaas.core.prefix import PromptChains
 from prfaas.core.scheduling import Decision
 
 
+class PrefillWork(Protocol):
+    """A prefill elsewhere that is under way."""
+
+    def measured(self) -> None:
+        """The prefill and its transfer went well: its time counts as a measurement."""
+        ...
+
+
 class ControlPlane(Protocol):
     """The live control plane as the gateway uses it. All methods but `chains` belong to the event loop's thread."""
 
@@ -35,19 +43,18 @@ class ControlPlane(Protocol):
         """The instance called `name`, which a decision has named."""
         ...
 
-    def turn(
-        self, decision: Decision, num_tokens: int, chains: PromptChains
-    ) -> AbstractAsyncContextManager[Decision]:
+    def admit(self, decision: Decision, chains: PromptChains) -> AbstractAsyncContextManager[Decision]:
         """Wait until the prefill of `decision` is next, and hold its instance for it.
 
         Gives the decision with the instance that it became, another one of the same cluster perhaps.
         """
         ...
 
-    def prefilling(self, decision: Decision, num_tokens: int) -> AbstractContextManager[None]:
-        """While a prefill elsewhere and its transfer are under way.
+    def prefilling(self, decision: Decision) -> AbstractContextManager[PrefillWork]:
+        """While a prefill elsewhere and its transfers are under way.
 
-        A clean exit is a measurement of service time; an exit by an exception is not.
+        An exit after `PrefillWork.measured` is a measurement of service time. One without it tells nothing: neither
+        a measurement nor a failure. An exit by an exception marks the way as failed.
         """
         ...
 

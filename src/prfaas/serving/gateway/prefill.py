@@ -154,13 +154,13 @@ class PrefillOrchestrator:
         begun_s = time.perf_counter()
         try:
             # 2. Wait until an instance of the cluster is free for the prefill.
-            async with self._plane.turn(decision, num_tokens, prompt.chains) as decision:
+            async with self._plane.admit(decision, prompt.chains) as decision:
                 request.record.since("turn", begun_s)
                 attempt.decision = decision
                 has_prefix = prefix is not None and decision.prefill == wanted.prefill
                 self._plane.expect(decision.prefill, prompt.chains)
                 # 3. Prefill there. The last token stays for the decode engine, which samples from it.
-                with self._plane.prefilling(decision, num_tokens) as work:
+                with self._plane.prefilling(decision) as work:
                     done = await self._hop.run(
                         TransferSpec(
                             producer=decision.prefill,
@@ -215,7 +215,7 @@ class PrefillOrchestrator:
             )
             try:
                 # Not `measured`: how long it took says nothing about the prefill.
-                with self._plane.prefilling(decision, len(prompt.token_ids)):
+                with self._plane.prefilling(decision):
                     done = await self._hop.run(spec, request)
             except HopFailedError as failure:
                 outcome = failure.reason
