@@ -20,8 +20,8 @@ from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.kv import FullAttention, KvModel
 from prfaas.core.scheduling import CacheTransfer, Decision, Route
 from prfaas.serving.control.plane import LivePlane
-from prfaas.serving.gateway.kv_transfers import TransferredBytes
-from prfaas.serving.gateway.request_log import RequestRecord, explained
+from prfaas.serving.gateway.kv_transfer import TransferredBytes
+from prfaas.serving.gateway.request_log import RequestRecord, explain
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "local.yaml"
 ID = "0c5f1f0a5fd14a3d9c2a5f2f8f6e4b1d"
@@ -69,12 +69,14 @@ def decision(**changed: Any) -> Decision:
 
 
 def record() -> RequestRecord:
-    told = RequestRecord(ID, "completions", 1_700_000_000.0, 5.0, model="m", prompt_tokens=8064, answer_tokens=64)
-    told.went(decision(), 8064).outcome = "http-500"
+    told = RequestRecord(
+        ID, "completions", 1_700_000_000.0, 5.0, model="m", prompt_tokens=8064, answer_tokens=64
+    )
+    told.start(decision(), 8064).outcome = "http-500"
     local = decision(
         route=Route.LOCAL, prefill="home-prefill-0", reason="no-prfaas-instance", prefill_tokens=8000
     )
-    attempt = told.went(local, 8064)
+    attempt = told.start(local, 8064)
     attempt.outcome, attempt.moved = "done", TransferredBytes(2 << 20, 1 << 20)
     told.steps_s = {"read": 0.0002, "prefill": 1.1, "transfer": 1.2, "total": 3.0}
     told.notes.append((1.0, "home-decode-1 failed: died"))
@@ -84,7 +86,7 @@ def record() -> RequestRecord:
 
 def page(told: RequestRecord, deployment: Deployment) -> dict[str, Any]:
     model = KvModel("m", (FullAttention(layers=1, kv_heads=2, head_size_k=64, head_size_v=64),))
-    shown: dict[str, Any] = json.loads(json.dumps(explained(told, deployment, model), allow_nan=False))
+    shown: dict[str, Any] = json.loads(json.dumps(explain(told, deployment, model), allow_nan=False))
     return shown
 
 
@@ -196,7 +198,7 @@ def test_other_ways_are_told_too(deployment: Deployment) -> None:
     own = RequestRecord(ID, "chat", 0.0, 0.0, prompt_tokens=9000)
     numbers = {"prefill": "home-decode-0", "threshold_tokens": math.inf, "predicted_ttft_s": math.nan}
     wanted = replace(decision(**numbers), cache_transfer=CacheTransfer("home-decode-0", 5, 0, 5))
-    own.went(wanted, 9000).outcome = "done"
+    own.start(wanted, 9000).outcome = "done"
     own.prefix_outcome = "staging"
     text = "\n".join(sentences(page(own, deployment)))
     assert "home-decode-0 prefills by itself and decodes" in text and "it offloads nothing" in text

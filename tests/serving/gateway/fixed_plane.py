@@ -15,10 +15,11 @@ from typing import Any
 import aiohttp
 
 from prfaas.core.deployment import Deployment, Instance
+from prfaas.core.kv import model_from_directory
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
+from prfaas.serving.control.planning_inputs import kv_facts
 
 BLOCK_TOKENS = 256
-BYTES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class FixedPlane:
         self._probe_s = probe_s
         self._suspect_s = suspect_s
         self._can_skip = can_skip
+        self._kv = kv_facts(model_from_directory(deployment.model.path, name=deployment.model.served_name))
         self._held: dict[str, set[Hashable]] = {name: set() for name in self._instances}
         self._suspects: dict[str, float] = {}
         self.prefers: str | None = None
@@ -115,7 +117,7 @@ class FixedPlane:
                 uncached_tokens=uncached,
                 prefill_tokens=num_tokens - held[prefill.name] if chains else 0,
                 skip_tokens=skip,
-                kv_bytes=BYTES_PER_TOKEN * (num_tokens - 1 - skip) if prefill is not decode else 0,
+                kv_bytes=self._kv.bytes_to_move(num_tokens, skip) if prefill is not decode else 0,
                 reason=reason,
                 threshold_tokens=float(threshold),
                 predicted_ttft_s=math.nan if chains is None else 0.5,

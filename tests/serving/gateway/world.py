@@ -23,6 +23,7 @@ from prfaas.core.deployment import (
     Slo,
     TransferLimits,
 )
+from prfaas.core.kv import model_from_directory
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.gateway import GatewayOptions, serve_gateway
 from prfaas.serving.transport.ticket import create_key
@@ -164,7 +165,12 @@ async def running_world(
     registry = CollectorRegistry()
     live_plane = LivePlane(deployment, key, registry) if live else None
     served = serve_gateway(
-        deployment, live_plane or plane, ready=port.set_result, options=options, registry=registry
+        deployment,
+        live_plane or plane,
+        kv_model=model_from_directory(model_dir),
+        ready=port.set_result,
+        options=options,
+        registry=registry,
     )
     gateway = asyncio.create_task(served)
     done, _ = await asyncio.wait({gateway, port}, return_when=asyncio.FIRST_COMPLETED)

@@ -13,7 +13,7 @@ from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.prompts import DirectPrompt, Endpoint
 from prfaas.serving.gateway.request import PreparedRequest, RequestParser, ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.request_log import RequestLog, RequestRecord
-from prfaas.serving.gateway.response import AnswerBudget, ResponseWriter
+from prfaas.serving.gateway.response import KeepBudget, ResponseWriter, writing
 from prfaas.serving.gateway.stream import DecodeFailedError
 from prfaas.serving.gateway.stream_resume import StreamResume, can_resume
 from prfaas.serving.gateway.tokenization import Tokenization
@@ -42,7 +42,7 @@ class Generation:
         self._decoder = decoder
         self._resume = resume
         self._log = log
-        self._budget = AnswerBudget(context.options.kept_answers_bytes)
+        self._budget = KeepBudget(context.options.kept_answers_bytes)
 
     async def handle(self, http: web.Request, endpoint: Endpoint) -> web.StreamResponse:
         """Serve one request.
@@ -65,7 +65,8 @@ class Generation:
             prepared = await self._prefill.prepare(request, prompt, decision)
             self._count_uncached(prepared)
             # 5. Decode and relay. If an engine fails, another one decodes.
-            with self._writer(http, request, prepared) as writer:
+            keep_bytes = self._keep_bytes(request, prepared)
+            with writing(http, record, self._context.metrics, self._budget, keep_bytes) as writer:
                 response = await self._decode(request, prompt, prepared, writer)
             # 6. Record. `recording` adds the times, and the outcome where an exception ended the request.
             record.answered(response.status)
@@ -92,17 +93,10 @@ class Generation:
             uncached = self._context.metrics.uncached_tokens.labels(str(prepared.route))
             uncached.inc(prepared.decision.uncached_tokens)
 
-    def _writer(
-        self, http: web.Request, request: ServingRequest, prepared: PreparedRequest
-    ) -> ResponseWriter:
-        keep = prepared.prompt is not None and prepared.prompt.exact and can_resume(request.body)
-        return ResponseWriter(
-            http,
-            request.record,
-            self._context.metrics,
-            self._budget,
-            keep_bytes=self._context.options.kept_answer_bytes if keep else 0,
-        )
+    def _keep_bytes(self, request: ServingRequest, prepared: PreparedRequest) -> int:
+        """What to keep of the answer's stream, in case another engine must continue it."""
+        is_exact = prepared.prompt is not None and prepared.prompt.exact
+        return self._context.options.kept_answer_bytes if is_exact and can_resume(request.body) else 0
 
     async def _decode(
         self,

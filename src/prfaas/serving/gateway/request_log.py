@@ -219,7 +219,11 @@ def _held_tokens(decision: Decision, prompt_tokens: int, deployment: Deployment)
 def _moved(moved: TransferredBytes | None) -> Json:
     if moved is None:
         return {"bytes": 0, "hidden_bytes": 0, "hidden": None}
-    return {"bytes": moved.total_bytes, "hidden_bytes": moved.overlapped_bytes, "hidden": moved.overlapped_fraction}
+    return {
+        "bytes": moved.total_bytes,
+        "hidden_bytes": moved.overlapped_bytes,
+        "hidden": moved.overlapped_fraction,
+    }
 
 
 def _sum(attempts: Sequence[Attempt]) -> TransferredBytes | None:

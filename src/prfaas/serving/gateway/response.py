@@ -1,9 +1,9 @@
 """The client's end of an answer."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 from aiohttp import web
 
@@ -12,60 +12,63 @@ from prfaas.serving.gateway.request_log import RequestRecord
 from prfaas.serving.gateway.stream import END_OF_EVENT, EVENT_STREAM, WholeAnswer
 
 
-class AnswerBudget:
-    """Bytes that all streams of one gateway together may keep."""
+@dataclass(slots=True)
+class KeepBudget:
+    """Bytes that all streams of one gateway together may still keep."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self.left_bytes = limit_bytes
+    left_bytes: int
 
 
-class ResponseWriter:
-    """Writes an answer to the client, and keeps what was written so that another engine can continue it.
+class KeptStream:
+    """What was written of one stream, so that another engine can continue it. It is dropped when it grows too long."""
 
-    The headers leave with the first byte: until then another engine may answer. Leaving the `with` block gives the
-    kept bytes back to the budget.
-    """
-
-    def __init__(
-        self,
-        http: web.Request,
-        record: RequestRecord,
-        metrics: Metrics,
-        budget: AnswerBudget,
-        *,
-        keep_bytes: int,
-    ) -> None:
-        """`keep_bytes`: what may be kept of this answer's stream, out of `budget`. 0: nothing is kept."""
-        self._http = http
-        self._record = record
-        self._metrics = metrics
+    def __init__(self, budget: KeepBudget, limit_bytes: int) -> None:
+        """`limit_bytes`: what this stream may keep of `budget`. 0: nothing."""
         self._budget = budget
-        self._keep_bytes = keep_bytes
-        self._kept: list[bytes] | None = [] if keep_bytes else None
+        self._limit_bytes = limit_bytes
+        self._chunks: list[bytes] | None = [] if limit_bytes else None
         self._kept_bytes = 0
-        self._response: web.StreamResponse | None = None
         self.torn = False
         """Whether what was written ends within an event."""
 
-    def __enter__(self) -> Self:
-        return self
+    def add(self, chunk: bytes) -> None:
+        """`chunk` is written next: whole events, or a piece of one that is too long to be kept."""
+        self.torn = not chunk.endswith(END_OF_EVENT)
+        if self._chunks is None:
+            return
+        beyond = self._kept_bytes + len(chunk) > self._limit_bytes or len(chunk) > self._budget.left_bytes
+        if beyond or self.torn:
+            self.drop()
+            return
+        self._chunks.append(chunk)
+        self._kept_bytes += len(chunk)
+        self._budget.left_bytes -= len(chunk)
 
-    def __exit__(
-        self,
-        _type: type[BaseException] | None,
-        _error: BaseException | None,
-        _traceback: TracebackType | None,
-    ) -> None:
-        self._forget()
+    def written(self) -> bytes | None:
+        """All that was written; None if it was not kept."""
+        return b"".join(self._chunks) if self._chunks is not None else None
+
+    def drop(self) -> None:
+        """Give the bytes back to the budget and keep nothing more."""
+        self._budget.left_bytes += self._kept_bytes
+        self._kept_bytes = 0
+        self._chunks = None
+
+
+class ResponseWriter:
+    """Writes an answer to the client. The headers leave with the first byte: until then another engine may answer."""
+
+    def __init__(self, http: web.Request, record: RequestRecord, metrics: Metrics, kept: KeptStream) -> None:
+        self._http = http
+        self._record = record
+        self._metrics = metrics
+        self._response: web.StreamResponse | None = None
+        self.kept = kept
 
     @property
     def begun(self) -> bool:
         """Whether the client has seen anything."""
         return self._response is not None
-
-    def written(self) -> bytes | None:
-        """All that was written of a stream; None if it was not kept."""
-        return b"".join(self._kept) if self._kept is not None else None
 
     async def write(self, chunk: bytes, content_type: str = EVENT_STREAM) -> None:
         """Pass on a piece of a stream.
@@ -78,9 +81,7 @@ class ResponseWriter:
             headers = self._record.headers() | {"Content-Type": content_type, "Cache-Control": "no-cache"}
             self._response = web.StreamResponse(headers=headers)
             await self._response.prepare(self._http)
-        self.torn = not chunk.endswith(END_OF_EVENT)
-        if self._kept is not None:
-            self._keep(chunk)
+        self.kept.add(chunk)
         await self._response.write(chunk)
 
     async def end(self) -> web.StreamResponse:
@@ -95,22 +96,19 @@ class ResponseWriter:
         headers = self._record.headers() | {"Content-Type": answer.content_type}
         return web.Response(status=answer.status, body=answer.body, headers=headers)
 
-    def _keep(self, chunk: bytes) -> None:
-        assert self._kept is not None
-        beyond = self._kept_bytes + len(chunk) > self._keep_bytes or len(chunk) > self._budget.left_bytes
-        if beyond or self.torn:
-            self._forget()
-            return
-        self._kept.append(chunk)
-        self._kept_bytes += len(chunk)
-        self._budget.left_bytes -= len(chunk)
-
-    def _forget(self) -> None:
-        self._budget.left_bytes += self._kept_bytes
-        self._kept_bytes = 0
-        self._kept = None
-
     def _note_first_byte(self) -> None:
         ttft_s = time.perf_counter() - self._record.began_s
         self._record.steps_s["first_byte"] = ttft_s
         self._metrics.ttft_seconds.labels(self._record.route).observe(ttft_s)
+
+
+@contextmanager
+def writing(
+    http: web.Request, record: RequestRecord, metrics: Metrics, budget: KeepBudget, keep_bytes: int
+) -> Iterator[ResponseWriter]:
+    """A writer for one answer, of whose stream at most `keep_bytes` are kept until the end."""
+    kept = KeptStream(budget, keep_bytes)
+    try:
+        yield ResponseWriter(http, record, metrics, kept)
+    finally:
+        kept.drop()

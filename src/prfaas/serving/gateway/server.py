@@ -133,7 +133,7 @@ async def serve_gateway(
     deployment: Deployment,
     plane: ControlPlane,
     *,
-    kv_model: KvModel | None = None,
+    kv_model: KvModel | None,
     ready: Callable[[int], None] | None = None,
     options: GatewayOptions | None = None,
     registry: CollectorRegistry | None = None,

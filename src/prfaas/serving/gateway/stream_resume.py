@@ -122,9 +122,7 @@ def tokens_left(
     return room if limit is None else min(room, limit - sent_tokens)
 
 
-def resume_body(
-    body: Json, model: str, token_ids: Sequence[int], sent_tokens: int, max_tokens: int
-) -> Json:
+def resume_body(body: Json, model: str, token_ids: Sequence[int], sent_tokens: int, max_tokens: int) -> Json:
     """A text completion that continues `token_ids`: the prompt and `sent_tokens` tokens of the answer."""
     kept = {name: body[name] for name in _KEPT if body.get(name) is not None}
     if body.get("min_tokens") is not None:
@@ -195,7 +193,7 @@ class StreamResume:
             outcome = error.outcome
             sentence = f"The decode instance {failed[-1]} died while answering."
             event = failure.event or DATA + error_body(502, sentence) + END_OF_EVENT
-            await writer.write(END_OF_EVENT + event if writer.torn else event)
+            await writer.write(END_OF_EVENT + event if writer.kept.torn else event)
             request.record.broken = True
         self._metrics.continuations.labels(outcome).inc()
         request.record.note(f"continuation: {outcome}")
@@ -275,7 +273,7 @@ def _broken_stream(
     """What is known of a broken stream. Raises _CannotResumeError."""
     if prepared.prompt is None or not can_resume(request.body):
         raise _CannotResumeError("parameters")
-    written = writer.written()
+    written = writer.kept.written()
     if written is None:
         raise _CannotResumeError("not-kept")
     try:

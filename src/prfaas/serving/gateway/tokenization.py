@@ -5,7 +5,6 @@ import logging
 import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -190,9 +189,7 @@ class Tokenization:
     async def _own_prompt_ids(self, prompt: TextPrompt | ChatPrompt) -> "tuple[array[int] | None, bool]":
         assert self._local is not None
         if isinstance(prompt, TextPrompt):
-            return await self._local.text_ids(
-                prompt.text, add_special_tokens=prompt.add_special_tokens
-            ), True
+            return await self._local.text_ids(prompt.text, add_special_tokens=prompt.add_special_tokens), True
         assert prompt.plain is not None
         try:
             return await self._local.chat_ids(prompt.plain), True

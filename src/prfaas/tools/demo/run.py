@@ -8,15 +8,12 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import aiohttp
-from prometheus_client import CollectorRegistry
 
 from prfaas.core.deployment import Deployment
 from prfaas.core.kv import model_from_directory
-from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.engines.preparation import ensure_model, port_problem
 from prfaas.serving.engines.running import EngineProgress, RunningEngines
-from prfaas.serving.gateway import serve_gateway
-from prfaas.serving.transport.ticket import load_key
+from prfaas.serving.live import serve_live
 from prfaas.tools.demo.client import DemoAnswer, RequestFailedError, stream_completion
 from prfaas.tools.demo.outcome import DemoOutcome, outcome_of
 from prfaas.tools.demo.prompts import DemoPrompt, corpus, demo_prompts
@@ -100,9 +97,7 @@ async def _ask_gateway(
     port = 0 if port_problem(host, deployment.gateway.port) else deployment.gateway.port
     served = replace(deployment, gateway=replace(deployment.gateway, host=host, port=port))
     bound: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    registry = CollectorRegistry()
-    plane = LivePlane(served, load_key(served.security.key_file), registry)
-    gateway = asyncio.create_task(serve_gateway(served, plane, ready=bound.set_result, registry=registry))
+    gateway = asyncio.create_task(serve_live(served, ready=bound.set_result))
     try:
         bound_port = await _unless_ended(gateway, _within(bound, _GATEWAY_START_S))
         url = f"http://{host}:{bound_port}"

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from prfaas.serving.gateway.prompts import Endpoint
 from prfaas.serving.gateway.stream import DATA, END_OF_EVENT, LAST_EVENT
-from prfaas.serving.gateway.stream_resume import can_continue, continuation_body, tokens_left
+from prfaas.serving.gateway.stream_resume import can_resume, resume_body, tokens_left
 from prfaas.serving.gateway.transcript import AnswerText, NotPlainError, StreamTranscript, events
 
 from .stand_in import write_tokenizer
@@ -42,8 +42,8 @@ PLAIN: dict[str, Any] = {
 
 
 def test_what_is_known_to_be_harmless_may_be_there() -> None:
-    assert can_continue(PLAIN)
-    assert can_continue(PLAIN | {"seed": 1, "temperature": 0})
+    assert can_resume(PLAIN)
+    assert can_resume(PLAIN | {"seed": 1, "temperature": 0})
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_what_is_known_to_be_harmless_may_be_there() -> None:
     ids=str,
 )
 def test_anything_else_may_not(field: dict[str, Any]) -> None:
-    assert not can_continue(PLAIN | field)
+    assert not can_resume(PLAIN | field)
 
 
 @given(st.text(min_size=1), st.one_of(st.booleans(), st.integers(), st.text(), st.lists(st.integers())))
@@ -85,7 +85,7 @@ def test_an_unknown_field_with_a_value_may_not(name: str, value: Any) -> None:
     body = {"stream": True, "prompt": "x"}
     known = set(PLAIN) | {"messages", "seed", "echo", "max_completion_tokens"}
     if name not in known | {"add_special_tokens", "add_generation_prompt"}:
-        assert can_continue(body) and not can_continue(body | {name: value})
+        assert can_resume(body) and not can_resume(body | {name: value})
 
 
 @settings(deadline=None)
@@ -98,7 +98,7 @@ def test_both_engines_together_generate_what_one_would(
     left = tokens_left(endpoint, body, prompt, told, 100)
     alone = min(100 - prompt, limit if limit is not None else 100 if chat else 16)
     assert told + left == alone
-    asked = continuation_body(PLAIN, "m", [1] * (prompt + told), told, left)
+    asked = resume_body(PLAIN, "m", [1] * (prompt + told), told, left)
     assert asked["min_tokens"] == max(4 - told, 0) and asked["max_tokens"] == left
     assert asked["temperature"] == 0.7 and "response_format" not in asked and "n" not in asked
 
@@ -120,7 +120,7 @@ def test_a_story_and_its_rest_read_as_one_answer(text: str, data: st.DataObject)
         reason = "stop" if number == len(second) - 1 else None
         (event,) = events(chunk(piece, reason, stop_reason="#" if reason else None))
         assert event is not None
-        told += story.retell(event | {"id": "b", "model": "other"}, 5, 3)
+        told += story.rewrite(event | {"id": "b", "model": "other"}, 5, 3)
     heard = [event for event in events(told) if event]
     assert "".join(event["choices"][0]["text"] for event in heard) == text == story.text
     assert {(event["id"], event["model"]) for event in heard} == {("a", "m")}
@@ -150,14 +150,14 @@ def test_more_than_the_text_of_one_answer_is_not_plain(told: bytes) -> None:
 
 def test_the_end_of_a_story_is_told_once() -> None:
     story = StreamTranscript.of(Endpoint.COMPLETIONS, chunk("ab"))
-    rest = list(story.rest(3, 2, usage=True))
+    rest = list(story.closing_events(3, 2, usage=True))
     assert len(rest) == 3 and rest[2] == LAST_EVENT
     assert orjson.loads(rest[1][len(DATA) :])["usage"]["total_tokens"] == 5
     told = chunk("ab") + b"".join(rest)
-    assert list(StreamTranscript.of(Endpoint.COMPLETIONS, told).rest(3, 2, usage=True)) == []
-    assert list(StreamTranscript.of(Endpoint.COMPLETIONS, chunk("ab", "stop")).rest(3, 2, usage=False)) == [
-        LAST_EVENT
-    ]
+    assert list(StreamTranscript.of(Endpoint.COMPLETIONS, told).closing_events(3, 2, usage=True)) == []
+    assert list(
+        StreamTranscript.of(Endpoint.COMPLETIONS, chunk("ab", "stop")).closing_events(3, 2, usage=False)
+    ) == [LAST_EVENT]
 
 
 async def ids_after(directory: Path, prompt: list[int], text: str) -> list[int] | None:
