@@ -66,7 +66,7 @@ NAMES_NOW = {
     "event loop": "serving.control.kv_events:EventFeed.run",
     "event thread": "serving.control.kv_events:EventFeed._receive",
     "decision": "serving.control.plane:LivePlane.route",
-    "link loop": "serving.control.link_monitor:LinkTelemetry.run",
+    "link loop": "serving.control.link_monitor:LinkMonitor.run",
     "threshold loop": "serving.control.thresholds:Thresholds.run",
     "threshold question": "serving.control.thresholds:Thresholds.ask",
 }
@@ -483,7 +483,7 @@ def worktree(commit: str) -> Iterator[Path]:
     git = ["git", "-C", str(REPOSITORY), "worktree"]
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "tree"
-        subprocess.run([*git, "add", "--detach", str(path), commit], check=True, stdout=sys.stderr)
+        subprocess.run([*git, "add", "--quiet", "--detach", str(path), commit], check=True, stdout=sys.stderr)
         try:
             yield path
         finally:

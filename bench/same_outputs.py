@@ -272,7 +272,7 @@ def worktree(commit: str) -> Iterator[Path]:
     git = ["git", "-C", str(REPOSITORY), "worktree"]
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "tree"
-        subprocess.run([*git, "add", "--detach", str(path), commit], check=True, stdout=sys.stderr)
+        subprocess.run([*git, "add", "--quiet", "--detach", str(path), commit], check=True, stdout=sys.stderr)
         try:
             yield path
         finally:
