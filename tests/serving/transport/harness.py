@@ -117,9 +117,9 @@ class World:
                 received["staging_used_blocks"] == 0
                 and not any(received["transfers"].values())
                 and all(
-                    lane["queued_bytes"] == lane["pending_bytes"] == lane["in_flight_chunks"] == 0
-                    and not lane["transfers"]
-                    for lane in sent.values()
+                    queue["queued_bytes"] == queue["pending_bytes"] == queue["in_flight_chunks"] == 0
+                    and not queue["transfers"]
+                    for queue in sent.values()
                 )
             )
 

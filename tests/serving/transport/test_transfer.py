@@ -41,7 +41,7 @@ def test_pieces_in_any_order_with_prefill_between(world: World) -> None:
     assert world.status(ticket).phase is TransferPhase.RECEIVING
     transfer.end()
     await_over(transfer)
-    assert transfer.hidden_bytes == world.status(ticket).hidden_bytes == transfer.total_bytes
+    assert transfer.overlapped_bytes == world.status(ticket).overlapped_bytes == transfer.total_bytes
     assert world.take(ticket) == content
     world.await_clean()
 

@@ -94,7 +94,7 @@ class KvTransfers:
         watchers = self._watchers[consumer]
         if len(watchers) == 1:
             status = await self._wait(watchers[0], transfer_id, timeout_s)
-            return TransferredBytes(status.total_bytes, status.hidden_bytes)
+            return TransferredBytes(status.total_bytes, status.overlapped_bytes)
         try:
             async with asyncio.TaskGroup() as group:
                 waits = [
@@ -105,7 +105,7 @@ class KvTransfers:
         statuses = [wait.result() for wait in waits]
         return TransferredBytes(
             total_bytes=sum(status.total_bytes for status in statuses),
-            overlapped_bytes=sum(status.hidden_bytes for status in statuses),
+            overlapped_bytes=sum(status.overlapped_bytes for status in statuses),
         )
 
     def announced(self, consumer: str, transfer_id: bytes) -> bool:

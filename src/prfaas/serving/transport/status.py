@@ -25,19 +25,21 @@ class TransferPhase(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TransferStatus:
-    """A snapshot. `hidden_bytes` were acknowledged when prefill ended (0 until END has come).
-
-    `taken`: the engine owns the staged bytes already. `reason` is empty unless FAILED.
-    """
+    """A snapshot."""
 
     phase: TransferPhase
     reason: str
+    """Why it FAILED, else empty."""
     received_bytes: int
+    """Verified bytes in staging."""
     total_bytes: int
-    hidden_bytes: int
+    overlapped_bytes: int
+    """Bytes that were acknowledged when the prefill ended; 0 until END has come."""
     num_tokens: int
+    """The transfer is of the KV of tokens [skip_tokens, num_tokens)."""
     skip_tokens: int
     taken: bool = False
+    """The engine owns the staged bytes already."""
 
     @classmethod
     def refused(cls, reason: str) -> Self:
@@ -45,12 +47,13 @@ class TransferStatus:
         return cls(TransferPhase.FAILED, reason, 0, 0, 0, 0, 0)
 
     def to_body(self) -> dict[str, Any]:
+        """The fields of a STATUS frame."""
         return {
             "phase": self.phase.value,
             "reason": self.reason[:4096],
             "received_bytes": self.received_bytes,
             "total_bytes": self.total_bytes,
-            "hidden_bytes": self.hidden_bytes,
+            "hidden_bytes": self.overlapped_bytes,
             "num_tokens": self.num_tokens,
             "skip_tokens": self.skip_tokens,
             "taken": self.taken,
@@ -58,7 +61,11 @@ class TransferStatus:
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any]) -> Self:
-        """From a STATUS frame; raises WireError."""
+        """Read the fields of a STATUS frame.
+
+        Raises:
+            WireError: a field is missing or absurd.
+        """
         try:
             phase = TransferPhase(text_field(body, "phase", 16))
         except ValueError:
@@ -68,7 +75,7 @@ class TransferStatus:
             reason=text_field(body, "reason"),
             received_bytes=count_field(body, "received_bytes", _MAX_BYTES),
             total_bytes=count_field(body, "total_bytes", _MAX_BYTES),
-            hidden_bytes=count_field(body, "hidden_bytes", _MAX_BYTES),
+            overlapped_bytes=count_field(body, "hidden_bytes", _MAX_BYTES),
             num_tokens=count_field(body, "num_tokens", 1 << 30),
             skip_tokens=count_field(body, "skip_tokens", 1 << 30),
             taken=body.get("taken") is True,
