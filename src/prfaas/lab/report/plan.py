@@ -94,7 +94,7 @@ def _setups(deployment: PlannedDeployment, plan: Plan) -> "Table":
     optimum, estimate, cost = plan.optimum, plan.ttft_estimate, plan.cost
     points = [optimum, *(baseline.point for baseline in baselines.values())]
     base = plan.homogeneous.point.lambda_max
-    rows = {
+    rows: dict[str, list[str | None]] = {
         "throughput (req/s)": [f"{point.lambda_max:.4g}" for point in points],
         "against homogeneous": [
             _times(plan.ratio_to_homogeneous),
