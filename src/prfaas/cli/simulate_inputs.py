@@ -32,14 +32,15 @@ BURST, BURST_S = 2.2, 15.0
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTraffic:
-    """`described`: the same in JSON. `words`: one line for people. `notes`: what was done to a trace, and whatever
-    else one should know.
-    """
+    """Requests to simulate, and what they are."""
 
     traffic: "Traffic"
     described: dict[str, Any]
-    words: str
+    """What they are, for JSON."""
+    text: str
+    """The same for people, in one line."""
     notes: tuple[str, ...] = ()
+    """What was done to a trace, and what else one should know."""
 
 
 def made_up(problem: "PlanProblem", rate_rps: float, *, bursts: bool) -> SimulatedTraffic:
@@ -51,7 +52,7 @@ def made_up(problem: "PlanProblem", rate_rps: float, *, bursts: bool) -> Simulat
     workload = problem.workload
     arrivals: Arrivals = Poisson(rate_rps)
     described: dict[str, Any] = {"process": "poisson"}
-    words = "Poisson arrivals"
+    text = "Poisson arrivals"
     if bursts:
         calm, burst = Phase(CALM * rate_rps, CALM_S), Phase(BURST * rate_rps, BURST_S)
         arrivals = Mmpp((calm, burst))
@@ -59,13 +60,13 @@ def made_up(problem: "PlanProblem", rate_rps: float, *, bursts: bool) -> Simulat
             "process": "mmpp",
             "phases": [{"rate_rps": each.rate_per_s, "mean_s": each.dwell_s} for each in (calm, burst)],
         }
-        words = f"bursts: {CALM:g} × the mean rate for {CALM_S:g} s on average, then {BURST:g} × for {BURST_S:g} s"
+        text = f"bursts: {CALM:g} × the mean rate for {CALM_S:g} s on average, then {BURST:g} × for {BURST_S:g} s"
     lengths = workload.uncached
     described |= {
         "mean_input_tokens": lengths.mean(),
         "mean_output_tokens": workload.output_tokens,
     }
-    words += (
+    text += (
         f"; prompts of {lengths.mean():,.0f} tokens on average as in the file, "
         f"answers of {workload.output_tokens:,.0f}"
     )
@@ -78,7 +79,7 @@ def made_up(problem: "PlanProblem", rate_rps: float, *, bursts: bool) -> Simulat
     if any(cluster.prefix_hit_ratio is not None for cluster in problem.clusters):
         notes.append("A cluster's own prefix_hit_ratio plays no part: no two made-up prompts begin alike.")
     traffic = IndependentTraffic(arrivals, lengths, fixed(workload.output_tokens))
-    return SimulatedTraffic(traffic, described, words, tuple(notes))
+    return SimulatedTraffic(traffic, described, text, tuple(notes))
 
 
 def check_rate(rate_rps: float, option: str) -> None:
@@ -151,12 +152,12 @@ def recorded(recording: Recording, name: str, rate_rps: float) -> SimulatedTraff
         "lambda_max_of_trace_rps": recording.lambda_max_rps,
         "lambda_max_of_trace_cached_rps": recording.lambda_max_cached_rps,
     }
-    words = (
+    text = (
         f"the trace {name} ({len(trace.requests):,} requests in {trace.span_s:,.0f} s), {speed:.4g} times as "
         f"fast as recorded; prompts of {described['mean_input_tokens']:,.0f} tokens on average, answers of "
         f"{described['mean_output_tokens']:,.0f}"
     )
-    return SimulatedTraffic(traffic, described, words, tuple(_notes(trace, traffic, described)))
+    return SimulatedTraffic(traffic, described, text, tuple(_notes(trace, traffic, described)))
 
 
 def _notes(trace: "RequestTrace", traffic: "ReplayedTraffic", described: dict[str, Any]) -> Iterator[str]:

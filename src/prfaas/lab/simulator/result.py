@@ -155,6 +155,14 @@ class Result:
     series: Mapping[str, FloatArray]
     changes: Mapping[str, Any]
 
+    def mean_of(self, series: str) -> float | None:
+        """The mean of a series after the warm-up; None where there is none, or nothing finite in it."""
+        values = self.series.get(series)
+        if values is None:
+            return None
+        kept = values[self.series["time_s"] > self.start_s]
+        return _mean(kept[np.isfinite(kept)])
+
     def summary(self) -> dict[str, Any]:
         """The counted requests in numbers, ready for JSON; NaN becomes None."""
         counted = self.counted

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from scipy.stats import t as student
 
-from prfaas.lab.report.html import COLOURS, INK, MUTED, drawing
+from prfaas.lab.report.drawing import COLOURS, INK, MUTED, drawing
 from prfaas.lab.studies.study import Figure
 
 if TYPE_CHECKING:

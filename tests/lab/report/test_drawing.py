@@ -1,33 +1,10 @@
-"""Pages and drawings: one file, nothing from elsewhere, the reader's colours."""
+"""Drawings: nothing from elsewhere, the reader's colours."""
 
 import re
-from html.parser import HTMLParser
 
 import pytest
 
-from prfaas.lab.report.html import INK, HtmlPage, drawing
-
-VOID = {"meta", "br"}
-
-
-class Balanced(HTMLParser):
-    """Fails on a tag that is closed but not open."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.attributes: list[tuple[str, str]] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes += [(name, value or "") for name, value in attrs]
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes += [(name, value or "") for name, value in attrs]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+from prfaas.lab.report.drawing import INK, drawing
 
 
 def drawn(name: str = "lines", panels: int = 1, columns: int = 1) -> str:
@@ -81,25 +58,3 @@ def test_one_legend_for_all_panels() -> None:
         for axes in picture.panels:
             axes.plot([1, 2], [1, 2], label="same")
     assert picture.svg.count(">same<") == 1
-
-
-def test_a_page_is_whole_and_escaped() -> None:
-    page = HtmlPage("<b>", "a & b")
-    page.heading("x < y")
-    page.table(["", "<i>"], [["row", "1 s\n−2 %"]])
-    page.facts([("links", "east->home")])
-    page.note("<script>alert(1)</script>")
-    page.code("prfaas simulate 'a b.yaml'")
-    page.figure(drawn(), 'a "caption"')
-    text = page.text()
-    parser = Balanced()
-    parser.feed(text)
-    parser.close()
-    assert parser.open == []
-    assert "<script" not in text and "<i>" not in text and "<b>" not in text
-    assert "<td>1 s <small>−2 %</small></td>" in text
-    for name, value in parser.attributes:
-        assert name != "src"
-        assert name not in ("href", "xlink:href") or value.startswith("#")
-    assert "prefers-color-scheme: dark" in text
-    assert "@import" not in text and "url(http" not in text
