@@ -15,7 +15,6 @@ from prfaas.cli.common import CliError
 
 if TYPE_CHECKING:
     from prfaas.core.deployment import PlannedDeployment
-    from prfaas.core.deployment.schema import DeploymentFile
     from prfaas.core.kv import KvModel
     from prfaas.core.planner import PlanProblem
     from prfaas.core.workload import RequestTrace
@@ -255,7 +254,7 @@ def policies_of(deployment: "PlannedDeployment", policy: str | None, compare: st
     if compare is not None:
         option, names = "--compare", tuple(name.strip() for name in compare.split(","))
     else:
-        option, names = "--policy", (policy or _file_of(deployment).routing.policy,)
+        option, names = "--policy", (policy or deployment.routing.policy,)
     for name in names:
         if name not in POLICIES:
             raise CliError(f'{option}: there is no policy "{name}"; there are {", ".join(POLICIES)}')
@@ -276,19 +275,16 @@ def scenario_for(
     Raises:
         CliError: a deployment that can be planned but not run by this policy.
     """
-    from prfaas.core.deployment import ControlConfig
     from prfaas.lab.simulator import scenario_of
 
-    file = _file_of(deployment)
-    control = ControlConfig(**file.control.model_dump())
-    threshold = file.routing.threshold_tokens
+    threshold = deployment.routing.threshold_tokens
     try:
         return scenario_of(
             deployment,
             policy=policy,
             threshold_tokens=None if threshold is None else float(threshold),
-            control=control,
-            allocation=control.allocation,
+            control=deployment.control,
+            allocation=deployment.control.allocation,
             caches=caches,
             links=links,
             prefill_concurrency=prefill_concurrency,
@@ -340,13 +336,6 @@ def fluctuation(deployment: "PlannedDeployment", text: str | None) -> "dict[str,
         link.name: Fluctuating(link.bandwidth_bits_per_s, relative_sd, correlation_s)
         for link in deployment.links
     }
-
-
-def _file_of(deployment: "PlannedDeployment") -> "DeploymentFile":
-    """The sections that planning leaves out; checked when the deployment was loaded."""
-    from prfaas.core.deployment.schema import DeploymentFile
-
-    return DeploymentFile.model_validate(deployment.source.values)
 
 
 def _number(text: str, value: str, *, is_rate: bool) -> float:

@@ -99,6 +99,10 @@ def links_of(file: DeploymentFile) -> tuple[Link, ...]:
     )
 
 
+def _routing(file: DeploymentFile) -> Routing:
+    return Routing(file.routing.policy, file.routing.threshold_tokens)
+
+
 def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deployment:
     engine, path = file.engine, source.path
     return Deployment(
@@ -108,7 +112,7 @@ def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deploy
         model=_model(path, file, state_dir),
         clusters=tuple(_cluster(source, c, cluster) for c, cluster in enumerate(file.clusters)),
         links=links_of(file),
-        routing=Routing(file.routing.policy, file.routing.threshold_tokens),
+        routing=_routing(file),
         slo=slo_of(file),
         gateway=GatewayConfig(file.gateway.host, file.gateway.port),
         security=Security(
@@ -193,6 +197,8 @@ def load_planned(path: Path | str, *, changes: Mapping[str, float] | None = None
             prefix_hit_ratio=file.workload.prefix_hit_ratio,
             load=file.workload.load,
         ),
+        routing=_routing(file),
+        control=ControlConfig(**file.control.model_dump()),
         slo=slo_of(file),
         prices=dict(file.prices),
         source=source,

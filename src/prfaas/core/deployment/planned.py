@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from prfaas.core.deployment.source import DeploymentError, YamlSource
-from prfaas.core.deployment.types import ClusterKind, Link, Slo
+from prfaas.core.deployment.types import ClusterKind, ControlConfig, Link, Routing, Slo
 from prfaas.core.kv import KvModel
 from prfaas.core.latency import LatencyProfile
 
@@ -96,7 +96,7 @@ class PlannedCluster:
 
 @dataclass(frozen=True, slots=True)
 class PlannedDeployment:
-    """A deployment file as the planner needs it, checked. Hosts and ports play no part.
+    """A deployment file as the planner and the simulator need it, checked. Hosts and ports play no part.
 
     `prices` is per GPU-hour for each hardware, in any currency; empty if the file has none.
     """
@@ -107,6 +107,8 @@ class PlannedDeployment:
     clusters: tuple[PlannedCluster, ...]
     links: tuple[Link, ...]
     workload: WorkloadSpec
+    routing: Routing
+    control: ControlConfig
     slo: Slo
     prices: Mapping[str, float]
     source: YamlSource = field(repr=False, compare=False)

@@ -336,10 +336,6 @@ class Deployment:
             and self.link(cluster.name, pd_cluster) is not None
         )
 
-    def can_prefill(self, instance: Instance) -> bool:
-        """True if the instance may be given prefill work, now or after a change of its role."""
-        return self.cluster_of(instance).kind == "pd" or instance.has_role("prefill")
-
     def can_decode(self, instance: Instance) -> bool:
         """True if the instance may be given decode work, now or after a change of its role."""
         return self.cluster_of(instance).kind == "pd"

@@ -13,7 +13,6 @@ from prfaas.core.prefix.packed_hashes import Pairs
 from prfaas.core.prefix.state_blocks import StateEnds
 
 LINEAR_KINDS = frozenset({"mamba"})
-WINDOW_KINDS = frozenset({"sliding_window", "sliding_window_mla"})
 ATTENTION_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 
 

@@ -1,0 +1,269 @@
+"""prfaas as a library: read a deployment file, plan it, simulate it, and ask what a model's KVCache weighs.
+
+Everything else in the package may change without notice. Importing this module costs little: what a function or a
+type needs is imported when it is first used, numpy and SciPy by `plan` and `simulate` (`pip install 'prfaas[plan]'`).
+
+Example:
+    >>> from prfaas import api
+    >>> best = api.plan(api.example_path("paper")).optimum
+    >>> round(best.lambda_max, 2), best.n_prefill, best.n_decode
+    (3.26, 3, 5)
+"""
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prfaas.core.deployment import (
+        Cluster,
+        ControlConfig,
+        Deployment,
+        DeploymentError,
+        Instance,
+        Link,
+        PlannedCluster,
+        PlannedDeployment,
+        Routing,
+        Slo,
+        load_deployment,
+        load_planned,
+    )
+    from prfaas.core.deployment.examples import example_files, example_path
+    from prfaas.core.kv import (
+        ConfigError,
+        FullAttention,
+        KvModel,
+        LinearState,
+        PublishedModel,
+        SlidingWindow,
+        published_models,
+    )
+    from prfaas.core.latency import LatencyProfile, ProfileError, load_profile
+    from prfaas.core.planner import Baseline, Cost, OperatingPoint, Plan, PlanError, ShadowPrice, TtftEstimate
+    from prfaas.core.scheduling import (
+        POLICIES,
+        ClusterView,
+        Decision,
+        InstanceView,
+        KvFacts,
+        LinkView,
+        Policy,
+        PrefixHit,
+        Route,
+        RoutingRequest,
+        View,
+        policy_named,
+    )
+    from prfaas.core.workload import WorkloadError
+    from prfaas.lab.simulator import Result
+
+__all__ = [
+    "POLICIES",
+    "Baseline",
+    "Cluster",
+    "ClusterView",
+    "ConfigError",
+    "ControlConfig",
+    "Cost",
+    "Decision",
+    "Deployment",
+    "DeploymentError",
+    "FullAttention",
+    "Instance",
+    "InstanceView",
+    "KvFacts",
+    "KvModel",
+    "LatencyProfile",
+    "LinearState",
+    "Link",
+    "LinkView",
+    "OperatingPoint",
+    "Plan",
+    "PlanError",
+    "PlannedCluster",
+    "PlannedDeployment",
+    "Policy",
+    "PrefixHit",
+    "ProfileError",
+    "PublishedModel",
+    "Result",
+    "Route",
+    "Routing",
+    "RoutingRequest",
+    "ShadowPrice",
+    "SlidingWindow",
+    "Slo",
+    "TtftEstimate",
+    "View",
+    "WorkloadError",
+    "example_files",
+    "example_path",
+    "kv_model",
+    "load_deployment",
+    "load_planned",
+    "load_profile",
+    "plan",
+    "policy_named",
+    "published_models",
+    "simulate",
+]
+
+_SOURCES = {
+    "prfaas.core.deployment": (
+        "Cluster ControlConfig Deployment DeploymentError Instance Link PlannedCluster PlannedDeployment Routing Slo "
+        "load_deployment load_planned"
+    ),
+    "prfaas.core.deployment.examples": "example_files example_path",
+    "prfaas.core.kv": (
+        "ConfigError FullAttention KvModel LinearState PublishedModel SlidingWindow published_models"
+    ),
+    "prfaas.core.latency": "LatencyProfile ProfileError load_profile",
+    "prfaas.core.planner": "Baseline Cost OperatingPoint Plan PlanError ShadowPrice TtftEstimate",
+    "prfaas.core.scheduling": (
+        "POLICIES ClusterView Decision InstanceView KvFacts LinkView Policy PrefixHit Route RoutingRequest View "
+        "policy_named"
+    ),
+    "prfaas.core.workload": "WorkloadError",
+    "prfaas.lab.simulator": "Result",
+}
+_MODULE_OF = {name: module for module, names in _SOURCES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    """A re-exported name, imported when it is first asked for (PEP 562)."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def kv_model(model: Path | str, *, kv_dtype_bytes: int = 2, state_dtype_bytes: int = 4) -> "KvModel":
+    """What one request's KVCache is made of: its layers by kind, and its bytes at every length.
+
+    Args:
+        model: the name of a published model (`published_models` lists them), a `config.json` of Hugging Face, or
+            the directory of a checkpoint.
+        kv_dtype_bytes: bytes of one element of K and V, for a file or a directory; 1 for an fp8 cache.
+        state_dtype_bytes: bytes of one element of recurrent state, for a file or a directory.
+
+    Raises:
+        ConfigError: no such model, an unreadable file, or a model whose KVCache is not known.
+
+    Example:
+        >>> model = kv_model("internal-1t")
+        >>> model.is_hybrid, model.token_bytes
+        (True, 17280)
+        >>> model.bytes_to_move(num_tokens=32_768, skip_tokens=16_384) < model.kv_bytes(32_768)
+        True
+    """
+    from prfaas.core.kv import model_from_directory, model_from_file, published_model
+
+    path = Path(model)
+    if path.is_dir():
+        return model_from_directory(path, kv_dtype_bytes=kv_dtype_bytes, state_dtype_bytes=state_dtype_bytes)
+    if isinstance(model, Path) or path.suffix == ".json":
+        return model_from_file(path, kv_dtype_bytes=kv_dtype_bytes, state_dtype_bytes=state_dtype_bytes)
+    return published_model(model).kv_model
+
+
+def plan(deployment: "PlannedDeployment | Path | str") -> "Plan":
+    """The best way to operate a deployment, what limits it, and how it compares: `prfaas plan`.
+
+    Args:
+        deployment: what `load_planned` gave, or the path of a deployment file with profiles and a workload.
+
+    Returns:
+        The best roles, threshold and throughput (`optimum`, requests per second), the baselines, shadow prices,
+        cost and TTFT. Section 3.4 of the paper (arXiv 2604.15039) has the model.
+
+    Raises:
+        DeploymentError: the first thing that is wrong with the file, with its line and field.
+        PlanError: the solver gave up.
+
+    Example:
+        >>> paper = load_planned(example_path("paper"))
+        >>> found = plan(paper)
+        >>> found.name, found.method, round(found.ratio_to_homogeneous, 2)
+        ('paper', 'exact search', 1.54)
+    """
+    from prfaas.core.planner import make_plan, problem_of
+
+    return make_plan(problem_of(_planned(deployment)))
+
+
+def simulate(
+    deployment: "PlannedDeployment | Path | str",
+    *,
+    load: float | None = None,
+    requests_per_s: float | None = None,
+    policy: str | None = None,
+    requests: int = 20_000,
+    seed: int = 0,
+) -> "Result":
+    """A deployment under Poisson traffic of its own lengths, run by the scheduler's own code: `prfaas simulate`.
+
+    Args:
+        deployment: what `load_planned` gave, or the path of a deployment file with profiles and a workload.
+        load: the arrival rate as a share of the highest throughput that `plan` finds; 0.7 where neither this nor
+            `requests_per_s` is given.
+        requests_per_s: the arrival rate itself, in place of a load.
+        policy: one of `POLICIES`; None: the file's.
+        requests: how many arrive. The first tenth of the time is not counted.
+        seed: the same seed gives the same numbers.
+
+    Returns:
+        One entry per request, as numpy arrays in the order of arrival; `Result.summary()` has the numbers.
+
+    Raises:
+        DeploymentError: the first thing that is wrong with the file, with its line and field.
+        ValueError: both a load and a rate, a rate of 0 or less, or a policy that there is not.
+
+    Example:
+        >>> result = simulate(example_path("paper"), load=0.5, requests=1000, seed=1)
+        >>> summary = result.summary()
+        >>> summary["lost"], summary["stable"], 0 < summary["offloaded_fraction"] < 1
+        (0, True, True)
+    """
+    import math
+
+    import numpy as np
+
+    from prfaas.core.planner import best_operation, problem_of
+    from prfaas.core.workload import fixed
+    from prfaas.core.workload.arrivals import Poisson
+    from prfaas.core.workload.traffic import IndependentTraffic
+    from prfaas.lab.simulator import scenario_of
+    from prfaas.lab.simulator import simulate as run
+
+    if load is not None and requests_per_s is not None:
+        raise ValueError("give a load or requests_per_s, not both")
+    planned = _planned(deployment)
+    problem = problem_of(planned)
+    rate = requests_per_s
+    if rate is None:
+        rate = (0.7 if load is None else load) * best_operation(problem).lambda_max
+    if not (math.isfinite(rate) and rate > 0):
+        raise ValueError(f"requests must arrive at a rate above 0, not {rate:g} per second")
+    threshold = planned.routing.threshold_tokens
+    scenario = scenario_of(
+        planned,
+        policy=policy or planned.routing.policy,
+        threshold_tokens=None if threshold is None else float(threshold),
+        control=planned.control,
+        allocation=planned.control.allocation,
+    )
+    workload = problem.workload
+    traffic = IndependentTraffic(Poisson(rate), workload.uncached, fixed(workload.output_tokens))
+    return run(scenario, traffic.chunks(np.random.default_rng(seed)), seed=seed, requests=requests)
+
+
+def _planned(deployment: "PlannedDeployment | Path | str") -> "PlannedDeployment":
+    from prfaas.core.deployment import load_planned
+
+    return load_planned(deployment) if isinstance(deployment, Path | str) else deployment

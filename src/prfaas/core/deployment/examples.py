@@ -1,0 +1,31 @@
+"""The deployment files that come with prfaas: in the installed package, or in the repository it is run from."""
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parents[2]
+_FOLDERS = (_PACKAGE / "examples", _PACKAGE.parents[1] / "examples")
+
+
+def example_files() -> dict[str, Path]:
+    """File name → path of every example, in the order of names; empty where none are installed."""
+    for folder in _FOLDERS:
+        if folder.is_dir():
+            return {path.name: path for path in sorted(folder.glob("*.yaml"))}
+    return {}
+
+
+def example_path(name: str) -> Path:
+    """The path of one example.
+
+    Args:
+        name: with or without ".yaml", for example "local".
+
+    Raises:
+        FileNotFoundError: there is none of that name; the text says which there are.
+    """
+    files = example_files()
+    path = files.get(name) or files.get(f"{name}.yaml")
+    if path is None:
+        known = ", ".join(file.removesuffix(".yaml") for file in files) or "none with this installation"
+        raise FileNotFoundError(f'there is no example "{name}"; there are {known}')
+    return path
