@@ -130,6 +130,8 @@ def main() -> None:
     wanted = [command for command in commands() if re.search(options.only, command)]
     if not wanted:
         sys.exit(f"no command has {options.only!r} in it")
+    # The worktree is removed in a `finally` block.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     commit = commit_hash(options.against)
     with worktree(commit) as tree, tempfile.TemporaryDirectory() as scratch:
         rows = compare_all(wanted, tree, Path(scratch), kept_outputs(options.keep, commit), options.timeout)
