@@ -1,5 +1,7 @@
-"""Pages for people read well: short sentences, short paragraphs, small cells, lines that a diff can show, links that lead
-somewhere. `python tests/test_docs.py` prints the figures of every page."""
+"""Pages for people: short sentences and paragraphs, small cells, lines that a diff can show, links and files that exist.
+
+`python tests/test_docs.py` prints the figures of every page, and what breaks a rule.
+"""
 
 import re
 import sys
@@ -77,7 +79,8 @@ def blocks(text: str) -> Iterator[Block]:
             pass
         else:
             if not words:
-                start, kind = number, "item" if is_item else ("item" if kind == "item" and line[:1] == " " else "text")
+                is_more = kind == "item" and line.startswith(" ")
+                start, kind = number, "item" if is_item or is_more else "text"
             words.append(_plain(_ITEM.sub("", line).strip()))
         after_blank = False
 
@@ -151,6 +154,20 @@ def broken_links(name: str) -> list[str]:
     return wrong
 
 
+def missing_files(name: str) -> list[str]:
+    """Files of this repository that a page names in backticks and that aren't there."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:src|tests|bench|examples|requirements|docs)/[\w./-]+)`", text))
+    if name == "docs/reference/invariants.md":
+        # Its table names tests without the folder's name.
+        named |= {f"tests/{path}" for path in re.findall(r"`([a-z_/]+/test_\w+\.py)`", text)}
+    return [f"{name}: `{path}` isn't there" for path in sorted(named) if not (ROOT / path).exists()]
+
+
+def figures(lengths: list[int]) -> str:
+    return f"{len(lengths)} sentences, mean {sum(lengths) / len(lengths):.1f}, longest {max(lengths)}"
+
+
 @pytest.mark.parametrize("name", [name for name in PAGES if name not in GENERATED])
 def test_prose(name: str) -> None:
     lengths, wrong = prose(name)
@@ -166,6 +183,15 @@ def test_links(name: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.skipif(
+    not (ROOT / "src/prfaas/core").exists(), reason="the pages describe the tree in five wings"
+)
+@pytest.mark.parametrize("name", PAGES)
+def test_named_files_exist(name: str) -> None:
+    wrong = missing_files(name)
+    assert not wrong, "\n".join(wrong)
+
+
 def test_generated_pages_exist() -> None:
     assert set(PAGES) >= GENERATED
 
@@ -174,7 +200,8 @@ def test_the_rules_catch_what_they_should() -> None:
     long = " ".join(["word"] * 41) + "."
     _, only = blocks(f"# Title\n\n{long}\n\n```\n{long}\n```\n\n    {long}\n")
     assert [words_in(each) for each in sentences(only)] == [41]
-    assert [words_in(each) for each in sentences(Block("text", 1, "One thing. Another (see Eq. 5) of it."))] == [2, 6]
+    two = Block("text", 1, "One thing. Another (see Eq. 5) of it.")
+    assert [words_in(each) for each in sentences(two)] == [2, 6]
     cells = [block.text for block in blocks("| a | `b c` |\n|---|---|\n| d \\| e | f |\n")]
     assert cells == ["a", "`code`", "d \\| e", "f"]
     assert anchors("# The `x` of [y](z.md): q\n") == {"the-x-of-y-q"}
@@ -190,7 +217,7 @@ if __name__ == "__main__":
         everything += counts
         failures += found + broken_links(page)
         if counts:
-            print(f"{page}: {len(counts)} sentences, mean {sum(counts) / len(counts):.1f}, longest {max(counts)}")
-    print(f"all: {len(everything)} sentences, mean {sum(everything) / len(everything):.1f}, longest {max(everything)}")
+            print(f"{page}: {figures(counts)}")
+    print(f"all: {figures(everything)}")
     print(*failures, sep="\n", file=sys.stderr)
     sys.exit(bool(failures))
