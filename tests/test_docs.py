@@ -1,4 +1,4 @@
-"""Pages for people: short sentences and paragraphs, small cells, lines that a diff can show, links and files that exist.
+"""Pages for people: short sentences and paragraphs, small cells, lines that a diff can show, links that lead somewhere.
 
 `python tests/test_docs.py` prints the figures of every page, and what breaks a rule.
 """

@@ -3,8 +3,8 @@
     FORCE_COLOR=1 COLUMNS=150 .venv/bin/prfaas demo > build/demo.txt
     .venv/bin/python docs/img/record_demo.py build/demo.txt
 
-FORCE_COLOR keeps the colours although the output goes to a file. The drawing fetches nothing: rich's template would load
-a font, so those lines are taken out, and any monospace font will do.
+FORCE_COLOR keeps the colours although the output goes to a file. The drawing fetches nothing: rich's template would
+load a font, so those lines are taken out, and any monospace font will do.
 """
 
 import argparse
