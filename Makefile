@@ -11,13 +11,17 @@ PIP_INDEX := $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL))
 
 STAMP := $(VENV)/.prfaas-setup
 
-.PHONY: help setup demo check test bench clean
+DOCS_VENV  ?= .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.docs-setup
+
+.PHONY: help setup demo check test bench docs clean
 
 help:
 	@echo "make demo   one long and several short prompts through two clusters on this machine, compared with plain vLLM"
 	@echo "make test   every test (starts real vLLM engines; about ten minutes)"
 	@echo "make check  formatting, lint, types, import arrows"
 	@echo "make bench  every benchmark (about half an hour)"
+	@echo "make docs   the documentation as a site in build/site"
 	@echo "make setup  only the virtual environment"
 
 setup: $(STAMP)
@@ -55,5 +59,14 @@ bench: setup
 	$(BIN)/python bench/fidelity.py recorded bench/data/vllm_real_timings_RTXPRO6000_Llama-3.1-8B.jsonl.gz
 	-$(BIN)/python bench/simulator.py --requests 10000 100000
 
+$(DOCS_STAMP): requirements/docs.txt
+	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install -qq --no-deps -r requirements/docs.txt
+	touch $@
+
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=true $(DOCS_VENV)/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(DOCS_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

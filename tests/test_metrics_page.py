@@ -1,4 +1,4 @@
-"""docs/metrics.md lists every series that there is, with its type and labels, and none that there isn't."""
+"""docs/reference/metrics.md lists every series that there is, with its type and labels, and none that there isn't."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ from prfaas.serving.gateway.metrics import Metrics
 ROOT = Path(__file__).parents[1]
 ROWS = dict(
     re.findall(
-        r"^\| `([a-z_:]+)` \| (\w+ (?:\| [a-z_, ]*)?)\|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE
+        r"^\| `([a-z_:]+)` \| (\w+ (?:\| [a-z_, ]*)?)\|", (ROOT / "docs/reference/metrics.md").read_text(), re.MULTILINE
     )
 )
 

@@ -307,10 +307,10 @@ def test_help_has_an_example(
 def test_the_guide_shows_what_is_printed(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Verdict and throughput row in docs/planning.md are the command's: numbers there don't go stale unseen."""
+    """Verdict and throughput row in docs/guides/plan.md are the command's: numbers there don't go stale unseen."""
     assert run(monkeypatch, "plan", EXAMPLES / f"{name}.yaml") == 0
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    guide = (EXAMPLES.parent / "docs" / "planning.md").read_text()
+    guide = (EXAMPLES.parent / "docs" / "guides" / "plan.md").read_text()
     (throughput,) = (line for line in lines if line.startswith("throughput (req/s)"))
     assert "\n".join(lines[:2]) in guide
     assert throughput in guide

@@ -31,7 +31,7 @@ def bandwidth(
         typer.Option(metavar="MU,SIGMA,LOW,HIGH", help="Log-normal lengths within limits instead."),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The lengths of a trace instead; docs/planning.md.")
+        Path | None, typer.Option(metavar="FILE", help="The lengths of a trace instead; docs/guides/plan.md.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

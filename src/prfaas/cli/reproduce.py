@@ -8,9 +8,9 @@ import typer
 from prfaas.cli.common import AsJson
 
 _INTRO = """
-Written by `prfaas reproduce --out docs/reproduction.md`, from the data files and `examples/paper.yaml` that come with
-prfaas; don't edit. The paper is arXiv 2604.15039. A deviation is (ours − paper) / paper, taken before rounding; the
-paper's three digits alone make up to 0.5 %. K is 1024.
+Written by `prfaas reproduce --out docs/explanation/reproduction.md`, from the data files and `examples/paper.yaml`
+that come with prfaas; don't edit. The paper is arXiv 2604.15039. A deviation is (ours − paper) / paper, taken before
+rounding; the paper's three digits alone make up to 0.5 %. K is 1024.
 """
 
 
@@ -24,7 +24,7 @@ def reproduce(
 
     Exit code 1 if a number differs by more than 1 % and no reason is known.
 
-    Example: prfaas reproduce --out docs/reproduction.md
+    Example: prfaas reproduce --out docs/explanation/reproduction.md
     """
     from prfaas.cli.common import CliError, example_path
     from prfaas.core.deployment import load_planned

@@ -119,7 +119,7 @@ def simulate(
     """Simulate a deployment under load: TTFT, throughput, queues and egress, with the scheduler's own code.
 
     The first tenth of the time is warm-up and not counted. The same seed gives the same numbers. Options and results:
-    docs/simulate.md.
+    docs/guides/simulate.md.
 
     Example: prfaas simulate examples/paper.yaml --load 0.9 --compare paper,tilted --report out
     """

@@ -38,7 +38,8 @@ def study(
 ) -> None:
     """Carry out a study on the simulator and write it down: tables, plots and what they say.
 
-    docs/studies.md is `prfaas study all --out docs`. One PrfaaS and one PD cluster. Progress and speed go to stderr.
+    docs/explanation/studies.md is `prfaas study all --out docs/explanation`. One PrfaaS and one PD cluster. Progress
+    and speed go to stderr.
 
     Example: prfaas study bandwidth --out out
     """
@@ -116,7 +117,7 @@ def _command(name: str, deployment: Path | None, quick: bool, seed: int) -> str:
     words += ["--deployment", str(deployment)] if deployment is not None else []
     words += ["--quick"] if quick else []
     words += ["--seed", str(seed)] if seed else []
-    return shlex.join([*words, "--out", "docs"])
+    return shlex.join([*words, "--out", "docs/explanation"])
 
 
 def _folder(directory: Path) -> None:

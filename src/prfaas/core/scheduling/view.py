@@ -1,7 +1,7 @@
 """The deployment as the policies see it: roles, queues, links, thresholds.
 
 A view is a board that its owner (the live control plane, or the simulator) keeps up to date in place; a policy
-only reads it. Rebuilding it for every request would cost more than the decision (docs/decisions/0004).
+only reads it. Rebuilding it for every request would cost more than the decision (docs/explanation/decisions/0004).
 All times are seconds of one clock, `View.now_s`.
 """
 

@@ -61,7 +61,7 @@ def _intro(setting: Setting, command: str) -> str:
         "comparison meet the same "
         "requests at the same times. TTFT is the paper's: until all KV is at the decode instance and a slot free "
         "there. Seeds count from "
-        f"{setting.seed}. What the simulator knows and how far to believe it: [simulate.md](simulate.md), "
+        f"{setting.seed}. What the simulator knows and how far to believe it: [simulator.md](simulator.md), "
         "[fidelity.md](fidelity.md); the policies: [scheduling.md](scheduling.md)."
     )
     if setting.is_quick:

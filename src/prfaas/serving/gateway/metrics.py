@@ -34,7 +34,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0,
 
 
 class Metrics:
-    """All series of one gateway. Every label takes values from a bounded set; docs/metrics.md lists them."""
+    """All series of one gateway. Every label takes values from a bounded set; docs/reference/metrics.md lists them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """`registry`: what `GET /metrics` shows; others may register theirs in it too."""

@@ -1,4 +1,4 @@
-"""Frames on the wire: a fixed 56-byte header, then a payload. Documented in docs/wire.md.
+"""Frames on the wire: a fixed 56-byte header, then a payload. Documented in docs/reference/wire-format.md.
 
 Nothing here trusts the peer: every integer is bounded before it is used, control payloads are bounded JSON,
 and both header and payload carry an xxh3_64. The checksums are against damage; against attackers, the
