@@ -6,21 +6,20 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from prfaas.serving.gateway.bodies import decode_body
+from prfaas.serving.gateway.answer import (
+    EVENT_STREAM,
+    DecodeFailedError,
+    EventStream,
+    ResponseWriter,
+    note_answer_tokens,
+    read_whole,
+)
+from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, decode_body
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.engine_client import EngineCallError
 from prfaas.serving.gateway.http_pool import EngineResponse
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.request import PreparedRequest, ServingRequest
-from prfaas.serving.gateway.response import ResponseWriter
-from prfaas.serving.gateway.stream import (
-    EVENT_STREAM,
-    DecodeFailedError,
-    EventStream,
-    note_answer_tokens,
-    read_whole,
-)
-from prfaas.serving.gateway.token_id_json import JSON_BYTES_PER_TOKEN
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from aiohttp import web
 
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError
+from prfaas.serving.gateway.answer import DecodeFailedError, KeepBudget, ResponseWriter, writing
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.decode import MAX_ANSWERING_ATTEMPTS, Decoder
@@ -13,8 +14,6 @@ from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.prompts import DirectPrompt, Endpoint
 from prfaas.serving.gateway.request import PreparedRequest, RequestParser, ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.request_log import RequestLog, RequestRecord
-from prfaas.serving.gateway.response import KeepBudget, ResponseWriter, writing
-from prfaas.serving.gateway.stream import DecodeFailedError
 from prfaas.serving.gateway.stream_resume import StreamResume, can_resume
 from prfaas.serving.gateway.tokenization import Tokenization
 

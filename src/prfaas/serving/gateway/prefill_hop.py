@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from prfaas.core.deployment import Deployment
-from prfaas.serving.gateway.bodies import prefill_body
+from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, prefill_body
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.engine_client import EngineCallError
 from prfaas.serving.gateway.kv_transfer import (
@@ -17,7 +17,6 @@ from prfaas.serving.gateway.kv_transfer import (
     TransferSpec,
 )
 from prfaas.serving.gateway.request import ServingRequest
-from prfaas.serving.gateway.token_id_json import JSON_BYTES_PER_TOKEN
 from prfaas.serving.transport.ticket import Ticket, prompt_digest
 
 logger = logging.getLogger(__name__)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, cast
 
-from prfaas.serving.gateway.bodies import ApiError
-from prfaas.serving.gateway.token_id_json import WrittenIds
+from prfaas.serving.gateway.bodies import ApiError, WrittenIds
 from prfaas.serving.transport.ticket import MAX_USES
 
 

@@ -8,23 +8,22 @@ from typing import Any
 from aiohttp import web
 
 from prfaas.core.scheduling import NoDecodeInstanceError
-from prfaas.serving.gateway.bodies import Json, error_body
-from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.decode import Decoder
-from prfaas.serving.gateway.prefill import PrefillOrchestrator
-from prfaas.serving.gateway.prompts import Endpoint, TokenPrompt
-from prfaas.serving.gateway.request import PreparedRequest, ServingRequest
-from prfaas.serving.gateway.response import ResponseWriter
-from prfaas.serving.gateway.stream import (
+from prfaas.serving.gateway.answer import (
     DATA,
     END_OF_EVENT,
     EVENT_STREAM,
     LAST_EVENT,
     DecodeFailedError,
     EventStream,
+    ResponseWriter,
     note_answer_tokens,
 )
-from prfaas.serving.gateway.token_id_json import JSON_BYTES_PER_TOKEN
+from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, Json, error_body
+from prfaas.serving.gateway.context import GatewayContext
+from prfaas.serving.gateway.decode import Decoder
+from prfaas.serving.gateway.prefill import PrefillOrchestrator
+from prfaas.serving.gateway.prompts import Endpoint, TokenPrompt
+from prfaas.serving.gateway.request import PreparedRequest, ServingRequest
 from prfaas.serving.gateway.tokenization import Tokenization
 from prfaas.serving.gateway.transcript import AnswerText, NotPlainError, StreamTranscript, events
 

@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 
 from prfaas.core.deployment import Instance
+from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.engine_client import EngineCallError
 from prfaas.serving.gateway.options import ThreadOffload
@@ -24,7 +25,6 @@ from prfaas.serving.gateway.prompts import (
     as_token_ids,
 )
 from prfaas.serving.gateway.request import ServingRequest, TokenizedPrompt
-from prfaas.serving.gateway.token_id_json import JSON_BYTES_PER_TOKEN
 from prfaas.serving.gateway.tokenizers import ChatTemplate, Encoder, encoder_of
 
 

@@ -6,9 +6,8 @@ import orjson
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prfaas.serving.gateway.answer import DATA, END_OF_EVENT, LAST_EVENT, EventStream, KeepBudget, KeptStream
 from prfaas.serving.gateway.http_pool import EngineResponse
-from prfaas.serving.gateway.response import KeepBudget, KeptStream
-from prfaas.serving.gateway.stream import DATA, END_OF_EVENT, LAST_EVENT, EventStream
 
 EVENTS = st.lists(
     st.one_of(
