@@ -20,7 +20,7 @@ import orjson
 
 
 class ApiError(Exception):
-    """An error answer: HTTP status, one sentence, and the parameter it is about."""
+    """An error answer for the client: HTTP status, one sentence, and the parameter that it is about."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -64,9 +64,10 @@ _MAX_DEPTH = 64
 
 
 def parse_body(raw: bytes) -> Json:
-    """The JSON object in `raw`; ApiError 400 when it is not one.
+    """The JSON object in `raw`. Its "prompt" is WrittenIds if that is a long list of token ids.
 
-    Its "prompt" is WrittenIds when that is a long list of token ids.
+    Raises:
+        ApiError: 400, when it is no JSON object.
     """
     try:
         body = parse_with_ids(raw) if len(raw) >= MIN_BYTES else None
@@ -80,7 +81,7 @@ def parse_body(raw: bytes) -> Json:
 
 
 def dump_body(body: Mapping[str, Any]) -> bytes:
-    """`body` as JSON; ApiError 400 when the client nested it deeper than can be written."""
+    """`body` as JSON. Raises ApiError 400 when it is nested too deeply to be written."""
     try:
         return orjson.dumps(body, default=_as_written, option=orjson.OPT_PASSTHROUGH_DATACLASS)
     except orjson.JSONEncodeError:

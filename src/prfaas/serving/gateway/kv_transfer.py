@@ -113,7 +113,7 @@ class KvTransfers:
         return all(watcher.announced(transfer_id) for watcher in self._watchers[consumer])
 
     async def abandon(self, consumer: str, transfer_id: bytes, reason: str, timeout_s: float) -> None:
-        """Free the staging of a transfer that nobody will load. Never raises.
+        """Free the staging of a transfer that no request will load. Never raises.
 
         It does nothing when the engine has already taken the transfer.
         """

@@ -1,7 +1,4 @@
-"""Times and bounds of the gateway that a deployment file does not need to say.
-
-Threads for what would hold the event loop up: large JSON and tokenizing.
-"""
+"""Times and bounds of the gateway that a deployment file does not state, and the threads for large work."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,7 +11,7 @@ T = TypeVar("T")
 
 
 class ThreadOffload:
-    """Runs small work in place and large work in a bounded pool of threads."""
+    """Runs small work in place, and work that would block the event loop in a bounded pool of threads."""
 
     def __init__(self, threads: int, inline_size: int) -> None:
         """`inline_size`: up to this size (bytes or characters) a hop to a thread costs more than the work."""
@@ -28,13 +25,13 @@ class ThreadOffload:
         return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: work(*args, **kwargs))
 
     def close(self) -> None:
-        """Ends the threads after what they are at."""
+        """End the threads when their current work is done."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayOptions:
-    """Defaults are generous: they end what is stuck, they do not race what is slow."""
+    """The defaults are generous: they are meant to end what is stuck, not what is slow."""
 
     connect_timeout_s: float = 3.0
     prefill_timeout_s: float = 600.0

@@ -99,7 +99,7 @@ class PrefillOrchestrator:
             self._hop.abandon(prepared.transfer.ticket, reason)
 
     def _direct(self, request: ServingRequest, decision: Decision, reason: str) -> PreparedRequest:
-        """The decode engine gets the request as it is; nobody looked at the prompt."""
+        """The decode engine gets the request as it is; the prompt was not looked at."""
         request.record.direct_reason = reason
         self._metrics.direct.labels(reason).inc()
         return PreparedRequest(Route.LOCAL, decision.decode, decision.decode, reason)

@@ -199,5 +199,5 @@ async def _end(*tasks: "asyncio.Task[Any]") -> None:
         await asyncio.gather(*open_tasks, return_exceptions=True)
     for task in tasks:
         if not task.cancelled():
-            # Of two failures only the first is reported; asyncio warns of one that nobody has read.
+            # Of two failures only the first is reported; asyncio warns of an exception that was never read.
             task.exception()

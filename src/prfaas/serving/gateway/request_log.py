@@ -1,4 +1,4 @@
-"""What became of each of the latest requests, for `prfaas explain`. No prompt, no answer, no secret."""
+"""What became of each of the latest requests, for `prfaas explain`. It holds no prompt, no answer and no secret."""
 
 import asyncio
 import math

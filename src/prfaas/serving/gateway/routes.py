@@ -126,7 +126,7 @@ class Inspection:
 
 
 def may_ask(host_header: str, configured_host: str) -> bool:
-    """Whether a Host header names this machine itself or the host that the gateway was told to listen on.
+    """Whether a Host header names this machine itself or the host that the deployment file names.
 
     Behind a wildcard every address is one that it listens on; a name is not, since anybody may point one here.
     """

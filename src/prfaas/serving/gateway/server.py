@@ -102,7 +102,7 @@ class Gateway:
         return True
 
     async def close(self) -> None:
-        """Free what is staged for nobody, and end connections and threads."""
+        """Wait for the abandonments under way, and end connections and threads."""
         await self._hop.close()
         await self._transfers.close()
         await self._client.close()
