@@ -15,8 +15,16 @@ from typing import Any
 import zmq
 
 from prfaas.core.deployment import EventsEndpoint
-from prfaas.core.prefix.events import EventBatch, MalformedEventsError, decode_batch
-from prfaas.serving.control.event_order import Apply, Ask, Drop, Step, Subscription
+from prfaas.core.prefix.events import (
+    Apply,
+    Ask,
+    Drop,
+    EventBatch,
+    MalformedEventsError,
+    Step,
+    Subscription,
+    decode_batch,
+)
 
 logger = logging.getLogger(__name__)
 
