@@ -49,6 +49,7 @@ from gateway_load import (
 from gateway_peers import bare_relay, vllm_router
 from prfaas.core.deployment import Deployment, Routing
 from prfaas.serving.control.plane import LivePlane
+from prfaas.serving.control.planning_inputs import kv_model_of
 from prfaas.serving.gateway import serve_gateway
 from prfaas.serving.gateway.tokenizers import encoder_of
 from prfaas.serving.transport.ticket import create_key, load_key
@@ -118,7 +119,7 @@ def gateway_process(deployment: Deployment, pipe: Connection) -> None:
                 loop.call_soon_threadsafe(watch.start if pipe.recv() else lambda: pipe.send(watch.stop()))
 
         registry = CollectorRegistry()
-        plane = LivePlane(deployment, load_key(deployment.security.key_file), registry)
+        plane = LivePlane(deployment, load_key(deployment.security.key_file), registry, kv_model_of(deployment))
         # As the command line does.
         gc.collect()
         gc.freeze()

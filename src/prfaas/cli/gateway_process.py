@@ -49,12 +49,13 @@ async def _serve(
     from prometheus_client import CollectorRegistry
 
     from prfaas.serving.control.plane import LivePlane
+    from prfaas.serving.control.planning_inputs import kv_model_of
     from prfaas.serving.gateway.server import serve_gateway
     from prfaas.serving.transport.ticket import load_key
 
     loop = asyncio.get_running_loop()
     registry = CollectorRegistry()
-    plane = LivePlane(deployment, load_key(deployment.security.key_file), registry)
+    plane = LivePlane(deployment, load_key(deployment.security.key_file), registry, kv_model_of(deployment))
     gateway = asyncio.create_task(serve_gateway(deployment, plane, ready=ready, registry=registry))
     # What the imports made stays: without it, a full collection would look at all of it, for a tenth of a second.
     gc.collect()

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from prfaas.core.deployment import Deployment
 from prfaas.core.kv import model_from_directory
 from prfaas.serving.control.plane import LivePlane
+from prfaas.serving.control.planning_inputs import kv_model_of
 from prfaas.serving.engines.preparation import ensure_model, port_problem
 from prfaas.serving.engines.running import EngineProgress, RunningEngines
 from prfaas.serving.gateway import serve_gateway
@@ -101,7 +102,7 @@ async def _ask_gateway(
     served = replace(deployment, gateway=replace(deployment.gateway, host=host, port=port))
     bound: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     registry = CollectorRegistry()
-    plane = LivePlane(served, load_key(served.security.key_file), registry)
+    plane = LivePlane(served, load_key(served.security.key_file), registry, kv_model_of(served))
     gateway = asyncio.create_task(serve_gateway(served, plane, ready=bound.set_result, registry=registry))
     try:
         bound_port = await _unless_ended(gateway, _within(bound, _GATEWAY_START_S))
