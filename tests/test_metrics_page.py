@@ -12,7 +12,9 @@ from prfaas.serving.gateway.metrics import Metrics
 ROOT = Path(__file__).parents[1]
 ROWS = dict(
     re.findall(
-        r"^\| `([a-z_:]+)` \| (\w+ (?:\| [a-z_, ]*)?)\|", (ROOT / "docs/reference/metrics.md").read_text(), re.MULTILINE
+        r"^\| `([a-z_:]+)` \| (\w+ (?:\| [a-z_, ]*)?)\|",
+        (ROOT / "docs/reference/metrics.md").read_text(),
+        re.MULTILINE,
     )
 )
 

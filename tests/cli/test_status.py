@@ -20,6 +20,7 @@ from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.kv import FullAttention, KvModel
 from prfaas.core.scheduling import CacheTransfer, Decision, Route
 from prfaas.serving.control.plane import LivePlane
+from prfaas.serving.control.planning_inputs import kv_model_of
 from prfaas.serving.gateway.kv_transfer import TransferredBytes
 from prfaas.serving.gateway.request_log import RequestRecord, explain
 
@@ -38,7 +39,7 @@ def state(deployment: Deployment) -> dict[str, Any]:
     """Of a plane that has routed a few requests, with one instance out of routing."""
 
     async def made() -> dict[str, Any]:
-        plane = LivePlane(deployment, b"k" * 32, CollectorRegistry())
+        plane = LivePlane(deployment, b"k" * 32, CollectorRegistry(), kv_model_of(deployment))
         try:
             for length in (100, 20_000, 30_000):
                 plane.route(length, plane.chains(range(length), "", ""))

@@ -26,5 +26,5 @@ async def serve_live(deployment: Deployment, *, ready: Callable[[int], None] | N
         kv_model_of(deployment),
         CollectorRegistry(),
     )
-    plane = LivePlane(deployment, key, registry)
+    plane = LivePlane(deployment, key, registry, kv_model)
     await serve_gateway(deployment, plane, kv_model=kv_model, ready=ready, registry=registry)

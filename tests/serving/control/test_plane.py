@@ -13,8 +13,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prfaas.core.deployment import Deployment, DeploymentError, Instance
 from prfaas.core.prefix.events import EventBatch, StoredBlocks
 from prfaas.core.scheduling import NoDecodeInstanceError, Route
-from prfaas.serving.control.engine_metrics import EngineHttp
+from prfaas.serving.control.engine_monitor import EngineHttp
 from prfaas.serving.control.plane import LivePlane
+from prfaas.serving.control.planning_inputs import kv_model_of
 
 from .publisher import Publisher, stored
 from .world import KEY, LINK, FakeClock, FakeHttp, FakeSender, deployment_of, report
@@ -43,7 +44,13 @@ class Planes:
 
     def made(self) -> LivePlane:
         return LivePlane(
-            self.deployment, KEY, self.registry, clock=self.clock, http=self.http, sender_of=self.sender_of
+            self.deployment,
+            KEY,
+            self.registry,
+            kv_model_of(self.deployment),
+            clock=self.clock,
+            http=self.http,
+            sender_of=self.sender_of,
         )
 
     def sender_of(self, instance: Instance, _rank: int) -> FakeSender:
@@ -89,7 +96,7 @@ def test_a_known_prefix_attracts_and_shortens(planes: Planes) -> None:
         state = StoredBlocks(
             hashes=[36], block_tokens=256, token_ids=list(range(9216)), group=1, kind="mamba"
         )
-        plane.holdings.apply("home-p1", EventBatch(0.0, [state, full]))
+        plane.prefix_knowledge.apply("home-p1", EventBatch(0.0, [state, full]))
         decision = plane.route(10_000, plane.chains(ids, "", ""))
         assert (decision.prefill, decision.uncached_tokens) == ("home-p1", 10_000 - 9216)
         assert plane.route(10_000, plane.chains(ids, "tenant", "")).prefill != "home-p1"
@@ -115,7 +122,7 @@ def test_suspects_get_nothing_and_dead_ones_lose_their_cache(planes: Planes) -> 
 def test_service_times_correct_the_curve(planes: Planes) -> None:
     def use(plane: LivePlane) -> None:
         decision = plane.route(10_000, plane.chains(range(10_000), "", ""))
-        prefill_s = plane.board.view.clusters["far"].prefill_s
+        prefill_s = plane.cluster_state.view.clusters["far"].prefill_s
         before_s = prefill_s(10_000)
         for _ in range(40):
             with plane.prefilling(decision) as work:
@@ -140,7 +147,7 @@ def test_transfers_that_fail_again_and_again_close_the_link(planes: Planes) -> N
             planes.clock.now_s += 4
             await plane.health.probe_due()
         plane.links.conclude()
-        assert not plane.board.view.links[LINK].up
+        assert not plane.cluster_state.view.links[LINK].up
         assert plane.route(10_000, chains).route is Route.LOCAL
         planes.clock.now_s += 10
         plane.links.ask()
@@ -163,7 +170,7 @@ def test_a_clients_fault_and_a_dead_engine_are_not_the_links(planes: Planes) -> 
             with pytest.raises(RuntimeError), plane.prefilling(decision):
                 plane.suspect(decision.prefill, "unreachable", lost_cache=True)
                 raise RuntimeError
-        assert plane.links.faults[LINK].is_up(planes.clock.now_s)
+        assert plane.links.breakers[LINK].is_up(planes.clock.now_s)
 
     planes.run(use)
 
@@ -194,12 +201,12 @@ def test_missing_prefixes_are_decided_to_be_copied(tmp_path: Path, clock: FakeCl
             hashes=hashes, block_tokens=256, token_ids=list(range(2048)), kind="full_attention"
         )
         state = StoredBlocks(hashes=[8], block_tokens=256, token_ids=list(range(2048)), group=1, kind="mamba")
-        plane.holdings.apply("home-p1", EventBatch(0.0, [state, full]))
+        plane.prefix_knowledge.apply("home-p1", EventBatch(0.0, [state, full]))
         planes.clock.now_s += 20  # so that no cache crosses a link on demand
         for tail in range(6):
             decision = plane.route(12_000, plane.chains([*range(2048), *([tail] * 9952)], "", ""))
             assert decision.route is Route.OFFLOAD
-        for link in plane.board.view.links.values():
+        for link in plane.cluster_state.view.links.values():
             link.seen_s = planes.clock.now_s
         plane.hot_prefixes.decide()
         (copy,) = plane.state()["rebalancing"]["recent"]
@@ -226,6 +233,7 @@ def test_runs_and_ends_with_nothing_left(planes: Planes, http: str | None) -> No
             planes.deployment,
             KEY,
             planes.registry,
+            kv_model_of(planes.deployment),
             http=planes.http if http else EngineHttp(),
             sender_of=planes.sender_of if http else None,
         )
@@ -235,16 +243,16 @@ def test_runs_and_ends_with_nothing_left(planes: Planes, http: str | None) -> No
         publisher = Publisher(endpoint)
         publisher.step(stored(range(512), [1, 2], block=256))
         async with asyncio.timeout(20):
-            while plane.holdings.blocks("home-d0") < 2:
+            while plane.prefix_knowledge.blocks("home-d0") < 2:
                 publisher.serve()
                 await asyncio.sleep(0.01)
-            while http and plane.board.view.links[LINK].rtt_s != 0.001:
+            while http and plane.cluster_state.view.links[LINK].rtt_s != 0.001:
                 await asyncio.sleep(0.01)
         plane.suspect("home-d0", "unreachable", lost_cache=True)
-        assert plane.holdings.blocks("home-d0") == 0
+        assert plane.prefix_knowledge.blocks("home-d0") == 0
         async with asyncio.timeout(20):
             # It lives after all, and tells what it holds.
-            while plane.holdings.blocks("home-d0") < 2:
+            while plane.prefix_knowledge.blocks("home-d0") < 2:
                 publisher.serve()
                 await asyncio.sleep(0.01)
         plane.observe(1000, 1000)

@@ -6,9 +6,9 @@ import numpy as np
 
 from prfaas.core.prefix.index import PrefixHit
 from prfaas.core.scheduling import Policy, RoutingRequest, policy_named
-from prfaas.core.scheduling.candidates import is_prefiller
 from prfaas.core.scheduling.prefill_pool import PrefillPool
 from prfaas.core.scheduling.threshold import LengthWindow
+from prfaas.core.scheduling.view import prefillers
 from prfaas.lab.simulator.capacity import CapacityProcess, Interrupted
 from prfaas.lab.simulator.events import Events
 from prfaas.lab.simulator.instance import Engine, Job, Stage
@@ -131,9 +131,7 @@ class World:
             job = queue.popleft()
             engine.waiting_s = engine.waiting_s - job.service_s if queue else 0.0
             self._start(engine, job)
-        if queue:
-            return
-        if not (view.prefills and view.healthy and not view.draining):
+        if queue or not len(engine.pool) or not prefillers((view,), ()):
             return
         while engine.at_work < engine.prefill_slots and len(engine.pool):
             taken = engine.pool.take(engine.name)
@@ -152,7 +150,7 @@ class World:
         if not len(engine.pool):
             return
         others = [other for other in self.engines.values() if other.cluster is engine.cluster]
-        if not any(is_prefiller(other.view, self.view) for other in others):
+        if not prefillers((other.view for other in others), self.view.avoid):
             for job in [job for job in self.open.values() if job in engine.pool]:
                 self.restart(job)
         for other in others:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from prfaas.core.deployment import Deployment
 from prfaas.serving.control.cluster_state import Clock, ClusterState
-from prfaas.serving.control.engine_metrics import EngineAccess
+from prfaas.serving.control.engine_monitor import EngineAccess
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class HealthWatch:
         self,
         deployment: Deployment,
         http: EngineAccess,
-        board: ClusterState,
+        cluster_state: ClusterState,
         *,
         clock: Clock,
         on_lost_cache: Callable[[str], None],
@@ -46,7 +46,7 @@ class HealthWatch:
         `on_change(name, healthy)`: it left routing or came back."""
         self._instances = {instance.name: instance for instance in deployment.instances}
         self._http = http
-        self._board = board
+        self._cluster_state = cluster_state
         self._clock = clock
         self._on_lost_cache = on_lost_cache
         self._on_change = on_change
@@ -59,7 +59,7 @@ class HealthWatch:
         before = self._suspects.get(name)
         dead = lost_cache or (before is not None and before.dead)
         self._suspects[name] = _Suspicion(now_s + SUSPECT_AT_LEAST_S, reason, dead)
-        self._board.instance(name).healthy = False
+        self._cluster_state.instance(name).healthy = False
         if lost_cache:
             self._on_lost_cache(name)
         if before is None:
@@ -101,6 +101,6 @@ class HealthWatch:
             self.suspect(name, "its /health failed", lost_cache=True)
         elif healthy and suspicion is not None and self._clock() >= suspicion.until_s:
             del self._suspects[name]
-            self._board.instance(name).healthy = True
+            self._cluster_state.instance(name).healthy = True
             logger.info("%s answers again", name)
             self._on_change(name, True)

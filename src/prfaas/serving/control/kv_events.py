@@ -1,6 +1,6 @@
 """KV events of all engines: received and decoded in one thread, applied in the event loop in small slices.
 
-The sockets to one engine's KV events, and what comes over them. Belongs to the thread of the feed.
+The sockets to one engine's KV events, and what comes over them. Belongs to the thread of the event_feed.
 """
 
 import asyncio
@@ -15,8 +15,16 @@ from typing import Any
 import zmq
 
 from prfaas.core.deployment import EventsEndpoint
-from prfaas.core.prefix.events import EventBatch, MalformedEventsError, decode_batch
-from prfaas.serving.control.event_order import Apply, Ask, Drop, Step, Subscription
+from prfaas.core.prefix.events import (
+    Apply,
+    Ask,
+    Drop,
+    EventBatch,
+    MalformedEventsError,
+    Step,
+    Subscription,
+    decode_batch,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -179,19 +187,19 @@ class EventFeed:
         if not self._endpoints:
             return
         loop = asyncio.get_running_loop()
-        news = asyncio.Event()
+        wake = asyncio.Event()
         self._stop.clear()
         thread = threading.Thread(
             target=self._receive,
-            args=(lambda: loop.call_soon_threadsafe(news.set),),
+            args=(lambda: loop.call_soon_threadsafe(wake.set),),
             name="prfaas-kv-events",
             daemon=True,
         )
         thread.start()
         try:
             while True:
-                await news.wait()
-                news.clear()
+                await wake.wait()
+                wake.clear()
                 while self._waiting:
                     self._apply_slice()
                     await asyncio.sleep(0)

@@ -169,7 +169,7 @@ class LinkMeter:
             before = self._latest.get(producer)
             if before is None:
                 continue
-            # A smaller total is that of a new process, all of which is news.
+            # A smaller total is that of a new process, all of which is wake.
             grown = sample.acked_bytes_total - before.acked_bytes_total
             acked += grown if grown >= 0 else sample.acked_bytes_total
             retransmits += max(sample.retransmits_total - before.retransmits_total, 0)

@@ -1,4 +1,4 @@
-"""Ten times a second: what every engine's sender knows of its links, summed per link into the board.
+"""Ten times a second: what every engine's sender knows of its links, summed per link into the cluster_state.
 
 Whether transfers over a link come through, whatever its connections say.
 """
@@ -20,7 +20,7 @@ _FIRST_PAUSE_S = 10.0
 _LONGEST_PAUSE_S = 80.0
 
 
-class LinkFaults:
+class LinkBreaker:
     """Three failed transfers in a row close a link for 10 s. Then it is tried again: one more failure closes it for
     twice as long, up to 80 s, one success makes it as good as new."""
 
@@ -80,19 +80,19 @@ class _Rank:
 
 
 class LinkMonitor:
-    """Asks every tensor-parallel rank of every instance that may send, and keeps the board's links right."""
+    """Asks every tensor-parallel rank of every instance that may send, and keeps the cluster_state's links right."""
 
     def __init__(
         self,
         deployment: Deployment,
         observer_of: Callable[[Instance, int], LinkObserver],
-        board: ClusterState,
+        cluster_state: ClusterState,
         *,
         clock: Clock,
         on_change: Callable[[str], None],
     ) -> None:
         """`on_change(link)` is told when a link goes down or comes back, or its capacity changes much."""
-        self._board = board
+        self._cluster_state = cluster_state
         self._clock = clock
         self._on_change = on_change
         now_s = clock()
@@ -100,7 +100,7 @@ class LinkMonitor:
             (link.source, link.target): LinkMeter(link.bandwidth_bits_per_s, now_s)
             for link in deployment.links
         }
-        self.faults = {pair: LinkFaults() for pair in self.meters}
+        self.breakers = {pair: LinkBreaker() for pair in self.meters}
         self._pairs = {f"{source}->{target}": (source, target) for source, target in self.meters}
         self._told_bits_per_s = {pair: meter.capacity_bits_per_s for pair, meter in self.meters.items()}
         sources = {source for source, _ in self.meters}
@@ -135,7 +135,7 @@ class LinkMonitor:
                 task.add_done_callback(self._asked.discard)
 
     def conclude(self) -> None:
-        """Put what is known by now on the board."""
+        """Put what is known by now on the cluster_state."""
         now_s = self._clock()
         for pair, meter in self.meters.items():
             samples = self._samples[pair]
@@ -146,13 +146,13 @@ class LinkMonitor:
 
     def failed(self, pair: tuple[str, str]) -> None:
         """A transfer over a link came to nothing, and neither end is known to be dead."""
-        if pair in self.faults:
-            self.faults[pair].failed(self._clock())
+        if pair in self.breakers:
+            self.breakers[pair].failed(self._clock())
 
     def succeeded(self, pair: tuple[str, str]) -> None:
         """A transfer over a link was completed."""
-        if pair in self.faults:
-            self.faults[pair].succeeded()
+        if pair in self.breakers:
+            self.breakers[pair].succeeded()
 
     async def close(self) -> None:
         for task in list(self._asked):
@@ -179,9 +179,9 @@ class LinkMonitor:
             rank.asking = False
 
     def _show(self, pair: tuple[str, str], meter: LinkMeter, acked_bytes: int, now_s: float) -> None:
-        link = self._board.view.links[pair]
+        link = self._cluster_state.view.links[pair]
         capacity = meter.capacity_bits_per_s
-        self._board.set_link(
+        self._cluster_state.set_link(
             pair,
             delivered_bytes=acked_bytes,
             measured_bytes=meter.open_bytes,
@@ -191,7 +191,7 @@ class LinkMonitor:
         link.rtt_s = meter.rtt_s
         link.retransmit_ratio = meter.retransmit_ratio
         link.seen_s = meter.seen_s
-        up = meter.is_connected(now_s) and self.faults[pair].is_up(now_s)
+        up = meter.is_connected(now_s) and self.breakers[pair].is_up(now_s)
         changed = abs(capacity - self._told_bits_per_s[pair]) > _MUCH * self._told_bits_per_s[pair]
         if up != link.up:
             link.up = up

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from prfaas.core.prefix import PromptChains
 from prfaas.core.scheduling import Decision
-from prfaas.core.scheduling.candidates import is_prefiller
 from prfaas.core.scheduling.prefill_pool import PrefillPool
+from prfaas.core.scheduling.view import prefillers
 from prfaas.serving.control.cluster_state import ClusterState
 
 Turn = asyncio.Future[str | None]
@@ -24,17 +24,19 @@ class PrefillAdmission:
 
     def __init__(
         self,
-        board: ClusterState,
+        cluster_state: ClusterState,
         *,
         batch_tokens: int,
         reusable_at: Callable[[PromptChains, str], int],
     ) -> None:
         """`reusable_at(chains, instance)`: tokens of a prompt that a prefill there need not compute."""
-        self._board = board
+        self._cluster_state = cluster_state
         self._batch_tokens = batch_tokens
         self._reusable_at = reusable_at
-        self._pools: dict[str, PrefillPool[Turn]] = {name: PrefillPool() for name in board.view.clusters}
-        self._at_work = dict.fromkeys(board.names, 0)
+        self._pools: dict[str, PrefillPool[Turn]] = {
+            name: PrefillPool() for name in cluster_state.view.clusters
+        }
+        self._at_work = dict.fromkeys(cluster_state.names, 0)
         # Uncached tokens of those that wait.
         self._tokens: dict[Turn, int] = {}
 
@@ -61,11 +63,12 @@ class PrefillAdmission:
 
     def changed(self, name: str) -> None:
         """An instance came, went, or has other roles."""
-        cluster = self._board.instance(name).cluster
-        instances = self._board.view.clusters[cluster].instances
-        if not is_prefiller(self._board.instance(name), self._board.view):
+        cluster = self._cluster_state.instance(name).cluster
+        instances = self._cluster_state.view.clusters[cluster].instances
+        able = prefillers(instances, ())
+        if self._cluster_state.instance(name) not in able:
             self._pools[cluster].release(name)
-        if not any(is_prefiller(each, self._board.view) for each in instances):
+        if not able:
             self._give_up(cluster)
         for each in instances:
             self._serve(each.name)
@@ -76,8 +79,8 @@ class PrefillAdmission:
 
     async def _granted(self, decision: Decision) -> str:
         assert decision.urgency_s is not None
-        view = self._board.view
-        cluster = view.clusters[self._board.instance(decision.prefill).cluster]
+        view = self._cluster_state.view
+        cluster = view.clusters[self._cluster_state.instance(decision.prefill).cluster]
         pool = self._pools[cluster.name]
         turn: Turn = asyncio.get_running_loop().create_future()
         work_s = cluster.prefill_s(decision.prefill_tokens)
@@ -88,7 +91,7 @@ class PrefillAdmission:
             self._serve(each.name)
         try:
             # What the pool holds is on its way to its decode instance and its link all the same.
-            with self._board.awaiting_prefill(decision):
+            with self._cluster_state.awaiting_prefill(decision):
                 name = await turn
         except BaseException:
             if not pool.withdraw(turn) and turn.done() and not turn.cancelled():
@@ -111,15 +114,15 @@ class PrefillAdmission:
 
     def _serve(self, name: str) -> None:
         """Give an instance what it can take."""
-        instance = self._board.instance(name)
+        instance = self._cluster_state.instance(name)
         pool = self._pools[instance.cluster]
-        while len(pool) and self._is_free(name) and is_prefiller(instance, self._board.view):
+        while len(pool) and self._is_free(name) and prefillers((instance,), ()):
             turn = pool.take(name)
             if turn is None:
                 break
             self._at_work[name] += self._tokens[turn]
             turn.set_result(name)
-        self._board.view.clusters[instance.cluster].waiting_s = pool.waiting_s
+        self._cluster_state.view.clusters[instance.cluster].waiting_s = pool.waiting_s
 
     def _give_up(self, cluster: str) -> None:
         for turn in _drained(self._pools[cluster]):

@@ -1,25 +1,25 @@
-"""The short way to the site of the only PD cluster, against the general one."""
+"""The short way to the candidate of the only PD cluster, against the general one."""
 
 from hypothesis import assume, given
 
 from prfaas.core.scheduling import NoDecodeInstanceError, RoutingRequest, View
 from prfaas.core.scheduling.candidates import decode_choices
-from prfaas.core.scheduling.pd_candidate import lone_site, nodes_of, site_of
+from prfaas.core.scheduling.routing import lone_pd_candidate, pd_candidate_of, prefill_candidates
 
-from .boards import cases
+from .views import cases
 
 
 @given(cases(cached=False, max_pd=1))
-def test_it_is_the_same_site_or_none(case: tuple[View, RoutingRequest]) -> None:
+def test_it_is_the_same_candidate_or_none(case: tuple[View, RoutingRequest]) -> None:
     view, request = case
     assume(request.num_tokens > 1)  # for others it is not asked
-    lone = lone_site(request, view)
+    lone = lone_pd_candidate(request, view)
     try:
         ((cluster, decode),) = decode_choices(request, view)
     except NoDecodeInstanceError:
         assert lone is None
         return
-    general = site_of(request, view, cluster, decode, nodes_of(request, view))
+    general = pd_candidate_of(request, view, cluster, decode, prefill_candidates(request, view))
     if lone is None:
         # Out of the ordinary: somebody is to be avoided, nobody well decodes or prefills, or one does both.
         assert (
@@ -37,4 +37,4 @@ def test_it_is_the_same_site_or_none(case: tuple[View, RoutingRequest]) -> None:
 def test_it_is_for_one_pd_cluster_only(case: tuple[View, RoutingRequest]) -> None:
     view, request = case
     if sum(cluster.kind == "pd" for cluster in view.clusters.values()) > 1:
-        assert lone_site(request, view) is None
+        assert lone_pd_candidate(request, view) is None

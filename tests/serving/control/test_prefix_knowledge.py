@@ -7,7 +7,7 @@ from prfaas.core.prefix import GlobalIndex, PrefixHit
 from prfaas.core.prefix.events import EventBatch, StoredBlocks
 from prfaas.core.scheduling import CacheTransfer
 from prfaas.serving.control.cluster_state import ClusterState
-from prfaas.serving.control.engine_metrics import read_exposition
+from prfaas.serving.control.engine_monitor import read_exposition
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
 
 from .world import BYTES_PER_TOKEN, FakeClock, decision, kv_facts
@@ -17,9 +17,9 @@ SEED = 7
 
 
 @pytest.fixture
-def holdings(board: ClusterState, clock: FakeClock) -> PrefixKnowledge:
+def holdings(cluster_state: ClusterState, clock: FakeClock) -> PrefixKnowledge:
     return PrefixKnowledge(
-        GlobalIndex(seed=SEED), board, seed=SEED, is_hybrid=True, with_events=WITH_EVENTS, clock=clock
+        GlobalIndex(seed=SEED), cluster_state, seed=SEED, is_hybrid=True, with_events=WITH_EVENTS, clock=clock
     )
 
 
@@ -101,4 +101,4 @@ def test_a_dropped_instance_holds_nothing(holdings: PrefixKnowledge) -> None:
     holdings.expect("far-0", chains)
     holdings.drop("far-0", "died")
     assert holdings.match(chains).held == {}
-    assert (holdings.blocks("far-0"), holdings.expected_blocks) == (0, 4)
+    assert (holdings.blocks("far-0"), holdings.pending_blocks) == (0, 4)

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.core.prefix.events import EventBatch
-from prfaas.serving.control.event_order import REPLAY_TIMEOUT_S, Apply, Drop, Step, Subscription
+from prfaas.core.prefix.events import REPLAY_TIMEOUT_S, Apply, Drop, EventBatch, Step, Subscription
 
 
 def batch(sequence: int, process: int = 0) -> EventBatch:

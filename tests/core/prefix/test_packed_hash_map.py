@@ -5,8 +5,7 @@ from random import Random
 
 import pytest
 
-from prfaas.core.prefix.hashing import WORDS
-from prfaas.core.prefix.packed_hashes import Pairs
+from prfaas.core.prefix.hashing import WORDS, PackedHashMap
 
 
 def engine_hashes(kind: str, random: Random) -> int:
@@ -23,7 +22,7 @@ def engine_hashes(kind: str, random: Random) -> int:
 @pytest.mark.parametrize("kind", ["random", "counted", "shifted"])
 def test_pairs_are_a_dict(kind: str) -> None:
     random = Random(5)
-    pairs, model = Pairs(), dict[int, tuple[int, int]]()
+    pairs, model = PackedHashMap(), dict[int, tuple[int, int]]()
     for _ in range(350):
         run = list({engine_hashes(kind, random) for _ in range(random.randrange(1, 80))} - model.keys())
         parent = random.getrandbits(60)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.core.prefix import PromptChains
-from prfaas.serving.control.prefix_knowledge import Expectations
+from prfaas.serving.control.prefix_knowledge import PendingPrefixes
 
 BLOCK = 16
 
@@ -14,7 +14,7 @@ def chains(*hashes: int) -> PromptChains:
 
 
 def test_found_until_it_expires() -> None:
-    expected = Expectations(lifetime_s=4.0)
+    expected = PendingPrefixes(lifetime_s=4.0)
     expected.add("a", chains(1, 2, 3), 100.0)
     assert expected.match(chains(1, 2, 9), 104.0) == {"a": 2 * BLOCK}
     assert expected.match(chains(5, 2), 100.0) == {}
@@ -23,7 +23,7 @@ def test_found_until_it_expires() -> None:
 
 
 def test_dropped_with_its_instance() -> None:
-    expected = Expectations()
+    expected = PendingPrefixes()
     expected.add("a", chains(1, 2), 0.0)
     expected.add("b", chains(1), 0.0)
     expected.drop("a")
@@ -31,7 +31,7 @@ def test_dropped_with_its_instance() -> None:
 
 
 def test_bounded() -> None:
-    expected = Expectations(most_blocks=10)
+    expected = PendingPrefixes(most_blocks=10)
     for start in range(0, 1000, 10):
         expected.add("a", chains(*range(start, start + 8)), 0.0)
         assert len(expected) <= 30
@@ -50,7 +50,7 @@ def hashed(prompt: list[int]) -> tuple[int, ...]:
 def test_match_is_the_longest_common_prefix(
     sent: list[tuple[str, list[int]]], prompt: list[int], dropped: str
 ) -> None:
-    expected = Expectations()
+    expected = PendingPrefixes()
     for instance, what in sent:
         expected.add(instance, chains(*hashed(what)), 0.0)
     expected.drop(dropped)

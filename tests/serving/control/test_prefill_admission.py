@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
-from tests.serving.control.world import LINK, FakeClock, board_of, decision
+from tests.serving.control.world import LINK, FakeClock, cluster_state_of, decision
 
 from prfaas.core.deployment import Deployment
 from prfaas.core.prefix import PromptChains
@@ -18,10 +18,10 @@ CHAINS = PromptChains(5000, {})
 
 class Yard:
     def __init__(self, deployment: Deployment, clock: FakeClock) -> None:
-        self.board: ClusterState = board_of(deployment, clock)
+        self.cluster_state: ClusterState = cluster_state_of(deployment, clock)
         self.held: dict[str, int] = {}
         self.turns = PrefillAdmission(
-            self.board, batch_tokens=2048, reusable_at=lambda _chains, name: self.held.get(name, 0)
+            self.cluster_state, batch_tokens=2048, reusable_at=lambda _chains, name: self.held.get(name, 0)
         )
         self.log: list[str] = []
 
@@ -53,15 +53,15 @@ def test_whoever_is_free_first_takes_the_most_urgent(deployment: Deployment, clo
         assert yard.log == ["r0 at far-0", "r1 at far-1"]
         tasks += [yard.asks("slow", urgent(9.0)), yard.asks("quick", urgent(5.0))]
         await settled()
-        assert yard.board.view.clusters["far"].waiting_s > 0
-        assert yard.board.residual_bytes(LINK) > 0
+        assert yard.cluster_state.view.clusters["far"].waiting_s > 0
+        assert yard.cluster_state.residual_bytes(LINK) > 0
         holds[1].set()
         await settled()
         assert yard.log[2:] == ["quick at far-1", "slow at far-1"]
-        assert yard.board.view.clusters["far"].waiting_s == 0.0
+        assert yard.cluster_state.view.clusters["far"].waiting_s == 0.0
         holds[0].set()
         await asyncio.gather(*tasks)
-        assert yard.board.instance("home-d0").in_flight == 0
+        assert yard.cluster_state.instance("home-d0").in_flight == 0
 
     asyncio.run(main())
 
@@ -105,8 +105,8 @@ def test_who_goes_away_leaves_nothing_behind(deployment: Deployment, clock: Fake
         hold.set()
         await asyncio.gather(*held, stays)
         assert yard.log[2:] == ["stays at far-0"] or yard.log[2:] == ["stays at far-1"]
-        assert yard.board.view.clusters["far"].waiting_s == 0.0
-        assert yard.board.residual_bytes(LINK) == 0
+        assert yard.cluster_state.view.clusters["far"].waiting_s == 0.0
+        assert yard.cluster_state.residual_bytes(LINK) == 0
 
     asyncio.run(main())
 
@@ -141,7 +141,7 @@ def test_nobody_waits_for_an_instance_that_is_gone(
         bound = yard.asks("bound", urgent(1.0, "far-0", bound=True))
         await settled()
         for name in ("far-0", "far-1") if all_gone else ("far-0",):
-            yard.board.instance(name).healthy = False
+            yard.cluster_state.instance(name).healthy = False
             yard.turns.changed(name)
         if not all_gone:
             hold.set()

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.serving.control.engine_metrics import EngineMeter, EngineReading, read_exposition
+from prfaas.serving.control.engine_monitor import EngineMeter, EngineReading, read_exposition
 
 TEXT = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
