@@ -32,7 +32,7 @@ def sentence(error: Exception) -> str | None:
     from prfaas.core.latency import ProfileError
     from prfaas.core.planner import PlanError
     from prfaas.core.workload import WorkloadError
-    from prfaas.serving.engines.errors import EngineError
+    from prfaas.serving.engines import EngineError
     from prfaas.serving.transport.ticket import KeyFileError
 
     known = (CliError, DeploymentError, EngineError, ConfigError, PlanError, ProfileError, KeyFileError)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from prfaas.core.deployment import Deployment, Instance, load_deployment
-from prfaas.serving.engines.errors import EngineError
+from prfaas.serving.engines import EngineError
+from prfaas.serving.engines.command import EngineCommand
 from prfaas.serving.engines.preparation import port_problem
 from prfaas.serving.engines.running import EngineProgress, RunningEngines
-from prfaas.serving.engines.vllm.command import EngineCommand
 
 # Answers /health, and has a child of its own as vLLM has; ends on SIGTERM unless told to be stubborn.
 SERVER = """

@@ -136,8 +136,8 @@ def test_closing_sentences(deployment: Deployment) -> None:
 
 
 def test_the_reference_is_the_same_engine_without_a_connector(deployment: Deployment) -> None:
+    from prfaas.serving.engines.command import vllm_command
     from prfaas.serving.engines.tiny import tiny_model
-    from prfaas.serving.engines.vllm.command import engine_command
 
     tiny_model("qwen3-next", deployment.model.path.parent)
     plain = reference_deployment(deployment)
@@ -147,7 +147,7 @@ def test_the_reference_is_the_same_engine_without_a_connector(deployment: Deploy
     assert (instance.host, instance.http_port) == (decode.host, decode.http_port)
     assert plain.logs_dir != deployment.logs_dir
     assert plain.security == deployment.security
-    own, usual = reference_command(plain, instance), engine_command(deployment, decode)
+    own, usual = reference_command(plain, instance), vllm_command(deployment, decode)
     assert own.env == usual.env
     shared = list(usual.argv)
     at = shared.index("--kv-events-config")

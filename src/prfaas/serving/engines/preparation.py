@@ -8,7 +8,7 @@ import importlib.util
 import socket
 
 from prfaas.core.deployment import Deployment, is_loopback
-from prfaas.serving.engines.errors import EngineError
+from prfaas.serving.engines import EngineError
 from prfaas.serving.transport.ticket import KeyFileError, create_key, load_key
 
 

@@ -3,8 +3,6 @@
 import contextlib
 import http.client
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +11,10 @@ from types import TracebackType
 from typing import Literal, Self
 
 from prfaas.core.deployment import SYNTHETIC, Deployment, Instance
-from prfaas.serving.engines import watchdog
-from prfaas.serving.engines.errors import EngineError
+from prfaas.serving.engines import EngineError
+from prfaas.serving.engines.command import EngineCommand, synthetic_command, vllm_command
 from prfaas.serving.engines.preparation import ensure_key, ensure_model, ensure_vllm, port_problem
-from prfaas.serving.engines.process_group import ProcessGroup
-from prfaas.serving.engines.synthetic.command import synthetic_command
-from prfaas.serving.engines.vllm.command import EngineCommand, engine_command
+from prfaas.serving.engines.process_group import ProcessGroup, Watchdog
 
 READY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
@@ -34,14 +30,13 @@ class EngineProgress:
     name: str
     state: Literal["starting", "ready"]
     elapsed_s: float
+    """Since its process was started."""
 
 
 class RunningEngines:
     """Engines of one deployment on this machine. As a context manager: started on entry, stopped on exit.
 
-    They also end if this process is killed. `names` picks some of the deployment's instances (default: all),
-    `extra_env` is laid over each one's environment. Synthetic ones share processes, up to `stand_ins_per_process`
-    of them each. `command` replaces all that with one process per instance. Not thread-safe.
+    They also end if this process is killed. Not thread-safe.
     """
 
     def __init__(
@@ -53,6 +48,15 @@ class RunningEngines:
         command: Callable[[Deployment, Instance], EngineCommand] | None = None,
         stand_ins_per_process: int = STAND_INS_PER_PROCESS,
     ) -> None:
+        """Nothing is started yet.
+
+        Args:
+            deployment: whose engines they are.
+            names: the instances to start; None: all.
+            extra_env: laid over the environment of each.
+            command: starts every instance in a process of its own; None: vLLM, or stand-ins that share processes.
+            stand_ins_per_process: how many stand-ins share a process at most.
+        """
         self.deployment = deployment
         self.names: Sequence[str] = (
             tuple(names) if names is not None else tuple(instance.name for instance in deployment.instances)
@@ -63,8 +67,7 @@ class RunningEngines:
         self._groups: dict[str, ProcessGroup] = {}
         self._killed: set[str] = set()
         self._started_s: dict[str, float] = {}
-        self._watched: set[ProcessGroup] = set()
-        self._watchdog: subprocess.Popen[str] | None = None
+        self._watchdog: Watchdog | None = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -91,7 +94,8 @@ class RunningEngines:
         if self._command is None:
             ensure_model(self.deployment)
         ensure_key(self.deployment)
-        self._ensure_watchdog()
+        if self._watchdog is None:
+            self._watchdog = Watchdog()
         try:
             for together, command in self._commands(instances):
                 self._start_process(together, command)
@@ -104,7 +108,11 @@ class RunningEngines:
         timeout_s: float = READY_TIMEOUT_S,
         on_progress: Callable[[EngineProgress], None] | None = None,
     ) -> None:
-        """Wait until every started engine answers /health. `on_progress` hears of each about three times a second.
+        """Wait until every started engine answers /health.
+
+        Args:
+            timeout_s: for all of them together.
+            on_progress: called with each engine's progress about three times a second.
 
         Raises:
             EngineError: one ended (with the end of its log), or `timeout_s` passed.
@@ -144,8 +152,9 @@ class RunningEngines:
                 group.kill()
             self._groups.clear()
             self._killed.clear()
-            self._watched.clear()
-            self._end_watchdog()
+            if self._watchdog is not None:
+                self._watchdog.close()
+                self._watchdog = None
 
     def kill(self, name: str) -> None:
         """SIGKILL one engine and all its processes, as if its machine had lost power.
@@ -158,11 +167,11 @@ class RunningEngines:
         group = self._group(name)
         others = [each for each in self._groups if each != name and self._groups[each] is group]
         if any(each not in self._killed for each in others):
-            self._tell_to_die(self.deployment.instance(name))
+            self._end_stand_in(self.deployment.instance(name))
             self._killed.add(name)
         else:
             group.kill()
-            self._unwatch(group)
+            self._forget(group)
 
     def pid(self, name: str) -> int:
         """Pid of an engine's API server, which leads the engine's process group (stand-ins share one)."""
@@ -175,7 +184,7 @@ class RunningEngines:
             return False
         if group.is_running:
             return name not in self._killed
-        self._unwatch(group)
+        self._forget(group)
         return False
 
     def exit_status(self, name: str) -> int | None:
@@ -216,7 +225,7 @@ class RunningEngines:
             if self._command is None and self._is_synthetic(instance):
                 stand_ins.append(instance.name)
             else:
-                build = self._command or engine_command
+                build = self._command or vllm_command
                 yield (instance.name,), build(self.deployment, instance)
         for start in range(0, len(stand_ins), self._stand_ins_per_process):
             together = stand_ins[start : start + self._stand_ins_per_process]
@@ -230,10 +239,10 @@ class RunningEngines:
             self._groups[name] = group
             self._started_s[name] = time.monotonic()
             self._killed.discard(name)
-        self._watched.add(group)
-        self._tell_watchdog(f"+{group.pid}")
+        assert self._watchdog is not None
+        self._watchdog.watch(group)
 
-    def _tell_to_die(self, instance: Instance) -> None:
+    def _end_stand_in(self, instance: Instance) -> None:
         with contextlib.suppress(OSError, http.client.HTTPException):
             _ask(instance, "POST", "/synthetic/die")
         deadline = time.monotonic() + _DEATH_S
@@ -250,37 +259,9 @@ class RunningEngines:
                 f"engine {name} {how} before it was ready; the end of {group.log_path}:\n{group.log_tail()}"
             )
 
-    def _ensure_watchdog(self) -> None:
-        if self._watchdog is None:
-            self._watchdog = subprocess.Popen(
-                [sys.executable, "-I", str(Path(watchdog.__file__))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-                text=True,
-            )
-
-    def _unwatch(self, group: ProcessGroup) -> None:
-        # The number of a dead engine's group may soon be someone else's.
-        if group in self._watched:
-            self._watched.remove(group)
-            self._tell_watchdog(f"-{group.pid}")
-
-    def _tell_watchdog(self, line: str) -> None:
-        assert self._watchdog is not None
-        assert self._watchdog.stdin is not None
-        # Without a watchdog engines still end with `stop`; only a SIGKILL of this process would leave them.
-        with contextlib.suppress(BrokenPipeError):
-            self._watchdog.stdin.write(line + "\n")
-            self._watchdog.stdin.flush()
-
-    def _end_watchdog(self) -> None:
-        if self._watchdog is None:
-            return
-        # Every group has been reaped, so it must not act on their numbers when its input ends.
-        self._watchdog.kill()
-        self._watchdog.communicate()
-        self._watchdog = None
+    def _forget(self, group: ProcessGroup) -> None:
+        if self._watchdog is not None:
+            self._watchdog.forget(group)
 
 
 def answers_health(instance: Instance, timeout_s: float = 2.0) -> bool:

@@ -27,10 +27,12 @@ class Coverage:
         """
         if start >= end:
             return 0
-        new_bytes = end - start - self.overlap_bytes(start, end)
         # All intervals that overlap or touch become one.
         first = bisect_left(self._ends, start)
         last = bisect_right(self._starts, end)
+        new_bytes = end - start
+        for index in range(first, last):
+            new_bytes -= min(end, self._ends[index]) - max(start, self._starts[index])
         if first < last:
             start = min(start, self._starts[first])
             end = max(end, self._ends[last - 1])

@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 
 from prfaas.core.deployment import Cluster, Deployment, Instance
-from prfaas.serving.engines.vllm.command import EngineCommand, engine_command
+from prfaas.serving.engines.command import EngineCommand, vllm_command
 
 REFERENCE_NAME = "reference"
 REQUEST_TIMEOUT_S = 180.0
@@ -46,7 +46,7 @@ def reference_deployment(deployment: Deployment) -> Deployment:
 
 def reference_command(deployment: Deployment, instance: Instance) -> EngineCommand:
     """How to start `instance` as a plain vLLM: the same arguments, no connector, no events, our logits processor."""
-    command = engine_command(deployment, instance)
+    command = vllm_command(deployment, instance)
     argv = list(command.argv)
     if _EVENTS_FLAG in argv:
         # Nobody listens to a single engine.

@@ -11,9 +11,10 @@ from struct import Struct
 
 from xxhash import xxh3_64_intdigest
 
+from prfaas.serving.engines.kv_groups import GroupKind
 from prfaas.serving.engines.synthetic.content import TokenChain
 from prfaas.serving.engines.synthetic.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from prfaas.serving.engines.synthetic.layout import GroupKind, KvGroup, SyntheticLayout
+from prfaas.serving.engines.synthetic.layout import EVENT_KINDS, SyntheticGroup, SyntheticLayout
 
 
 class RoomError(ValueError):
@@ -192,14 +193,14 @@ class Context:
     taint: int = 0
     deviations: dict[tuple[int, int], Deviations] = field(default_factory=dict)
 
-    def use(self, group: KvGroup, block: int, deviations: Deviations) -> None:
+    def use(self, group: SyntheticGroup, block: int, deviations: Deviations) -> None:
         """A page that was held or loaded becomes part of the context."""
         if any(deviations):
             self.deviations[group.index, block] = deviations
             for layer, deviation in zip(group.layers, deviations, strict=True):
                 self.taint ^= xxh3_64_intdigest(_PLACE.pack(block, layer, deviation))
 
-    def compute(self, groups: Sequence[KvGroup], start_tokens: int, end_tokens: int) -> None:
+    def compute(self, groups: Sequence[SyntheticGroup], start_tokens: int, end_tokens: int) -> None:
         """Tokens [start_tokens, end_tokens) are computed on top of the context: as unsound as that is."""
         if not self.taint:
             return
@@ -208,7 +209,7 @@ class Context:
             for block in range(start_tokens // group.block_tokens, group.end_block(end_tokens)):
                 self.deviations[group.index, block] = deviations
 
-    def deviations_of(self, group: KvGroup, block: int) -> Deviations:
+    def deviations_of(self, group: SyntheticGroup, block: int) -> Deviations:
         """What a page of the context differs by."""
         return self.deviations.get((group.index, block), ())
 
@@ -308,7 +309,7 @@ class PrefixCache:
         own = xxh3_64_intdigest(context.salt.encode())
         return [digest ^ own for digest in context.chain.blocks]
 
-    def _needed(self, group: KvGroup, boundary: int) -> range:
+    def _needed(self, group: SyntheticGroup, boundary: int) -> range:
         """Blocks of a group that are needed to go on from block boundary `boundary`."""
         match group.kind:
             case GroupKind.FULL:
@@ -318,11 +319,11 @@ class PrefixCache:
             case GroupKind.STATE:
                 return range(max(0, boundary - 1), boundary)
 
-    def _reaches(self, group: KvGroup, keys: Sequence[int], boundary: int) -> bool:
+    def _reaches(self, group: SyntheticGroup, keys: Sequence[int], boundary: int) -> bool:
         return all(self.pool.holds(group.index, keys[block]) for block in self._needed(group, boundary))
 
     def _keep(
-        self, context: Context, group: KvGroup, keys: Sequence[int], first: int, end: int
+        self, context: Context, group: SyntheticGroup, keys: Sequence[int], first: int, end: int
     ) -> BlockStored:
         deposit = self.pool.deposit
         kept = [
@@ -336,7 +337,7 @@ class PrefixCache:
     def _stored(
         self,
         context: Context,
-        group: KvGroup,
+        group: SyntheticGroup,
         keys: Sequence[int],
         first: int,
         end: int,
@@ -353,7 +354,7 @@ class PrefixCache:
             lora_name=context.adapter or None,
             extra_keys=[_extra_keys(context, block) for block in blocks] or None,
             group_idx=group.index,
-            kv_cache_spec_kind=group.kind.value,
+            kv_cache_spec_kind=EVENT_KINDS[group.kind],
             kv_cache_spec_sliding_window=group.window_tokens or None,
         )
 

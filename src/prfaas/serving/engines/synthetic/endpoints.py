@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from prfaas.core.deployment import Deployment, Instance
+from prfaas.serving.engines.kv_groups import GroupKind
 from prfaas.serving.engines.synthetic.cache import Context, Deviations
 from prfaas.serving.engines.synthetic.content import PageSource, Words, join, page_digests, reduce_page
-from prfaas.serving.engines.synthetic.layout import GroupKind, KvGroup, Region, SyntheticLayout
+from prfaas.serving.engines.synthetic.layout import SyntheticGroup, SyntheticLayout, SyntheticRegion
 from prfaas.serving.engines.synthetic.stats import TransferCounts
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
 from prfaas.serving.transport.outgoing import OutgoingTransfer, SendPhase
@@ -53,8 +54,8 @@ class Sending:
             return
         for index, region in enumerate(self._layout.regions):
             if region.group.kind is not GroupKind.FULL:
-                first = region.group.first_block(self._ticket.num_tokens, 0)
-                self._put(index, first, region.group.end_block(self._ticket.num_tokens))
+                moving = region.group.moving_blocks(self._ticket.num_tokens, 0)
+                self._put(index, moving.start, moving.stop)
         self.transfer.end()
 
     def _end_block(self, end_tokens: int) -> int:
@@ -218,14 +219,14 @@ class Endpoints:
 
 def _read_pages(
     staged: StagedTransfer, layout: SyntheticLayout, context: Context, held_tokens: int
-) -> list[tuple[KvGroup, int, Deviations]]:
+) -> list[tuple[SyntheticGroup, int, Deviations]]:
     """Every page of a transfer that is to be loaded, with its deviations; frees the staging."""
     try:
         deviations: dict[tuple[int, int], list[int]] = {}
         for index, region in enumerate(layout.regions):
             group, num_tokens = region.group, staged.num_tokens
             staged_first = group.first_block(num_tokens, staged.skip_tokens)
-            blocks = range(group.first_block(num_tokens, held_tokens), group.end_block(num_tokens))
+            blocks = group.moving_blocks(num_tokens, held_tokens)
             expected = _page_digests(region, context, blocks, num_tokens)
             for block, digest in zip(blocks, expected.tolist(), strict=True):
                 offset = (block - staged_first) * region.page_bytes
@@ -239,16 +240,15 @@ def _read_pages(
     ]
 
 
-def _page_digests(region: Region, context: Context, blocks: Sequence[int], num_tokens: int) -> Words:
+def _page_digests(region: SyntheticRegion, context: Context, blocks: Sequence[int], num_tokens: int) -> Words:
     """Digests of one layer's pages in a transfer of `num_tokens` tokens, as this engine has them."""
     group, chain = region.group, context.chain
     ends = [min((block + 1) * group.block_tokens, num_tokens) for block in blocks]
     digests = page_digests([chain.digest(end) for end in ends], region.layer)
-    place = region.layer - group.first_layer
     for position, block in enumerate(blocks):
         held = context.deviations.get((group.index, block))
         if held is not None:
-            digests[position] ^= np.uint64(held[place])
+            digests[position] ^= np.uint64(held[region.position])
     return digests
 
 

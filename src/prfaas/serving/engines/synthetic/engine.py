@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -9,10 +10,9 @@ from dataclasses import dataclass
 from prfaas.serving.engines.synthetic.cache import Context, Lease, PrefixCache
 from prfaas.serving.engines.synthetic.content import TokenChain
 from prfaas.serving.engines.synthetic.endpoints import Endpoints, Sending
-from prfaas.serving.engines.synthetic.pace import Pace, TokenClock
+from prfaas.serving.engines.synthetic.pace import DecodeClock, Pace
 from prfaas.serving.engines.synthetic.stats import EngineCounts
-from prfaas.serving.engines.synthetic.work import Roles, Work
-from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.ticket import Ticket, TicketError, prompt_digest
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +21,58 @@ _LAYER_SLICE_S = 0.005
 _LATENESS_S = 0.1
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A prompt and how many tokens to answer with."""
+
+    token_ids: Sequence[int]
+    max_tokens: int
+    samples: int = 1
+    """Answers to the same prompt."""
+    salt: str = ""
+    """Keeps the prefix cache of one tenant apart; "" for none."""
+    adapter: str = ""
+    """The LoRA adapter; "" for none."""
+    tickets: tuple[str, ...] = ()
+    """Sealed, as they came."""
+
+
 @dataclass(slots=True)
-class _Stage:
+class TransferRoles:
+    """What the tickets of a request ask of this engine."""
+
+    send: tuple[Ticket, str] | None = None
+    """The transfer to send, with its sealed ticket."""
+    load: Ticket | None = None
+    """The transfer to load."""
+    unwanted: tuple[Ticket, ...] = ()
+    """Transfers to this engine that are of another prompt."""
+
+    @classmethod
+    def of(cls, work: Work, name: str, key: bytes) -> "TransferRoles":
+        """Read the tickets: one that is not valid for this engine and prompt gives no role."""
+        roles = cls()
+        for sealed in work.tickets:
+            try:
+                ticket = Ticket.unseal(sealed, key, time.time())
+            except TicketError as error:
+                logger.warning("%s prefills locally: %s", name, error)
+                continue
+            ids = work.token_ids[: ticket.num_tokens]
+            same = prompt_digest(ids, work.salt, work.adapter) == ticket.prompt_digest
+            if ticket.producer == name and same and len(work.token_ids) == ticket.num_tokens:
+                roles.send = (ticket, sealed)
+            elif ticket.consumer == name and same and len(work.token_ids) > ticket.num_tokens:
+                roles.load = ticket
+            elif ticket.consumer == name:
+                roles.unwanted += (ticket,)
+            else:
+                logger.warning("%s prefills locally: a ticket is for another engine or prompt", name)
+        return roles
+
+
+@dataclass(slots=True)
+class _RequestState:
     """How far a request has come: tokens in its context, and tokens whose blocks are stored."""
 
     context: Context
@@ -35,7 +85,7 @@ class _Stage:
 class Generation:
     """An answer that grows. `token_ids`: all of it, known from the start but not to be told before its time."""
 
-    def __init__(self, engine: "SyntheticEngine", work: Work, stage: _Stage) -> None:
+    def __init__(self, engine: "SyntheticEngine", work: Work, stage: _RequestState) -> None:
         self.cached_tokens = stage.cached_tokens
         self.prompt_tokens = len(work.token_ids)
         self._engine = engine
@@ -95,7 +145,7 @@ class SyntheticEngine:
         self.cache = cache
         self.endpoints = endpoints
         self.vocabulary = vocabulary
-        self.clock = TokenClock(pace.step_s)
+        self.clock = DecodeClock(pace.step_s)
         self.counts = EngineCounts()
         self._key = key
         self._pace = pace
@@ -112,7 +162,7 @@ class SyntheticEngine:
         Raises:
             RoomError: the prompt and its answer can never fit into the cache.
         """
-        roles = Roles.of(work, self.name, self._key)
+        roles = TransferRoles.of(work, self.name, self._key)
         for ticket in roles.unwanted:
             self.endpoints.drop(ticket, "the request has another prompt")
         chain = TokenChain(work.token_ids, self.cache.layout.block_tokens, work.adapter)
@@ -136,7 +186,7 @@ class SyntheticEngine:
         finally:
             self.counts.waiting -= 1
 
-    def store_decoded(self, stage: _Stage, computed_tokens: int) -> None:
+    def store_decoded(self, stage: _RequestState, computed_tokens: int) -> None:
         """Decoding has filled a block."""
         stage.context.compute(self.cache.layout.groups, stage.done_tokens, computed_tokens)
         self.cache.store(stage.context, stage.lease, stage.stored_tokens, computed_tokens, states=True)
@@ -157,7 +207,9 @@ class SyntheticEngine:
             self.counts.running -= 1
             self.counts.waiting += 1
 
-    async def _prepared(self, work: Work, chain: TokenChain, roles: Roles, held: AsyncExitStack) -> _Stage:
+    async def _prepared(
+        self, work: Work, chain: TokenChain, roles: TransferRoles, held: AsyncExitStack
+    ) -> _RequestState:
         """Until all but the last token of the prompt is in a context by a load, or all of it by a prefill."""
         load = roles.load if roles.load is not None and await self._arrived(roles.load) else None
         if load is not None and load.num_tokens == len(chain) - 1 and roles.send is None:
@@ -179,12 +231,12 @@ class SyntheticEngine:
                 await self._prefill(stage, roles.send, queued=queued)
         return stage
 
-    async def _admitted(self, work: Work, chain: TokenChain, held: AsyncExitStack) -> _Stage:
+    async def _admitted(self, work: Work, chain: TokenChain, held: AsyncExitStack) -> _RequestState:
         """A fresh context with room for prompt and answer."""
         pages = self.cache.layout.pages_for(len(chain) + work.max_tokens)
         lease = await self.cache.pool.lease(pages)
         held.callback(lease.close)
-        return _Stage(Context(chain, work.salt, work.adapter), lease)
+        return _RequestState(Context(chain, work.salt, work.adapter), lease)
 
     async def _arrived(self, ticket: Ticket) -> bool:
         problem = await self.endpoints.arrival(ticket)
@@ -193,7 +245,7 @@ class SyntheticEngine:
             self.endpoints.counts.loads_failed += 1
         return not problem
 
-    async def _load(self, ticket: Ticket, stage: _Stage) -> bool:
+    async def _load(self, ticket: Ticket, stage: _RequestState) -> bool:
         """Make a transfer part of the context, on top of the full-attention blocks that are held.
 
         False if it can't be: the stage is of no use then.
@@ -218,7 +270,7 @@ class SyntheticEngine:
         stage.stored_tokens = ticket.num_tokens
         return True
 
-    def _reuse(self, stage: _Stage, limit_tokens: int) -> None:
+    def _reuse(self, stage: _RequestState, limit_tokens: int) -> None:
         """Make what is held of the first `limit_tokens` tokens part of the context."""
         blocks = self.cache.hit(stage.context, limit_tokens).usable_blocks
         self.cache.reuse(stage.context, stage.lease, blocks, attention_only=False)
@@ -226,7 +278,7 @@ class SyntheticEngine:
         stage.done_tokens = stage.stored_tokens = stage.cached_tokens = tokens
         self.counts.prefix_hits += tokens
 
-    async def _prefill(self, stage: _Stage, send: tuple[Ticket, str] | None, *, queued: bool) -> None:
+    async def _prefill(self, stage: _RequestState, send: tuple[Ticket, str] | None, *, queued: bool) -> None:
         """Compute the rest of the prompt, chunk by chunk; the caller has the turn."""
         context, start_tokens = stage.context, stage.done_tokens
         sending = self.endpoints.open(send[0], send[1], context) if send is not None else None

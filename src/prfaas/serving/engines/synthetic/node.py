@@ -11,9 +11,9 @@ import zmq
 from prfaas.core.deployment import SYNTHETIC, Deployment, Instance
 from prfaas.core.kv import model_from_directory
 from prfaas.core.units import GIB
-from prfaas.serving.engines.errors import EngineError
+from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.synthetic import VERSION
-from prfaas.serving.engines.synthetic.bodies import Models
+from prfaas.serving.engines.synthetic.api_bodies import ServedModels
 from prfaas.serving.engines.synthetic.cache import PrefixCache
 from prfaas.serving.engines.synthetic.endpoints import Endpoints
 from prfaas.serving.engines.synthetic.engine import SyntheticEngine
@@ -67,7 +67,7 @@ class SyntheticNode:
         model = deployment.model
         self._server = EngineServer(
             self.engine,
-            Models(model.served_name, tuple(model.adapters), model.max_model_len),
+            ServedModels(model.served_name, tuple(model.adapters), model.max_model_len),
             text,
             on_death=self._kill,
         )

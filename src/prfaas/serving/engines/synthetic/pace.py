@@ -36,7 +36,7 @@ class Pace:
         return self._profile.decode_step_s(inside) * max(batch / high, 1.0) / self._speedup
 
 
-class TokenClock:
+class DecodeClock:
     """Counts decode steps of a batch that changes: nothing happens between two changes, however many steps pass.
 
     Every request in the batch gets one token per step. Use it from one event loop.

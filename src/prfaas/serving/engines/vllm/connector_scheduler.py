@@ -1,4 +1,4 @@
-"""The connector inside vLLM's scheduler: which blocks leave with each prefill chunk, which are awaited."""
+"""The connector inside vLLM's scheduler: which blocks leave with each prefill chunk, which are to be loaded."""
 
 import logging
 import time
@@ -6,9 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prfaas.serving.engines.vllm.layout import Group, GroupKind
-from prfaas.serving.engines.vllm.metadata import BlockRun, Load, Send, TransferMetadata
-from prfaas.serving.transport.ticket import Ticket, TicketError, prompt_digest
+from prfaas.serving.engines.kv_groups import GroupKind, KvGroup
+from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder, TransferMetadata
+from prfaas.serving.transport.ticket import (
+    PREFIX_TICKET_PARAMETER,
+    TICKET_PARAMETER,
+    Ticket,
+    TicketError,
+    prompt_digest,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -17,43 +23,42 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PARAMETER = "prfaas"
-"""The key of `kv_transfer_params` whose value is the sealed ticket of the request's own transfer."""
-
-FROM_PARAMETER = "prfaas_from"
-"""The same for a transfer that a prefill starts from: a prefix that another cluster sends first."""
-
 BlockIds = Sequence[Sequence[int]]
 
 
 @dataclass(slots=True)
-class Producing:
-    """A request that this engine prefills for another one.
-
-    `sent_blocks` (per full-attention group) only ever grows: after a preemption the chunks come again from
-    token 0 with other blocks, and what was sent stays sent.
-    """
+class ProducingRequest:
+    """A request that this engine prefills for another one."""
 
     request: "Request"
     ticket: Ticket
     sealed: str
+    """The same ticket as the other engine checks it."""
     sent_blocks: dict[int, int]
+    """Index of the first unsent block of each full-attention group, by the group's index.
+
+    It only grows: after a preemption the chunks come again from token 0 with other blocks, and what was sent
+    stays sent.
+    """
     started: bool = False
+    """Some chunk was ordered to be sent."""
     ended: bool = False
+    """The last chunk was."""
 
 
 @dataclass(slots=True)
-class Consuming:
-    """A request whose transfer waits in staging; `settled` once the load was ordered or refused."""
+class ConsumingRequest:
+    """A request whose KV comes by a transfer."""
 
     ticket: Ticket
     settled: bool = False
+    """The load was ordered, or turned out to be impossible."""
 
 
-class SchedulingSide:
+class ConnectorScheduler:
     """Callbacks of `KVConnectorBase_V1` that run in the scheduler process.
 
-    A request carries nothing but a sealed ticket. Whatever is wrong with it (another engine's, expired,
+    A request carries nothing but sealed tickets. Whatever is wrong with one (another engine's, expired,
     another prompt's, forged) makes the request an ordinary local one.
     """
 
@@ -61,21 +66,21 @@ class SchedulingSide:
         self,
         name: str,
         key: bytes,
-        groups: Sequence[Group],
+        groups: Sequence[KvGroup],
         now_s: Callable[[], float] = time.time,
     ) -> None:
         self._name = name
         self._key = key
         self._groups = groups
         self._now_s = now_s
-        self._producing: dict[str, Producing] = {}
-        self._consuming: dict[str, Consuming] = {}
+        self._producing: dict[str, ProducingRequest] = {}
+        self._consuming: dict[str, ConsumingRequest] = {}
         self._orders = TransferMetadata()
 
     def on_new_request(self, request: "Request") -> None:
         """Read the request's tickets and take the roles that they give this engine: one sends, one loads."""
         params = request.kv_transfer_params
-        for parameter in (PARAMETER, FROM_PARAMETER) if isinstance(params, dict) else ():
+        for parameter in (TICKET_PARAMETER, PREFIX_TICKET_PARAMETER) if isinstance(params, dict) else ():
             sealed = params.get(parameter)
             if isinstance(sealed, str):
                 self._take_role(request, sealed)
@@ -109,7 +114,7 @@ class SchedulingSide:
             logger.warning("request %s: its prompt is not the one of its ticket", request.request_id)
             return
         sent = {g.index: g.first_block(ticket.num_tokens, ticket.skip_tokens) for g in self._full_groups()}
-        self._producing[request.request_id] = Producing(request, ticket, sealed, sent)
+        self._producing[request.request_id] = ProducingRequest(request, ticket, sealed, sent)
 
     def _start_consuming(self, request: "Request", ticket: Ticket) -> None:
         prompt = request.prompt_token_ids
@@ -118,11 +123,11 @@ class SchedulingSide:
             or len(prompt) <= ticket.num_tokens
             or _digest(request, prompt[: ticket.num_tokens]) != ticket.prompt_digest
         ):
-            # vLLM announces a request that it rejected, or that its client left early, as a phantom with the
-            # same parameters and another prompt: the staging must not wait for its time to live.
+            # vLLM announces a request that it rejected, or that its client left early, once more with the same
+            # parameters and another prompt: the staging must not wait for its time to live.
             self._orders.drops.append((ticket.transfer_id, "the decode request has another prompt"))
             return
-        self._consuming[request.request_id] = Consuming(ticket)
+        self._consuming[request.request_id] = ConsumingRequest(ticket)
 
     def num_external_tokens(self, request: "Request", local_tokens: int) -> int:
         """Tokens that staging adds to the local prefix hit; 0 means a local prefill.
@@ -156,7 +161,7 @@ class SchedulingSide:
             return
         local_tokens = ticket.num_tokens - external_tokens
         runs = self._runs(self._groups, blocks.get_block_ids(), ticket.num_tokens, local_tokens)
-        self._orders.loads.append(Load(request.request_id, ticket, local_tokens, runs))
+        self._orders.loads.append(LoadOrder(request.request_id, ticket, local_tokens, runs))
 
     def build_metadata(self, output: "SchedulerOutput") -> TransferMetadata:
         """This step's orders; runs before vLLM advances `num_computed_tokens`."""
@@ -176,7 +181,9 @@ class SchedulingSide:
                     orders.sends.append(send)
         return orders
 
-    def _next_send(self, producing: Producing, scheduled_tokens: int, block_ids: BlockIds) -> Send | None:
+    def _next_send(
+        self, producing: ProducingRequest, scheduled_tokens: int, block_ids: BlockIds
+    ) -> SendOrder | None:
         ticket, request = producing.ticket, producing.request
         start_tokens = request.num_computed_tokens
         if producing.ended or start_tokens >= ticket.num_tokens:
@@ -193,7 +200,7 @@ class SchedulingSide:
                 producing.sent_blocks[group.index] = end
         others = [group for group in self._groups if group.kind is not GroupKind.FULL]
         closing = self._runs(others, block_ids, ticket.num_tokens, 0) if final else ()
-        return Send(request.request_id, ticket, producing.sealed, tuple(streamed), closing, final)
+        return SendOrder(request.request_id, ticket, producing.sealed, tuple(streamed), closing, final)
 
     def request_finished(self, request: "Request", *, aborted: bool) -> bool:
         """True where the engine must keep the blocks until the worker side reports the send as finished.
@@ -211,21 +218,18 @@ class SchedulingSide:
         self._orders.held[request.request_id] = aborted
         return True
 
-    def live_requests(self) -> int:
-        """Requests with a ticket that have not ended."""
-        return len(self._producing) + len(self._consuming)
-
-    def _full_groups(self) -> list[Group]:
+    def _full_groups(self) -> list[KvGroup]:
         return [group for group in self._groups if group.kind is GroupKind.FULL]
 
     @staticmethod
     def _runs(
-        groups: Sequence[Group], block_ids: BlockIds, num_tokens: int, skip_tokens: int
+        groups: Sequence[KvGroup], block_ids: BlockIds, num_tokens: int, skip_tokens: int
     ) -> tuple[BlockRun, ...]:
         runs = []
         for group in groups:
-            first, end = group.first_block(num_tokens, skip_tokens), group.end_block(num_tokens)
-            runs.append(BlockRun(group.index, first, tuple(block_ids[group.index][first:end])))
+            moving = group.moving_blocks(num_tokens, skip_tokens)
+            ids = block_ids[group.index][moving.start : moving.stop]
+            runs.append(BlockRun(group.index, moving.start, tuple(ids)))
         return tuple(runs)
 
 

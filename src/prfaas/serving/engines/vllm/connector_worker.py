@@ -1,4 +1,4 @@
-"""One worker's transport endpoints: a receiver with its staging, a sender, and the sides that use them."""
+"""The connector inside a worker: a receiver with its staging, a sender, and the producer and consumer of KV."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -8,9 +8,9 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from prfaas.serving.engines.vllm.consumer import ConsumingSide
-from prfaas.serving.engines.vllm.layout import KVLayout, fingerprint
-from prfaas.serving.engines.vllm.producer import ProducingSide
+from prfaas.serving.engines.vllm.consumer import KvConsumer
+from prfaas.serving.engines.vllm.layout import KvLayout, fingerprint
+from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
@@ -26,16 +26,16 @@ def ranked(name: str, rank: int) -> str:
     return f"{name}/{rank}"
 
 
-class WorkerSide:
+class ConnectorWorker:
     """Everything that a worker process runs for transfers; rank r listens at `kv_port + r`."""
 
     def __init__(
-        self, receiver: Receiver, sender: Sender, producing: ProducingSide, consuming: ConsumingSide
+        self, receiver: Receiver, sender: Sender, producer: KvProducer, consumer: KvConsumer
     ) -> None:
         self._receiver = receiver
         self._sender = sender
-        self.producing = producing
-        self.consuming = consuming
+        self.producer = producer
+        self.consumer = consumer
 
     @classmethod
     def start(
@@ -46,12 +46,25 @@ class WorkerSide:
         kv_cache_config: KVCacheConfig,
         kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
         rank: int,
-    ) -> "WorkerSide":
-        """Open the KV port, connect to the peers, pre-fault the staging arena."""
-        layout = KVLayout.of_engine(kv_cache_config, kv_caches)
+    ) -> "ConnectorWorker":
+        """Open the KV port, connect to the peers, pre-fault the staging arena.
+
+        Args:
+            settings: this instance's part of the deployment.
+            key: of the deployment, 32 bytes.
+            vllm_config: for the fingerprint.
+            kv_cache_config: the engine's KV cache groups.
+            kv_caches: the KV tensor or tensors of every layer, by the layer's name.
+            rank: the tensor-parallel rank of this worker.
+
+        Raises:
+            LayoutError: a group or tensor that can't be moved as pages.
+            OSError: the KV port is taken.
+        """
+        layout = KvLayout.of_engine(kv_cache_config, kv_caches)
         marks = fingerprint(layout, vllm_config, get_conv_state_layout())
         logger.info("KV layout of %s: %s", settings.name, marks)
-        on_device = any(page_owner.device.type == "cuda" for page_owner in _tensors(kv_caches))
+        on_device = any(tensor.device.type == "cuda" for tensor in _tensors(kv_caches))
         arena = StagingArena(
             settings.staging_bytes,
             settings.transfer_block_bytes,
@@ -102,21 +115,21 @@ class WorkerSide:
         return cls(
             receiver,
             sender,
-            ProducingSide(layout, sender, settings.lease_s, stats),
-            ConsumingSide(layout, receiver, settings.load_wait_s, settings.staging_ttl_s, stats),
+            KvProducer(layout, sender, settings.lease_s, stats),
+            KvConsumer(layout, receiver, settings.load_wait_s, settings.staging_ttl_s, stats),
         )
 
     def take_stats(self) -> ConnectorStats | None:
         """Counters since the last call, None when nothing happened."""
-        stats = self.producing.stats
+        stats = self.producer.stats
         if stats.is_empty():
             return None
-        self.producing.stats = self.consuming.stats = ConnectorStats()
+        self.producer.stats = self.consumer.stats = ConnectorStats()
         return stats
 
     def close(self) -> None:
         """End every thread and socket, free the staging."""
-        self.consuming.close()
+        self.consumer.close()
         self._sender.close()
         self._receiver.close()
 

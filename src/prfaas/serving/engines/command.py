@@ -1,9 +1,9 @@
-"""The exact command that starts one vLLM server of a deployment."""
+"""The exact commands that start the engines of a deployment: a vLLM server, or stand-ins in one process."""
 
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from prfaas.core.deployment import Deployment, Instance, KvPeer
@@ -22,18 +22,19 @@ CPU_RETENTION_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class EngineCommand:
-    """`argv` to execute, and what `env` adds to the environment. No secret is in either."""
+    """How to start a process. It holds no secret."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
+    """What is added to the environment."""
 
     def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
         """`base` (default: this process's environment) with `env` laid over it."""
         return {**(os.environ if base is None else base), **self.env}
 
 
-def engine_command(deployment: Deployment, instance: Instance) -> EngineCommand:
-    """How to start `instance`. Reads the model's `config.json`, so the model must be there.
+def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
+    """How to start the vLLM server of `instance`. Reads the model's `config.json`, so the model must be there.
 
     Raises:
         ConfigError: the model's `config.json` is missing or of an unknown kind.
@@ -66,6 +67,17 @@ def engine_command(deployment: Deployment, instance: Instance) -> EngineCommand:
         env |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         env["VLLM_CPU_KVCACHE_SPACE"] = str(engine.kv_cache_gib)
     return EngineCommand(tuple(argv), {**env, **engine.env})
+
+
+def synthetic_command(deployment: Deployment, names: Sequence[str]) -> EngineCommand:
+    """How to start the instances `names` of `deployment`, all in one process."""
+    argv = [
+        *(sys.executable, "-m", "prfaas.serving.engines.synthetic"),
+        *("--state-dir", str(deployment.state_dir)),
+        str(deployment.path.absolute()),
+        *names,
+    ]
+    return EngineCommand(tuple(argv), {})
 
 
 def kv_transfer_config(deployment: Deployment, instance: Instance) -> dict[str, object]:
@@ -114,7 +126,7 @@ def _bandwidth_per_rank(peer: KvPeer, instance: Instance) -> float | None:
 
 def _retention(deployment: Deployment, kv_model: KvModel, on_cpu: bool) -> tuple[str, ...]:
     # vLLM refuses the option on models without windows or states, and a value that is no multiple of its
-    # block size; on CPUs blocks are 128 or 256 tokens, elsewhere nobody knows before the start.
+    # block size; on CPUs blocks are 128 or 256 tokens, elsewhere they are not known before the start.
     tokens = deployment.engine.prefix_cache_retention_tokens
     if tokens is None and on_cpu:
         tokens = CPU_RETENTION_TOKENS

@@ -1,4 +1,4 @@
-"""Producer and consumer worker sides over the real transport, with numpy memory in place of an engine's KV."""
+"""KV producer and consumer over the real transport, with numpy memory in place of an engine's KV."""
 
 import threading
 import time
@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from prfaas.serving.engines.vllm.consumer import ConsumingSide
-from prfaas.serving.engines.vllm.layout import Group, GroupKind, KVLayout
-from prfaas.serving.engines.vllm.metadata import BlockRun, Load, Send, TransferMetadata
+from prfaas.serving.engines.kv_groups import GroupKind
+from prfaas.serving.engines.vllm.consumer import KvConsumer
+from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout
+from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder, TransferMetadata
 from prfaas.serving.engines.vllm.pages import HostPages
-from prfaas.serving.engines.vllm.producer import ProducingSide
+from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
 from prfaas.serving.transport.receiver import Receiver
@@ -22,9 +23,9 @@ from prfaas.serving.transport.staging import StagingArena
 from prfaas.serving.transport.ticket import Ticket
 
 KEY = b"k" * 32
-FULL = Group(0, GroupKind.FULL, 16, 0, ("a0", "a1"))
-STATE = Group(1, GroupKind.STATE, 16, 0, ("g0", "g1", "g2"))
-WINDOW = Group(2, GroupKind.WINDOW, 8, 20, ("w0",))
+FULL = EngineGroup(0, GroupKind.FULL, 16, 0, ("a0", "a1"))
+STATE = EngineGroup(1, GroupKind.STATE, 16, 0, ("g0", "g1", "g2"))
+WINDOW = EngineGroup(2, GroupKind.WINDOW, 8, 20, ("w0",))
 GROUPS = (STATE, FULL, WINDOW)
 NUM_BLOCKS = 64
 PAGE_BYTES = {"a0": 4096, "a1": 4096, "g0": 1000, "g1": 1000, "g2": 1000, "w0": 512}
@@ -37,16 +38,16 @@ def memory(seed: int) -> dict[str, np.ndarray]:
     }
 
 
-def layout(kv: dict[str, np.ndarray]) -> KVLayout:
-    return KVLayout(GROUPS, {name: [HostPages(torch.from_numpy(pages))] for name, pages in kv.items()})
+def layout(kv: dict[str, np.ndarray]) -> KvLayout:
+    return KvLayout(GROUPS, {name: [HostPages(torch.from_numpy(pages))] for name, pages in kv.items()})
 
 
 @dataclass
 class Ends:
     east: dict[str, np.ndarray]
     home: dict[str, np.ndarray]
-    producing: ProducingSide
-    consuming: ConsumingSide
+    producing: KvProducer
+    consuming: KvConsumer
     receiver: Receiver
     sender: Sender
     arena: StagingArena
@@ -55,9 +56,12 @@ class Ends:
         """One engine step of the producer: hooks of the attention layers, then the end of the step."""
         self.producing.detach(orders.preempted)
         for name in ("a0", "a1", "w0"):
-            self.producing.save_layer(orders, name)
-        self.producing.end_step(orders)
+            self.producing.save_layer(orders.sends, name)
+        self.producing.end_step(orders.sends)
         self.producing.hold(orders.held)
+
+    def order(self, orders: TransferMetadata) -> None:
+        self.consuming.order(orders.loads, orders.drops)
 
     def finished(self, wait_s: float = 10.0) -> set[str]:
         done: set[str] = set()
@@ -120,8 +124,8 @@ def make_ends(lease_s: float = 20.0) -> Iterator[Ends]:
     )
     sender.start()
     stats = ConnectorStats()
-    producing = ProducingSide(east_layout, sender, lease_s, stats)
-    consuming = ConsumingSide(home_layout, receiver, 2.0, 5.0, stats)
+    producing = KvProducer(east_layout, sender, lease_s, stats)
+    consuming = KvConsumer(home_layout, receiver, 2.0, 5.0, stats)
     try:
         yield Ends(east, home, producing, consuming, receiver, sender, arena)
     finally:
@@ -144,7 +148,7 @@ def new_ticket(num_tokens: int, skip: int = 0, uses: int = 1) -> Ticket:
     )
 
 
-def table(group: Group, num_tokens: int, base: int) -> list[int]:
+def table(group: EngineGroup, num_tokens: int, base: int) -> list[int]:
     return [base + i for i in range(-(-num_tokens // group.block_tokens))]
 
 
@@ -170,7 +174,7 @@ def sends(
         )
         steps.append(
             TransferMetadata(
-                sends=[Send(request_id, ticket, sealed, runs, closing if final else (), final)],
+                sends=[SendOrder(request_id, ticket, sealed, runs, closing if final else (), final)],
             )
         )
     return steps
@@ -181,7 +185,7 @@ def load(ticket: Ticket, local_tokens: int, request_id: str = "d", base: int = 2
     for group in GROUPS:
         first = group.first_block(ticket.num_tokens, local_tokens)
         runs.append(BlockRun(group.index, first, tuple(table(group, ticket.num_tokens, base)[first:])))
-    return TransferMetadata(loads=[Load(request_id, ticket, local_tokens, tuple(runs))])
+    return TransferMetadata(loads=[LoadOrder(request_id, ticket, local_tokens, tuple(runs))])
 
 
 def assert_moved(
@@ -223,12 +227,12 @@ def test_pages_arrive_byte_for_byte(
         ends.step(orders)
     ends.step(TransferMetadata(held={"p": False}))
     assert ends.finished() == {"p"}
-    ends.consuming.order(load(ticket, local))
+    ends.order(load(ticket, local))
     assert ends.results() == ({"d"}, set())
     assert_moved(ends, ticket, local, before)
     assert ends.arena.used_blocks == 0
-    assert ends.producing.live_transfers() == 0
-    assert ends.consuming.live_loads() == 0
+    assert not ends.producing._open_sends
+    assert not ends.consuming._waiting and not ends.consuming._held
 
 
 def test_one_transfer_serves_as_many_requests_as_its_ticket_says(ends: Ends) -> None:
@@ -238,16 +242,16 @@ def test_one_transfer_serves_as_many_requests_as_its_ticket_says(ends: Ends) -> 
     ends.complete(ticket)
     for number, base in enumerate((10, 20, 30)):
         before = copy_of(ends.home)
-        ends.consuming.order(load(ticket, 0, f"d{number}", base))
+        ends.order(load(ticket, 0, f"d{number}", base))
         assert ends.results() == ({f"d{number}"}, set())
         assert_moved(ends, ticket, 0, before, base)
     assert ends.arena.used_blocks == 0
-    ends.consuming.order(load(ticket, 0, "one too many"))
+    ends.order(load(ticket, 0, "one too many"))
     assert ends.results() == ({"one too many"}, {"one too many"})
 
 
 def test_an_unknown_transfer_fails_at_once_and_once(ends: Ends) -> None:
-    ends.consuming.order(load(new_ticket(50), 0))
+    ends.order(load(new_ticket(50), 0))
     assert ends.results() == ({"d"}, {"d"})
     assert ends.consuming.results() == (set(), set())
 
@@ -259,7 +263,7 @@ def test_a_load_before_the_transfer_is_complete_waits_for_it(ends: Ends) -> None
     deadline_s = time.monotonic() + 5
     while ends.receiver.state(ticket.transfer_id) is None and time.monotonic() < deadline_s:
         time.sleep(0.002)
-    ends.consuming.order(load(ticket, 0))
+    ends.order(load(ticket, 0))
     assert ends.consuming.results() == (set(), set())
     ends.step(last)
     assert ends.results() == ({"d"}, set())
@@ -270,14 +274,14 @@ def test_a_preempted_prefill_sends_what_its_blocks_held_before_they_were_reused(
     first, last = sends(ticket, [64, 100])
     original = copy_of(ends.east)
     before = copy_of(ends.home)
-    ends.producing.save_layer(first, "a0")
-    ends.producing.save_layer(first, "a1")
+    ends.producing.save_layer(first.sends, "a0")
+    ends.producing.save_layer(first.sends, "a1")
     ends.step(TransferMetadata(preempted=["p"]))
     for name in ("a0", "a1"):
         ends.east[name][1:5] = 0
     ends.step(last)
     ends.complete(ticket)
-    ends.consuming.order(load(ticket, 0))
+    ends.order(load(ticket, 0))
     assert ends.results() == ({"d"}, set())
     ends.east.update(original)
     assert_moved(ends, ticket, 0, before)
@@ -288,7 +292,7 @@ def test_an_aborted_prefill_fails_the_load_and_frees_its_blocks(ends: Ends) -> N
     ends.step(sends(ticket, [50, 100])[0])
     ends.step(TransferMetadata(held={"p": True}))
     assert ends.finished() == {"p"}
-    ends.consuming.order(load(ticket, 0))
+    ends.order(load(ticket, 0))
     assert ends.results() == ({"d"}, {"d"})
 
 
@@ -338,7 +342,7 @@ def test_a_null_block_costs_the_transfer_not_the_engine(ends: Ends) -> None:
     ends.step(orders)
     ends.step(TransferMetadata(held={"p": False}))
     assert ends.finished() == {"p"}
-    ends.consuming.order(load(ticket, 0))
+    ends.order(load(ticket, 0))
     assert ends.results() == ({"d"}, {"d"})
 
 
@@ -349,6 +353,6 @@ def test_a_dropped_transfer_frees_its_staging(ends: Ends) -> None:
     ends.step(TransferMetadata(held={"p": False}))
     ends.finished()
     assert ends.arena.used_blocks > 0
-    ends.consuming.order(TransferMetadata(drops=[(ticket.transfer_id, "the client went away")]))
+    ends.order(TransferMetadata(drops=[(ticket.transfer_id, "the client went away")]))
     assert ends.arena.used_blocks == 0
-    ends.consuming.order(TransferMetadata(drops=[(ticket.transfer_id, "twice")]))
+    ends.order(TransferMetadata(drops=[(ticket.transfer_id, "twice")]))
