@@ -89,6 +89,35 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def is_rate_field(field: str) -> bool:
+    """Whether a field of the deployment file holds bits per second."""
+    return field.endswith("bandwidth")
+
+
+def field_number(option: str, field: str, text: str) -> float:
+    """The number for a field of the deployment file; a bandwidth may have a unit.
+
+    Raises:
+        CliError: no finite number.
+    """
+    import math
+
+    from prfaas.core.units import parse_bits_per_s
+
+    try:
+        value = float(text)
+    except ValueError:
+        if not is_rate_field(field):
+            raise CliError(f'{option}: "{text}" is no number') from None
+        try:
+            return parse_bits_per_s(text)
+        except ValueError as error:
+            raise CliError(f"{option}: {error}") from None
+    if not math.isfinite(value):
+        raise CliError(f'{option}: "{text}" is no number')
+    return value
+
+
 def example_path(name: str) -> Path:
     """`examples/NAME` beside an installed package, or in the repository that it was installed from.
 

@@ -1,6 +1,5 @@
 """`prfaas plan`: what a deployment can do, and how to divide its work best; with `--sweep`, over one of its numbers."""
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from prfaas.cli.common import AsJson, CliError, DeploymentPath, console, made_folder, print_json
+from prfaas.cli.common import (
+    AsJson,
+    CliError,
+    DeploymentPath,
+    console,
+    field_number,
+    is_rate_field,
+    made_folder,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -122,8 +130,7 @@ def parse_sweep(text: str) -> Sweep:
             f'--sweep "{text}": write FIELD=FROM:TO:COUNT, for example "links[0].bandwidth=1 Gbit/s:1 Tbit/s:50"'
         )
     field = field.strip()
-    is_rate = field.endswith("bandwidth")
-    first, last = (_number(text, part, is_rate) for part in parts[:2])
+    first, last = (field_number(f'--sweep "{text}"', field, part.strip()) for part in parts[:2])
     count = parts[2].strip()
     if not re.fullmatch(r"[0-9]+", count) or not 2 <= int(count) <= _MOST_VALUES:
         raise CliError(
@@ -135,31 +142,13 @@ def parse_sweep(text: str) -> Sweep:
     values = _spaced(first, last, int(count), is_geometric)
     if field.endswith("instance_count"):
         values = tuple(float(value) for value in dict.fromkeys(round(value) for value in values))
-    return Sweep(field, values, is_rate, is_geometric)
+    return Sweep(field, values, is_rate_field(field), is_geometric)
 
 
 def _spaced(first: float, last: float, count: int, is_geometric: bool) -> tuple[float, ...]:
     steps = [index / (count - 1) for index in range(count)]
     inner = [first * (last / first) ** x if is_geometric else first + (last - first) * x for x in steps[1:-1]]
     return (first, *inner, last)
-
-
-def _number(text: str, part: str, is_rate: bool) -> float:
-    from prfaas.core.units import parse_bits_per_s
-
-    part = part.strip()
-    try:
-        value = float(part)
-    except ValueError:
-        value = math.nan
-    if is_rate and math.isnan(value):
-        try:
-            return parse_bits_per_s(part)
-        except ValueError as error:
-            raise CliError(f'--sweep "{text}": {error}') from None
-    if not math.isfinite(value):
-        raise CliError(f'--sweep "{text}": "{part}" is no number')
-    return value
 
 
 def _plans(path: Path, sweep: Sweep) -> "Iterator[Plan]":

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from prfaas.cli.common import AsJson
+from prfaas.cli.common import AsJson, CliError, example_path, print_json
 
 _INTRO = """
 Written by `prfaas reproduce --out docs/explanation/reproduction.md`, from the data files and `examples/paper.yaml`
@@ -26,7 +26,6 @@ def reproduce(
 
     Example: prfaas reproduce --out docs/explanation/reproduction.md
     """
-    from prfaas.cli.common import CliError, example_path
     from prfaas.core.deployment import load_planned
     from prfaas.core.planner import make_plan, problem_of
     from prfaas.lab.report.reproduction import reproduction_page, sections, unexplained
@@ -40,11 +39,10 @@ def reproduce(
             raise CliError(f"{out}: can't be written ({error.strerror})") from error
         typer.echo(f"wrote {out}", err=True)
     if as_json:
-        import json
         from dataclasses import asdict
 
         rows = [{**asdict(row), "deviation": row.deviation} for section in result for row in section.rows]
-        typer.echo(json.dumps({"numbers": rows}, indent=2))
+        print_json({"numbers": rows})
     elif out is None:
         typer.echo(page, nl=False)
     missing = unexplained(result)

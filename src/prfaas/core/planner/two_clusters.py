@@ -17,7 +17,7 @@ from prfaas.core.planner.operating_point import (
     StageKind,
 )
 from prfaas.core.planner.problem import PlanError, PlanProblem, path
-from prfaas.core.planner.ttft import Pool, service_ttft
+from prfaas.core.planner.ttft import PrefillPoolLoad, service_ttft
 
 if TYPE_CHECKING:
     import numpy as np
@@ -214,7 +214,7 @@ def _settled(problem: PlanProblem, length: float) -> float:
     return lengths.high if p < _NOBODY else 0.0 if p > 1 - _NOBODY else length
 
 
-def pools_of(split: Split, length: float, n_prefill: int) -> tuple[Pool, ...]:
+def pools_of(split: Split, length: float, n_prefill: int) -> tuple[PrefillPoolLoad, ...]:
     """The prefill pools and their service times, by the exact distribution of lengths."""
     lengths = split.problem.workload.lengths
     smooth = lengths.atoms() is None
@@ -222,11 +222,13 @@ def pools_of(split: Split, length: float, n_prefill: int) -> tuple[Pool, ...]:
     short = lengths.fine_bins(up_to=length)
     if len(short.weights):
         seconds = split.pd.prefill_s(split.local.share * short.lengths)
-        pools.append(Pool(split.pd.name, n_prefill, seconds, short.weights, smooth))
+        pools.append(PrefillPoolLoad(split.pd.name, n_prefill, seconds, short.weights, smooth))
     long = lengths.fine_bins(above=length)
     if len(long.weights) and split.prfaas is not None and split.remote is not None:
         seconds = split.prfaas.prefill_s(split.remote.share * long.lengths)
-        pools.append(Pool(split.prfaas.name, split.prfaas.instances, seconds, long.weights, smooth))
+        pools.append(
+            PrefillPoolLoad(split.prfaas.name, split.prfaas.instances, seconds, long.weights, smooth)
+        )
     return tuple(pools)
 
 

@@ -1,24 +1,33 @@
-"""A link as the simulated deployment uses it: the fluid that carries, and what the board says of it."""
+"""A link as the simulated deployment uses it: the fluid that carries, and what policies are told of it."""
 
 from prfaas.core.scheduling import LinkView
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.lab.simulator.link import FluidLink
 
 LOOK_S = 0.5
-"""The board's facts of a link are this old at most; live, telemetry comes ten times a second."""
+"""What policies read of a link is this old at most; live, telemetry comes ten times a second."""
 
-# Egress is what was carried in about the last 2 s, as the live board has it.
+# Egress is what was carried in about the last 2 s, as live.
 _LOOKS = 4
 
 
-class Lane:
-    """`view` as `control.board` keeps it: bytes count against the link from the moment they are promised."""
+class MonitoredLink:
+    """Keeps a link's view as the live system does: bytes count against it from the moment they are promised."""
 
-    __slots__ = ("_history", "carried_s", "link", "promised_bytes", "view")
+    __slots__ = ("_history", "carried_s", "fluid", "promised_bytes", "view")
 
-    def __init__(self, view: LinkView, link: FluidLink) -> None:
+    view: LinkView
+    """What policies read."""
+    fluid: FluidLink
+    """What carries the transfers."""
+    promised_bytes: int
+    """Of requests that were accepted and whose KV has not arrived."""
+    carried_s: float
+    """When the link was last seen with any capacity."""
+
+    def __init__(self, view: LinkView, fluid: FluidLink) -> None:
         self.view = view
-        self.link = link
+        self.fluid = fluid
         self.promised_bytes = 0
         self._history = [(0.0, 0.0)] * _LOOKS
         self.carried_s = 0.0
@@ -41,9 +50,9 @@ class Lane:
                 view.drained_s = drained_s
 
     def look(self, now_s: float) -> None:
-        """What telemetry would say now."""
-        view, link = self.view, self.link
-        capacity = link.capacity_bits_per_s
+        """Bring the view up to date, as telemetry would."""
+        view, fluid = self.view, self.fluid
+        capacity = fluid.capacity_bits_per_s
         view.up = capacity > 0
         if capacity > 0:
             if capacity != view.capacity_bits_per_s:
@@ -52,7 +61,7 @@ class Lane:
                 )
                 view.capacity_bits_per_s = capacity
             self.carried_s = now_s
-        sent_bits = link.sent_bits
+        sent_bits = fluid.sent_bits
         since_s, before_bits = self._history.pop(0)
         self._history.append((now_s, sent_bits))
         if now_s > since_s:

@@ -1,25 +1,24 @@
 """How the deployment was over time, in a bounded number of samples."""
 
 from array import array
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from prfaas.lab.simulator.instance import Engine
-    from prfaas.lab.simulator.world import World
+from prfaas.lab.simulator.instance import Engine
+from prfaas.lab.simulator.world import World
 
 MOST_SAMPLES = 512
 
 
-class Series:
-    """Samples everything each `period_s`; when there are too many, every other one goes and the period doubles.
+class TimeSeries:
+    """Samples the whole deployment in equal steps of time.
 
-    Rates and utilisations are means since the sample before; queues, thresholds and roles are as they are then.
+    When there are too many samples, every other one goes and the step doubles. Rates and utilisations are means since
+    the sample before; queues, thresholds and roles are as they are at the sample.
     """
 
-    def __init__(self, world: "World", period_s: float = 1.0) -> None:
+    def __init__(self, world: World, period_s: float = 1.0) -> None:
         self._world = world
         self.period_s = period_s
         self._totals: dict[str, array[float]] = {}
@@ -55,9 +54,9 @@ class Series:
                 _add(totals, f"decode_there_s_{name}", self._there(f"d{name}", slots, now_s))
                 _add(levels, f"decode_queue_{name}", sum(clock.waiting for clock in clocks))
                 _add(levels, f"threshold_tokens_{name}", world.view.threshold_tokens.get(name, float("inf")))
-        for lane in world.lanes.values():
-            _add(totals, f"sent_bits_{lane.link.name}", lane.link.sent_bits)
-            _add(levels, f"capacity_bits_per_s_{lane.link.name}", lane.link.capacity_bits_per_s)
+        for link in world.links.values():
+            _add(totals, f"sent_bits_{link.fluid.name}", link.fluid.sent_bits)
+            _add(levels, f"capacity_bits_per_s_{link.fluid.name}", link.fluid.capacity_bits_per_s)
         if len(self.times) > MOST_SAMPLES:
             self._halve()
         if not self.is_over:
@@ -88,8 +87,8 @@ class Series:
                 found[f"egress_bits_per_s_{name.removeprefix('sent_bits_')}"] = values
         return found
 
-    def _used(self, key: str, engines: "list[Engine]", now_s: float, *, of_prefill: bool) -> float:
-        """Seconds of work so far that instances did in this role; what others do by the way doesn't count."""
+    def _used(self, key: str, engines: list[Engine], now_s: float, *, of_prefill: bool) -> float:
+        """Seconds of work so far that instances did while they had this role."""
         used_s = self._used_s.get(key, 0.0)
         for engine in engines:
             if of_prefill:
