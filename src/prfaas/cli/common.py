@@ -1,11 +1,4 @@
-"""Arguments that several commands share.
-
-Errors that end a command with one sentence and exit code 2.
-
-What commands write to stdout: JSON that any reader takes, and tables that fit.
-
-The deployment files that come with prfaas.
-"""
+"""What the commands share: arguments, errors that end a command with one sentence, JSON and tables on stdout."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,9 +16,20 @@ class CliError(Exception):
 # Heavy libraries that are only there with an engine installed.
 _ENGINE_MODULES = {"vllm", "torch", "transformers", "safetensors"}
 
+# The commands that need more than the base installation, by extra of pyproject.toml. tests/test_extras.py holds
+# them together.
+PLAN_COMMANDS = ("plan", "simulate", "study", "reproduce", "bandwidth", "profile")
+GATEWAY_COMMANDS = ("up", "serve", "doctor", "demo", "replay", "engine")
+_OWNERS = {"plan": "the planner's", "gateway": "the gateway's"}
 
-def sentence(error: Exception) -> str | None:
-    """What to tell the user about an error that they can mend; None for one of ours."""
+
+def sentence(error: Exception, command: str = "") -> str | None:
+    """What to tell the user about an error that they can mend; None for one of ours.
+
+    Args:
+        error: what ended the command.
+        command: its name, for example "plan".
+    """
     # Late, so that `prfaas --help` doesn't pay for what it doesn't need.
     from prfaas.core.deployment import DeploymentError
     from prfaas.core.kv import ConfigError
@@ -38,12 +42,24 @@ def sentence(error: Exception) -> str | None:
     known = (CliError, DeploymentError, EngineError, ConfigError, PlanError, ProfileError, KeyFileError)
     if isinstance(error, (*known, WorkloadError)):
         return str(error)
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in _ENGINE_MODULES:
-        return (
-            f"{error.name} is not installed in this environment; "
-            "`make setup` installs vLLM's CPU build, `pip install 'prfaas[engine]'` the one for GPUs"
-        )
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        return _missing(error.name.split(".")[0], command)
     return None
+
+
+def _missing(package: str, command: str) -> str | None:
+    if package in _ENGINE_MODULES:
+        return (
+            f"{package} is not installed in this environment; "
+            "`make setup` installs vLLM's CPU build, `pip install vllm` the one for GPUs"
+        )
+    extra = "plan" if command in PLAN_COMMANDS else "gateway" if command in GATEWAY_COMMANDS else None
+    if package == "prfaas" or extra is None:
+        return None
+    return (
+        f"`prfaas {command}` needs {_OWNERS[extra]} packages ({package} is missing): "
+        f"pip install 'prfaas[{extra}]'"
+    )
 
 
 def console(pipe_columns: int = 120) -> "Console":
@@ -119,18 +135,17 @@ def field_number(option: str, field: str, text: str) -> float:
 
 
 def example_path(name: str) -> Path:
-    """`examples/NAME` beside an installed package, or in the repository that it was installed from.
+    """The path of `examples/NAME`.
 
     Raises:
         CliError: it is not there.
     """
-    import prfaas
+    from prfaas.core.deployment import examples
 
-    package = Path(prfaas.__file__).parent
-    for directory in (package / "examples", package.parents[1] / "examples"):
-        if (directory / name).is_file():
-            return directory / name
-    raise CliError(f"examples/{name} is not installed with this prfaas")
+    try:
+        return examples.example_path(name)
+    except FileNotFoundError:
+        raise CliError(f"examples/{name} is not installed with this prfaas") from None
 
 
 DeploymentPath = Annotated[

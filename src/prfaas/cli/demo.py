@@ -107,7 +107,7 @@ class _Shown:
 
     @contextlib.contextmanager
     def starting(self, engines: "RunningEngines") -> "Iterator[Callable[[EngineProgress], None]]":
-        from prfaas.cli.engine_progress import shown_progress
+        from prfaas.cli.up import shown_progress
 
         with shown_progress(engines) as lines:
             yield lines.show

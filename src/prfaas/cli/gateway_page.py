@@ -5,18 +5,9 @@ import json
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from prfaas.cli.common import CliError
-
-Where = Annotated[
-    str,
-    typer.Argument(
-        metavar="DEPLOYMENT|URL", help="The deployment file, or the gateway's URL (http://host:port)."
-    ),
-]
 
 _TIMEOUT_S = 10.0
 _MAX_BYTES = 64 << 20

@@ -16,6 +16,7 @@ from prfaas.cli.demo import demo
 from prfaas.cli.doctor import doctor
 from prfaas.cli.engine import engine
 from prfaas.cli.explain import explain
+from prfaas.cli.init import init
 from prfaas.cli.key import key
 from prfaas.cli.models import model, models
 from prfaas.cli.plan import plan
@@ -36,6 +37,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (
+    init,
     up,
     serve,
     engine,
@@ -82,7 +84,7 @@ def main() -> None:
     try:
         app()
     except Exception as error:
-        text = sentence(error)
+        text = sentence(error, next((word for word in sys.argv[1:] if not word.startswith("-")), ""))
         if text is None:
             raise
         print(f"prfaas: {text}", file=sys.stderr)

@@ -5,14 +5,18 @@ from typing import Annotated
 import typer
 
 from prfaas.cli.common import AsJson, console
-from prfaas.cli.gateway_page import Where
 
 _PERIOD_S = 1.0
 _PATH = "/prfaas/state"
 
 
 def status(
-    where: Where,
+    where: Annotated[
+        str,
+        typer.Argument(
+            metavar="DEPLOYMENT|URL", help="The deployment file, or the gateway's URL (http://host:port)."
+        ),
+    ],
     watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until Ctrl-C.")] = False,
     as_json: AsJson = False,
 ) -> None:

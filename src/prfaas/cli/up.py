@@ -1,7 +1,8 @@
 """`prfaas up`: a whole deployment on this machine."""
 
-import asyncio
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,10 @@ import typer
 from prfaas.cli.common import DeploymentPath
 
 if TYPE_CHECKING:
-    from prfaas.serving.engines.running import RunningEngines
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+    from prfaas.serving.engines.running import EngineProgress, RunningEngines
 
 _WATCH_S = 1.0
 
@@ -23,8 +27,7 @@ def up(deployment: DeploymentPath) -> None:
 
     Example: prfaas up examples/local.yaml
     """
-    from prfaas.cli.engine_progress import shown_progress
-    from prfaas.cli.gateway_process import check_gateway_port, run_gateway
+    from prfaas.cli.serve import check_gateway_port, run_gateway
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.engines.running import RunningEngines
 
@@ -54,6 +57,8 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 async def _report_deaths(engines: "RunningEngines") -> None:
+    import asyncio
+
     alive = set(engines.names)
     while alive:
         await asyncio.sleep(_WATCH_S)
@@ -65,3 +70,38 @@ async def _report_deaths(engines: "RunningEngines") -> None:
                     f"see {engines.log_path(name)}",
                     err=True,
                 )
+
+
+class _Lines:
+    """One line per engine: a spinner that becomes a mark on terminals, plain text once it is ready elsewhere."""
+
+    def __init__(self, console: "Console", progress: "Progress", names: tuple[str, ...]) -> None:
+        self._console = console
+        self._progress = progress
+        self._tasks: dict[str, TaskID] = {
+            name: progress.add_task(name, total=1, state="starting") for name in names
+        }
+
+    def show(self, step: "EngineProgress") -> None:
+        if step.state != "ready":
+            return
+        self._progress.update(self._tasks[step.name], completed=1, state="ready")
+        if not self._console.is_terminal:
+            self._console.print(f"{step.name}: ready after {step.elapsed_s:.0f} s")
+
+
+@contextmanager
+def shown_progress(engines: "RunningEngines") -> Iterator[_Lines]:
+    """Progress on stderr; pass `.show` to `RunningEngines.wait_ready`."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (
+        SpinnerColumn(finished_text="✓"),
+        TextColumn("{task.description}"),
+        TextColumn("{task.fields[state]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        yield _Lines(console, progress, tuple(engines.names))

@@ -18,14 +18,15 @@ def example_path(name: str) -> Path:
     """The path of one example.
 
     Args:
-        name: with or without ".yaml", for example "local".
+        name: of a deployment file, with or without ".yaml", for example "local"; or of another file there, for
+            example "traces/mooncake_burst.jsonl.gz".
 
     Raises:
         FileNotFoundError: there is none of that name; the text says which there are.
     """
-    files = example_files()
-    path = files.get(name) or files.get(f"{name}.yaml")
-    if path is None:
-        known = ", ".join(file.removesuffix(".yaml") for file in files) or "none with this installation"
-        raise FileNotFoundError(f'there is no example "{name}"; there are {known}')
-    return path
+    for folder in _FOLDERS:
+        for path in (folder / name, folder / f"{name}.yaml"):
+            if path.is_file():
+                return path
+    known = ", ".join(file.removesuffix(".yaml") for file in example_files()) or "none with this installation"
+    raise FileNotFoundError(f'there is no example "{name}"; there are {known}')

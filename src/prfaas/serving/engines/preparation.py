@@ -44,7 +44,7 @@ def ensure_vllm() -> None:
     if importlib.util.find_spec("vllm") is None:
         raise EngineError(
             "vLLM is not installed in this environment; "
-            "`make setup` installs its CPU build, `pip install 'prfaas[engine]'` the one for GPUs"
+            "`make setup` installs its CPU build, `pip install vllm` the one for GPUs"
         )
 
 
