@@ -210,8 +210,7 @@ class LivePlane:
             with self.cluster_state.prefilling(decision) as prefill:
                 yield prefill
         except Exception:
-            # A producer that was suspected for it and still lives: the way is what failed. A client's fault
-            # suspects nobody.
+            # The producer is suspected and still lives: so the link failed. After a client's fault it is no suspect.
             if self.health.is_suspect(decision.prefill) and not self.health.is_dead(decision.prefill):
                 self.links.failed(pair)
             raise
