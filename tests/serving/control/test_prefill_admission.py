@@ -20,14 +20,14 @@ class Yard:
     def __init__(self, deployment: Deployment, clock: FakeClock) -> None:
         self.cluster_state: ClusterState = cluster_state_of(deployment, clock)
         self.held: dict[str, int] = {}
-        self.turns = PrefillAdmission(
+        self.admission = PrefillAdmission(
             self.cluster_state, batch_tokens=2048, reusable_at=lambda _chains, name: self.held.get(name, 0)
         )
         self.log: list[str] = []
 
     def asks(self, label: str, what: Decision, hold: asyncio.Event | None = None) -> "asyncio.Task[None]":
         async def whole() -> None:
-            async with self.turns.admit(what, CHAINS) as mine:
+            async with self.admission.admit(what, CHAINS) as mine:
                 self.log.append(f"{label} at {mine.prefill}")
                 if hold is not None:
                     await hold.wait()
@@ -84,8 +84,8 @@ def test_another_instance_computes_what_it_does_not_hold(deployment: Deployment,
         yard = Yard(deployment, clock)
         yard.held = {"far-1": 1000}
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(yard.turns.admit(urgent(0.0), CHAINS))
-            mine = await stack.enter_async_context(yard.turns.admit(urgent(0.0, tokens=3000), CHAINS))
+            await stack.enter_async_context(yard.admission.admit(urgent(0.0), CHAINS))
+            mine = await stack.enter_async_context(yard.admission.admit(urgent(0.0, tokens=3000), CHAINS))
             assert (mine.prefill, mine.prefill_tokens) == ("far-1", 4000)
 
     asyncio.run(main())
@@ -101,7 +101,7 @@ def test_who_goes_away_leaves_nothing_behind(deployment: Deployment, clock: Fake
         await settled()
         gone.cancel()
         await settled()
-        assert yard.turns.waiting("far") == 1
+        assert yard.admission.waiting("far") == 1
         hold.set()
         await asyncio.gather(*held, stays)
         assert yard.log[2:] == ["stays at far-0"] or yard.log[2:] == ["stays at far-1"]
@@ -142,7 +142,7 @@ def test_nobody_waits_for_an_instance_that_is_gone(
         await settled()
         for name in ("far-0", "far-1") if all_gone else ("far-0",):
             yard.cluster_state.instance(name).healthy = False
-            yard.turns.changed(name)
+            yard.admission.changed(name)
         if not all_gone:
             hold.set()
         await asyncio.wait_for(bound, 60)
@@ -159,6 +159,6 @@ def test_without_urgency_nobody_waits(deployment: Deployment, clock: FakeClock) 
         plain = decision("far-0", "home-d0", prefill_tokens=5000)
         async with AsyncExitStack() as stack:
             for _ in range(3):
-                assert await stack.enter_async_context(yard.turns.admit(plain, CHAINS)) is plain
+                assert await stack.enter_async_context(yard.admission.admit(plain, CHAINS)) is plain
 
     asyncio.run(main())

@@ -206,7 +206,7 @@ def test_roles_are_converted_when_the_measurements_agree(tmp_path: Path, clock: 
 def test_allocation_can_be_switched_off(
     tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prfaas.serving.control.role_allocation._TICK_S", 0.001)
+    monkeypatch.setattr("prfaas.serving.control.role_allocation.DRAIN_CHECK_S", 0.001)
     evaluated = []
     for text in ("window_s: 600 -> window_s: 600, allocation: false", "window_s: 600 -> window_s: 599"):
         slow = Slow(deployment_of(tmp_path, change=text), clock)

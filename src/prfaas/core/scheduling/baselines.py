@@ -14,6 +14,7 @@ from prfaas.core.scheduling.candidates import (
     decode_choices,
     kv_bytes_to,
     prefill_by,
+    prefillers,
     streamed,
     usable_link,
 )
@@ -28,7 +29,7 @@ from prfaas.core.scheduling.routing import (
     uncached_tokens,
     with_cache,
 )
-from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View, prefillers
+from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
 
 
 @dataclass(frozen=True, slots=True)

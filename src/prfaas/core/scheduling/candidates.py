@@ -4,7 +4,7 @@ A `PrefillCandidate` carries what is predicted of one way to prefill.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from prfaas.core.scheduling.decision import CacheTransfer, RoutingRequest
@@ -14,10 +14,20 @@ from prfaas.core.scheduling.view import (
     LinkView,
     NoDecodeInstanceError,
     View,
-    decoders,
-    prefillers,
 )
 from prfaas.core.units import BITS_PER_BYTE
+
+
+def prefillers(instances: Iterable[InstanceView], avoid: Collection[str]) -> list[InstanceView]:
+    """Those of `instances` that may be given prefills."""
+    able = [each for each in instances if each.prefills and each.healthy and not each.draining]
+    return [each for each in able if each.name not in avoid] if avoid else able
+
+
+def decoders(instances: Iterable[InstanceView], avoid: Collection[str]) -> list[InstanceView]:
+    """Those of `instances` that may be given requests to decode."""
+    able = [each for each in instances if each.decodes and each.healthy and not each.draining]
+    return [each for each in able if each.name not in avoid] if avoid else able
 
 
 # Not frozen, like all that doesn't outlive a decision: a frozen one takes five times as long to make.

@@ -1,6 +1,5 @@
 """How an instance changes its role without losing or slowing a request: it drains, then it gets the new role."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,8 +42,3 @@ class RoleDrain:
             return None
         self.instance.draining = False
         return result
-
-
-def prefill_instances(instances: Iterable[InstanceView]) -> int:
-    """Healthy ones that prefill; those that drain count for the role that they will have."""
-    return sum(each.prefills != each.draining and each.healthy for each in instances)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import PdCluster, PlanError, PlanLink, PlanProblem, PrfaasCluster, ServiceModel
 from prfaas.core.planner.fixed_roles import PrefillSide, even_spread, prefill_sides
-from prfaas.core.scheduling.view import ClusterKind
+from prfaas.core.scheduling.view import ClusterKind, InstanceView
 from prfaas.core.workload import Bins, Empirical, LengthDistribution, Workload
 
 if TYPE_CHECKING:
@@ -262,6 +262,11 @@ class LinkFacts:
     source: str
     target: str
     bandwidth_bits_per_s: float
+
+
+def prefill_instances(instances: Iterable[InstanceView]) -> int:
+    """Healthy ones that prefill; those that drain count for the role that they will have."""
+    return sum(each.prefills != each.draining and each.healthy for each in instances)
 
 
 def problem_now(

@@ -5,7 +5,7 @@ build it anew for every request would cost more than the decision (docs/explanat
 All times are seconds of one clock, `View.now_s`.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -39,18 +39,6 @@ class InstanceView:
     """How many of them keep the SLO, at least 1."""
     seen_s: float = 0.0
     """When the engine last answered."""
-
-
-def prefillers(instances: Iterable[InstanceView], avoid: Collection[str]) -> list[InstanceView]:
-    """Those of `instances` that may be given prefills."""
-    able = [each for each in instances if each.prefills and each.healthy and not each.draining]
-    return [each for each in able if each.name not in avoid] if avoid else able
-
-
-def decoders(instances: Iterable[InstanceView], avoid: Collection[str]) -> list[InstanceView]:
-    """Those of `instances` that may be given requests to decode."""
-    able = [each for each in instances if each.decodes and each.healthy and not each.draining]
-    return [each for each in able if each.name not in avoid] if avoid else able
 
 
 @dataclass(slots=True)

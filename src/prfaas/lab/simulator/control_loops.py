@@ -6,7 +6,7 @@ from typing import Any
 from prfaas.core.deployment import Role
 from prfaas.core.planner import KvSize, PlanError, PlanProblem
 from prfaas.core.scheduling.allocation import COOL_DOWN_PERIODS, Allocator
-from prfaas.core.scheduling.role_drain import DRAIN_CHECK_S, RoleDrain, prefill_instances
+from prfaas.core.scheduling.role_drain import DRAIN_CHECK_S, RoleDrain
 from prfaas.core.scheduling.stage_utilisation import InstanceWork, StageUtilisation
 from prfaas.core.scheduling.threshold import (
     SETTLE_S,
@@ -14,6 +14,7 @@ from prfaas.core.scheduling.threshold import (
     LinkFacts,
     Reason,
     ThresholdOptimiser,
+    prefill_instances,
     problem_now,
 )
 from prfaas.core.workload import LengthDistribution, WorkloadError

@@ -6,9 +6,9 @@ import numpy as np
 
 from prfaas.core.prefix.index import PrefixHit
 from prfaas.core.scheduling import Policy, RoutingRequest, policy_named
+from prfaas.core.scheduling.candidates import prefillers
 from prfaas.core.scheduling.prefill_pool import PrefillPool
 from prfaas.core.scheduling.threshold import LengthWindow
-from prfaas.core.scheduling.view import prefillers
 from prfaas.lab.simulator.capacity import CapacityProcess, Interrupted
 from prfaas.lab.simulator.events import Events
 from prfaas.lab.simulator.instance import Engine, Job, JobStage

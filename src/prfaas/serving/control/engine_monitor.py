@@ -37,8 +37,10 @@ _LABEL = re.compile(rb'(\w+)="([^"]*)"')
 
 @dataclass(frozen=True, slots=True)
 class EngineReading:
-    """One look at an engine's own counters, summed over its data-parallel engines. Totals start again with the
-    process. Absent metrics are 0, `started_at_s` (Unix time) and the cache's facts None."""
+    """An engine's own counters at one moment, summed over its data-parallel engines.
+
+    Totals start again with the process. An absent metric is 0; absent facts of the process and its cache are None.
+    """
 
     running: int
     waiting: int
@@ -50,6 +52,7 @@ class EngineReading:
     output_tokens: float
     outputs: float
     started_at_s: float | None
+    """Unix time of the process's start."""
     block_tokens: int | None
     cache_tokens: int | None
 
@@ -245,7 +248,7 @@ _WINDOW_S = 60.0
 
 
 class EngineMonitor:
-    """One meter per instance, the counts of foreign requests on the cluster_state, and who was restarted."""
+    """Asks every engine for its counters, and keeps one meter per instance."""
 
     def __init__(
         self,
@@ -284,7 +287,7 @@ class EngineMonitor:
             await asyncio.gather(*asked, return_exceptions=True)
 
     async def ask(self, instance: Instance) -> None:
-        """One look at one engine; no answer is no wake."""
+        """One look at one engine; without an answer nothing changes."""
         text = await self._http.metrics(instance, _ANSWER_S)
         if text is None:
             self.failures += 1

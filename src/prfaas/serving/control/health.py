@@ -26,10 +26,10 @@ class _Suspicion:
 
 
 class HealthWatch:
-    """An instance that failed is out of routing at once, and back in by a good probe, 3 s later at the earliest.
+    """An instance that failed leaves routing at once. A good probe brings it back, 3 s later at the earliest.
 
-    Suspects are probed every second, the others every five. A probe that gets no answer in time changes nothing:
-    the engine may just be busy. One that is refused, or answered with an error, makes a suspect.
+    Suspects are probed every second, the others every five. A probe without an answer in time changes nothing, since
+    the engine may be busy. One that is refused, or answered with an error, makes the instance a suspect.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class HealthWatch:
             await self.probe_due()
 
     async def probe_due(self) -> None:
-        """Probe everybody whose turn it is."""
+        """Probe the instances that are due."""
         now_s = self._clock()
         due = [name for name, next_s in self._next_s.items() if name in self._suspects or now_s >= next_s]
         for name in due:

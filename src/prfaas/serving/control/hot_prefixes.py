@@ -1,4 +1,4 @@
-"""Which prefixes would be worth copying to another cluster. Decisions only: they are logged, counted and shown."""
+"""Which prefixes would be worth copying to another cluster. No bytes move: decisions are logged and counted."""
 
 import asyncio
 import logging
@@ -23,10 +23,10 @@ class HotPrefixes:
         cluster_state: ClusterState,
         *,
         clock: Clock,
-        on_copy: Callable[[Copy], None],
+        on_copy: Callable[[], None],
         rebalancer: Rebalancer | None = None,
     ) -> None:
-        """`on_copy` is called with every copy that is decided."""
+        """`on_copy` is called at every copy that is decided."""
         self._cluster_state = cluster_state
         self._clock = clock
         self._on_copy = on_copy
@@ -58,7 +58,7 @@ class HotPrefixes:
         for copy in self._rebalancer.decide(fresh, now_s):
             self.decided += 1
             self._recent.append((now_s, copy))
-            self._on_copy(copy)
+            self._on_copy()
             logger.info(
                 "worth copying: %d tokens from %s to %s, missed %.1f times",
                 copy.tokens,

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.kv import KvModel
-from prfaas.core.prefix import NOTHING, GlobalIndex, PromptChains
+from prfaas.core.prefix import GlobalIndex, PromptChains
 from prfaas.core.prefix.events import EventBatch
 from prfaas.core.scheduling import Decision, Policy, RoutingRequest, policy_named
 from prfaas.core.scheduling.threshold import LengthWindow
@@ -32,9 +32,9 @@ from prfaas.serving.control.thresholds import Thresholds
 
 
 class LivePlane:
-    """Implements `gateway.control_plane.ControlPlane`. Make it, and use it, inside one running event loop.
+    """Implements `gateway.control_plane.ControlPlane`. It belongs to one running event loop.
 
-    Nothing is asked of an engine before `run`; until then routing goes by the deployment file alone.
+    Before `run` no engine is asked anything, and requests are routed by the deployment file alone.
     """
 
     def __init__(
@@ -92,9 +92,7 @@ class LivePlane:
         self.prefill_admission = PrefillAdmission(
             self.cluster_state,
             batch_tokens=deployment.engine.max_num_batched_tokens,
-            reusable_at=lambda chains, name: (
-                self.prefix_knowledge.match(chains).held.get(name, NOTHING).reusable_tokens
-            ),
+            reusable_at=self.prefix_knowledge.reusable_at,
         )
         self.event_feed = EventFeed(endpoints, apply=self._apply, drop=self._drop)
         self.engines = EngineMonitor(
@@ -139,9 +137,7 @@ class LivePlane:
             self.role_changes,
             clock=clock,
         )
-        self.hot_prefixes = HotPrefixes(
-            self.cluster_state, clock=clock, on_copy=lambda _copy: self.metrics.copies.inc()
-        )
+        self.hot_prefixes = HotPrefixes(self.cluster_state, clock=clock, on_copy=self.metrics.copies.inc)
         self._overview = Overview(
             deployment,
             clock(),
@@ -214,8 +210,7 @@ class LivePlane:
             with self.cluster_state.prefilling(decision) as prefill:
                 yield prefill
         except Exception:
-            # A producer that was suspected for it and still lives: the way is what failed. A client's fault
-            # suspects nobody.
+            # The producer is suspected and still lives: so the link failed. After a client's fault it is no suspect.
             if self.health.is_suspect(decision.prefill) and not self.health.is_dead(decision.prefill):
                 self.links.failed(pair)
             raise

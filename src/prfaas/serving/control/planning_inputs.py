@@ -10,8 +10,7 @@ from prfaas.core.kv import ConfigError, KvModel, model_from_directory
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import KvSize, PlanProblem
 from prfaas.core.scheduling import ClusterView, InstanceView, KvFacts, LinkView, View
-from prfaas.core.scheduling.role_drain import prefill_instances
-from prfaas.core.scheduling.threshold import ClusterFacts, LinkFacts, problem_now
+from prfaas.core.scheduling.threshold import ClusterFacts, LinkFacts, prefill_instances, problem_now
 from prfaas.core.workload import LengthDistribution
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter

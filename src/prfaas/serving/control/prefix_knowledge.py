@@ -214,6 +214,10 @@ class PrefixKnowledge:
             held[name] = _longer(held.get(name, NOTHING), self._sent(name, PrefixHit(tokens, tokens)))
         return PrefixMatch(held, proven)
 
+    def reusable_at(self, chains: PromptChains, name: str) -> int:
+        """Tokens of a prompt that a prefill at instance `name` need not compute."""
+        return self.match(chains).held.get(name, NOTHING).reusable_tokens
+
     def missed_prefix(
         self, prefill: str, chains: PromptChains, held: Mapping[str, PrefixHit]
     ) -> MissedPrefix | None:

@@ -52,7 +52,7 @@ class Overview:
 
 
 def state_of(plane: Overview, now_s: float) -> Json:
-    """Ages and waits in seconds, sizes in bytes, lengths in tokens; None for what nobody has told yet.
+    """Ages and waits in seconds, sizes in bytes, lengths in tokens; None for what is not known yet.
 
     No prompts, no keys, no addresses.
     """
