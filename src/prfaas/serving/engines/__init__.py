@@ -2,4 +2,4 @@
 
 
 class EngineError(RuntimeError):
-    """An engine can't be started, or ended before it was ready; the message is for whoever started it."""
+    """An engine can't be started, or ended before it was ready; the message is for the person who started it."""

@@ -1,7 +1,4 @@
-"""What must be on this machine before an engine or the gateway starts: the model and the key.
-
-Whether a port can be taken on this machine.
-"""
+"""What must be on this machine before an engine or the gateway starts: vLLM, the model, the key, free ports."""
 
 import errno
 import importlib.util

@@ -107,10 +107,10 @@ class Observer:
         return transfer_id in self._announced
 
     async def abandon(self, transfer_id: bytes, reason: str) -> None:
-        """Tell the receiver to drop a transfer, or to refuse it if it has not come yet.
+        """Ask the receiver to drop a transfer, or to refuse it if it has not come yet.
 
         Raises:
-            ConnectionError: it cannot be told; its own deadlines drop the transfer then.
+            ConnectionError: it cannot be reached; its own deadlines drop the transfer then.
         """
         await self.connect()
         self._send(pack_control(FrameType.ABANDON, transfer_id, {"reason": reason[:4096]}))

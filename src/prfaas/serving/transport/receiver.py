@@ -97,7 +97,7 @@ class Receiver:
             self._threads.append(thread)
 
     def close(self) -> None:
-        """End every thread and connection, free every lease that nobody took; idempotent."""
+        """End every thread and connection, free every lease that was not taken; idempotent."""
         self._closing.set()
         if self._listener is not None:
             shut(self._listener)

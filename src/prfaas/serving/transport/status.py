@@ -1,4 +1,4 @@
-"""What is known about one transfer at the consumer, as told to the engine and to observers."""
+"""What is known about one transfer at the consumer, as the engine and observers see it."""
 
 import enum
 from collections.abc import Mapping

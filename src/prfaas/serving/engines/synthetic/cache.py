@@ -1,6 +1,7 @@
-"""The prefix cache of one stand-in: what it can reuse, and the events that tell the world.
+"""The prefix cache of one stand-in: its pages, what it can reuse of them, and the events that it publishes.
 
-The pages of one stand-in: which block of which group is held, pinned by whom, evicted when.
+Pages are the blocks of all groups: each is pinned by the running requests that need it, or idle and evicted when
+another needs its room.
 """
 
 import asyncio
@@ -27,13 +28,16 @@ Deviations = tuple[int, ...]
 
 @dataclass(slots=True, eq=False)
 class Page:
-    """One copy of one block. `key` names the prefix that it ends; `holders`: running requests that need it."""
+    """One copy of one block."""
 
     group: int
     key: int
+    """Digest of the prefix that the block ends."""
     deviations: Deviations
     holders: int = 0
+    """Running requests that need it."""
     cached: bool = True
+    """Lookups may find it."""
 
 
 class PagePool:
@@ -98,7 +102,7 @@ class PagePool:
         return evicted
 
     def clear(self) -> None:
-        """Forget every block; running requests keep their pages but nobody finds them any more."""
+        """Forget every block; running requests keep their pages, but no lookup finds them any more."""
         for copies in self._copies.values():
             for page in copies:
                 page.cached = False
@@ -181,17 +185,17 @@ _PLACE = Struct("<QQQ")
 
 @dataclass(slots=True)
 class Context:
-    """The KV of one request: its tokens, and where it differs from what they give.
-
-    `salt` and `adapter` keep tenants and LoRA adapters apart. `taint` is 0 as long as every page is sound; any
-    other value changes everything that is computed from here on, the answer's tokens among it.
-    """
+    """The KV of one request: its tokens, and where it differs from what they give."""
 
     chain: TokenChain
     salt: str = ""
+    """Keeps tenants apart."""
     adapter: str = ""
+    """Keeps LoRA adapters apart."""
     taint: int = 0
+    """0 while every page is sound; any other value changes all that is computed later, also the answer's tokens."""
     deviations: dict[tuple[int, int], Deviations] = field(default_factory=dict)
+    """Of unsound pages, by group and block."""
 
     def use(self, group: SyntheticGroup, block: int, deviations: Deviations) -> None:
         """A page that was held or loaded becomes part of the context."""
@@ -216,10 +220,12 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Whole blocks that are held: of full attention alone, and with everything needed to go on from there."""
+    """Whole blocks at a prompt's start that are held."""
 
     attention_blocks: int
+    """Of full attention alone."""
     usable_blocks: int
+    """With everything that is needed to go on from their end."""
 
 
 class PrefixCache:
@@ -236,7 +242,14 @@ class PrefixCache:
         hash_seed: int,
         publish: Callable[[Sequence[Event]], None],
     ) -> None:
-        """`hash_seed`: of this engine's hashes, which mean nothing to any other."""
+        """An empty cache.
+
+        Args:
+            layout: the engine's groups.
+            capacity: pages of all groups together.
+            hash_seed: of this engine's block hashes, which mean nothing to any other engine.
+            publish: sends one batch of events.
+        """
         self.layout = layout
         self.pool = PagePool(capacity)
         self._hash_seed = hash_seed
@@ -267,10 +280,15 @@ class PrefixCache:
     def store(
         self, context: Context, lease: Lease, start_tokens: int, end_tokens: int, *, states: bool
     ) -> None:
-        """Blocks [start_tokens, end_tokens) (a first block begun before counts) can be reused from now on.
+        """The whole blocks that end within [start_tokens, end_tokens] can be reused from now on.
 
-        `states`: computed here, so linear state and windows of the last boundary are there too; a load brings
-        them only for the exact length that it has.
+        Args:
+            context: whose KV they are.
+            lease: the request's part of the pool.
+            start_tokens: tokens whose blocks are stored already.
+            end_tokens: tokens that have been computed or loaded.
+            states: they were computed here, so linear state and windows of the last boundary are there too; a
+                load brings those only for the exact length that it has.
         """
         block_tokens = self.layout.block_tokens
         first, end = start_tokens // block_tokens, end_tokens // block_tokens

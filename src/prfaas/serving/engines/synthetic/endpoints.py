@@ -1,4 +1,4 @@
-"""A stand-in's ends of the transport: one rank that sends to peers and receives into staging."""
+"""A stand-in's ends of the transport: it sends to peers and receives into staging, as one rank."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ _POLL_S = 0.01
 _SWEEP_S = 0.1
 
 
-class Sending:
+class PrefillSend:
     """One outgoing transfer while its prefill goes on: layers leave as they are done, chunk by chunk."""
 
     def __init__(
@@ -137,19 +137,19 @@ class Endpoints:
         self._sweeper = asyncio.create_task(self._sweep(), name="synthetic-sends")
 
     async def close(self) -> None:
-        """End every thread and connection; whoever waits for a transfer finds the connection lost."""
+        """End every thread and connection; observers that wait for a transfer find the connection lost."""
         if self._sweeper is not None:
             self._sweeper.cancel()
         await asyncio.to_thread(self.sender.close)
         await asyncio.to_thread(self.receiver.close)
 
-    def open(self, ticket: Ticket, sealed: str, context: Context) -> Sending:
+    def open(self, ticket: Ticket, sealed: str, context: Context) -> PrefillSend:
         """Begin sending what a prefill is about to compute."""
         region_bytes = self._layout.region_bytes(ticket.num_tokens, ticket.skip_tokens)
         transfer = self.sender.open(ticket, sealed, region_bytes)
         self._sends[transfer] = time.monotonic()
         self._has_sends.set()
-        return Sending(self._layout, transfer, ticket, context)
+        return PrefillSend(self._layout, transfer, ticket, context)
 
     async def arrival(self, ticket: Ticket) -> str:
         """Wait until a transfer is complete; "" then, else why it will not be."""
@@ -190,7 +190,7 @@ class Endpoints:
         return True
 
     def drop(self, ticket: Ticket, reason: str) -> None:
-        """Free the staging of a transfer that nobody here will load."""
+        """Free the staging of a transfer that no request here will load."""
         self.receiver.drop(ticket.transfer_id, reason)
 
     async def _sweep(self) -> None:

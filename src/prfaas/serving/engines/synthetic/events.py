@@ -1,6 +1,6 @@
-"""KV-cache events on the wire, field for field as vLLM 0.32 writes them (msgpack; defaults are left out).
+"""KV-cache events, field for field as vLLM 0.32 writes them, and their publisher.
 
-Publishing KV-cache events over ZeroMQ, with replay, as vLLM's `ZmqEventPublisher` does.
+msgpack without the fields that have their defaults, over ZeroMQ, with replay, as vLLM's `ZmqEventPublisher` does.
 """
 
 import asyncio
@@ -58,6 +58,7 @@ class PublishedBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     """What one engine step did to the cache."""
 
     ts: float
+    """Unix time."""
     events: list[Event]
     data_parallel_rank: int | None = None
 

@@ -104,20 +104,20 @@ class EngineServer:
                     parse_generation, raw, chat=chat, models=self._models, text=self._text
                 )
             if wanted.stream:
-                return await self._streamed(request, wanted)
-            generations = await asyncio.gather(*map(self._finished, wanted.works))
+                return await self._stream(request, wanted)
+            generations = await asyncio.gather(*map(self._finish, wanted.works))
         except BodyError as error:
             return _error(str(error), error.status)
         except RoomError as error:
             return _error(str(error), 400)
         return web.Response(body=AnswerWriter(wanted, self._text).whole(generations), content_type=_JSON)
 
-    async def _finished(self, work: Work) -> Generation:
+    async def _finish(self, work: Work) -> Generation:
         async with self._engine.generate(work) as generation:
             await generation.reach(work.max_tokens)
         return generation
 
-    async def _streamed(self, request: web.Request, wanted: GenerationRequest) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, wanted: GenerationRequest) -> web.StreamResponse:
         """One prompt's answer after the other's; headers go out with the first token."""
         writer = AnswerWriter(wanted, self._text)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
@@ -125,18 +125,18 @@ class EngineServer:
         for prompt, work in enumerate(wanted.works):
             async with self._engine.generate(work) as generation:
                 generations.append(generation)
-                told = 0
-                while told < work.max_tokens:
-                    ahead = max(1, int(_STREAM_S / generation.step_s)) if told else 1
-                    await generation.reach(min(work.max_tokens, told + ahead))
-                    now = max(generation.produced(), told + 1)
-                    ids = generation.token_ids[told:now]
+                sent = 0
+                while sent < work.max_tokens:
+                    ahead = max(1, int(_STREAM_S / generation.step_s)) if sent else 1
+                    await generation.reach(min(work.max_tokens, sent + ahead))
+                    now = max(generation.produced(), sent + 1)
+                    ids = generation.token_ids[sent:now]
                     if not response.prepared:
                         await response.prepare(request)
                     await response.write(
-                        writer.piece(prompt, ids, first=told == 0, last=now == work.max_tokens)
+                        writer.piece(prompt, ids, first=sent == 0, last=now == work.max_tokens)
                     )
-                    told = now
+                    sent = now
         if wanted.include_usage:
             await response.write(writer.usage(generations))
         await response.write(DONE)

@@ -30,7 +30,7 @@ class _HeldTransfer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Load:
+class _RunningLoad:
     """One load in the hands of the loading thread."""
 
     order: LoadOrder
@@ -41,7 +41,7 @@ class _Load:
 class _LoadResult:
     """What has become of a load."""
 
-    load: _Load
+    load: _RunningLoad
     loaded_bytes: int | None
     """None: it failed."""
 
@@ -71,7 +71,7 @@ class KvConsumer:
         self._waiting: dict[str, tuple[LoadOrder, float]] = {}  # by request id, with the time of the order
         self._held: dict[bytes, _HeldTransfer] = {}
         self._failed_orders: set[str] = set()
-        self._loads: queue.SimpleQueue[_Load | None] = queue.SimpleQueue()
+        self._loads: queue.SimpleQueue[_RunningLoad | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[_LoadResult] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run_loads, name="prfaas-load", daemon=True)
         self._thread.start()
@@ -126,23 +126,20 @@ class KvConsumer:
         transfer_id = order.ticket.transfer_id
         held = self._held.get(transfer_id)
         if held is None or held.uses_left < 1:
-            status = self._receiver.state(transfer_id)
-            held = (
-                self._take(order) if status is not None and status.phase is TransferPhase.COMPLETE else None
-            )
-            if held is None:
-                reason = _obstacle(status)
-                if not reason and self._now_s() - ordered_at_s < self._load_wait_s:
-                    return
-                if not reason:
-                    reason = f"KV still incomplete after {self._load_wait_s:g} s"
-                    self._receiver.drop(transfer_id, reason)
-                logger.warning("request %s prefills locally: %s", order.request_id, reason)
-                self._failed_orders.add(order.request_id)
+            held = self._take(order)
         if held is not None:
             held.uses_left -= 1
             held.loading += 1
-            self._loads.put(_Load(order, held))
+            self._loads.put(_RunningLoad(order, held))
+        else:
+            reason = _obstacle(self._receiver.state(transfer_id))
+            if not reason and self._now_s() - ordered_at_s < self._load_wait_s:
+                return
+            if not reason:
+                reason = f"KV still incomplete after {self._load_wait_s:g} s"
+                self._receiver.drop(transfer_id, reason)
+            logger.warning("request %s prefills locally: %s", order.request_id, reason)
+            self._failed_orders.add(order.request_id)
         del self._waiting[order.request_id]
 
     def _take(self, order: LoadOrder) -> _HeldTransfer | None:
@@ -200,11 +197,11 @@ class KvConsumer:
 
 
 def _obstacle(status: TransferStatus | None) -> str:
-    """Why a transfer that can't be taken never will be; "" while it is still arriving."""
+    """Why a transfer that could not be taken never will be; "" while it may still be."""
     if status is None:
         return "its transfer is unknown or has expired"
     if status.phase is TransferPhase.FAILED:
         return f"its transfer failed: {status.reason}"
-    if status.phase is TransferPhase.COMPLETE:
-        return "its transfer was used or dropped already"
+    if status.taken:
+        return "its transfer was used already"
     return ""

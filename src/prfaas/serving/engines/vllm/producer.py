@@ -21,6 +21,8 @@ class _OpenSend:
     """One outgoing transfer and the sources that may still read the engine's blocks."""
 
     transfer: OutgoingTransfer
+    first_blocks: Mapping[int, int]
+    """The block at which each group's regions begin, by the group's index."""
     sources: "list[weakref.ref[PagedSource]]" = field(default_factory=list)
 
 
@@ -77,14 +79,16 @@ class KvProducer:
                 source = PagedSource(region.pages, run.block_ids)
                 open_send.sources.append(weakref.ref(source))
                 # 4. Into the queue, at their place in the layer's region.
-                skipped = region.group.first_block(send.ticket.num_tokens, send.ticket.skip_tokens)
-                open_send.transfer.put(region.index, (run.first_block - skipped) * region.page_bytes, source)
+                offset = (run.first_block - open_send.first_blocks[run.group]) * region.page_bytes
+                open_send.transfer.put(region.index, offset, source)
         open_send.sources = [ref for ref in open_send.sources if ref() is not None]
 
     def _open(self, send: SendOrder) -> _OpenSend:
         ticket = send.ticket
-        region_bytes = self._layout.region_bytes(ticket.num_tokens, ticket.skip_tokens)
-        opened = _OpenSend(self._sender.open(ticket, send.sealed, region_bytes))
+        extent = (ticket.num_tokens, ticket.skip_tokens)
+        transfer = self._sender.open(ticket, send.sealed, self._layout.region_bytes(*extent))
+        groups = {region.group for region in self._layout.regions}
+        opened = _OpenSend(transfer, {group.index: group.first_block(*extent) for group in groups})
         self._open_sends[send.request_id] = opened
         return opened
 
