@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _GRID = 1024
 # A smaller part of all requests is the rounding of sums.
-_NOBODY = 1e-12
+_NO_REQUESTS = 1e-12
 _ZOOMS = 5
 _ZOOM_POINTS = 33
 
@@ -211,7 +211,7 @@ def _settled(problem: PlanProblem, length: float) -> float:
     """0 if (almost) every prompt is longer, the longest prompt if (almost) none is."""
     lengths = problem.workload.lengths
     p = lengths.tail(length)
-    return lengths.high if p < _NOBODY else 0.0 if p > 1 - _NOBODY else length
+    return lengths.high if p < _NO_REQUESTS else 0.0 if p > 1 - _NO_REQUESTS else length
 
 
 def pools_of(split: Split, length: float, n_prefill: int) -> tuple[PrefillPoolLoad, ...]:

@@ -23,7 +23,7 @@ def print_plan(console: "Console", deployment: PlannedDeployment, plan: Plan) ->
 
     Args:
         console: Where to.
-        deployment: What was planned; it knows GPUs and instances.
+        deployment: What was planned; its GPUs and instances are shown.
         plan: The planner's answer for it.
     """
     from rich.text import Text

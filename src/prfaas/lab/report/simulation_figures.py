@@ -40,10 +40,20 @@ Figure = tuple[str, str, str]
 
 def simulation_page(report: SimulationReport) -> str:
     """The whole HTML file, `data/simulation.html` filled in; the same report gives the same text."""
-    import jinja2
+    import html
 
+    import jinja2
+    from markupsafe import Markup
+
+    def escape(value: object) -> Markup:
+        return value if isinstance(value, Markup) else Markup(html.escape(str(value)))
+
+    # With the entities of html.escape, so that the page doesn't depend on the version of markupsafe.
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("prfaas.lab.report", "data"), autoescape=True, keep_trailing_newline=True
+        loader=jinja2.PackageLoader("prfaas.lab.report", "data"),
+        autoescape=True,
+        finalize=escape,
+        keep_trailing_newline=True,
     )
     return environment.get_template("simulation.html").render(
         report=report,

@@ -20,7 +20,7 @@ class CapacityProcess(Protocol):
     """A bandwidth over time, in pieces: (from this time in s, bits per second)."""
 
     def changes(self, rng: np.random.Generator) -> Iterator[Piece]:
-        """The pieces, from 0.0 s on in ascending order; the last one, where there is one, lasts for ever.
+        """The pieces, from 0.0 s on in ascending order; the last one, where there is one, has no end.
 
         `rng` should be the link's own: pieces are drawn when they are needed.
         """

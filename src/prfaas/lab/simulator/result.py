@@ -13,7 +13,7 @@ from prfaas.core.deployment import Slo
 
 FloatArray = NDArray[np.float64]
 
-# A backlog that grows by less than this share of the arrivals is not told from chance.
+# A backlog that grows by less than this share of the arrivals may be chance.
 _GROWTH = 0.01
 # Nor one within so many standard deviations of a queue that is exactly full, whose backlog is a random walk.
 _WALK_SDS = 2.0

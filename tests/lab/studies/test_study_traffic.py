@@ -8,9 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.core.workload import TruncatedLogNormal
-from prfaas.lab.studies import Setting
-from prfaas.lab.studies.day import DAY_S, NIGHT_ANSWERS, NOON_ANSWERS, day_plan, noon_share
-from prfaas.lab.studies.setup import SharedPrefixes, bursts, cache_of, capacity_of, mixed, replayed, stretched
+from prfaas.lab.studies import StudyContext
+from prfaas.lab.studies.context import cache_of
+from prfaas.lab.studies.traffic import (
+    DAY_S,
+    NIGHT_ANSWERS,
+    NOON_ANSWERS,
+    SharedPrefixes,
+    bursts,
+    day_plan,
+    mixed,
+    noon_share,
+    stretched,
+)
 
 LENGTHS = TruncatedLogNormal(9.9, 1.0, 128, 131072)
 
@@ -42,8 +52,8 @@ def test_a_mix_is_between_its_parts(share: float) -> None:
     )
 
 
-def test_shares_change_nothing_but_what_is_shared(setting: Setting) -> None:
-    base = setting.poisson(0.5)
+def test_shares_change_nothing_but_what_is_shared(context: StudyContext) -> None:
+    base = context.poisson(0.5)
     kinds = {
         share: next(SharedPrefixes(base, share, 4).chunks(np.random.default_rng(1))) for share in (0.0, 0.5)
     }
@@ -69,8 +79,8 @@ def test_shares_change_nothing_but_what_is_shared(setting: Setting) -> None:
     assert len(begun) == 4
 
 
-def test_a_day_has_long_answers_at_night_and_long_prompts_at_noon(setting: Setting) -> None:
-    plan = day_plan(setting, 0.9)
+def test_a_day_has_long_answers_at_night_and_long_prompts_at_noon(context: StudyContext) -> None:
+    plan = day_plan(context, 0.9)
     chunks = list(islice(plan.traffic.chunks(np.random.default_rng(2)), 6))
     arrival_s, inputs, outputs = (
         np.concatenate([getattr(chunk, field) for chunk in chunks])
@@ -78,7 +88,7 @@ def test_a_day_has_long_answers_at_night_and_long_prompts_at_noon(setting: Setti
     )
     assert arrival_s[-1] > DAY_S * 0.9
     hours = arrival_s / DAY_S * 24 % 24
-    output = setting.problem.workload.output_tokens
+    output = context.problem.workload.output_tokens
     night, noon = (hours < 2) | (hours > 22), (hours > 10) & (hours < 14)
     assert outputs[night].mean() > output * NIGHT_ANSWERS * 0.9
     assert outputs[noon].mean() < output * NOON_ANSWERS * 1.2
@@ -88,16 +98,16 @@ def test_a_day_has_long_answers_at_night_and_long_prompts_at_noon(setting: Setti
     assert list(noon_share(np.array([0.0, 0.5, 1.0]))) == pytest.approx([0, 1, 0])
 
 
-def test_the_trace_comes_at_the_rate_that_was_asked_for(setting: Setting) -> None:
-    traffic = replayed(setting, 5.0)
+def test_the_trace_comes_at_the_rate_that_was_asked_for(context: StudyContext) -> None:
+    traffic = context.replayed(5.0)
     assert traffic.mean_per_s == pytest.approx(5.0)
     chunk = next(traffic.chunks(np.random.default_rng(3)))
-    assert chunk.input_tokens.max() <= setting.range_tokens[1]
-    assert capacity_of(setting) > setting.lambda_max
+    assert chunk.input_tokens.max() <= context.range_tokens[1]
+    assert context.trace_lambda_max > context.lambda_max
 
 
-def test_caches_hold_what_the_model_makes_of_their_bytes(setting: Setting) -> None:
-    model = setting.planned.kv_model
+def test_caches_hold_what_the_model_makes_of_their_bytes(context: StudyContext) -> None:
+    model = context.planned.kv_model
     cache = cache_of(model, 1 << 30)
     assert cache is not None and cache.capacity_tokens == (1 << 30) // model.token_bytes
     assert (cache.checkpoint_tokens is not None) == model.is_hybrid
