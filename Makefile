@@ -4,6 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 LOCK   := requirements/cpu.lock
+TORCH  := requirements/torch.txt
 
 # torch's CPU build: where pip isn't set up to find it, give PyTorch's wheel index for CPU builds here.
 TORCH_INDEX_URL ?=
@@ -14,12 +15,14 @@ STAMP := $(VENV)/.prfaas-setup
 DOCS_VENV  ?= .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.docs-setup
 
-.PHONY: help setup demo check test test-explore bench docs clean
+.PHONY: help setup demo check test test-fast test-explore test-extras bench docs clean
 
 help:
 	@echo "make demo   one long and several short prompts through two clusters on this machine, compared with plain vLLM"
 	@echo "make test   every test (starts real vLLM engines; about ten minutes)"
 	@echo "make test-explore  property tests with new random examples, ten times as many (SEED=… repeats a run)"
+	@echo "make test-fast    the tests that start no engine and are not slow, on two cores (about a minute and a half)"
+	@echo "make test-extras  each extra of the wheel in an environment of its own (downloads packages; minutes)"
 	@echo "make check  formatting, lint, types, import arrows"
 	@echo "make bench  every benchmark (about half an hour)"
 	@echo "make docs   the documentation as a site in build/site"
@@ -28,11 +31,12 @@ help:
 setup: $(STAMP)
 
 # The lock is complete and installed without dependency resolution: it leaves out torchvision, torchaudio and
-# torchcodec, which vLLM's CPU build names but which don't load beside the CPU build of torch.
-$(STAMP): $(LOCK) pyproject.toml
+# torchcodec, which vLLM's CPU build names but which don't load beside the CPU build of torch. It says why torch is apart.
+$(STAMP): $(LOCK) $(TORCH) pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "prfaas needs Python 3.11 to 3.13: make PYTHON=/path/to/python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -qq --no-deps $(PIP_INDEX) -r $(LOCK)
+	$(BIN)/python -m pip install -qq --no-deps $(PIP_INDEX) -r $(TORCH)
+	$(BIN)/python -m pip install -qq --no-deps --require-hashes -r $(LOCK)
 	$(BIN)/python -m pip install -qq --no-deps --no-build-isolation --editable .
 	touch $@
 
@@ -54,6 +58,12 @@ test-explore: setup
 	echo "make test-explore SEED=$$seed"; \
 	$(BIN)/python -m pytest -m "hypothesis and not engine" --hypothesis-profile=explore --hypothesis-seed=$$seed \
 		--timeout=3600 $(TEST_ARGS) || { status=$$?; echo "repeat with: make test-explore SEED=$$seed"; exit $$status; }
+
+test-fast: setup
+	$(BIN)/python -m pytest -n 2 --ignore tests/integration -m "not slow and not engine" $(TEST_ARGS)
+
+test-extras: setup
+	$(BIN)/python tests/extras/install.py $(EXTRAS)
 
 bench: setup
 	$(BIN)/python bench/transport.py
