@@ -42,8 +42,10 @@ class PrefillHop:
         self, deployment: Deployment, key: bytes, transfers: KvTransfers, context: GatewayContext
     ) -> None:
         """`key` seals tickets."""
-        self._deployment = deployment
         self._key = key
+        self._bandwidth_bits_per_s = {
+            (link.source, link.target): link.bandwidth_bits_per_s for link in deployment.links
+        }
         self._transfers = transfers
         self._plane = context.plane
         self._client = context.client
@@ -167,12 +169,11 @@ class PrefillHop:
 
         A transfer that stands still ends earlier, by the receiver's own deadlines.
         """
-        source = self._plane.instance(spec.producer).cluster
-        target = self._plane.instance(spec.consumer).cluster
-        link = self._deployment.link(source, target)
-        if link is None:
+        pair = (self._plane.instance(spec.producer).cluster, self._plane.instance(spec.consumer).cluster)
+        bandwidth_bits_per_s = self._bandwidth_bits_per_s.get(pair)
+        if bandwidth_bits_per_s is None:
             return self._options.transfer_grace_s
-        return self._options.transfer_grace_s + _SLACK * 8 * spec.kv_bytes / link.bandwidth_bits_per_s
+        return self._options.transfer_grace_s + _SLACK * 8 * spec.kv_bytes / bandwidth_bits_per_s
 
     def _report(self, spec: TransferSpec, failure: EngineCallError | TransferFailedError) -> HopFailedError:
         """Tell the control plane what a failure says about the producer."""
