@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import orjson
 
+from prfaas.serving.transport.ticket import PREFIX_TICKET_PARAMETER, TICKET_PARAMETER
+
 
 class ApiError(Exception):
     """An error answer for the client: HTTP status, one sentence, and the parameter that it is about."""
@@ -109,9 +111,9 @@ def prefill_body(
 
     `salt`: the tenant's, empty without tenants. `sealed_from`: the ticket of a prefix that it loads first.
     """
-    tickets = {"prfaas": sealed_ticket}
+    tickets = {TICKET_PARAMETER: sealed_ticket}
     if sealed_from is not None:
-        tickets["prfaas_from"] = sealed_from
+        tickets[PREFIX_TICKET_PARAMETER] = sealed_from
     ours: Json = {"cache_salt": salt} if salt else {}
     return dump_body(
         {
@@ -136,7 +138,7 @@ def decode_body(
     """
     params: Json = {}
     if sealed_ticket is not None:
-        params["prfaas"] = sealed_ticket
+        params[TICKET_PARAMETER] = sealed_ticket
     if reuse_ids is not None:
         params["prompt_token_ids"] = orjson.Fragment(ids_json(reuse_ids))
     ours: Json = {}
