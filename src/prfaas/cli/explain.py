@@ -1,7 +1,4 @@
-"""`prfaas explain`: why one request went the way it did.
-
-One request's record in plain words.
-"""
+"""`prfaas explain`: why one request went the way it did, from its record at the gateway."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any

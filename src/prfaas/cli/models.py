@@ -1,7 +1,4 @@
-"""`prfaas models`: what the KVCache of a model is made of.
-
-`prfaas model`: the tiny models that prfaas makes itself.
-"""
+"""`prfaas models`: what the KVCache of a model is made of; `prfaas model`: the tiny models that prfaas makes."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

@@ -1,7 +1,4 @@
-"""`prfaas profile`: measure how fast a live server is.
-
-The two curves of a measured profile as pictures.
-"""
+"""`prfaas profile`: measure how fast a live server is, and plot the two curves."""
 
 import contextlib
 from collections.abc import Callable, Iterator

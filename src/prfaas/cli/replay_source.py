@@ -1,7 +1,4 @@
-"""What `prfaas replay` sends: a recorded trace or made-up traffic, from the command's options.
-
-How far a replay has come: a bar on a terminal, a line now and then elsewhere, and a record per request.
-"""
+"""What `prfaas replay` sends, from the command's options; and its progress, with a record per request."""
 
 import contextlib
 import json

@@ -1,6 +1,6 @@
 """What must fit together between the fields of a deployment file. Each check raises what it finds first.
 
-What the planner needs of a deployment file beyond what a running one needs.
+A file that is to run and one that is to be planned share most checks; each has some of its own.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,4 @@
-"""From a deployment file to a `Deployment`.
-
-From a deployment file to a `PlannedDeployment`.
-"""
+"""From a deployment file to a `Deployment` (to run) or a `PlannedDeployment` (to plan and simulate)."""
 
 import os
 from collections.abc import Mapping
@@ -9,7 +6,6 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from prfaas.core.deployment.changes import changed
 from prfaas.core.deployment.checks import check_to_plan, check_to_run
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
@@ -23,7 +19,7 @@ from prfaas.core.deployment.planned import (
     WorkloadSpec,
 )
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, LengthsSection, first_problem
-from prfaas.core.deployment.source import YamlSource, read_source
+from prfaas.core.deployment.source import YamlSource, changed, read_source
 from prfaas.core.deployment.types import (
     Cluster,
     ControlConfig,

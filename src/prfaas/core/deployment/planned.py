@@ -40,18 +40,20 @@ class FixedLengths:
 
 @dataclass(frozen=True, slots=True)
 class EmpiricalLengths:
-    """These lengths in tokens, each with its weight (None: all alike)."""
+    """A list of lengths in tokens."""
 
     lengths: tuple[float, ...]
     weights: tuple[float, ...] | None
+    """One for each length; None: all alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceLengths:
-    """The lengths in a trace file. Without a format the reader goes by the file's name."""
+    """The lengths in a trace file."""
 
     path: Path
     format: TraceFormat | None
+    """None: as the file's name tells."""
 
 
 LengthsSpec = LogNormalLengths | UniformLengths | FixedLengths | EmpiricalLengths | TraceLengths
@@ -59,26 +61,21 @@ LengthsSpec = LogNormalLengths | UniformLengths | FixedLengths | EmpiricalLength
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSpec:
-    """The traffic to plan for.
-
-    Of each prompt's `lengths` tokens the fraction `prefix_hit_ratio` is found in a cache. `output_tokens` is
-    the mean length of answers; None takes it from the trace. `load` in (0, 1) is the share of the highest
-    throughput at which queueing is estimated.
-    """
+    """The traffic to plan for."""
 
     lengths: LengthsSpec
+    """Of prompts."""
     output_tokens: float | None
+    """Mean length of answers; None: the trace's."""
     prefix_hit_ratio: float
+    """Part of each prompt that is found in a cache."""
     load: float
+    """Share of the highest throughput at which queueing is estimated, in (0, 1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedCluster:
-    """`instance_count` equal instances of `gpus_per_instance` GPUs, as fast as `profile` says.
-
-    In a `pd` cluster the planner divides them into prefill and decode. `prefix_hit_ratio` is the part of each
-    prompt that is cached here; None means the workload's.
-    """
+    """Equal instances; in a `pd` cluster the planner divides them into prefill and decode."""
 
     name: str
     kind: ClusterKind
@@ -86,7 +83,9 @@ class PlannedCluster:
     instance_count: int
     gpus_per_instance: int
     profile: LatencyProfile
+    """How fast one instance is."""
     prefix_hit_ratio: float | None
+    """Part of each prompt that is cached here; None: the workload's."""
 
     @property
     def gpus(self) -> int:
@@ -96,10 +95,7 @@ class PlannedCluster:
 
 @dataclass(frozen=True, slots=True)
 class PlannedDeployment:
-    """A deployment file as the planner and the simulator need it, checked. Hosts and ports play no part.
-
-    `prices` is per GPU-hour for each hardware, in any currency; empty if the file has none.
-    """
+    """A deployment file as the planner and the simulator need it, checked. Hosts and ports play no part."""
 
     name: str
     path: Path
@@ -111,6 +107,7 @@ class PlannedDeployment:
     control: ControlConfig
     slo: Slo
     prices: Mapping[str, float]
+    """Per GPU-hour by hardware, in any currency; empty if the file has none."""
     source: YamlSource = field(repr=False, compare=False)
 
     @property

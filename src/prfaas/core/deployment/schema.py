@@ -1,6 +1,6 @@
-"""The shape of a deployment file, field by field. Only `load.py` uses it: everything else sees `types.py`.
+"""The shape of a deployment file, field by field, and pydantic's errors about it as our sentences.
 
-pydantic's findings as sentences of ours: which field, what is there, what would be right.
+Only `load.py` and `checks.py` use it: everything else sees `types.py`.
 """
 
 import difflib

@@ -1,7 +1,4 @@
-"""A deployment file in typed, frozen form: what runs where, who may send KV to whom, with which limits.
-
-Where an engine publishes what its prefix cache holds.
-"""
+"""A deployment file in typed, frozen form: what runs where, who may send KV to whom, with which limits."""
 
 import hashlib
 import ipaddress
@@ -17,7 +14,10 @@ from prfaas.core.latency import LatencyProfile
 
 @dataclass(frozen=True, slots=True)
 class EventsEndpoint:
-    """ZeroMQ addresses: `bind_*` for the engine, `publish` and `replay` for subscribers to connect to."""
+    """Where an engine publishes what its prefix cache holds: ZeroMQ addresses.
+
+    The engine binds to `bind_*`; subscribers connect to `publish` and `replay`.
+    """
 
     bind_publish: str
     bind_replay: str
@@ -54,33 +54,35 @@ SYNTHETIC = "synthetic"
 
 @dataclass(frozen=True, slots=True)
 class ModelRef:
-    """The model that every engine serves: a checkpoint directory, or a tiny one made by prfaas.
-
-    `adapters`: LoRA adapters by the name that clients write as the model.
-    """
+    """The model that every engine serves."""
 
     served_name: str
+    """What clients write as the model."""
     max_model_len: int
+    """Tokens of a prompt and its answer together, at most."""
     path: Path
+    """The checkpoint's directory."""
     tiny: str | None
+    """Name of the tiny model that prfaas makes there; None: the checkpoint is the user's."""
     adapters: Mapping[str, Path] = field(default_factory=dict)
+    """LoRA adapters' directories, by the name that clients write as the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One vLLM server. Tensor-parallel rank r listens for KV at `kv_port + r`.
-
-    `roles` is what it does at first: instances of a pd cluster can be given the other role while they run.
-    """
+    """One vLLM server."""
 
     name: str
     cluster: str
     roles: tuple[Role, ...]
+    """What it does at first: instances of a pd cluster can be given the other role while they run."""
     host: str
     http_port: int
     kv_port: int
+    """Where tensor-parallel rank 0 listens for KV; rank r listens at `kv_port + r`."""
     tensor_parallel: int
     events_port: int | None = None
+    """Where KV-cache events are published over TCP; None: over a socket of this machine."""
 
     @property
     def url(self) -> str:
@@ -99,17 +101,17 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Instances that share a network: `prfaas` ones only prefill, `pd` ones decode (and may prefill).
-
-    `profile`: how fast one instance is, if known. `speedup`: by how much stand-ins are faster than it.
-    """
+    """Instances that share a network."""
 
     name: str
     kind: ClusterKind
+    """`prfaas`: its instances only prefill. `pd`: they decode, and may prefill."""
     hardware: str
     instances: tuple[Instance, ...]
     profile: LatencyProfile | None = None
+    """How fast one instance is, if known."""
     speedup: float = 1.0
+    """Stand-ins are so many times as fast as the profile."""
 
     def with_role(self, role: Role) -> tuple[Instance, ...]:
         """The cluster's instances that have a role."""
@@ -118,17 +120,18 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A directed path for KV between two clusters. All transfers on it share `bandwidth_bits_per_s`.
-
-    What the simulator knows besides: the round trip, and what a single connection carries at most (None: no limit).
-    """
+    """A directed path for KV between two clusters."""
 
     source: str
     target: str
     bandwidth_bits_per_s: float
+    """Shared by all transfers on the link."""
     connections: int
+    """TCP connections of one sender to one receiver."""
     rtt_s: float = 0.0
+    """Round trip; only the simulator uses it."""
     connection_bits_per_s: float | None = None
+    """What one connection carries at most; None: no limit. Only the simulator uses it."""
 
     @property
     def transfer_limit_bits_per_s(self) -> float:
@@ -145,40 +148,39 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class KvPeer:
-    """An instance that another one may send KV to, and the budget it shares. No bandwidth means unpaced.
-
-    `on_demand`: not before a role changes or a prefix moves between clusters, so not worth a connection yet.
-    """
+    """An instance that another one may send KV to."""
 
     instance: Instance
     link: str
+    """Name of the bandwidth budget that its transfers share."""
     connections: int
     bandwidth_bits_per_s: float | None
+    """The sender's own share of the budget; None: unpaced."""
     on_demand: bool = False
+    """Connected with the first transfer: nothing is sent before a role changes or a prefix moves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """When a prompt is prefilled elsewhere. `threshold_tokens` (of uncached tokens) is where a policy that
-    moves its threshold starts; None: at what the planner finds."""
+    """When a prompt is prefilled elsewhere."""
 
     policy: Policy
     threshold_tokens: int | None
+    """Uncached tokens at which a policy that moves its threshold starts; None: at what the planner finds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControlConfig:
-    """How fast the scheduler's slow side moves.
-
-    `window_s`: the traffic that thresholds and roles are chosen for. `stale_after_s`: facts older than that are
-    not believed. `allocation` False leaves every instance in its role.
-    """
+    """How fast the scheduler's slow side moves."""
 
     threshold_period_s: float = 30.0
     allocation_period_s: float = 60.0
     window_s: float = 600.0
+    """Thresholds and roles are chosen for the traffic of so long."""
     stale_after_s: float = 5.0
+    """Facts that are older are not used."""
     allocation: bool = True
+    """Whether instances of pd clusters change their roles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,31 +212,29 @@ class GatewayConfig:
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """The path of the key that authenticates engines and seals tickets; the key itself is never kept here.
-
-    `tenant_header`: requests with different values of it share no cached prefix. None: everybody shares.
-    """
+    """How engines know each other, and which requests may share."""
 
     key_file: Path
+    """File of the key that authenticates engines and seals tickets; the key itself is never kept here."""
     tenant_header: str | None = None
+    """Requests with different values of this header share no cached prefix; None: all requests share."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """How every vLLM server is started.
-
-    `kv_cache_gib` None leaves the size to vLLM (not possible on CPUs). `prefix_cache_retention_tokens` None
-    means every 256 tokens on CPUs and vLLM's default elsewhere; it only matters to models with state or
-    windows.
-    """
+    """How every vLLM server is started."""
 
     max_num_batched_tokens: int
     max_num_seqs: int
     kv_cache_gib: int | None
+    """None leaves the size to vLLM, which is not possible on CPUs."""
     staging_bytes: int
+    """Memory for KVCache that has arrived before the engine has blocks for it."""
     transfer_block_bytes: int
     prefix_cache_retention_tokens: int | None
+    """Distance of the states that models with state or windows keep; None: 256 on CPUs, elsewhere vLLM's default."""
     extra_args: tuple[str, ...]
+    """Further arguments of `vllm serve`."""
     env: Mapping[str, str]
 
 
@@ -251,11 +251,12 @@ class TransferLimits:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Everything a deployment file says, checked. `state_dir` is where models, keys and logs are kept."""
+    """Everything a deployment file says, checked."""
 
     name: str
     path: Path
     state_dir: Path
+    """Where models, keys and logs are kept."""
     model: ModelRef
     clusters: tuple[Cluster, ...]
     links: tuple[Link, ...]

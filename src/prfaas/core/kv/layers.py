@@ -1,10 +1,7 @@
-"""KV of layers that look at every earlier token: MHA, GQA, MQA, and MLA (one shared latent head, no V).
+"""What a group of equal layers keeps of a request, and how many bytes of it must move.
 
-Which whole blocks hold a span of tokens.
-
-KV of layers that look only at the last few tokens.
-
-State of layers that fold the whole past into a fixed size: GDN, KDA, Mamba2, Lightning attention.
+Three kinds: full attention (MHA, GQA, MQA, MLA) keeps every token, a sliding window the last few, and linear
+attention (GDN, KDA, Mamba2, Lightning) a state of fixed size.
 """
 
 from dataclasses import dataclass, replace

@@ -8,6 +8,7 @@ import aiohttp
 
 from prfaas.core.deployment import Cluster, Deployment, Instance
 from prfaas.serving.engines.command import EngineCommand, vllm_command
+from prfaas.tools.endpoint import AnswerError, post_json
 
 REFERENCE_NAME = "reference"
 REQUEST_TIMEOUT_S = 900.0
@@ -110,16 +111,13 @@ async def complete_with_split(
 
 async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
     try:
-        async with asyncio.timeout(REQUEST_TIMEOUT_S), session.post(url, json=body) as response:
-            if response.status != 200:
-                raise ReferenceFailedError(f"{url} answered {response.status}: {await response.text()}")
-            answer = await response.json()
+        async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            return await post_json(session, url, body)
     except TimeoutError:
         raise ReferenceFailedError(
             f"the plain engine gave no answer at {url} within {REQUEST_TIMEOUT_S:.0f} s"
         ) from None
+    except AnswerError as error:
+        raise ReferenceFailedError(f"{url} answered {error.status}: {error}") from error
     except (aiohttp.ClientError, ValueError) as error:
         raise ReferenceFailedError(f"{url}: {error}") from error
-    if not isinstance(answer, dict):
-        raise ReferenceFailedError(f"{url} must answer with an object")
-    return answer

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-from typing import Any
 
 import aiohttp
 
@@ -10,10 +9,11 @@ from prfaas.core.deployment import Deployment, Instance
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import KeyFileError, load_key
 from prfaas.tools.doctor.files import Finding, ok, problem
+from prfaas.tools.endpoint import get_json, served_models
 
 OLDEST_VLLM = (0, 32)
 
-_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
+_TIMEOUT_S = 10.0
 _KV_TIMEOUT_S = 6.0
 _SETTLE_S = 3.0
 
@@ -43,7 +43,9 @@ async def _check_engine(
     start = f"prfaas engine {deployment.path} {instance.name}"
     address = f"{instance.host}:{instance.http_port}"
     try:
-        async with session.get(f"{instance.url}/health", timeout=_TIMEOUT) as response:
+        async with session.get(
+            f"{instance.url}/health", timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)
+        ) as response:
             status = response.status
     except aiohttp.ClientConnectorError:
         return [problem(subject, f"nothing listens at {address}", f"start it on its machine: {start}")], None
@@ -63,8 +65,7 @@ async def _check_version(
     subject: str, instance: Instance, session: aiohttp.ClientSession
 ) -> tuple[str | None, list[Finding]]:
     try:
-        body = await _get_json(session, f"{instance.url}/version")
-        version = str(body["version"])
+        version = str((await get_json(session, f"{instance.url}/version", timeout_s=_TIMEOUT_S))["version"])
         numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
         text = "is healthy but does not say which vLLM it is"
@@ -84,13 +85,12 @@ async def _check_served(
     model = deployment.model
     again = f"start it again with this deployment file: prfaas engine {deployment.path} {instance.name}"
     try:
-        body = await _get_json(session, f"{instance.url}/v1/models")
-        cards = {str(card["id"]): card.get("max_model_len") for card in body["data"]}
-    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError, AttributeError):
+        lengths = await served_models(session, instance.url, timeout_s=_TIMEOUT_S)
+    except (aiohttp.ClientError, TimeoutError, ValueError):
         return problem(subject, "does not list its models", again)
-    if model.served_name not in cards:
-        return problem(subject, f"serves {', '.join(cards)}, not {model.served_name}", again)
-    length = cards[model.served_name]
+    if model.served_name not in lengths:
+        return problem(subject, f"serves {', '.join(lengths)}, not {model.served_name}", again)
+    length = lengths[model.served_name]
     if length != model.max_model_len:
         return problem(
             subject, f"takes {length} tokens, not {model.max_model_len} (model.max_model_len)", again
@@ -157,9 +157,3 @@ async def _settled_connections(observer: Observer, expected: int) -> int:
         if connected >= expected or asyncio.get_running_loop().time() > deadline_s:
             return connected
         await asyncio.sleep(0.5)
-
-
-async def _get_json(session: aiohttp.ClientSession, url: str) -> Any:
-    async with session.get(url, timeout=_TIMEOUT) as response:
-        response.raise_for_status()
-        return await response.json(content_type=None)

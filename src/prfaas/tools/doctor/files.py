@@ -1,7 +1,4 @@
-"""What `prfaas doctor` finds in files: the model and the key.
-
-One thing that `prfaas doctor` looked at.
-"""
+"""A finding of `prfaas doctor`, and what it finds in files: the model and the key."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +12,14 @@ from prfaas.serving.transport.ticket import KeyFileError, load_key
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`subject` is what was looked at, `text` what was found, `mend` what to do about it (only for problems)."""
+    """One thing that was looked at."""
 
     subject: str
     level: Literal["ok", "problem"]
     text: str
+    """What was found."""
     mend: str | None = None
+    """What to do about it; only for problems."""
 
 
 def ok(subject: str, text: str) -> Finding:

@@ -5,13 +5,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import aiohttp
+import orjson
 
 from prfaas.core.latency.profile import ProfileError
 from prfaas.core.sse import SseParser
-
-if TYPE_CHECKING:
-    import aiohttp
+from prfaas.tools.endpoint import AnswerError, base_url, error_message, json_object, post_json, served_models
 
 # The longest silence of the endpoint, which is a whole prefill.
 _READ_TIMEOUT_S = 600.0
@@ -67,7 +68,7 @@ class ProfiledEndpoint:
     """
 
     def __init__(self, url: str, model: str | None = None) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = base_url(url)
         self.model = model or ""
         self.max_model_len: int | None = None
         self._random = random.SystemRandom()
@@ -75,8 +76,6 @@ class ProfiledEndpoint:
         self._session: aiohttp.ClientSession
 
     async def __aenter__(self) -> "ProfiledEndpoint":
-        import aiohttp
-
         if not self.url.startswith(("http://", "https://")):
             raise MeasureError(f'"{self.url}" is no URL; write for example http://127.0.0.1:8000')
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=_READ_TIMEOUT_S)
@@ -114,9 +113,6 @@ class ProfiledEndpoint:
 
     async def decode(self, context_tokens: int, tokens: int) -> TokenTimes:
         """Stream `tokens` tokens after a fresh prompt of `context_tokens`."""
-        import aiohttp
-        import orjson
-
         body = self._body(self._prompt(context_tokens), tokens) | {"stream": True}
         arrivals: list[tuple[float, int]] = []
         try:
@@ -125,14 +121,16 @@ class ProfiledEndpoint:
             ) as response:
                 if response.status != 200:
                     raise MeasureError(
-                        f"{self.url} answered {response.status}: {_message(await response.read())}"
+                        f"{self.url} answered {response.status}: {error_message(await response.read())}"
                     )
                 parser = SseParser()
                 async for piece in response.content.iter_any():
                     for data in parser.feed(piece):
-                        event = _object(data)
+                        event = json_object(data)
                         if "error" in event:
-                            raise MeasureError(f"{self.url} ended a stream with an error: {_message(data)}")
+                            raise MeasureError(
+                                f"{self.url} ended a stream with an error: {error_message(data)}"
+                            )
                         choices = event.get("choices") or ()
                         count = sum(len(choice.get("token_ids") or ()) for choice in choices)
                         if count:
@@ -158,20 +156,13 @@ class ProfiledEndpoint:
         }
 
     async def _find_model(self) -> None:
-        import aiohttp
-
         try:
-            async with self._session.get(f"{self.url}/v1/models") as response:
-                content = await response.read()
-                if response.status != 200:
-                    raise MeasureError(
-                        f"{self.url}/v1/models answered {response.status}: {_message(content)}"
-                    )
-            cards = _object(content)["data"]
-            served = {str(card["id"]): card for card in cards}
+            served = await served_models(self._session, self.url)
+        except AnswerError as error:
+            raise MeasureError(f"{self.url}/v1/models answered {error.status}: {error}") from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise MeasureError(f"{self.url} can't be reached: {_why(error)}") from error
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             raise MeasureError(
                 f"{self.url}/v1/models is not the model list of an OpenAI-compatible server"
             ) from error
@@ -180,8 +171,8 @@ class ProfiledEndpoint:
             raise MeasureError(
                 f'{self.url} doesn\'t serve "{self.model}"; it serves {", ".join(served) or "nothing"}'
             )
-        longest = served[self.model].get("max_model_len")
-        self.max_model_len = longest if isinstance(longest, int) and longest > 0 else None
+        longest = served[self.model]
+        self.max_model_len = longest if longest is not None and longest > 0 else None
 
     async def _pool(self) -> Sequence[int]:
         """Token ids that the model knows: those of random letters of many scripts.
@@ -204,44 +195,15 @@ class ProfiledEndpoint:
         return sorted(ids)
 
     async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        import aiohttp
-        import orjson
-
         try:
-            async with self._session.post(
-                f"{self.url}/v1/completions", data=orjson.dumps(body), headers=_JSON
-            ) as response:
-                content = await response.read()
-                if response.status != 200:
-                    raise MeasureError(f"{self.url} answered {response.status}: {_message(content)}")
-                return _object(content)
+            return await post_json(self._session, f"{self.url}/v1/completions", body)
+        except AnswerError as error:
+            raise MeasureError(f"{self.url} answered {error.status}: {error}") from error
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            if isinstance(error, MeasureError):
-                raise
             raise MeasureError(f"{self.url} can't be measured: {_why(error)}") from error
 
 
 _JSON = {"Content-Type": "application/json"}
-
-
-def _object(content: bytes) -> dict[str, Any]:
-    import orjson
-
-    value = orjson.loads(content)
-    if not isinstance(value, dict):
-        raise ValueError("the answer is no JSON object")
-    return value
-
-
-def _message(content: bytes) -> str:
-    """The message of an error answer in one line."""
-    try:
-        document = _object(content)
-        error = document.get("error", document)
-        text = str(error.get("message", error) if isinstance(error, dict) else error)
-    except ValueError:
-        text = content.decode("utf-8", "replace")
-    return " ".join(text.split())[:300] or "nothing"
 
 
 def _why(error: BaseException) -> str:

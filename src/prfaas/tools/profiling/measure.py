@@ -17,16 +17,18 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True)
 class MeasurePlan:
-    """What to measure: `repeats` times every length and batch, after `warmups` that don't count.
-
-    Decode runs after prompts of `context_tokens` each.
-    """
+    """What to measure."""
 
     lengths: tuple[int, ...]
+    """Tokens of prompts, ascending."""
     batches: tuple[int, ...]
+    """Requests that decode together, ascending."""
     repeats: int = 3
+    """Measurements of every length and batch."""
     warmups: int = 1
+    """Measurements before them that don't count."""
     context_tokens: int = 512
+    """Tokens of each prompt before decode is measured."""
 
     @property
     def runs(self) -> int:
@@ -36,9 +38,10 @@ class MeasurePlan:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """All measurements of one length (tokens) or batch (requests)."""
+    """All measurements of one length or batch."""
 
     at: int
+    """Tokens of the prompt, or requests of the batch."""
     seconds: tuple[float, ...]
 
     @property
@@ -49,7 +52,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What was measured, and `notes` on what could not be."""
+    """What was measured."""
 
     url: str
     model: str
@@ -57,6 +60,7 @@ class Measurement:
     prefill: tuple[Sample, ...]
     decode: tuple[Sample, ...]
     notes: tuple[str, ...]
+    """What could not be measured, and why."""
 
     def profile(self, *, name: str, hardware: str, gpus_per_instance: int, source: str) -> LatencyProfile:
         """The medians as a profile: no curve turns between two points, and nothing is said beyond the ends."""

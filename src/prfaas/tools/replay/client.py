@@ -1,15 +1,4 @@
-"""Sends one request and records what becomes of it.
-
-Reads an answer of the completions API as it comes: when its tokens came, and how many the server counted.
-
-How requests are sent.
-
-What became of one request.
-
-What ends a replay before it begins, in one sentence.
-
-The endpoint: its address, and the model that it serves.
-"""
+"""One request of a replay: it is sent to the target, its answer is read as it comes, and a record says all of it."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -23,6 +12,7 @@ from prfaas.core.route_header import ROUTE_HEADER, split_route
 from prfaas.core.sse import SseParser
 from prfaas.core.workload import TracedRequest
 from prfaas.core.workload.traffic import prompt_ids
+from prfaas.tools.endpoint import AnswerError, base_url, served_models
 
 
 class BadAnswerError(Exception):
@@ -91,47 +81,49 @@ def _object(data: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """`stream`: answers as events, without which there is no time of a first token.
-
-    `vocabulary_size`: token ids of made-up prompts are below it; 256 suits every model. `ignore_eos`: answers
-    have exactly as many tokens as the request says (an extension of vLLM's). `max_connections`: requests that
-    can be open at once; more wait, and the result says so. `timeout_s`: a request without its whole answer by
-    then is lost. `headers`: sent with every request.
-    """
+    """How requests are sent."""
 
     stream: bool = True
+    """Answers as events; without them there is no time of a first token."""
     vocabulary_size: int = 256
+    """Token ids of made-up prompts are below it; 256 suits every model."""
     ignore_eos: bool = True
+    """Answers have exactly as many tokens as the request says (an extension of vLLM's)."""
     max_connections: int = 4096
+    """Requests that can be open at once; more wait, and the result says so."""
     timeout_s: float = 600.0
+    """A request without its whole answer by then is lost."""
     headers: Mapping[str, str] = field(default_factory=dict)
+    """Sent with every request."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """Times are seconds since the beginning of the replay; None where it never came to that.
-
-    `arrival_s`: when the request was due; `sent_s`: when it was sent. `input_tokens`, `output_tokens`: what it
-    asked for; `answered_tokens` and `cached_tokens` (of the prompt) as the server counts them, None if it
-    doesn't. `route` and `route_fields`: what `x-prfaas-route` says, empty for other servers. `error`: why there
-    was no whole answer, None if there was.
-    """
+    """What became of one request. Times are seconds since the beginning of the replay; None: it did not happen."""
 
     index: int
     arrival_s: float
+    """When the request was due."""
     input_tokens: int
+    """Tokens of its prompt."""
     output_tokens: int
+    """Tokens that it asked for."""
     sent_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
     ended_s: float | None = None
     answered_tokens: int | None = None
+    """Tokens of the answer as the server counts them; None if it doesn't."""
     cached_tokens: int | None = None
+    """Tokens of the prompt that the server had in a cache, by its own count; None if it doesn't tell."""
     status: int | None = None
     request_id: str = ""
     route: str = ""
+    """What `x-prfaas-route` begins with; empty for other servers."""
     route_fields: Mapping[str, str] = field(default_factory=dict)
+    """The header's fields as text."""
     error: str | None = None
+    """Why there was no whole answer; None if there was."""
 
     @property
     def is_lost(self) -> bool:
@@ -190,11 +182,13 @@ _ASK_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`url` without a trailing slash and without /v1. `max_model_len`: None if the endpoint doesn't tell."""
+    """The server that requests are sent to, and the model that it serves."""
 
     url: str
+    """Without a trailing slash and without /v1."""
     model: str
     max_model_len: int | None = None
+    """None if the server doesn't tell."""
 
 
 async def find_target(session: aiohttp.ClientSession, url: str, model: str | None = None) -> Target:
@@ -203,32 +197,27 @@ async def find_target(session: aiohttp.ClientSession, url: str, model: str | Non
     Raises:
         ReplayError: it doesn't answer, or has no such model.
     """
-    base = url.rstrip("/").removesuffix("/v1")
+    base = base_url(url)
     if not base.startswith(("http://", "https://")):
         raise ReplayError(f"{url!r} is no address of a server; write for example http://127.0.0.1:8000")
     try:
-        async with session.get(
-            f"{base}/v1/models", timeout=aiohttp.ClientTimeout(_ASK_TIMEOUT_S)
-        ) as response:
-            if response.status != 200:
-                raise ReplayError(
-                    f"{base}/v1/models answers {response.status}; is it an OpenAI-compatible server?"
-                )
-            cards = (await response.json(content_type=None))["data"]
-            lengths = {str(card["id"]): card.get("max_model_len") for card in cards}
+        lengths = await served_models(session, base, timeout_s=_ASK_TIMEOUT_S)
+    except AnswerError as error:
+        raise ReplayError(
+            f"{base}/v1/models answers {error.status}; is it an OpenAI-compatible server?"
+        ) from error
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         raise ReplayError(
             f"{base} doesn't answer ({error or type(error).__name__}); is the server up?"
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise ReplayError(f"{base}/v1/models doesn't answer with a list of models") from error
     if not lengths or (model is not None and model not in lengths):
         raise ReplayError(
             f"{base} doesn't serve {model or 'any model'}; it has {', '.join(lengths) or 'none'}"
         )
     name = model or next(iter(lengths))
-    length = lengths[name]
-    return Target(base, name, length if isinstance(length, int) else None)
+    return Target(base, name, lengths[name])
 
 
 _JSON = {"Content-Type": "application/json"}

@@ -1,7 +1,4 @@
-"""What a replay found, as numbers.
-
-What a replay found, for people.
-"""
+"""What a replay found, as numbers and for people."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator

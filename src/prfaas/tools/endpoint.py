@@ -1,0 +1,85 @@
+"""An OpenAI-compatible server as the tools ask it: JSON in, JSON out, and the models that it serves."""
+
+from typing import Any
+
+import aiohttp
+import orjson
+
+_JSON = {"Content-Type": "application/json"}
+_MESSAGE_CHARACTERS = 300
+
+
+class AnswerError(ValueError):
+    """An answer that is no success. The text is what the server says itself, in one line."""
+
+    def __init__(self, status: int, content: bytes) -> None:
+        super().__init__(error_message(content))
+        self.status = status
+
+
+def base_url(url: str) -> str:
+    """A server's URL as users write it, without "/v1" and a slash at its end."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
+async def get_json(
+    session: aiohttp.ClientSession, url: str, *, timeout_s: float | None = None
+) -> dict[str, Any]:
+    """The JSON object at `url`; without `timeout_s` the session's limits count.
+
+    Raises:
+        AnswerError: a status other than 200.
+        ValueError: no JSON object.
+        aiohttp.ClientError, TimeoutError: no whole answer.
+    """
+    timeout = session.timeout if timeout_s is None else aiohttp.ClientTimeout(total=timeout_s)
+    async with session.get(url, timeout=timeout) as response:
+        return await _json_of(response)
+
+
+async def post_json(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The JSON object that answers `body`. Raises as `get_json`."""
+    async with session.post(url, data=orjson.dumps(body), headers=_JSON) as response:
+        return await _json_of(response)
+
+
+async def served_models(
+    session: aiohttp.ClientSession, url: str, *, timeout_s: float | None = None
+) -> dict[str, int | None]:
+    """Name → `max_model_len` (None: not told) of every model that the server at `url` (without /v1) lists.
+
+    Raises:
+        As `get_json`; ValueError, too, where the answer is no list of models.
+    """
+    document = await get_json(session, f"{url}/v1/models", timeout_s=timeout_s)
+    try:
+        lengths = {str(card["id"]): card.get("max_model_len") for card in document["data"]}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{url}/v1/models is no list of models") from error
+    return {name: length if isinstance(length, int) else None for name, length in lengths.items()}
+
+
+def json_object(content: bytes) -> dict[str, Any]:
+    """Parsed JSON. Raises ValueError unless it is an object."""
+    value = orjson.loads(content)
+    if not isinstance(value, dict):
+        raise ValueError("the answer is no JSON object")
+    return value
+
+
+def error_message(content: bytes) -> str:
+    """The message of an error answer in one line."""
+    try:
+        document = json_object(content)
+        error = document.get("error", document)
+        text = str(error.get("message", error) if isinstance(error, dict) else error)
+    except ValueError:
+        text = content.decode("utf-8", "replace")
+    return " ".join(text.split())[:_MESSAGE_CHARACTERS] or "nothing"
+
+
+async def _json_of(response: aiohttp.ClientResponse) -> dict[str, Any]:
+    content = await response.read()
+    if response.status != 200:
+        raise AnswerError(response.status, content)
+    return json_object(content)
