@@ -8,7 +8,6 @@ import orjson
 
 from prfaas.core.deployment import Instance
 from prfaas.serving.gateway.http_pool import EngineResponse, HttpPool
-from prfaas.serving.gateway.options import GatewayOptions
 
 
 class EngineCallError(Exception):
@@ -30,10 +29,8 @@ class EngineCallError(Exception):
 class EngineClient:
     """HTTP to all engines over one pool of connections. Never follows redirects."""
 
-    def __init__(self, options: GatewayOptions) -> None:
-        self._pool = HttpPool(
-            connect_timeout_s=options.connect_timeout_s, keepalive_s=options.engine_keepalive_s
-        )
+    def __init__(self, *, connect_timeout_s: float, keepalive_s: float) -> None:
+        self._pool = HttpPool(connect_timeout_s=connect_timeout_s, keepalive_s=keepalive_s)
 
     async def close(self) -> None:
         """End all connections."""

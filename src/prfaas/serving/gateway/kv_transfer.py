@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from prfaas.serving.transport.status import TransferPhase, TransferStatus
 from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.wire import TransferPhase, TransferStatus
 
 logger = logging.getLogger(__name__)
 

@@ -13,14 +13,13 @@ from prometheus_client import CollectorRegistry
 
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.kv import KvModel
-from prfaas.serving.gateway.context import GatewayContext
+from prfaas.serving.gateway.context import GatewayContext, GatewayOptions, ThreadOffload
 from prfaas.serving.gateway.control_plane import ControlPlane
 from prfaas.serving.gateway.decode import Decoder
 from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
 from prfaas.serving.gateway.generation import Generation
 from prfaas.serving.gateway.kv_transfer import KvTransfers
 from prfaas.serving.gateway.metrics import Metrics
-from prfaas.serving.gateway.options import GatewayOptions, ThreadOffload
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.prefill_hop import PrefillHop
 from prfaas.serving.gateway.request import RequestParser, Tenants
@@ -57,7 +56,9 @@ class Gateway:
         self._decoders = sorted(can_decode, key=lambda i: not i.has_role("decode"))
         self._json_threads = ThreadOffload(1, options.inline_json_bytes)
         self._tokenizer_threads = ThreadOffload(options.tokenizer_threads, options.inline_text_chars)
-        self._client = EngineClient(options)
+        self._client = EngineClient(
+            connect_timeout_s=options.connect_timeout_s, keepalive_s=options.engine_keepalive_s
+        )
         self._transfers = _transfers(deployment.instances, key)
         context = GatewayContext(
             plane, self._client, Metrics(registry), options, self._json_threads, model.max_model_len

@@ -13,9 +13,8 @@ import jinja2
 
 from prfaas.core.deployment import Instance
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN
-from prfaas.serving.gateway.context import GatewayContext
+from prfaas.serving.gateway.context import GatewayContext, ThreadOffload
 from prfaas.serving.gateway.engine_client import EngineCallError
-from prfaas.serving.gateway.options import ThreadOffload
 from prfaas.serving.gateway.prompts import (
     ChatPrompt,
     DirectPrompt,

@@ -13,13 +13,14 @@ from typing import Any, Protocol
 from prfaas.serving.transport.coverage import Coverage
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.staging import StagingLease
-from prfaas.serving.transport.status import TransferPhase, TransferStatus
 from prfaas.serving.transport.ticket import Ticket, TicketError
 from prfaas.serving.transport.wire import (
     MAX_REGION_BYTES,
     MAX_REGIONS,
     FrameType,
     Header,
+    TransferPhase,
+    TransferStatus,
     WireError,
     pack_control,
     text_field,

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, HandshakeError
-from prfaas.serving.transport.status import TransferStatus
 from prfaas.serving.transport.wire import (
     HEADER_BYTES,
     FrameType,
     Header,
+    TransferStatus,
     WireError,
     pack_control,
     parse_control,

@@ -14,8 +14,8 @@ from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.receiver_connection import ReceiverConnection
 from prfaas.serving.transport.sockets import shut, tune
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
-from prfaas.serving.transport.status import TransferStatus
 from prfaas.serving.transport.transfer_table import TransferTable
+from prfaas.serving.transport.wire import TransferStatus
 
 log = logging.getLogger(__name__)
 

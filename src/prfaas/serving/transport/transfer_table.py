@@ -23,12 +23,13 @@ from prfaas.serving.transport.incoming import (
 )
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
-from prfaas.serving.transport.status import TransferPhase, TransferStatus
 from prfaas.serving.transport.wire import (
     MAX_REGION_BYTES,
     MAX_REGIONS,
     FrameType,
     Header,
+    TransferPhase,
+    TransferStatus,
     WireError,
     abort,
     ack,

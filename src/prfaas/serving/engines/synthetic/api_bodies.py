@@ -12,7 +12,7 @@ from uuid import uuid4
 
 import orjson
 
-from prfaas.serving.engines.synthetic.engine import Generation, Work
+from prfaas.serving.engines.synthetic.engine import GeneratedAnswer, Work
 from prfaas.serving.engines.synthetic.text import Text
 from prfaas.serving.transport.ticket import PREFIX_TICKET_PARAMETER, TICKET_PARAMETER
 
@@ -199,7 +199,7 @@ class AnswerWriter:
         self._id = f"{'chatcmpl' if request.chat else 'cmpl'}-{uuid4().hex}"
         self._created = int(time.time())
 
-    def whole(self, generations: Sequence[Generation]) -> bytes:
+    def whole(self, generations: Sequence[GeneratedAnswer]) -> bytes:
         """The answer that is not streamed."""
         choices = []
         for at, (work, generation) in enumerate(zip(self._request.works, generations, strict=True)):
@@ -240,7 +240,7 @@ class AnswerWriter:
             event["prompt_token_ids"] = list(work.token_ids)
         return _event(event)
 
-    def usage(self, generations: Sequence[Generation]) -> bytes:
+    def usage(self, generations: Sequence[GeneratedAnswer]) -> bytes:
         """The event that ends a stream with `stream_options.include_usage`."""
         event = self._envelope("chat.completion.chunk" if self._request.chat else "text_completion", [])
         event["usage"] = self._usage(generations)
@@ -265,7 +265,7 @@ class AnswerWriter:
             "choices": choices,
         }
 
-    def _usage(self, generations: Sequence[Generation]) -> dict[str, Any]:
+    def _usage(self, generations: Sequence[GeneratedAnswer]) -> dict[str, Any]:
         prompt = sum(generation.prompt_tokens for generation in generations)
         completion = sum(work.max_tokens * work.samples for work in self._request.works)
         cached = sum(generation.cached_tokens for generation in generations)

@@ -18,8 +18,8 @@ from prfaas.serving.transport.outgoing import OutgoingTransfer, SendPhase
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
-from prfaas.serving.transport.status import TransferPhase
 from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.wire import TransferPhase
 
 logger = logging.getLogger(__name__)
 

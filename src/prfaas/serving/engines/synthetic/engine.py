@@ -85,7 +85,7 @@ class _RequestState:
     """Tokens that were held or loaded, not computed."""
 
 
-class Generation:
+class GeneratedAnswer:
     """An answer that grows."""
 
     def __init__(self, engine: "SyntheticEngine", work: Work, state: _RequestState) -> None:
@@ -160,7 +160,7 @@ class SyntheticEngine:
         self._seats = asyncio.Semaphore(max_batch)
 
     @asynccontextmanager
-    async def generate(self, work: Work) -> AsyncIterator[Generation]:
+    async def generate(self, work: Work) -> AsyncIterator[GeneratedAnswer]:
         """Prefill or load `work`'s prompt, then decode: entered when the first token is about to come.
 
         Raises:
@@ -180,7 +180,7 @@ class SyntheticEngine:
                     self.clock.change_batch(work.samples)
                     held.callback(self.clock.change_batch, -work.samples)
                 with self._running():
-                    yield Generation(self, work, state)
+                    yield GeneratedAnswer(self, work, state)
             self._count_finished(work)
         except BaseException:
             self.counts.cancelled += 1

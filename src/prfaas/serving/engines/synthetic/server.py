@@ -19,7 +19,7 @@ from prfaas.serving.engines.synthetic.api_bodies import (
     parse_tokenize,
 )
 from prfaas.serving.engines.synthetic.cache import RoomError
-from prfaas.serving.engines.synthetic.engine import Generation, SyntheticEngine, Work
+from prfaas.serving.engines.synthetic.engine import GeneratedAnswer, SyntheticEngine, Work
 from prfaas.serving.engines.synthetic.stats import CacheFacts, exposition
 from prfaas.serving.engines.synthetic.text import Text
 
@@ -112,7 +112,7 @@ class EngineServer:
             return _error(str(error), 400)
         return web.Response(body=AnswerWriter(wanted, self._text).whole(generations), content_type=_JSON)
 
-    async def _finish(self, work: Work) -> Generation:
+    async def _finish(self, work: Work) -> GeneratedAnswer:
         async with self._engine.generate(work) as generation:
             await generation.reach(work.max_tokens)
         return generation

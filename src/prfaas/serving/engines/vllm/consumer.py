@@ -12,7 +12,7 @@ from prfaas.serving.engines.vllm.metadata import LoadOrder
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.staging import StagedTransfer
-from prfaas.serving.transport.status import TransferPhase, TransferStatus
+from prfaas.serving.transport.wire import TransferPhase, TransferStatus
 
 logger = logging.getLogger(__name__)
 
