@@ -20,7 +20,7 @@ from prfaas.core.workload.traffic import IndependentTraffic, take
 from prfaas.tools.profiling.endpoint import ProfiledEndpoint
 from prfaas.tools.profiling.measure import Measurement, MeasurePlan, measure
 from prfaas.tools.replay import ReplayOptions, replay
-from prfaas.tools.replay.replayer import find_target
+from prfaas.tools.replay.client import find_target
 
 LOG_MEDIAN, LOG_SIGMA, LOW_TOKENS, HIGH_TOKENS = 8.3, 0.6, 1024, 12000
 """Prompts: log-normal around 4,000 tokens. On one core they take 0.3 to 4 s."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from prfaas.tools.replay.replayer import BadAnswerError, ReplayAnswer, ReplayedRequest, Target
+from prfaas.tools.replay.client import BadAnswerError, ReplayAnswer, ReplayedRequest, Target
 from prfaas.tools.replay.result import Percentiles, ReplayResult, closing, fallbacks, route_bytes, times_table
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from rich.table import Table
 
 from prfaas.core.units import format_bytes, format_s
-from prfaas.tools.replay.replayer import ReplayedRequest, Target
+from prfaas.tools.replay.client import ReplayedRequest, Target
 
 BEHIND_S = 0.05
 """A request that is sent so much later than it was due counts as behind."""
