@@ -3,6 +3,7 @@
 `python tests/test_docs.py` prints the figures of every page, and what breaks a rule.
 """
 
+import ast
 import re
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ FRONT = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
 PAGES = [name for name in FRONT if (ROOT / name).exists()]
 PAGES += sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 
+_FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
 _FENCE = re.compile(r"^\s*(```|~~~)")
 _ITEM = re.compile(r"^\s*([-*+]|\d+[.)])\s+")
 _LINK = re.compile(r"!?\[([^\]]*)\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
@@ -190,6 +192,20 @@ def test_links(name: str) -> None:
 def test_named_files_exist(name: str) -> None:
     wrong = missing_files(name)
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_map_names_what_there_is() -> None:
+    """Every `Class.method` in ARCHITECTURE.md stands in the source."""
+    there = set()
+    for path in (ROOT / "src/prfaas").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                there |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, _FUNCTION)}
+    named = set(
+        re.findall(r"`([A-Z]\w+\.[a-z_]\w*)`", (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"))
+    )
+    assert len(named) > 30
+    assert named - there == set()
 
 
 def test_generated_pages_exist() -> None:
