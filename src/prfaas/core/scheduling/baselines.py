@@ -1,9 +1,4 @@
-"""Policies to compare with: always here, always there, whatever is soonest.
-
-A baseline: prefill instances in turn.
-
-A baseline: the paper's threshold, fixed once and for all, and nothing else looked at.
-"""
+"""Policies to compare with: round robin, a fixed threshold, always local, always remote, the soonest."""
 
 import math
 from dataclasses import dataclass, field
@@ -46,8 +41,8 @@ class RoundRobin:
         decoders = decode_choices(request, view)
         if request.num_tokens <= 1:
             return single_token(request, view, decoders)
-        turns = [turn for cluster, decode in decoders for turn in _turns(view, cluster, decode)]
-        pd, decode, cluster, instance, link = turns[request.ordinal % len(turns)]
+        placements = [each for cluster, decode in decoders for each in _placements(view, cluster, decode)]
+        pd, decode, cluster, instance, link = placements[request.ordinal % len(placements)]
         option = prefill_by(request, view, cluster, instance)
         if link is not None:
             option = streamed(option, link, view.now_s, kv_bytes_to(request, view, decode))
@@ -57,19 +52,19 @@ class RoundRobin:
         return decision_of(request, view, decode, choice)
 
 
-_Turn = tuple[ClusterView, InstanceView, ClusterView, InstanceView, LinkView | None]
+_Placement = tuple[ClusterView, InstanceView, ClusterView, InstanceView, LinkView | None]
 
 
-def _turns(view: View, pd: ClusterView, decode: InstanceView) -> list[_Turn]:
+def _placements(view: View, pd: ClusterView, decode: InstanceView) -> list[_Placement]:
     """(PD cluster, its decode instance, prefill cluster, prefill instance, link between the clusters)."""
-    here = prefillers(pd.instances, view.avoid) or [decode]
-    turns: list[_Turn] = [(pd, decode, pd, each, None) for each in here]
+    here = prefillers(pd, view) or [decode]
+    placements: list[_Placement] = [(pd, decode, pd, each, None) for each in here]
     for cluster in view.clusters.values():
         link = usable_link(view, cluster.name, pd.name) if cluster.kind == "prfaas" else None
         if link is not None:
-            far = prefillers(cluster.instances, view.avoid)
-            turns += [(pd, decode, cluster, each, link) for each in far]
-    return turns
+            far = prefillers(cluster, view)
+            placements += [(pd, decode, cluster, each, link) for each in far]
+    return placements
 
 
 @dataclass(frozen=True, slots=True)

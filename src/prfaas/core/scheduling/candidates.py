@@ -4,7 +4,7 @@ A `PrefillCandidate` carries what is predicted of one way to prefill.
 """
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prfaas.core.scheduling.decision import CacheTransfer, RoutingRequest
@@ -16,18 +16,6 @@ from prfaas.core.scheduling.view import (
     View,
 )
 from prfaas.core.units import BITS_PER_BYTE
-
-
-def prefillers(instances: Iterable[InstanceView], avoid: Collection[str]) -> list[InstanceView]:
-    """Those of `instances` that may be given prefills."""
-    able = [each for each in instances if each.prefills and each.healthy and not each.draining]
-    return [each for each in able if each.name not in avoid] if avoid else able
-
-
-def decoders(instances: Iterable[InstanceView], avoid: Collection[str]) -> list[InstanceView]:
-    """Those of `instances` that may be given requests to decode."""
-    able = [each for each in instances if each.decodes and each.healthy and not each.draining]
-    return [each for each in able if each.name not in avoid] if avoid else able
 
 
 # Not frozen, like all that doesn't outlive a decision: a frozen one takes five times as long to make.
@@ -131,15 +119,16 @@ def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) ->
     """
     if not request.held:
         return least_queued(request, cluster, view)
-    now_s, num_tokens = view.now_s, request.num_tokens
+    now_s, avoid, num_tokens = view.now_s, view.avoid, request.num_tokens
     held_at = request.held.get
     chosen: InstanceView | None = None
     holder: InstanceView | None = None
     reusable, longest, in_flight, asked_tokens = 0, -1, 0, -1
     done_s = wait_s = prefill_s = seconds = least_wait_s = math.inf
     # `reusable_at` in line: this loop is most of a decision's time.
-    able = prefillers(cluster.instances, view.avoid)
-    for instance in able:
+    for instance in cluster.instances:
+        if not instance.takes_prefills or instance.name in avoid:
+            continue
         queue_s = instance.busy_until_s - now_s
         if queue_s < 0.0:
             queue_s = 0.0
@@ -170,7 +159,7 @@ def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) ->
     if chosen is None or holder is None:
         return None
     if cluster.waiting_s > 0.0:
-        shared_s = cluster.waiting_s / len(able)
+        shared_s = cluster.waiting_s / len(prefillers(cluster, view))
         least_wait_s += shared_s
         wait_s += shared_s
         done_s += shared_s
@@ -194,11 +183,15 @@ def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) ->
 
 def least_queued(request: RoutingRequest, cluster: ClusterView, view: View) -> BestCandidate | None:
     """`best_candidate` where none holds anything, several times as fast: the shortest queue, the fewest in flight."""
-    now_s = view.now_s
+    avoid, now_s = view.avoid, view.now_s
     chosen: InstanceView | None = None
+    holder: InstanceView | None = None
     least_s, in_flight = math.inf, 0
-    able = prefillers(cluster.instances, view.avoid)
-    for instance in able:
+    for instance in cluster.instances:
+        if not instance.takes_prefills or (avoid and instance.name in avoid):
+            continue
+        if holder is None:
+            holder = instance
         busy_s = instance.busy_until_s
         if busy_s < now_s:
             busy_s = now_s
@@ -206,18 +199,23 @@ def least_queued(request: RoutingRequest, cluster: ClusterView, view: View) -> B
             chosen, least_s, in_flight = instance, busy_s, instance.in_flight
             if busy_s == now_s and not in_flight:
                 break  # none can be better
-    if chosen is None:
+    if chosen is None or holder is None:
         return None
     wait_s = least_s - now_s
     prefill_s = cluster.prefill_s(request.num_tokens)
     done_s = wait_s + prefill_s
     if cluster.waiting_s > 0.0:
-        shared_s = cluster.waiting_s / len(able)
+        shared_s = cluster.waiting_s / len(prefillers(cluster, view))
         wait_s += shared_s
         done_s += shared_s
     return BestCandidate(
-        cluster, chosen, 0, wait_s, prefill_s, None, 0.0, 0.0, done_s, 0, None, wait_s, able[0], 0
+        cluster, chosen, 0, wait_s, prefill_s, None, 0.0, 0.0, done_s, 0, None, wait_s, holder, 0
     )
+
+
+def prefillers(cluster: ClusterView, view: View) -> list[InstanceView]:
+    """The instances of `cluster` that may be given prefills."""
+    return [each for each in cluster.instances if each.takes_prefills and each.name not in view.avoid]
 
 
 def decode_choices(request: RoutingRequest, view: View) -> list[tuple[ClusterView, InstanceView]]:
@@ -232,7 +230,7 @@ def decode_choices(request: RoutingRequest, view: View) -> list[tuple[ClusterVie
     found = []
     for cluster in view.clusters.values():
         if cluster.kind == "pd":
-            decode = _decoder(request, decoders(cluster.instances, view.avoid), view)
+            decode = _decoder(request, [each for each in cluster.instances if each.takes_decodes], view)
             if decode is not None:
                 found.append((cluster, decode))
     return found or _last_resorts(request, view)
@@ -252,8 +250,7 @@ def _last_resorts(request: RoutingRequest, view: View) -> list[tuple[ClusterView
         found = []
         for cluster in view.clusters.values():
             if cluster.kind == "pd":
-                able = [each for each in cluster.instances if is_able(each) and each.name not in view.avoid]
-                decode = _decoder(request, able, view)
+                decode = _decoder(request, list(filter(is_able, cluster.instances)), view)
                 if decode is not None:
                     found.append((cluster, decode))
         if found:
@@ -262,12 +259,14 @@ def _last_resorts(request: RoutingRequest, view: View) -> list[tuple[ClusterView
 
 
 def _decoder(request: RoutingRequest, able: Sequence[InstanceView], view: View) -> InstanceView | None:
-    """The best of these; None if there is none.
+    """The best of these that need not be avoided; None if there is none.
 
     Each is worth the share of the prompt that it spares the network, less the share of its slots in use. So one that
     holds more of the prompt is taken, until its load exceeds another's by more than that share. One without a free
     slot comes after all others. Equal ones are compared by the fewer requests in flight, then by their order.
     """
+    if view.avoid:
+        able = [each for each in able if each.name not in view.avoid]
     held_at, num_tokens, can_skip = request.held.get, request.num_tokens, view.kv.can_skip
     chosen: InstanceView | None = None
     worth = 0.0
@@ -287,10 +286,11 @@ def least_loaded(instances: Sequence[InstanceView]) -> InstanceView | None:
     """The decode instance where none holds anything and none is to be avoided; None if none may decode."""
     chosen: InstanceView | None = None
     least = math.inf
-    for instance in decoders(instances, ()):
-        load = instance.decoding / instance.decode_slots
-        if load <= least and (load < least or chosen is None or instance.in_flight < chosen.in_flight):
-            chosen, least = instance, load
+    for instance in instances:
+        if instance.takes_decodes:
+            load = instance.decoding / instance.decode_slots
+            if load <= least and (load < least or chosen is None or instance.in_flight < chosen.in_flight):
+                chosen, least = instance, load
     return chosen
 
 

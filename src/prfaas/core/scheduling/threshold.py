@@ -120,17 +120,19 @@ Reason = Literal["start", "periodic", "roles", "policy", "link"]
 
 @dataclass(frozen=True, slots=True)
 class ThresholdChange:
-    """`tokens`: the threshold of every PD cluster of the problem in uncached tokens; infinite: never offload.
+    """New thresholds.
 
-    Rates are requests per second of the whole deployment that prefill and links can carry, with the thresholds
-    before (None: some cluster had none) and after, by the lengths that were observed: the first PD cluster that is
-    full counts.
+    Rates are requests per second of the whole deployment that prefill and links can carry, by the lengths that were
+    observed: until the first PD cluster is full.
     """
 
     tokens: Mapping[str, float]
+    """The threshold of every PD cluster of the problem in uncached tokens; infinite: never offload."""
     reason: Reason
     rate_before: float | None
+    """With the thresholds before; None: some cluster had none."""
     rate_after: float
+    """With the new thresholds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,27 +243,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ClusterFacts:
-    """One cluster as it is now.
-
-    `instances`: the healthy ones, whatever their role. `decode_batch` requests decode together on one instance of a
-    PD cluster in steps of `decode_step_s`: BS_max and T_decode of Eq. 5; PrfaaS clusters have none.
-    """
+    """One cluster as it is now."""
 
     name: str
     kind: ClusterKind
     instances: int
+    """Healthy ones, whatever their role."""
     curve: ServiceCurve
     decode_batch: float = 0.0
+    """Requests that decode together on one instance of a PD cluster: BS_max of Eq. 5. PrfaaS clusters have none."""
     decode_step_s: float = 1.0
+    """Seconds of one decode step: T_decode of Eq. 5."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkFacts:
-    """What a directed link can carry now; 0 when it is down."""
+    """What a directed link can carry now."""
 
     source: str
     target: str
     bandwidth_bits_per_s: float
+    """0 when it is down."""
 
 
 def prefill_instances(instances: Iterable[InstanceView]) -> int:

@@ -6,7 +6,6 @@ import numpy as np
 
 from prfaas.core.prefix.index import PrefixHit
 from prfaas.core.scheduling import Policy, RoutingRequest, policy_named
-from prfaas.core.scheduling.candidates import prefillers
 from prfaas.core.scheduling.prefill_pool import PrefillPool
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.lab.simulator.capacity import CapacityProcess, Interrupted
@@ -131,7 +130,7 @@ class World:
             job = queue.popleft()
             engine.waiting_s = engine.waiting_s - job.service_s if queue else 0.0
             self._start(engine, job)
-        if queue or not len(engine.pool) or not prefillers((view,), ()):
+        if queue or not len(engine.pool) or not view.takes_prefills:
             return
         while engine.at_work < engine.prefill_slots and len(engine.pool):
             taken = engine.pool.take(engine.name)
@@ -150,7 +149,7 @@ class World:
         if not len(engine.pool):
             return
         others = [other for other in self.engines.values() if other.cluster is engine.cluster]
-        if not prefillers((other.view for other in others), self.view.avoid):
+        if not any(other.view.takes_prefills for other in others):
             for job in [job for job in self.open.values() if job in engine.pool]:
                 self.restart(job)
         for other in others:

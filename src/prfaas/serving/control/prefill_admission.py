@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from prfaas.core.prefix import PromptChains
 from prfaas.core.scheduling import Decision
-from prfaas.core.scheduling.candidates import prefillers
 from prfaas.core.scheduling.prefill_pool import PrefillPool
 from prfaas.serving.control.cluster_state import ClusterState
 
@@ -65,10 +64,9 @@ class PrefillAdmission:
         """An instance came, went, or has other roles."""
         cluster = self._cluster_state.instance(name).cluster
         instances = self._cluster_state.view.clusters[cluster].instances
-        able = prefillers(instances, ())
-        if self._cluster_state.instance(name) not in able:
+        if not self._cluster_state.instance(name).takes_prefills:
             self._pools[cluster].release(name)
-        if not able:
+        if not any(each.takes_prefills for each in instances):
             self._give_up(cluster)
         for each in instances:
             self._serve(each.name)
@@ -116,7 +114,7 @@ class PrefillAdmission:
         """Give an instance what it can take."""
         instance = self._cluster_state.instance(name)
         pool = self._pools[instance.cluster]
-        while len(pool) and self._is_free(name) and prefillers((instance,), ()):
+        while len(pool) and self._is_free(name) and instance.takes_prefills:
             admission = pool.take(name)
             if admission is None:
                 break
