@@ -176,6 +176,7 @@ def test_a_taken_gateway_port_is_named_before_engines_start(
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_serve_runs_until_a_signal(dense_file: Path, number: signal.Signals) -> None:
     port = gateway_port(dense_file)

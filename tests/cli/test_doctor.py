@@ -19,11 +19,13 @@ from prfaas.serving.engines.preparation import ensure_key
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.staging import StagingArena
 from prfaas.serving.transport.ticket import load_key
-from prfaas.tools.doctor.engines import check_engines
-from prfaas.tools.doctor.files import Finding, check_key, check_model
-from prfaas.tools.doctor.gateway import (
+from prfaas.tools.doctor import (
+    Finding,
     check_disaggregation,
+    check_engines,
     check_gateway,
+    check_key,
+    check_model,
     expected_route,
     judge_route,
 )
@@ -116,7 +118,7 @@ def ask_engines(
     monkeypatch: pytest.MonkeyPatch,
     *routes: dict[str, Callable[[web.Request], web.Response]],
 ) -> list[Finding]:
-    monkeypatch.setattr("prfaas.tools.doctor.engines._SETTLE_S", 0.1)
+    monkeypatch.setattr("prfaas.tools.doctor._SETTLE_S", 0.1)
 
     async def ask() -> list[Finding]:
         async with served(routes[0]) as a, served(routes[1]) as b, served(routes[2]) as c:

@@ -100,6 +100,7 @@ def test_for_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert max(map(len, out.splitlines())) <= 120
 
 
+@pytest.mark.slow
 def test_plots(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     document = planned(monkeypatch, capsys, PAPER, "--plot", tmp_path / "plots")
     names = [Path(path).name for path in document["plots"]]
@@ -115,6 +116,7 @@ def test_plots_where_no_folder_can_be(
     assert "can't be made a folder" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_sweep(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     sweep = "links[east->home].bandwidth=1 Gbit/s:100 Gbit/s:3"
     document = planned(monkeypatch, capsys, PAPER, "--sweep", sweep, "--plot", tmp_path)
@@ -271,6 +273,7 @@ def test_a_file_for_planning_is_not_run(
     assert "model.published: is enough to plan with, not to run" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_case_study_takes_seconds_at_most_after_imports() -> None:
     code = (
         "import sys, time; sys.argv = ['prfaas', 'plan', sys.argv[1], '--json']\n"

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from prfaas.core.deployment import Deployment
-    from prfaas.tools.doctor.files import Finding
+    from prfaas.tools.doctor import Finding
 
 
 def doctor(
@@ -26,7 +26,7 @@ def doctor(
 
     Example: prfaas doctor examples/local.yaml
     """
-    from prfaas.tools.doctor.files import any_problem
+    from prfaas.tools.doctor import any_problem
 
     findings = _diagnose(deployment, probe)
     if as_json:
@@ -41,7 +41,7 @@ def _diagnose(path: "Path", probe: bool) -> "list[Finding]":
     import asyncio
 
     from prfaas.core.deployment import DeploymentError, load_deployment
-    from prfaas.tools.doctor.files import check_key, check_model, ok, problem
+    from prfaas.tools.doctor import check_key, check_model, ok, problem
 
     try:
         loaded = load_deployment(path)
@@ -58,9 +58,7 @@ def _diagnose(path: "Path", probe: bool) -> "list[Finding]":
 async def _ask(deployment: "Deployment", probe: bool) -> "list[Finding]":
     import aiohttp
 
-    from prfaas.tools.doctor.engines import check_engines
-    from prfaas.tools.doctor.files import any_problem
-    from prfaas.tools.doctor.gateway import check_disaggregation, check_gateway
+    from prfaas.tools.doctor import any_problem, check_disaggregation, check_engines, check_gateway
 
     async with aiohttp.ClientSession() as session:
         findings = await check_engines(deployment, session)
@@ -89,7 +87,7 @@ def _print_json(findings: "list[Finding]") -> None:
     import dataclasses
     import json
 
-    from prfaas.tools.doctor.files import any_problem
+    from prfaas.tools.doctor import any_problem
 
     document = {"ok": not any_problem(findings), "findings": [dataclasses.asdict(each) for each in findings]}
     typer.echo(json.dumps(document, indent=2))

@@ -40,6 +40,7 @@ def test_same_optimum_as_plain_loops_over_atoms(case: Case, by_length: bool) -> 
     assert rate == pytest.approx(point.lambda_max, rel=1e-9)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(two_clusters(continuous), st.booleans())
 def test_as_good_as_plain_loops_over_a_fine_grid(case: Case, by_length: bool) -> None:

@@ -126,6 +126,7 @@ def new_index(shape: Shape, capacity_blocks: int = 1000) -> GlobalIndex:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @settings(deadline=None, max_examples=40)
 @given(SEEDS)

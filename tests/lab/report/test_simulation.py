@@ -198,6 +198,7 @@ def test_the_terminal_shows_all_of_it() -> None:
     assert "A note." in text
 
 
+@pytest.mark.slow
 def test_the_page_has_every_drawing_and_is_the_same_every_time() -> None:
     page = simulation_page(REPORT)
     assert page == simulation_page(REPORT)
@@ -241,6 +242,7 @@ def test_a_page_is_whole_and_escaped() -> None:
     assert "@import" not in text and "url(http" not in text
 
 
+@pytest.mark.slow
 def test_a_queue_that_is_always_empty_has_no_panel() -> None:
     drawn = {heading: svg for heading, svg, _ in figures(REPORT)}
     assert "east: waiting for prefill" in drawn["Queues"]

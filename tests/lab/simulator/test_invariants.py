@@ -40,6 +40,7 @@ def scenarios(case_study: CaseStudy) -> dict[str, Scenario]:
     return {policy: scenario_of(case_study.planned, policy=policy) for policy in POLICIES}
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.sampled_from(POLICIES), failures(), st.integers(0, 1000), st.booleans(), st.sampled_from([1, 3]))
 def test_under_failures(
@@ -101,6 +102,7 @@ def test_a_link_that_stays_down_is_not_waited_for(case_study: CaseStudy) -> None
     assert 8.0 <= result.ttft_s[0] - home.seconds(131_072) <= 11.0
 
 
+@pytest.mark.slow
 def test_random_outages_lose_nothing(case_study: CaseStudy) -> None:
     scenario = scenario_of(
         case_study.planned, policy="tilted", links={"east->home": Outages(2e9, 30.0, 20.0)}

@@ -61,6 +61,7 @@ prompts = st.tuples(
 uses = st.lists(st.tuples(st.sampled_from(NAMES), prompts, st.integers(0, 19)), max_size=40)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(
     uses,

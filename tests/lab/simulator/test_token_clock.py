@@ -146,6 +146,7 @@ def test_a_constant_step_and_enough_slots_are_exact(plan: Plan) -> None:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(plans, st.integers(1, 4), st.data())
 def test_who_is_removed_is_not_called_back(plan: Plan, slots: int, data: st.DataObject) -> None:

@@ -83,6 +83,7 @@ def test_the_better_policy_is_called_better(context: StudyContext, runs: Mapping
     assert "the shortest at that peak has `least_ttft`" in text
 
 
+@pytest.mark.slow
 def test_where_it_stops_being_stable_is_found(context: StudyContext, runs: Mapping[str, list[Run]]) -> None:
     text, _ = told(
         context,

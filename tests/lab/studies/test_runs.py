@@ -17,6 +17,7 @@ def _runs(context: StudyContext) -> list[Run]:
     ]
 
 
+@pytest.mark.slow
 def test_the_number_of_processes_changes_nothing(context: StudyContext) -> None:
     runs = _runs(context)
     told: list[tuple[Run, StudyOutcome]] = []
@@ -45,6 +46,7 @@ def test_a_course_covers_the_counted_time(context: StudyContext) -> None:
     assert expected_requests(run) == pytest.approx(100 * run.traffic.mean_per_s)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_what_a_run_raises_passes_through(context: StudyContext, jobs: int) -> None:
     good, *_ = _runs(context)

@@ -8,7 +8,7 @@ import aiohttp
 
 from prfaas.core.deployment import Cluster, Deployment, Instance
 from prfaas.serving.engines.command import EngineCommand, vllm_command
-from prfaas.tools.endpoint import AnswerError, post_json
+from prfaas.tools.http_client import AnswerError, post_json
 
 REFERENCE_NAME = "reference"
 REQUEST_TIMEOUT_S = 900.0

@@ -12,7 +12,14 @@ import orjson
 
 from prfaas.core.latency.profile import ProfileError
 from prfaas.core.sse import SseParser
-from prfaas.tools.endpoint import AnswerError, base_url, error_message, json_object, post_json, served_models
+from prfaas.tools.http_client import (
+    AnswerError,
+    base_url,
+    error_message,
+    json_object,
+    post_json,
+    served_models,
+)
 
 # The longest silence of the endpoint, which is a whole prefill.
 _READ_TIMEOUT_S = 600.0

@@ -12,7 +12,7 @@ from prfaas.core.route_header import ROUTE_HEADER, split_route
 from prfaas.core.sse import SseParser
 from prfaas.core.workload import TracedRequest
 from prfaas.core.workload.traffic import prompt_ids
-from prfaas.tools.endpoint import AnswerError, base_url, served_models
+from prfaas.tools.http_client import AnswerError, base_url, served_models
 
 
 class BadAnswerError(Exception):

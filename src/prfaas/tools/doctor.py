@@ -1,0 +1,359 @@
+"""Checks a deployment: its files, its engines and its gateway, and that a long prompt is really prefilled elsewhere."""
+
+import asyncio
+import json
+import math
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import aiohttp
+
+from prfaas.core.deployment import Deployment, Instance
+from prfaas.core.kv import ConfigError, model_from_directory
+from prfaas.core.route_header import ROUTE_HEADER, RouteHeader
+from prfaas.core.units import format_bytes
+from prfaas.serving.engines.preparation import is_on_one_machine
+from prfaas.serving.transport.observer import Observer
+from prfaas.serving.transport.ticket import KeyFileError, load_key
+from prfaas.tools.http_client import get_json, served_models
+
+OLDEST_VLLM = (0, 32)
+
+_TIMEOUT_S = 10.0
+_KV_TIMEOUT_S = 6.0
+_SETTLE_S = 3.0
+_HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+_PROBE_TIMEOUT = aiohttp.ClientTimeout(total=300.0)
+_ANSWER_TOKENS = 2
+# By policy tilted, no idle deployment prefills a prompt at home that is so many times as long as the threshold.
+_CLEAR = 1.5
+# A probe is so much longer than the threshold, and so long where there is none.
+_OVER_TOKENS = 64
+_LONG_TOKENS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    subject: str
+    level: Literal["ok", "problem"]
+    text: str
+    """What was found."""
+    mend: str | None = None
+    """What to do about it; only for problems."""
+
+
+def ok(subject: str, text: str) -> Finding:
+    """All is well."""
+    return Finding(subject, "ok", text)
+
+
+def problem(subject: str, text: str, mend: str) -> Finding:
+    """Something needs mending."""
+    return Finding(subject, "problem", text, mend)
+
+
+def any_problem(findings: Sequence[Finding]) -> bool:
+    """True if something needs mending."""
+    return any(finding.level == "problem" for finding in findings)
+
+
+def check_model(deployment: Deployment) -> Finding:
+    """The checkpoint is there (or will be made) and its KVCache is understood."""
+    model = deployment.model
+    if model.tiny is not None and not model.path.exists():
+        return ok("model", f"{model.tiny} will be made at {model.path} when the first engine starts")
+    try:
+        kv_model = model_from_directory(model.path, name=model.served_name)
+    except ConfigError as error:
+        mend = (
+            f"prfaas model make {model.tiny}"
+            if model.tiny is not None
+            else f"set model.path in {deployment.path} to a checkpoint directory of a supported model"
+        )
+        return problem("model", str(error), mend)
+    return ok("model", kv_model.describe())
+
+
+def check_key(deployment: Deployment) -> Finding:
+    """The key is there and private."""
+    path = deployment.security.key_file
+    if not path.exists() and is_on_one_machine(deployment):
+        return ok("key", f"will be made at {path} when the first engine starts")
+    try:
+        load_key(path)
+    except KeyFileError as error:
+        if path.exists():
+            mend = f"chmod 600 {path}, or remove it and make a new one with `prfaas key {deployment.path}`"
+        else:
+            mend = f"make it with `prfaas key {deployment.path}` and copy it to every machine"
+        return problem("key", str(error), mend)
+    return ok("key", f"{path} is private")
+
+
+async def check_engines(deployment: Deployment, session: aiohttp.ClientSession) -> list[Finding]:
+    """All checks of all engines, in the order of the file."""
+    per_engine = await asyncio.gather(
+        *(_check_engine(deployment, instance, session) for instance in deployment.instances)
+    )
+    findings = [finding for findings, _ in per_engine for finding in findings]
+    versions = {version for _, version in per_engine if version is not None}
+    if len(versions) > 1:
+        findings.append(
+            problem(
+                "versions",
+                f"engines run different versions of vLLM: {', '.join(sorted(versions))}",
+                "install one version on all machines; KVCache is only understood by the same one",
+            )
+        )
+    return findings
+
+
+async def _check_engine(
+    deployment: Deployment, instance: Instance, session: aiohttp.ClientSession
+) -> tuple[list[Finding], str | None]:
+    subject = f"engine {instance.name}"
+    start = f"prfaas engine {deployment.path} {instance.name}"
+    address = f"{instance.host}:{instance.http_port}"
+    try:
+        async with session.get(f"{instance.url}/health", timeout=_HEALTH_TIMEOUT) as response:
+            status = response.status
+    except aiohttp.ClientConnectorError:
+        return [problem(subject, f"nothing listens at {address}", f"start it on its machine: {start}")], None
+    except (aiohttp.ClientError, TimeoutError) as error:
+        text = f"{address} does not answer like an engine ({type(error).__name__})"
+        return [problem(subject, text, f"see what uses the port and the engine's log, then: {start}")], None
+    if status != 200:
+        text = f"{address} answers /health with {status}"
+        return [problem(subject, text, f"see its log, then start it again: {start}")], None
+    version, findings = await _check_version(subject, instance, session)
+    findings.append(await _check_served(deployment, instance, session))
+    findings += await _check_kv_ports(deployment, instance)
+    return findings, version
+
+
+async def _check_version(
+    subject: str, instance: Instance, session: aiohttp.ClientSession
+) -> tuple[str | None, list[Finding]]:
+    try:
+        version = str((await get_json(session, f"{instance.url}/version", timeout_s=_TIMEOUT_S))["version"])
+        numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
+        text = "is healthy but does not say which vLLM it is"
+        return None, [
+            problem(subject, text, f"see what runs at {instance.url}; it must be vLLM's OpenAI server")
+        ]
+    if numbers < OLDEST_VLLM:
+        oldest = ".".join(str(number) for number in OLDEST_VLLM)
+        return version, [problem(subject, f"runs vLLM {version}", f"install vLLM {oldest} or newer there")]
+    return version, [ok(subject, f"is healthy, vLLM {version}")]
+
+
+async def _check_served(
+    deployment: Deployment, instance: Instance, session: aiohttp.ClientSession
+) -> Finding:
+    subject = f"engine {instance.name}"
+    model = deployment.model
+    again = f"start it again with this deployment file: prfaas engine {deployment.path} {instance.name}"
+    try:
+        lengths = await served_models(session, instance.url, timeout_s=_TIMEOUT_S)
+    except (aiohttp.ClientError, TimeoutError, ValueError):
+        return problem(subject, "does not list its models", again)
+    if model.served_name not in lengths:
+        return problem(subject, f"serves {', '.join(lengths)}, not {model.served_name}", again)
+    length = lengths[model.served_name]
+    if length != model.max_model_len:
+        return problem(
+            subject, f"takes {length} tokens, not {model.max_model_len} (model.max_model_len)", again
+        )
+    return ok(subject, f"serves {model.served_name} up to {length} tokens")
+
+
+async def _check_kv_ports(deployment: Deployment, instance: Instance) -> list[Finding]:
+    try:
+        key = load_key(deployment.security.key_file)
+    except KeyFileError:
+        # Its own finding says so; without the key nothing can be asked here.
+        return []
+    return list(
+        await asyncio.gather(
+            *(_check_kv_port(deployment, instance, rank, key) for rank in range(instance.tensor_parallel))
+        )
+    )
+
+
+async def _check_kv_port(deployment: Deployment, instance: Instance, rank: int, key: bytes) -> Finding:
+    name = f"{instance.name}/{rank}"
+    subject = f"KV port {name}"
+    expected = _expected_connections(deployment, instance)
+    observer = Observer("prfaas-doctor", key, instance.host, instance.kv_port + rank, name)
+    try:
+        async with asyncio.timeout(_KV_TIMEOUT_S + _SETTLE_S):
+            connected = await _settled_connections(observer, sum(expected.values()))
+    except (OSError, TimeoutError) as error:
+        return problem(
+            subject,
+            str(error) or f"{instance.host}:{instance.kv_port + rank} does not answer",
+            "open the port in firewalls, and see that both machines have the same key file and deployment file",
+        )
+    finally:
+        await observer.close()
+    if connected < sum(expected.values()):
+        sources = ", ".join(expected)
+        return problem(
+            subject,
+            f"has {connected} of {sum(expected.values())} connections from {sources}",
+            f"see the logs of {sources}: not running, a closed port, or another model, vLLM or KV layout",
+        )
+    if not expected:
+        return ok(subject, "is authenticated; nobody sends there")
+    return ok(subject, f"is authenticated, {connected} connections from {', '.join(expected)}")
+
+
+def _expected_connections(deployment: Deployment, instance: Instance) -> dict[str, int]:
+    return {
+        producer.name: peer.connections
+        for producer in deployment.producers_for(instance)
+        for peer in deployment.peers_of(producer)
+        # On-demand connections come with the first transfer.
+        if peer.instance.name == instance.name and not peer.on_demand
+    }
+
+
+async def _settled_connections(observer: Observer, expected: int) -> int:
+    """Producers connect ahead of time, and again when a connection is lost: give them a moment."""
+    deadline_s = asyncio.get_running_loop().time() + _SETTLE_S
+    while True:
+        connected = int((await observer.stats())["producer_connections"])
+        if connected >= expected or asyncio.get_running_loop().time() > deadline_s:
+            return connected
+        await asyncio.sleep(0.5)
+
+
+async def check_gateway(deployment: Deployment, session: aiohttp.ClientSession) -> Finding:
+    """The gateway is up and has an engine to decode with."""
+    url = deployment.gateway.url
+    try:
+        async with session.get(f"{url}/health", timeout=_HEALTH_TIMEOUT) as response:
+            status, text = response.status, await response.text()
+    except (aiohttp.ClientError, TimeoutError):
+        return problem(
+            "gateway",
+            f"nothing answers at {url}",
+            f"start it: prfaas serve {deployment.path} (or all of it: prfaas up {deployment.path})",
+        )
+    if status != 200:
+        return problem("gateway", f"{url}/health says {status}: {text[:200]}", "mend the engines first")
+    return ok("gateway", f"is healthy at {url}")
+
+
+async def check_disaggregation(deployment: Deployment, session: aiohttp.ClientSession) -> Finding:
+    """Send a prompt that nobody has cached and that is over the threshold; see which way it went and what moved."""
+    subject = "disaggregation"
+    threshold_tokens = await _threshold_tokens(deployment, session)
+    room = deployment.model.max_model_len - _ANSWER_TOKENS
+    over_tokens = _OVER_TOKENS
+    if deployment.routing.policy == "tilted" and threshold_tokens < math.inf:
+        # Just above its threshold the transfer's time decides.
+        over_tokens = max(math.ceil(threshold_tokens * (_CLEAR - 1)), _OVER_TOKENS)
+    length = min(int(threshold_tokens) + over_tokens if threshold_tokens < room else _LONG_TOKENS, room)
+    body = {
+        "model": deployment.model.served_name,
+        "prompt": _unseen_prompt(deployment, length),
+        "max_tokens": _ANSWER_TOKENS,
+        "temperature": 0,
+    }
+    url = f"{deployment.gateway.url}/v1/completions"
+    try:
+        async with session.post(url, json=body, timeout=_PROBE_TIMEOUT) as response:
+            status, header, text = response.status, response.headers.get(ROUTE_HEADER), await response.text()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        text = f"a prompt of {length} tokens got no answer ({type(error).__name__})"
+        return problem(subject, text, "see the logs of the gateway and the engines")
+    if status != 200 or header is None:
+        text = f"a prompt of {length} tokens got status {status}: {text[:200]}"
+        return problem(subject, text, "see the logs of the gateway and the engines")
+    try:
+        route = RouteHeader.parse(header)
+    except ValueError as error:
+        return problem(
+            subject, str(error), f"see what runs at {deployment.gateway.url}; it must be this prfaas"
+        )
+    return judge_route(deployment, length, threshold_tokens, route)
+
+
+def judge_route(deployment: Deployment, length: int, threshold_tokens: float, route: RouteHeader) -> Finding:
+    """Whether a probe of `length` tokens went where the policy sends it, with its KVCache moved."""
+    subject = "disaggregation"
+    went = f"a prompt of {length} tokens was prefilled by {route.prefill}, decoded by {route.decode}"
+    expected = expected_route(deployment, length, threshold_tokens) or route.route
+    why = route.fallback or route.reason or "unknown"
+    if route.route != expected:
+        return problem(
+            subject,
+            f"{went}: route {route.route} and not {expected}, because: {why}",
+            "mend the engines and KV ports that are reported above, and see the log of the prefill engine",
+        )
+    if route.kv_bytes == 0 and _must_move(deployment, expected):
+        return problem(
+            subject,
+            f"{went}, but no KVCache moved ({why}): the decode engine computed everything again",
+            "mend the KV ports that are reported above, and see the log of the decode engine",
+        )
+    return ok(subject, f"{went} ({route.route}), {format_bytes(route.kv_bytes)} of KVCache moved")
+
+
+def expected_route(deployment: Deployment, length: int, threshold_tokens: float) -> str | None:
+    """Where a prompt of `length` uncached tokens should be prefilled; None where the policy may do either."""
+    remote = any(deployment.prefill_clusters_to(cluster.name) for cluster in deployment.pd_clusters)
+    policy = deployment.routing.policy
+    if not remote or policy == "local_only":
+        return "local"
+    if policy == "offload_all":
+        return "offload"
+    if policy in ("paper", "static_threshold"):
+        return "offload" if length > threshold_tokens else "local"
+    return "offload" if policy == "tilted" and length >= _CLEAR * threshold_tokens else None
+
+
+async def _threshold_tokens(deployment: Deployment, session: aiohttp.ClientSession) -> float:
+    """Above how many tokens every PD cluster offloads now, by the gateway's word; infinite if one never does."""
+    try:
+        async with session.get(f"{deployment.gateway.url}/prfaas/state", timeout=_HEALTH_TIMEOUT) as response:
+            clusters = (await response.json())["clusters"] if response.status == 200 else {}
+    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError):
+        clusters = {}
+    told = [clusters[c.name].get("threshold_tokens") for c in deployment.pd_clusters if c.name in clusters]
+    if not told:
+        return deployment.routing.threshold_tokens or math.inf
+    return max(math.inf if tokens is None else tokens for tokens in told)
+
+
+def _must_move(deployment: Deployment, expected: str) -> bool:
+    if expected == "offload":
+        return True
+    return all(
+        any(not instance.has_role("decode") for instance in cluster.with_role("prefill"))
+        for cluster in deployment.pd_clusters
+    )
+
+
+def _unseen_prompt(deployment: Deployment, length: int) -> Sequence[int]:
+    """Random token ids, so that no cache can know the prompt. The first ids are often special, so they are left out."""
+    source = random.SystemRandom()
+    size = _vocabulary_size(deployment)
+    return [source.randrange(min(32, size // 2), size) for _ in range(length)]
+
+
+def _vocabulary_size(deployment: Deployment) -> int:
+    try:
+        config = json.loads((deployment.model.path / "config.json").read_text(encoding="utf-8"))
+        size = config.get("vocab_size") or config["text_config"]["vocab_size"]
+        # Embeddings are often padded beyond the last real token.
+        return max(2, int(size) // 2)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 256

@@ -1,1 +1,0 @@
-"""Checks a deployment: its files, its engines, its gateway."""
