@@ -1,5 +1,5 @@
 """Moving KV between machines over TCP: verified, paced, resumable. Knows bytes, regions and offsets, nothing
-of vLLM or HTTP. The wire format is in docs/wire.md."""
+of vLLM or HTTP. The wire format is in docs/reference/wire-format.md."""
 
 from prfaas.serving.transport.handshake import Fingerprint, HandshakeError
 from prfaas.serving.transport.incoming import RegionLayout
