@@ -7,6 +7,7 @@ All times are seconds of one clock, `View.now_s`.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Literal
 
 from prfaas.core.scheduling.decision import KvFacts
@@ -64,45 +65,31 @@ class InstanceView:
         self.takes_prefills = is_open and self._prefills
         self.takes_decodes = is_open and self._decodes
 
-    @property
-    def prefills(self) -> bool:
-        """It has the prefill role."""
-        return self._prefills
-
-    @prefills.setter
-    def prefills(self, prefills: bool) -> None:
+    def _set_prefills(self, prefills: bool) -> None:
         self._prefills = prefills
         self._update()
 
-    @property
-    def decodes(self) -> bool:
-        """It has the decode role."""
-        return self._decodes
-
-    @decodes.setter
-    def decodes(self, decodes: bool) -> None:
+    def _set_decodes(self, decodes: bool) -> None:
         self._decodes = decodes
         self._update()
 
-    @property
-    def healthy(self) -> bool:
-        """It answers."""
-        return self._healthy
-
-    @healthy.setter
-    def healthy(self, healthy: bool) -> None:
+    def _set_healthy(self, healthy: bool) -> None:
         self._healthy = healthy
         self._update()
 
-    @property
-    def draining(self) -> bool:
-        """Its role is being changed: it finishes what it has and gets nothing new."""
-        return self._draining
-
-    @draining.setter
-    def draining(self, draining: bool) -> None:
+    def _set_draining(self, draining: bool) -> None:
         self._draining = draining
         self._update()
+
+    # To read one must cost as little as a plain attribute.
+    prefills = property(attrgetter("_prefills"), _set_prefills)
+    """Whether it has the prefill role."""
+    decodes = property(attrgetter("_decodes"), _set_decodes)
+    """Whether it has the decode role."""
+    healthy = property(attrgetter("_healthy"), _set_healthy)
+    """Whether it answers."""
+    draining = property(attrgetter("_draining"), _set_draining)
+    """Whether its role is being changed: it finishes what it has and gets nothing new."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, InstanceView):
