@@ -25,10 +25,17 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 def test_preempted_decodes_recompute_and_answer_right(small: Stack) -> None:
     """A preempted request's transfer is used up: it is prefilled again locally, and nobody asks for it twice."""
-    jobs = [prompt(5000 + i, 2300) for i in range(4)]
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda ids: small.complete(ids, max_tokens=900), jobs))
-    assert small.metric("home-decode-0", "vllm:num_preemptions_total") > 0
+    jobs, answers = [], []
+    # Where prefills take longer than answers, four requests don't meet at the decode engine: then more come.
+    for count in (4, 8, 16):
+        more = [prompt(5000 + len(jobs) + i, 2300) for i in range(count)]
+        with concurrent.futures.ThreadPoolExecutor(count) as pool:
+            answers += list(pool.map(lambda ids: small.complete(ids, max_tokens=900), more))
+        jobs += more
+        if small.metric("home-decode-0", "vllm:num_preemptions_total") > 0:
+            break
+    else:
+        raise AssertionError("nothing was preempted")
     for ids, answer in zip(jobs, answers, strict=True):
         assert answer.status == 200, answer.body
         assert len(answer.token_ids) == 900
