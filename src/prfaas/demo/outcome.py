@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prfaas.demo.client import Answer
-from prfaas.demo.compare import TIE_BOUND_NATS, Comparison, Equality, compare
+from prfaas.demo.compare import Comparison, Equality, compare
 from prfaas.demo.pages import Moved, Pages, find_pages
 from prfaas.demo.prompts import DemoPrompt
 from prfaas.demo.reference import ReferenceAnswer
@@ -52,6 +52,7 @@ class Row:
             "equal_to_local": str(self.comparison.equality),
             "first_difference": self.comparison.position,
             "margin_nats": self.comparison.margin_nats,
+            "tie_bound_nats": self.comparison.bound_nats,
             "tokens_per_s": answer.tokens_per_s,
             "kvmodel_bytes": self.exact_bytes,
             "kvmodel_paged_bytes": self.paged_bytes,
@@ -89,7 +90,6 @@ class Outcome:
             "deployment": self.deployment.name,
             "model": self.deployment.model.served_name,
             "threshold_tokens": self.deployment.routing.threshold_tokens,
-            "tie_bound_nats": TIE_BOUND_NATS,
             "kv_bytes_per_token": self.kv_model.token_bytes,
             "requests": [row.to_json() for row in self.rows],
             "all_bytes_explained": all(row.is_explained for row in self.rows),
@@ -120,7 +120,7 @@ def outcome_of(
             Row(
                 label=prompt.label,
                 answer=answer,
-                comparison=compare(answer.token_ids, reference.token_ids, reference.top_logprobs),
+                comparison=compare(answer.token_ids, reference.token_ids, reference.top_logits),
                 exact_bytes=kv_model.bytes_to_move(num_tokens, skip_tokens),
                 paged_bytes=paged_bytes,
                 link_s=_link_s(deployment, answer),

@@ -17,8 +17,11 @@ _EVENTS_FLAG = "--kv-events-config"
 _LOGITS_PROCESSOR = "prfaas.engines.vllm.reference:ForcedFirstTokens"
 _FORCED_TOKENS_ARG = "forced_first_tokens"
 
+# With this, vLLM's "logprobs" are the logits themselves: only they tell how coarse bf16 was.
+_LOGITS_MODE = ("--logprobs-mode", "raw_logits")
+
 # More of the likeliest tokens than can lie within a tie's bound of each other.
-_TOP_LOGPROBS = 10
+_TOP_LOGITS = 10
 
 
 class ReferenceFailedError(Exception):
@@ -27,10 +30,10 @@ class ReferenceFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ReferenceAnswer:
-    """`token_ids` of the answer and, for each, the logprobs (nats) of the likeliest tokens at its place."""
+    """`token_ids` of the answer and, for each, the logits of the likeliest tokens at its place."""
 
     token_ids: tuple[int, ...]
-    top_logprobs: tuple[dict[int, float], ...]
+    top_logits: tuple[dict[int, float], ...]
 
 
 def reference_deployment(deployment: Deployment) -> Deployment:
@@ -45,7 +48,10 @@ def reference_deployment(deployment: Deployment) -> Deployment:
 
 
 def reference_command(deployment: Deployment, instance: Instance) -> EngineCommand:
-    """How to start `instance` as a plain vLLM: the same arguments, no connector, no events, our logits processor."""
+    """How to start `instance` as a plain vLLM: the same arguments, no connector, no events, our logits processor.
+
+    What it reports as logprobs are logits.
+    """
     command = engine_command(deployment, instance)
     argv = list(command.argv)
     if _EVENTS_FLAG in argv:
@@ -53,7 +59,7 @@ def reference_command(deployment: Deployment, instance: Instance) -> EngineComma
         at = argv.index(_EVENTS_FLAG)
         del argv[at : at + 2]
     at = argv.index("--kv-transfer-config")
-    argv[at : at + 2] = ["--logits-processors", _LOGITS_PROCESSOR]
+    argv[at : at + 2] = ["--logits-processors", _LOGITS_PROCESSOR, *_LOGITS_MODE]
     return replace(command, argv=tuple(argv))
 
 
@@ -78,7 +84,7 @@ async def complete_with_split(
             "max_tokens": max_tokens + 1,
             "temperature": 0,
             "ignore_eos": True,
-            "logprobs": _TOP_LOGPROBS,
+            "logprobs": _TOP_LOGITS,
             "return_tokens_as_token_ids": True,
             "return_token_ids": True,
             "vllm_xargs": {_FORCED_TOKENS_ARG: [ids[-1]]},
@@ -87,7 +93,7 @@ async def complete_with_split(
     try:
         choice = answer["choices"][0]
         token_ids = tuple(choice["token_ids"])
-        logprobs = tuple(
+        logits = tuple(
             {int(token.removeprefix("token_id:")): float(value) for token, value in at_position.items()}
             for at_position in choice["logprobs"]["top_logprobs"]
         )
@@ -95,11 +101,11 @@ async def complete_with_split(
         raise ReferenceFailedError(
             f"the plain engine's answer lacks what was asked for: {error!r}"
         ) from error
-    if len(token_ids) != max_tokens + 1 or len(logprobs) != len(token_ids) or token_ids[0] != ids[-1]:
+    if len(token_ids) != max_tokens + 1 or len(logits) != len(token_ids) or token_ids[0] != ids[-1]:
         raise ReferenceFailedError(
             f"the plain engine must answer with token {ids[-1]} and {max_tokens} more, not {token_ids}"
         )
-    return ReferenceAnswer(token_ids[1:], logprobs[1:])
+    return ReferenceAnswer(token_ids[1:], logits[1:])
 
 
 async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from rich import box
 from rich.table import Table
 
-from prfaas.demo.compare import TIE_BOUND_NATS, Comparison, Equality
+from prfaas.demo.compare import Comparison, Equality
 from prfaas.demo.outcome import Outcome, Row
 from prfaas.engines.tiny import tiny_config
 from prfaas.kvmodel import model_from_config
@@ -58,9 +58,9 @@ def _cells(row: Row) -> tuple[str, ...]:
 def _equality(comparison: Comparison) -> str:
     if comparison.equality is Equality.EXACT:
         return "exact"
-    margin = (
-        "not among the likeliest" if comparison.margin_nats is None else f"{comparison.margin_nats:.3f} nat"
-    )
+    margin = "not among the likeliest"
+    if comparison.margin_nats is not None and comparison.bound_nats is not None:
+        margin = f"{comparison.margin_nats:.3f} nat, bound {comparison.bound_nats:.3f}"
     return f"{comparison.equality} at token {comparison.position} ({margin})"
 
 
@@ -70,8 +70,8 @@ def footnotes(outcome: Outcome) -> list[str]:
         "cached: tokens that the decode engine already held, so that their KV did not move again. hidden: share of "
         "the bytes that had arrived when the prefill ended.",
         "equal: the greedy answer against one plain vLLM engine with the same split of the prompt. A tie is a first "
-        f"difference between two tokens whose reference logprobs are less than {TIE_BOUND_NATS} nat apart, which is "
-        "within bf16 rounding.",
+        "difference between two tokens whose reference logits are at most two steps of bf16 apart, at their own "
+        "magnitude (from 8 to 16 a step is 0.0625 nat, from 16 to 32 it is 0.125): each may be rounded one step off.",
     ]
     if outcome.pages is not None:
         pages = outcome.pages
