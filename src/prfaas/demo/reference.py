@@ -10,7 +10,7 @@ from prfaas.deployment import Cluster, Deployment, Instance
 from prfaas.engines.vllm.command import EngineCommand, engine_command
 
 REFERENCE_NAME = "reference"
-REQUEST_TIMEOUT_S = 180.0
+REQUEST_TIMEOUT_S = 900.0
 
 # As in prfaas.engines.vllm.reference, which can't be imported without vLLM.
 _EVENTS_FLAG = "--kv-events-config"
@@ -115,7 +115,9 @@ async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) 
                 raise ReferenceFailedError(f"{url} answered {response.status}: {await response.text()}")
             answer = await response.json()
     except TimeoutError:
-        raise ReferenceFailedError(f"{url} gave no answer within {REQUEST_TIMEOUT_S:.0f} s") from None
+        raise ReferenceFailedError(
+            f"the plain engine gave no answer at {url} within {REQUEST_TIMEOUT_S:.0f} s"
+        ) from None
     except (aiohttp.ClientError, ValueError) as error:
         raise ReferenceFailedError(f"{url}: {error}") from error
     if not isinstance(answer, dict):

@@ -24,7 +24,7 @@ from prfaas.demo.reference import (
 from prfaas.deployment import Deployment
 from prfaas.engines.ports import port_problem
 from prfaas.engines.preparation import ensure_model
-from prfaas.engines.running import EngineProgress, RunningEngines
+from prfaas.engines.running import READY_TIMEOUT_S, EngineProgress, RunningEngines
 from prfaas.gateway import serve_gateway
 from prfaas.kvmodel import model_from_directory
 from prfaas.transport.keyfile import load_key
@@ -32,7 +32,7 @@ from prfaas.transport.keyfile import load_key
 ANSWER_TOKENS = 64
 T = TypeVar("T")
 
-_GATEWAY_START_S = 30.0
+_GATEWAY_START_S = 120.0
 _GATEWAY_STOP_S = 10.0
 _WARM_UP_S = 120.0
 _WARM_UP_TEXT = "Kernels are compiled and memory is touched when first used."
@@ -54,8 +54,10 @@ class Stages(Protocol):
         ...
 
 
-def run_demo(deployment: Deployment, stages: Stages) -> Outcome:
+def run_demo(deployment: Deployment, stages: Stages, start_timeout_s: float = READY_TIMEOUT_S) -> Outcome:
     """Runs everything, one after the other, and leaves nothing running.
+
+    `start_timeout_s`: how long the deployment's engines may take to start, and then the plain one.
 
     Raises:
         DemoError: a prompt got no answer from the gateway or the plain engine, or the gateway failed.
@@ -67,13 +69,13 @@ def run_demo(deployment: Deployment, stages: Stages) -> Outcome:
     try:
         with RunningEngines(deployment) as engines:
             with stages.starting(engines) as show:
-                engines.wait_ready(on_progress=show)
+                engines.wait_ready(start_timeout_s, show)
             with stages.asking("two clusters", prompts) as answered:
                 answers = asyncio.run(_ask_gateway(deployment, prompts, answered))
         plain = reference_deployment(deployment)
         with RunningEngines(plain, command=reference_command) as engines:
             with stages.starting(engines) as show:
-                engines.wait_ready(on_progress=show)
+                engines.wait_ready(start_timeout_s, show)
             with stages.asking("one plain engine", prompts) as answered:
                 references = asyncio.run(_ask_reference(plain, prompts, answered))
     except (RequestFailedError, ReferenceFailedError) as error:
@@ -117,7 +119,7 @@ async def _within(future: "asyncio.Future[int]", timeout_s: float) -> int:
     try:
         return await asyncio.wait_for(future, timeout_s)
     except TimeoutError:
-        raise DemoError(f"the gateway did not listen within {timeout_s:.0f} s") from None
+        raise DemoError(f"the demo's gateway did not listen within {timeout_s:.0f} s") from None
 
 
 async def _unless_ended(gateway: "asyncio.Task[None]", work: Coroutine[Any, Any, T]) -> T:

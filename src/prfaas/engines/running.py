@@ -21,7 +21,8 @@ from prfaas.engines.process_group import ProcessGroup
 from prfaas.engines.synthetic.command import synthetic_command
 from prfaas.engines.vllm.command import EngineCommand, engine_command
 
-READY_TIMEOUT_S = 300.0
+# Seconds are usual; three engines that start at once on a loaded machine were seen to need more than five minutes.
+READY_TIMEOUT_S = 1200.0
 STOP_TIMEOUT_S = 20.0
 STAND_INS_PER_PROCESS = 16
 _POLL_S = 0.3
@@ -110,7 +111,7 @@ class RunningEngines:
         Raises:
             EngineError: one ended (with the end of its log), or `timeout_s` passed.
         """
-        deadline = time.monotonic() + timeout_s
+        begin = time.monotonic()
         waiting = list(self._groups)
         while waiting:
             for name in tuple(waiting):
@@ -121,11 +122,12 @@ class RunningEngines:
                     waiting.remove(name)
                 if on_progress is not None:
                     on_progress(EngineProgress(name, "ready" if is_ready else "starting", elapsed_s))
-            if waiting and time.monotonic() > deadline:
-                group = self._groups[waiting[0]]
+            if waiting and time.monotonic() > begin + timeout_s:
+                # No end of a log here: the engine did not fail, so its last line says nothing about why.
                 raise EngineError(
-                    f"{', '.join(waiting)} not ready after {timeout_s:.0f} s; "
-                    f"the end of {group.log_path}:\n{group.log_tail()}"
+                    f"gave up waiting for {len(waiting)} of {len(self._groups)} engines of deployment "
+                    f"{self.deployment.name} to start, after {timeout_s:g} s (a longer start can be allowed):\n"
+                    + "\n".join(self._what_is_missing(name) for name in waiting)
                 )
             if waiting:
                 time.sleep(_POLL_S)
@@ -242,6 +244,19 @@ class RunningEngines:
             if time.monotonic() > deadline:
                 raise EngineError(f"engine {instance.name} did not die within {_DEATH_S:.0f} s")
             time.sleep(_POLL_S / 10)
+
+    def _what_is_missing(self, name: str) -> str:
+        instance, group = self.deployment.instance(name), self._groups[name]
+        written = group.log_path.stat()
+        if written.st_size == 0:
+            logged = "empty so far"
+        else:
+            logged = f"last written to {max(0.0, time.time() - written.st_mtime):.0f} s ago"
+        return (
+            f"engine {name} runs, but does not answer {instance.url}/health, "
+            f"{time.monotonic() - self._started_s[name]:.0f} s after it was started; "
+            f"its log is {group.log_path} ({logged})"
+        )
 
     def _check_alive(self, name: str) -> None:
         group, status = self._groups[name], self.exit_status(name)
