@@ -1,6 +1,9 @@
 """What is read out of /metrics, and what becomes of it over time."""
 
-from hypothesis import given
+import dataclasses
+import math
+
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from prfaas.control.engine_meter import EngineMeter
@@ -32,12 +35,60 @@ def test_the_series_that_matter() -> None:
     )
 
 
-@given(
-    st.binary(max_size=300)
-    | st.text(max_size=300).map(lambda text: b"vllm:num_requests_running " + text.encode())
+ABSENT = EngineReading(0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, None, None, None)
+RUNNING = b"vllm:num_requests_running"
+NUMBERS = (
+    st.floats().map(repr) | st.integers().map(str) | st.sampled_from(["1e308", "-1e308", "", "1_0", "NaN"])
 )
+LABELS = st.sampled_from([b"", b'{engine="0"}', b'{engine="0",model_name="a b"}', b"{", b"{}"])
+
+
+@given(st.binary(max_size=300))
 def test_anything_can_be_read(text: bytes) -> None:
-    read_exposition(text)
+    """What names none of the series says nothing, and takes nothing from what is written behind it."""
+    if b"vllm:" not in text and b"process_start" not in text:
+        assert read_exposition(text) == ABSENT
+        assert read_exposition(text + b"\n" + TEXT) == read_exposition(TEXT)
+    else:
+        assert all_finite(read_exposition(text))
+
+
+@given(st.lists(st.tuples(LABELS, NUMBERS | st.text(max_size=30)), max_size=8))
+@example([(b"", "1e308"), (b"", "1e308")])
+def test_what_is_no_number_counts_as_absent(samples: list[tuple[bytes, str]]) -> None:
+    lines = [RUNNING + labels + b" " + value.encode(errors="replace") for labels, value in samples]
+    reading = read_exposition(b"\n".join(lines))
+    assert all_finite(reading)
+    assert dataclasses.replace(reading, running=0) == ABSENT
+    expected = 0.0
+    for labels, value in samples:
+        # A whole sample: its labels are closed, and its value is one word.
+        if labels != b"{" and value and value.isascii() and value.isprintable() and " " not in value:
+            try:
+                number = float(value)
+            except ValueError:
+                continue
+            if math.isfinite(expected + number):
+                expected += number
+    if all(value.isascii() and value.isprintable() and " " not in value for _, value in samples):
+        assert reading.running == int(expected)
+
+
+@given(st.integers(0, 2**45).map(str) | st.sampled_from(["9" * 5000, "", "-1", "1.5", "x"]))
+@example("9" * 5000)
+def test_sizes_of_a_cache_are_bounded(size: str) -> None:
+    reading = read_exposition(
+        f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{size}"}} 1.0'.encode()
+    )
+    is_size = size.isdigit() and len(size) < 20 and 0 < int(size) < 2**40
+    assert reading == dataclasses.replace(
+        ABSENT, block_tokens=16, cache_tokens=16 * int(size) if is_size else None
+    )
+
+
+def all_finite(reading: EngineReading) -> bool:
+    values = dataclasses.astuple(reading)
+    return all(value is None or math.isfinite(value) for value in values)
 
 
 def reading(**changes: float | None) -> EngineReading:

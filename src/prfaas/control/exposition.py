@@ -21,6 +21,7 @@ _SAMPLE = re.compile(
     re.MULTILINE,
 )
 _CACHE_CONFIG = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\}", re.MULTILINE)
+_COUNT_DIGITS = 20
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
 
 
@@ -49,8 +50,8 @@ def read_exposition(text: bytes) -> EngineReading:
     seen: set[str] = set()
     for match in _SAMPLE.finditer(text):
         value = _number(match.group(2))
-        if value is not None:
-            name = match.group(1).decode()
+        name = match.group(1).decode()
+        if value is not None and math.isfinite(sums[name] + value):
             sums[name] += value
             seen.add(name)
     found = _CACHE_CONFIG.search(text)
@@ -85,4 +86,7 @@ def _number(text: bytes) -> float | None:
 
 
 def _positive(text: bytes | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() and 0 < int(text) < 1 << 40 else None
+    # Python refuses to read numbers of thousands of digits.
+    if text is None or not text.isdigit() or len(text) > _COUNT_DIGITS:
+        return None
+    return int(text) if 0 < int(text) < 1 << 40 else None
