@@ -11,11 +11,12 @@ PIP_INDEX := $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL))
 
 STAMP := $(VENV)/.prfaas-setup
 
-.PHONY: help setup demo check test bench clean
+.PHONY: help setup demo check test test-explore bench clean
 
 help:
 	@echo "make demo   one long and several short prompts through two clusters on this machine, compared with plain vLLM"
 	@echo "make test   every test (starts real vLLM engines; about ten minutes)"
+	@echo "make test-explore  property tests with new random examples, ten times as many (SEED=… repeats a run)"
 	@echo "make check  formatting, lint, types, import arrows"
 	@echo "make bench  every benchmark (about half an hour)"
 	@echo "make setup  only the virtual environment"
@@ -42,6 +43,13 @@ check: setup
 
 test: setup
 	$(BIN)/python -m pytest $(TEST_ARGS)
+
+# The seed is printed first: whatever fails, fails again with `make test-explore SEED=...`.
+test-explore: setup
+	@seed=$${SEED:-$$($(BIN)/python -c 'import secrets; print(secrets.randbelow(2**32))')}; \
+	echo "make test-explore SEED=$$seed"; \
+	$(BIN)/python -m pytest -m "hypothesis and not engine" --hypothesis-profile=explore --hypothesis-seed=$$seed \
+		--timeout=3600 $(TEST_ARGS) || { status=$$?; echo "repeat with: make test-explore SEED=$$seed"; exit $$status; }
 
 bench: setup
 	$(BIN)/python bench/transport.py
