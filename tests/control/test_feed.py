@@ -60,7 +60,7 @@ async def running(fed: Fed) -> AsyncIterator[None]:
 
 
 async def until(condition: Callable[[], bool], *publishers: Publisher) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not condition():
             for publisher in publishers:
                 publisher.serve()
@@ -138,7 +138,7 @@ def test_a_restarted_engine_holds_only_what_it_says(deployment: Deployment, told
             if told:
                 fed.feed.reset("home-d0", "died")
             # Whatever it published before it was heard is found out with the next step.
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 while fed.held("home-d0") != 16:
                     second.step()
                     second.serve()

@@ -233,7 +233,7 @@ def test_runs_and_ends_with_nothing_left(planes: Planes, http: str | None) -> No
         assert endpoint is not None
         publisher = Publisher(endpoint)
         publisher.step(stored(range(512), [1, 2], block=256))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while plane.holdings.blocks("home-d0") < 2:
                 publisher.serve()
                 await asyncio.sleep(0.01)
@@ -241,7 +241,7 @@ def test_runs_and_ends_with_nothing_left(planes: Planes, http: str | None) -> No
                 await asyncio.sleep(0.01)
         plane.suspect("home-d0", "unreachable", lost_cache=True)
         assert plane.holdings.blocks("home-d0") == 0
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             # It lives after all, and tells what it holds.
             while plane.holdings.blocks("home-d0") < 2:
                 publisher.serve()

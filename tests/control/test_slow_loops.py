@@ -157,7 +157,7 @@ def test_the_threshold_loop_wakes_up_when_asked(
         loop = asyncio.create_task(slow.thresholds.run())
         await asyncio.sleep(0)
         slow.thresholds.ask("link")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while not slow.changes:
                 await asyncio.sleep(0.01)
         loop.cancel()

@@ -124,7 +124,7 @@ def test_a_turn_that_comes_as_its_request_goes_is_passed_on(deployment: Deployme
         await asyncio.gather(*held, first, second, return_exceptions=True)
         assert "second at far-0" in yard.log or "second at far-1" in yard.log
         third = yard.asks("third", urgent(3.0))
-        await asyncio.wait_for(third, 1)
+        await asyncio.wait_for(third, 60)
 
     asyncio.run(main())
 
@@ -145,7 +145,7 @@ def test_nobody_waits_for_an_instance_that_is_gone(
             yard.turns.changed(name)
         if not all_gone:
             hold.set()
-        await asyncio.wait_for(bound, 1)
+        await asyncio.wait_for(bound, 60)
         assert yard.log[-1] == ("bound at far-0" if all_gone else "bound at far-1")
         hold.set()
         await asyncio.gather(*held)

@@ -60,7 +60,7 @@ class Ends:
         self.producing.end_step(orders)
         self.producing.hold(orders.held)
 
-    def finished(self, wait_s: float = 10.0) -> set[str]:
+    def finished(self, wait_s: float = 60.0) -> set[str]:
         done: set[str] = set()
         deadline_s = time.monotonic() + wait_s
         while not done and time.monotonic() < deadline_s:
@@ -68,7 +68,7 @@ class Ends:
             time.sleep(0.002)
         return done
 
-    def complete(self, ticket: Ticket, wait_s: float = 10.0) -> None:
+    def complete(self, ticket: Ticket, wait_s: float = 60.0) -> None:
         """Wait as the gateway does before it sends the decode request."""
         deadline_s = time.monotonic() + wait_s
         while time.monotonic() < deadline_s:
@@ -78,7 +78,7 @@ class Ends:
             time.sleep(0.002)
         raise TimeoutError("the transfer did not end")
 
-    def results(self, count: int = 1, wait_s: float = 10.0) -> tuple[set[str], set[str]]:
+    def results(self, count: int = 1, wait_s: float = 60.0) -> tuple[set[str], set[str]]:
         ended: set[str] = set()
         failed: set[str] = set()
         deadline_s = time.monotonic() + wait_s
@@ -257,7 +257,7 @@ def test_a_load_before_the_transfer_is_complete_waits_for_it(ends: Ends) -> None
     ticket = new_ticket(100)
     first, last = sends(ticket, [50, 100])
     ends.step(first)
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + 60
     while ends.receiver.state(ticket.transfer_id) is None and time.monotonic() < deadline_s:
         time.sleep(0.002)
     ends.consuming.order(load(ticket, 0))
@@ -299,12 +299,12 @@ def test_blocks_are_kept_while_a_thread_reads_them(ends: Ends, monkeypatch: pyte
 
     def slow_read(self: HostPages, block: int, start: int, out: memoryview) -> None:
         reading.set()
-        go_on.wait(10)
+        go_on.wait(60)
         read(self, block, start, out)
 
     monkeypatch.setattr(HostPages, "read", slow_read)
     ends.step(sends(new_ticket(100), [50, 100])[0])
-    assert reading.wait(10)
+    assert reading.wait(60)
     ends.step(TransferMetadata(held={"p": True}))
     assert ends.finished(wait_s=0.2) == set()
     go_on.set()
