@@ -12,15 +12,20 @@ PIP_INDEX := $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL))
 
 STAMP := $(VENV)/.prfaas-setup
 
-.PHONY: help setup demo check test test-fast test-extras bench clean
+DOCS_VENV  ?= .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.docs-setup
+
+.PHONY: help setup demo check test test-fast test-explore test-extras bench docs clean
 
 help:
 	@echo "make demo   one long and several short prompts through two clusters on this machine, compared with plain vLLM"
 	@echo "make test   every test (starts real vLLM engines; about ten minutes)"
+	@echo "make test-explore  property tests with new random examples, ten times as many (SEED=… repeats a run)"
 	@echo "make test-fast    the tests that start no engine and are not slow, on two cores (about a minute and a half)"
 	@echo "make test-extras  each extra of the wheel in an environment of its own (downloads packages; minutes)"
 	@echo "make check  formatting, lint, types, import arrows"
 	@echo "make bench  every benchmark (about half an hour)"
+	@echo "make docs   the documentation as a site in build/site"
 	@echo "make setup  only the virtual environment"
 
 setup: $(STAMP)
@@ -47,6 +52,13 @@ check: setup
 test: setup
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
+# The seed is printed first: whatever fails, fails again with `make test-explore SEED=...`.
+test-explore: setup
+	@seed=$${SEED:-$$($(BIN)/python -c 'import secrets; print(secrets.randbelow(2**32))')}; \
+	echo "make test-explore SEED=$$seed"; \
+	$(BIN)/python -m pytest -m "hypothesis and not engine" --hypothesis-profile=explore --hypothesis-seed=$$seed \
+		--timeout=3600 $(TEST_ARGS) || { status=$$?; echo "repeat with: make test-explore SEED=$$seed"; exit $$status; }
+
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 --ignore tests/integration -m "not slow and not engine" $(TEST_ARGS)
 
@@ -65,5 +77,14 @@ bench: setup
 	$(BIN)/python bench/fidelity.py recorded bench/data/vllm_real_timings_RTXPRO6000_Llama-3.1-8B.jsonl.gz
 	-$(BIN)/python bench/simulator.py --requests 10000 100000
 
+$(DOCS_STAMP): requirements/docs.txt
+	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install -qq --no-deps -r requirements/docs.txt
+	touch $@
+
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=true $(DOCS_VENV)/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(DOCS_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -44,7 +44,7 @@ from prfaas.core.planner import best_operation
 from prfaas.core.units import format_s
 from prfaas.core.workload import RequestTrace, TracedRequest, read_requests, read_trace
 from prfaas.core.workload.traffic import ReplayedTraffic
-from prfaas.tools.replay import ReplayOptions, RequestRecord, find_target, replay
+from prfaas.tools.replay import ReplayedRequest, ReplayOptions, find_target, replay
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 TRACE = EXAMPLES / "traces" / "mooncake_burst.jsonl.gz"
@@ -172,7 +172,7 @@ async def phases_of(
         with Progress(console=Console(stderr=True)) as progress:
             task = progress.add_task(f"{len(requests)} requests", total=len(requests))
 
-            def ended(_record: RequestRecord) -> None:
+            def ended(_record: ReplayedRequest) -> None:
                 progress.advance(task)
 
             results = await asyncio.gather(
@@ -184,7 +184,7 @@ async def phases_of(
         for outcome in await asyncio.gather(*beside, return_exceptions=True):
             if isinstance(outcome, Exception):
                 raise outcome
-    by_phase: list[list[RequestRecord]] = [[] for _ in phases]
+    by_phase: list[list[ReplayedRequest]] = [[] for _ in phases]
     for sent, result in zip((streamed, whole), results, strict=True):
         for (number, _), record in zip(sent, result.records, strict=True):
             by_phase[number].append(record)

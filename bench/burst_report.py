@@ -14,7 +14,7 @@ from prfaas.core.planner.fixed_roles import rate_with_roles
 from prfaas.core.scheduling.threshold import ThresholdOptimiser
 from prfaas.core.units import format_bits_per_s, format_s
 from prfaas.core.workload import Empirical
-from prfaas.tools.replay import RequestRecord
+from prfaas.tools.replay import ReplayedRequest
 from prfaas.tools.replay.result import Percentiles
 
 
@@ -48,7 +48,7 @@ class Found:
     """
 
     phase: Phase
-    records: list[RequestRecord]
+    records: list[ReplayedRequest]
     samples: list[Sample]
     optimum: dict[str, int]
     optimum_rate: float
@@ -97,7 +97,11 @@ class Found:
 
 
 def judged(
-    deployment: Deployment, phase: Phase, link_name: str, records: list[RequestRecord], samples: list[Sample]
+    deployment: Deployment,
+    phase: Phase,
+    link_name: str,
+    records: list[ReplayedRequest],
+    samples: list[Sample],
 ) -> Found:
     uncached = [
         int(record.route_fields["uncached"]) for record in records if "uncached" in record.route_fields

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from prometheus_client import CollectorRegistry
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -48,10 +47,9 @@ from gateway_load import (
 )
 from gateway_peers import bare_relay, vllm_router
 from prfaas.core.deployment import Deployment, Routing
-from prfaas.serving.control.plane import LivePlane
-from prfaas.serving.gateway import serve_gateway
 from prfaas.serving.gateway.tokenizers import encoder_of
-from prfaas.serving.transport.ticket import create_key, load_key
+from prfaas.serving.live import serve_live
+from prfaas.serving.transport.ticket import create_key
 
 # The stand-in engine is the tests'; the product has none.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "serving"))
@@ -117,12 +115,10 @@ def gateway_process(deployment: Deployment, pipe: Connection) -> None:
             while True:
                 loop.call_soon_threadsafe(watch.start if pipe.recv() else lambda: pipe.send(watch.stop()))
 
-        registry = CollectorRegistry()
-        plane = LivePlane(deployment, load_key(deployment.security.key_file), registry)
         # As the command line does.
         gc.collect()
         gc.freeze()
-        await serve_gateway(deployment, plane, ready=ready, registry=registry)
+        await serve_live(deployment, ready=ready)
 
     uvloop.run(serve())
 

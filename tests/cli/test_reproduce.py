@@ -9,7 +9,7 @@ import pytest
 from prfaas.cli import main as cli
 from prfaas.lab.report import reproduction as paper_tables
 
-PAGE = Path(__file__).parents[2] / "docs" / "reproduction.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "reproduction.md"
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:

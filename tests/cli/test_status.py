@@ -20,8 +20,9 @@ from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.kv import FullAttention, KvModel
 from prfaas.core.scheduling import CacheTransfer, Decision, Route
 from prfaas.serving.control.plane import LivePlane
-from prfaas.serving.gateway.kv_transfers import TransferredBytes
-from prfaas.serving.gateway.request_log import RequestRecord, explained
+from prfaas.serving.control.planning_inputs import kv_model_of
+from prfaas.serving.gateway.kv_transfer import TransferredBytes
+from prfaas.serving.gateway.request_log import RequestRecord, explain
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "local.yaml"
 ID = "0c5f1f0a5fd14a3d9c2a5f2f8f6e4b1d"
@@ -38,7 +39,7 @@ def state(deployment: Deployment) -> dict[str, Any]:
     """Of a plane that has routed a few requests, with one instance out of routing."""
 
     async def made() -> dict[str, Any]:
-        plane = LivePlane(deployment, b"k" * 32, CollectorRegistry())
+        plane = LivePlane(deployment, b"k" * 32, CollectorRegistry(), kv_model_of(deployment))
         try:
             for length in (100, 20_000, 30_000):
                 plane.route(length, plane.chains(range(length), "", ""))
@@ -60,6 +61,7 @@ def decision(**changed: Any) -> Decision:
         "uncached_tokens": 8000,
         "prefill_tokens": 7552,
         "skip_tokens": 512,
+        "kv_bytes": 7488,
         "reason": "long",
         "threshold_tokens": 4000.0,
         "predicted_ttft_s": 1.5,
@@ -68,12 +70,14 @@ def decision(**changed: Any) -> Decision:
 
 
 def record() -> RequestRecord:
-    told = RequestRecord(ID, "completions", 1_700_000_000.0, 5.0, model="m", prompt_tokens=8064, answer_tokens=64)
-    told.went(decision(), 8064).outcome = "http-500"
+    told = RequestRecord(
+        ID, "completions", 1_700_000_000.0, 5.0, model="m", prompt_tokens=8064, answer_tokens=64
+    )
+    told.start(decision(), 8064).outcome = "http-500"
     local = decision(
         route=Route.LOCAL, prefill="home-prefill-0", reason="no-prfaas-instance", prefill_tokens=8000
     )
-    attempt = told.went(local, 8064)
+    attempt = told.start(local, 8064)
     attempt.outcome, attempt.moved = "done", TransferredBytes(2 << 20, 1 << 20)
     told.steps_s = {"read": 0.0002, "prefill": 1.1, "transfer": 1.2, "total": 3.0}
     told.notes.append((1.0, "home-decode-1 failed: died"))
@@ -83,7 +87,7 @@ def record() -> RequestRecord:
 
 def page(told: RequestRecord, deployment: Deployment) -> dict[str, Any]:
     model = KvModel("m", (FullAttention(layers=1, kv_heads=2, head_size_k=64, head_size_v=64),))
-    shown: dict[str, Any] = json.loads(json.dumps(explained(told, deployment, model), allow_nan=False))
+    shown: dict[str, Any] = json.loads(json.dumps(explain(told, deployment, model), allow_nan=False))
     return shown
 
 
@@ -194,8 +198,8 @@ def test_other_ways_are_told_too(deployment: Deployment) -> None:
     assert "was left by its client" in text and "not looked at (media)" in text and "No KVCache moved" in text
     own = RequestRecord(ID, "chat", 0.0, 0.0, prompt_tokens=9000)
     numbers = {"prefill": "home-decode-0", "threshold_tokens": math.inf, "predicted_ttft_s": math.nan}
-    wanted = replace(decision(**numbers), cache_transfer=CacheTransfer("home-decode-0", 5, 0))
-    own.went(wanted, 9000).outcome = "done"
+    wanted = replace(decision(**numbers), cache_transfer=CacheTransfer("home-decode-0", 5, 0, 5))
+    own.start(wanted, 9000).outcome = "done"
     own.prefix_outcome = "staging"
     text = "\n".join(sentences(page(own, deployment)))
     assert "home-decode-0 prefills by itself and decodes" in text and "it offloads nothing" in text

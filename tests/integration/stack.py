@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import random
 import socket
 import subprocess
@@ -20,11 +21,22 @@ from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.engines.vllm.reference import FORCED_TOKENS_ARG, LOGITS_PROCESSOR
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import load_key
-from prfaas.tools.demo.compare import Comparison, Equality, compare
+from prfaas.tools.demo.compare import Comparison, Equality, compare, tie_bound_nats
 
 MODEL = "tiny"
 THRESHOLD_TOKENS = 2000
 TENANT_HEADER = "x-tenant"
+
+# What makes an engine of this stack report logits.
+LOGITS: Mapping[str, Any] = {"logprobs": 10, "return_tokens_as_token_ids": True}
+
+# Share of an answer's tokens that an engine must find likeliest, up to a tie, where the prompt was split otherwise.
+# Measured over 28 prompts of 24 tokens: 24 with the same split and in another batch; with another split 23 in the
+# median and 15 at worst, where a router picked another expert early.
+LIKELY_SHARE = 0.5
+
+# Waiting longer costs nothing where nothing is wrong, and a loaded machine may need it.
+PATIENCE_S = 180.0
 
 
 def free_ports(count: int) -> list[int]:
@@ -93,7 +105,12 @@ def write_deployment(
             "max_num_seqs": 16,
             "kv_cache_gib": 1,
             "staging": staging,
-            "extra_args": ["--logits-processors", LOGITS_PROCESSOR, *extra_args],
+            # Logits in place of logprobs: only they tell how coarse bf16 was where two answers differ.
+            "extra_args": [
+                *("--logits-processors", LOGITS_PROCESSOR),
+                *("--logprobs-mode", "raw_logits"),
+                *extra_args,
+            ],
         },
     }
     path = directory / "deployment.yaml"
@@ -117,7 +134,19 @@ class DemoAnswer:
 
     @property
     def token_ids(self) -> list[int]:
-        ids: list[int] = self.body["choices"][0]["token_ids"]
+        return self.tokens_of(0)
+
+    @property
+    def top_logits(self) -> list[dict[int, float]]:
+        """The logits of the likeliest tokens at each place; ask for them with `LOGITS`."""
+        return [
+            {int(token.removeprefix("token_id:")): value for token, value in place.items()}
+            for place in self.body["choices"][0]["logprobs"]["top_logprobs"]
+        ]
+
+    def tokens_of(self, choice: int) -> list[int]:
+        """The token ids of one of several samples."""
+        ids: list[int] = self.body["choices"][choice]["token_ids"]
         return ids
 
 
@@ -134,7 +163,7 @@ class Stack:
     def __enter__(self) -> "Stack":
         try:
             self.engines.start()
-            self.engines.wait_ready(240)
+            self.engines.wait_ready()
             self._start_gateway()
         except BaseException:
             self.__exit__()
@@ -156,7 +185,7 @@ class Stack:
             [sys.executable, "-m", "prfaas.cli.main", "serve", str(self.path)], stdout=log, stderr=log
         )
         log.close()
-        wait_until(self._gateway_is_up, 30, "the gateway answers /health with every engine up")
+        wait_until(self._gateway_is_up, PATIENCE_S, "the gateway answers /health with every engine up")
 
     def _gateway_is_up(self) -> bool:
         with contextlib.suppress(OSError):
@@ -192,18 +221,21 @@ class Stack:
         max_tokens: int = 24,
         salt: str = "reference",
         engine: str = "home-prefill-0",
+        forced: Sequence[int] = (),
     ) -> DemoAnswer:
         """What a plain engine answers with the same split: the last prompt token is computed alone.
 
-        The salt keeps its prefix cache apart from that of the requests under test.
+        It is made to begin its answer with `forced`.
+
+        The salt keeps its prefix cache apart from that of the requests under test. A request that starts from a
+        cached prefix has its like in a second reference with the salt of the first.
         """
         body = completion_body(
             prompt[:-1],
             max_tokens + 1,
-            vllm_xargs={FORCED_TOKENS_ARG: [prompt[-1]]},
+            vllm_xargs={FORCED_TOKENS_ARG: [prompt[-1], *forced]},
             cache_salt=salt,
-            logprobs=10,
-            return_tokens_as_token_ids=True,
+            **LOGITS,
         )
         return call(self.url(engine, "/v1/completions"), body)
 
@@ -215,27 +247,49 @@ class Stack:
             prompt,
             max_tokens,
             cache_salt=salt,
-            logprobs=10,
-            return_tokens_as_token_ids=True,
             vllm_xargs={FORCED_TOKENS_ARG: []},
+            **LOGITS,
         )
         return call(self.url("home-prefill-0", "/v1/completions"), body | fields)
 
     def check_answer(self, answer: DemoAnswer, reference: DemoAnswer) -> None:
-        """Equal tokens, or a first difference within bf16 rounding. The reference may start with a forced token."""
+        """For answers whose prompts were split alike: equal tokens, or a first difference within bf16 rounding.
+
+        The reference may start with a forced token. If the answer came with `LOGITS`, each of them must be within
+        one step of the reference's as well, as long as the two have the same past.
+        """
         assert answer.status == 200, answer.body
         assert reference.status == 200, reference.body
         comparison = self.compare(answer, reference)
         assert comparison.equality is not Equality.NO, comparison
+        if answer.body["choices"][0].get("logprobs"):
+            forced = len(reference.token_ids) - len(answer.token_ids)
+            end = None if comparison.position is None else comparison.position + 1
+            pairs = zip(answer.top_logits[:end], reference.top_logits[forced:][:end], strict=True)
+            steps = [logit_steps(ours, theirs) for ours, theirs in pairs]
+            assert max(steps) <= 1, steps
 
     @staticmethod
     def compare(answer: DemoAnswer, reference: DemoAnswer) -> Comparison:
-        logprobs = [
-            {int(token.removeprefix("token_id:")): value for token, value in place.items()}
-            for place in reference.body["choices"][0]["logprobs"]["top_logprobs"]
-        ]
         forced = len(reference.token_ids) - len(answer.token_ids)
-        return compare(answer.token_ids, reference.token_ids[forced:], logprobs[forced:])
+        return compare(answer.token_ids, reference.token_ids[forced:], reference.top_logits[forced:])
+
+    def check_likely(self, *answered: tuple[Sequence[int], Sequence[int]]) -> None:
+        """For answers whose prompts were split otherwise, or which ran in a batch with others: (prompt, answer).
+
+        A plain engine that is made to answer the same, and to compute the last prompt token alone as disaggregated
+        requests do, must find most of these tokens likeliest, each after those before it. Rounding moves single ones
+        by any amount, where a router picks another expert; the state of another prompt moves nearly all.
+        """
+        likely = []
+        for prompt, token_ids in answered:
+            same = self.reference(prompt, len(token_ids), salt="likely", forced=token_ids)
+            assert same.status == 200, same.body
+            assert same.token_ids == [prompt[-1], *token_ids]
+            for token, logits in zip(token_ids, same.top_logits[1:], strict=True):
+                best = max(logits, key=logits.__getitem__)
+                likely.append(compare([token], [best], [logits]).equality is not Equality.NO)
+        assert sum(likely) >= LIKELY_SHARE * len(likely), likely
 
     def kv_stats(self, name: str) -> dict[str, Any]:
         """Counters of an engine's receiver, over its KV port."""
@@ -256,12 +310,12 @@ class Stack:
 
         return asyncio.run(ask())
 
-    def metric(self, name: str, metric: str) -> float:
-        """Sum of a Prometheus metric's samples at an instance or the gateway."""
-        with urllib.request.urlopen(self.url(name, "/metrics"), timeout=10) as answer:
+    def metric(self, name: str, metric: str, label: str = "") -> float:
+        """Sum of a Prometheus metric's samples at an instance or the gateway; `label`: only those with it."""
+        with urllib.request.urlopen(self.url(name, "/metrics"), timeout=60) as answer:
             lines = answer.read().decode().splitlines()
         samples = [line for line in lines if line.startswith((metric + "{", metric + " "))]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in samples)
+        return sum(float(line.rsplit(" ", 1)[1]) for line in samples if label in line)
 
     def is_clean(self) -> bool:
         """No block, staging byte, transfer or request is in use anywhere."""
@@ -281,7 +335,7 @@ class Stack:
         flights = ("prfaas_gateway_in_flight_requests", "prfaas_gateway_in_flight_transfers")
         return not any(self.metric("gateway", metric) for metric in flights)
 
-    def wait_clean(self, timeout_s: float = 30) -> None:
+    def wait_clean(self, timeout_s: float = PATIENCE_S) -> None:
         wait_until(self.is_clean, timeout_s, "nothing is left over")
 
 
@@ -297,8 +351,17 @@ def completion_body(prompt: Sequence[int], max_tokens: int, **fields: Any) -> di
     }
 
 
+def logit_steps(ours: Mapping[int, float], reference: Mapping[int, float]) -> float:
+    """The greatest difference of two places' logits, in bf16 steps at their greatest magnitude."""
+    shared = ours.keys() & reference.keys()
+    if not shared:
+        return math.inf
+    step = tie_bound_nats(max(map(abs, reference.values()))) / 2
+    return max(abs(ours[token] - reference[token]) for token in shared) / step
+
+
 def call(
-    url: str, body: Any = None, timeout_s: float = 120, headers: Mapping[str, str] | None = None
+    url: str, body: Any = None, timeout_s: float = 300, headers: Mapping[str, str] | None = None
 ) -> DemoAnswer:
     """GET, or POST of a JSON body; an HTTP error is an answer like any other."""
     request = urllib.request.Request(url, headers={"Content-Type": "application/json", **(headers or {})})

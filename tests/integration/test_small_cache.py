@@ -8,7 +8,7 @@ import pytest
 from .stack import Stack, running, write_deployment
 from .test_chain import prompt
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
@@ -25,16 +25,22 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
 
 def test_preempted_decodes_recompute_and_answer_right(small: Stack) -> None:
     """A preempted request's transfer is used up: it is prefilled again locally, and nobody asks for it twice."""
-    jobs = [prompt(5000 + i, 2300) for i in range(4)]
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda ids: small.complete(ids, max_tokens=900), jobs))
-    assert small.metric("home-decode-0", "vllm:num_preemptions_total") > 0
+    jobs, answers = [], []
+    # Where prefills take longer than answers, four requests don't meet at the decode engine: then more come.
+    for count in (4, 8, 16):
+        more = [prompt(5000 + len(jobs) + i, 2300) for i in range(count)]
+        with concurrent.futures.ThreadPoolExecutor(count) as pool:
+            answers += list(pool.map(lambda ids: small.complete(ids, max_tokens=900), more))
+        jobs += more
+        if small.metric("home-decode-0", "vllm:num_preemptions_total") > 0:
+            break
+    else:
+        raise AssertionError("nothing was preempted")
     for ids, answer in zip(jobs, answers, strict=True):
         assert answer.status == 200, answer.body
         assert len(answer.token_ids) == 900
-        # After a preemption the split of the prompt is another one: compare what bf16 can't have moved yet.
-        reference = small.reference(ids, max_tokens=2)
-        assert answer.token_ids[:2] == reference.token_ids[1:]
+        # After a preemption the split of the prompt is another one.
+        small.check_likely((ids, answer.token_ids))
     small.wait_clean()
 
 
@@ -43,7 +49,8 @@ def test_more_prefills_than_blocks_wait_for_their_turn(small: Stack) -> None:
     jobs = [prompt(6000 + i, 6000) for i in range(5)]
     with concurrent.futures.ThreadPoolExecutor(5) as pool:
         answers = list(pool.map(lambda ids: small.complete(ids, max_tokens=4), jobs))
-    for ids, answer in zip(jobs, answers, strict=True):
+    for answer in answers:
+        assert answer.status == 200, answer.body
         assert answer.route["route"] == "offload"
-        assert answer.token_ids[0] == small.reference(ids, max_tokens=1, salt="turn").token_ids[1]
+    small.check_likely(*((ids, answer.token_ids) for ids, answer in zip(jobs, answers, strict=True)))
     small.wait_clean()

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prfaas.cli.common import AsJson
+from prfaas.cli.common import AsJson, CliError, print_json
 
 if TYPE_CHECKING:
     from prfaas.core.kv import KvModel
@@ -31,7 +31,7 @@ def bandwidth(
         typer.Option(metavar="MU,SIGMA,LOW,HIGH", help="Log-normal lengths within limits instead."),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The lengths of a trace instead; docs/planning.md.")
+        Path | None, typer.Option(metavar="FILE", help="The lengths of a trace instead; docs/guides/plan.md.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -40,9 +40,6 @@ def bandwidth(
     Examples: prfaas bandwidth ring-2.5-1t --gpus 512 --length 32768;
     prfaas bandwidth internal-1t --gpus 32 --lognormal 9.9,1,19400,131072
     """
-    import json
-
-    from prfaas.cli.common import CliError
     from prfaas.core.latency import load_profile, profile_names
     from prfaas.core.planner import egress
     from prfaas.core.units import format_bits_per_s
@@ -69,7 +66,7 @@ def bandwidth(
             "egress_bits_per_s": result.by_length_bits_per_s,
             "egress_at_mean_bits_per_s": result.at_mean_bits_per_s,
         }
-        typer.echo(json.dumps(document, indent=2))
+        print_json(document)
         return
     rate = format_bits_per_s(result.by_length_bits_per_s)
     typer.echo(
@@ -95,7 +92,6 @@ def _kv_model(name: str) -> "KvModel":
 
 
 def _lengths(length: float | None, lognormal: str | None, trace: Path | None) -> "LengthDistribution":
-    from prfaas.cli.common import CliError
     from prfaas.core.workload import TruncatedLogNormal, fixed, read_trace
 
     given = [option is not None for option in (length, lognormal, trace)]

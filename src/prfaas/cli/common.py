@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from urllib.error import HTTPError
+
     from rich.console import Console
 
 
@@ -36,7 +38,7 @@ def sentence(error: Exception, command: str = "") -> str | None:
     from prfaas.core.latency import ProfileError
     from prfaas.core.planner import PlanError
     from prfaas.core.workload import WorkloadError
-    from prfaas.serving.engines.errors import EngineError
+    from prfaas.serving.engines import EngineError
     from prfaas.serving.transport.ticket import KeyFileError
 
     known = (CliError, DeploymentError, EngineError, ConfigError, PlanError, ProfileError, KeyFileError)
@@ -105,6 +107,35 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def is_rate_field(field: str) -> bool:
+    """Whether a field of the deployment file holds bits per second."""
+    return field.endswith("bandwidth")
+
+
+def field_number(option: str, field: str, text: str) -> float:
+    """The number for a field of the deployment file; a bandwidth may have a unit.
+
+    Raises:
+        CliError: no finite number.
+    """
+    import math
+
+    from prfaas.core.units import parse_bits_per_s
+
+    try:
+        value = float(text)
+    except ValueError:
+        if not is_rate_field(field):
+            raise CliError(f'{option}: "{text}" is no number') from None
+        try:
+            return parse_bits_per_s(text)
+        except ValueError as error:
+            raise CliError(f"{option}: {error}") from None
+    if not math.isfinite(value):
+        raise CliError(f'{option}: "{text}" is no number')
+    return value
+
+
 def example_path(name: str) -> Path:
     """The path of `examples/NAME`.
 
@@ -125,4 +156,66 @@ DeploymentPath = Annotated[
 InstanceName = Annotated[
     str, typer.Argument(metavar="NAME", help="An instance's name in the deployment file.")
 ]
+StartTimeout = Annotated[
+    float | None,
+    typer.Option(
+        "--start-timeout",
+        metavar="SECONDS",
+        min=1.0,
+        help="Give engines up that are not ready by then; default: 1200.",
+        show_default=False,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document in place of text.")]
+
+
+_TIMEOUT_S = 10.0
+_MAX_BYTES = 64 << 20
+
+
+def gateway_url(where: str) -> str:
+    """The base of a gateway's HTTP API. Raises DeploymentError for a bad file."""
+    if where.startswith(("http://", "https://")):
+        return where.rstrip("/").removesuffix("/v1")
+    from prfaas.core.deployment import load_deployment
+
+    return load_deployment(Path(where)).gateway.url
+
+
+def fetch(url: str, path: str) -> dict[str, Any]:
+    """The JSON object at `url` + `path`.
+
+    Raises:
+        CliError: nothing answers there, or not with such an object; the text is what the gateway says itself.
+    """
+    import http.client
+    import json
+    import urllib.error
+    import urllib.request
+
+    # Environments with a proxy for the outside would send it questions about this machine.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url + path, timeout=_TIMEOUT_S) as response:
+            document = json.loads(response.read(_MAX_BYTES))
+    except urllib.error.HTTPError as error:
+        raise CliError(
+            _said(error) or f"{url}{path} answered {error.code}; is it a prfaas gateway?"
+        ) from None
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        raise CliError(f"no gateway answers at {url} ({reason}); start it: prfaas serve DEPLOYMENT") from None
+    except ValueError as error:
+        raise CliError(f"{url}{path} is no page of a prfaas gateway ({error})") from None
+    if not isinstance(document, dict):
+        raise CliError(f"{url}{path} is no page of a prfaas gateway")
+    return document
+
+
+def _said(error: "HTTPError") -> str | None:
+    import json
+
+    try:
+        return str(json.loads(error.read(1 << 16))["error"]["message"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from prfaas.cli.common import StartTimeout
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -37,6 +39,7 @@ def demo(
         str | None,
         typer.Option("--model", help="A tiny model in place of the deployment's: qwen3-next, gpt-oss, …"),
     ] = None,
+    start_timeout_s: StartTimeout = None,
 ) -> None:
     """Send six prompts through two clusters on this machine, then through one plain vLLM, and compare.
 
@@ -48,6 +51,7 @@ def demo(
 
     from prfaas.cli.common import CliError, example_path
     from prfaas.core.deployment import load_deployment
+    from prfaas.serving.engines.running import READY_TIMEOUT_S
     from prfaas.tools.demo import DemoError, run_demo
     from prfaas.tools.demo.outcome import closing, footnotes, outcome_table
 
@@ -56,7 +60,7 @@ def demo(
         loaded = _with_tiny_model(loaded, model)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        outcome = run_demo(loaded, _Shown(Console(stderr=True)))
+        outcome = run_demo(loaded, _Shown(Console(stderr=True)), start_timeout_s or READY_TIMEOUT_S)
     except DemoError as error:
         raise CliError(str(error)) from error
     except KeyboardInterrupt:

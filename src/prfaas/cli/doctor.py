@@ -46,7 +46,11 @@ def _diagnose(path: "Path", probe: bool) -> "list[Finding]":
     try:
         loaded = load_deployment(path)
     except DeploymentError as error:
-        return [problem("file", str(error), "correct the file; docs/deployment.md explains every field")]
+        return [
+            problem(
+                "file", str(error), "correct the file; docs/reference/deployment-file.md explains every field"
+            )
+        ]
     findings = [ok("file", f"{path} is valid"), check_model(loaded), check_key(loaded)]
     return findings + asyncio.run(_ask(loaded, probe))
 

@@ -24,15 +24,14 @@ def engine(
     Example: prfaas engine examples/local.yaml home-decode-0 --print
     """
     from prfaas.core.deployment import SYNTHETIC, load_deployment
+    from prfaas.serving.engines.command import synthetic_command, vllm_command
     from prfaas.serving.engines.preparation import ensure_key, ensure_model, ensure_vllm
-    from prfaas.serving.engines.synthetic.command import synthetic_command
-    from prfaas.serving.engines.vllm.command import engine_command
 
     loaded = load_deployment(deployment)
     instance = loaded.instance(name)
     ensure_model(loaded)
     is_synthetic = loaded.cluster_of(instance).hardware == SYNTHETIC
-    command = synthetic_command(loaded, [name]) if is_synthetic else engine_command(loaded, instance)
+    command = synthetic_command(loaded, [name]) if is_synthetic else vllm_command(loaded, instance)
     if as_json:
         import json
 

@@ -132,7 +132,7 @@ def explain(
     import json
     from urllib.parse import quote
 
-    from prfaas.cli.gateway_page import fetch, gateway_url
+    from prfaas.cli.common import fetch, gateway_url
 
     told = fetch(gateway_url(where), f"/prfaas/requests/{quote(request_id, safe='')}")
     if as_json:

@@ -1,24 +1,37 @@
-"""`prfaas plan`: what a deployment can do, and how to divide its work best."""
+"""`prfaas plan`: what a deployment can do, and how to divide its work best; with `--sweep`, over one of its numbers."""
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from prfaas.cli.common import AsJson, DeploymentPath, console, made_folder
+from prfaas.cli.common import (
+    AsJson,
+    CliError,
+    DeploymentPath,
+    console,
+    field_number,
+    is_rate_field,
+    made_folder,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from prfaas.cli.sweep import Sweep
     from prfaas.core.planner import Plan
-    from prfaas.lab.report.figures import SweepPoint
 
 T = TypeVar("T")
 
 PlotDirectory = Annotated[
     Path | None, typer.Option("--plot", metavar="DIR", help="Write plots (PNG) into this folder.")
 ]
+
+_MOST_VALUES = 1000
+# A range whose ends are further apart than this is divided by equal ratios.
+_GEOMETRIC_RATIO = 30
 
 
 def plan(
@@ -35,7 +48,7 @@ def plan(
 ) -> None:
     """Say what a deployment can do: best threshold and roles, throughput, TTFT, cost, and what limits it.
 
-    The file needs no servers, only counts, profiles and a workload; docs/planning.md explains fields and results.
+    The file needs no servers, only counts, profiles and a workload; docs/guides/plan.md explains fields and results.
 
     Example: prfaas plan examples/paper.yaml --plot plots
     """
@@ -61,60 +74,99 @@ def _plan(path: Path, plot: Path | None, as_json: bool) -> None:
         )
     if as_json:
         document = result.to_json()
-        _print_json(document | {"plots": [str(each) for each in written]} if plot is not None else document)
+        print_json(document | {"plots": [str(each) for each in written]} if plot is not None else document)
         return
-    from prfaas.lab.report.plan import plan_report, print_plan
+    from prfaas.lab.report.plan import print_plan
 
-    print_plan(console(), plan_report(deployment, result))
+    print_plan(console(), deployment, result)
     _print_written(written)
 
 
 def _sweep(path: Path, text: str, plot: Path | None, as_json: bool) -> None:
-    from prfaas.cli.sweep import parse_sweep, swept
     from prfaas.core.deployment import load_planned
 
-    parsed = parse_sweep(text)
+    sweep = parse_sweep(text)
     name = load_planned(path).name
-    plans = list(_with_progress(swept(path, parsed), f"{len(parsed.values)} plans", len(parsed.values)))
+    plans = list(_with_progress(_plans(path, sweep), f"{len(sweep.values)} plans", len(sweep.values)))
     written = []
     if plot is not None:
-        written.append(_plot_sweep(name, parsed, plans, made_folder(plot, "--plot")))
+        written.append(_plot_sweep(name, sweep, plans, made_folder(plot, "--plot")))
     if as_json:
-        rows = [{"value": value, **each.to_json()} for value, each in zip(parsed.values, plans, strict=True)]
-        _print_json({"field": parsed.field, "points": rows, "plots": [str(each) for each in written]})
+        rows = [{"value": value, **each.to_json()} for value, each in zip(sweep.values, plans, strict=True)]
+        print_json({"field": sweep.field, "points": rows, "plots": [str(each) for each in written]})
         return
-    from prfaas.lab.report.figures import print_sweep
+    from prfaas.lab.report.plan import print_sweep
 
-    print_sweep(console(), parsed.field, points_of(parsed, plans), is_rate=parsed.is_rate)
+    print_sweep(console(), sweep.field, sweep.values, plans, is_rate=sweep.is_rate)
     _print_written(written)
 
 
-def points_of(sweep: "Sweep", plans: "Sequence[Plan]") -> "list[SweepPoint]":
-    """Plans as points of a plot."""
-    from prfaas.lab.report.figures import SweepPoint
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """One number of a deployment, and the values to put there."""
 
-    return [
-        SweepPoint(
-            value,
-            plan.optimum.lambda_max,
-            plan.homogeneous.point.lambda_max,
-            plan.optimum.threshold_tokens,
-            f"{plan.optimum.n_prefill} + {plan.optimum.n_decode}",
-            plan.optimum.egress_bits_per_s,
-            ", ".join(plan.optimum.binding),
+    field: str
+    """The field of the deployment file."""
+    values: tuple[float, ...]
+    is_rate: bool
+    """Whether the values are bits per second."""
+    is_geometric: bool
+    """Whether their ratios are equal, not their differences."""
+
+
+def parse_sweep(text: str) -> Sweep:
+    """From "links[0].bandwidth=1 Gbit/s:1 Tbit/s:50". Ends of bandwidths may have a unit.
+
+    Values are spaced evenly, those of a range over more than a factor 30 by equal ratios. Of instance counts
+    every whole number is taken once.
+
+    Raises:
+        CliError: the text has another form, or a range makes no sense.
+    """
+    field, sign, span = text.partition("=")
+    parts = span.split(":")
+    if not sign or not field or len(parts) != 3:
+        raise CliError(
+            f'--sweep "{text}": write FIELD=FROM:TO:COUNT, for example "links[0].bandwidth=1 Gbit/s:1 Tbit/s:50"'
         )
-        for value, plan in zip(sweep.values, plans, strict=True)
-    ]
+    field = field.strip()
+    first, last = (field_number(f'--sweep "{text}"', field, part.strip()) for part in parts[:2])
+    count = parts[2].strip()
+    if not re.fullmatch(r"[0-9]+", count) or not 2 <= int(count) <= _MOST_VALUES:
+        raise CliError(
+            f'--sweep "{text}": the count must be a whole number from 2 to {_MOST_VALUES}, not "{count}"'
+        )
+    if first >= last:
+        raise CliError(f'--sweep "{text}": the first value must be below the second')
+    is_geometric = first > 0 and last / first > _GEOMETRIC_RATIO
+    values = _spaced(first, last, int(count), is_geometric)
+    if field.endswith("instance_count"):
+        values = tuple(float(value) for value in dict.fromkeys(round(value) for value in values))
+    return Sweep(field, values, is_rate_field(field), is_geometric)
 
 
-def _plot_sweep(name: str, sweep: "Sweep", plans: "Sequence[Plan]", directory: Path) -> Path:
-    import re
+def _spaced(first: float, last: float, count: int, is_geometric: bool) -> tuple[float, ...]:
+    steps = [index / (count - 1) for index in range(count)]
+    inner = [first * (last / first) ** x if is_geometric else first + (last - first) * x for x in steps[1:-1]]
+    return (first, *inner, last)
 
-    from prfaas.lab.report.figures import plot_sweep
+
+def _plans(path: Path, sweep: Sweep) -> "Iterator[Plan]":
+    from prfaas.core.deployment import load_planned
+    from prfaas.core.planner import make_plan, problem_of
+
+    for value in sweep.values:
+        yield make_plan(problem_of(load_planned(path, changes={sweep.field: value})))
+
+
+def _plot_sweep(name: str, sweep: Sweep, plans: "Sequence[Plan]", directory: Path) -> Path:
+    from prfaas.lab.report.plan_figures import plot_sweep
 
     path = directory / f"{name}-sweep-{re.sub(r'[^A-Za-z0-9]+', '-', sweep.field).strip('-')}.png"
     plot_sweep(
-        points_of(sweep, plans),
+        sweep.values,
+        [each.optimum for each in plans],
+        [each.homogeneous.point.lambda_max for each in plans],
         path,
         title=f"{name}: what {sweep.field} changes",
         label=sweep.field,
@@ -139,20 +191,3 @@ def _with_progress(each: "Iterable[T]", what: str, total: int | None = None) -> 
 def _print_written(paths: "Sequence[Path]") -> None:
     for path in paths:
         typer.echo(f"wrote {path}", err=True)
-
-
-def _print_json(document: Any) -> None:
-    import json
-
-    typer.echo(json.dumps(_finite(document), indent=2, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity: what has no limit is null."""
-    if isinstance(value, float) and value in (float("inf"), float("-inf")):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return value

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from prfaas.core.workload import LengthDistribution, TracedRequest
     from prfaas.core.workload.arrivals import Arrivals
     from prfaas.core.workload.traffic import Traffic
-    from prfaas.tools.replay import RequestRecord
+    from prfaas.tools.replay import ReplayedRequest
 
 
 _LINE_EVERY_S = 10.0
@@ -64,7 +64,7 @@ class ShownReplay:
     def due(self) -> None:
         self._due += 1
 
-    def ended(self, record: "RequestRecord") -> None:
+    def ended(self, record: "ReplayedRequest") -> None:
         self._ended += 1
         self._lost += record.is_lost
         line = f"{self._due} sent, {self._due - self._ended} open, {self._lost} lost"

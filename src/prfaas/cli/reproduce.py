@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-from prfaas.cli.common import AsJson
+from prfaas.cli.common import AsJson, CliError, example_path, print_json
 
 _INTRO = """
-Written by `prfaas reproduce --out docs/reproduction.md`, from the data files and `examples/paper.yaml` that come with
-prfaas; don't edit. The paper is arXiv 2604.15039. A deviation is (ours − paper) / paper, taken before rounding; the
-paper's three digits alone make up to 0.5 %. K is 1024.
+Written by `prfaas reproduce --out docs/explanation/reproduction.md`, from the data files and `examples/paper.yaml`
+that come with prfaas; don't edit. The paper is arXiv 2604.15039. A deviation is (ours − paper) / paper, taken before
+rounding; the paper's three digits alone make up to 0.5 %. K is 1024.
 """
 
 
@@ -24,9 +24,8 @@ def reproduce(
 
     Exit code 1 if a number differs by more than 1 % and no reason is known.
 
-    Example: prfaas reproduce --out docs/reproduction.md
+    Example: prfaas reproduce --out docs/explanation/reproduction.md
     """
-    from prfaas.cli.common import CliError, example_path
     from prfaas.core.deployment import load_planned
     from prfaas.core.planner import make_plan, problem_of
     from prfaas.lab.report.reproduction import reproduction_page, sections, unexplained
@@ -40,11 +39,10 @@ def reproduce(
             raise CliError(f"{out}: can't be written ({error.strerror})") from error
         typer.echo(f"wrote {out}", err=True)
     if as_json:
-        import json
         from dataclasses import asdict
 
         rows = [{**asdict(row), "deviation": row.deviation} for section in result for row in section.rows]
-        typer.echo(json.dumps({"numbers": rows}, indent=2))
+        print_json({"numbers": rows})
     elif out is None:
         typer.echo(page, nl=False)
     missing = unexplained(result)

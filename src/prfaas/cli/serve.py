@@ -68,16 +68,10 @@ async def _serve(
     import gc
     import signal
 
-    from prometheus_client import CollectorRegistry
-
-    from prfaas.serving.control.plane import LivePlane
-    from prfaas.serving.gateway.server import serve_gateway
-    from prfaas.serving.transport.ticket import load_key
+    from prfaas.serving.live import serve_live
 
     loop = asyncio.get_running_loop()
-    registry = CollectorRegistry()
-    plane = LivePlane(deployment, load_key(deployment.security.key_file), registry)
-    gateway = asyncio.create_task(serve_gateway(deployment, plane, ready=ready, registry=registry))
+    gateway = asyncio.create_task(serve_live(deployment, ready=ready))
     # What the imports made stays: without it, a full collection would look at all of it, for a tenth of a second.
     gc.collect()
     gc.freeze()

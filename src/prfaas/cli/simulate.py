@@ -1,5 +1,7 @@
 """`prfaas simulate`: a deployment under load, with the policies that would run it."""
 
+import shlex
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -117,12 +119,10 @@ def simulate(
     """Simulate a deployment under load: TTFT, throughput, queues and egress, with the scheduler's own code.
 
     The first tenth of the time is warm-up and not counted. The same seed gives the same numbers. Options and results:
-    docs/simulate.md.
+    docs/guides/simulate.md.
 
     Example: prfaas simulate examples/paper.yaml --load 0.9 --compare paper,tilted --report out
     """
-    from dataclasses import asdict
-
     from prfaas.cli.simulate_inputs import (
         cache_options,
         fluctuation,
@@ -135,6 +135,7 @@ def simulate(
     )
     from prfaas.core.deployment import load_planned
     from prfaas.core.planner import best_operation, problem_of
+    from prfaas.lab.report.simulation import SimulationReport, print_simulation
 
     length = _length(requests, duration)
     changes = parse_changes(set_fields or ())
@@ -164,42 +165,31 @@ def simulate(
     folder = None if report is None else made_folder(report, "--report")
     scenarios = [scenario_for(planned, name, options, links, prefill_concurrency) for name in names]
     results = _simulated(scenarios, traffic, seed, *length)
-    summaries = {name: result.summary() for name, result in results.items()}
-    document = {
-        "deployment": planned.name,
-        "load": rate_rps / lambda_max,
-        "rate_rps": rate_rps,
-        "lambda_max_rps": lambda_max,
-        "seed": seed,
-        "requests": length[0],
-        "duration_s": length[1],
-        "arrivals": traffic.described,
-        "caches": None if options is None else asdict(options),
-        "link_fluctuation": link_fluctuation,
-        "prefill_concurrency": prefill_concurrency,
-        "changes": changes,
-        "policies": summaries,
-    }
-    if folder is not None or not as_json:
-        from prfaas.cli.simulate_report import simulation_report
-
-        shown = simulation_report(
-            planned,
-            document,
-            results,
-            traffic,
-            caches=options,
-            fluctuation=link_fluctuation,
-            changes=set_fields or (),
-        )
-        if folder is not None:
-            _write_page(folder / "index.html", shown)
-        if not as_json:
-            from prfaas.lab.report.simulation import print_simulation
-
-            print_simulation(console(), shown)
+    shown = SimulationReport(
+        deployment=planned,
+        results=results,
+        summaries={name: result.summary() for name, result in results.items()},
+        rate_rps=rate_rps,
+        lambda_max_rps=lambda_max,
+        seed=seed,
+        requests=length[0],
+        duration_s=length[1],
+        arrivals=traffic.described,
+        arrivals_text=traffic.text,
+        notes=traffic.notes,
+        caches=options,
+        link_fluctuation=link_fluctuation,
+        prefill_concurrency=prefill_concurrency,
+        changes=changes,
+        changes_text=set_fields or (),
+        command=shlex.join(["prfaas", *sys.argv[1:]]),
+    )
+    if folder is not None:
+        _write_page(folder / "index.html", shown)
     if as_json:
-        print_json(document)
+        print_json(shown.to_json())
+    else:
+        print_simulation(console(), shown)
 
 
 def _simulated(

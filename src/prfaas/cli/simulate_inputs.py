@@ -1,17 +1,15 @@
-"""What `prfaas simulate` is asked for, checked: policies, changed fields, caches and links' fluctuation.
+"""What `prfaas simulate` is asked for, checked: its traffic, policies, changed fields, caches and links' fluctuation.
 
-What `prfaas simulate` sends into the simulated deployment: made-up requests, at one rate.
-
-What `prfaas simulate --trace` sends into the simulated deployment: a recorded trace, at one rate.
+The traffic is made up, or a recorded trace, at one rate.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prfaas.cli.common import CliError
+from prfaas.cli.common import CliError, field_number
 
 if TYPE_CHECKING:
     from prfaas.core.deployment import PlannedDeployment
@@ -31,14 +29,15 @@ BURST, BURST_S = 2.2, 15.0
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTraffic:
-    """`described`: the same in JSON. `words`: one line for people. `notes`: what was done to a trace, and whatever
-    else one should know.
-    """
+    """Requests to simulate, and what they are."""
 
     traffic: "Traffic"
     described: dict[str, Any]
-    words: str
+    """What they are, for JSON."""
+    text: str
+    """The same for people, in one line."""
     notes: tuple[str, ...] = ()
+    """What was done to a trace, and what else one should know."""
 
 
 def made_up(problem: "PlanProblem", rate_rps: float, *, bursts: bool) -> SimulatedTraffic:
@@ -50,7 +49,7 @@ def made_up(problem: "PlanProblem", rate_rps: float, *, bursts: bool) -> Simulat
     workload = problem.workload
     arrivals: Arrivals = Poisson(rate_rps)
     described: dict[str, Any] = {"process": "poisson"}
-    words = "Poisson arrivals"
+    text = "Poisson arrivals"
     if bursts:
         calm, burst = Phase(CALM * rate_rps, CALM_S), Phase(BURST * rate_rps, BURST_S)
         arrivals = Mmpp((calm, burst))
@@ -58,13 +57,13 @@ def made_up(problem: "PlanProblem", rate_rps: float, *, bursts: bool) -> Simulat
             "process": "mmpp",
             "phases": [{"rate_rps": each.rate_per_s, "mean_s": each.dwell_s} for each in (calm, burst)],
         }
-        words = f"bursts: {CALM:g} × the mean rate for {CALM_S:g} s on average, then {BURST:g} × for {BURST_S:g} s"
+        text = f"bursts: {CALM:g} × the mean rate for {CALM_S:g} s on average, then {BURST:g} × for {BURST_S:g} s"
     lengths = workload.uncached
     described |= {
         "mean_input_tokens": lengths.mean(),
         "mean_output_tokens": workload.output_tokens,
     }
-    words += (
+    text += (
         f"; prompts of {lengths.mean():,.0f} tokens on average as in the file, "
         f"answers of {workload.output_tokens:,.0f}"
     )
@@ -77,29 +76,28 @@ def made_up(problem: "PlanProblem", rate_rps: float, *, bursts: bool) -> Simulat
     if any(cluster.prefix_hit_ratio is not None for cluster in problem.clusters):
         notes.append("A cluster's own prefix_hit_ratio plays no part: no two made-up prompts begin alike.")
     traffic = IndependentTraffic(arrivals, lengths, fixed(workload.output_tokens))
-    return SimulatedTraffic(traffic, described, words, tuple(notes))
+    return SimulatedTraffic(traffic, described, text, tuple(notes))
 
 
 def check_rate(rate_rps: float, option: str) -> None:
     """Raise CliError unless something arrives."""
-    import math
-
     if not (math.isfinite(rate_rps) and rate_rps > 0):
         raise CliError(f"{option}: must be a number above 0, not {rate_rps:g}")
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A trace that fits a deployment: no prompt has more than `most_tokens`, to which `cut` of them were cut.
-
-    Λ_max in requests per second for the trace's lengths: nothing cached, and behind a cache that forgets nothing.
-    """
+    """A trace that fits a deployment, and what the planner finds for it."""
 
     trace: "RequestTrace"
     most_tokens: int
+    """No prompt has more."""
     cut: int
+    """How many prompts were cut to that."""
     lambda_max_rps: float
+    """Of the trace's lengths with nothing cached."""
     lambda_max_cached_rps: float
+    """Behind a prefix cache that forgets nothing."""
 
 
 def recording(deployment: "PlannedDeployment", problem: "PlanProblem", path: Path) -> Recording:
@@ -108,15 +106,17 @@ def recording(deployment: "PlannedDeployment", problem: "PlanProblem", path: Pat
     Raises:
         WorkloadError: the trace can't be read.
     """
+    from prfaas.core.planner import best_operation, problem_of_trace, range_tokens
     from prfaas.core.workload import read_requests
 
-    most = int(min(cluster.profile.range_tokens[1] for cluster in deployment.clusters))
-    least = max(cluster.profile.range_tokens[0] for cluster in deployment.clusters)
+    lengths = range_tokens(deployment)
+    most = int(lengths[1])
     trace = read_requests(path)
     cut = sum(each.input_tokens > most for each in trace.requests)
     trace = trace.cut_to(most)
     plain, cached = (
-        _lambda_max(problem, trace, least, most, are_cached=are_cached) for are_cached in (False, True)
+        best_operation(problem_of_trace(problem, trace, lengths, are_cached=are_cached)).lambda_max
+        for are_cached in (False, True)
     )
     return Recording(trace, most, cut, plain, cached)
 
@@ -131,16 +131,14 @@ def recorded(recording: Recording, name: str, rate_rps: float) -> SimulatedTraff
     from prfaas.core.workload.traffic import ReplayedTraffic
 
     trace = recording.trace
-    jitter_s = trace.quantum_s
-    speed = rate_rps / ReplayedTraffic(trace, jitter_s=jitter_s, rounds=None).mean_per_s
-    traffic = ReplayedTraffic(trace, speed=speed, jitter_s=jitter_s, rounds=None)
+    traffic = ReplayedTraffic.at_rate(trace, rate_rps)
     described = {
         "process": "trace",
         "trace": name,
         "trace_requests": len(trace.requests),
         "trace_span_s": trace.span_s,
-        "speed_factor": speed,
-        "jitter_s": jitter_s,
+        "speed_factor": traffic.speed,
+        "jitter_s": traffic.jitter_s,
         "round_s": traffic.round_s,
         "cut_to_tokens": recording.most_tokens,
         "cut_requests": recording.cut,
@@ -150,12 +148,12 @@ def recorded(recording: Recording, name: str, rate_rps: float) -> SimulatedTraff
         "lambda_max_of_trace_rps": recording.lambda_max_rps,
         "lambda_max_of_trace_cached_rps": recording.lambda_max_cached_rps,
     }
-    words = (
-        f"the trace {name} ({len(trace.requests):,} requests in {trace.span_s:,.0f} s), {speed:.4g} times as "
+    text = (
+        f"the trace {name} ({len(trace.requests):,} requests in {trace.span_s:,.0f} s), {traffic.speed:.4g} times as "
         f"fast as recorded; prompts of {described['mean_input_tokens']:,.0f} tokens on average, answers of "
         f"{described['mean_output_tokens']:,.0f}"
     )
-    return SimulatedTraffic(traffic, described, words, tuple(_notes(trace, traffic, described)))
+    return SimulatedTraffic(traffic, described, text, tuple(_notes(trace, traffic, described)))
 
 
 def _notes(trace: "RequestTrace", traffic: "ReplayedTraffic", described: dict[str, Any]) -> Iterator[str]:
@@ -183,42 +181,6 @@ def _notes(trace: "RequestTrace", traffic: "ReplayedTraffic", described: dict[st
     )
 
 
-def _lambda_max(
-    problem: "PlanProblem", trace: "RequestTrace", least: float, most: float, *, are_cached: bool
-) -> float:
-    """What the planner finds for the trace's lengths, or for what an endless cache leaves of them."""
-    from prfaas.core.planner import best_operation
-    from prfaas.core.workload import Empirical, Workload
-
-    lengths = Empirical(_uncached(trace) if are_cached else [each.input_tokens for each in trace.requests])
-    answers = _mean([each.output_tokens for each in trace.requests])
-    workload = Workload(lengths.clipped(least, most), max(answers, 1.0))
-
-    def without_hits(cluster: Any) -> Any:
-        return replace(cluster, prefix_hit_ratio=None)
-
-    plain = replace(
-        problem,
-        prfaas=tuple(map(without_hits, problem.prfaas)),
-        pd=tuple(map(without_hits, problem.pd)),
-        workload=workload,
-    )
-    return best_operation(plain).lambda_max
-
-
-def _uncached(trace: "RequestTrace") -> list[int]:
-    """Tokens per request that no earlier request of the trace began with; at least 1, which is always computed."""
-    seen: set[int] = set()
-    uncached = []
-    for each in trace.requests:
-        known = 0
-        while known < len(each.block_ids) and each.block_ids[known] in seen:
-            known += 1
-        seen.update(each.block_ids)
-        uncached.append(max(each.input_tokens - known * each.block_tokens, 1))
-    return uncached
-
-
 def _mean(values: list[int]) -> float:
     return sum(values) / len(values)
 
@@ -236,7 +198,7 @@ def parse_changes(texts: Sequence[str]) -> dict[str, float]:
             raise CliError(f'--set "{text}": write FIELD=VALUE, for example "links[0].bandwidth=10 Gbit/s"')
         if field in changes:
             raise CliError(f"--set: {field} is given twice")
-        changes[field] = _number(text, value, is_rate=field.endswith("bandwidth"))
+        changes[field] = field_number(f'--set "{text}"', field, value)
     return changes
 
 
@@ -335,20 +297,3 @@ def fluctuation(deployment: "PlannedDeployment", text: str | None) -> "dict[str,
         link.name: Fluctuating(link.bandwidth_bits_per_s, relative_sd, correlation_s)
         for link in deployment.links
     }
-
-
-def _number(text: str, value: str, *, is_rate: bool) -> float:
-    from prfaas.core.units import parse_bits_per_s
-
-    try:
-        number = float(value)
-    except ValueError:
-        if not is_rate:
-            raise CliError(f'--set "{text}": "{value}" is no number') from None
-        try:
-            return parse_bits_per_s(value)
-        except ValueError as error:
-            raise CliError(f'--set "{text}": {error}') from None
-    if not math.isfinite(number):
-        raise CliError(f'--set "{text}": "{value}" is no number')
-    return number

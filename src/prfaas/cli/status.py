@@ -28,7 +28,7 @@ def status(
     """
     import json
 
-    from prfaas.cli.gateway_page import fetch, gateway_url
+    from prfaas.cli.common import fetch, gateway_url
 
     url = gateway_url(where)
     if watch:
@@ -48,7 +48,7 @@ def _watch(url: str, as_json: bool) -> None:
 
     from rich.live import Live
 
-    from prfaas.cli.gateway_page import fetch
+    from prfaas.cli.common import fetch
     from prfaas.cli.status_tables import tables
 
     out = console(150)

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prfaas.cli.common import AsJson, print_json
+from prfaas.cli.common import AsJson, CliError, example_path, made_folder, print_json
 
 if TYPE_CHECKING:
-    from prfaas.lab.studies import Section, Setting, Study
-    from prfaas.lab.studies.runs import Outcome, Run
-    from prfaas.lab.studies.study import Outcomes
+    from prfaas.lab.studies import Study, StudyContext, StudySection
+    from prfaas.lab.studies.study import Outcomes, Run, StudyOutcome
 
 _TRACE = "traces/mooncake_burst.jsonl.gz"
 _NAMES = "ablation, bandwidth, burst, shift, equal-cost, hit-rate, scale"
@@ -38,14 +37,14 @@ def study(
 ) -> None:
     """Carry out a study on the simulator and write it down: tables, plots and what they say.
 
-    docs/studies.md is `prfaas study all --out docs`. One PrfaaS and one PD cluster. Progress and speed go to stderr.
+    docs/explanation/studies.md is `prfaas study all --out docs/explanation`. One PrfaaS and one PD cluster. Progress
+    and speed go to stderr.
 
     Example: prfaas study bandwidth --out out
     """
-    from prfaas.cli.common import CliError, example_path
     from prfaas.core.deployment import load_planned
     from prfaas.core.workload import read_requests
-    from prfaas.lab.studies import STUDIES, page_of, setting_of
+    from prfaas.lab.studies import STUDIES, context_of, page_of
 
     if name != "all" and name not in STUDIES:
         raise CliError(f'there is no study "{name}"; there are {", ".join(STUDIES)}, and "all"')
@@ -54,29 +53,29 @@ def study(
     planned = load_planned(path)
     trace = read_requests(example_path(_TRACE))
     try:
-        setting = setting_of(planned, trace, seed=seed, is_quick=quick)
+        context = context_of(planned, trace, seed=seed, is_quick=quick)
     except ValueError as error:
         raise CliError(f"{path}: {error}") from error
     if out is not None:
-        _folder(out / "img")
-    outcomes = _conducted(chosen, setting, jobs)
-    sections = {each.name: (each, each.tell(setting, outcomes[each.name])) for each in chosen}
-    page = page_of(setting, sections, _command(name, deployment, quick, seed))
+        made_folder(out / "img", "--out")
+    outcomes = _simulate(chosen, context, jobs)
+    sections = {each.name: (each, each.describe(context, outcomes[each.name])) for each in chosen}
+    page = page_of(context, sections, _command(name, deployment, quick, seed))
     if out is not None:
         _write(out, "studies.md" if name == "all" else f"study-{name}.md", page, sections)
     if as_json:
-        _print_json(setting, outcomes)
+        _print_json(context, outcomes)
     elif out is None:
         typer.echo(page, nl=False)
 
 
-def _conducted(chosen: "Sequence[Study]", setting: "Setting", jobs: int) -> "dict[str, Outcomes]":
-    """All runs, with a bar on stderr; how quick they were is said there too."""
+def _simulate(chosen: "Sequence[Study]", context: "StudyContext", jobs: int) -> "dict[str, Outcomes]":
+    """Simulate all runs, with a bar and the speed on stderr."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from prfaas.lab.studies import conduct
-    from prfaas.lab.studies.runs import expected_requests
+    from prfaas.lab.studies import run_studies
+    from prfaas.lab.studies.study import expected_requests
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"))
@@ -91,13 +90,13 @@ def _conducted(chosen: "Sequence[Study]", setting: "Setting", jobs: int) -> "dic
         def begin(runs: "Sequence[Run]") -> None:
             progress.update(task, total=sum(map(expected_requests, runs)))
 
-        def done(run: "Run", _outcome: "Outcome") -> None:
+        def done(run: "Run", _outcome: "StudyOutcome") -> None:
             nonlocal requests, count
             requests += expected_requests(run)
             count += 1
             progress.update(task, completed=requests)
 
-        outcomes = conduct(chosen, setting, jobs=jobs, on_begin=begin, on_done=done)
+        outcomes = run_studies(chosen, context, jobs=jobs, on_begin=begin, on_done=done)
     took_s = time.perf_counter() - started_s
     for name, found in outcomes.items():
         wall_s = sum(outcome.wall_s for outcome in found.values())
@@ -112,25 +111,14 @@ def _conducted(chosen: "Sequence[Study]", setting: "Setting", jobs: int) -> "dic
 def _command(name: str, deployment: Path | None, quick: bool, seed: int) -> str:
     import shlex
 
-    words = ["prfaas", "study", name]
-    words += ["--deployment", str(deployment)] if deployment is not None else []
-    words += ["--quick"] if quick else []
-    words += ["--seed", str(seed)] if seed else []
-    return shlex.join([*words, "--out", "docs"])
+    parts = ["prfaas", "study", name]
+    parts += ["--deployment", str(deployment)] if deployment is not None else []
+    parts += ["--quick"] if quick else []
+    parts += ["--seed", str(seed)] if seed else []
+    return shlex.join([*parts, "--out", "docs/explanation"])
 
 
-def _folder(directory: Path) -> None:
-    from prfaas.cli.common import CliError
-
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CliError(f"--out: {directory} can't be made a folder ({error.strerror})") from error
-
-
-def _write(out: Path, name: str, page: str, sections: "dict[str, tuple[Study, Section]]") -> None:
-    from prfaas.cli.common import CliError
-
+def _write(out: Path, name: str, page: str, sections: "dict[str, tuple[Study, StudySection]]") -> None:
     files = {out / name: page}
     for _, section in sections.values():
         files |= {out / "img" / f"{figure.name}.svg": figure.svg for figure in section.figures}
@@ -142,12 +130,12 @@ def _write(out: Path, name: str, page: str, sections: "dict[str, tuple[Study, Se
         typer.echo(f"wrote {path}", err=True)
 
 
-def _print_json(setting: "Setting", outcomes: "dict[str, Outcomes]") -> None:
+def _print_json(context: "StudyContext", outcomes: "dict[str, Outcomes]") -> None:
     document = {
-        "deployment": setting.planned.name,
-        "lambda_max_rps": setting.lambda_max,
-        "seed": setting.seed,
-        "quick": setting.is_quick,
+        "deployment": context.planned.name,
+        "lambda_max_rps": context.lambda_max,
+        "seed": context.seed,
+        "quick": context.is_quick,
         "studies": {
             name: [
                 {"run": list(key), **outcome.numbers} | ({"course": outcome.course} if outcome.course else {})

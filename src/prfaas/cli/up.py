@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from prfaas.cli.common import DeploymentPath
+from prfaas.cli.common import DeploymentPath, StartTimeout
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _WATCH_S = 1.0
 
 
-def up(deployment: DeploymentPath) -> None:
+def up(deployment: DeploymentPath, start_timeout_s: StartTimeout = None) -> None:
     """Start the engines and the gateway of a one-machine deployment; Ctrl-C ends everything.
 
     Each engine's output is in a log of its own, whose place is shown. "ready: URL" on stdout says that clients can
@@ -29,7 +29,7 @@ def up(deployment: DeploymentPath) -> None:
     """
     from prfaas.cli.serve import check_gateway_port, run_gateway
     from prfaas.core.deployment import load_deployment
-    from prfaas.serving.engines.running import RunningEngines
+    from prfaas.serving.engines.running import READY_TIMEOUT_S, RunningEngines
 
     loaded = load_deployment(deployment)
     check_gateway_port(loaded)
@@ -38,7 +38,7 @@ def up(deployment: DeploymentPath) -> None:
         with RunningEngines(loaded) as engines:
             typer.echo(f"logs: {loaded.logs_dir}", err=True)
             with shown_progress(engines) as lines:
-                engines.wait_ready(on_progress=lines.show)
+                engines.wait_ready(start_timeout_s or READY_TIMEOUT_S, on_progress=lines.show)
             run_gateway(
                 loaded,
                 ready=lambda _port: typer.echo(f"ready: {loaded.gateway.url}/v1"),

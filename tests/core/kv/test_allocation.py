@@ -28,7 +28,7 @@ def allocated(checkpoint: Path, has_state: bool) -> list[dict[str, Any]]:
         [sys.executable, str(SCRIPT), str(checkpoint), "state" if has_state else "none"],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=800,
         env=env,
         cwd=checkpoint,
     )

@@ -11,7 +11,7 @@ from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import PlanProblem, best_operation
 from prfaas.core.planner.fixed_roles import rate_with_roles
 from prfaas.core.scheduling.allocation import Allocator, Conversion, PdInstance, PdLoad, StageLoad
-from prfaas.core.scheduling.live_problem import ClusterFacts, LinkFacts, problem_now
+from prfaas.core.scheduling.threshold import ClusterFacts, LinkFacts, problem_now
 from prfaas.core.workload import LengthDistribution
 
 from . import case_study

@@ -7,7 +7,7 @@ from hypothesis import given
 
 from prfaas.core.scheduling import POLICIES, PrefixHit, Route, RoutingRequest, policy_named
 
-from .boards import NOW_S, board, cases, decoder, every_policy, link, prefiller, small
+from .views import NOW_S, board, cases, decoder, every_policy, link, prefiller, small
 
 
 def test_local_only_never_offloads_and_offload_all_always_does() -> None:

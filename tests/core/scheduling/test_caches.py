@@ -4,7 +4,7 @@ import pytest
 
 from prfaas.core.scheduling import AbundanceMarks, Policy, PrefixHit, Route, RoutingRequest, policy_named
 
-from .boards import NOW_S, every_policy, kv_bytes, link, small
+from .views import NOW_S, every_policy, kv_bytes, link, small
 
 PAPER = policy_named("paper")
 CACHING = [policy_named(name) for name in ("paper", "tilted", "least_ttft")]

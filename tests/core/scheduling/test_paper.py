@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from prfaas.core.planner.two_clusters import best_threshold
 from prfaas.core.scheduling import Route, RoutingRequest, View, policy_named
 
-from .boards import NOW_S, board, decoder, link, paper_board, prefiller, simulate, small
 from .case_study import draw, problem_of
+from .views import NOW_S, board, decoder, link, paper_board, prefiller, simulate, small
 
 PAPER = policy_named("paper")
 OPTIMUM = best_threshold(problem_of(), 3)

@@ -14,7 +14,7 @@ from prfaas.core.scheduling import (
     policy_named,
 )
 
-from .boards import NOW_S, board, decoder, every_policy, kv_bytes, link, prefiller, small
+from .views import NOW_S, board, decoder, every_policy, kv_bytes, link, prefiller, small
 
 STATIC = policy_named("static_threshold", threshold_tokens=1000)
 OFFLOADING = [policy for name, policy in every_policy().items() if name not in ("local_only", "round_robin")]

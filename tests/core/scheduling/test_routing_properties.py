@@ -20,7 +20,7 @@ from prfaas.core.scheduling import (
     policy_named,
 )
 
-from .boards import Curve, cases, curves, every_policy, relabelled, renamed
+from .views import Curve, cases, curves, every_policy, relabelled, renamed
 
 Case = tuple[View, RoutingRequest]
 

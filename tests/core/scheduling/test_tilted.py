@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from prfaas.core.scheduling import Route, RoutingRequest, policy_named
 
-from .boards import H20, H200, NOW_S, board, cases, decoder, kv_bytes, link, paper_board, prefiller, simulate
+from .views import H20, H200, NOW_S, board, cases, decoder, kv_bytes, link, paper_board, prefiller, simulate
 
 TILTED = policy_named("tilted")
 T = 19_400.0

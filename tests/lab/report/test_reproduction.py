@@ -2,25 +2,25 @@
 
 import pytest
 
-from prfaas.lab.report.reproduction import Comparison, Section, reproduction_page, unexplained
+from prfaas.lab.report.reproduction import ReproducedNumber, ReproducedTable, reproduction_page, unexplained
 
 
-def page(*rows: Comparison) -> str:
-    return reproduction_page("Intro.", [Section("Table 1", "Text.", rows)])
+def page(*rows: ReproducedNumber) -> str:
+    return reproduction_page("Intro.", [ReproducedTable("Table 1", "Text.", rows)])
 
 
 @pytest.mark.parametrize(
     "ours, off", [(100.9, False), (101.1, True), (98.9, True), (99.1, False), (100, False)]
 )
 def test_one_percent_is_the_tolerance(ours: float, off: bool) -> None:
-    assert Comparison("k", "l", ours, 100).is_off is off
+    assert ReproducedNumber("k", "l", ours, 100).is_off is off
 
 
 def test_deviations_are_marked_and_explained_together() -> None:
     text = page(
-        Comparison("a", "A", 100.2, 100),
-        Comparison("b", "B", 110, 100, reason="because"),
-        Comparison("c", "C", 95.5, 100, reason="because"),
+        ReproducedNumber("a", "A", 100.2, 100),
+        ReproducedNumber("b", "B", 110, 100, reason="because"),
+        ReproducedNumber("c", "C", 95.5, 100, reason="because"),
     )
     assert "Of 3 numbers 1 agree within 1 %; the other 2 are marked" in text
     assert "| A | 100.2 | 100 | +0.2% |" in text
@@ -29,10 +29,10 @@ def test_deviations_are_marked_and_explained_together() -> None:
 
 
 def test_a_reason_that_is_missing_shows() -> None:
-    row = Comparison("b", "B", 110, 100)
-    assert unexplained([Section("T", "", [row, Comparison("a", "A", 100, 100)])]) == [row]
+    row = ReproducedNumber("b", "B", 110, 100)
+    assert unexplained([ReproducedTable("T", "", [row, ReproducedNumber("a", "A", 100, 100)])]) == [row]
     assert "**not explained**" in page(row)
 
 
 def test_nothing_is_shown_as_minus_zero() -> None:
-    assert "| A | 99.99 | 100 | 0.0% |" in page(Comparison("a", "A", 99.99, 100))
+    assert "| A | 99.99 | 100 | 0.0% |" in page(ReproducedNumber("a", "A", 99.99, 100))

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from prfaas.lab.simulator.capacity import CapacityProcess, Constant, Fluctuating, Outages, Piece, Steps
 from prfaas.lab.simulator.events import Events
-from prfaas.lab.simulator.link import FluidLink, Transfer
+from prfaas.lab.simulator.link import FluidLink
+from prfaas.lab.simulator.transfer import FluidTransfer
 
 MBIT = 1e6
 
@@ -105,7 +106,7 @@ class Recorder:
 
     def plan(self, jobs: Sequence[Job]) -> None:
         self.jobs = jobs
-        self.transfers: dict[int, Transfer] = {}
+        self.transfers: dict[int, FluidTransfer] = {}
         for i, job in enumerate(jobs):
             self.events.at(job.start_s, self._start, i)
             if job.cancel_s < math.inf:

@@ -7,7 +7,7 @@ import pytest
 from prfaas.core.deployment import Deployment
 from prfaas.serving.control.cluster_state import ClusterState
 
-from .world import FakeClock, board_of, deployment_of
+from .world import FakeClock, cluster_state_of, deployment_of
 
 
 @pytest.fixture
@@ -21,5 +21,5 @@ def deployment(tmp_path: Path) -> Deployment:
 
 
 @pytest.fixture
-def board(deployment: Deployment, clock: FakeClock) -> ClusterState:
-    return board_of(deployment, clock)
+def cluster_state(deployment: Deployment, clock: FakeClock) -> ClusterState:
+    return cluster_state_of(deployment, clock)

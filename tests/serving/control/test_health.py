@@ -14,14 +14,14 @@ from .world import FakeClock, FakeHttp
 class Watched:
     """A watch with everything it told."""
 
-    def __init__(self, deployment: Deployment, board: ClusterState, clock: FakeClock) -> None:
-        self.http, self.clock, self.board = FakeHttp(), clock, board
+    def __init__(self, deployment: Deployment, cluster_state: ClusterState, clock: FakeClock) -> None:
+        self.http, self.clock, self.cluster_state = FakeHttp(), clock, cluster_state
         self.lost: list[str] = []
         self.changes: list[tuple[str, bool]] = []
         self.watch = HealthWatch(
             deployment,
             self.http,
-            board,
+            cluster_state,
             clock=clock,
             on_lost_cache=self.lost.append,
             on_change=lambda name, healthy: self.changes.append((name, healthy)),
@@ -34,13 +34,13 @@ class Watched:
 
 
 @pytest.fixture
-def watched(deployment: Deployment, board: ClusterState, clock: FakeClock) -> Watched:
-    return Watched(deployment, board, clock)
+def watched(deployment: Deployment, cluster_state: ClusterState, clock: FakeClock) -> Watched:
+    return Watched(deployment, cluster_state, clock)
 
 
 def test_a_failed_request_takes_it_out_until_a_probe_is_good(watched: Watched) -> None:
     watched.watch.suspect("far-0", "http-500")
-    view = watched.board.instance("far-0")
+    view = watched.cluster_state.instance("far-0")
     assert not view.healthy
     assert watched.watch.reason("far-0") == "http-500"
     assert not watched.watch.is_dead("far-0")
@@ -63,13 +63,13 @@ def test_a_dead_engine_lost_its_cache(watched: Watched) -> None:
     assert watched.watch.is_dead("far-0")
     watched.http.healthy["far-0"] = False
     watched.probe(10)
-    assert not watched.board.instance("far-0").healthy
+    assert not watched.cluster_state.instance("far-0").healthy
     watched.http.healthy["far-0"] = None
     watched.probe()
-    assert not watched.board.instance("far-0").healthy
+    assert not watched.cluster_state.instance("far-0").healthy
     watched.http.healthy["far-0"] = True
     watched.probe()
-    assert watched.board.instance("far-0").healthy
+    assert watched.cluster_state.instance("far-0").healthy
 
 
 def test_everybody_is_probed_now_and_then(watched: Watched) -> None:
@@ -80,4 +80,4 @@ def test_everybody_is_probed_now_and_then(watched: Watched) -> None:
     assert len(watched.http.probed) == 6
     assert watched.changes == [("far-1", False)]
     assert watched.lost == ["far-1"]
-    assert watched.board.instance("home-d0").healthy
+    assert watched.cluster_state.instance("home-d0").healthy

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.serving.control.link_meter import LinkMeter, SenderSample
-from prfaas.serving.control.link_monitor import LinkFaults
+from prfaas.serving.control.link_monitor import LinkBreaker
 
 from .world import report
 
@@ -178,7 +178,7 @@ def test_capacity_stays_between_its_limits(looks: list[tuple[float, int, int, bo
 
 
 def test_three_failures_close_a_link_and_one_success_opens_it() -> None:
-    faults = LinkFaults()
+    faults = LinkBreaker()
     for _ in range(2):
         faults.failed(100.0)
     faults.succeeded()

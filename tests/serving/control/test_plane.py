@@ -13,8 +13,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prfaas.core.deployment import Deployment, DeploymentError, Instance
 from prfaas.core.prefix.events import EventBatch, StoredBlocks
 from prfaas.core.scheduling import NoDecodeInstanceError, Route
-from prfaas.serving.control.engine_metrics import EngineHttp
+from prfaas.serving.control.engine_monitor import EngineHttp
 from prfaas.serving.control.plane import LivePlane
+from prfaas.serving.control.planning_inputs import kv_model_of
 
 from .publisher import Publisher, stored
 from .world import KEY, LINK, FakeClock, FakeHttp, FakeSender, deployment_of, report
@@ -43,7 +44,13 @@ class Planes:
 
     def made(self) -> LivePlane:
         return LivePlane(
-            self.deployment, KEY, self.registry, clock=self.clock, http=self.http, sender_of=self.sender_of
+            self.deployment,
+            KEY,
+            self.registry,
+            kv_model_of(self.deployment),
+            clock=self.clock,
+            http=self.http,
+            sender_of=self.sender_of,
         )
 
     def sender_of(self, instance: Instance, _rank: int) -> FakeSender:
@@ -89,7 +96,7 @@ def test_a_known_prefix_attracts_and_shortens(planes: Planes) -> None:
         state = StoredBlocks(
             hashes=[36], block_tokens=256, token_ids=list(range(9216)), group=1, kind="mamba"
         )
-        plane.holdings.apply("home-p1", EventBatch(0.0, [state, full]))
+        plane.prefix_knowledge.apply("home-p1", EventBatch(0.0, [state, full]))
         decision = plane.route(10_000, plane.chains(ids, "", ""))
         assert (decision.prefill, decision.uncached_tokens) == ("home-p1", 10_000 - 9216)
         assert plane.route(10_000, plane.chains(ids, "tenant", "")).prefill != "home-p1"
@@ -115,11 +122,12 @@ def test_suspects_get_nothing_and_dead_ones_lose_their_cache(planes: Planes) -> 
 def test_service_times_correct_the_curve(planes: Planes) -> None:
     def use(plane: LivePlane) -> None:
         decision = plane.route(10_000, plane.chains(range(10_000), "", ""))
-        prefill_s = plane.board.view.clusters["far"].prefill_s
+        prefill_s = plane.cluster_state.view.clusters["far"].prefill_s
         before_s = prefill_s(10_000)
         for _ in range(40):
-            with plane.prefilling(decision, 10_000):
+            with plane.prefilling(decision) as work:
                 planes.clock.now_s += 4 * before_s
+                work.measured()
             planes.clock.now_s += 1
         assert prefill_s(10_000) > 3 * before_s
 
@@ -133,13 +141,13 @@ def test_transfers_that_fail_again_and_again_close_the_link(planes: Planes) -> N
         for name in ("far-0", "far-1", "far-0"):
             decision = plane.route(10_000, chains, avoid=[i for i in ("far-0", "far-1") if i != name])
             assert decision.prefill == name
-            with pytest.raises(RuntimeError), plane.prefilling(decision, 10_000):
+            with pytest.raises(RuntimeError), plane.prefilling(decision):
                 plane.suspect(name, "transfer-failed")
                 raise RuntimeError
             planes.clock.now_s += 4
             await plane.health.probe_due()
         plane.links.conclude()
-        assert not plane.board.view.links[LINK].up
+        assert not plane.cluster_state.view.links[LINK].up
         assert plane.route(10_000, chains).route is Route.LOCAL
         planes.clock.now_s += 10
         plane.links.ask()
@@ -157,12 +165,12 @@ def test_a_clients_fault_and_a_dead_engine_are_not_the_links(planes: Planes) -> 
         chains = plane.chains(range(10_000), "", "")
         for _ in range(9):
             decision = plane.route(10_000, chains)
-            with pytest.raises(RuntimeError), plane.prefilling(decision, 10_000):
+            with pytest.raises(RuntimeError), plane.prefilling(decision):
                 raise RuntimeError
-            with pytest.raises(RuntimeError), plane.prefilling(decision, 10_000):
+            with pytest.raises(RuntimeError), plane.prefilling(decision):
                 plane.suspect(decision.prefill, "unreachable", lost_cache=True)
                 raise RuntimeError
-        assert plane.links.faults[LINK].is_up(planes.clock.now_s)
+        assert plane.links.breakers[LINK].is_up(planes.clock.now_s)
 
     planes.run(use)
 
@@ -193,12 +201,12 @@ def test_missing_prefixes_are_decided_to_be_copied(tmp_path: Path, clock: FakeCl
             hashes=hashes, block_tokens=256, token_ids=list(range(2048)), kind="full_attention"
         )
         state = StoredBlocks(hashes=[8], block_tokens=256, token_ids=list(range(2048)), group=1, kind="mamba")
-        plane.holdings.apply("home-p1", EventBatch(0.0, [state, full]))
+        plane.prefix_knowledge.apply("home-p1", EventBatch(0.0, [state, full]))
         planes.clock.now_s += 20  # so that no cache crosses a link on demand
         for tail in range(6):
             decision = plane.route(12_000, plane.chains([*range(2048), *([tail] * 9952)], "", ""))
             assert decision.route is Route.OFFLOAD
-        for link in plane.board.view.links.values():
+        for link in plane.cluster_state.view.links.values():
             link.seen_s = planes.clock.now_s
         plane.hot_prefixes.decide()
         (copy,) = plane.state()["rebalancing"]["recent"]
@@ -225,6 +233,7 @@ def test_runs_and_ends_with_nothing_left(planes: Planes, http: str | None) -> No
             planes.deployment,
             KEY,
             planes.registry,
+            kv_model_of(planes.deployment),
             http=planes.http if http else EngineHttp(),
             sender_of=planes.sender_of if http else None,
         )
@@ -233,17 +242,17 @@ def test_runs_and_ends_with_nothing_left(planes: Planes, http: str | None) -> No
         assert endpoint is not None
         publisher = Publisher(endpoint)
         publisher.step(stored(range(512), [1, 2], block=256))
-        async with asyncio.timeout(20):
-            while plane.holdings.blocks("home-d0") < 2:
+        async with asyncio.timeout(120):
+            while plane.prefix_knowledge.blocks("home-d0") < 2:
                 publisher.serve()
                 await asyncio.sleep(0.01)
-            while http and plane.board.view.links[LINK].rtt_s != 0.001:
+            while http and plane.cluster_state.view.links[LINK].rtt_s != 0.001:
                 await asyncio.sleep(0.01)
         plane.suspect("home-d0", "unreachable", lost_cache=True)
-        assert plane.holdings.blocks("home-d0") == 0
-        async with asyncio.timeout(20):
+        assert plane.prefix_knowledge.blocks("home-d0") == 0
+        async with asyncio.timeout(120):
             # It lives after all, and tells what it holds.
-            while plane.holdings.blocks("home-d0") < 2:
+            while plane.prefix_knowledge.blocks("home-d0") < 2:
                 publisher.serve()
                 await asyncio.sleep(0.01)
         plane.observe(1000, 1000)
@@ -270,8 +279,8 @@ def test_labels_are_bounded(planes: Planes) -> None:
         def some(count: int) -> int:
             for number in range(count):
                 decision = plane.route(5000 + number, plane.chains(range(5000), str(number), ""))
-                with plane.prefilling(decision, 5000):
-                    pass
+                with plane.prefilling(decision) as work:
+                    work.measured()
                 plane.suspect("home-p0", f"reason {number}", lost_cache=True)
             return len(generate_latest(planes.registry).splitlines())
 

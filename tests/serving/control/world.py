@@ -7,6 +7,7 @@ from typing import Any
 from prfaas.core.deployment import Deployment, Instance, load_deployment
 from prfaas.core.scheduling import CacheTransfer, Decision, KvFacts, Route
 from prfaas.serving.control.cluster_state import ClusterState
+from prfaas.serving.control.planning_inputs import service_curves, view_of
 
 KEY = bytes(range(32))
 
@@ -65,26 +66,28 @@ def deployment_of(folder: Path, *, text: str = FILE, **changes: str) -> Deployme
 
 def kv_facts() -> KvFacts:
     return KvFacts(
-        is_hybrid=True, can_skip=True, bytes_to_move=lambda tokens, skip: (tokens - skip) * BYTES_PER_TOKEN
+        is_hybrid=True,
+        can_skip=True,
+        bytes_to_move=lambda tokens, skip: (tokens - 1 - skip) * BYTES_PER_TOKEN,
+        prefix_bytes_to_move=lambda tokens, skip: (tokens - skip) * BYTES_PER_TOKEN,
     )
 
 
-def board_of(
+def cluster_state_of(
     deployment: Deployment,
     clock: FakeClock,
     *,
     prefill_s: Callable[[float], float] = lambda tokens: tokens / 1000,
     on_service: Callable[[str, int, float], None] = lambda *_: None,
 ) -> ClusterState:
-    """A board whose instances prefill 1000 tokens a second."""
-    return ClusterState(
-        deployment,
-        kv_facts(),
-        {cluster.name: prefill_s for cluster in deployment.clusters},
-        {"home": 16},
-        clock=clock,
-        on_service=on_service,
-    )
+    """A cluster_state whose instances prefill 1000 tokens a second."""
+    view = view_of(deployment, None, service_curves(deployment), clock())
+    view.kv = kv_facts()
+    for cluster in view.clusters.values():
+        cluster.prefill_s = prefill_s
+        for instance in cluster.instances:
+            instance.decode_slots = 16 if cluster.kind == "pd" else 1
+    return ClusterState(view, clock=clock, on_service=on_service)
 
 
 def decision(
@@ -95,6 +98,7 @@ def decision(
     skip_tokens: int = 0,
     cache_transfer: CacheTransfer | None = None,
 ) -> Decision:
+    """Nothing of the prompt is cached where it is prefilled, and its last token is not sent."""
     route = Route.OFFLOAD if prefill.startswith("far") else Route.LOCAL
     return Decision(
         route,
@@ -103,6 +107,7 @@ def decision(
         prefill_tokens,
         prefill_tokens,
         skip_tokens,
+        (prefill_tokens - skip_tokens) * BYTES_PER_TOKEN,
         "long",
         4000.0,
         1.0,

@@ -164,7 +164,7 @@ class World:
         )
 
     async def arrival(self, ticket: Ticket) -> TransferStatus:
-        return await self._observer(ticket).wait(ticket.transfer_id, 20)
+        return await self._observer(ticket).wait(ticket.transfer_id, 120)
 
     async def abandon(self, ticket: Ticket) -> None:
         await self._observer(ticket).abandon(ticket.transfer_id, "the client has left")
@@ -196,7 +196,7 @@ class World:
 
     async def settled(self) -> None:
         """Nothing is left in staging, in transfers, in the caches' reservations or in the batch."""
-        for _ in range(200):
+        for _ in range(3000):
             left = [
                 (
                     node.engine.endpoints.arena.used_blocks,

@@ -8,7 +8,7 @@ import pytest
 
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.kv import ConfigError
-from prfaas.serving.engines.vllm.command import EngineCommand, engine_command
+from prfaas.serving.engines.command import EngineCommand, vllm_command
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "local.yaml"
 
@@ -37,7 +37,7 @@ def make(tmp_path: Path, config: dict[str, Any], **replacements: str) -> Deploym
 
 
 def command(deployment: Deployment, name: str = "east-prefill-0") -> EngineCommand:
-    return engine_command(deployment, deployment.instance(name))
+    return vllm_command(deployment, deployment.instance(name))
 
 
 def value(built: EngineCommand, option: str) -> str:

@@ -9,17 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prfaas.serving.engines.kv_groups import GroupKind
 from prfaas.serving.engines.synthetic.cache import Context, Lease, PagePool, PrefixCache, RoomError
 from prfaas.serving.engines.synthetic.content import TokenChain
-from prfaas.serving.engines.synthetic.events import Event, EventBatch
-from prfaas.serving.engines.synthetic.layout import GroupKind, KvGroup, SyntheticLayout
+from prfaas.serving.engines.synthetic.events import Event, PublishedBatch
+from prfaas.serving.engines.synthetic.layout import SyntheticGroup, SyntheticLayout
 
 BLOCK = 4
 HYBRID = SyntheticLayout(
     (
-        KvGroup(0, GroupKind.STATE, BLOCK, 0, 0, (8, 8)),
-        KvGroup(1, GroupKind.WINDOW, BLOCK, 6, 2, (8, 8)),
-        KvGroup(2, GroupKind.FULL, BLOCK, 0, 4, (8, 8)),
+        SyntheticGroup(0, GroupKind.STATE, BLOCK, 0, 0, (8, 8)),
+        SyntheticGroup(1, GroupKind.WINDOW, BLOCK, 6, 2, (8, 8)),
+        SyntheticGroup(2, GroupKind.FULL, BLOCK, 0, 4, (8, 8)),
     )
 )
 
@@ -32,7 +33,7 @@ class Reader:
         self.events: list[dict[str, Any]] = []
 
     def apply(self, events: Sequence[Event]) -> None:
-        wire = msgspec.msgpack.encode(EventBatch(0.0, list(events), 0))
+        wire = msgspec.msgpack.encode(PublishedBatch(0.0, list(events), 0))
         _, decoded, rank = msgspec.msgpack.decode(wire)
         assert rank == 0
         for event in decoded:

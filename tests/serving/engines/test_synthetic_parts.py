@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from prfaas.core.kv import KvModel, LinearState, model_from_config
 from prfaas.core.latency import load_profile
-from prfaas.serving.engines.errors import EngineError
+from prfaas.serving.engines import EngineError
+from prfaas.serving.engines.kv_groups import GroupKind
 from prfaas.serving.engines.synthetic.content import (
     PageSource,
     TokenChain,
@@ -19,8 +20,8 @@ from prfaas.serving.engines.synthetic.content import (
     page_digests,
     reduce_page,
 )
-from prfaas.serving.engines.synthetic.layout import GroupKind, SyntheticLayout
-from prfaas.serving.engines.synthetic.pace import DEFAULT_STEP_S, Pace, TokenClock
+from prfaas.serving.engines.synthetic.layout import EVENT_KINDS, SyntheticLayout
+from prfaas.serving.engines.synthetic.pace import DEFAULT_STEP_S, DecodeClock, Pace
 from prfaas.serving.engines.tiny import tiny_config
 
 TOKENS = st.lists(st.integers(0, 300), min_size=1, max_size=60)
@@ -109,7 +110,7 @@ def test_pages_differ_by_prefix_and_layer() -> None:
 )
 def test_groups_are_vllms(model: str, kinds: list[str], block_tokens: int) -> None:
     layout = layout_of(model)
-    assert [group.kind.value for group in layout.groups] == kinds
+    assert [EVENT_KINDS[group.kind] for group in layout.groups] == kinds
     assert layout.block_tokens == block_tokens
     assert [group.index for group in layout.groups] == list(range(len(kinds)))
 
@@ -168,7 +169,7 @@ def test_the_token_clock_gives_everybody_one_token_per_step(requests: list[tuple
 
     async def measure() -> list[float]:
         loop = asyncio.get_running_loop()
-        clock = TokenClock(float)
+        clock = DecodeClock(float)
         ends = [0.0] * len(requests)
 
         async def request(index: int, at_s: int, tokens: int) -> None:
@@ -218,7 +219,7 @@ def test_nothing_here_brings_vllm_or_torch() -> None:
     import sys
 
     code = (
-        "import sys, prfaas.serving.engines.synthetic.node, prfaas.serving.engines.synthetic.command;"
+        "import sys, prfaas.serving.engines.synthetic.node, prfaas.serving.engines.command;"
         "sys.exit(any(name.split('.')[0] in ('vllm', 'torch') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3]).returncode == 0

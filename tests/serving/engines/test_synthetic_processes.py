@@ -146,13 +146,18 @@ def test_a_dead_engine_leaves_its_ports_and_fails_its_transfers(deployment: Depl
             local = (await world.complete("other-0", ids)).ids
             ticket = world.ticket("far-0", "home-0", ids[:-1])
             sealed = ticket.seal(world.key)
+            # So slow that the transfer can't end before the death, however late this loop hears of its begin.
+            (link,) = [name for name in world.nodes["far-0"].engine.endpoints.sender._pacers if "->" in name]
+            assert (
+                await world.post("far-0", "/synthetic/link", {"link": link, "bits_per_s": 1e7})
+            ).status == 200
             hop = asyncio.create_task(world.complete("far-0", ids[:-1], sealed, max_tokens=1))
             while not world.nodes["home-0"].engine.endpoints.arena.used_blocks:
                 await asyncio.sleep(0.002)
             with pytest.raises((OSError, aiohttp.ClientError)):
                 await world.post("far-0", "/synthetic/die", {})
                 await hop
-            await asyncio.wait_for(world.nodes["far-0"].gone.wait(), 10)
+            await asyncio.wait_for(world.nodes["far-0"].gone.wait(), 120)
             await asyncio.gather(hop, return_exceptions=True)
             status = await world.arrival(ticket)
             assert status.phase == "failed" and "lost" in status.reason
@@ -195,7 +200,7 @@ def engines(deployment: Deployment) -> Iterator[RunningEngines]:
 
 def complete(deployment: Deployment, name: str) -> Any:
     instance = deployment.instance(name)
-    connection = http.client.HTTPConnection(instance.host, instance.http_port, timeout=20)
+    connection = http.client.HTTPConnection(instance.host, instance.http_port, timeout=120)
     try:
         body = json.dumps({"model": MODEL, "prompt": "Hello", "return_token_ids": True})
         connection.request("POST", "/v1/completions", body)
@@ -206,7 +211,7 @@ def complete(deployment: Deployment, name: str) -> Any:
 
 def test_engines_share_processes_and_die_alone(deployment: Deployment, engines: RunningEngines) -> None:
     engines.start()
-    engines.wait_ready(60)
+    engines.wait_ready(300)
     names = [name for _, members in CLUSTERS.values() for name in members]
     assert len({engines.pid(name) for name in names}) == 2
     answers = {tuple(complete(deployment, name)) for name in names}
@@ -218,19 +223,20 @@ def test_engines_share_processes_and_die_alone(deployment: Deployment, engines: 
     assert not answers_health(deployment.instance(killed))
     assert engines.is_running(neighbour) and answers_health(deployment.instance(neighbour))
     engines.start(killed)
-    engines.wait_ready(60)
+    engines.wait_ready(300)
     assert engines.pid(killed) != engines.pid(neighbour)
     assert tuple(complete(deployment, killed)) in answers
     pids = {engines.pid(name) for name in names}
+    stop_s = 60.0
     began_s = time.monotonic()
-    engines.stop(timeout_s=15)
-    assert time.monotonic() - began_s < 14
+    engines.stop(timeout_s=stop_s)
+    assert time.monotonic() - began_s < stop_s  # they end when asked
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_the_last_of_a_process_takes_it_along(deployment: Deployment, engines: RunningEngines) -> None:
     engines.start("home-0")
-    engines.wait_ready(60)
+    engines.wait_ready(300)
     pid = engines.pid("home-0")
     engines.kill("home-0")
     assert not Path(f"/proc/{pid}").exists()
@@ -238,9 +244,9 @@ def test_the_last_of_a_process_takes_it_along(deployment: Deployment, engines: R
 
 def test_a_process_whose_engines_have_all_died_ends(deployment: Deployment, engines: RunningEngines) -> None:
     engines.start("home-0")
-    engines.wait_ready(60)
+    engines.wait_ready(300)
     instance = deployment.instance("home-0")
-    connection = http.client.HTTPConnection(instance.host, instance.http_port, timeout=10)
+    connection = http.client.HTTPConnection(instance.host, instance.http_port, timeout=120)
     try:
         connection.request("POST", "/synthetic/die")
         connection.getresponse()
@@ -248,7 +254,7 @@ def test_a_process_whose_engines_have_all_died_ends(deployment: Deployment, engi
         pass  # the answer may die with the engine
     finally:
         connection.close()
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 120
     while engines.is_running("home-0") and time.monotonic() < deadline_s:
         time.sleep(0.05)
     assert engines.exit_status("home-0") == 0

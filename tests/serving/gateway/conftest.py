@@ -16,7 +16,7 @@ def in_world(tmp_path: Path) -> Callable[..., None]:
 
     def run(body: Callable[[World], Any], **kwargs: Any) -> None:
         async def main() -> None:
-            async with asyncio.timeout(60), running_world(tmp_path, **kwargs) as world:
+            async with asyncio.timeout(240), running_world(tmp_path, **kwargs) as world:
                 await body(world)
                 await world.settled()
 

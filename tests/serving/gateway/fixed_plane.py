@@ -15,7 +15,9 @@ from typing import Any
 import aiohttp
 
 from prfaas.core.deployment import Deployment, Instance
+from prfaas.core.kv import model_from_directory
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
+from prfaas.serving.control.planning_inputs import kv_facts
 
 BLOCK_TOKENS = 256
 
@@ -25,6 +27,15 @@ class Chains:
     """The blocks of one prompt less its last token, under its tenant's salt and its adapter."""
 
     hashes: tuple[Hashable, ...]
+
+
+class FixedWork:
+    """One prefill elsewhere; whether the gateway called it a measurement."""
+
+    is_measured = False
+
+    def measured(self) -> None:
+        self.is_measured = True
 
 
 class FixedPlane:
@@ -38,6 +49,7 @@ class FixedPlane:
         self._probe_s = probe_s
         self._suspect_s = suspect_s
         self._can_skip = can_skip
+        self._kv = kv_facts(model_from_directory(deployment.model.path, name=deployment.model.served_name))
         self._held: dict[str, set[Hashable]] = {name: set() for name in self._instances}
         self._suspects: dict[str, float] = {}
         self.prefers: str | None = None
@@ -105,6 +117,7 @@ class FixedPlane:
                 uncached_tokens=uncached,
                 prefill_tokens=num_tokens - held[prefill.name] if chains else 0,
                 skip_tokens=skip,
+                kv_bytes=self._kv.bytes_to_move(num_tokens, skip) if prefill is not decode else 0,
                 reason=reason,
                 threshold_tokens=float(threshold),
                 predicted_ttft_s=math.nan if chains is None else 0.5,
@@ -119,15 +132,16 @@ class FixedPlane:
         return self._instances[name]
 
     @asynccontextmanager
-    async def turn(self, decision: Decision, num_tokens: int, chains: Chains) -> AsyncIterator[Decision]:
+    async def admit(self, decision: Decision, chains: Chains) -> AsyncIterator[Decision]:
         yield decision
 
     @contextmanager
-    def prefilling(self, decision: Decision, num_tokens: int) -> Iterator[None]:
-        assert decision.prefill_tokens <= num_tokens
+    def prefilling(self, decision: Decision) -> Iterator[FixedWork]:
+        work = FixedWork()
         with self._counted(decision.prefill):
-            yield
-        self.measured.append(decision.prefill)
+            yield work
+        if work.is_measured:
+            self.measured.append(decision.prefill)
 
     @contextmanager
     def decoding(self, name: str, prefill_tokens: int) -> Iterator[None]:

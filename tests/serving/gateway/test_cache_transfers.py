@@ -23,7 +23,7 @@ def with_prefix(world: World, num_tokens: int, skip_tokens: int = 0) -> None:
         return replace(
             decision,
             prefill_tokens=len(LONG) - num_tokens,
-            cache_transfer=CacheTransfer("local", num_tokens, skip_tokens),
+            cache_transfer=CacheTransfer("local", num_tokens, skip_tokens, 4 * (num_tokens - skip_tokens)),
         )
 
     world.plane.edit = edit

@@ -64,12 +64,12 @@ async def serving(script: Script, **options: float) -> AsyncIterator[tuple[Serve
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     pool = HttpPool(**{"connect_timeout_s": 2.0, "keepalive_s": 2.0} | options)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             yield server, pool, listening.sockets[0].getsockname()[1]
     finally:
         pool.close()
         listening.close()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while server.open:
                 await asyncio.sleep(0.01)
 
@@ -284,7 +284,7 @@ def test_leaving_closes_the_connection(moment: str) -> None:
                 with pytest.raises(TimeoutError):
                     async with asyncio.timeout(0.05):
                         await post(pool, port)
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(60):
                 await gone.wait()
 
     uvloop.run(body())
@@ -330,7 +330,7 @@ def test_an_answer_before_the_request_was_heard_out_ends_the_connection() -> Non
         pool = HttpPool(connect_timeout_s=1.0, keepalive_s=2.0)
         answer = await post(pool, listening.sockets[0].getsockname()[1], bytes(32 << 20))
         assert await answer.read() == b"hello"
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not seen:
                 await asyncio.sleep(0.01)
         assert len(seen[0]) < 32 << 20

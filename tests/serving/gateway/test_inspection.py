@@ -4,7 +4,9 @@ import json
 from collections.abc import Callable
 
 import pytest
+from prometheus_client import CollectorRegistry
 
+from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request_log import RequestLog, RequestRecord
 from prfaas.serving.gateway.routes import may_ask
 
@@ -139,7 +141,7 @@ def test_who_may_ask(header: str, configured: str, answer: bool) -> None:
 
 
 def test_the_oldest_record_makes_room() -> None:
-    records = RequestLog(3)
+    records = RequestLog(3, Metrics(CollectorRegistry()))
     for number in range(5):
         records.add(RequestRecord(str(number), "completions", 0.0, 0.0))
     assert len(records) == 3 and records.find("1") is None and records.find("2") is not None

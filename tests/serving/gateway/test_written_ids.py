@@ -11,9 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.gateway.bodies import ApiError, decode_body, parse_body, prefill_body, strip_owned
+from prfaas.serving.gateway.bodies import (
+    _PIECE_BYTES,
+    MIN_BYTES,
+    ApiError,
+    WrittenIds,
+    decode_body,
+    ids_json,
+    parse_body,
+    parse_with_ids,
+    prefill_body,
+    strip_owned,
+)
 from prfaas.serving.gateway.prompts import Endpoint, TokenPrompt, prompt_of
-from prfaas.serving.gateway.token_id_json import _PIECE_BYTES, MIN_BYTES, WrittenIds, ids_json, parse_with_ids
 
 IDS = st.lists(st.one_of(st.integers(0, 2**32 - 1), st.integers(0, 11)), min_size=1, max_size=40)
 OTHERS = st.dictionaries(

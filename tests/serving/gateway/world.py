@@ -23,7 +23,9 @@ from prfaas.core.deployment import (
     Slo,
     TransferLimits,
 )
+from prfaas.core.kv import model_from_directory
 from prfaas.serving.control.plane import LivePlane
+from prfaas.serving.control.planning_inputs import kv_model_of
 from prfaas.serving.gateway import GatewayOptions, serve_gateway
 from prfaas.serving.transport.ticket import create_key
 
@@ -54,7 +56,9 @@ class World:
     def busy(self) -> int:
         """Prefills and decodes that the plane believes to be under way."""
         if self.live is not None:
-            return sum(self.live.board.own_in_flight(name) for name in self.live.board.names)
+            return sum(
+                self.live.cluster_state.instance(name).in_flight for name in self.live.cluster_state.names
+            )
         return self.plane.busy
 
     @property
@@ -162,9 +166,14 @@ async def running_world(
     plane = FixedPlane(deployment)
     plane.prefers = "decode"
     registry = CollectorRegistry()
-    live_plane = LivePlane(deployment, key, registry) if live else None
+    live_plane = LivePlane(deployment, key, registry, kv_model_of(deployment)) if live else None
     served = serve_gateway(
-        deployment, live_plane or plane, ready=port.set_result, options=options, registry=registry
+        deployment,
+        live_plane or plane,
+        kv_model=model_from_directory(model_dir),
+        ready=port.set_result,
+        options=options,
+        registry=registry,
     )
     gateway = asyncio.create_task(served)
     done, _ = await asyncio.wait({gateway, port}, return_when=asyncio.FIRST_COMPLETED)

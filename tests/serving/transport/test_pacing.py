@@ -59,7 +59,7 @@ def test_rate_is_never_exceeded_and_progress_is_smooth(make_world: MakeWorld) ->
         if not ended and transfer.acked_bytes > transfer.total_bytes // 2:
             transfer.end()
             ended = True
-            await_true(lambda: world.status(ticket).hidden_bytes > 0, 5.0, lambda: "END")
+            await_true(lambda: world.status(ticket).overlapped_bytes > 0, 5.0, lambda: "END")
             assert transfer.acked_bytes < transfer.total_bytes  # END overtook what was queued before it
         time.sleep(0.01)
         assert time.perf_counter() - marks[0][0] < 60
@@ -70,7 +70,7 @@ def test_rate_is_never_exceeded_and_progress_is_smooth(make_world: MakeWorld) ->
     rate = (marks[-1][1] - start[1]) * 8 / (marks[-1][0] - start[0])
     assert rate < 1.1 * asked_bits_per_s
     assert len({acked for _, acked in marks}) > 10  # many small chunks, not a few large ones
-    assert transfer.hidden_bytes == world.status(ticket).hidden_bytes < transfer.total_bytes
+    assert transfer.overlapped_bytes == world.status(ticket).overlapped_bytes < transfer.total_bytes
     samples = world.sender.link_samples()
     assert len(samples) == 4
     for sample in samples:
@@ -90,12 +90,12 @@ def test_two_peers_share_the_link() -> None:
     sender = Sender(name="p/0", key=KEY, peers=peers, fingerprint=FINGERPRINT, options=FAST_SENDER)
     sender.start()
     worlds = [
-        World(receiver, sender, arena, receiver._book._layout)  # type: ignore[arg-type]
+        World(receiver, sender, arena, receiver._table._layout)  # type: ignore[arg-type]
         for receiver, arena in zip(receivers, arenas, strict=True)
     ]
     try:
         await_true(
-            lambda: all(lane["connections"] == 2 for lane in sender.stats()["peers"].values()),
+            lambda: all(queue["connections"] == 2 for queue in sender.stats()["peers"].values()),
             5.0,
             lambda: "connected",
         )
@@ -105,8 +105,8 @@ def test_two_peers_share_the_link() -> None:
         transfers = []
         for index in range(2):
             ticket = make_ticket(600_000)  # 3.6 MB each: 0.9 s together, 0.45 s each alone
-            lane = sender._lanes[f"c{index}"]
-            transfer = lane.open(ticket.transfer_id, ticket.seal(KEY), [600_000, 1_200_000, 1_800_000])
+            queue = sender._queues[f"c{index}"]
+            transfer = queue.open(ticket.transfer_id, ticket.seal(KEY), [600_000, 1_200_000, 1_800_000])
             for region in range(3):
                 transfer.put(region, 0, BytesSource(bytes(600_000 * (region + 1))))
             transfer.end()

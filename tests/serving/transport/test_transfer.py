@@ -41,7 +41,7 @@ def test_pieces_in_any_order_with_prefill_between(world: World) -> None:
     assert world.status(ticket).phase is TransferPhase.RECEIVING
     transfer.end()
     await_over(transfer)
-    assert transfer.hidden_bytes == world.status(ticket).hidden_bytes == transfer.total_bytes
+    assert transfer.overlapped_bytes == world.status(ticket).overlapped_bytes == transfer.total_bytes
     assert world.take(ticket) == content
     world.await_clean()
 
@@ -241,7 +241,7 @@ class _SlowSource:
 
     def read_into(self, start: int, out: memoryview) -> None:
         self.reading.set()
-        assert self.go_on.wait(10)
+        assert self.go_on.wait(60)
 
 
 def test_quiescent_waits_for_a_running_read(world: World) -> None:
@@ -249,7 +249,7 @@ def test_quiescent_waits_for_a_running_read(world: World) -> None:
     _, transfer, _ = world.open(1000)
     source = _SlowSource()
     transfer.put(0, 0, source)
-    assert source.reading.wait(5)
+    assert source.reading.wait(60)
     transfer.abort("preempted")
     assert transfer.phase is SendPhase.FAILED
     assert not transfer.idle()

@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.serving.transport.status import TransferPhase, TransferStatus
 from prfaas.serving.transport.wire import (
     HEADER_BYTES,
     MAX_CONTROL_BYTES,
     FrameType,
     Header,
+    TransferPhase,
+    TransferStatus,
     WireError,
     checksum,
     checksum_of,

@@ -102,7 +102,7 @@ def test_the_reference_splits_off_the_last_prompt_token() -> None:
     handler = _plain_engine([12, 5, 6], asked)
     answer = _ask(handler, lambda session, url: complete_with_split(session, url, "m", "prompt", 2))
     assert answer.token_ids == (5, 6)
-    assert answer.top_logprobs == ({5: -0.1, 999: -3.0}, {6: -0.1, 999: -3.0})
+    assert answer.top_logits == ({5: -0.1, 999: -3.0}, {6: -0.1, 999: -3.0})
     assert asked[0]["prompt"] == [10, 11]
     assert asked[0]["max_tokens"] == 3
     assert asked[0]["vllm_xargs"] == {"forced_first_tokens": [12]}

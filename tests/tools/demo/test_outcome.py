@@ -46,7 +46,7 @@ def _outcome(
     for index, (prompt, cached) in enumerate(zip(demo_prompts(), (0, 0, 0, 0, 6144, 0), strict=True)):
         tokens = len(prompt.text)
         ours = ANSWER if index >= ties + noes else (*ANSWER[:3], 99, *ANSWER[4:])
-        margin_nats = 0.05 if index < ties else 1.0
+        margin_nats = 0.0625 if index < ties else 1.0
         route = RouteHeader(
             route="offload" if tokens > 4000 else "local",
             prefill="east-prefill-0" if tokens > 4000 else "home-prefill-0",
@@ -58,7 +58,7 @@ def _outcome(
             transfer_s=2.7,
         )
         answers.append(DemoAnswer(ours, "x" * 64, tokens, route, 2.8, 60.0))
-        references.append(ReferenceAnswer(ANSWER, tuple({t: -0.5, 99: -0.5 - margin_nats} for t in ANSWER)))
+        references.append(ReferenceAnswer(ANSWER, tuple({t: 12.5, 99: 12.5 - margin_nats} for t in ANSWER)))
     return outcome_of(deployment, kv_model, demo_prompts(), tuple(answers), tuple(references))
 
 
@@ -117,12 +117,24 @@ def test_table_for_people(deployment: Deployment) -> None:
     console = Console(width=200, file=io.StringIO(), record=True)
     console.print(outcome_table(_outcome(deployment, noes=1)))
     text = console.export_text()
-    for part in ("16,000", "6,144", "offload", "local", "80%", "exact", "no at token 3 (1.000 nat)"):
+    for part in (
+        "16,000",
+        "6,144",
+        "offload",
+        "local",
+        "80%",
+        "exact",
+        "no at token 3 (1.000 nat, bound 0.125)",
+    ):
         assert part in text
 
 
 def test_the_tie_bound_is_stated(deployment: Deployment) -> None:
-    assert any("0.1 nat" in note for note in footnotes(_outcome(deployment)))
+    outcome = _outcome(deployment, ties=1)
+    assert any("from 16 to 32 it is 0.125" in note for note in footnotes(outcome))
+    first, second = outcome.to_json()["requests"][:2]
+    assert (first["margin_nats"], first["tie_bound_nats"]) == (0.0625, 0.125)
+    assert second["tie_bound_nats"] is None
 
 
 def test_closing_sentences(deployment: Deployment) -> None:
@@ -136,8 +148,8 @@ def test_closing_sentences(deployment: Deployment) -> None:
 
 
 def test_the_reference_is_the_same_engine_without_a_connector(deployment: Deployment) -> None:
+    from prfaas.serving.engines.command import vllm_command
     from prfaas.serving.engines.tiny import tiny_model
-    from prfaas.serving.engines.vllm.command import engine_command
 
     tiny_model("qwen3-next", deployment.model.path.parent)
     plain = reference_deployment(deployment)
@@ -147,7 +159,7 @@ def test_the_reference_is_the_same_engine_without_a_connector(deployment: Deploy
     assert (instance.host, instance.http_port) == (decode.host, decode.http_port)
     assert plain.logs_dir != deployment.logs_dir
     assert plain.security == deployment.security
-    own, usual = reference_command(plain, instance), engine_command(deployment, decode)
+    own, usual = reference_command(plain, instance), vllm_command(deployment, decode)
     assert own.env == usual.env
     shared = list(usual.argv)
     at = shared.index("--kv-events-config")
@@ -155,4 +167,5 @@ def test_the_reference_is_the_same_engine_without_a_connector(deployment: Deploy
     at = shared.index("--kv-transfer-config")
     assert list(own.argv[:at]) == shared[:at]
     assert own.argv[at] == "--logits-processors"
-    assert list(own.argv[at + 2 :]) == shared[at + 2 :]
+    assert own.argv[at + 2 : at + 4] == ("--logprobs-mode", "raw_logits")
+    assert list(own.argv[at + 4 :]) == shared[at + 2 :]

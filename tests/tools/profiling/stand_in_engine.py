@@ -96,5 +96,5 @@ def running(engine: StandInEngine) -> Iterator[StandInEngine]:
     finally:
         asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
+        thread.join(60)
         loop.close()

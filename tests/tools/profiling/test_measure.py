@@ -28,10 +28,10 @@ def test_finds_the_times_of_the_server() -> None:
     assert [sample.at for sample in measured.prefill] == [64, 512, 1024]
     for sample in measured.prefill:
         # Never less than the server sleeps; how much more is up to the machine.
-        assert 0.02 + sample.at * 1e-4 <= sample.median_s < 0.02 + sample.at * 1e-4 + 1
+        assert 0.02 + sample.at * 1e-4 <= sample.median_s < 0.02 + sample.at * 1e-4 + 10
         assert len(sample.seconds) == 2
     assert [sample.at for sample in measured.decode] == [1, 4]
-    assert all(0.004 <= sample.median_s < 0.4 for sample in measured.decode)
+    assert all(0.004 <= sample.median_s < 5 for sample in measured.decode)
     assert measured.notes == ()
     assert len(steps) == plan.runs == 15
     assert steps[0] == "prefill of 64 tokens, warm-up"

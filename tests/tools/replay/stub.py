@@ -64,11 +64,11 @@ def served(handler: Handler) -> Iterator[Stub]:
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
     try:
-        assert listening.wait(10)
+        assert listening.wait(60)
         yield stub
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+        thread.join(60)
         loop.close()
 
 

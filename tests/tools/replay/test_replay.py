@@ -11,10 +11,10 @@ from aiohttp import web
 from prfaas.core.workload import TracedRequest
 from prfaas.core.workload.traffic import prompt_ids
 from prfaas.tools.replay import (
+    ReplayedRequest,
     ReplayError,
     ReplayOptions,
     ReplayResult,
-    RequestRecord,
     Target,
     find_target,
     replay,
@@ -35,7 +35,7 @@ def replayed(
 
 def test_every_request_is_sent_once_and_recorded() -> None:
     requests = [request(0.01 * number, prompt=5 + number, answer=1 + number % 3) for number in range(30)]
-    told: list[RequestRecord] = []
+    told: list[ReplayedRequest] = []
     due = 0
 
     def on_due() -> None:

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from prfaas.tools.replay.client import BadAnswerError, ReplayAnswer, RequestRecord, Target
+from prfaas.tools.replay.client import BadAnswerError, ReplayAnswer, ReplayedRequest, Target
 from prfaas.tools.replay.result import Percentiles, ReplayResult, closing, fallbacks, route_bytes, times_table
 
 
-def record(index: int, **changes: object) -> RequestRecord:
+def record(index: int, **changes: object) -> ReplayedRequest:
     arrival_s = float(index)
     fields: dict[str, object] = {
         "sent_s": arrival_s,
@@ -21,10 +21,10 @@ def record(index: int, **changes: object) -> RequestRecord:
         "answered_tokens": 5,
         "status": 200,
     }
-    return RequestRecord(index, arrival_s, 100, 5, **(fields | changes))  # type: ignore[arg-type]
+    return ReplayedRequest(index, arrival_s, 100, 5, **(fields | changes))  # type: ignore[arg-type]
 
 
-def result(*records: RequestRecord, waited: int = 0) -> ReplayResult:
+def result(*records: ReplayedRequest, waited: int = 0) -> ReplayResult:
     return ReplayResult(Target("http://x", "m"), 0.0, 20.0, records, waited)
 
 
@@ -33,7 +33,7 @@ def test_times_of_a_record() -> None:
     assert (one.ttft_s, one.tpot_s, one.e2e_s, one.behind_s) == (1, 0.5, 3, 0.25)
     assert record(0, answered_tokens=1).tpot_s is None and record(0, answered_tokens=None).tpot_s is None
     assert record(0, error="broken").e2e_s is None
-    assert set(one.to_json()) == set(RequestRecord.__slots__)
+    assert set(one.to_json()) == set(ReplayedRequest.__slots__)
 
 
 def test_a_result_in_numbers() -> None:

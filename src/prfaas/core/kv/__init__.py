@@ -1,6 +1,6 @@
 """What a request's KVCache is made of, and how many bytes of it must move."""
 
-from prfaas.core.kv.config_fields import ConfigError
+from prfaas.core.kv.families import ConfigError
 from prfaas.core.kv.hf_config import model_from_config, model_from_directory, model_from_file
 from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
 from prfaas.core.kv.model import Group, KvModel

@@ -1,12 +1,92 @@
 """One reader per family of models: which layers keep what. Field names and defaults are those of the model code in
-transformers 5.x and vLLM 0.32."""
+transformers 5.x and vLLM 0.32.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from prfaas.core.kv.config_fields import FULL, LINEAR, SLIDING, ConfigError, ConfigFields
 from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
 from prfaas.core.kv.model import Group
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+LINEAR = "linear_attention"
+LAYER_TYPES = (FULL, SLIDING, LINEAR)
+
+
+class ConfigError(ValueError):
+    """A `config.json` that the KVCache can't be read out of, or a published model that isn't known."""
+
+
+class ConfigFields:
+    """The fields of one JSON object. Every error is a ConfigError that names the field; `inside` is its prefix."""
+
+    def __init__(self, fields: Mapping[str, Any], inside: str = "") -> None:
+        self.fields = fields
+        self._inside = inside
+
+    def whole(self, field: str, default: int | None = None) -> int:
+        """A whole number above 0; `default` where it is missing or null."""
+        value = self.fields.get(field)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{self._inside}{field} must be a whole number above 0, not {value!r}")
+        return value
+
+    def given(self, field: str) -> bool:
+        """True if the field is there and not null."""
+        return self.fields.get(field) is not None
+
+    def section(self, field: str) -> "ConfigFields":
+        """The object in a field."""
+        value = self.fields.get(field)
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{self._inside}{field} must be an object, not {value!r}")
+        return ConfigFields(value, f"{self._inside}{field}.")
+
+    def entries(self, field: str, length: int | None) -> Sequence[Any] | None:
+        """The list in a field, of `length` entries unless that is None; None where the field is missing."""
+        value = self.fields.get(field)
+        if value is None:
+            return None
+        if not isinstance(value, list) or (length is not None and len(value) != length):
+            needed = "a list" if length is None else f"a list of {length} entries, one per layer"
+            raise ConfigError(f"{self._inside}{field} must be {needed}")
+        return value
+
+    @property
+    def layers(self) -> int:
+        """Layers of the decoder."""
+        return self.whole("num_hidden_layers")
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of full attention; as many as query heads unless the file says otherwise."""
+        return self.whole("num_key_value_heads", self.whole("num_attention_heads"))
+
+    @property
+    def head_size(self) -> int:
+        """Size of an attention head."""
+        if self.given("head_dim"):
+            return self.whole("head_dim")
+        return self.whole("hidden_size") // self.whole("num_attention_heads")
+
+    def layer_types(self, default: Callable[[int], str], longer_is_fine: bool = False) -> Sequence[str]:
+        """The kind of every layer, from 0 on; `default` of its index where the file doesn't list them."""
+        given = self.entries("layer_types", None if longer_is_fine else self.layers)
+        if given is not None and len(given) < self.layers:
+            raise ConfigError(
+                f"{self._inside}layer_types must have an entry for each of {self.layers} layers"
+            )
+        types = [str(given[i]) if given is not None else default(i) for i in range(self.layers)]
+        unknown = sorted(set(types) - set(LAYER_TYPES))
+        if unknown:
+            raise ConfigError(
+                f'{self._inside}layer_types: "{unknown[0]}" is not known; known are {", ".join(LAYER_TYPES)}'
+            )
+        return types
+
 
 # Per token and layer of DeepSeek's sparse attention: 128 fp8 values of the indexer's key and a 4-byte scale.
 _INDEX_SCALE_TOKENS, _INDEX_SCALE_BYTES = 128, 4

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from prfaas.core.kv.config_fields import ConfigError, ConfigFields
-from prfaas.core.kv.families import READERS, ElementBytes, by_layer_types
+from prfaas.core.kv.families import READERS, ConfigError, ConfigFields, ElementBytes, by_layer_types
 from prfaas.core.kv.model import KvModel
 
 

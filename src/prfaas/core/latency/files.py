@@ -1,7 +1,4 @@
-"""Profiles as files: those that come with prfaas, and the user's own.
-
-The shape of a profile file, field by field. Only `files.py` uses it: everything else sees `LatencyProfile`.
-"""
+"""Profiles as files: those that come with prfaas, and the user's own. All else sees `LatencyProfile`."""
 
 import difflib
 from importlib import resources

@@ -1,10 +1,6 @@
-"""How fast one instance is: a model on some hardware.
+"""How fast one instance is, as measured: prefill seconds over lengths, decode step seconds over batches.
 
-A function of one variable as polynomials between breaks.
-
-What is wrong with a latency profile, in one sentence.
-
-Seconds over a length or a batch: measured points, or a polynomial fitted to them, and where it holds.
+A `Curve` is measured points, or a polynomial fitted to them, with the range where it holds.
 """
 
 import math
@@ -25,14 +21,13 @@ Points = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
-    """Piece i covers breaks[i] up to breaks[i + 1]; the first and last piece go on beyond the ends.
-
-    `coefficients[i]` are those of (x - breaks[i]), highest power first, the same number in every piece.
-    """
+class PiecewisePolynomial:
+    """A function of one variable; its first and last piece go on beyond the ends."""
 
     breaks: tuple[float, ...]
+    """Piece i covers breaks[i] up to breaks[i + 1]."""
     coefficients: tuple[tuple[float, ...], ...]
+    """Of piece i, those of the powers of (x - breaks[i]), highest power first; as many in every piece."""
 
     def at(self, x: float) -> float:
         """The value at `x`."""
@@ -80,7 +75,7 @@ def _stationary(powers: Sequence[float]) -> list[float]:
 
 
 @lru_cache(maxsize=256)
-def through(points: Points, interpolation: Interpolation) -> Pieces:
+def through(points: Points, interpolation: Interpolation) -> PiecewisePolynomial:
     """The function through `points` (x ascending).
 
     "linear" joins them by lines; "cubic" by one smooth cubic spline (not-a-knot: four points give the one cubic
@@ -88,22 +83,22 @@ def through(points: Points, interpolation: Interpolation) -> Pieces:
     """
     xs, ys = zip(*points, strict=True)
     if len(points) == 1:
-        return Pieces(xs, (ys,))
+        return PiecewisePolynomial(xs, (ys,))
     if interpolation == "linear":
         slopes = [(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in pairwise(points)]
-        return Pieces(xs, tuple(zip(slopes, ys, strict=False)))
+        return PiecewisePolynomial(xs, tuple(zip(slopes, ys, strict=False)))
     from scipy.interpolate import CubicSpline, PchipInterpolator
 
     spline = CubicSpline(xs, ys) if interpolation == "cubic" else PchipInterpolator(xs, ys)
-    return Pieces(
+    return PiecewisePolynomial(
         tuple(float(x) for x in spline.x), tuple(tuple(float(c) for c in piece) for piece in spline.c.T)
     )
 
 
 @lru_cache(maxsize=256)
-def polynomial(coefficients: tuple[float, ...]) -> Pieces:
+def polynomial(coefficients: tuple[float, ...]) -> PiecewisePolynomial:
     """c0 + c1·x + c2·x² + …"""
-    return Pieces((0.0,), (tuple(reversed(coefficients)),))
+    return PiecewisePolynomial((0.0,), (tuple(reversed(coefficients)),))
 
 
 class ProfileError(ValueError):
@@ -119,10 +114,7 @@ MAX_DEGREE = 3
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds for every x of [low, high]; nothing is said about any x outside.
-
-    Exactly one of `points` ((x, seconds), x ascending) and `coefficients` (c0, c1, … of a polynomial up to the
-    third degree) is given. `range_reason` says why a range that goes beyond the measured points may be used.
+    """Seconds for every x of [low, high]; nothing is said about any x outside. `points` or `coefficients` is given.
 
     Raises:
         ProfileError: there is no such curve, it goes to or below 0 s, or the range is wider than the points
@@ -132,10 +124,13 @@ class Curve:
     low: float
     high: float
     points: Points = ()
+    """(x, seconds), x ascending."""
     interpolation: Interpolation = "linear"
     coefficients: tuple[float, ...] = ()
+    """c0, c1, … of a polynomial up to the third degree."""
     range_reason: str = ""
-    _pieces: Pieces = field(init=False, repr=False, compare=False)
+    """Why a range that goes beyond the measured points may be used."""
+    _pieces: PiecewisePolynomial = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._check()
@@ -237,21 +232,16 @@ _LIMIT_TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class DecodeCurve:
-    """Seconds of one decode step over the number of requests in the batch.
-
-    `context_tokens` is the context length per request that the steps were measured at (None: not stated).
-    """
+    """Seconds of one decode step over the number of requests in the batch."""
 
     curve: Curve
     context_tokens: float | None = None
+    """The context length per request that the steps were measured at; None: not stated."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyProfile:
-    """T_prefill and T_decode of one instance of `gpus_per_instance` GPUs (the paper's Table 4).
-
-    `decode` is None where only prefill is known. `source` says where the numbers come from.
-    """
+    """T_prefill and T_decode of one instance of `gpus_per_instance` GPUs (the paper's Table 4)."""
 
     name: str
     hardware: str
@@ -259,7 +249,9 @@ class LatencyProfile:
     gpus_per_instance: int
     prefill: PrefillCurve
     decode: DecodeCurve | None
+    """None where only prefill is known."""
     source: str
+    """Where the numbers come from."""
 
     @property
     def range_tokens(self) -> tuple[float, float]:

@@ -19,7 +19,7 @@ _KNOTS_PER_OCTAVE = 8
 _OCTAVES = 22
 _BINS_PER_OCTAVE = 2
 _SAMPLES_PER_BIN = 32
-# A bin speaks for lengths this many octaves away half as loudly as for its own.
+# For lengths this many octaves away a bin has half the weight that it has for its own.
 _REACH_OCTAVES = 1.0
 # The profile weighs as much as this many samples: against the mean of all bins, and that mean against each bin.
 _PRIOR_SAMPLES = 2.0
@@ -27,13 +27,13 @@ _FIRST_SAMPLES = 16
 _PAUSES = 20
 
 DEFAULT_POINTS = ((1.0, 0.05), (1024.0, 0.35), (8192.0, 2.4), (32768.0, 11.0), (131072.0, 66.0))
-"""(tokens, seconds) without a profile and before anything is measured: a slow instance, so that nothing is promised
-that cannot be kept. Equal for every cluster, it leaves the split of work to the number of instances."""
+"""(tokens, seconds) without a profile and before anything is measured: a slow instance, so that predictions are not too
+good. It is equal for every cluster, so the number of instances decides how work is split."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillSeconds:
-    """A curve at rest: what a `PlanProblem` may keep while the live curve moves on. Equal curves are equal values."""
+    """A curve that no longer changes: a `PlanProblem` keeps it. Equal curves are equal values."""
 
     tokens: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -56,11 +56,11 @@ class PrefillSeconds:
 class ServiceCurve:
     """T_prefill of one instance of a cluster (the paper's Table 4), for every length.
 
-    It starts as `base` and is corrected by measured samples: the ratio of measured to base is taken per half octave
-    as the median of the last 32 samples there, each weighing half after `half_life_s`; up to half of the weight may
-    come from stalled engines without moving it far. Lengths nobody measured follow the bins around, then the mean of
-    all. With few samples the base still counts. A pause between two samples ages the older ones by a twentieth of
-    `half_life_s` at most, so that an idle cluster forgets nothing.
+    It starts as `base` and is corrected by measured samples. Per half octave of lengths, the correction is the median
+    ratio of measured to base of the last 32 samples. A sample has half its weight after `half_life_s`. Up to half of
+    the weight may come from stalled engines without moving the median far. Lengths without samples follow the bins
+    around them, then the mean of all. With few samples the base still counts. A pause between two samples ages the
+    older ones by a twentieth of `half_life_s` at most, so that an idle cluster forgets nothing.
 
     Whatever is measured, the curve is above 0 and never falls as lengths grow (isotonic regression). It is constant
     below 1 token and goes on with its last slope above 4 million.
@@ -76,9 +76,12 @@ class ServiceCurve:
         half_life_s: float = 600.0,
         rebuild_s: float = 1.0,
     ) -> None:
-        """`base`: seconds at any number of tokens of 1 and above; None: `DEFAULT_POINTS`.
+        """Start with the base alone.
 
-        The table is made again at most every `rebuild_s` seconds, but at each of the first samples.
+        Args:
+            base: seconds at any number of tokens of 1 and above; None: `DEFAULT_POINTS`.
+            half_life_s: after so long a sample has half its weight.
+            rebuild_s: the table is made again at most so often, but at each of the first samples.
         """
         import numpy as np
         import scipy.optimize  # noqa: F401  # half a second that the first sample must not cost an event loop
@@ -142,7 +145,7 @@ class ServiceCurve:
         return self.at_rest()(tokens)
 
     def add(self, tokens: float, seconds: float, now_s: float) -> None:
-        """One measured prefill: `seconds` of service, without waiting. What can't be one is left out.
+        """Take one measured prefill: `seconds` of service, without waiting. Impossible values are ignored.
 
         About 1.5 µs, and 0.2 ms when the table is made again.
         """
@@ -194,7 +197,7 @@ class ServiceCurve:
 def _reader(
     knots: list[float], starts: list[float], values: list[float], slopes: list[float]
 ) -> "Callable[[float], float]":
-    """A closure, since every decision asks several times: a method takes half as long again."""
+    """A closure and no method, which would take half as long again: every decision calls it several times."""
 
     def seconds(tokens: float) -> float:
         tokens = tokens + 0.0  # whole numbers take thrice as long to compare with floating-point ones

@@ -1,11 +1,12 @@
 """Steady state: what a deployment can do, the best split of its roles and requests, and what limits it."""
 
+from prfaas.core.planner.comparisons import Baseline, Cost, ShadowPrice
 from prfaas.core.planner.equations import Egress, KvSize, egress
-from prfaas.core.planner.from_deployment import problem_of
-from prfaas.core.planner.make_plan import best_operation, make_plan
+from prfaas.core.planner.from_deployment import problem_of, problem_of_trace, range_tokens
 from prfaas.core.planner.operating_point import LinkUse, OperatingPoint, Roles, RouteUse, ServiceModel, Stage
-from prfaas.core.planner.plan import Baseline, Cost, Plan, ShadowPrice, TtftEstimate
+from prfaas.core.planner.plan import Plan, best_operation, make_plan
 from prfaas.core.planner.problem import PdCluster, PlanError, PlanLink, PlanProblem, PrfaasCluster
+from prfaas.core.planner.ttft import TtftEstimate
 
 __all__ = [
     "Baseline",
@@ -30,4 +31,6 @@ __all__ = [
     "egress",
     "make_plan",
     "problem_of",
+    "problem_of_trace",
+    "range_tokens",
 ]

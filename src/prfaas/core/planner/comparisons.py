@@ -1,23 +1,33 @@
-"""What the same GPUs, or the same money, would do without PrfaaS, and with it but without routing by length.
-
-Shadow prices: what one more instance or Gbit/s buys.
-
-The plan in a sentence or two.
-
-What a deployment costs, per hour and per token.
-"""
+"""What a plan rests on: its cost, what it is compared with, what one more of each resource adds, and its verdict."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from prfaas.core.planner.network import NetworkPlan, naive_network
 from prfaas.core.planner.operating_point import LinkUse, OperatingPoint, ServiceModel, StageKind
-from prfaas.core.planner.plan import NETWORK_BOUND, Baseline, Cost, ShadowPrice
 from prfaas.core.planner.problem import PdCluster, PlanProblem
 from prfaas.core.planner.two_clusters import best_point, evaluate
 from prfaas.core.units import format_bits_per_s
 
-GBIT = 1e9
+_GBIT = 1e9
+
+NETWORK_BOUND = 1.001
+"""Faster links must bring more than this factor to say that the network is the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowPrice:
+    """What one more unit of a resource adds to Λ_max."""
+
+    resource: str
+    """The name of a cluster or link."""
+    unit: str
+    """ "instance" or "Gbit/s"."""
+    gain_req_per_s: float
+    gain_ratio: float
+    """The gain in proportion to Λ_max."""
+    method: str
+    """ "finite difference": planned again with one more; "dual": the slope at fixed roles."""
 
 
 def by_difference(problem: PlanProblem, rate: float, service: ServiceModel) -> tuple[ShadowPrice, ...]:
@@ -37,7 +47,7 @@ def by_difference(problem: PlanProblem, rate: float, service: ServiceModel) -> t
     for pd in problem.pd:
         add(pd.name, "instance", replace(problem, pd=(replace(pd, instances=pd.instances + 1),)))
     for link in problem.links:
-        faster = replace(link, bandwidth_bits_per_s=link.bandwidth_bits_per_s + GBIT)
+        faster = replace(link, bandwidth_bits_per_s=link.bandwidth_bits_per_s + _GBIT)
         links = tuple(faster if other == link else other for other in problem.links)
         add(link.name, "Gbit/s", replace(problem, links=links))
     return tuple(found)
@@ -58,10 +68,11 @@ def by_duals(problem: PlanProblem, plan: NetworkPlan) -> tuple[ShadowPrice, ...]
         gains = [duals.get((kind, pd.name), 0.0) for kind in ("prefill", "decode")]
         add(pd.name, "instance", max(gains))
     for link in problem.links:
-        add(link.name, "Gbit/s", duals.get(("link", link.name), 0.0) * GBIT)
+        add(link.name, "Gbit/s", duals.get(("link", link.name), 0.0) * _GBIT)
     return tuple(found)
 
 
+# A smaller gain is not worth a second cluster.
 _WORTH_IT = 1.01
 _MOST_NAMES = 3
 _BOUND: dict[StageKind, str] = {
@@ -135,6 +146,17 @@ _SECONDS_PER_HOUR = 3600.0
 _MILLION = 1e6
 
 
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """In the currency of the prices, at Λ_max."""
+
+    per_hour: float
+    per_million_tokens: float
+    """Of prompts and answers."""
+    per_million_output_tokens: float
+    """Of answers alone."""
+
+
 def cost_per_hour(problem: PlanProblem) -> float | None:
     """Σ GPUs × price, None if a price is missing."""
     total = 0.0
@@ -155,6 +177,19 @@ def cost_at(problem: PlanProblem, requests_per_s: float) -> Cost | None:
     per_request = per_hour / _SECONDS_PER_HOUR / requests_per_s
     tokens = workload.lengths.mean() + workload.output_tokens
     return Cost(per_hour, per_request / tokens * _MILLION, per_request / workload.output_tokens * _MILLION)
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """Another way to spend the same GPUs, or the same money."""
+
+    label: str
+    point: OperatingPoint
+    instances: int
+    gpus: int
+    hardware: str
+    cost_ratio: float | None
+    """The deployment's cost over the baseline's."""
 
 
 def homogeneous(problem: PlanProblem, service: ServiceModel = "mean length") -> Baseline:

@@ -1,9 +1,4 @@
-"""Equations 1 and 3 to 6 of the paper (sections 2.1 and 3.4.1), one function each.
-
-Eq. 2: the egress that a prefill cluster of N GPUs needs to keep its GPUs busy (section 2.1).
-
-S_kv of a model for lengths that aren't whole numbers, such as means.
-"""
+"""Equations 1 to 6 of the paper (sections 2.1 and 3.4.1), and S_kv for lengths that aren't whole numbers."""
 
 import math
 from dataclasses import dataclass, field
@@ -58,15 +53,16 @@ def lambda_max(theta_prfaas: float, theta_pd_p: float, theta_pd_d: float, offloa
 
 @dataclass(frozen=True, slots=True)
 class Egress:
-    """Bits per second of `instances` busy instances.
-
-    `by_length` is (N / P) · E[S_kv] / E[T_prefill], `at_mean` the paper's shortcut (N / P) · Φ_kv(L_avg).
-    """
+    """Eq. 2: bits per second that leave a prefill cluster whose instances are always busy."""
 
     instances: float
+    """N / P; not a whole number where GPUs are left over."""
     mean_tokens: float
+    """The mean uncached length."""
     by_length_bits_per_s: float
+    """(N / P) · E[S_kv] / E[T_prefill]."""
     at_mean_bits_per_s: float
+    """The paper's shortcut (N / P) · Φ_kv(L_avg)."""
 
 
 def egress(
@@ -76,7 +72,14 @@ def egress(
     prefill_s: "OfLength",
     lengths: LengthDistribution,
 ) -> Egress:
-    """The egress of `gpus` GPUs that prefill requests of these (uncached) lengths without a pause.
+    """Eq. 2: the egress of GPUs that prefill without a pause (section 2.1).
+
+    Args:
+        gpus: N of the paper, all GPUs of the cluster.
+        gpus_per_instance: P of the paper.
+        kv_bytes: S_kv: bytes for arrays of tokens.
+        prefill_s: T_prefill: seconds for arrays of tokens.
+        lengths: Uncached lengths of the requests.
 
     Raises:
         PlanError: fewer GPUs than one instance has.
@@ -94,14 +97,14 @@ def egress(
     return Egress(instances, mean, instances * by_length, instances * at_mean)
 
 
-_FAR = 1 << 24
+_MOST_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvSize:
-    """Bytes of a request's KVCache for arrays of tokens.
+    """S_kv: bytes of a request's KVCache for arrays of tokens.
 
-    A model's size is a straight line but where a window is full, so it is interpolated between these lengths exactly.
+    A model's size is a straight line between the lengths at which a window is full, so interpolation is exact.
     """
 
     model: KvModel
@@ -112,7 +115,7 @@ class KvSize:
         import numpy as np
 
         windows = [group for group in self.model.groups if isinstance(group, SlidingWindow)]
-        knots = {1, _FAR, *(group.window_tokens for group in windows)}
+        knots = {1, _MOST_TOKENS, *(group.window_tokens for group in windows)}
         tokens = sorted(knots)
         object.__setattr__(self, "_tokens", np.array(tokens, dtype=np.float64))
         sizes = [self.model.kv_bytes(count) for count in tokens]

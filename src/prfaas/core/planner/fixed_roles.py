@@ -1,15 +1,15 @@
-"""The questions of a deployment that runs, with roles as they are: what it can do, and which thresholds are best."""
+"""What a deployment that runs can do with its roles as they are, and which thresholds are best."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from prfaas.core.planner.make_plan import best_operation
 from prfaas.core.planner.network import network_with_roles
 from prfaas.core.planner.operating_point import ServiceModel
+from prfaas.core.planner.plan import best_operation
 from prfaas.core.planner.problem import PdCluster, PlanError, PlanLink, PlanProblem, PrfaasCluster, all_paths
-from prfaas.core.planner.routing import Routing, best_routing
+from prfaas.core.planner.routing import RoutingPlan, best_routing
 from prfaas.core.planner.two_clusters import best_prefill, best_rate, best_threshold_tokens, rate_at
 from prfaas.core.units import BITS_PER_BYTE
 
@@ -63,16 +63,17 @@ def even_spread(problem: PlanProblem, prefill: Mapping[str, int]) -> dict[str, f
 
 @dataclass(frozen=True, slots=True)
 class PrefillSide:
-    """What prefills for one PD cluster: its own instances, and others over links; decode is left out, since no
-    threshold changes it.
+    """What prefills for one PD cluster: its own instances, and others over links.
 
-    `problem` has this PD cluster and at most one PrfaaS cluster, `n_prefill` instances of the PD cluster prefill.
-    `part` of all requests of the deployment are this cluster's. Thresholds are in uncached tokens.
+    Decode is left out, since no threshold changes it. Thresholds are in uncached tokens.
     """
 
     problem: PlanProblem
+    """This PD cluster and at most one PrfaaS cluster."""
     n_prefill: int
+    """Instances of the PD cluster that prefill."""
     part: float
+    """Of all requests of the deployment, the part that this cluster decodes."""
     service: ServiceModel
 
     @property
@@ -164,7 +165,7 @@ def _granted(
     return granted
 
 
-def _time_s(routing: Routing, cluster: PrfaasCluster | PdCluster, decode: str) -> float:
+def _time_s(routing: RoutingPlan, cluster: PrfaasCluster | PdCluster, decode: str) -> float:
     """Seconds of `cluster` per request of the deployment, on requests that `decode` decodes."""
     return sum(
         float((routing.shares[:, k] * routing.lengths.means(cluster.prefill_s, path.share)).sum())

@@ -1,5 +1,6 @@
-"""From a deployment file to a planning problem."""
+"""From a deployment file, or from a recorded trace for it, to a planning problem."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from prfaas.core.deployment import (
@@ -18,6 +19,7 @@ from prfaas.core.planner.problem import PdCluster, PlanError, PlanLink, PlanProb
 from prfaas.core.workload import (
     Empirical,
     LengthDistribution,
+    RequestTrace,
     TruncatedLogNormal,
     Uniform,
     Workload,
@@ -74,6 +76,33 @@ def problem_of(deployment: PlannedDeployment) -> PlanProblem:
         raise deployment.error((), str(error)) from None
     _check_range(deployment, problem)
     return problem
+
+
+def range_tokens(deployment: PlannedDeployment) -> tuple[float, float]:
+    """The shortest and the longest uncached length in tokens that the profiles of all clusters cover."""
+    ranges = [cluster.profile.range_tokens for cluster in deployment.clusters]
+    return max(low for low, _ in ranges), min(high for _, high in ranges)
+
+
+def problem_of_trace(
+    problem: PlanProblem, trace: RequestTrace, range_tokens: tuple[float, float], *, are_cached: bool = False
+) -> PlanProblem:
+    """The problem of the same clusters for a trace's lengths.
+
+    Args:
+        problem: The deployment's own. Hit ratios that it gives to clusters are left out.
+        trace: Its prompts and the mean of its answers.
+        range_tokens: Lengths outside count as the nearest end.
+        are_cached: Whether lengths are what a prefix cache that forgets nothing leaves of the prompts.
+    """
+    tokens = trace.uncached_tokens() if are_cached else [each.input_tokens for each in trace.requests]
+    answers = sum(each.output_tokens for each in trace.requests) / len(trace.requests)
+    return replace(
+        problem,
+        prfaas=tuple(replace(cluster, prefix_hit_ratio=None) for cluster in problem.prfaas),
+        pd=tuple(replace(cluster, prefix_hit_ratio=None) for cluster in problem.pd),
+        workload=Workload(Empirical(tokens).clipped(*range_tokens), max(answers, 1.0)),
+    )
 
 
 def _pd(

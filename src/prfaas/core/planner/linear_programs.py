@@ -1,9 +1,8 @@
 """The linear programmes of the general case: which cluster prefills which lengths for which, and the roles.
 
 A request of length l keeps a prefill instance busy for T(l), so that at the optimum every cluster gets an
-interval of lengths: the thresholds of the paper, for any number of clusters.
-
-Lengths in bins, with exact means of curves over each bin.
+interval of lengths: the thresholds of the paper, for any number of clusters. Lengths come in bins, with exact means of
+curves over each bin.
 """
 
 from collections.abc import Mapping
@@ -25,12 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BinnedLengths:
-    """A distribution cut into `bins`; `fine` cuts every bin further, `where` says into which bin each belongs."""
+    """A distribution of lengths cut into bins."""
 
     distribution: LengthDistribution
     bins: Bins
     fine: Bins
+    """The same cut further, to take means over."""
     where: "NDArray[np.intp]"
+    """The bin that each of `fine` lies in."""
     _means: "dict[tuple[OfLength, float], FloatArray]" = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -79,20 +80,28 @@ _FULL, _SLACK = 1e-3, 1e-6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Use:
-    """What one request of each (bin, path) takes of a resource of `capacity` (None: prefill instances, by role)."""
+class ResourceUse:
+    """What requests take of one resource."""
 
     resource: Resource
     columns: "NDArray[np.int64]"
+    """Flows (bin, path) that use it."""
     amounts: "FloatArray"
+    """What one request of each of these flows takes."""
     capacity: float | None
+    """None: prefill instances, whose number depends on the roles."""
 
 
 class Programme:
     """The programmes for one problem and one choice of bins.
 
-    Shares are arrays of (bins × paths): the part of all requests that is of a bin and goes by a path. `scales`
-    multiply what is taken of a resource: planning by "mean length" turns E[T(L)] into T(E[L]) with them.
+    Shares are arrays of (bins × paths): the part of all requests that is of a bin and goes by a path.
+
+    Args:
+        problem: What is planned.
+        paths: Those that may be used.
+        lengths: The bins.
+        scales: Factors on what is taken of a resource: planning by "mean length" turns E[T(L)] into T(E[L]) with them.
     """
 
     def __init__(
@@ -240,7 +249,7 @@ class Programme:
         except PlanError:
             return None
 
-    def _capacity(self, use: Use, prefill: Mapping[str, int]) -> tuple[float, float]:
+    def _capacity(self, use: ResourceUse, prefill: Mapping[str, int]) -> tuple[float, float]:
         """The resource's capacity at these roles, and in units of its row: a link counts in parts of itself."""
         kind, name = use.resource
         if kind == "decode":
@@ -323,7 +332,7 @@ class Programme:
                 np.add.at(work, use.columns, use.amounts / (use.capacity or instances[use.resource[1]]))
         return work
 
-    def _prefill_uses(self, scales: Mapping[Resource, float]) -> list[Use]:
+    def _prefill_uses(self, scales: Mapping[Resource, float]) -> list[ResourceUse]:
         import numpy as np
 
         names = {pd.name for pd in self._problem.pd}
@@ -334,7 +343,7 @@ class Programme:
                 resource = ("prefill", cluster.name)
                 work = [self._lengths.means(cluster.prefill_s, self._paths[k].share) for k in used]
                 found.append(
-                    Use(
+                    ResourceUse(
                         resource,
                         np.concatenate([self._columns_of(k) for k in used]),
                         np.concatenate(work) * scales.get(resource, 1.0),
@@ -343,7 +352,7 @@ class Programme:
                 )
         return found
 
-    def _link_uses(self, scales: Mapping[Resource, float]) -> list[Use]:
+    def _link_uses(self, scales: Mapping[Resource, float]) -> list[ResourceUse]:
         import numpy as np
 
         found = []
@@ -359,10 +368,10 @@ class Programme:
                 sizes = [self._lengths.means(self._problem.kv_bytes, share) for _, share in used]
                 bits = np.concatenate(sizes) * BITS_PER_BYTE * scales.get(resource, 1.0)
                 columns = np.concatenate([self._columns_of(k) for k, _ in used])
-                found.append(Use(resource, columns, bits, link.bandwidth_bits_per_s))
+                found.append(ResourceUse(resource, columns, bits, link.bandwidth_bits_per_s))
         return found
 
-    def _decode_uses(self) -> list[Use]:
+    def _decode_uses(self) -> list[ResourceUse]:
         import numpy as np
 
         found = []
@@ -370,7 +379,7 @@ class Programme:
             used = [self._columns_of(k) for k, path in enumerate(self._paths) if path.decode == pd.name]
             columns = np.concatenate(used)
             capacity = pd.instances * self._rates[pd.name]
-            found.append(Use(("decode", pd.name), columns, np.ones(len(columns)), capacity))
+            found.append(ResourceUse(("decode", pd.name), columns, np.ones(len(columns)), capacity))
         return found
 
 

@@ -18,30 +18,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loads:
-    """Work per request of the whole system, one entry per threshold.
-
-    `offloaded` is p; `prfaas_s` and `pd_s` are seconds of prefill, `link_bits` has bits by link name.
-    """
+    """Work per request of the whole system, one entry per threshold."""
 
     offloaded: "FloatArray"
+    """p: the part of the requests that is offloaded."""
     prfaas_s: "FloatArray"
+    """Seconds of prefill in the PrfaaS cluster."""
     pd_s: "FloatArray"
+    """Seconds of prefill in the PD cluster."""
     link_bits: "dict[str, FloatArray]"
+    """Bits by link name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Requests longer than a threshold go by `remote` (None: there is no way to), others by `local`.
-
-    `fine` has the lengths to sum T(L) over; None takes T(E[L]), the paper's way.
-    """
+    """Two paths, which a threshold divides the requests between."""
 
     problem: PlanProblem
     prfaas: PrfaasCluster | None
     pd: PdCluster
     remote: Path | None
+    """Of requests longer than the threshold; None where nothing can be offloaded."""
     local: Path
+    """Of the other requests."""
     fine: Bins | None
+    """The lengths to sum T(L) over; None takes T(E[L]) as the paper does."""
 
     @property
     def own_share(self) -> float:
@@ -90,11 +91,11 @@ class Split:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _MeanLength:
-    """`some`: where the probability is not 0; `means` are E[L | part] there, and any possible length elsewhere."""
-
     mass: "FloatArray"
     means: "FloatArray"
+    """E[L | part] where the part has requests; any possible length elsewhere."""
     some: "NDArray[np.bool_]"
+    """Where the part has requests."""
 
     def total(self, f: "OfLength", share: float) -> "FloatArray":
         """P(part) × f(share × E[L | part]), 0 for parts of probability zero."""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from prfaas.core.planner.linear_programs import BinnedLengths, Programme, Resource
 from prfaas.core.planner.operating_point import LinkUse, OperatingPoint, Roles, RouteUse, ServiceModel, Stage
 from prfaas.core.planner.problem import Path, PlanError, PlanProblem, all_paths
-from prfaas.core.planner.routing import Routing, best_routing, cleaned
-from prfaas.core.planner.ttft import Pool, service_ttft
+from prfaas.core.planner.routing import RoutingPlan, best_routing, cleaned
+from prfaas.core.planner.ttft import PrefillPoolLoad, service_ttft
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,12 +26,14 @@ _SEEN = 1e-6
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NetworkPlan:
-    """The operating point, what each resource is worth, and how far the optimum may be above (in proportion)."""
+    """What `best_network` finds."""
 
     point: OperatingPoint
-    pools: tuple[Pool, ...]
+    pools: tuple[PrefillPoolLoad, ...]
     prices: dict[tuple[str, str], float]
+    """Λ_max gained per further prefill instance, decode instance or bit/s."""
     bound_gap: float
+    """How far the true optimum may be above, in proportion."""
 
 
 def best_network(problem: PlanProblem, service: ServiceModel = "mean length") -> NetworkPlan:
@@ -87,21 +89,21 @@ def naive_network(problem: PlanProblem, service: ServiceModel = "mean length") -
         shares = Programme(problem, paths, lengths, scales).shares(prefill)
         if shares is None:
             return None
-        routing = Routing(problem, paths, lengths, cleaned(lengths, shares), prefill)
+        routing = RoutingPlan(problem, paths, lengths, cleaned(lengths, shares), prefill)
         scales = routing.scales()
     return _point(routing, service)
 
 
 def _routes_for(
     problem: PlanProblem, paths: tuple[Path, ...], prefill: Mapping[str, int], service: ServiceModel
-) -> tuple[Routing, dict[Resource, float]]:
+) -> tuple[RoutingPlan, dict[Resource, float]]:
     found = best_routing(problem, paths, prefill, service)
     if found is None:
         raise PlanError("no request gets through; there must be an instance for prefill and one for decode")
     return found
 
 
-def _pools(routing: Routing) -> tuple[Pool, ...]:
+def _pools(routing: RoutingPlan) -> tuple[PrefillPoolLoad, ...]:
     """Service times of every prefill cluster, by the exact distribution of lengths."""
     import numpy as np
 
@@ -119,12 +121,14 @@ def _pools(routing: Routing) -> tuple[Pool, ...]:
             instances = routing.prefill.get(cluster.name, cluster.instances)
             smooth = lengths.distribution.atoms() is None
             pools.append(
-                Pool(cluster.name, instances, np.concatenate(seconds), np.concatenate(weights), smooth)
+                PrefillPoolLoad(
+                    cluster.name, instances, np.concatenate(seconds), np.concatenate(weights), smooth
+                )
             )
     return tuple(pools)
 
 
-def _point(routing: Routing, service: ServiceModel) -> OperatingPoint:
+def _point(routing: RoutingPlan, service: ServiceModel) -> OperatingPoint:
     import numpy as np
 
     problem, prefill = routing.problem, routing.prefill
@@ -179,7 +183,7 @@ def _uncached(problem: PlanProblem, path: Path) -> float:
     return 1 - problem.hit_ratio(pd)
 
 
-def _routes(routing: Routing) -> list[RouteUse]:
+def _routes(routing: RoutingPlan) -> list[RouteUse]:
     bins, routes = routing.lengths.bins, []
     for k, path in enumerate(routing.paths):
         total = float(routing.mass[k])
@@ -193,7 +197,7 @@ def _routes(routing: Routing) -> list[RouteUse]:
     return routes
 
 
-def _mean(routing: Routing, chosen: "NDArray[np.bool_]") -> float | None:
+def _mean(routing: RoutingPlan, chosen: "NDArray[np.bool_]") -> float | None:
     """The mean uncached tokens of requests on the chosen paths."""
     used = [k for k in range(len(routing.paths)) if chosen[k] and routing.mass[k] > 0]
     mass = float(routing.mass[used].sum())
@@ -204,7 +208,7 @@ def _mean(routing: Routing, chosen: "NDArray[np.bool_]") -> float | None:
     return sum(part * scale for part, scale in zip(parts, scales, strict=True)) / mass
 
 
-def _theta(routing: Routing, stages: tuple[Stage, ...], *, local: bool) -> float | None:
+def _theta(routing: RoutingPlan, stages: tuple[Stage, ...], *, local: bool) -> float | None:
     """Σ over prefill clusters of the rate at which the cluster, or a link it feeds, is full (Eq. 3 and 4)."""
     capacities = {stage.name: stage.capacity for stage in stages}
     total: float | None = None
@@ -223,7 +227,7 @@ def _theta(routing: Routing, stages: tuple[Stage, ...], *, local: bool) -> float
     return total
 
 
-def _threshold(routing: Routing, local: "NDArray[np.bool_]", p: float) -> float | None:
+def _threshold(routing: RoutingPlan, local: "NDArray[np.bool_]", p: float) -> float | None:
     """The uncached length that separates offloaded from local requests; None if they overlap in more than a bin."""
     import numpy as np
 

@@ -14,14 +14,14 @@ StageKind = Literal["prfaas prefill", "link", "pd prefill", "pd decode"]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One resource at the operating point. `capacity` is the request rate of the whole system (req/s) at which
-    it is full, given how requests are routed; None if it has nothing to do. `utilisation` is lambda_max / capacity.
-    """
+    """One resource at the operating point."""
 
     name: str
     kind: StageKind
     capacity: float | None
+    """The request rate of the whole system (req/s) at which it is full, as requests are routed; None: unused."""
     utilisation: float
+    """lambda_max / capacity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,53 +35,67 @@ class Roles:
 
 @dataclass(frozen=True, slots=True)
 class RouteUse:
-    """The requests that one cluster prefills for another (or itself): `fraction` of all, of lengths from
-    `from_tokens` (excluded) to `to_tokens` uncached tokens, `mean_tokens` on average.
-    """
+    """The requests that one cluster prefills for another, or for itself. Lengths are uncached tokens."""
 
     prefill: str
     decode: str
     fraction: float
+    """Of all requests."""
     mean_tokens: float
     from_tokens: float
+    """The shortest length, itself excluded."""
     to_tokens: float
+    """The longest length."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkUse:
-    """A link at lambda_max. `needed_bits_per_s` is what it would carry at the best plan if no link were a limit."""
+    """A link at lambda_max."""
 
     name: str
     bandwidth_bits_per_s: float
     egress_bits_per_s: float
     utilisation: float
     needed_bits_per_s: float | None = None
+    """What it would carry at the best plan if no link were a limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class OperatingPoint:
-    """Roles and routes with the throughput they give; requests per second and tokens everywhere.
+    """Roles and routes with the throughput they give.
 
-    The names of the first block are those of the paper's Tables 4 and 6. Over several clusters counts and
-    thetas are sums, and `threshold_tokens` is None where no single length separates the offloaded requests.
-    Means are None where there are no such requests, thetas where no such request exists.
+    Rates are requests per second. Over several clusters counts and thetas are sums. The names up to `ttft_p90_s` are
+    those of the paper's Tables 4 and 6.
     """
 
     threshold_tokens: float | None
+    """None where no single uncached length separates the offloaded requests, or nothing can be offloaded."""
     n_prefill: int
+    """N_p: prefill instances of the PD clusters."""
     n_decode: int
+    """N_d: decode instances of the PD clusters."""
     theta_prfaas: float | None
+    """Eq. 3; None where nothing is offloaded."""
     theta_pd_p: float | None
+    """Eq. 4; None where everything is offloaded."""
     theta_pd_d: float
+    """Eq. 5."""
     lambda_max: float
+    """Eq. 6."""
     offloaded_fraction: float
+    """p, of all requests."""
     mean_long_tokens: float | None
+    """Mean uncached length of offloaded requests; None where there are none."""
     mean_short_tokens: float | None
+    """Mean uncached length of the others; None where there are none."""
     egress_bits_per_s: float
+    """Of all links together."""
     ttft_mean_s: float
+    """Time of prefill without waiting."""
     ttft_p90_s: float
 
     n_prfaas: int
+    """Instances of the PrfaaS clusters."""
     cache_policy: CachePolicy
     roles: tuple[Roles, ...]
     stages: tuple[Stage, ...]

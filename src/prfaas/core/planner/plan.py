@@ -1,76 +1,34 @@
-"""The planner's answer."""
+"""The planner's answer, and how it is made of the parts."""
 
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from prfaas.core.planner.comparisons import (
+    NETWORK_BOUND,
+    Baseline,
+    Cost,
+    ShadowPrice,
+    by_difference,
+    by_duals,
+    cost_at,
+    homogeneous,
+    homogeneous_at_equal_cost,
+    naive,
+    verdict_of,
+)
+from prfaas.core.planner.network import NetworkPlan, best_network
 from prfaas.core.planner.operating_point import OperatingPoint, ServiceModel
-
-NETWORK_BOUND = 1.001
-"""Faster links must bring more than this factor to say that the network is the limit."""
+from prfaas.core.planner.problem import PlanProblem
+from prfaas.core.planner.ttft import PrefillPoolLoad, TtftEstimate, queueing_ttft
+from prfaas.core.planner.two_clusters import best_point, pools_of, split_of
 
 Method = Literal["exact search", "linear programme"]
 
 
 @dataclass(frozen=True, slots=True)
-class ShadowPrice:
-    """What one more unit of a resource buys: `gain_req_per_s` of lambda_max, `gain_ratio` of it in proportion.
-
-    `unit` is "instance" or "Gbit/s". `method` says whether the plan was made again with one more
-    ("finite difference") or the gain is the slope at fixed roles ("dual").
-    """
-
-    resource: str
-    unit: str
-    gain_req_per_s: float
-    gain_ratio: float
-    method: str
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """In the currency of the prices. Million tokens at lambda_max: of prompts and answers, and of answers alone."""
-
-    per_hour: float
-    per_million_tokens: float
-    per_million_output_tokens: float
-
-
-@dataclass(frozen=True, slots=True)
-class TtftEstimate:
-    """TTFT with waiting in M/G/k queues at `load` × lambda_max: an estimate, not a promise.
-
-    `mean_s` and `p90_s` are None if some prefill pool has more work than time: by E[T(L)], which the paper's
-    T(E[L]) understates. `busiest_utilisation` is that of the fullest prefill pool.
-    """
-
-    label: str
-    load: float
-    requests_per_s: float
-    mean_s: float | None
-    p90_s: float | None
-    busiest_utilisation: float
-
-
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """Another way to spend the same GPUs. `cost_ratio` is the deployment's cost over the baseline's."""
-
-    label: str
-    point: OperatingPoint
-    instances: int
-    gpus: int
-    hardware: str
-    cost_ratio: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
-    """The best way to operate a deployment, what limits it, and how it compares.
-
-    `lambda_max_by_length` is the best throughput if a stage's time is E[T(L)] in place of the paper's T(E[L]):
-    the more cautious number. `bound_gap` is how far above `optimum.lambda_max` the true optimum could still be,
-    in proportion (0 for exact search). `equal_cost_ratio` is `ratio_to_homogeneous` divided by the ratio of costs.
-    """
+    """The best way to operate a deployment, what limits it, and how it compares."""
 
     name: str
     method: Method
@@ -80,11 +38,15 @@ class Plan:
     homogeneous_equal_cost: Baseline | None
     naive: Baseline | None
     ratio_to_homogeneous: float | None
+    """Λ_max over that of the same number of GPUs without PrfaaS."""
     ratio_to_naive: float | None
     equal_cost_ratio: float | None
+    """`ratio_to_homogeneous` divided by the ratio of costs."""
     lambda_max_by_length: float
+    """The best throughput if a stage's time is E[T(L)], not the paper's T(E[L]): the more cautious number."""
     lambda_max_unlimited_links: float
     bound_gap: float
+    """How far above `optimum.lambda_max` the true optimum may be, in proportion; 0 for exact search."""
     shadow_prices: tuple[ShadowPrice, ...]
     cost: Cost | None
     ttft_estimate: TtftEstimate
@@ -132,3 +94,84 @@ def _baseline(baseline: Baseline | None) -> dict[str, Any] | None:
         "cost_ratio": baseline.cost_ratio,
     }
     return {**described, **baseline.point.to_json()}
+
+
+def make_plan(problem: PlanProblem, service: ServiceModel = "mean length") -> Plan:
+    """The best roles and routes, what limits them, and how they compare.
+
+    One PrfaaS and one PD cluster are searched exactly, more clusters by the linear programme.
+
+    Args:
+        problem: What to plan for.
+        service: How long a stage works on what it gets: T(E[L]) as in the paper, or E[T(L)].
+
+    Raises:
+        PlanError: the solver gave up. Errors of the problem's curves (a length they don't cover) pass through.
+    """
+    network: NetworkPlan | None = None
+    if problem.is_two_cluster:
+        optimum = best_point(problem, service)
+    else:
+        network = best_network(problem, service)
+        optimum = network.point
+    rate = optimum.lambda_max
+    unlimited = _unlimited(problem, service)
+    needed = {link.name: link.egress_bits_per_s for link in unlimited.links}
+    optimum = replace(
+        optimum, links=tuple(replace(link, needed_bits_per_s=needed[link.name]) for link in optimum.links)
+    )
+    by_length = rate if service == "by length" else best_operation(problem, "by length").lambda_max
+    same_gpus = homogeneous(problem, service)
+    base_rate = same_gpus.point.lambda_max
+    ratio = rate / base_rate if base_rate > 0 else None
+    equal_cost = ratio / same_gpus.cost_ratio if ratio is not None and same_gpus.cost_ratio else None
+    naive_baseline = naive(problem, service)
+    naive_rate = naive_baseline.point.lambda_max if naive_baseline else 0.0
+    pools = network.pools if network else _pools(problem, optimum)
+    return Plan(
+        name=problem.name,
+        method="linear programme" if network else "exact search",
+        service_model=service,
+        optimum=optimum,
+        homogeneous=same_gpus,
+        homogeneous_equal_cost=homogeneous_at_equal_cost(problem, same_gpus, service),
+        naive=naive_baseline,
+        ratio_to_homogeneous=ratio,
+        ratio_to_naive=rate / naive_rate if naive_rate > 0 else None,
+        equal_cost_ratio=equal_cost,
+        lambda_max_by_length=by_length,
+        lambda_max_unlimited_links=max(unlimited.lambda_max, rate),
+        bound_gap=network.bound_gap if network else 0.0,
+        shadow_prices=by_duals(problem, network) if network else by_difference(problem, rate, service),
+        cost=cost_at(problem, rate),
+        ttft_estimate=queueing_ttft(pools, rate, problem.load),
+        verdict=verdict_of(
+            problem,
+            optimum,
+            ratio=ratio,
+            equal_cost_ratio=equal_cost,
+            unlimited_rate=unlimited.lambda_max,
+        ),
+    )
+
+
+def best_operation(problem: PlanProblem, service: ServiceModel = "mean length") -> OperatingPoint:
+    """The optimum alone, without anything to compare it with: what `make_plan(...).optimum` has."""
+    if problem.is_two_cluster:
+        return best_point(problem, service)
+    return best_network(problem, service).point
+
+
+def _unlimited(problem: PlanProblem, service: ServiceModel) -> OperatingPoint:
+    """The optimum if no link were a limit."""
+    links = tuple(replace(link, bandwidth_bits_per_s=math.inf) for link in problem.links)
+    return best_operation(replace(problem, links=links), service)
+
+
+def _pools(problem: PlanProblem, optimum: OperatingPoint) -> tuple[PrefillPoolLoad, ...]:
+    split = split_of(problem, optimum.cache_policy, "mean length")
+    assert split is not None
+    length = problem.workload.lengths.high
+    if optimum.threshold_tokens is not None:
+        length = optimum.threshold_tokens / split.own_share
+    return pools_of(split, length, optimum.n_prefill)

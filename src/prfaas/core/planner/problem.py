@@ -1,8 +1,6 @@
 """What the planner works on: clusters, links, traffic and sizes as plain numbers and functions.
 
-What can't be planned, in one sentence.
-
-Ways for a request: which cluster prefills, which decodes, what is computed and what crosses which link.
+A path says how a request can go: which cluster prefills, which decodes, what is computed and what crosses which link.
 """
 
 import math
@@ -22,22 +20,24 @@ if TYPE_CHECKING:
 
 
 class PlanError(ValueError):
-    """The planner was given something that has no plan: no decode cluster, nothing that can prefill, …"""
+    """The planner was given something that has no plan: no decode cluster, nothing that can prefill, …
+
+    The text is one sentence.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class PrfaasCluster:
-    """`instances` equal prefill instances. `prefill_s` is T_prefill: seconds for arrays of uncached tokens.
-
-    `prefix_hit_ratio` is the part of every prompt that this cluster's own cache holds; None: the workload's.
-    """
+    """Equal instances that prefill for PD clusters."""
 
     name: str
     hardware: str
     instances: int
     gpus_per_instance: int
     prefill_s: "OfLength"
+    """T_prefill: seconds for arrays of uncached tokens."""
     prefix_hit_ratio: float | None = None
+    """The part of every prompt that this cluster's own cache holds; None: the workload's."""
 
     @property
     def gpus(self) -> int:
@@ -47,19 +47,21 @@ class PrfaasCluster:
 
 @dataclass(frozen=True, slots=True)
 class PdCluster:
-    """`instances` equal instances (N_p + N_d) that the planner divides into prefill and decode.
-
-    `decode_batch` is BS_max under the SLO and `decode_step_s` is T_decode at that batch.
-    """
+    """Equal instances that the planner divides into prefill and decode."""
 
     name: str
     hardware: str
     instances: int
+    """N_p + N_d."""
     gpus_per_instance: int
     prefill_s: "OfLength"
+    """T_prefill: seconds for arrays of uncached tokens."""
     decode_batch: float
+    """BS_max: requests that decode together on one instance under the SLO."""
     decode_step_s: float
+    """T_decode: seconds of a step at that batch."""
     prefix_hit_ratio: float | None = None
+    """The part of every prompt that this cluster's own cache holds; None: the workload's."""
 
     @property
     def gpus(self) -> int:
@@ -89,9 +91,6 @@ class PlanLink:
 class PlanProblem:
     """One planning problem.
 
-    `kv_bytes` is S_kv: bytes for arrays of tokens. `prices` are per GPU-hour by hardware, in any currency
-    (empty: nothing is said about cost). `load` in (0, 1) is the share of Λ_max at which queueing is estimated.
-
     Raises:
         PlanError: no PD cluster, doubled names, links between unknown clusters, or numbers out of range.
     """
@@ -102,8 +101,11 @@ class PlanProblem:
     links: tuple[PlanLink, ...]
     workload: Workload
     kv_bytes: "OfLength"
+    """S_kv: bytes for arrays of tokens."""
     prices: Mapping[str, float] = field(default_factory=dict)
+    """Per GPU-hour by hardware, in any currency; empty: nothing is said about cost."""
     load: float = 0.7
+    """The share of Λ_max, in (0, 1), at which queueing is estimated."""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -158,22 +160,25 @@ def _check(problem: PlanProblem) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
-    """KV of `share` × length tokens crosses the link of this name."""
+class PathTransfer:
+    """KV that crosses a link for each request of a path."""
 
     link: str
+    """The link's name."""
     share: float
+    """Tokens whose KV crosses, per token of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A request of length l (whole prompt) is prefilled by `prefill`, which computes `share` × l tokens of it."""
+    """Which cluster prefills, which decodes, and what that takes."""
 
     prefill: str
     decode: str
     policy: CachePolicy
     share: float
-    transfers: tuple[Transfer, ...]
+    """Tokens that the prefill computes, per token of the prompt."""
+    transfers: tuple[PathTransfer, ...]
 
     @property
     def is_local(self) -> bool:
@@ -197,13 +202,13 @@ def path(
     forward = problem.link(prefill.name, decode.name)
     if forward is None:
         return None
-    back = Transfer(forward.name, 1 - decode_ratio)
+    back = PathTransfer(forward.name, 1 - decode_ratio)
     if policy == "own" or ratio >= decode_ratio:
         return Path(prefill.name, decode.name, policy, 1 - ratio, (back,))
     reverse = problem.link(decode.name, prefill.name)
     if reverse is None:
         return None
-    fetched = Transfer(reverse.name, decode_ratio - ratio)
+    fetched = PathTransfer(reverse.name, decode_ratio - ratio)
     return Path(prefill.name, decode.name, policy, 1 - decode_ratio, (fetched, back))
 
 
@@ -218,7 +223,7 @@ def _local_with_best(problem: PlanProblem, decode: PdCluster, decode_ratio: floa
     if not sources:
         return Path(decode.name, decode.name, "best", 1 - decode_ratio, ())
     ratio, link = max(sources, key=lambda source: source[0])
-    return Path(decode.name, decode.name, "best", 1 - ratio, (Transfer(link.name, ratio - decode_ratio),))
+    return Path(decode.name, decode.name, "best", 1 - ratio, (PathTransfer(link.name, ratio - decode_ratio),))
 
 
 def all_paths(problem: PlanProblem) -> tuple[Path, ...]:

@@ -26,14 +26,16 @@ _NOTHING = 1e-7
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Routing:
-    """Shares of (bins × paths) and prefill instances by PD cluster."""
+class RoutingPlan:
+    """Which part of every bin of lengths goes by which path, at given roles."""
 
     problem: PlanProblem
     paths: tuple[Path, ...]
     lengths: BinnedLengths
     shares: "FloatArray"
+    """Parts of all requests; (bins × paths)."""
     prefill: Mapping[str, int]
+    """Prefill instances by PD cluster."""
 
     @property
     def mass(self) -> "FloatArray":
@@ -141,26 +143,34 @@ def best_routing(
     prefill: Mapping[str, int],
     service: ServiceModel,
     spread: Mapping[str, float] | None = None,
-) -> tuple[Routing, dict[Resource, float]] | None:
-    """The best routes for given roles, with the scales that they were found with; None if nothing can flow.
+) -> tuple[RoutingPlan, dict[Resource, float]] | None:
+    """The best routes for given roles.
 
-    `spread`: the part of the requests of every length that decodes in each PD cluster, as a gateway deals them out
-    (sums to 1). Routes are fair then: where one cluster is the limit, the others are balanced among themselves. None:
-    any requests may decode anywhere.
+    Args:
+        problem: What is planned.
+        paths: Those that may be used.
+        prefill: Prefill instances by PD cluster.
+        service: How long a stage works on what it gets.
+        spread: The part of the requests of every length that decodes in each PD cluster, as a gateway spreads them
+            (sums to 1). Routes are fair then: where one cluster is the limit, the others are balanced among
+            themselves. None: any request may decode anywhere.
+
+    Returns:
+        The routes and the scales that they were found with; None if nothing can flow.
     """
     import numpy as np
 
     distribution = problem.workload.lengths
     lengths = BinnedLengths.of(distribution, distribution.bins(_BINS))
     scales: dict[Resource, float] = {}
-    best: tuple[float, Routing, dict[Resource, float]] | None = None
+    best: tuple[float, RoutingPlan, dict[Resource, float]] | None = None
     before = 0.0
     for _ in range(_ROUNDS):
         programme = Programme(problem, paths, lengths, scales)
         shares = programme.shares(prefill) if spread is None else programme.fair_shares(prefill, spread)
         if shares is None:
             return None
-        routing = Routing(problem, paths, lengths, cleaned(lengths, shares), prefill)
+        routing = RoutingPlan(problem, paths, lengths, cleaned(lengths, shares), prefill)
         rate = routing.rate(service)
         # Later rounds are more exact, so a tie goes to them.
         if best is None or rate >= best[0] * (1 - _SETTLED):

@@ -4,8 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prfaas.core.planner.plan import TtftEstimate
-
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -16,17 +14,33 @@ ESTIMATE_LABEL = "estimate: Poisson arrivals, one first-come-first-served queue 
 _BISECTIONS = 100
 
 
+@dataclass(frozen=True, slots=True)
+class TtftEstimate:
+    """TTFT with waiting in M/G/k queues at a share of Λ_max: an estimate, not a promise."""
+
+    label: str
+    load: float
+    """The share of Λ_max that arrives."""
+    requests_per_s: float
+    mean_s: float | None
+    """None if some prefill pool has more work than time: by E[T(L)], which the paper's T(E[L]) understates."""
+    p90_s: float | None
+    busiest_utilisation: float
+    """Of the fullest prefill pool."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Pool:
-    """Equal prefill instances and what they work on: `seconds` of service and the probability `weights` that a
-    request of the whole system is one of those. `smooth` is False if the seconds are the only values that occur.
-    """
+class PrefillPoolLoad:
+    """Equal prefill instances and what they work on."""
 
     name: str
     instances: int
     seconds: "FloatArray"
+    """Service times."""
     weights: "FloatArray"
+    """The probability that a request of the whole system has that service time here."""
     smooth: bool
+    """False if the service times are the only values that occur."""
 
     @property
     def work_s(self) -> float:
@@ -34,7 +48,7 @@ class Pool:
         return float((self.seconds * self.weights).sum())
 
 
-def service_ttft(pools: tuple[Pool, ...], quantile: float = 0.9) -> tuple[float, float]:
+def service_ttft(pools: tuple[PrefillPoolLoad, ...], quantile: float = 0.9) -> tuple[float, float]:
     """Mean and quantile of the prefill service times in seconds, without waiting: what Table 6 prints."""
     import numpy as np
 
@@ -49,7 +63,7 @@ def service_ttft(pools: tuple[Pool, ...], quantile: float = 0.9) -> tuple[float,
     return mean, float(seconds[min(int(np.searchsorted(cumulative, quantile - 1e-12)), len(seconds) - 1)])
 
 
-def queueing_ttft(pools: tuple[Pool, ...], lambda_max: float, load: float) -> TtftEstimate:
+def queueing_ttft(pools: tuple[PrefillPoolLoad, ...], lambda_max: float, load: float) -> TtftEstimate:
     """TTFT with waiting at `load` × `lambda_max` requests per second.
 
     Per pool M/G/k by Allen and Cunneen: the wait of M/M/k (Erlang C) times (1 + CV²) / 2, exponential given
@@ -93,7 +107,7 @@ def erlang_c(servers: int, offered: float) -> float:
     return blocked / (1 - offered / servers * (1 - blocked))
 
 
-def _wait(pool: Pool, rate: float) -> tuple[float, float]:
+def _wait(pool: PrefillPoolLoad, rate: float) -> tuple[float, float]:
     """The chance to wait, and the mean wait in seconds of those who do."""
     share = float(pool.weights.sum())
     if share <= 0:

@@ -17,7 +17,7 @@ from prfaas.core.planner.operating_point import (
     StageKind,
 )
 from prfaas.core.planner.problem import PlanError, PlanProblem, path
-from prfaas.core.planner.ttft import Pool, service_ttft
+from prfaas.core.planner.ttft import PrefillPoolLoad, service_ttft
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _GRID = 1024
 # A smaller part of all requests is the rounding of sums.
-_NOBODY = 1e-12
+_NO_REQUESTS = 1e-12
 _ZOOMS = 5
 _ZOOM_POINTS = 33
 
@@ -211,10 +211,10 @@ def _settled(problem: PlanProblem, length: float) -> float:
     """0 if (almost) every prompt is longer, the longest prompt if (almost) none is."""
     lengths = problem.workload.lengths
     p = lengths.tail(length)
-    return lengths.high if p < _NOBODY else 0.0 if p > 1 - _NOBODY else length
+    return lengths.high if p < _NO_REQUESTS else 0.0 if p > 1 - _NO_REQUESTS else length
 
 
-def pools_of(split: Split, length: float, n_prefill: int) -> tuple[Pool, ...]:
+def pools_of(split: Split, length: float, n_prefill: int) -> tuple[PrefillPoolLoad, ...]:
     """The prefill pools and their service times, by the exact distribution of lengths."""
     lengths = split.problem.workload.lengths
     smooth = lengths.atoms() is None
@@ -222,11 +222,13 @@ def pools_of(split: Split, length: float, n_prefill: int) -> tuple[Pool, ...]:
     short = lengths.fine_bins(up_to=length)
     if len(short.weights):
         seconds = split.pd.prefill_s(split.local.share * short.lengths)
-        pools.append(Pool(split.pd.name, n_prefill, seconds, short.weights, smooth))
+        pools.append(PrefillPoolLoad(split.pd.name, n_prefill, seconds, short.weights, smooth))
     long = lengths.fine_bins(above=length)
     if len(long.weights) and split.prfaas is not None and split.remote is not None:
         seconds = split.prfaas.prefill_s(split.remote.share * long.lengths)
-        pools.append(Pool(split.prfaas.name, split.prfaas.instances, seconds, long.weights, smooth))
+        pools.append(
+            PrefillPoolLoad(split.prfaas.name, split.prfaas.instances, seconds, long.weights, smooth)
+        )
     return tuple(pools)
 
 

@@ -1,7 +1,8 @@
-"""Which instances hold which full-attention block of which chain."""
+"""Which instances hold which blocks of which chain, and the linear states at the ends of these."""
 
 from collections.abc import Iterable, Sequence
 from itertools import repeat
+from typing import NamedTuple
 
 NO_PARENT = 0
 _MASKS_SHARED = 1 << 16
@@ -11,9 +12,9 @@ class BlockTree:
     """Block hash → the instances that hold it, as one bit mask, with lookups by bisection.
 
     Two bits per slot (an instance's number): "holds this block", and "holds a block whose parent this is".
-    A block that an instance does not hold while it holds a child is a hole: below it, holdings don't count, and
-    bisection would not notice. Holes are known exactly, and a lookup ends before the first of them.
-    (Engines evict tails before heads, so holes are rare: failed loads, blocks held twice.)
+    A block that an instance does not hold while it holds a child is a hole. Blocks after a hole don't count, and a
+    bisection would not notice it. So holes are kept exactly, and a lookup ends before the first of them.
+    They are rare, since engines evict tails before heads: failed loads, blocks held twice.
     """
 
     def __init__(self) -> None:
@@ -70,7 +71,10 @@ class BlockTree:
     def store(self, slot: int, parent: int, run: Sequence[int]) -> list[int]:
         """The instance now holds `run`, each block the parent of the next, after `parent` (or NO_PARENT).
 
-        `parent` must be held. Returns the positions in `run` that were held already.
+        `parent` must be held.
+
+        Returns:
+            The positions in `run` that were held already.
         """
         held = held_bit(slot)
         both = held * 3
@@ -97,16 +101,16 @@ class BlockTree:
         held = held_bit(slot)
         has_child = held << 1
         more = self._more_children[slot]
-        bereft = NO_PARENT
+        pending_parent = NO_PARENT
         for parent, block in links:
             mask = masks[block] ^ held
             # Engines evict tails first: the block before is mostly this one's child.
-            if bereft == block and block not in more:
+            if pending_parent == block and block not in more:
                 mask ^= has_child
-            elif bereft:
-                self._lose_child(slot, bereft)
+            elif pending_parent:
+                self._lose_child(slot, pending_parent)
                 mask = masks[block] ^ held
-            bereft = parent
+            pending_parent = parent
             if mask & has_child:
                 self._holes[slot].add(block)
                 self._holed_bits |= held
@@ -114,8 +118,8 @@ class BlockTree:
                 masks[block] = self._share(mask)
             else:
                 del masks[block]
-        if bereft:
-            self._lose_child(slot, bereft)
+        if pending_parent:
+            self._lose_child(slot, pending_parent)
 
     def lengths(self, chain: Sequence[int]) -> list[tuple[int, int]]:
         """How many leading blocks of `chain` instances hold: (their bits, blocks), longest first, only above 0.
@@ -225,3 +229,73 @@ def _bits(mask: int) -> Iterable[int]:
         bit = mask & -mask
         yield bit
         mask ^= bit
+
+
+class Reach(NamedTuple):
+    """How far some instances can reuse one chain."""
+
+    holders: int
+    """Their bits, as in `BlockTree.lengths`."""
+    attention_blocks: int
+    """Leading blocks whose full attention they hold."""
+    reusable_blocks: int
+    """Leading blocks after which a prefill can start there."""
+
+
+class StateEnds:
+    """Block hash → instances that hold the state at the end of that block, in every linear group of theirs."""
+
+    def __init__(self) -> None:
+        self._masks: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    def add(self, holder: int, block: int) -> None:
+        """The instance with the bit `holder` has the state at the end of `block`."""
+        self._masks[block] = self._masks.get(block, 0) | holder
+
+    def discard(self, holder: int, blocks: Iterable[int]) -> None:
+        """`holder` has these states no more (or never had them in all groups)."""
+        for block in blocks:
+            mask = self._masks.get(block, 0) & ~holder
+            if mask:
+                self._masks[block] = mask
+            else:
+                self._masks.pop(block, None)
+        if not self._masks:
+            self._masks = {}
+
+    def last_end(self, holder: int, chain: Sequence[int], end: int) -> int:
+        """The last boundary of `chain`, at most `end` blocks, where `holder` has its states; 0 without."""
+        while end and not self._masks.get(chain[end - 1], 0) & holder:
+            end -= 1
+        return end
+
+    def reaches(self, chain: Sequence[int], lengths: Sequence[tuple[int, int]]) -> list[Reach]:
+        """How far instances can reuse `chain`, given what `BlockTree.lengths` says of it (not empty)."""
+        found: list[Reach] = []
+        longest = lengths[0][1]
+        # The end of what is held is where the state mostly is: only without it, go through the chain.
+        waiting = self._settle(found, lengths, chain[longest - 1], longest)
+        if waiting:
+            backwards = chain[longest - 1 :: -1]
+            for block in filter(self._masks.__contains__, backwards):
+                waiting = self._settle(found, waiting, block, longest - backwards.index(block))
+                if not waiting:
+                    break
+        return found + [Reach(holders, blocks, 0) for holders, blocks in waiting]
+
+    def _settle(
+        self, found: list[Reach], waiting: Sequence[tuple[int, int]], block: int, end: int
+    ) -> Sequence[tuple[int, int]]:
+        """Move those who can go on from `block`, at `end`, from `waiting` to `found`."""
+        ready = self._masks.get(block, 0)
+        left = []
+        for holders, blocks in waiting:
+            done = holders & ready if blocks >= end else 0
+            if done:
+                found.append(Reach(done, blocks, end))
+            if done != holders:
+                left.append((holders ^ done, blocks))
+        return left

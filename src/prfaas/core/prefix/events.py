@@ -1,11 +1,11 @@
-"""vLLM's KV cache events, as they come over ZMQ.
+"""vLLM's KV cache events: their format, as they come over ZMQ, and their order.
 
-What went into an engine's block hashes besides the tokens.
-
-Which event batches of one engine were missed, doubled, or come from a new process.
+`EventBatch` is what one engine step did. `Subscription` says which batch of one engine to apply next, and what to ask
+for again. It does no I/O and has no clock.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -34,23 +34,23 @@ class StoredBlocks(
         "window_tokens": "kv_cache_spec_sliding_window",
     },
 ):
-    """Blocks of one KV group became reusable; `token_ids` follow the prefix whose hash is `parent`.
-
-    `hashes` has fewer entries than `token_ids` has blocks where the group keeps only some of them (linear
-    state, sliding windows). `extra_keys`: per hash, what else went into it: adapter, multimodal parts as lists,
-    and in a chain's first block the salt. `medium`: the tier; None and "GPU" are the same.
-    """
+    """Blocks of one KV group became reusable."""
 
     hashes: list[EngineHash]
+    """One per block. Fewer than `token_ids` has blocks where the group keeps only some of them (linear state,
+    sliding windows)."""
     block_tokens: int = 0
     parent: EngineHash | None = None
+    """The hash of the prefix that `token_ids` follow."""
     token_ids: list[int] = []
     adapter: str | None = None
     extra_keys: list[list[Any] | None] | None = None
+    """Per hash what else went into it: the adapter, multimodal parts as lists, in a chain's first block the salt."""
     group: int | None = None
     kind: str | None = None
     window_tokens: int | None = None
     medium: str | None = None
+    """The tier; None and "GPU" are the same."""
     locality: str | None = None
 
 
@@ -77,9 +77,10 @@ Event = StoredBlocks | RemovedBlocks | Cleared
 
 
 class EventBatch(msgspec.Struct, array_like=True, gc=False):
-    """What one engine step did. `at_s`: the engine's own wall clock."""
+    """What one engine step did."""
 
     at_s: float
+    """By the engine's own wall clock."""
     events: Sequence[Event]
     dp_rank: int | None = None
 
@@ -98,7 +99,8 @@ _KNOWN = frozenset(str(kind.__struct_config__.tag) for kind in (StoredBlocks, Re
 def decode_batch(payload: bytes) -> EventBatch:
     """The batch in one message's last part; unknown fields and unknown types of event are passed over.
 
-    Raises MalformedEventsError for anything else than a batch.
+    Raises:
+        MalformedEventsError: the payload is something else than a batch.
     """
     try:
         return _DECODER.decode(payload)
@@ -140,7 +142,7 @@ def plain_blocks(event: StoredBlocks) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Batches `first` to `last`, both included, have not been seen."""
+    """The batches from `first` to `last`, both included, have not been seen."""
 
     first: int
     last: int
@@ -152,7 +154,7 @@ Offer = Literal["apply", "duplicate", "restart"] | Gap
 class SequenceGuard:
     """The sequence numbers of one engine's batches, which count from 0 in every process.
 
-    The reader offers every batch before it applies it:
+    Every batch is offered before it is applied. The answer is one of:
     - "apply": it is the next one, and from now on taken as applied;
     - "duplicate": it was applied before (replay and live feed overlap);
     - `Gap`: batches before it are missing: replay them, offer each, then offer this one again. Where replay
@@ -161,9 +163,9 @@ class SequenceGuard:
       process's own first batches may be missing too.
 
     A lower number than expected is either old or from a new process. The batches' times tell which: a copy has
-    a time that is not later than the last applied one's. Number 0 is also known by heart, for the case of a
-    clock that was set back. A new process whose first batches are lost, and whose next one has just the number
-    that was expected of the old one, is not noticed: the reader's connection has to tell.
+    a time that is not later than the last applied one's. The time of number 0 is remembered too, in case the clock
+    was set back. One case is not noticed: the first batches of a new process are lost, and its next one has just
+    the number that was expected of the old one. Only the lost connection tells of that.
     """
 
     __slots__ = ("_first_s", "_latest_s", "_next")
@@ -199,3 +201,146 @@ class SequenceGuard:
         self._next = 0
         self._latest_s = float("-inf")
         self._first_s = None
+
+
+REPLAY_TIMEOUT_S = 2.0
+MOST_KEPT_BACK = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """The next batch of events."""
+
+    batch: EventBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """What is known of the engine's blocks is no longer true."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask the replay endpoint for all batches from `sequence` on; forget any earlier question."""
+
+    sequence: int
+
+
+Step = Apply | Drop | Ask
+
+
+class Subscription:
+    """Turns live and replayed batches into steps: between two drops every batch is applied once, in order.
+
+    A gap in the live batches is asked for again; what comes meanwhile is kept back. A replay without its beginning
+    (the engine keeps the last 10,000 batches), or none within 2 s, ends in a drop, unless nothing was missed. A
+    replay with a hole in its midst was cut by a full queue and is asked for again from there. `SequenceGuard`
+    recognises a new process by its lower numbers. Where they are not lower, `restarted` has to be called: when the
+    connection was lost, or a restart was noticed in another way.
+    """
+
+    def __init__(self) -> None:
+        self.sequence: int | None = None
+        self.gaps = self.replays = self.resyncs = self.restarts = 0
+        self._guard = SequenceGuard()
+        self._kept_back: deque[tuple[int, EventBatch]] = deque()
+        self._asked_s: float | None = None
+        self._asked_from = 0
+        self._hole: int | None = None
+
+    @property
+    def is_replaying(self) -> bool:
+        return self._asked_s is not None
+
+    def start(self, now_s: float) -> Iterator[Step]:
+        """The connection is new: ask for what happened before."""
+        yield self._ask(0, now_s)
+
+    def restarted(self, now_s: float, reason: str) -> Iterator[Step]:
+        """The engine is a new process, or lost its cache, as others have noticed."""
+        self._guard = SequenceGuard()
+        self.sequence = None
+        self._kept_back.clear()
+        yield Drop(reason)
+        yield self._ask(0, now_s)
+
+    def live(self, sequence: int, batch: EventBatch, now_s: float) -> Iterator[Step]:
+        """A batch from the publisher."""
+        self._kept_back.append((sequence, batch))
+        if not self.is_replaying:
+            yield from self._release(now_s, may_ask=True)
+        elif len(self._kept_back) > MOST_KEPT_BACK:
+            yield from self._release(now_s, may_ask=False)
+
+    def replayed(self, sequence: int, batch: EventBatch) -> Iterator[Step]:
+        """A batch from the replay endpoint."""
+        if not self.is_replaying or self._hole is not None:
+            return
+        offer = self._guard.offer(sequence, batch.at_s)
+        if offer == "restart":
+            yield self._restart()
+            offer = self._guard.offer(sequence, batch.at_s)
+        if isinstance(offer, Gap):
+            if offer.first > self._asked_from:
+                self._hole = offer.first
+                return
+            yield self._skip_to(sequence)
+            offer = self._guard.offer(sequence, batch.at_s)
+        if offer == "apply":
+            yield self._apply(sequence, batch)
+
+    def replay_ended(self, now_s: float) -> Iterator[Step]:
+        """The replay endpoint has told all it had."""
+        if not self.is_replaying:
+            return
+        self.replays += 1
+        if self._hole is not None:
+            yield self._ask(self._hole, now_s)
+        else:
+            yield from self._release(now_s, may_ask=True)
+
+    def tick(self, now_s: float) -> Iterator[Step]:
+        """Give up a replay that did not come in time."""
+        if self._asked_s is not None and now_s - self._asked_s >= REPLAY_TIMEOUT_S:
+            yield from self._release(now_s, may_ask=False)
+
+    def _ask(self, sequence: int, now_s: float) -> Ask:
+        self._asked_s, self._asked_from, self._hole = now_s, sequence, None
+        return Ask(sequence)
+
+    def _release(self, now_s: float, *, may_ask: bool) -> Iterator[Step]:
+        """Go on with what was kept back. What is missing is asked for, unless that has just been tried in vain."""
+        asked_from = self._asked_from if self.is_replaying else None
+        self._asked_s = self._hole = None
+        while self._kept_back:
+            sequence, batch = self._kept_back[0]
+            offer = self._guard.offer(sequence, batch.at_s)
+            if offer == "restart":
+                yield self._restart()
+                asked_from = None
+                continue
+            if isinstance(offer, Gap):
+                if may_ask and offer.first != asked_from:
+                    self.gaps += 1
+                    yield self._ask(offer.first, now_s)
+                    return
+                yield self._skip_to(sequence)
+                continue
+            self._kept_back.popleft()
+            if offer == "apply":
+                yield self._apply(sequence, batch)
+
+    def _restart(self) -> Drop:
+        self.restarts += 1
+        return Drop("restart")
+
+    def _skip_to(self, sequence: int) -> Drop:
+        self.resyncs += 1
+        self._guard.skip_to(sequence)
+        return Drop("gap")
+
+    def _apply(self, sequence: int, batch: EventBatch) -> Apply:
+        self.sequence = sequence
+        return Apply(batch)

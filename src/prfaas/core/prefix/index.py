@@ -1,29 +1,24 @@
-"""Where every prefix is cached: the index over all instances of all clusters.
-
-What one instance holds of one prompt.
-"""
+"""Where every prefix is cached: the index over all instances of all clusters."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prfaas.core.prefix.block_tree import BlockTree
+from prfaas.core.prefix.block_tree import BlockTree, Reach, StateEnds
 from prfaas.core.prefix.events import Cleared, Event, StoredBlocks
 from prfaas.core.prefix.hashing import Hashers, PromptChains, TokenIds
-from prfaas.core.prefix.instance_blocks import Holdings
-from prfaas.core.prefix.state_blocks import Reach, StateEnds
+from prfaas.core.prefix.instance_blocks import InstanceBlocks
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """What one instance holds of one prompt, in tokens.
-
-    `reusable_tokens`: a prefill there starts after them: the full-attention blocks cover them, and linear state
-    and sliding windows are held for exactly that length. `attention_tokens`, never fewer: the full-attention
-    blocks alone, which need not be sent there again even where the states must be.
-    """
+    """What one instance holds of one prompt, in tokens."""
 
     reusable_tokens: int
+    """A prefill there starts after these: full-attention blocks cover them, and linear states and sliding windows are
+    held for exactly that length."""
     attention_tokens: int
+    """Tokens whose full-attention blocks are held; at least `reusable_tokens`. They need not be sent there again, even
+    where the states must be."""
 
 
 NOTHING = PrefixHit(0, 0)
@@ -35,33 +30,34 @@ _NAMES_KEPT = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class IndexStats:
-    """`blocks`: held blocks, window blocks and states, summed over instances. `different_blocks`: of full attention.
-
-    `unlinked`, `refused`: blocks that were stored but not indexed, since their parent was unknown or their tokens
-    don't identify them, and since the index was full; both count over the life of the instances' registration.
-    """
+    """Sizes and counts of a `GlobalIndex`."""
 
     instances: int
     blocks: int
+    """Held blocks, window blocks and states, summed over instances."""
     different_blocks: int
+    """Different full-attention blocks."""
     block_sizes: tuple[int, ...]
     unlinked: int
+    """Stored but not indexed, since the parent was unknown or the tokens don't identify them; of all instances that
+    are registered now."""
     refused: int
+    """Stored but not indexed, since the index was full; of all instances that are registered now."""
 
 
 class GlobalIndex:
     """Which instance holds how much of a prompt, learned from the engines' KV cache events (section 3.2).
 
-    Usable length of an instance: the last block boundary up to which it holds the full-attention blocks, at
+    The usable length of an instance is the last block boundary up to which it holds the full-attention blocks, at
     which it holds the state of every linear group, and before which it holds the window of every sliding-window
     group. Groups are learned from the events.
 
-    Bounded: at `capacity_blocks` blocks in all, new ones are refused until engines evict or are dropped (and so
-    are blocks after them, whose parent is then unknown). An index is as large as the engines' caches, unless
-    something is wrong: the bound keeps that from taking the gateway's memory, and what is forgotten is never
-    claimed. About 100 bytes a block, and more while many come and go; 200 more per block of a sliding window.
+    Memory is bounded. At `capacity_blocks` blocks in all, new ones are refused until engines evict or are dropped;
+    blocks after a refused one are not indexed either, since their parent is unknown. An index is normally as large
+    as the engines' caches, so the bound matters only when something is wrong. What is not indexed is never claimed.
+    About 100 bytes a block, and more while many come and go; 200 more per block of a sliding window.
 
-    Not thread-safe, but for `chains`. Losing or doubling a batch makes it claim too much: see `SequenceGuard`.
+    Only `chains` is thread-safe. A lost or doubled batch makes the index claim too much: see `SequenceGuard`.
     """
 
     def __init__(
@@ -72,10 +68,13 @@ class GlobalIndex:
         needs_states: bool = False,
         needs_windows: bool = False,
     ) -> None:
-        """`seed`: of the deployment's block hashes, any unsigned 64-bit integer.
+        """Make an empty index.
 
-        `needs_states`, `needs_windows`: the model has linear states, or sliding windows. Then nothing counts as
-        reusable at an instance before the first of them was seen there.
+        Args:
+            seed: of the deployment's block hashes, any unsigned 64-bit integer.
+            capacity_blocks: most blocks in all, at least 1.
+            needs_states: the model has linear states: nothing is reusable at an instance before one was seen there.
+            needs_windows: the same for sliding windows.
         """
         if capacity_blocks < 1:
             raise ValueError(f"capacity_blocks is {capacity_blocks}: it must be at least 1")
@@ -85,7 +84,7 @@ class GlobalIndex:
         self._hashers = Hashers(seed)
         self._tree = BlockTree()
         self._states = StateEnds()
-        self._holdings: dict[str, Holdings] = {}
+        self._instances: dict[str, InstanceBlocks] = {}
         self._blocks = 0
         self._block_sizes: tuple[int, ...] = ()
         # Bits of instances that need nothing but attention blocks, states besides, or windows too.
@@ -93,73 +92,79 @@ class GlobalIndex:
         self._names: dict[int, tuple[str, ...]] = {}
 
     def chains(self, token_ids: TokenIds, salt: str = "", adapter: str = "") -> PromptChains:
-        """What to `match` a prompt by. `salt`: its tenant's; `adapter`: its LoRA adapter's name. From any thread.
+        """What to `match` a prompt by. May be called in any thread.
 
-        Raises OverflowError or TypeError for an id that is not an unsigned 32-bit integer.
+        Args:
+            token_ids: the whole prompt.
+            salt: of its tenant.
+            adapter: name of its LoRA adapter.
+
+        Raises:
+            OverflowError, TypeError: an id is not an unsigned 32-bit integer.
         """
         return self._hashers.chains(token_ids, salt, adapter, self._block_sizes)
 
     def apply(self, instance: str, events: Sequence[Event]) -> None:
         """Apply one batch of `instance`, which is registered if it is new."""
-        holdings = self._holdings.get(instance) or self._register(instance)
-        others = self._blocks - holdings.count
+        blocks = self._instances.get(instance) or self._register(instance)
+        others = self._blocks - blocks.count
         for event in events:
             if isinstance(event, StoredBlocks):
-                holdings.stored(event, self.capacity_blocks - others)
+                blocks.stored(event, self.capacity_blocks - others)
             elif isinstance(event, Cleared):
-                holdings.clear()
+                blocks.clear()
             else:
-                holdings.removed(event)
-        holdings.end_batch()
-        self._blocks = others + holdings.count
-        if holdings.has_learned:
-            holdings.has_learned = False
+                blocks.removed(event)
+        blocks.end_batch()
+        self._blocks = others + blocks.count
+        if blocks.has_learned:
+            blocks.has_learned = False
             self._learn()
 
     def drop(self, instance: str) -> None:
         """Forget `instance` altogether: it failed, was restarted, or its events were lost."""
-        holdings = self._holdings.pop(instance, None)
-        if holdings is not None:
-            self._blocks -= holdings.count
-            holdings.close()
+        held = self._instances.pop(instance, None)
+        if held is not None:
+            self._blocks -= held.count
+            held.close()
             self._learn()
 
     def match(self, chains: PromptChains) -> dict[str, PrefixHit]:
         """Instance → what it holds of the prompt; only instances that hold something."""
-        held: dict[str, PrefixHit] = {}
+        hits: dict[str, PrefixHit] = {}
         for block_tokens, chain in chains.by_block_tokens.items():
             lengths = self._tree.lengths(chain) if chain else []
             if not lengths:
                 continue
             for reach in self._reaches(chain, lengths):
                 value = PrefixHit(reach.reusable_blocks * block_tokens, reach.attention_blocks * block_tokens)
-                held.update(dict.fromkeys(self._names_of(reach.holders), value))
-        return held
+                hits.update(dict.fromkeys(self._names_of(reach.holders), value))
+        return hits
 
     def blocks(self, instance: str) -> int:
         """Blocks and states indexed of `instance`."""
-        holdings = self._holdings.get(instance)
-        return holdings.count if holdings is not None else 0
+        held = self._instances.get(instance)
+        return held.count if held is not None else 0
 
     def stats(self) -> IndexStats:
         """Sizes and counts."""
         return IndexStats(
-            instances=len(self._holdings),
+            instances=len(self._instances),
             blocks=self._blocks,
             different_blocks=len(self._tree),
             block_sizes=self._block_sizes,
-            unlinked=sum(each.unlinked for each in self._holdings.values()),
-            refused=sum(each.refused for each in self._holdings.values()),
+            unlinked=sum(each.unlinked for each in self._instances.values()),
+            refused=sum(each.refused for each in self._instances.values()),
         )
 
-    def _register(self, instance: str) -> Holdings:
-        holdings = self._holdings[instance] = Holdings(self._tree, self._states, self._hashers)
+    def _register(self, instance: str) -> InstanceBlocks:
+        held = self._instances[instance] = InstanceBlocks(self._tree, self._states, self._hashers)
         self._learn()
-        return holdings
+        return held
 
     def _learn(self) -> None:
-        """Something has changed in who there is, what block sizes and what groups they have."""
-        every = list(self._holdings.values())
+        """Instances have come or gone, or their block sizes or groups have changed."""
+        every = list(self._instances.values())
         self._names = {}
         self._block_sizes = tuple(sorted({each.block_tokens for each in every if each.block_tokens}))
         self._windowed_bits = sum(each.bit for each in every if each.windows or self._needs_windows)
@@ -176,20 +181,20 @@ class GlobalIndex:
         if self._windowed_bits:
             for bits, end in lengths:
                 for name in self._names_of(bits & self._windowed_bits):
-                    reaches.append(self._windowed_reach(self._holdings[name], chain, end))
+                    reaches.append(self._windowed_reach(self._instances[name], chain, end))
         return reaches
 
-    def _windowed_reach(self, holdings: Holdings, chain: Sequence[int], end: int) -> Reach:
-        if self._needs_windows and not holdings.windows:
-            return Reach(holdings.bit, end, 0)
-        needs_states = self._needs_states or bool(holdings.linear)
-        return Reach(holdings.bit, end, holdings.reusable_blocks(chain, end, needs_states=needs_states))
+    def _windowed_reach(self, held: InstanceBlocks, chain: Sequence[int], end: int) -> Reach:
+        if self._needs_windows and not held.windows:
+            return Reach(held.bit, end, 0)
+        needs_states = self._needs_states or bool(held.linear)
+        return Reach(held.bit, end, held.reusable_blocks(chain, end, needs_states=needs_states))
 
     def _names_of(self, bits: int) -> tuple[str, ...]:
         names = self._names.get(bits)
         if names is None:
             if len(self._names) >= _NAMES_KEPT:
                 self._names = {}
-            names = tuple(name for name, each in self._holdings.items() if each.bit & bits)
+            names = tuple(name for name, each in self._instances.items() if each.bit & bits)
             self._names[bits] = names
         return names

@@ -1,25 +1,21 @@
-"""What one instance holds, as its events tell it.
-
-Blocks of the KV groups that keep less than every token: linear states and sliding windows.
-"""
+"""The blocks that one instance holds, KV group by KV group, as its events tell."""
 
 from array import array
 from collections.abc import Iterable, Sequence
 
-from prfaas.core.prefix.block_tree import NO_PARENT, BlockTree, held_bit
+from prfaas.core.prefix.block_tree import NO_PARENT, BlockTree, StateEnds, held_bit
 from prfaas.core.prefix.events import EngineHash, RemovedBlocks, StoredBlocks, plain_blocks
-from prfaas.core.prefix.hashing import WORDS, Hashers, chain_root
-from prfaas.core.prefix.packed_hashes import Pairs
-from prfaas.core.prefix.state_blocks import StateEnds
+from prfaas.core.prefix.hashing import WORDS, Hashers, PackedHashMap, chain_root
 
 LINEAR_KINDS = frozenset({"mamba"})
 ATTENTION_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 
 
 class GroupBlocks:
-    """What one engine holds of one KV group: prefixes, of which it has the state, or the block before their end.
+    """What one engine holds of a KV group that keeps less than every token.
 
-    `block_tokens`: tokens of one of the group's blocks.
+    A block stands for a prefix: of a linear group the engine has the state at its end, of a window group the last
+    block before its end.
     """
 
     __slots__ = ("_by_engine_hash", "_copies", "_held", "block_tokens")
@@ -49,7 +45,7 @@ class GroupBlocks:
             self._held.add(block)
 
     def remove(self, engine_hash: int) -> int | None:
-        """One copy less; the index's hash of the block if that was the last, None otherwise."""
+        """Forget one copy. Returns the index's hash of the block if that was the last, else None."""
         copies = self._copies.get(engine_hash)
         if copies is not None:
             if copies == 1:
@@ -74,19 +70,20 @@ class GroupBlocks:
 
 
 class WindowGroup(GroupBlocks):
-    """`window_tokens`: a token sees so many, itself included; None: all, as of a second full-attention group."""
+    """The blocks of a sliding-window group, or of a second full-attention group."""
 
     __slots__ = ("window_tokens",)
 
     def __init__(self, block_tokens: int, window_tokens: int | None) -> None:
+        """A token sees `window_tokens` tokens, itself included; None: all of them."""
         super().__init__(block_tokens)
         self.window_tokens = window_tokens
 
     def end_below(self, chain: Sequence[int], block_tokens: int, end: int) -> int:
         """`end` if the window before block boundary `end` of `chain` is held, else a smaller one to try next.
 
-        No boundary in between is usable. `block_tokens`: tokens per block of `chain`. A window of smaller
-        blocks can't be told from the chain: 0.
+        No boundary in between is usable. `block_tokens`: tokens per block of `chain`. 0 where the window's blocks are
+        smaller than those: the chain says nothing of them.
         """
         step, rest = divmod(self.block_tokens, block_tokens)
         if rest:
@@ -106,22 +103,24 @@ class WindowGroup(GroupBlocks):
 _ENGINE_TIER = (None, "GPU")
 
 
-class Holdings:
+class InstanceBlocks:
     """One instance's part of the index: which of its engine's hashes are which blocks of ours, group by group.
 
-    The first full-attention group that stores something leads: its chains say what a hash stands for. Another
-    one counts as a window over everything. Kinds that are not known do too: that is never too much.
-
-    `block_tokens`: tokens per full-attention block; None until one was stored.
-    `has_learned`: a group or the block size is new; whom that concerns sets it back.
-    `count`: blocks and states indexed, copies apart. `unlinked`: blocks passed over because the block before
-    them is unknown, or because tokens alone don't identify them. `refused`: those for which there was no room.
+    The first full-attention group that stores something leads: its chains say what a hash stands for. Any other
+    one, and a group of an unknown kind, counts as a window over everything: so no more is claimed than is held.
     """
 
     def __init__(self, tree: BlockTree, states: StateEnds, hashers: Hashers) -> None:
         self.block_tokens: int | None = None
+        """Tokens per full-attention block; None until one was stored."""
         self.has_learned = False
-        self.count = self.unlinked = self.refused = 0
+        """A group or the block size is new. The index sets it back."""
+        self.count = 0
+        """Blocks and states indexed; copies don't count."""
+        self.unlinked = 0
+        """Blocks passed over: the block before them is unknown, or their tokens alone don't identify them."""
+        self.refused = 0
+        """Blocks for which there was no room."""
         self.linear: dict[int | None, GroupBlocks] = {}
         self.windows: dict[int | None, WindowGroup] = {}
         self.slot = tree.open_slot()
@@ -130,10 +129,10 @@ class Holdings:
         self._states = states
         self._hashers = hashers
         self._attention_group: int | None = None
-        self._pairs = Pairs()
+        self._hash_map = PackedHashMap()
         self._copies: dict[int, int] = {}
         self._leaving = array(WORDS)
-        # States and windows that came before the attention blocks that say what their hashes stand for.
+        # (group, engine hash) → copies of states and windows that came before their attention blocks.
         self._early: dict[tuple[int | None, int], int] = {}
 
     def stored(self, event: StoredBlocks, most: int) -> None:
@@ -174,12 +173,12 @@ class Holdings:
 
     def clear(self) -> None:
         """The engine holds nothing any more. Its groups and its block size stay what they are."""
-        self._tree.clear(self.slot, self._pairs.hashes())
+        self._tree.clear(self.slot, self._hash_map.hashes())
         self._forget()
 
     def close(self) -> None:
-        """Leave the index: `clear`, and the slot is free. Not to be used after that."""
-        self._tree.close_slot(self.slot, self._pairs.hashes())
+        """Leave the index: `clear`, and free the slot. This object must not be used after that."""
+        self._tree.close_slot(self.slot, self._hash_map.hashes())
         self._forget()
 
     def reusable_blocks(self, chain: Sequence[int], blocks: int, *, needs_states: bool) -> int:
@@ -196,7 +195,7 @@ class Holdings:
         return end
 
     def _is_attention(self, event: StoredBlocks) -> bool:
-        """Whether `event` is of the leading group, which the first such event makes it."""
+        """Whether `event` is of the leading group. The first such event chooses that group."""
         if self.block_tokens is not None:
             return event.group == self._attention_group
         if event.kind not in ATTENTION_KINDS or event.block_tokens < 1 or not event.token_ids:
@@ -216,7 +215,7 @@ class Holdings:
             return known
         self.has_learned = True
         if event.kind in LINEAR_KINDS:
-            # What was complete without this group is not any more.
+            # What was complete without this group is incomplete now.
             for group in self.linear.values():
                 self._states.discard(self.bit, group.blocks())
             self.linear[event.group] = new = GroupBlocks(event.block_tokens)
@@ -227,9 +226,9 @@ class Holdings:
     def _store_attention(self, event: StoredBlocks, most: int) -> None:
         engine_hashes = _words(event.hashes)
         if not event.token_ids:
-            # Another tier says that it has them too.
+            # Another tier has them too.
             for engine_hash in engine_hashes:
-                if self._pairs.get(engine_hash) is not None:
+                if self._hash_map.get(engine_hash) is not None:
                     self._add_copy(engine_hash)
             return
         if event.block_tokens > (self.block_tokens or 0) and event.medium in _ENGINE_TIER:
@@ -241,7 +240,7 @@ class Holdings:
             return
         if len(event.token_ids) != len(engine_hashes) * self.block_tokens:
             return
-        parent = NO_PARENT if event.parent is None else self._pairs.get(_word(event.parent))
+        parent = NO_PARENT if event.parent is None else self._hash_map.get(_word(event.parent))
         if parent is None:
             self.unlinked += len(engine_hashes)
             return
@@ -271,11 +270,11 @@ class Holdings:
         for end in (*already, len(chain)):
             if end > start:
                 run_parent = chain[start - 1] if start else parent
-                self._pairs.add(engine_hashes[start:end], run_parent, chain[start:end])
+                self._hash_map.add(engine_hashes[start:end], run_parent, chain[start:end])
             start = end + 1
         self.count += len(chain) - len(already)
-        if already and self._pairs.get(engine_hashes[already[-1]]) != chain[already[-1]]:
-            # The engine hashes in another way than it did: a new process that nobody noticed.
+        if already and self._hash_map.get(engine_hashes[already[-1]]) != chain[already[-1]]:
+            # The engine's hashes mean something else than before: it is a new process that was not noticed.
             self.clear()
         else:
             for place in already:
@@ -288,7 +287,7 @@ class Holdings:
         leaving: Iterable[int] = self._leaving
         if self._copies:
             leaving = [each for each in leaving if not self._remove_copy(each)]
-        links = self._pairs.pop_each(leaving)
+        links = self._hash_map.pop_each(leaving)
         self._tree.remove(self.slot, links)
         self.count -= len(links)
         self._leaving = array(WORDS)
@@ -306,7 +305,7 @@ class Holdings:
     def _store_in(self, group: GroupBlocks, number: int | None, engine_hash: int, most: int) -> None:
         block = group.known(engine_hash)
         if block is None:
-            block = self._pairs.get(engine_hash)
+            block = self._hash_map.get(engine_hash)
             if block is None:
                 self._early[number, engine_hash] = self._early.get((number, engine_hash), 0) + 1
                 return
@@ -343,7 +342,7 @@ class Holdings:
             self._states.discard(self.bit, group.blocks())
         for each in (*self.linear.values(), *self.windows.values()):
             each.clear()
-        self._pairs = Pairs()
+        self._hash_map = PackedHashMap()
         self._copies = {}
         self._leaving = array(WORDS)
         self._early = {}

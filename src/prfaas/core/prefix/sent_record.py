@@ -1,4 +1,4 @@
-"""What the gateway remembers of who holds which prefix, of engines that send no events."""
+"""What was sent to which instance: all that is known of engines that publish no events."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -7,27 +7,30 @@ from prfaas.core.prefix.index import NOTHING, PrefixHit
 
 
 class PrefixRecord:
-    """Per instance, the block hashes of the prefixes sent there, least recently used first to be forgotten.
+    """Per instance, the block hashes of the prefixes that were sent there; the least recently used are forgotten first.
 
-    A record, not an index: nothing here comes from the engines, so an answer can be too long (the engine
-    evicted a block) or too short (it computed one we never sent). Either costs time, never a wrong token.
+    Nothing here comes from the engines. So an answer can be too long (the engine evicted a block) or too short (it
+    computed a block that was never sent). Either costs time, never a wrong token.
 
-    Holdings are closed under prefixes: blocks are touched from the tail to the head, so the head of a chain
-    is always younger than its tail and the tail is forgotten first. A lookup is therefore a bisection.
+    Whoever has a block here has all blocks before it: blocks are used from the tail to the head, so a chain's tail
+    is always older than its head and is forgotten first. A lookup is therefore a bisection.
     """
 
     def __init__(self, *, block_tokens: int, capacity_blocks: int, only_ends: bool = False) -> None:
-        """`capacity_blocks`: blocks remembered per instance, about what the instance's KV cache can hold.
+        """Make an empty record.
 
-        `only_ends`: the model has linear states or windows, which engines keep at the end of a prompt: only
-        there can it be gone on from.
+        Args:
+            block_tokens: tokens per block, at least 1.
+            capacity_blocks: blocks remembered per instance, about what its KV cache can hold; at least 1.
+            only_ends: the model has linear states or windows. Engines keep these at the end of a prompt, and a
+                prefill can start only there.
         """
         if block_tokens < 1 or capacity_blocks < 1:
             raise ValueError("block_tokens and capacity_blocks must be at least 1")
         self.block_tokens = block_tokens
         self.capacity_blocks = capacity_blocks
         self.only_ends = only_ends
-        # Block hash → whether a prompt can be gone on from there.
+        # Instance → block hash → whether a prefill can start after that block.
         self._held: dict[str, OrderedDict[int, bool]] = {}
 
     def held(self, instance: str, chain: Sequence[int]) -> PrefixHit:

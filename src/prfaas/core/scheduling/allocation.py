@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
+from prfaas.core.deployment import Role
 from prfaas.core.planner import PlanProblem, ServiceModel
 from prfaas.core.planner.fixed_roles import best_roles, rate_with_roles
 
-Role = Literal["prefill", "decode"]
+COOL_DOWN_PERIODS = 2
+"""After a conversion the queues need this many evaluations to show what it did."""
 
 # A stage this busy, or with a request waiting for every instance, is taken as full.
 _FULL = 0.95
@@ -17,14 +18,12 @@ _EQUAL = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class StageLoad:
-    """How busy the instances of one role were since the last evaluation.
-
-    `utilisation`: the part of their time (prefill) or of their decode slots that was in use, from 0. `waiting`:
-    requests that were waiting for one of them, on average.
-    """
+    """How busy the instances of one role were since the last evaluation."""
 
     utilisation: float
+    """The part of their time (prefill) or of their decode slots that was in use, from 0."""
     waiting: float = 0.0
+    """Requests that waited for one of them, on average."""
 
     def pressure(self, instances: int) -> float:
         """Utilisation, and at least 1 with one request waiting per instance."""
@@ -33,7 +32,7 @@ class StageLoad:
 
 @dataclass(frozen=True, slots=True)
 class PdInstance:
-    """One instance of a PD cluster with its present roles. `busy`: the work it has, in any unit common to a role."""
+    """One instance of a PD cluster with its present roles."""
 
     name: str
     prefills: bool
@@ -41,17 +40,19 @@ class PdInstance:
     healthy: bool = True
     draining: bool = False
     busy: float = 0.0
+    """The work it has, in any unit common to a role."""
 
 
 @dataclass(frozen=True, slots=True)
 class PdLoad:
-    """One PD cluster as measured. `remote`: the load of the PrfaaS clusters linked to it; None without any."""
+    """One PD cluster as measured."""
 
     cluster: str
     instances: tuple[PdInstance, ...]
     prefill: StageLoad
     decode: StageLoad
     remote: StageLoad | None = None
+    """The load of the PrfaaS clusters that are linked to it; None without any."""
     remote_instances: int = 0
 
     def able(self, role: Role) -> list[PdInstance]:
@@ -63,8 +64,7 @@ class PdLoad:
 class Conversion:
     """`instance` of a PD cluster goes to `to_role` once its present work is done.
 
-    Λ_max of the whole deployment in requests per second, for the observed traffic and with the best thresholds:
-    with the roles as they are, after this conversion, and with the best roles of all.
+    Rates are Λ_max of the whole deployment in requests per second, for the observed traffic and the best thresholds.
     """
 
     cluster: str
@@ -72,8 +72,11 @@ class Conversion:
     to_role: Role
     reason: str
     rate_before: float
+    """With the roles as they are."""
     rate_after: float
+    """After this conversion."""
     rate_best: float
+    """With the best roles of all."""
 
 
 @dataclass(slots=True)
@@ -171,7 +174,7 @@ class Allocator:
 
 
 def _is_divided(load: PdLoad) -> bool:
-    """Whether every healthy instance has one role, and both roles somebody."""
+    """Whether every healthy instance has exactly one role, and each role at least one instance."""
     healthy = [instance for instance in load.instances if instance.healthy]
     return (
         all(instance.prefills != instance.decodes for instance in healthy)

@@ -1,9 +1,4 @@
-"""Policies to compare with: always here, always there, whatever is soonest.
-
-A baseline: prefill instances in turn.
-
-A baseline: the paper's threshold, fixed once and for all, and nothing else looked at.
-"""
+"""Policies to compare with: round robin, a fixed threshold, always local, always remote, the soonest."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,16 +6,24 @@ from typing import ClassVar
 
 from prfaas.core.scheduling.candidates import (
     AbundanceMarks,
-    bits_to,
     decode_choices,
-    is_prefiller,
+    kv_bytes_to,
     prefill_by,
+    prefillers,
     streamed,
     usable_link,
 )
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
-from prfaas.core.scheduling.pd_candidate import Site, uncached_tokens, with_cache
-from prfaas.core.scheduling.routing import Choice, decision_of, route, single_token, soonest_remote
+from prfaas.core.scheduling.routing import (
+    Choice,
+    PdCandidate,
+    decision_of,
+    route,
+    single_token,
+    soonest_remote,
+    uncached_tokens,
+    with_cache,
+)
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
 
 
@@ -38,30 +41,30 @@ class RoundRobin:
         decoders = decode_choices(request, view)
         if request.num_tokens <= 1:
             return single_token(request, view, decoders)
-        turns = [turn for cluster, decode in decoders for turn in _turns(view, cluster, decode)]
-        site, decode, cluster, instance, link = turns[request.ordinal % len(turns)]
+        placements = [each for cluster, decode in decoders for each in _placements(view, cluster, decode)]
+        pd, decode, cluster, instance, link = placements[request.ordinal % len(placements)]
         option = prefill_by(request, view, cluster, instance)
         if link is not None:
-            option = streamed(option, link, view.now_s, bits_to(request, view, decode))
-        held = max(request.reusable_at(each.name) for each in site.instances)
-        threshold = view.threshold_tokens.get(site.name, math.inf)
+            option = streamed(option, link, view.now_s, kv_bytes_to(request, view, decode))
+        held = max(request.reusable_at(each.name) for each in pd.instances)
+        threshold = view.threshold_tokens.get(pd.name, math.inf)
         choice = Choice(option, request.num_tokens - held, threshold, "turn", option.ttft_s)
         return decision_of(request, view, decode, choice)
 
 
-_Turn = tuple[ClusterView, InstanceView, ClusterView, InstanceView, LinkView | None]
+_Placement = tuple[ClusterView, InstanceView, ClusterView, InstanceView, LinkView | None]
 
 
-def _turns(view: View, site: ClusterView, decode: InstanceView) -> list[_Turn]:
+def _placements(view: View, pd: ClusterView, decode: InstanceView) -> list[_Placement]:
     """(PD cluster, its decode instance, prefill cluster, prefill instance, link between the clusters)."""
-    here = [each for each in site.instances if is_prefiller(each, view)] or [decode]
-    turns: list[_Turn] = [(site, decode, site, each, None) for each in here]
+    here = prefillers(pd, view) or [decode]
+    placements: list[_Placement] = [(pd, decode, pd, each, None) for each in here]
     for cluster in view.clusters.values():
-        link = usable_link(view, cluster.name, site.name) if cluster.kind == "prfaas" else None
+        link = usable_link(view, cluster.name, pd.name) if cluster.kind == "prfaas" else None
         if link is not None:
-            far = [each for each in cluster.instances if is_prefiller(each, view)]
-            turns += [(site, decode, cluster, each, link) for each in far]
-    return turns
+            far = prefillers(cluster, view)
+            placements += [(pd, decode, cluster, each, link) for each in far]
+    return placements
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +82,14 @@ class StaticThreshold:
         """Raises NoDecodeInstanceError when nothing can decode."""
         return route(request, view, self._choose)
 
-    def _choose(self, request: RoutingRequest, view: View, site: Site) -> Choice:
-        uncached = request.num_tokens - site.held_tokens
+    def _choose(self, request: RoutingRequest, view: View, pd: PdCandidate) -> Choice:
+        uncached = request.num_tokens - pd.held_tokens
         long = uncached > self.threshold_tokens
-        if long and site.remotes:
-            best = soonest_remote(request, view, site, site.remotes)
+        if long and pd.remotes:
+            best = soonest_remote(request, view, pd, pd.remotes)
             return Choice(best, uncached, self.threshold_tokens, "long", best.ttft_s)
-        reason = site.reason_to_stay(long=long)
-        return Choice(site.local, uncached, self.threshold_tokens, reason, site.local.ttft_s)
+        reason = pd.reason_to_stay(long=long)
+        return Choice(pd.local, uncached, self.threshold_tokens, reason, pd.local.ttft_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +102,9 @@ class LocalOnly:
         """Raises NoDecodeInstanceError when nothing can decode."""
         return route(request, view, self._choose)
 
-    def _choose(self, request: RoutingRequest, _view: View, site: Site) -> Choice:
-        uncached = request.num_tokens - site.held_tokens
-        return Choice(site.local, uncached, math.inf, site.local_reason or "always", site.local.ttft_s)
+    def _choose(self, request: RoutingRequest, _view: View, pd: PdCandidate) -> Choice:
+        uncached = request.num_tokens - pd.held_tokens
+        return Choice(pd.local, uncached, math.inf, pd.local_reason or "always", pd.local.ttft_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +117,12 @@ class OffloadAll:
         """Raises NoDecodeInstanceError when nothing can decode."""
         return route(request, view, self._choose)
 
-    def _choose(self, request: RoutingRequest, view: View, site: Site) -> Choice:
-        uncached = request.num_tokens - site.held_tokens
-        if site.remotes:
-            best = soonest_remote(request, view, site, site.remotes)
+    def _choose(self, request: RoutingRequest, view: View, pd: PdCandidate) -> Choice:
+        uncached = request.num_tokens - pd.held_tokens
+        if pd.remotes:
+            best = soonest_remote(request, view, pd, pd.remotes)
             return Choice(best, uncached, 0.0, "always", best.ttft_s)
-        return Choice(site.local, uncached, 0.0, site.reason_to_stay(long=True), site.local.ttft_s)
+        return Choice(pd.local, uncached, 0.0, pd.reason_to_stay(long=True), pd.local.ttft_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +136,12 @@ class LeastTtft:
         """Raises NoDecodeInstanceError when nothing can decode."""
         return route(request, view, self._choose)
 
-    def _choose(self, request: RoutingRequest, view: View, site: Site) -> Choice:
-        best = with_cache(request, view, site, site.local, self.abundance)
-        if site.remotes:
-            far = soonest_remote(request, view, site, site.remotes)
-            far = with_cache(request, view, site, far, self.abundance)
+    def _choose(self, request: RoutingRequest, view: View, pd: PdCandidate) -> Choice:
+        best = with_cache(request, view, pd, pd.local, self.abundance)
+        if pd.remotes:
+            far = soonest_remote(request, view, pd, pd.remotes)
+            far = with_cache(request, view, pd, far, self.abundance)
             best = far if far.ttft_s < best.ttft_s else best
-        uncached = uncached_tokens(request, view, site, self.abundance)
-        reason = site.local_reason if best.link is None else ""
-        return Choice(best, uncached, site.threshold_tokens, reason or "soonest", best.ttft_s)
+        uncached = uncached_tokens(request, view, pd, self.abundance)
+        reason = pd.local_reason if best.link is None else ""
+        return Choice(best, uncached, pd.threshold_tokens, reason or "soonest", best.ttft_s)

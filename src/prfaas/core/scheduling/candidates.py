@@ -1,65 +1,70 @@
-"""One way to serve a request, with what is predicted of it.
+"""Candidates for one request: which instance of a cluster would prefill, which would decode, over which link.
 
-Which instance of a cluster prefills.
-
-Which instance of each PD cluster decodes.
-
-What a link can be trusted with: whether it is there, how long its queue is, whether bandwidth is to spare.
+A `PrefillCandidate` carries what is predicted of one way to prefill.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prfaas.core.scheduling.decision import RoutingRequest
-from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, NoDecodeInstanceError, View
+from prfaas.core.scheduling.decision import CacheTransfer, RoutingRequest
+from prfaas.core.scheduling.view import (
+    ClusterView,
+    InstanceView,
+    LinkView,
+    NoDecodeInstanceError,
+    View,
+)
 from prfaas.core.units import BITS_PER_BYTE
 
 
 # Not frozen, like all that doesn't outlive a decision: a frozen one takes five times as long to make.
 @dataclass(slots=True)
 class PrefillCandidate:
-    """Prefill by `instance` of `cluster` and, unless it decodes too, a transfer.
-
-    `link`: what the KV crosses; None inside a PD cluster, whose network is never the bottleneck (section 3.4.1).
-    `start_s`: until the prefill starts: its queue, or the arrival of a cache. `prefill_s`: what it takes.
-    `link_wait_s`: until the bytes accepted for the link have left. `link_s`: seconds of the link for this KV alone.
-    `ttft_s`: until the decode instance has everything. `moved_cache`: the fields of a CacheTransfer, if there is one.
-    """
+    """Prefill by `instance` of `cluster` and, unless it decodes too, a transfer. Seconds count from now."""
 
     cluster: ClusterView
     instance: InstanceView
     reusable_tokens: int
+    """Tokens that need not be computed."""
     start_s: float
+    """Until the prefill starts: its queue, or the arrival of a cache."""
     prefill_s: float
+    """What the prefill takes."""
     link: LinkView | None
+    """What the KV crosses; None inside a PD cluster, whose network is never the bottleneck (section 3.4.1)."""
     link_wait_s: float
+    """Until the bytes accepted for the link have left."""
     link_s: float
+    """What this KV alone takes on the link."""
     ttft_s: float
-    moved_cache: tuple[InstanceView, int, int] | None
+    """Until the decode instance has everything."""
+    kv_bytes: int
+    """What crosses `link`; 0 without one."""
+    cache_transfer: CacheTransfer | None
 
 
 def prefill_by(
     request: RoutingRequest, view: View, cluster: ClusterView, instance: InstanceView
 ) -> PrefillCandidate:
-    """Prefill by an instance, as if its KV had no way to go."""
+    """Prefill by an instance that decodes too, or whose transfer takes no time."""
     held_tokens = request.reusable_at(instance.name) if request.held else 0
     wait_s = max(instance.busy_until_s - view.now_s, 0.0)
     prefill_s = cluster.prefill_s(request.num_tokens - held_tokens)
     return PrefillCandidate(
-        cluster, instance, held_tokens, wait_s, prefill_s, None, 0.0, 0.0, wait_s + prefill_s, None
+        cluster, instance, held_tokens, wait_s, prefill_s, None, 0.0, 0.0, wait_s + prefill_s, 0, None
     )
 
 
-def bits_to(request: RoutingRequest, view: View, decode: InstanceView) -> int:
-    """What a prefill elsewhere has to send to an instance that decodes."""
+def kv_bytes_to(request: RoutingRequest, view: View, decode: InstanceView) -> int:
+    """KV bytes that a prefill elsewhere sends to the instance that decodes."""
     skip = request.attention_at(decode.name) if request.held and view.kv.can_skip else 0
-    return view.kv.bytes_to_move(request.num_tokens, skip) * BITS_PER_BYTE
+    return view.kv.bytes_to_move(request.num_tokens, skip)
 
 
-def streamed(option: PrefillCandidate, link: LinkView, now_s: float, bits: int) -> PrefillCandidate:
+def streamed(option: PrefillCandidate, link: LinkView, now_s: float, kv_bytes: int) -> PrefillCandidate:
     """The prefill of another cluster, its KV streamed over `link` while it is made (section 3.3)."""
-    link_s = bits / link.capacity_bits_per_s
+    link_s = BITS_PER_BYTE * kv_bytes / link.capacity_bits_per_s
     link_wait_s = link.drained_s - now_s
     if link_wait_s < 0.0:
         link_wait_s = 0.0
@@ -78,6 +83,7 @@ def streamed(option: PrefillCandidate, link: LinkView, now_s: float, bits: int) 
         link_wait_s,
         link_s,
         ttft_s,
+        kv_bytes,
         None,
     )
 
@@ -94,30 +100,22 @@ def streamed_s(start_s: float, prefill_s: float, link_wait_s: float, link_s: flo
 
 @dataclass(slots=True)
 class BestCandidate(PrefillCandidate):
-    """The instance of one cluster that would prefill a request, and what the cluster has besides.
-
-    `least_wait_s`: its shortest prefill queue. `holder` has its longest reusable prefix, `held_tokens`.
-    """
+    """The instance of one cluster that would prefill a request, and the cluster's queue and prefix."""
 
     least_wait_s: float
+    """The cluster's shortest prefill queue."""
     holder: InstanceView
+    """The instance with the cluster's longest reusable prefix."""
     held_tokens: int
-
-
-def is_prefiller(instance: InstanceView, view: View) -> bool:
-    """Whether prefills may be sent there."""
-    return (
-        instance.prefills and instance.healthy and not instance.draining and instance.name not in view.avoid
-    )
+    """The length of that prefix."""
 
 
 def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) -> BestCandidate | None:
     """The instance that would be done first: its queue, then what it does not hold. None if none may be used.
 
-    What waits for any instance of the cluster is ahead of it as well, a part of it at each.
-
-    So the cache-affine one is taken unless its queue costs more than its cache saves. Equal ones: the longer
-    prefix, then the fewer requests in flight, then the earlier in the cluster's list.
+    So the instance with the longest prefix is taken unless its queue costs more than its cache saves. Equal ones are
+    compared by the longer prefix, the fewer requests in flight, the order of the cluster's list. Prefills that wait
+    for any instance of the cluster come first too, an equal part of them at each.
     """
     if not request.held:
         return least_queued(request, cluster, view)
@@ -127,9 +125,9 @@ def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) ->
     holder: InstanceView | None = None
     reusable, longest, in_flight, asked_tokens = 0, -1, 0, -1
     done_s = wait_s = prefill_s = seconds = least_wait_s = math.inf
-    # `is_prefiller` and `reusable_at` in line: this loop is most of a decision's time.
+    # `reusable_at` in line: this loop is most of a decision's time.
     for instance in cluster.instances:
-        if not instance.prefills or not instance.healthy or instance.draining or instance.name in avoid:
+        if not instance.takes_prefills or instance.name in avoid:
             continue
         queue_s = instance.busy_until_s - now_s
         if queue_s < 0.0:
@@ -161,7 +159,7 @@ def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) ->
     if chosen is None or holder is None:
         return None
     if cluster.waiting_s > 0.0:
-        shared_s = _shared_s(cluster, view)
+        shared_s = cluster.waiting_s / len(prefillers(cluster, view))
         least_wait_s += shared_s
         wait_s += shared_s
         done_s += shared_s
@@ -175,6 +173,7 @@ def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) ->
         0.0,
         0.0,
         done_s,
+        0,
         None,
         least_wait_s,
         holder,
@@ -183,15 +182,13 @@ def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) ->
 
 
 def least_queued(request: RoutingRequest, cluster: ClusterView, view: View) -> BestCandidate | None:
-    """The same where nobody holds anything, several times as fast: the shortest queue, then the fewest in flight."""
+    """`best_candidate` where none holds anything, several times as fast: the shortest queue, the fewest in flight."""
     avoid, now_s = view.avoid, view.now_s
     chosen: InstanceView | None = None
     holder: InstanceView | None = None
     least_s, in_flight = math.inf, 0
     for instance in cluster.instances:
-        if not instance.prefills or not instance.healthy or instance.draining:
-            continue
-        if avoid and instance.name in avoid:
+        if not instance.takes_prefills or (avoid and instance.name in avoid):
             continue
         if holder is None:
             holder = instance
@@ -201,41 +198,39 @@ def least_queued(request: RoutingRequest, cluster: ClusterView, view: View) -> B
         if busy_s < least_s or (busy_s == least_s and instance.in_flight < in_flight):
             chosen, least_s, in_flight = instance, busy_s, instance.in_flight
             if busy_s == now_s and not in_flight:
-                break  # nobody can be better
+                break  # none can be better
     if chosen is None or holder is None:
         return None
     wait_s = least_s - now_s
     prefill_s = cluster.prefill_s(request.num_tokens)
     done_s = wait_s + prefill_s
     if cluster.waiting_s > 0.0:
-        shared_s = _shared_s(cluster, view)
+        shared_s = cluster.waiting_s / len(prefillers(cluster, view))
         wait_s += shared_s
         done_s += shared_s
     return BestCandidate(
-        cluster, chosen, 0, wait_s, prefill_s, None, 0.0, 0.0, done_s, None, wait_s, holder, 0
+        cluster, chosen, 0, wait_s, prefill_s, None, 0.0, 0.0, done_s, 0, None, wait_s, holder, 0
     )
 
 
-def _shared_s(cluster: ClusterView, view: View) -> float:
-    """What waits for any instance of the cluster, divided among them."""
-    return cluster.waiting_s / sum(is_prefiller(instance, view) for instance in cluster.instances)
+def prefillers(cluster: ClusterView, view: View) -> list[InstanceView]:
+    """The instances of `cluster` that may be given prefills."""
+    return [each for each in cluster.instances if each.takes_prefills and each.name not in view.avoid]
 
 
 def decode_choices(request: RoutingRequest, view: View) -> list[tuple[ClusterView, InstanceView]]:
     """Per PD cluster the instance that would decode.
 
-    Healthy ones that are not being drained; if there is none in any cluster, draining ones; then those that only
-    prefill, since roles are a matter of routing and every engine of a PD cluster can decode; then unhealthy ones,
-    since nothing else can answer a client. Raises NoDecodeInstanceError if there is not even that.
+    Healthy ones that are not being drained; if no cluster has one, draining ones; then those that only prefill, since
+    every engine of a PD cluster can decode; then unhealthy ones, since nothing else can answer a client.
+
+    Raises:
+        NoDecodeInstanceError: there is not even one of these.
     """
     found = []
     for cluster in view.clusters.values():
         if cluster.kind == "pd":
-            decode = _decoder(
-                request,
-                [each for each in cluster.instances if each.decodes and each.healthy and not each.draining],
-                view,
-            )
+            decode = _decoder(request, [each for each in cluster.instances if each.takes_decodes], view)
             if decode is not None:
                 found.append((cluster, decode))
     return found or _last_resorts(request, view)
@@ -266,10 +261,9 @@ def _last_resorts(request: RoutingRequest, view: View) -> list[tuple[ClusterView
 def _decoder(request: RoutingRequest, able: Sequence[InstanceView], view: View) -> InstanceView | None:
     """The best of these that need not be avoided; None if there is none.
 
-    Each is worth the share of the prompt that it spares the network, less the share of its slots in use. So the
-    cache-affine one is taken until it is overloaded: until its load exceeds another's by more than the share of
-    the prompt that it holds more. One without a free slot comes after all others. Equal ones: the fewer requests
-    in flight, then the earlier in the list.
+    Each is worth the share of the prompt that it spares the network, less the share of its slots in use. So one that
+    holds more of the prompt is taken, until its load exceeds another's by more than that share. One without a free
+    slot comes after all others. Equal ones are compared by the fewer requests in flight, then by their order.
     """
     if view.avoid:
         able = [each for each in able if each.name not in view.avoid]
@@ -289,30 +283,27 @@ def _decoder(request: RoutingRequest, able: Sequence[InstanceView], view: View) 
 
 
 def least_loaded(instances: Sequence[InstanceView]) -> InstanceView | None:
-    """The decode instance where nobody holds anything and nobody is to be avoided; None if none is well."""
+    """The decode instance where none holds anything and none is to be avoided; None if none may decode."""
     chosen: InstanceView | None = None
     least = math.inf
     for instance in instances:
-        if instance.decodes and instance.healthy and not instance.draining:
+        if instance.takes_decodes:
             load = instance.decoding / instance.decode_slots
             if load <= least and (load < least or chosen is None or instance.in_flight < chosen.in_flight):
                 chosen, least = instance, load
     return chosen
 
 
-# Facts older than this many times `View.stale_after_s` say that nobody is there to tell.
+# A link whose facts are older than this many times `View.stale_after_s` is taken for down.
 DOWN_AFTER_STALE = 6
 
 
 @dataclass(frozen=True, slots=True)
 class AbundanceMarks:
-    """Bandwidth is abundant (section 3.4.3) on a link with fresh facts, at most this share of its capacity in use
-    and at most this long a queue; else it is scarce.
-
-    `utilisation` is below 1, so that something is left of an abundant link.
-    """
+    """Up to where a link's bandwidth counts as abundant (section 3.4.3); else, or with old facts, it is scarce."""
 
     utilisation: float = 0.5
+    """Share of the capacity in use. Below 1, so that an abundant link has something left."""
     queue_s: float = 0.25
 
     def __post_init__(self) -> None:
@@ -321,7 +312,7 @@ class AbundanceMarks:
 
 
 def usable_link(view: View, source: str, target: str) -> LinkView | None:
-    """The link between two clusters, None where it is absent, down, or was not heard of for too long."""
+    """The link between two clusters; None where it is absent, down, or its facts are far too old."""
     link = view.links.get((source, target))
     if link is None or not link.up or link.capacity_bits_per_s <= 0:
         return None

@@ -1,91 +1,161 @@
-"""Where one request goes.
+"""Where one request goes, and the KV bytes that move for it."""
 
-What routing needs to know of one request.
-"""
-
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from prfaas.core.kv import KvModel
 from prfaas.core.prefix.index import NOTHING, PrefixHit
 
 __all__ = ["NOTHING", "PrefixHit", "RoutingRequest"]
 
 
-# Not frozen, like `Decision`, and as little to be changed.
-@dataclass(slots=True)
-class RoutingRequest:
-    """`num_tokens`: the whole prompt. `held`: instance name → what it holds of it; absent means nothing.
+@dataclass(frozen=True, slots=True)
+class KvFacts:
+    """What the model's KV cache allows, and how many bytes move for a prompt.
 
-    `ordinal` counts requests in the order of their arrival: the only thing a policy may take turns by.
+    The two functions own every convention of a transfer's size: whether the last prompt token is sent, and what whole
+    blocks add.
     """
 
+    is_hybrid: bool
+    """Some layers' state can't be cut at any token. Full-attention blocks alone then spare bytes but no computing."""
+    can_skip: bool
+    """Full-attention blocks spare bytes. Not so with sliding windows: engines keep window blocks only near a prompt's
+    end and don't count a prefix without them as held."""
+    bytes_to_move: Callable[[int, int], int]
+    """`(prompt_tokens, skip_tokens)`: KV bytes that the prefill of a prompt sends to the instance that decodes, less
+    those of the first `skip_tokens` tokens."""
+    prefix_bytes_to_move: Callable[[int, int], int]
+    """`(num_tokens, skip_tokens)`: KV bytes of the first `num_tokens` tokens, less those of the first `skip_tokens`:
+    what a cache transfer moves."""
+
+    @classmethod
+    def of_model(cls, model: KvModel, *, block_tokens: int = 1, sends_last_token: bool = True) -> "KvFacts":
+        """The facts of a model whose engines move whole blocks.
+
+        Args:
+            model: the model's KV groups.
+            block_tokens: tokens of a block; 1: bytes are exact.
+            sends_last_token: False: the KV of a prompt's last token is not sent, the decode instance computes it.
+        """
+        prefix_bytes = _prefix_bytes(model, block_tokens)
+        to_move = prefix_bytes if sends_last_token else _without_last_token(prefix_bytes)
+        return cls(model.is_hybrid, not model.has_window, to_move, prefix_bytes)
+
+
+def _prefix_bytes(model: KvModel, block_tokens: int) -> Callable[[int, int], int]:
+    """`model.bytes_to_move`, without its loop over the groups where no group has a window."""
+
+    def windowed_bytes(num_tokens: int, skip_tokens: int) -> int:
+        return model.bytes_to_move(num_tokens, min(skip_tokens, num_tokens), block_tokens)
+
+    if model.has_window:
+        return windowed_bytes
+    token_bytes, fixed_bytes = model.token_bytes, model.fixed_bytes
+
+    def prefix_bytes(num_tokens: int, skip_tokens: int) -> int:
+        if num_tokens <= 0:
+            return 0
+        if skip_tokens > num_tokens:
+            skip_tokens = num_tokens
+        blocks = -(-num_tokens // block_tokens) - skip_tokens // block_tokens
+        return token_bytes * blocks * block_tokens + fixed_bytes
+
+    return prefix_bytes
+
+
+def _without_last_token(prefix_bytes: Callable[[int, int], int]) -> Callable[[int, int], int]:
+    def bytes_to_move(prompt_tokens: int, skip_tokens: int) -> int:
+        return prefix_bytes(max(prompt_tokens - 1, 0), skip_tokens)
+
+    return bytes_to_move
+
+
+# Not frozen, like `Decision`, for speed; it must not be changed either.
+@dataclass(slots=True)
+class RoutingRequest:
+    """What routing needs to know of one request."""
+
     num_tokens: int
+    """Tokens of the whole prompt."""
     held: Mapping[str, PrefixHit] = field(default_factory=dict)
+    """Instance name → what it holds of the prompt; an absent one holds nothing."""
     ordinal: int = 0
+    """Counts requests in the order of their arrival. A policy without randomness can distribute by it."""
 
     def reusable_at(self, instance: str) -> int:
-        """Tokens a prefill at `instance` need not compute; the last prompt token is always computed."""
+        """Tokens that a prefill at `instance` need not compute; the last prompt token is always computed."""
         here = self.held.get(instance)
-        return 0 if here is None else self._but_the_last(here.reusable_tokens)
+        return 0 if here is None else self._below_last(here.reusable_tokens)
 
     def attention_at(self, instance: str) -> int:
         """Tokens whose full-attention blocks `instance` holds, less the last prompt token."""
         here = self.held.get(instance)
-        return 0 if here is None else self._but_the_last(here.attention_tokens)
+        return 0 if here is None else self._below_last(here.attention_tokens)
 
-    def _but_the_last(self, tokens: int) -> int:
+    def _below_last(self, tokens: int) -> int:
         return tokens if tokens < self.num_tokens else max(self.num_tokens - 1, 0)
 
 
 class Route(StrEnum):
-    """`LOCAL`: prefilled inside the PD cluster (perhaps by the decode instance itself). `OFFLOAD`: by a
-    PrfaaS cluster."""
+    """Which kind of cluster prefills."""
 
     LOCAL = "local"
+    """The PD cluster, perhaps the decode instance itself."""
     OFFLOAD = "offload"
+    """A PrfaaS cluster."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheTransfer:
-    """KV of a prompt's first `num_tokens` tokens goes from `source` to the prefill instance before it starts.
+    """The KV of a prompt's beginning goes to the prefill instance before it starts.
 
-    `skip_tokens` of them are there already. Section 3.4.3: where the longer cache is not in the cluster that
-    computes, and bandwidth is abundant, that cache moves first.
+    Section 3.4.3: where the longer cache is not in the cluster that computes, and bandwidth is abundant, that cache
+    moves first.
     """
 
     source: str
+    """The instance that holds it."""
     num_tokens: int
+    """Length of the prefix."""
     skip_tokens: int
+    """Leading tokens that are not sent, since the prefill instance holds them."""
+    kv_bytes: int
+    """KV bytes that move."""
 
 
 # Not frozen: a frozen one takes four times as long to make, and a simulator asks for a hundred thousand a second.
 @dataclass(slots=True)
 class Decision:
-    """One routing decision, with the numbers that decided; never changed, `replace` makes another.
-
-    `prefill == decode` means that the decode instance prefills itself and nothing is transferred.
-    `uncached_tokens`: what was compared with the threshold: what the PD cluster would have to prefill.
-    `prefill_tokens`: what `prefill` has to compute. `skip_tokens`: leading tokens whose attention blocks the
-    decode instance holds and that need not be sent. `threshold_tokens`: as it was then, adjustments included.
-    `predicted_ttft_s`: wait, prefill and what of the transfer the prefill does not hide.
-    `reason`: one word for logs and metrics. `urgency_s`: None, and the prefill goes to its instance at once, in the
-    order of arrival; or the least goes first among those that wait for the cluster's instances, and `prefill` is the
-    one it would get now; if `is_bound`, the only one it may get.
-    """
+    """One routing decision, with the numbers that decided. It is never changed; `replace` makes another."""
 
     route: Route
     prefill: str
+    """The instance that prefills. If it is also `decode`, nothing is transferred."""
     decode: str
+    """The instance that decodes."""
     uncached_tokens: int
+    """What was compared with the threshold: what the PD cluster would have to prefill."""
     prefill_tokens: int
+    """What `prefill` has to compute."""
     skip_tokens: int
+    """Leading tokens that are not sent, since `decode` holds their full-attention blocks."""
+    kv_bytes: int
+    """KV bytes that go from `prefill` to `decode`; 0 if they are the same instance."""
     reason: str
+    """One word for logs and metrics."""
     threshold_tokens: float
+    """The threshold at that moment, adjustments included."""
     predicted_ttft_s: float
+    """Wait, prefill, and what of the transfer the prefill does not hide."""
     cache_transfer: CacheTransfer | None = None
     urgency_s: float | None = None
+    """None: the prefill goes to `prefill` at once, in the order of arrival. A number: it waits until an instance of
+    the cluster is free, and of those that wait the one with the smallest number is next. `prefill` is then the
+    instance that it would get now."""
     is_bound: bool = False
+    """With an urgency: only `prefill` may do it."""
 
     @property
     def transfers(self) -> bool:

@@ -6,14 +6,16 @@ from typing import ClassVar
 
 from prfaas.core.scheduling.candidates import AbundanceMarks, BestCandidate, PrefillCandidate, is_stale
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
-from prfaas.core.scheduling.pd_candidate import (
-    Site,
+from prfaas.core.scheduling.routing import (
+    Choice,
+    PdCandidate,
     own_uncached_tokens,
+    route,
     sends_less,
+    soonest_remote,
     uncached_tokens,
     with_cache,
 )
-from prfaas.core.scheduling.routing import Choice, route, soonest_remote
 from prfaas.core.scheduling.view import LinkView, View
 
 _LEAST_MARK_S = 1e-3
@@ -49,47 +51,47 @@ class Paper:
         """Raises NoDecodeInstanceError when nothing can decode."""
         return route(request, view, self._choose)
 
-    def _choose(self, request: RoutingRequest, view: View, site: Site) -> Choice:
-        threshold = site.threshold_tokens
-        uncached = request.num_tokens - site.held_tokens
-        if site.sources:
-            uncached = uncached_tokens(request, view, site, self.abundance)
-        remotes, lowest = self._open_to(uncached, site, view)
+    def _choose(self, request: RoutingRequest, view: View, pd: PdCandidate) -> Choice:
+        threshold = pd.threshold_tokens
+        uncached = request.num_tokens - pd.held_tokens
+        if pd.sources:
+            uncached = uncached_tokens(request, view, pd, self.abundance)
+        remotes, lowest = self._open_to(uncached, pd, view)
         if remotes:
-            best = soonest_remote(request, view, site, remotes)
+            best = soonest_remote(request, view, pd, remotes)
             reason = "long" if uncached > threshold else "busy-pd"
         else:
-            best, reason = site.local, site.reason_to_stay(long=uncached > threshold)
-        if site.sources:
-            best = with_cache(request, view, site, best, self.abundance)
-            if not remotes and uncached < own_uncached_tokens(request, site):
-                best, reason = self._where_cached(request, view, site, best, reason)
+            best, reason = pd.local, pd.reason_to_stay(long=uncached > threshold)
+        if pd.sources:
+            best = with_cache(request, view, pd, best, self.abundance)
+            if not remotes and uncached < own_uncached_tokens(request, pd):
+                best, reason = self._where_cached(request, view, pd, best, reason)
         return Choice(best, uncached, lowest, reason, best.ttft_s)
 
     def _where_cached(
-        self, request: RoutingRequest, view: View, site: Site, local: PrefillCandidate, reason: str
+        self, request: RoutingRequest, view: View, pd: PdCandidate, local: PrefillCandidate, reason: str
     ) -> tuple[PrefillCandidate, str]:
         """Of a prompt that is short only by another cluster's cache: move the cache here, or compute the rest there."""
-        remotes, _ = self._open_to(own_uncached_tokens(request, site), site, view)
+        remotes, _ = self._open_to(own_uncached_tokens(request, pd), pd, view)
         if remotes:
-            there = soonest_remote(request, view, site, remotes)
-            if sends_less(request, view, site, local, there):
+            there = soonest_remote(request, view, pd, remotes)
+            if sends_less(local, there):
                 return there, "cached-there"
         return local, reason
 
     def _open_to(
-        self, uncached: int, site: Site, view: View
+        self, uncached: int, pd: PdCandidate, view: View
     ) -> tuple[list[tuple[BestCandidate, LinkView]], float]:
         """The remotes whose threshold the length exceeds, and the lowest threshold."""
-        threshold = site.threshold_tokens
-        if not site.remotes or threshold == math.inf:
+        threshold = pd.threshold_tokens
+        if not pd.remotes or threshold == math.inf:
             return [], threshold
-        mark_s = self.queue_mark * site.cluster.prefill_s(threshold)
+        mark_s = self.queue_mark * pd.cluster.prefill_s(threshold)
         if mark_s < _LEAST_MARK_S:
             mark_s = _LEAST_MARK_S
-        near_s = site.least_wait_s if site.least_wait_s > mark_s else mark_s
+        near_s = pd.least_wait_s if pd.least_wait_s > mark_s else mark_s
         lowest, found = math.inf, []
-        for node, link in site.remotes:
+        for node, link in pd.remotes:
             far_s = link.drained_s - view.now_s
             if far_s < node.least_wait_s:
                 far_s = node.least_wait_s

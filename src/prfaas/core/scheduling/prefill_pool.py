@@ -10,13 +10,13 @@ T = TypeVar("T", bound=Hashable)
 
 @dataclass(slots=True)
 class PrefillPool(Generic[T]):
-    """What one cluster has accepted and no instance has been given yet: the most urgent goes first.
+    """Prefills that one cluster has accepted and given to no instance yet: the most urgent goes first.
 
-    An item may be bound to an instance (its cache spares it much); then it waits for that one. `waiting_s`: seconds of
-    prefill of all that any instance may take.
+    An item may be bound to an instance, whose cache spares it much; then it waits for that one.
     """
 
     waiting_s: float = 0.0
+    """Seconds of prefill of all that any instance may take."""
     _shared: list[tuple[float, int, float, T]] = field(default_factory=list)
     _bound: dict[str, list[tuple[float, int, float, T]]] = field(default_factory=dict)
     _gone: set[T] = field(default_factory=set)
@@ -30,7 +30,7 @@ class PrefillPool(Generic[T]):
         return item in self._work
 
     def offer(self, item: T, urgency_s: float, work_s: float, only: str | None = None) -> None:
-        """`item` waits; the smaller its `urgency_s`, the sooner is its turn, equal ones in the order of coming."""
+        """Let `item` wait. The smallest `urgency_s` is taken first, equal ones in the order of their arrival."""
         self._number += 1
         entry = (urgency_s, self._number, work_s, item)
         self._work[item] = (work_s, only)
@@ -41,7 +41,7 @@ class PrefillPool(Generic[T]):
             heappush(self._bound.setdefault(only, []), entry)
 
     def take(self, instance: str) -> T | None:
-        """What `instance` should do next, None if there is nothing for it."""
+        """Take out what `instance` should do next; None if there is nothing for it."""
         mine = self._head(self._bound.get(instance))
         shared = self._head(self._shared)
         if mine is None and shared is None:
@@ -56,7 +56,7 @@ class PrefillPool(Generic[T]):
         return shared[3]
 
     def withdraw(self, item: T) -> bool:
-        """`item` does not want to wait any longer; False if it wasn't waiting."""
+        """Let `item` wait no longer. Returns False if it wasn't waiting."""
         if item not in self._work:
             return False
         self._forget(item)
@@ -83,5 +83,5 @@ class PrefillPool(Generic[T]):
     def _forget(self, item: T) -> None:
         work_s, only = self._work.pop(item)
         if only is None:
-            # Differences of sums drift: what nobody waits for is nothing.
+            # Differences of sums drift; an empty pool has exactly nothing.
             self.waiting_s = max(self.waiting_s - work_s, 0.0) if len(self._work) else 0.0

@@ -1,4 +1,4 @@
-"""Which hot prefixes are worth copying to which cluster with bandwidth that nobody uses (section 3.2)."""
+"""Which hot prefixes are worth copying to which cluster with unused bandwidth (section 3.2)."""
 
 from collections import OrderedDict, deque
 from collections.abc import Collection, Hashable, Iterable
@@ -12,10 +12,7 @@ _Place = tuple[Hashable, str]
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The KV of a prefix (`tokens` tokens, `num_bytes` bytes, known by `key`) goes from one cluster to another.
-
-    `misses`: how often it was missing there lately, with decay.
-    """
+    """The KV of a prefix goes from one cluster to another."""
 
     key: Hashable
     source: str
@@ -23,6 +20,7 @@ class Copy:
     tokens: int
     num_bytes: int
     misses: float
+    """How often it was missing there lately, with decay."""
 
 
 @dataclass(slots=True)

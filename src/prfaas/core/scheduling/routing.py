@@ -1,21 +1,299 @@
-"""What all policies share: from a request to the PD clusters it could go to, and from a choice to a decision."""
+"""What all policies share: from a request to the PD clusters it could go to, and from a choice to a decision.
+
+Prefix caches of other clusters, when they count and when they move first, follow the paper's section 3.4.3.
+"""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Protocol
 
 from prfaas.core.scheduling.candidates import (
+    AbundanceMarks,
     BestCandidate,
     PrefillCandidate,
-    bits_to,
+    abundant_link,
+    best_candidate,
     decode_choices,
+    kv_bytes_to,
+    least_loaded,
+    least_queued,
     load_of,
     prefill_by,
     streamed,
+    streamed_s,
+    usable_link,
 )
 from prfaas.core.scheduling.decision import CacheTransfer, Decision, Route, RoutingRequest
-from prfaas.core.scheduling.pd_candidate import Site, lone_site, nodes_of, site_of
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
+from prfaas.core.units import BITS_PER_BYTE
+
+
+class PrefixSource(Protocol):
+    """The longest prefix of a request in one cluster. A `BestCandidate` is one."""
+
+    cluster: ClusterView
+    holder: InstanceView
+    """The instance that holds it."""
+    held_tokens: int
+    """Its length."""
+
+
+@dataclass(slots=True)
+class _AtDecode:
+    cluster: ClusterView
+    holder: InstanceView
+    held_tokens: int
+
+
+_by_tokens = attrgetter("held_tokens")
+
+
+@dataclass(slots=True)
+class PdCandidate:
+    """One PD cluster that a request may go to, with all ways to prefill for it."""
+
+    cluster: ClusterView
+    decode: InstanceView
+    """The instance that would decode."""
+    local: PrefillCandidate
+    """The best prefill inside the cluster."""
+    local_reason: str
+    """Why the local prefill is not an ordinary one, else empty."""
+    held_tokens: int
+    """The longest prefix that can spare computing in this cluster: l_pd."""
+    least_wait_s: float
+    """Its shortest prefill queue."""
+    remotes: list[tuple[BestCandidate, LinkView]]
+    """PrfaaS clusters with an instance and a link."""
+    has_prfaas: bool
+    """There is a PrfaaS instance that could prefill if it were linked."""
+    threshold_tokens: float
+    """The long-term threshold, infinite where there is none."""
+    sources: list[PrefixSource]
+    """The longest prefix of every cluster that holds any, the longest first."""
+
+    def reason_to_stay(self, *, long: bool) -> str:
+        """One word for why the request is prefilled here; `long`: although it is longer than the threshold."""
+        if self.local_reason:
+            return self.local_reason
+        if not long:
+            return "short"
+        if self.remotes:
+            return "busy-prfaas"
+        return "no-link" if self.has_prfaas else "no-prfaas-instance"
+
+
+@dataclass(slots=True)
+class PrefillCandidates:
+    """The instance of every cluster that would prefill, and the prefixes that clusters hold."""
+
+    own: dict[str, BestCandidate]
+    """By PD cluster."""
+    far: list[BestCandidate]
+    """Those of PrfaaS clusters."""
+    sources: list[PrefixSource]
+    """The longest prefix of every cluster that holds any, the longest first."""
+
+
+def prefill_candidates(request: RoutingRequest, view: View) -> PrefillCandidates:
+    """The candidates of all clusters with an instance that may prefill."""
+    own: dict[str, BestCandidate] = {}
+    far: list[BestCandidate] = []
+    sources: list[PrefixSource] = []
+    for cluster in view.clusters.values():
+        node = best_candidate(request, cluster, view)
+        if node is None:
+            continue
+        if cluster.kind == "pd":
+            own[cluster.name] = node
+        else:
+            far.append(node)
+        if node.held_tokens:
+            sources.append(node)
+    if len(sources) > 1:
+        sources.sort(key=_by_tokens, reverse=True)
+    return PrefillCandidates(own, far, sources)
+
+
+def lone_pd_candidate(request: RoutingRequest, view: View) -> PdCandidate | None:
+    """The candidate of the only PD cluster for a prompt of which no instance holds anything.
+
+    It takes a third of the time of `pd_candidate_of`, and most requests of a simulator are of this kind. None where
+    anything is out of the ordinary; then `pd_candidate_of` has to be asked. For prompts of two tokens and more.
+    """
+    home: ClusterView | None = None
+    far: list[BestCandidate] = []
+    for cluster in view.clusters.values():
+        if cluster.kind == "prfaas":
+            node = least_queued(request, cluster, view)
+            if node is not None:
+                far.append(node)
+        elif home is not None:
+            return None
+        else:
+            home = cluster
+    if home is None or view.avoid:
+        return None
+    own = least_queued(request, home, view)
+    decode = least_loaded(home.instances)
+    if own is None or decode is None or decode.prefills:
+        return None
+    name = home.name
+    remotes = []
+    for node in far:
+        link = usable_link(view, node.cluster.name, name)
+        if link is not None:
+            remotes.append((node, link))
+    threshold = view.threshold_tokens.get(name, math.inf)
+    return PdCandidate(home, decode, own, "", 0, own.least_wait_s, remotes, bool(far), threshold, [])
+
+
+def pd_candidate_of(
+    request: RoutingRequest,
+    view: View,
+    cluster: ClusterView,
+    decode: InstanceView,
+    prefill: PrefillCandidates,
+    *,
+    caches_move: bool = True,
+) -> PdCandidate:
+    """The PD cluster `cluster`, given who would decode there; without `sources` unless `caches_move`."""
+    own = prefill.own.get(cluster.name)
+    local, reason, held_tokens = _local(request, view, cluster, decode, own)
+    sources = prefill.sources if caches_move else []
+    if caches_move and held_tokens > (0 if own is None else own.held_tokens):
+        sources = [*sources, _AtDecode(cluster, decode, held_tokens)]
+        sources.sort(key=_by_tokens, reverse=True)
+    remotes = []
+    for node in prefill.far:
+        link = usable_link(view, node.cluster.name, cluster.name)
+        if link is not None:
+            remotes.append((node, link))
+    least_wait_s = local.start_s if own is None else own.least_wait_s
+    threshold = view.threshold_tokens.get(cluster.name, math.inf)
+    has_prfaas = bool(prefill.far)
+    return PdCandidate(
+        cluster, decode, local, reason, held_tokens, least_wait_s, remotes, has_prfaas, threshold, sources
+    )
+
+
+def _local(
+    request: RoutingRequest, view: View, cluster: ClusterView, decode: InstanceView, own: BestCandidate | None
+) -> tuple[PrefillCandidate, str, int]:
+    """The local prefill, why it is special if it is, and l_pd.
+
+    The decode instance can prefill itself where it has that role too, or where it holds at least half the prompt:
+    the rest is the smaller part then, and needs no transfer. It does so unless another would be done sooner, and
+    always where there is no prefill instance.
+    """
+    if own is None:
+        here = prefill_by(request, view, cluster, decode)
+        return here, "no-prefill-instance", here.reusable_tokens
+    if own.instance is decode:
+        return own, "", own.held_tokens
+    held = request.reusable_at(decode.name) if request.held else 0
+    if 2 * held < request.num_tokens and not decode.prefills:
+        return own, "", own.held_tokens
+    here = prefill_by(request, view, cluster, decode)
+    longest = max(held, own.held_tokens)
+    if here.ttft_s > own.ttft_s:
+        return own, "", longest
+    return here, "" if decode.prefills else "held-by-decode", longest
+
+
+# Of the tokens to compute: a cache transfer costs two more hops of the gateway, whatever its size.
+_LEAST_SHARE = 0.1
+
+
+def uncached_tokens(request: RoutingRequest, view: View, pd: PdCandidate, marks: AbundanceMarks) -> int:
+    """The length that a threshold is compared with.
+
+    Bandwidth scarce: l_total − l_pd. Where a cluster has abundant bandwidth to this one, its cache counts too:
+    l_total − max(l_pd, l_prfaas).
+    """
+    for source in pd.sources:
+        if source.held_tokens <= pd.held_tokens:
+            break
+        if abundant_link(view, source.cluster.name, pd.cluster.name, marks) is not None:
+            return request.num_tokens - source.held_tokens
+    return own_uncached_tokens(request, pd)
+
+
+def own_uncached_tokens(request: RoutingRequest, pd: PdCandidate) -> int:
+    """l_total − l_pd: what the PD cluster would have to compute if no cache moved."""
+    return request.num_tokens - pd.held_tokens
+
+
+def sends_less(local: PrefillCandidate, there: PrefillCandidate) -> bool:
+    """Whether computing there is done sooner, and moves fewer bytes than the local option's cache transfer.
+
+    True if the local option has none: it would compute everything.
+    """
+    if local.cache_transfer is None:
+        return True
+    return there.ttft_s <= local.ttft_s and there.kv_bytes < local.cache_transfer.kv_bytes
+
+
+def with_cache(
+    request: RoutingRequest, view: View, pd: PdCandidate, option: PrefillCandidate, marks: AbundanceMarks
+) -> PrefillCandidate:
+    """The option after the longest cache of another cluster has moved to its instance, if that pays.
+
+    Bandwidth must be abundant on a link from there. It must spare at least a tenth of the prefill's tokens, and
+    the bytes, over what is left of the link and after its queue, must take less than the prefill that they spare.
+    A decode instance that prefills itself gets none.
+    """
+    if not pd.sources or option.instance is pd.decode:
+        return option
+    found = _best_source(view, pd, option, marks)
+    if found is None:
+        return option
+    source, link = found
+    # The source computes a last token, the target another, and the decode instance the prompt's last.
+    tokens = min(source.held_tokens, request.num_tokens - 3)
+    if tokens - option.reusable_tokens < _LEAST_SHARE * (request.num_tokens - option.reusable_tokens):
+        return option
+    at_target = request.held.get(option.instance.name)
+    skip = min(at_target.attention_tokens, tokens) if at_target is not None and view.kv.can_skip else 0
+    kv_bytes = view.kv.prefix_bytes_to_move(tokens + 1, skip)
+    moved_s = BITS_PER_BYTE * kv_bytes / (link.capacity_bits_per_s - link.egress_bits_per_s) + link.rtt_s
+    if link.drained_s > view.now_s:
+        moved_s += link.drained_s - view.now_s
+    prefill_s = option.cluster.prefill_s(request.num_tokens - tokens)
+    if moved_s >= option.prefill_s - prefill_s:
+        return option
+    start_s = option.start_s if option.start_s > moved_s else moved_s
+    ttft_s = start_s + prefill_s
+    if option.link is not None:
+        ttft_s = streamed_s(start_s, prefill_s, option.link_wait_s, option.link_s, option.link.rtt_s)
+    return PrefillCandidate(
+        option.cluster,
+        option.instance,
+        tokens,
+        start_s,
+        prefill_s,
+        option.link,
+        option.link_wait_s,
+        option.link_s,
+        ttft_s,
+        option.kv_bytes,
+        CacheTransfer(source.holder.name, tokens + 1, skip, kv_bytes),
+    )
+
+
+def _best_source(
+    view: View, pd: PdCandidate, option: PrefillCandidate, marks: AbundanceMarks
+) -> tuple[PrefixSource, LinkView] | None:
+    for source in pd.sources:
+        if source.held_tokens <= option.reusable_tokens:
+            return None
+        link = abundant_link(view, source.cluster.name, option.cluster.name, marks)
+        if link is not None:
+            return source, link
+    return None
+
 
 # Reading a member of an enum takes as long as a function call.
 _LOCAL, _OFFLOAD = Route.LOCAL, Route.OFFLOAD
@@ -23,65 +301,68 @@ _LOCAL, _OFFLOAD = Route.LOCAL, Route.OFFLOAD
 
 @dataclass(slots=True)
 class Choice:
-    """What a policy wants in one PD cluster. `cost`: what PD clusters are compared by, the smallest wins.
-
-    `urgency_s`, `is_bound`: see `Decision`.
-    """
+    """What a policy wants in one PD cluster. The last two are as in `Decision`."""
 
     option: PrefillCandidate
     uncached_tokens: int
     threshold_tokens: float
     reason: str
     cost: float
+    """What PD clusters are compared by; the smallest wins."""
     urgency_s: float | None = None
     is_bound: bool = False
 
 
 def route(
-    request: RoutingRequest, view: View, choose: Callable[[RoutingRequest, View, Site], Choice]
+    request: RoutingRequest, view: View, choose: Callable[[RoutingRequest, View, PdCandidate], Choice]
 ) -> Decision:
     """The decision of a policy that chooses by `choose` in every PD cluster.
 
-    Among PD clusters: one whose decode instance has a free slot, then the least cost of what the policy would do
-    there if caches stayed where they are, then the least load of the decode instance, then the first.
-    Raises NoDecodeInstanceError when nothing can decode.
+    PD clusters are compared by these, in this order: whether the decode instance has a free slot; the least cost of
+    what the policy would do there if caches stayed where they are; the least load of the decode instance; the order
+    of the view.
+
+    Raises:
+        NoDecodeInstanceError: nothing can decode.
     """
     if not request.held and request.num_tokens > 1:
-        lone = lone_site(request, view)
-        if lone is not None:
-            return decision_of(request, view, lone.decode, choose(request, view, lone))
+        only = lone_pd_candidate(request, view)
+        if only is not None:
+            return decision_of(request, view, only.decode, choose(request, view, only))
     decoders = decode_choices(request, view)
     if request.num_tokens <= 1:
         return single_token(request, view, decoders)
-    nodes = nodes_of(request, view)
+    prefill = prefill_candidates(request, view)
     if len(decoders) == 1:
         cluster, decode = decoders[0]
-        site = site_of(request, view, cluster, decode, nodes)
-        return decision_of(request, view, decode, choose(request, view, site))
+        pd = pd_candidate_of(request, view, cluster, decode, prefill)
+        return decision_of(request, view, decode, choose(request, view, pd))
     best: Choice | None = None
     full, least, lightest = True, math.inf, math.inf
     for here, decoder in decoders:
-        choice = choose(request, view, site_of(request, view, here, decoder, nodes, caches_move=False))
+        choice = choose(
+            request, view, pd_candidate_of(request, view, here, decoder, prefill, caches_move=False)
+        )
         load = load_of(decoder)
         if best is None or (load >= 1.0, choice.cost, load) < (full, least, lightest):
             best, cluster, decode = choice, here, decoder
             full, least, lightest = load >= 1.0, choice.cost, load
     assert best is not None  # there is at least one
     if request.held:
-        best = choose(request, view, site_of(request, view, cluster, decode, nodes))
+        best = choose(request, view, pd_candidate_of(request, view, cluster, decode, prefill))
     return decision_of(request, view, decode, best)
 
 
 def soonest_remote(
-    request: RoutingRequest, view: View, site: Site, remotes: Sequence[tuple[BestCandidate, LinkView]]
+    request: RoutingRequest, view: View, pd: PdCandidate, remotes: Sequence[tuple[BestCandidate, LinkView]]
 ) -> PrefillCandidate:
     """Of `remotes`, at least one, the one with the least predicted TTFT."""
-    bits = bits_to(request, view, site.decode)
+    kv_bytes = kv_bytes_to(request, view, pd.decode)
     best: PrefillCandidate | None = None
     for node, link in remotes:
-        # Nothing arrives before it has been computed.
+        # No KV arrives before it has been computed.
         if best is None or node.ttft_s < best.ttft_s:
-            option = streamed(node, link, view.now_s, bits)
+            option = streamed(node, link, view.now_s, kv_bytes)
             if best is None or option.ttft_s < best.ttft_s:
                 best = option
     assert best is not None  # there is at least one
@@ -91,21 +372,24 @@ def soonest_remote(
 def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choice: Choice) -> Decision:
     """The choice with everything that is needed to carry it out."""
     option = choice.option
-    prefill, moved = option.instance, option.moved_cache
-    skip_tokens = 0
-    if request.held and prefill is not decode and view.kv.can_skip:
-        skip_tokens = request.attention_at(decode.name)
+    prefill, link = option.instance, option.link
+    skip_tokens = kv_bytes = 0
+    if prefill is not decode:
+        if request.held and view.kv.can_skip:
+            skip_tokens = request.attention_at(decode.name)
+        kv_bytes = option.kv_bytes if link else view.kv.bytes_to_move(request.num_tokens, skip_tokens)
     return Decision(
-        _LOCAL if option.link is None else _OFFLOAD,
+        _LOCAL if link is None else _OFFLOAD,
         prefill.name,
         decode.name,
         choice.uncached_tokens,
         request.num_tokens - option.reusable_tokens,
         skip_tokens,
+        kv_bytes,
         choice.reason,
         choice.threshold_tokens,
         option.ttft_s,
-        None if moved is None else CacheTransfer(moved[0].name, moved[1], moved[2]),
+        option.cache_transfer,
         None if prefill is decode else choice.urgency_s,
         choice.is_bound,
     )

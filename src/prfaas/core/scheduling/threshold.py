@@ -1,17 +1,20 @@
 """The threshold, searched again on what is observed (section 3.4.3), and moved only when that is worth it.
 
-The lengths that were seen lately, in constant memory: what the threshold is searched on.
+`LengthWindow` remembers the observed lengths in constant memory; `problem_now` makes a planning problem of them and of
+what a running deployment knows of itself; `ThresholdOptimiser` searches it.
 """
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from prfaas.core.planner import PlanProblem, ServiceModel
+from prfaas.core.latency.service_curve import ServiceCurve
+from prfaas.core.planner import PdCluster, PlanError, PlanLink, PlanProblem, PrfaasCluster, ServiceModel
 from prfaas.core.planner.fixed_roles import PrefillSide, even_spread, prefill_sides
-from prfaas.core.workload import Bins, Empirical
+from prfaas.core.scheduling.view import ClusterKind, InstanceView
+from prfaas.core.workload import Bins, Empirical, LengthDistribution, Workload
 
 if TYPE_CHECKING:
     import numpy as np
@@ -108,23 +111,28 @@ class LengthWindow:
         return [slot for slot in self._ring if slot.total and newest - len(self._ring) < slot.number]
 
 
+SETTLE_S = 1.0
+"""Events come in bunches: a link's fall is followed by its capacity's. So long a search waits for the rest."""
+
 Reason = Literal["start", "periodic", "roles", "policy", "link"]
 """Why thresholds are searched. All but "periodic" are events: what they change is not noise of the sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class ThresholdChange:
-    """`tokens`: the threshold of every PD cluster of the problem in uncached tokens; infinite: never offload.
+    """New thresholds.
 
-    Rates are requests per second of the whole deployment that prefill and links can carry, with the thresholds
-    before (None: some cluster had none) and after, by the lengths that were observed: the first PD cluster that is
-    full counts.
+    Rates are requests per second of the whole deployment that prefill and links can carry, by the lengths that were
+    observed: until the first PD cluster is full.
     """
 
     tokens: Mapping[str, float]
+    """The threshold of every PD cluster of the problem in uncached tokens; infinite: never offload."""
     reason: Reason
     rate_before: float | None
+    """With the thresholds before; None: some cluster had none."""
     rate_after: float
+    """With the new thresholds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,3 +235,88 @@ def balance(bins: Bins, stays: "FloatArray", goes: "FloatArray", threshold: floa
         return (math.inf if mean_x > 0 else -math.inf), math.inf
     squares = float((x**2 * bins.weights).sum()) / mean_x**2, float((y**2 * bins.weights).sum()) / mean_y**2
     return math.log(mean_x / mean_y), sum(squares)
+
+
+if TYPE_CHECKING:
+    from prfaas.core.planner.problem import OfLength
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterFacts:
+    """One cluster as it is now."""
+
+    name: str
+    kind: ClusterKind
+    instances: int
+    """Healthy ones, whatever their role."""
+    curve: ServiceCurve
+    decode_batch: float = 0.0
+    """Requests that decode together on one instance of a PD cluster: BS_max of Eq. 5. PrfaaS clusters have none."""
+    decode_step_s: float = 1.0
+    """Seconds of one decode step: T_decode of Eq. 5."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFacts:
+    """What a directed link can carry now."""
+
+    source: str
+    target: str
+    bandwidth_bits_per_s: float
+    """0 when it is down."""
+
+
+def prefill_instances(instances: Iterable[InstanceView]) -> int:
+    """Healthy ones that prefill; those that drain count for the role that they will have."""
+    return sum(each.prefills != each.draining and each.healthy for each in instances)
+
+
+def problem_now(
+    clusters: Iterable[ClusterFacts],
+    links: Iterable[LinkFacts],
+    lengths: LengthDistribution,
+    output_tokens: float,
+    kv_bytes: "OfLength",
+) -> PlanProblem:
+    """The problem that the present instances, links and traffic pose.
+
+    `lengths` are uncached lengths, so nothing of them is found in a cache (hit ratio 0); `kv_bytes` is S_kv for
+    arrays of tokens. Clusters without a healthy instance and links that carry nothing, or lead nowhere, are left out.
+    Curves are taken as they are now: the problem may be solved in another thread.
+
+    Raises:
+        PlanError: no PD cluster has a healthy instance.
+        WorkloadError: `output_tokens` is not above 0.
+    """
+    there = [cluster for cluster in clusters if cluster.instances > 0]
+    names = {cluster.name for cluster in there}
+    decoders = [cluster for cluster in there if cluster.kind == "pd"]
+    if not decoders:
+        raise PlanError("no PD cluster has a healthy instance")
+    return PlanProblem(
+        name="now",
+        prfaas=tuple(
+            PrfaasCluster(cluster.name, cluster.name, cluster.instances, 1, cluster.curve.at_rest())
+            for cluster in there
+            if cluster.kind == "prfaas"
+        ),
+        pd=tuple(
+            PdCluster(
+                cluster.name,
+                cluster.name,
+                cluster.instances,
+                1,
+                cluster.curve.at_rest(),
+                cluster.decode_batch,
+                cluster.decode_step_s,
+            )
+            for cluster in decoders
+        ),
+        links=tuple(
+            PlanLink(link.source, link.target, link.bandwidth_bits_per_s)
+            for link in links
+            if link.bandwidth_bits_per_s > 0 and {link.source, link.target} <= names
+        ),
+        workload=Workload(lengths, output_tokens),
+        kv_bytes=kv_bytes,
+    )

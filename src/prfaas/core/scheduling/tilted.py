@@ -4,10 +4,22 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from prfaas.core.scheduling.candidates import AbundanceMarks, PrefillCandidate, bits_to, is_stale, streamed
+from prfaas.core.scheduling.candidates import (
+    AbundanceMarks,
+    PrefillCandidate,
+    is_stale,
+    kv_bytes_to,
+    streamed,
+)
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
-from prfaas.core.scheduling.pd_candidate import Site, own_uncached_tokens, uncached_tokens, with_cache
-from prfaas.core.scheduling.routing import Choice, route
+from prfaas.core.scheduling.routing import (
+    Choice,
+    PdCandidate,
+    own_uncached_tokens,
+    route,
+    uncached_tokens,
+    with_cache,
+)
 from prfaas.core.scheduling.view import View
 
 _LEAST_S = 1e-3
@@ -56,42 +68,42 @@ class Tilted:
         """Raises NoDecodeInstanceError when nothing can decode."""
         return route(request, view, self._choose)
 
-    def _choose(self, request: RoutingRequest, view: View, site: Site) -> Choice:
-        choice = self._place(request, view, site)
+    def _choose(self, request: RoutingRequest, view: View, pd: PdCandidate) -> Choice:
+        choice = self._place(request, view, pd)
         option = choice.option
         choice.urgency_s = view.now_s + self.ageing * option.prefill_s
         if request.held:
-            choice.is_bound = option.moved_cache is not None or _is_held_best(request, option)
+            choice.is_bound = option.cache_transfer is not None or _is_held_best(request, option)
         return choice
 
-    def _place(self, request: RoutingRequest, view: View, site: Site) -> Choice:
-        threshold = adjusted = site.threshold_tokens
-        uncached = uncached_tokens(request, view, site, self.abundance)
-        local = with_cache(request, view, site, site.local, self.abundance)
-        if site.remotes and threshold < math.inf:
-            far = self._cheapest_remote(request, view, site)
-            far = with_cache(request, view, site, far, self.abundance)
+    def _place(self, request: RoutingRequest, view: View, pd: PdCandidate) -> Choice:
+        threshold = adjusted = pd.threshold_tokens
+        uncached = uncached_tokens(request, view, pd, self.abundance)
+        local = with_cache(request, view, pd, pd.local, self.abundance)
+        if pd.remotes and threshold < math.inf:
+            far = self._cheapest_remote(request, view, pd)
+            far = with_cache(request, view, pd, far, self.abundance)
             tilt_s = self.beta * self._ahead_s(local, far, view)
-            tilt = tilt_s / max(site.cluster.prefill_s(threshold), _LEAST_S)
+            tilt = tilt_s / max(pd.cluster.prefill_s(threshold), _LEAST_S)
             adjusted = _tilted(threshold, tilt)
             if uncached > adjusted:
                 reason = "long" if uncached > threshold else "busy-pd"
                 return Choice(far, uncached, adjusted, reason, _cost(far))
-            short_by_cache = own_uncached_tokens(request, site) > adjusted
-            if short_by_cache and (local.moved_cache is None or far.ttft_s <= local.ttft_s):
+            short_by_cache = own_uncached_tokens(request, pd) > adjusted
+            if short_by_cache and (local.cache_transfer is None or far.ttft_s <= local.ttft_s):
                 # The cache that makes it short does not come here, or is done sooner where it is.
                 return Choice(far, uncached, adjusted, "cached-there", _cost(far))
-        reason = site.reason_to_stay(long=uncached > threshold)
+        reason = pd.reason_to_stay(long=uncached > threshold)
         return Choice(local, uncached, adjusted, reason, _cost(local))
 
-    def _cheapest_remote(self, request: RoutingRequest, view: View, site: Site) -> PrefillCandidate:
-        bits = bits_to(request, view, site.decode)
+    def _cheapest_remote(self, request: RoutingRequest, view: View, pd: PdCandidate) -> PrefillCandidate:
+        kv_bytes = kv_bytes_to(request, view, pd.decode)
         best: PrefillCandidate | None = None
         least = math.inf
-        for node, link in site.remotes:
+        for node, link in pd.remotes:
             # Without the link the cost can only be less.
             if node.ttft_s * node.prefill_s < least:
-                option = streamed(node, link, view.now_s, bits)
+                option = streamed(node, link, view.now_s, kv_bytes)
                 cost = _cost(option)
                 if cost < least:
                     best, least = option, cost

@@ -1,13 +1,16 @@
 """The deployment as the policies see it: roles, queues, links, thresholds.
 
-A view is a board that its owner (the live control plane, or the simulator) keeps up to date in place; a policy
-only reads it. Rebuilding it for every request would cost more than the decision (docs/decisions/0004).
+The owner of a view (the live control plane, or the simulator) keeps it up to date in place; a policy only reads it. To
+build it anew for every request would cost more than the decision (docs/explanation/decisions/0004).
 All times are seconds of one clock, `View.now_s`.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Literal
+
+from prfaas.core.scheduling.decision import KvFacts
 
 ClusterKind = Literal["prfaas", "pd"]
 
@@ -16,47 +19,106 @@ class NoDecodeInstanceError(LookupError):
     """No instance can decode."""
 
 
-@dataclass(slots=True)
 class InstanceView:
     """One engine instance.
 
-    `draining`: it finishes what it has and gets nothing new (its role is being changed).
-    `busy_until_s`: when the prefill work accepted there will be done, as predicted; in the past when idle.
-    `decoding`: requests that decode there or are on their way; `decode_slots`: how many keep the SLO, at least 1.
-    `in_flight`: requests open there in any role. `seen_s`: when the engine was last heard of.
+    `takes_prefills` and `takes_decodes` say whether it may be given new work of that kind. They are kept and not worked
+    out at every read: a decision reads them of every instance, and the flags that they follow from rarely change.
     """
 
-    name: str
-    cluster: str
-    prefills: bool
-    decodes: bool
-    healthy: bool = True
-    draining: bool = False
-    in_flight: int = 0
-    busy_until_s: float = 0.0
-    decoding: int = 0
-    decode_slots: int = 1
-    seen_s: float = 0.0
+    __slots__ = (
+        "_decodes", "_draining", "_healthy", "_prefills", "busy_until_s", "cluster", "decode_slots", "decoding",
+        "in_flight", "name", "seen_s", "takes_decodes", "takes_prefills",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        name: str,
+        cluster: str,
+        prefills: bool,
+        decodes: bool,
+        healthy: bool = True,
+        draining: bool = False,
+        in_flight: int = 0,
+        busy_until_s: float = 0.0,
+        decoding: int = 0,
+        decode_slots: int = 1,
+        seen_s: float = 0.0,
+    ) -> None:
+        self.name = name
+        self.cluster = cluster
+        self._prefills, self._decodes, self._healthy, self._draining = prefills, decodes, healthy, draining
+        self.in_flight = in_flight
+        """Requests open there in any role."""
+        self.busy_until_s = busy_until_s
+        """When the prefill work accepted there will be done, as predicted; in the past when idle."""
+        self.decoding = decoding
+        """Requests that decode there or are on their way."""
+        self.decode_slots = decode_slots
+        """How many of them keep the SLO, at least 1."""
+        self.seen_s = seen_s
+        """When the engine last answered."""
+        self._update()
+
+    def _update(self) -> None:
+        is_open = self._healthy and not self._draining
+        self.takes_prefills = is_open and self._prefills
+        self.takes_decodes = is_open and self._decodes
+
+    def _set_prefills(self, prefills: bool) -> None:
+        self._prefills = prefills
+        self._update()
+
+    def _set_decodes(self, decodes: bool) -> None:
+        self._decodes = decodes
+        self._update()
+
+    def _set_healthy(self, healthy: bool) -> None:
+        self._healthy = healthy
+        self._update()
+
+    def _set_draining(self, draining: bool) -> None:
+        self._draining = draining
+        self._update()
+
+    # To read one must cost as little as a plain attribute.
+    prefills = property(attrgetter("_prefills"), _set_prefills)
+    """Whether it has the prefill role."""
+    decodes = property(attrgetter("_decodes"), _set_decodes)
+    """Whether it has the decode role."""
+    healthy = property(attrgetter("_healthy"), _set_healthy)
+    """Whether it answers."""
+    draining = property(attrgetter("_draining"), _set_draining)
+    """Whether its role is being changed: it finishes what it has and gets nothing new."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, InstanceView):
+            return NotImplemented
+        return all(getattr(self, field) == getattr(other, field) for field in self.__slots__)
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
+    def __repr__(self) -> str:
+        return f"InstanceView({', '.join(f'{field}={getattr(self, field)!r}' for field in self.__slots__)})"
 
 
 @dataclass(slots=True)
 class LinkView:
-    """A directed link between clusters.
-
-    `capacity_bits_per_s`: what it can carry now: what was configured, or less when it was seen to carry less
-    under load. `egress_bits_per_s`: what it carried lately. `drained_s`: when the bytes accepted for it will
-    have left, as predicted. `seen_s`: when it was last measured or known to be idle.
-    """
+    """A directed link between clusters."""
 
     source: str
     target: str
     capacity_bits_per_s: float
+    """What it can carry now: what was configured, or less when it was seen to carry less under load."""
     egress_bits_per_s: float = 0.0
+    """What it carried in the last seconds."""
     drained_s: float = 0.0
+    """When the bytes accepted for it will have left, as predicted."""
     rtt_s: float = 0.0
     retransmit_ratio: float = 0.0
     up: bool = True
     seen_s: float = 0.0
+    """When it was last measured or known to be idle."""
 
     @property
     def utilisation(self) -> float:
@@ -66,51 +128,37 @@ class LinkView:
 
 @dataclass(slots=True)
 class ClusterView:
-    """Instances that share a network.
-
-    `prefill_s`: seconds of an uncached length in tokens on one of them, for every length from 0 and never falling:
-    a measured curve must be continued beyond its points by the one who puts it here. `waiting_s`: seconds of prefill
-    that were accepted for whichever of them is free first (`prefill_pool.py`), beside what each has of its own.
-    """
+    """Instances that share a network."""
 
     name: str
     kind: ClusterKind
     instances: list[InstanceView]
     prefill_s: Callable[[float], float]
+    """Seconds of an uncached length in tokens on one of them, for every length from 0 and never falling. The owner of
+    the view continues a measured curve beyond its points."""
     waiting_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class KvFacts:
-    """What the model's KV cache allows.
-
-    `is_hybrid`: some layers' state can't be cut at an arbitrary token, so full-attention blocks alone spare bytes
-    but no computing. `can_skip`: they do spare bytes; not so with sliding windows, since engines keep window
-    blocks only near a prompt's end and don't count a prefix without them as held.
-    `bytes_to_move(num_tokens, skip_tokens)`: KV bytes of a prompt less those of its first `skip_tokens`.
-    """
-
-    is_hybrid: bool
-    can_skip: bool
-    bytes_to_move: Callable[[int, int], int]
+    """Seconds of prefill that wait for whichever instance is free first (`PrefillPool`), beside what each of them has
+    accepted."""
 
 
 @dataclass(slots=True)
 class View:
-    """`clusters` by name, `links` by (source, target), `threshold_tokens` by PD cluster (missing: never offload).
-
-    `stale_after_s`: facts of a link older than that are not believed: its bandwidth counts as scarce, and what is
-    known of its queue can only make offloading rarer. Six times that (`links.py`): the link counts as down.
-    """
+    """Everything that a policy reads."""
 
     clusters: dict[str, ClusterView]
+    """By name."""
     links: dict[tuple[str, str], LinkView]
+    """By (source, target)."""
     kv: KvFacts
     threshold_tokens: dict[str, float] = field(default_factory=dict)
+    """By PD cluster; one that is missing never offloads."""
     now_s: float = 0.0
     stale_after_s: float = 5.0
+    """Facts of a link that are older are not believed: its bandwidth counts as scarce, and what is known of its queue
+    can only make offloading rarer. After `candidates.DOWN_AFTER_STALE` times that the link counts as down."""
     avoid: frozenset[str] = frozenset()
+    """Instances that get nothing."""
 
     def without(self, names: Iterable[str]) -> "View":
-        """The same board, less `names`: how a request looks for another way after a failure."""
+        """The same view, but `names` get nothing: how another route is found after a failure."""
         return replace(self, avoid=self.avoid | frozenset(names))

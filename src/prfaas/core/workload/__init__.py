@@ -1,11 +1,17 @@
 """The traffic: how long prompts and answers are, as formulas or from traces."""
 
 from prfaas.core.workload.empirical import Empirical, fixed
-from prfaas.core.workload.lengths import Bins, LengthDistribution, TruncatedLogNormal, Uniform, WorkloadError
+from prfaas.core.workload.lengths import (
+    Bins,
+    LengthDistribution,
+    TruncatedLogNormal,
+    Uniform,
+    Workload,
+    WorkloadError,
+)
 from prfaas.core.workload.requests import RequestTrace, TracedRequest, read_requests, write_requests
 from prfaas.core.workload.trace import Trace, TraceRequest
 from prfaas.core.workload.trace_readers import TraceFormat, read_trace
-from prfaas.core.workload.workload import Workload
 
 __all__ = [
     "Bins",

@@ -1,8 +1,7 @@
-"""When things come: endless ascending times, and the simplest process.
+"""When requests come: random processes of endless ascending times.
 
-Bursts: a Poisson process whose rate jumps between levels (Markov-modulated).
-
-Day and night: a Poisson process whose rate is a sine wave.
+Poisson; bursts, whose rate jumps between levels (a Markov-modulated Poisson process); day and night, whose rate is a
+sine wave.
 """
 
 import math
@@ -39,9 +38,14 @@ class Arrivals(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Poisson(Arrivals):
-    """Independent arrivals, `rate_per_s` on average. WorkloadError unless the rate is above 0."""
+    """Independent arrivals.
+
+    Raises:
+        WorkloadError: a rate that is not above 0.
+    """
 
     rate_per_s: float
+    """On average."""
 
     def __post_init__(self) -> None:
         check_positive(self.rate_per_s, "a rate of arrivals")
@@ -76,10 +80,12 @@ _FEWEST_DWELLS, _MOST_DWELLS = 256, 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A level of traffic (0 is allowed) and how long it lasts on average, exponentially distributed."""
+    """A level of traffic."""
 
     rate_per_s: float
+    """0 is allowed."""
     dwell_s: float
+    """How long it lasts on average, exponentially distributed."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.rate_per_s) and self.rate_per_s >= 0):
@@ -150,18 +156,19 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Diurnal(Arrivals):
-    """At time t the rate is mean × (1 + swing × sin(2π (t / period + phase))), 0 <= swing <= 1.
-
-    `phase` in periods: 0 begins in the middle of the rise, 0.75 at the lowest point.
+    """At time t the rate is mean × (1 + swing × sin(2π (t / period + phase))).
 
     Raises:
         WorkloadError: a swing outside [0, 1], or a rate or period that is not above 0.
     """
 
     rate_per_s: float
+    """On average."""
     swing: float
+    """From 0 to 1."""
     period_s: float = DAY_S
     phase: float = 0.0
+    """In periods: 0 begins in the middle of the rise, 0.75 at the lowest point."""
 
     def __post_init__(self) -> None:
         check_positive(self.rate_per_s, "a rate of arrivals")

@@ -1,10 +1,7 @@
-"""How long prompts are: what every distribution of lengths can say about itself, exactly.
+"""How long prompts are: what every distribution of lengths can say about itself exactly, and the formulas.
 
-What is wrong with a workload, in one sentence.
-
-Lengths of an interval, all alike.
-
-Log-normal lengths within limits, the paper's workload (section 4.1).
+The formulas are the uniform distribution and the paper's log-normal within limits (section 4.1). `Workload` is what a
+plan is for: prompts of random length, and answers.
 """
 
 import math
@@ -22,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class WorkloadError(ValueError):
-    """A distribution that can't be, or a trace that can't be read (then with file and line)."""
+    """A distribution that can't be, or a trace that can't be read; one sentence, of a trace with file and line."""
 
 
 # Fine enough that integrals of smooth latency curves are right to about 1e-7.
@@ -31,16 +28,16 @@ _INTEGRATION_BINS = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bins:
-    """A distribution cut into intervals (lower, upper] in tokens, each with its mean length and probability.
-
-    All arrays have one entry per bin of positive probability; the weights sum to the probability of the range
-    that was cut, and Σ weight × length is exactly its first moment.
-    """
+    """A distribution cut into intervals (lower, upper]; arrays with one entry per bin of positive probability."""
 
     lower: "FloatArray"
+    """Tokens, excluded."""
     upper: "FloatArray"
+    """Tokens, included."""
     lengths: "FloatArray"
+    """Mean length in tokens. Σ weight × length is exactly the first moment of the range that was cut."""
     weights: "FloatArray"
+    """Probabilities; they sum to that of the range that was cut."""
 
 
 class LengthDistribution(ABC):
@@ -171,22 +168,9 @@ def check_quantile(q: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Interval(LengthDistribution):
+class _Limited(LengthDistribution):
     low_tokens: float
     high_tokens: float
-
-
-class Uniform(_Interval):
-    """Continuous and uniform on [low, high] tokens. WorkloadError unless 0 < low < high."""
-
-    __slots__ = ()
-
-    def __init__(self, low: float, high: float) -> None:
-        if not (math.isfinite(high) and 0 < low < high):
-            raise WorkloadError(
-                f"the limits of lengths must satisfy 0 < low < high, not {low!r} and {high!r}"
-            )
-        _Interval.__init__(self, low, high)
 
     @property
     def low(self) -> float:
@@ -195,6 +179,25 @@ class Uniform(_Interval):
     @property
     def high(self) -> float:
         return self.high_tokens
+
+
+def _check_limits(low: float, high: float) -> None:
+    if not (math.isfinite(high) and 0 < low < high):
+        raise WorkloadError(f"the limits of lengths must satisfy 0 < low < high, not {low!r} and {high!r}")
+
+
+class Uniform(_Limited):
+    """Continuous and uniform on [low, high] tokens.
+
+    Raises:
+        WorkloadError: the limits are not 0 < low < high.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, low: float, high: float) -> None:
+        _check_limits(low, high)
+        _Limited.__init__(self, low, high)
 
     def above(self, thresholds: "FloatArray") -> "tuple[FloatArray, FloatArray]":
         """See `LengthDistribution.above`."""
@@ -223,14 +226,12 @@ _BISECTIONS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class _Truncated(LengthDistribution):
+class _LogNormal(_Limited):
     mu: float
     sigma: float
-    low_tokens: float
-    high_tokens: float
 
 
-class TruncatedLogNormal(_Truncated):
+class TruncatedLogNormal(_LogNormal):
     """log L is normal with mean `mu` and deviation `sigma`, given low <= L <= high (tokens).
 
     Raises:
@@ -245,23 +246,12 @@ class TruncatedLogNormal(_Truncated):
             raise WorkloadError(
                 f"a log-normal needs a finite mu and a sigma above 0, not {mu!r} and {sigma!r}"
             )
-        if not (math.isfinite(high) and 0 < low < high):
-            raise WorkloadError(
-                f"the limits of lengths must satisfy 0 < low < high, not {low!r} and {high!r}"
-            )
-        _Truncated.__init__(self, mu, sigma, low, high)
+        _check_limits(low, high)
+        _LogNormal.__init__(self, low, high, mu, sigma)
         if not self._mass(self._z(low), self._z(high)) > 1e-250:
             raise WorkloadError(
                 f"a log-normal with mu {mu:g} and sigma {sigma:g} has no lengths between {low:g} and {high:g}"
             )
-
-    @property
-    def low(self) -> float:
-        return self.low_tokens
-
-    @property
-    def high(self) -> float:
-        return self.high_tokens
 
     def above(self, thresholds: "FloatArray") -> "tuple[FloatArray, FloatArray]":
         """See `LengthDistribution.above`. The first moment shifts the normal by sigma: exp(mu + σ²/2) × Φ(z − σ)."""
@@ -324,3 +314,33 @@ def _bisect(level: float, start: float, end: float) -> float:
         middle = (start + end) / 2
         start, end = (middle, end) if _cdf(middle) < level else (start, middle)
     return (start + end) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The traffic that a plan is for: prompts of random length, and answers.
+
+    Raises:
+        WorkloadError: a ratio outside [0, 1), or answers without a token.
+    """
+
+    lengths: LengthDistribution
+    """Whole prompts."""
+    output_tokens: float
+    """The mean length of answers."""
+    prefix_hit_ratio: float = 0.0
+    """The first part of every prompt, 0 <= r < 1, that is found in a cache. With 0 the lengths are uncached lengths
+    already: the paper's L."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.prefix_hit_ratio < 1:
+            raise WorkloadError(f"the prefix hit ratio must be in [0, 1), not {self.prefix_hit_ratio!r}")
+        if not (math.isfinite(self.output_tokens) and self.output_tokens > 0):
+            raise WorkloadError(
+                f"answers must have more than 0 tokens on average, not {self.output_tokens!r}"
+            )
+
+    @property
+    def uncached(self) -> LengthDistribution:
+        """The lengths that must be computed: (1 − hit ratio) × length."""
+        return self.lengths.scaled(1 - self.prefix_hit_ratio) if self.prefix_hit_ratio else self.lengths

@@ -1,6 +1,6 @@
-"""Whole requests with their times, and which prompts begin alike.
+"""Recorded requests with their times, and which prompts begin alike; their files.
 
-Whole requests in files: Mooncake's and Azure's formats, and our own for reading and writing.
+Mooncake's and Azure's formats are read, our own is read and written.
 """
 
 import gzip
@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from prfaas.core.workload.lengths import WorkloadError
-from prfaas.core.workload.trace import Where, bad_line, block_ids_of, objects_of, seconds_of, tokens_of
+from prfaas.core.workload.trace import (
+    EndlessCache,
+    Where,
+    bad_line,
+    block_ids_of,
+    objects_of,
+    seconds_of,
+    tokens_of,
+)
 from prfaas.core.workload.trace_readers import (
     MOONCAKE_BLOCK_TOKENS,
     MS_PER_S,
@@ -28,17 +36,17 @@ BLOCK_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """One request, `arrival_s` seconds after the beginning of its traffic.
-
-    `block_ids` names the prompt's text in blocks of `block_tokens` tokens, of which the last may be cut short:
-    prompts share as many tokens as their ids agree from the first one on. There is one id per block begun.
-    """
+    """One request of recorded or made-up traffic."""
 
     arrival_s: float
+    """Seconds after the beginning of the traffic."""
     input_tokens: int
     output_tokens: int
     block_ids: tuple[int, ...]
+    """The prompt's text, one id per block begun; the last block may be cut short. Prompts share as many tokens as
+    their ids agree from the first one on."""
     block_tokens: int
+    """Tokens of a whole block."""
 
     def to_json(self) -> dict[str, Any]:
         """One line of our own format."""
@@ -53,16 +61,17 @@ class TracedRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """Recorded requests in the order of arrival, the first at 0 s; all have blocks of `block_tokens` tokens.
-
-    `units` says how the file's numbers were read. `empty` requests without a prompt were left out.
-    """
+    """Recorded requests."""
 
     name: str
     requests: tuple[TracedRequest, ...]
+    """In the order of arrival, the first at 0 s."""
     block_tokens: int
+    """Of every request."""
     units: str
+    """How the file's numbers were read."""
     empty: int = 0
+    """How many requests without a prompt were left out."""
 
     @classmethod
     def of(cls, name: str, requests: list[TracedRequest], units: str) -> "RequestTrace":
@@ -98,6 +107,14 @@ class RequestTrace:
         """The same requests with no prompt above `most_tokens` tokens."""
         return replace(self, requests=tuple(_cut(each, most_tokens) for each in self.requests))
 
+    def uncached_tokens(self) -> list[int]:
+        """Per request, the tokens that no earlier request began with; at least 1, which is always computed."""
+        cache = EndlessCache()
+        return [
+            max(each.input_tokens - cache.known_blocks(each.block_ids) * each.block_tokens, 1)
+            for each in self.requests
+        ]
+
     @property
     def span_s(self) -> float:
         """Time of the last arrival."""
@@ -113,7 +130,7 @@ class RequestTrace:
         return steps[len(steps) // 2]
 
 
-def _cut(request: "TracedRequest", most_tokens: int) -> "TracedRequest":
+def _cut(request: TracedRequest, most_tokens: int) -> TracedRequest:
     if request.input_tokens <= most_tokens:
         return request
     blocks = request.block_ids[: blocks_begun(most_tokens, request.block_tokens)]
@@ -129,7 +146,7 @@ _LARGEST_ID = (1 << 63) - 1
 
 
 def read_requests(path: Path, form: TraceFormat | None = None) -> RequestTrace:
-    """The requests of a file, from the first arrival on. Without a format, see `traces.read_trace`.
+    """The requests of a file, from the first arrival on. Without a format, see `read_trace`.
 
     Where a file doesn't say which prompts begin alike, none do.
 

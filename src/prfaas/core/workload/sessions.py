@@ -17,26 +17,28 @@ _Number = TypeVar("_Number", np.float64, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class SessionTraffic(Traffic):
-    """Sessions come as `arrivals` say and have `mean_turns` turns on average (geometrically distributed).
+    """Sessions of several turns each. A turn's prompt holds all questions and answers before it.
 
-    Every session begins with the same `shared_tokens` tokens (whole blocks: a system prompt); every turn adds
-    `questions` tokens and is answered with `outputs` tokens, which the next turn's prompt holds too. From one turn
-    to the next it is `think_s` on average (exponentially distributed), the time of the answer included: the
-    traffic doesn't wait for anybody. Prompts have no limit here; whoever has one leaves longer ones out.
-
-    In a replay the place of an answer in later prompts is taken by made-up tokens of the same number, not by what
-    the engine said.
+    The next turn does not wait for the answer: it comes at its time. Prompts have no limit here; a caller that has one
+    leaves longer ones out. In a replay an answer's place in later prompts is taken by made-up tokens of the same
+    number, not by what the engine said.
 
     Raises:
         WorkloadError: fewer than 1 turn, a think time that is not above 0, or a shared part that is not whole blocks.
     """
 
     arrivals: Arrivals
+    """When sessions begin."""
     mean_turns: float
+    """Geometrically distributed."""
     think_s: float
+    """From one turn to the next on average, exponentially distributed; the time of the answer is included."""
     questions: LengthDistribution
+    """Tokens that each turn adds."""
     outputs: LengthDistribution
+    """Tokens of each answer."""
     shared_tokens: int = 0
+    """Tokens that every session begins with (a system prompt); whole blocks."""
     block_tokens: int = BLOCK_TOKENS
 
     def __post_init__(self) -> None:
@@ -69,12 +71,11 @@ class SessionTraffic(Traffic):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Turns:
-    """`first_block`: the first id of the session's own blocks, after the shared ones."""
-
     arrival_s: FloatArray
     input_tokens: IntArray
     output_tokens: IntArray
     first_block: IntArray
+    """The first id of the session's own blocks, after the shared ones."""
 
     def joined(self, other: "_Turns") -> "_Turns":
         return _Turns(

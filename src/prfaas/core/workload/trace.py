@@ -1,8 +1,7 @@
-"""What a trace says about traffic, whatever its format.
+"""What a trace says about traffic, whatever its format, and how its lines are read.
 
-Text files line by line, packed or not, with errors that name the line.
-
-Files with one JSON object per line: their rows, and fields that must be numbers of something.
+Traces are text files, packed or not; errors name the line. Of files with one JSON object per line the fields must be
+numbers of something.
 """
 
 import gzip
@@ -10,7 +9,7 @@ import io
 import json
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -95,34 +94,50 @@ def block_ids_of(where: Where, row: dict[str, Any], field: str) -> tuple[int, ..
     return tuple(blocks)
 
 
+class EndlessCache:
+    """A prefix cache that forgets nothing: how many blocks of each prompt some prompt before it began with."""
+
+    __slots__ = ("_seen",)
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+
+    def known_blocks(self, blocks: Sequence[int]) -> int:
+        """How many of a prompt's first blocks are known; from now on all of them are."""
+        seen, known = self._seen, 0
+        while known < len(blocks) and blocks[known] in seen:
+            known += 1
+        seen.update(blocks)
+        return known
+
+
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request. `cached_tokens` of its prompt are what a cache that forgets nothing would have held by then
-    (None: the trace doesn't say).
-    """
+    """One request of a trace."""
 
     arrival_s: float
     input_tokens: int
     output_tokens: int
     cached_tokens: int | None = None
+    """Of the prompt, what a cache that forgets nothing would have held by then; None: the trace doesn't say."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Lengths, answers and rate of recorded traffic.
-
-    `lengths` are whole prompts. `uncached` is what is left of them behind an endless prefix cache, None if the
-    trace doesn't say. `requests` is empty where the source has only statistics (ServeGen). `skipped` names
-    parts of the source that were left out, and why.
-    """
+    """Lengths, answers and rate of recorded traffic."""
 
     name: str
     lengths: Empirical
+    """Whole prompts."""
     uncached: Empirical | None
+    """What an endless prefix cache leaves of them; None if the trace doesn't say."""
     output_tokens: float
+    """The mean length of answers."""
     requests_per_s: float
     requests: tuple[TraceRequest, ...] = ()
+    """Empty where the source has only statistics (ServeGen)."""
     skipped: tuple[str, ...] = ()
+    """Parts of the source that were left out, and why."""
 
     @classmethod
     def of(cls, name: str, requests: tuple[TraceRequest, ...]) -> "Trace":

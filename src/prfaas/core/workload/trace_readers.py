@@ -1,10 +1,8 @@
-"""A trace in any of the formats.
+"""Traces in any of the formats that `TraceFormat` names.
 
-Traces with one JSON object per line: Mooncake's, and our own.
-
-Azure's LLM inference traces (2023): CSV with TIMESTAMP, ContextTokens, GeneratedTokens.
-
-ServeGen's published workloads: rates and length distributions per client and window of time, no single requests.
+Mooncake's and our own have one JSON object per line. Azure's LLM inference traces (2023) are CSV files with TIMESTAMP,
+ContextTokens, GeneratedTokens. ServeGen's published workloads are archives of rates and length distributions per client
+and window of time, without single requests.
 """
 
 import csv
@@ -22,6 +20,7 @@ from typing import Literal, get_args
 from prfaas.core.workload.empirical import Empirical
 from prfaas.core.workload.lengths import WorkloadError
 from prfaas.core.workload.trace import (
+    EndlessCache,
     Trace,
     TraceRequest,
     bad_line,
@@ -43,21 +42,17 @@ def read_mooncake(path: Path) -> Trace:
     Raises:
         WorkloadError: a file or line that isn't that, with its number.
     """
-    seen: set[int] = set()
+    cache = EndlessCache()
     requests = []
     for where, row in objects_of(path):
         prompt = tokens_of(where, row, "input_length")
         blocks = block_ids_of(where, row, "hash_ids")
-        known = 0
-        while known < len(blocks) and blocks[known] in seen:
-            known += 1
-        seen.update(blocks)
         requests.append(
             TraceRequest(
                 arrival_s=seconds_of(where, row, "timestamp") / MS_PER_S,
                 input_tokens=prompt,
                 output_tokens=tokens_of(where, row, "output_length"),
-                cached_tokens=min(known * MOONCAKE_BLOCK_TOKENS, prompt),
+                cached_tokens=min(cache.known_blocks(blocks) * MOONCAKE_BLOCK_TOKENS, prompt),
             )
         )
     return Trace.of(str(path), tuple(requests))

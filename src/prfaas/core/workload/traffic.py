@@ -1,14 +1,7 @@
-"""What every source of whole requests can do.
+"""Sources of whole requests: made-up ones without any relation, and recorded traces played again.
 
-Some thousand requests as arrays, and as single ones.
-
-Random lengths from a length distribution, thousands at once.
-
-Requests that have nothing to do with each other.
-
-A recorded trace again: faster or slower, over and over, with longer or shorter prompts and answers.
-
-Prompts from block ids: the same tokens wherever the same block stands.
+Requests come as arrays of some thousand; `take` gives single ones. Prompts are blocks of ids; `prompt_ids` makes tokens
+of them, the same wherever the same block stands.
 """
 
 from abc import ABC, abstractmethod
@@ -26,17 +19,18 @@ from prfaas.core.workload.requests import BLOCK_TOKENS, RequestTrace, TracedRequ
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestChunk:
-    """n requests in the order of arrival; `TracedRequest` says what the fields mean.
-
-    `arrival_s`, `input_tokens`, `output_tokens`: one entry per request. The blocks of request i are
-    `block_ids[block_starts[i] : block_starts[i + 1]]`, so `block_starts` has n + 1 entries.
-    """
+    """n requests in the order of arrival; `TracedRequest` says what the fields mean."""
 
     arrival_s: FloatArray
+    """(n,)"""
     input_tokens: IntArray
+    """(n,)"""
     output_tokens: IntArray
+    """(n,)"""
     block_ids: IntArray
+    """Of all requests, one after the other."""
     block_starts: IntArray
+    """(n + 1,): the blocks of request i are `block_ids[block_starts[i] : block_starts[i + 1]]`."""
     block_tokens: int
 
     def __len__(self) -> int:
@@ -91,11 +85,14 @@ _BINS = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthSampler:
-    """Lengths from `lower` (excluded) to `upper` of bins with these cumulative probabilities."""
+    """Draws random lengths, thousands at once; arrays have one entry per bin."""
 
     cumulative: FloatArray
+    """The probability of a bin and all before it."""
     lower: FloatArray
+    """The shortest length of a bin in tokens, excluded."""
     upper: FloatArray
+    """The longest length of a bin in tokens."""
 
     @classmethod
     def of(cls, lengths: LengthDistribution) -> "LengthSampler":
@@ -159,13 +156,10 @@ class IndependentTraffic(Traffic):
 
 @dataclass(frozen=True, slots=True)
 class ReplayedTraffic(Traffic):
-    """`rounds` times the whole trace (None: without end), each round with prefixes of its own.
+    """A trace again, once or several times, each round with prefixes of its own.
 
-    `speed` divides its times. `jitter_s`, in the trace's time, is added to each arrival evenly from 0 up: for
-    traces whose clock is coarse (`RequestTrace.quantum_s`). Lengths are multiplied by `input_factor` and
-    `output_factor` and stay at least 1; with prompts their blocks grow or shrink, so that prompts still begin
-    alike where they did. The factor of prompts is rounded so that a block has a whole number of tokens:
-    `block_tokens` tells.
+    Lengths are multiplied and stay at least 1. With prompts their blocks grow or shrink, so that prompts still begin
+    alike where they did.
 
     Raises:
         WorkloadError: a factor or speed that is not above 0, a jitter below 0, no rounds, or several rounds of
@@ -174,10 +168,26 @@ class ReplayedTraffic(Traffic):
 
     trace: RequestTrace
     speed: float = 1.0
+    """Divides the trace's times."""
     jitter_s: float = 0.0
+    """Each arrival is moved by an even 0 to `jitter_s` of the trace's time: for coarse clocks, see
+    `RequestTrace.quantum_s`."""
     rounds: int | None = 1
+    """How many times the whole trace comes; None: without end."""
     input_factor: float = 1.0
+    """Of prompts; rounded so that a block has a whole number of tokens, `block_tokens`."""
     output_factor: float = 1.0
+    """Of answers."""
+
+    @classmethod
+    def at_rate(cls, trace: RequestTrace, rate_rps: float) -> "ReplayedTraffic":
+        """Without end, at a mean rate; arrivals are spread over the step of a coarse clock.
+
+        Raises:
+            WorkloadError: the trace has no duration and so no rate.
+        """
+        recorded_rps = cls(trace, jitter_s=trace.quantum_s, rounds=None).mean_per_s
+        return cls(trace, speed=rate_rps / recorded_rps, jitter_s=trace.quantum_s, rounds=None)
 
     def __post_init__(self) -> None:
         check_positive(self.speed, "the speed of a replay")

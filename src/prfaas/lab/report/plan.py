@@ -1,118 +1,79 @@
-"""A plan for people: the verdict, then what it rests on, in compact tables.
+"""A plan for people: the verdict, then the tables that it rests on."""
 
-A plan as `report` shows it.
-"""
-
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from prfaas.core.deployment import PlannedDeployment
-from prfaas.core.planner import Baseline, OperatingPoint, Plan
+from prfaas.core.planner import OperatingPoint, Plan
 from prfaas.core.units import format_bits_per_s, format_s
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-
 NONE = "–"
+# Routes of a smaller part of all requests, and gains below so small a part, are not worth a row.
+_LEAST_FRACTION, _LEAST_GAIN = 5e-4, 5e-6
+# The search may stop this far below the true optimum without a word about it.
+_LEAST_GAP = 1e-4
 
 
-@dataclass(frozen=True, slots=True)
-class SetupColumn:
-    """One way to use the hardware. None where a row says nothing about it. Rates in requests per second."""
+def print_plan(console: "Console", deployment: PlannedDeployment, plan: Plan) -> None:
+    """Write a plan to a rich console.
 
-    title: str
-    lambda_max: float
-    ratio: float | None = None
-    threshold_tokens: float | None = None
-    instances: str | None = None
-    gpus: str | None = None
-    cost_ratio: float | None = None
-    offloaded_fraction: float | None = None
-    ttft_mean_s: float | None = None
-    ttft_p90_s: float | None = None
-    ttft_queued_mean_s: float | None = None
-    ttft_queued_p90_s: float | None = None
-    cost_per_million_tokens: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StageRow:
-    """One stage of the optimum: the requests per second of all requests at which it would be full.
-
-    No limit: it has nothing to do.
+    Args:
+        console: Where to.
+        deployment: What was planned; its GPUs and instances are shown.
+        plan: The planner's answer for it.
     """
-
-    name: str
-    instances: str
-    limit: float | None
-    is_binding: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PriceRow:
-    """What one more unit of a resource adds to the highest throughput: requests per second, and in proportion."""
-
-    resource: str
-    gain: float
-    gain_ratio: float
-
-
-@dataclass(frozen=True, slots=True)
-class LinkRow:
-    """One link at the optimum."""
-
-    name: str
-    egress_bits_per_s: float
-    bandwidth_bits_per_s: float
-    needed_bits_per_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RouteRow:
-    """Requests that one cluster prefills for another: their share of all, and their uncached tokens."""
-
-    prefill: str
-    decode: str
-    fraction: float
-    from_tokens: float
-    to_tokens: float
-    mean_tokens: float
-
-
-@dataclass(frozen=True, slots=True)
-class PlanReport:
-    """All that is shown of a plan. `load` is the share of each setup's throughput that queueing is estimated at."""
-
-    title: str
-    verdict: str
-    setups: Sequence[SetupColumn]
-    stages: Sequence[StageRow]
-    prices: Sequence[PriceRow]
-    links: Sequence[LinkRow]
-    load: float
-    routes: Sequence[RouteRow] = ()
-    notes: Sequence[str] = ()
-
-
-def print_plan(console: "Console", report: PlanReport) -> None:
-    """Write a plan to a rich console."""
     from rich.text import Text
 
-    console.print(Text(report.verdict, style="bold"))
-    console.print()
-    console.print(_setups(report))
-    console.print()
-    console.print(_stages(report))
-    for rows, table in ((report.routes, _routes), (report.links, _links), (report.prices, _prices)):
-        if rows:
-            console.print()
-            console.print(table(report))
-    for note in report.notes:
+    point = plan.optimum
+    console.print(Text(plan.verdict, style="bold"))
+    for table in (
+        _setups(deployment, plan),
+        _stages(deployment, point),
+        _routes(point),
+        _links(point),
+        _prices(plan),
+    ):
+        if not table.row_count:
+            continue
+        console.print()
+        console.print(table)
+    for note in _notes(plan):
         console.print()
         console.print(Text(note, style="dim"))
+
+
+def print_sweep(
+    console: "Console", field: str, values: Sequence[float], plans: Sequence[Plan], *, is_rate: bool
+) -> None:
+    """Write a table with one line per value of a field.
+
+    Args:
+        console: Where to.
+        field: The field of the deployment file.
+        values: What stood there.
+        plans: The plan at each value.
+        is_rate: Whether the values are bits per second.
+    """
+    table = _table(field)
+    for title in ("req/s", "homogeneous", "threshold", "prefill + decode", "egress"):
+        table.add_column(title, justify="right")
+    table.add_column("binds")
+    for value, plan in zip(values, plans, strict=True):
+        point = plan.optimum
+        table.add_row(
+            format_bits_per_s(value) if is_rate else f"{value:g}",
+            f"{point.lambda_max:.4g}",
+            f"{plan.homogeneous.point.lambda_max:.4g}",
+            _tokens(point.threshold_tokens) or NONE,
+            f"{point.n_prefill} + {point.n_decode}",
+            format_bits_per_s(point.egress_bits_per_s),
+            ", ".join(point.binding),
+        )
+    console.print(table)
 
 
 def _table(*columns: str) -> "Table":
@@ -125,168 +86,125 @@ def _table(*columns: str) -> "Table":
     return table
 
 
-def _setups(report: PlanReport) -> "Table":
-    rows: list[tuple[str, Callable[[SetupColumn], str | None]]] = [
-        ("throughput (req/s)", lambda s: f"{s.lambda_max:.4g}"),
-        ("against homogeneous", lambda s: None if s.ratio is None else f"{s.ratio:.2f} ×"),
-        ("GPUs", lambda s: s.gpus),
-        ("cost against optimum", lambda s: None if s.cost_ratio is None else f"{s.cost_ratio:.2f} ×"),
-        ("threshold (tokens)", lambda s: _tokens(s.threshold_tokens)),
-        ("instances", lambda s: s.instances),
-        ("offloaded", lambda s: None if s.offloaded_fraction is None else f"{s.offloaded_fraction:.1%}"),
-        ("TTFT mean / P90", lambda s: _pair(s.ttft_mean_s, s.ttft_p90_s)),
-        (
-            f"  with queues at {report.load:.0%} (estimate)",
-            lambda s: _pair(s.ttft_queued_mean_s, s.ttft_queued_p90_s),
-        ),
-        ("cost per million tokens", lambda s: _number(s.cost_per_million_tokens)),
-    ]
-    table = _table(report.title, *(setup.title for setup in report.setups))
-    for name, cell in rows:
-        cells = [cell(setup) for setup in report.setups]
+def _setups(deployment: PlannedDeployment, plan: Plan) -> "Table":
+    """The optimum beside its baselines; a row that no column has anything to say about is left out."""
+    titles = ("homogeneous", "at equal cost", "naive")
+    given = zip(titles, (plan.homogeneous, plan.homogeneous_equal_cost, plan.naive), strict=True)
+    baselines = {title: baseline for title, baseline in given if baseline is not None}
+    optimum, estimate, cost = plan.optimum, plan.ttft_estimate, plan.cost
+    points = [optimum, *(baseline.point for baseline in baselines.values())]
+    base = plan.homogeneous.point.lambda_max
+    rows: dict[str, list[str | None]] = {
+        "throughput (req/s)": [f"{point.lambda_max:.4g}" for point in points],
+        "against homogeneous": [
+            _times(plan.ratio_to_homogeneous),
+            *(_times(point.lambda_max / base if base > 0 else None) for point in points[1:]),
+        ],
+        "GPUs": [
+            _gpus(deployment),
+            *(
+                _gpus(deployment) if each is plan.naive else f"{each.gpus} {each.hardware}"
+                for each in baselines.values()
+            ),
+        ],
+        "cost against optimum": [
+            None if cost is None else _times(1.0),
+            *(
+                None if each.cost_ratio is None else _times(1 / each.cost_ratio)
+                for each in baselines.values()
+            ),
+        ],
+        "threshold (tokens)": [_tokens(optimum.threshold_tokens)],
+        "instances": [_instances(point) for point in points],
+        "offloaded": [f"{optimum.offloaded_fraction:.1%}"],
+        "TTFT mean / P90": [_pair(point.ttft_mean_s, point.ttft_p90_s) for point in points],
+        f"  with queues at {estimate.load:.0%} (estimate)": [_pair(estimate.mean_s, estimate.p90_s)],
+        "cost per million tokens": [None if cost is None else f"{cost.per_million_tokens:.4g}"],
+    }
+    table = _table(f"{deployment.name}: {deployment.kv_model.name}", "optimum", *baselines)
+    for name, cells in rows.items():
         if any(text is not None for text in cells):
-            table.add_row(name, *(text or NONE for text in cells))
+            unsaid = [None] * (len(points) - len(cells))
+            table.add_row(name, *(text or NONE for text in (*cells, *unsaid)))
     return table
 
 
-def _stages(report: PlanReport) -> "Table":
-    lowest = min((stage.limit for stage in report.stages if stage.limit is not None), default=0.0)
+def _stages(deployment: PlannedDeployment, point: OperatingPoint) -> "Table":
+    counts = {f"{cluster.name} prefill": cluster.instance_count for cluster in deployment.prfaas_clusters}
+    for roles in point.roles:
+        counts[f"{roles.cluster} prefill"] = roles.prefill
+        counts[f"{roles.cluster} decode"] = roles.decode
+    lowest = min((stage.capacity for stage in point.stages if stage.capacity is not None), default=0.0)
     table = _table("stage", "instances", "full at (req/s)", "room")
-    for stage in report.stages:
-        if stage.limit is None:
-            table.add_row(stage.name, stage.instances, "unused", NONE)
+    for stage in point.stages:
+        count = str(counts.get(stage.name, ""))
+        if stage.capacity is None:
+            table.add_row(stage.name, count, "unused", NONE)
             continue
-        room = f"{stage.limit / lowest - 1:+.1%}" if lowest > 0 else NONE
+        room = f"{stage.capacity / lowest - 1:+.1%}" if lowest > 0 else NONE
+        binds = stage.name in point.binding
         table.add_row(
             stage.name,
-            stage.instances,
-            f"{stage.limit:.4g}",
-            "binds" if stage.is_binding else room,
-            style="bold" if stage.is_binding else None,
+            count,
+            f"{stage.capacity:.4g}",
+            "binds" if binds else room,
+            style="bold" if binds else None,
         )
     return table
 
 
-def _routes(report: PlanReport) -> "Table":
+def _routes(point: OperatingPoint) -> "Table":
     table = _table("prefill in, decode in", "requests", "uncached tokens", "on average")
-    for route in report.routes:
-        table.add_row(
-            f"{route.prefill}, {route.decode}",
-            f"{route.fraction:.1%}",
-            f"{route.from_tokens:,.0f} to {route.to_tokens:,.0f}",
-            f"{route.mean_tokens:,.0f}",
-        )
+    for route in point.routes:
+        if route.fraction > _LEAST_FRACTION:
+            table.add_row(
+                f"{route.prefill}, {route.decode}",
+                f"{route.fraction:.1%}",
+                f"{route.from_tokens:,.0f} to {route.to_tokens:,.0f}",
+                f"{route.mean_tokens:,.0f}",
+            )
     return table
 
 
-def _links(report: PlanReport) -> "Table":
+def _links(point: OperatingPoint) -> "Table":
     table = _table("link", "egress", "bandwidth", "used", "if no link were a limit")
-    for link in report.links:
+    for link in point.links:
         needed = link.needed_bits_per_s
         table.add_row(
             link.name,
             format_bits_per_s(link.egress_bits_per_s),
             format_bits_per_s(link.bandwidth_bits_per_s),
-            f"{link.egress_bits_per_s / link.bandwidth_bits_per_s:.1%}",
+            f"{link.utilisation:.1%}",
             NONE if needed is None else format_bits_per_s(needed),
         )
     return table
 
 
-def _prices(report: PlanReport) -> "Table":
+def _prices(plan: Plan) -> "Table":
     table = _table("one more", "adds (req/s)", "")
-    for price in report.prices:
-        if abs(price.gain_ratio) < 5e-6:
-            table.add_row(price.resource, "nothing", "")
+    for price in plan.shadow_prices:
+        resource = f"{price.unit} {'on' if price.unit == 'Gbit/s' else 'in'} {price.resource}"
+        if abs(price.gain_ratio) < _LEAST_GAIN:
+            table.add_row(resource, "nothing", "")
         else:
-            table.add_row(price.resource, f"{price.gain:+.3g}", f"{price.gain_ratio:+.2%}")
+            table.add_row(resource, f"{price.gain_req_per_s:+.3g}", f"{price.gain_ratio:+.2%}")
     return table
 
 
-def _tokens(tokens: float | None) -> str | None:
-    return None if tokens is None else f"{tokens:,.0f}"
-
-
-def _number(value: float | None) -> str | None:
-    return None if value is None else f"{value:.4g}"
-
-
-def _pair(one: float | None, other: float | None) -> str | None:
-    if one is None or other is None:
-        return None
-    return f"{format_s(one)} / {format_s(other)}"
-
-
-def plan_report(deployment: PlannedDeployment, plan: Plan) -> PlanReport:
-    """What `prfaas plan` prints."""
-    return PlanReport(
-        title=f"{deployment.name}: {deployment.kv_model.name}",
-        verdict=plan.verdict,
-        setups=_setups_of(deployment, plan),
-        stages=_stages_of(deployment, plan.optimum),
-        prices=[
-            PriceRow(_resource(price.resource, price.unit), price.gain_req_per_s, price.gain_ratio)
-            for price in plan.shadow_prices
-        ],
-        links=[
-            LinkRow(link.name, link.egress_bits_per_s, link.bandwidth_bits_per_s, link.needed_bits_per_s)
-            for link in plan.optimum.links
-        ],
-        load=plan.ttft_estimate.load,
-        routes=_routes_of(plan.optimum),
-        notes=_notes(plan),
-    )
-
-
-def _setups_of(deployment: PlannedDeployment, plan: Plan) -> list[SetupColumn]:
-    point, estimate = plan.optimum, plan.ttft_estimate
-    columns = [
-        SetupColumn(
-            title="optimum",
-            lambda_max=point.lambda_max,
-            ratio=plan.ratio_to_homogeneous,
-            threshold_tokens=point.threshold_tokens,
-            instances=_instances(point),
-            gpus=_gpus(deployment),
-            cost_ratio=None if plan.cost is None else 1.0,
-            offloaded_fraction=point.offloaded_fraction,
-            ttft_mean_s=point.ttft_mean_s,
-            ttft_p90_s=point.ttft_p90_s,
-            ttft_queued_mean_s=estimate.mean_s,
-            ttft_queued_p90_s=estimate.p90_s,
-            cost_per_million_tokens=None if plan.cost is None else plan.cost.per_million_tokens,
-        )
+def _notes(plan: Plan) -> list[str]:
+    notes = [
+        "Throughput takes each stage's time at the mean length, as the paper does; by the lengths one by one it "
+        f"is {plan.lambda_max_by_length:.4g} req/s. TTFT is the time of prefill without waiting.",
+        "Instances are PrfaaS + PD prefill + PD decode, in a column without PrfaaS the latter two.",
     ]
-    base = plan.homogeneous.point.lambda_max
-    titles = {
-        "homogeneous": plan.homogeneous,
-        "at equal cost": plan.homogeneous_equal_cost,
-        "naive": plan.naive,
-    }
-    for title, baseline in titles.items():
-        if baseline is not None:
-            gpus = _gpus(deployment) if baseline is plan.naive else f"{baseline.gpus} {baseline.hardware}"
-            columns.append(_baseline(title, baseline, base, gpus))
-    return columns
-
-
-def _baseline(title: str, baseline: Baseline, base: float, gpus: str) -> SetupColumn:
-    point = baseline.point
-    return SetupColumn(
-        title=title,
-        lambda_max=point.lambda_max,
-        ratio=point.lambda_max / base if base > 0 else None,
-        instances=_instances(point),
-        gpus=gpus,
-        cost_ratio=None if baseline.cost_ratio is None else 1 / baseline.cost_ratio,
-        ttft_mean_s=point.ttft_mean_s,
-        ttft_p90_s=point.ttft_p90_s,
-    )
+    if plan.bound_gap > _LEAST_GAP:
+        notes.append(f"The search stopped early: the true optimum may be up to {plan.bound_gap:.1%} higher.")
+    return notes
 
 
 def _instances(point: OperatingPoint) -> str:
-    home = f"{point.n_prefill} + {point.n_decode}"
-    return f"{point.n_prfaas} + {home}" if point.n_prfaas else home
+    pd = f"{point.n_prefill} + {point.n_decode}"
+    return f"{point.n_prfaas} + {pd}" if point.n_prfaas else pd
 
 
 def _gpus(deployment: PlannedDeployment) -> str:
@@ -296,37 +214,13 @@ def _gpus(deployment: PlannedDeployment) -> str:
     return " + ".join(f"{count} {hardware}" for hardware, count in by_hardware.items())
 
 
-def _stages_of(deployment: PlannedDeployment, point: OperatingPoint) -> list[StageRow]:
-    counts = {f"{cluster.name} prefill": cluster.instance_count for cluster in deployment.prfaas_clusters}
-    for roles in point.roles:
-        counts[f"{roles.cluster} prefill"] = roles.prefill
-        counts[f"{roles.cluster} decode"] = roles.decode
-    return [
-        StageRow(stage.name, str(counts.get(stage.name, "")), stage.capacity, stage.name in point.binding)
-        for stage in point.stages
-    ]
+def _times(ratio: float | None) -> str | None:
+    return None if ratio is None else f"{ratio:.2f} ×"
 
 
-def _routes_of(point: OperatingPoint) -> list[RouteRow]:
-    return [
-        RouteRow(
-            route.prefill, route.decode, route.fraction, route.from_tokens, route.to_tokens, route.mean_tokens
-        )
-        for route in point.routes
-        if route.fraction > 5e-4
-    ]
+def _tokens(tokens: float | None) -> str | None:
+    return None if tokens is None else f"{tokens:,.0f}"
 
 
-def _resource(name: str, unit: str) -> str:
-    return f"{unit} on {name}" if unit == "Gbit/s" else f"{unit} in {name}"
-
-
-def _notes(plan: Plan) -> list[str]:
-    notes = [
-        "Throughput takes each stage's time at the mean length, as the paper does; by the lengths one by one it "
-        f"is {plan.lambda_max_by_length:.4g} req/s. TTFT is the time of prefill without waiting.",
-        "Instances are PrfaaS + PD prefill + PD decode, in a column without PrfaaS the latter two.",
-    ]
-    if plan.bound_gap > 1e-4:
-        notes.append(f"The search stopped early: the true optimum may be up to {plan.bound_gap:.1%} higher.")
-    return notes
+def _pair(one: float | None, other: float | None) -> str | None:
+    return None if one is None or other is None else f"{format_s(one)} / {format_s(other)}"

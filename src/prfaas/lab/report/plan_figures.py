@@ -1,28 +1,40 @@
-"""The plots of `prfaas plan --plot`: Figures 2 and 5 of the paper for this deployment, and what bandwidth buys."""
+"""The plots of `prfaas plan`: Figures 2 and 5 of the paper for a deployment, and what one number of it changes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import inf, nan
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.kv import KvModel, published_models
 from prfaas.core.latency import LatencyProfile, load_profile, profile_names
-from prfaas.core.planner import KvSize, OperatingPoint, Plan, PlanProblem
+from prfaas.core.planner import KvSize, OperatingPoint, Plan, PlanProblem, best_operation
 from prfaas.core.planner.equations import kv_throughput_bits_per_s
-from prfaas.core.planner.network import best_network
-from prfaas.core.planner.two_clusters import best_point, best_threshold, evaluate
+from prfaas.core.planner.two_clusters import best_threshold, evaluate
+from prfaas.lab.report.style import (
+    COLOURS,
+    DECODE,
+    MUTED,
+    PREFILL_AWAY,
+    PREFILL_HOME,
+    THROUGHPUT,
+    length_axis,
+    plot,
+    rate_axis,
+)
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from prfaas.lab.report.figures import KvThroughputCurve, SplitPoint, SweepPoint
-
 _BANDWIDTH_POINTS = 61
 # Several clusters take about half a second per plan.
 _NETWORK_BANDWIDTH_POINTS = 21
 _THRESHOLD_POINTS = 200
+_CURVE_POINTS = 120
+
+Scale = Literal["plain", "logarithmic", "bits_per_s"]
 
 
 def write_plots(
@@ -32,20 +44,39 @@ def write_plots(
 
     Existing files of the same names are replaced.
     """
-    from prfaas.lab.report.figures import plot_kv_throughput
 
-    path = directory / f"{deployment.name}-kv-throughput.png"
-    plot_kv_throughput(kv_throughput_curves(deployment), path, title="KVCache made per second of prefill")
-    yield path
+    def path(what: str) -> Path:
+        return directory / f"{deployment.name}-{what}.png"
+
+    plot_kv_throughput(kv_throughput_curves(deployment), path("kv-throughput"))
+    yield path("kv-throughput")
     if len(deployment.prfaas_clusters) == 1 and len(deployment.pd_clusters) == 1:
-        yield _plot_allocation(deployment, problem, plan, directory)
-        if plan.optimum.threshold_tokens is not None:
-            yield _plot_threshold(deployment, problem, plan, directory)
+        threshold_tokens, n_prefill = plan.optimum.threshold_tokens, plan.optimum.n_prefill
+        points = evaluate_splits(problem, plan)
+        plot_allocation(points, path("split"), threshold_tokens=threshold_tokens, best=n_prefill)
+        yield path("split")
+        if threshold_tokens is not None:
+            best = best_threshold(problem, n_prefill)
+            plot_threshold(*evaluate_thresholds(problem, best), path("threshold"), best=best)
+            yield path("threshold")
     if deployment.links:
-        yield _plot_bandwidth(deployment, problem, plan, directory)
+        _plot_bandwidth(deployment.name, problem, plan, path("bandwidth"))
+        yield path("bandwidth")
 
 
-def kv_throughput_curves(deployment: PlannedDeployment | None = None) -> "list[KvThroughputCurve]":
+@dataclass(frozen=True, slots=True)
+class KvThroughputCurve:
+    """Φ_kv (Eq. 1) of one model on one hardware, over prompt lengths."""
+
+    label: str
+    tokens: Sequence[float]
+    bits_per_s: Sequence[float]
+    is_dense: bool
+    measured: Sequence[tuple[float, float]] = ()
+    """Points (tokens, bits per second) to mark: where prefill was measured."""
+
+
+def kv_throughput_curves(deployment: PlannedDeployment) -> list[KvThroughputCurve]:
     """Φ_kv (Eq. 1) of the paper's models on 8 × H200, and of a deployment's own on all that it runs on."""
     curves = []
     names = profile_names()
@@ -53,8 +84,6 @@ def kv_throughput_curves(deployment: PlannedDeployment | None = None) -> "list[K
         if model.in_paper and f"{model.name}-h200" in names:
             profile = load_profile(f"{model.name}-h200")
             curves.append(_curve(model.title.split(" (")[0], model.kv_model, profile))
-    if deployment is None:
-        return curves
     shown = {f"{model.name}-h200" for model in published_models() if model.in_paper}
     own = {cluster.profile.name: cluster.profile for cluster in deployment.clusters}
     for name, profile in own.items():
@@ -64,13 +93,11 @@ def kv_throughput_curves(deployment: PlannedDeployment | None = None) -> "list[K
     return curves
 
 
-def _curve(label: str, kv_model: KvModel, profile: LatencyProfile) -> "KvThroughputCurve":
+def _curve(label: str, kv_model: KvModel, profile: LatencyProfile) -> KvThroughputCurve:
     import numpy as np
 
-    from prfaas.lab.report.figures import KvThroughputCurve
-
     low, high = max(profile.range_tokens[0], 1024.0), profile.range_tokens[1]
-    tokens = np.geomspace(low, high, 120)
+    tokens = np.geomspace(low, high, _CURVE_POINTS)
     measured = np.array([at for at, _ in profile.prefill.points if low <= at <= high], dtype=np.float64)
 
     def rates(lengths: "NDArray[np.float64]") -> list[float]:
@@ -88,124 +115,256 @@ def _curve(label: str, kv_model: KvModel, profile: LatencyProfile) -> "KvThrough
     )
 
 
-def _plot_allocation(
-    deployment: PlannedDeployment, problem: PlanProblem, plan: Plan, directory: Path
-) -> Path:
-    from prfaas.lab.report.figures import plot_allocation
+def plot_kv_throughput(curves: Sequence[KvThroughputCurve], path: Path) -> None:
+    """Figure 2: bits of KVCache that one instance makes per second of prefill; dense models dashed."""
+    low = min(min(curve.tokens) for curve in curves)
+    high = max(max(curve.tokens) for curve in curves)
+    with plot(path, height=4.8) as (axes,):
+        for number, curve in enumerate(curves):
+            colour = COLOURS[number % len(COLOURS)]
+            style = "--" if curve.is_dense else "-"
+            axes.plot(curve.tokens, curve.bits_per_s, style, color=colour, label=curve.label)
+            if curve.measured:
+                axes.plot(*zip(*curve.measured, strict=True), "o", color=colour, markersize=4.5)
+        length_axis(axes, low, high, "prompt length")
+        rate_axis(axes, "y", "KVCache per second of prefill, one instance")
+        axes.set_title("KVCache made per second of prefill")
 
-    total = problem.pd[0].instances
-    threshold = plan.optimum.threshold_tokens
+
+def evaluate_splits(problem: PlanProblem, plan: Plan) -> list[OperatingPoint]:
+    """Every split of the PD cluster into prefill and decode instances, at the plan's threshold."""
+    total, threshold = problem.pd[0].instances, plan.optimum.threshold_tokens
     at = problem.workload.uncached.high if threshold is None else threshold
-    points = [_split_point(evaluate(problem, at, n)) for n in range(1, total)] or [
-        _split_point(evaluate(problem, at, plan.optimum.n_prefill))
-    ]
-    path = directory / f"{deployment.name}-split.png"
-    plot_allocation(points, path, threshold_tokens=threshold, best=plan.optimum.n_prefill)
-    return path
+    counts = range(1, total) or [plan.optimum.n_prefill]
+    return [evaluate(problem, at, n_prefill) for n_prefill in counts]
 
 
-def _split_point(point: OperatingPoint) -> "SplitPoint":
-    from prfaas.lab.report.figures import SplitPoint
+def plot_allocation(
+    points: Sequence[OperatingPoint], path: Path, *, threshold_tokens: float | None, best: int
+) -> None:
+    """Figure 5(a): throughput over the split of a PD cluster into prefill and decode instances.
 
-    limits = _limits(point)
-    return SplitPoint(
-        n_prefill=point.n_prefill,
-        n_decode=point.n_decode,
-        prefill_away=limits.get("away"),
-        prefill_home=limits.get("home", inf),
-        decode=limits["decode"],
-        lambda_max=point.lambda_max,
-    )
+    Bars of the highest throughput, with the limits of each stage as lines.
+
+    Args:
+        points: One per split.
+        path: The PNG to write.
+        threshold_tokens: At which they were taken; None where nothing is offloaded.
+        best: The chosen N_p.
+    """
+    x = [point.n_prefill for point in points]
+    rates = [point.lambda_max for point in points]
+    away, home, decode = _limits(points)
+    with plot(path) as (axes,):
+        axes.bar(
+            x,
+            rates,
+            width=0.62,
+            color=["#B8B8B8" if point.n_prefill != best else "#5F5F5F" for point in points],
+            label="throughput",
+        )
+        for point in points:
+            axes.annotate(
+                f"{point.lambda_max:.2f}",
+                (point.n_prefill, point.lambda_max),
+                xytext=(0, -13),
+                textcoords="offset points",
+                ha="center",
+                color="white" if point.n_prefill == best else THROUGHPUT,
+                fontsize=9,
+            )
+        axes.plot(x, _filled(home, inf), "o-", color=PREFILL_HOME, label="limit of prefill at home")
+        if None not in away:
+            axes.plot(
+                x,
+                _filled(away, inf),
+                "s-",
+                color=PREFILL_AWAY,
+                label="limit of prefill in the PrfaaS cluster",
+            )
+        axes.plot(x, _filled(decode, inf), "^-", color=DECODE, label="limit of decode")
+        axes.set_xticks(x, [f"{point.n_prefill} / {point.n_decode}" for point in points])
+        axes.set_xlabel("prefill / decode instances of the PD cluster")
+        axes.set_ylabel("requests per second")
+        # A line that leaves the picture belongs to a stage that is no limit there.
+        axes.set_ylim(0, 1.9 * max(rates))
+        at = "" if threshold_tokens is None else f", threshold {threshold_tokens:,.0f} tokens"
+        axes.set_title(f"Best split of the PD cluster{at}")
 
 
-def _limits(point: OperatingPoint) -> Mapping[str, float]:
-    """Of each kind of stage the lowest limit; links belong to the prefill that uses them."""
-    sides = {"prfaas prefill": "away", "link": "away", "pd prefill": "home", "pd decode": "decode"}
-    found: dict[str, float] = {}
-    for stage in point.stages:
-        if stage.capacity is not None:
-            side = sides[stage.kind]
-            found[side] = min(stage.capacity, found.get(side, inf))
+def evaluate_thresholds(
+    problem: PlanProblem, best: OperatingPoint
+) -> tuple[list[float], list[OperatingPoint]]:
+    """Thresholds in tokens around the best one, and the operating point of each with the same split."""
+    import numpy as np
+
+    lengths, chosen = problem.workload.uncached, best.threshold_tokens
+    assert chosen is not None
+    # Where nearly no request is on one side of the threshold there is nothing to see.
+    low, high = min(lengths.quantile(0.03), chosen / 2), max(lengths.quantile(0.97), chosen)
+    tokens = np.unique(np.append(np.geomspace(low, high, _THRESHOLD_POINTS), chosen)).tolist()
+    return tokens, [evaluate(problem, threshold, best.n_prefill) for threshold in tokens]
+
+
+def plot_threshold(
+    tokens: Sequence[float], points: Sequence[OperatingPoint], path: Path, *, best: OperatingPoint
+) -> None:
+    """Figure 5(b): throughput over the routing threshold, for one split of the PD cluster.
+
+    The two limits of prefill cross where the threshold is best, unless decode or the link binds first.
+    """
+    away, home, _ = _limits(points)
+    rates = [point.lambda_max for point in points]
+    chosen, rate = best.threshold_tokens, best.lambda_max
+    assert chosen is not None
+    with plot(path) as (axes,):
+        axes.fill_between(tokens, rates, color="#E4E4E4", linewidth=0)
+        axes.plot(tokens, rates, color=THROUGHPUT, linewidth=3, label="throughput")
+        axes.plot(
+            tokens,
+            _filled(away, nan),
+            color=PREFILL_AWAY,
+            linestyle="--",
+            label="limit of the PrfaaS cluster: Θ(PrfaaS) / p",
+        )
+        axes.plot(
+            tokens,
+            _filled(home, nan),
+            color=PREFILL_HOME,
+            linestyle="--",
+            label="limit of prefill at home: Θ(PD-P) / (1 − p)",
+        )
+        axes.axhline(best.theta_pd_d, color=DECODE, linestyle="--", label="limit of decode: Θ(PD-D)")
+        axes.plot([chosen], [rate], "o", color=THROUGHPUT, markersize=8, zorder=5)
+        axes.annotate(
+            f"{chosen:,.0f} tokens\n{rate:.2f} req/s",
+            (chosen, 0.1 * rate),
+            xytext=(-8, 0),
+            textcoords="offset points",
+            ha="right",
+            color=THROUGHPUT,
+        )
+        axes.axvline(chosen, color=MUTED, linewidth=0.8, linestyle=":")
+        length_axis(axes, min(tokens), max(tokens), "threshold: longer prompts are offloaded")
+        axes.set_ylabel("requests per second")
+        axes.set_ylim(0, 1.9 * rate)
+        axes.set_title(f"Best threshold with {best.n_prefill} prefill and {best.n_decode} decode instances")
+
+
+def _limits(points: Sequence[OperatingPoint]) -> "list[list[float | None]]":
+    """The lowest limits of prefill away (with its links), of prefill at home and of decode; None: unused."""
+    sides = {"prfaas prefill": 0, "link": 0, "pd prefill": 1, "pd decode": 2}
+    found: list[list[float | None]] = [[], [], []]
+    for point in points:
+        lowest: list[float | None] = [None, None, None]
+        for stage in point.stages:
+            if stage.capacity is not None:
+                side = sides[stage.kind]
+                before = lowest[side]
+                lowest[side] = stage.capacity if before is None else min(stage.capacity, before)
+        for each, limit in zip(found, lowest, strict=True):
+            each.append(limit)
     return found
 
 
-def _plot_threshold(deployment: PlannedDeployment, problem: PlanProblem, plan: Plan, directory: Path) -> Path:
-    import numpy as np
-
-    from prfaas.lab.report.figures import ThresholdCurves, plot_threshold
-
-    lengths = problem.workload.uncached
-    best = best_threshold(problem, plan.optimum.n_prefill)
-    chosen = best.threshold_tokens
-    assert chosen is not None
-    # Where nearly nobody is on one side of the threshold there is nothing to see.
-    low, high = min(lengths.quantile(0.03), chosen / 2), max(lengths.quantile(0.97), chosen)
-    tokens = np.unique(np.append(np.geomspace(low, high, _THRESHOLD_POINTS), chosen)).tolist()
-    points = [evaluate(problem, threshold, best.n_prefill) for threshold in tokens]
-    limits = [_limits(point) for point in points]
-    path = directory / f"{deployment.name}-threshold.png"
-    plot_threshold(
-        ThresholdCurves(
-            tokens=tokens,
-            prefill_away=[each.get("away", nan) for each in limits],
-            prefill_home=[each.get("home", nan) for each in limits],
-            decode=best.theta_pd_d,
-            lambda_max=[point.lambda_max for point in points],
-        ),
-        path,
-        best_tokens=chosen,
-        best_lambda=best.lambda_max,
-        split=(best.n_prefill, best.n_decode),
-    )
-    return path
+def _filled(limits: Sequence[float | None], unused: float) -> list[float]:
+    return [unused if limit is None else limit for limit in limits]
 
 
-def _plot_bandwidth(deployment: PlannedDeployment, problem: PlanProblem, plan: Plan, directory: Path) -> Path:
-    from prfaas.lab.report.figures import plot_sweep
-
+def _plot_bandwidth(name: str, problem: PlanProblem, plan: Plan, path: Path) -> None:
     has = max(link.bandwidth_bits_per_s for link in problem.links)
     wanted = max([link.needed_bits_per_s or 0.0 for link in plan.optimum.links] + [has])
-    points = list(_bandwidth_points(problem, plan, low=has / 100, high=3 * wanted))
-    several = len(problem.links) > 1
-    path = directory / f"{deployment.name}-bandwidth.png"
+    low, high = has / 100, 3 * wanted
+    count = _BANDWIDTH_POINTS if problem.is_two_cluster else _NETWORK_BANDWIDTH_POINTS
+    # The deployment's own value too, so that the curve is right where it is marked.
+    values = sorted({*(low * (high / low) ** (index / (count - 1)) for index in range(count)), has})
+    points = []
+    for value in values:
+        links = tuple(
+            replace(link, bandwidth_bits_per_s=link.bandwidth_bits_per_s * value / has)
+            for link in problem.links
+        )
+        points.append(best_operation(replace(problem, links=links)))
     plot_sweep(
+        values,
         points,
+        [plan.homogeneous.point.lambda_max] * len(values),
         path,
-        title=f"{deployment.name}: what bandwidth buys",
-        label="bandwidth of the widest link, the others in proportion"
-        if several
-        else "bandwidth of the link",
+        title=f"{name}: what bandwidth buys",
+        label="bandwidth of the link"
+        if len(problem.links) == 1
+        else "bandwidth of the widest link, the others in proportion",
         scale="bits_per_s",
         has=has,
     )
-    return path
 
 
-def _bandwidth_points(problem: PlanProblem, plan: Plan, *, low: float, high: float) -> "Iterator[SweepPoint]":
-    from dataclasses import replace
+def plot_sweep(
+    values: Sequence[float],
+    points: Sequence[OperatingPoint],
+    homogeneous: Sequence[float],
+    path: Path,
+    *,
+    title: str,
+    label: str,
+    scale: Scale = "plain",
+    has: float | None = None,
+) -> None:
+    """How the best plan moves with one number of the deployment: throughput above, threshold below.
 
-    from prfaas.lab.report.figures import SweepPoint
+    The threshold's panel is left out if not every point has one.
 
-    widest = max(link.bandwidth_bits_per_s for link in problem.links)
-    count = _BANDWIDTH_POINTS if problem.is_two_cluster else _NETWORK_BANDWIDTH_POINTS
-    values = [low * (high / low) ** (index / (count - 1)) for index in range(count)]
-    # The deployment's own value too, so that the curve is right where it is marked.
-    for value in sorted({*values, widest}):
-        links = tuple(
-            replace(link, bandwidth_bits_per_s=link.bandwidth_bits_per_s * value / widest)
-            for link in problem.links
+    Args:
+        values: Of that number.
+        points: The best operating point at each.
+        homogeneous: Requests per second of a homogeneous cluster at each.
+        path: The PNG to write.
+        title: Of the whole picture.
+        label: Of the values' axis.
+        scale: How the values' axis is divided.
+        has: The deployment's own value, which is marked.
+    """
+    from matplotlib.ticker import StrMethodFormatter
+
+    thresholds = [point.threshold_tokens for point in points]
+    with_threshold = None not in thresholds
+    with plot(path, panels=2 if with_threshold else 1, height=5.6 if with_threshold else 4.4) as panels:
+        upper, lower = panels[0], panels[-1]
+        rates = [point.lambda_max for point in points]
+        upper.plot(values, rates, color=THROUGHPUT, label="this deployment, best plan")
+        upper.plot(
+            values,
+            homogeneous,
+            color=MUTED,
+            linestyle="--",
+            linewidth=1.4,
+            label="homogeneous PD with as many GPUs",
         )
-        point = _best(replace(problem, links=links))
-        yield SweepPoint(
-            value,
-            point.lambda_max,
-            plan.homogeneous.point.lambda_max,
-            point.threshold_tokens,
-            f"{point.n_prefill} + {point.n_decode}",
-            point.egress_bits_per_s,
-            ", ".join(point.binding),
-        )
-
-
-def _best(problem: PlanProblem) -> OperatingPoint:
-    return best_point(problem) if problem.is_two_cluster else best_network(problem).point
+        highest = max(*rates, *homogeneous)
+        upper.set_ylim(0, 1.12 * highest if highest > 0 else 1)
+        upper.set_ylabel("requests per second")
+        upper.set_title(title)
+        if with_threshold:
+            tokens = _filled(thresholds, 0.0)
+            lower.plot(values, tokens, color=PREFILL_AWAY, label="best threshold")
+            lower.set_ylim(0, 1.15 * max(tokens) or 1)
+            lower.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+            lower.set_ylabel("tokens")
+        if has is not None:
+            for axes in panels:
+                axes.axvline(has, color=MUTED, linestyle=":", linewidth=1.2)
+            upper.annotate(
+                "as in the file",
+                (has, 0),
+                xytext=(4, 5),
+                textcoords="offset points",
+                color=MUTED,
+                fontsize=9,
+            )
+        if scale == "bits_per_s":
+            rate_axis(lower, "x", label)
+        else:
+            lower.set_xscale("log" if scale == "logarithmic" else "linear")
+            lower.set_xlabel(label)
+        if len(values) > 1 and min(values) < max(values):
+            lower.set_xlim(min(values), max(values))

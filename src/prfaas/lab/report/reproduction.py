@@ -1,7 +1,4 @@
-"""Ours beside the paper's, as a Markdown page.
-
-The numbers of the paper's tables, computed by us from the data and examples that come with prfaas.
-"""
+"""The numbers of the paper's tables, computed again beside the paper's, as a Markdown page."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -18,18 +15,22 @@ if TYPE_CHECKING:
 
 
 TOLERANCE = 0.01
+"""A larger deviation needs a reason."""
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """One number. `reason` says why ours differs; it must be there beyond `TOLERANCE`."""
+class ReproducedNumber:
+    """One number of the paper, and ours."""
 
     key: str
+    """TABLE/ROW/…, which reasons are found by."""
     label: str
     ours: float
     paper: float
     digits: int = 4
+    """How many are shown."""
     reason: str | None = None
+    """Why ours differs; it must be there beyond `TOLERANCE`."""
 
     @property
     def deviation(self) -> float:
@@ -43,20 +44,20 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class ReproducedTable:
     """A table of the page with the text above it."""
 
     title: str
     text: str
-    rows: Sequence[Comparison]
+    rows: Sequence[ReproducedNumber]
 
 
-def unexplained(sections: Sequence[Section]) -> list[Comparison]:
+def unexplained(sections: Sequence[ReproducedTable]) -> list[ReproducedNumber]:
     """What differs by more than 1 % and has no reason."""
     return [row for section in sections for row in section.rows if row.is_off and not row.reason]
 
 
-def reproduction_page(intro: str, sections: Sequence[Section]) -> str:
+def reproduction_page(intro: str, sections: Sequence[ReproducedTable]) -> str:
     """The page: per section a table, then each deviation above 1 % with its reason."""
     rows = [row for section in sections for row in section.rows]
     off = [row for row in rows if row.is_off]
@@ -79,7 +80,7 @@ def reproduction_page(intro: str, sections: Sequence[Section]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(row: Comparison) -> str:
+def _row(row: ReproducedNumber) -> str:
     mark = "**" if row.is_off else ""
     return (
         f"| {row.label} | {_shown(row.ours, row.digits)} | {_shown(row.paper, row.digits)} "
@@ -97,7 +98,7 @@ def _shown(value: float, digits: int) -> str:
     return f"{value:,.{digits}g}" if abs(value) < 10**digits else f"{value:,.0f}"
 
 
-def _reasons(rows: Sequence[Comparison]) -> list[str]:
+def _reasons(rows: Sequence[ReproducedNumber]) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for row in rows:
         by_reason.setdefault(row.reason or "**not explained**", []).append(
@@ -130,7 +131,7 @@ def paper_numbers() -> dict[str, Any]:
     return numbers
 
 
-def sections(plan: "Plan") -> list[Section]:
+def sections(plan: "Plan") -> list[ReproducedTable]:
     """Tables 3, 5 and 6 and the numbers in the text, ours beside the paper's. `plan` is examples/paper.yaml's."""
     paper = paper_numbers()
     reasons: Mapping[str, str] = {key: " ".join(text.split()) for key, text in paper["reasons"].items()}
@@ -150,15 +151,15 @@ def kv_throughput_gbps(model: str, profile: str, tokens: int) -> float:
 
 def _compare(
     reasons: Mapping[str, str], key: str, label: str, ours: float | None, paper: float, digits: int = 4
-) -> Comparison:
+) -> ReproducedNumber:
     """The reason is that of the key or of the longest beginning of it that has one."""
     assert ours is not None, key
     parts = key.split("/")
     found = (reasons.get("/".join(parts[:length])) for length in range(len(parts), 0, -1))
-    return Comparison(key, label, ours, paper, digits, next((each for each in found if each), None))
+    return ReproducedNumber(key, label, ours, paper, digits, next((each for each in found if each), None))
 
 
-def _table3(paper: Mapping[str, Any], reasons: Mapping[str, str]) -> Section:
+def _table3(paper: Mapping[str, Any], reasons: Mapping[str, str]) -> ReproducedTable:
     table = paper["table3"]
     rows = []
     for model, printed in table["models"].items():
@@ -166,7 +167,7 @@ def _table3(paper: Mapping[str, Any], reasons: Mapping[str, str]) -> Section:
             ours = kv_throughput_gbps(model, f"{model}-h200", tokens)
             key, label = f"table3/{model}/{tokens}", f"{model}, {tokens // 1024}K"
             rows.append(_compare(reasons, key, label, ours, value, 4))
-    return Section(
+    return ReproducedTable(
         "Table 3: KV throughput (Gbit/s), 8 × H200",
         "Prefill times of these models are not printed. Ours are implied by this very table and the KVCache sizes "
         "that we count from each model's configuration (T = S_kv · 8 / Φ_kv), so agreement is by construction: it "
@@ -193,7 +194,7 @@ def _implied(models: Mapping[str, Any], lengths: Sequence[int]) -> str:
     return "\n".join(lines)
 
 
-def _table5(paper: Mapping[str, Any], reasons: Mapping[str, str]) -> Section:
+def _table5(paper: Mapping[str, Any], reasons: Mapping[str, str]) -> ReproducedTable:
     table = paper["table5"]
     kv_model, profile = published_model(_HYBRID_1T).kv_model, load_profile(f"{_HYBRID_1T}-h200")
     rows = []
@@ -209,7 +210,7 @@ def _table5(paper: Mapping[str, Any], reasons: Mapping[str, str]) -> Section:
         }
         for column, (label, value) in ours.items():
             rows.append(_compare(reasons, f"table5/{column}/{tokens}", label, value, table[column][index]))
-    return Section(
+    return ReproducedTable(
         "Table 5: the internal 1T model, 8 × H200",
         "Sizes are counted from the architecture that fits the printed ones (15 MLA and 42 KDA layers); prefill times "
         "are the table's own, through which our latency curve goes.",
@@ -230,7 +231,7 @@ _LABELS = {
 }
 
 
-def _table6(paper: Mapping[str, Any], plan: "Plan", reasons: Mapping[str, str]) -> Section:
+def _table6(paper: Mapping[str, Any], plan: "Plan", reasons: Mapping[str, str]) -> ReproducedTable:
     table = paper["table6"]
     assert plan.naive is not None
     points = {
@@ -251,7 +252,7 @@ def _table6(paper: Mapping[str, Any], plan: "Plan", reasons: Mapping[str, str]) 
     }
     for field, (label, ours) in ratios.items():
         rows.append(_compare(reasons, f"table6/{field}", label, ours, table[field]))
-    return Section(
+    return ReproducedTable(
         "Table 6: the case study",
         "`prfaas plan examples/paper.yaml`. The H20 latency curve is not printed in the paper. It is the parabola "
         "through three times that this table implies: Θ PD-P of the optimum, and Θ PD-P and P90 TTFT of homogeneous "
@@ -260,7 +261,7 @@ def _table6(paper: Mapping[str, Any], plan: "Plan", reasons: Mapping[str, str]) 
     )
 
 
-def _claims(paper: Mapping[str, Any], plan: "Plan", reasons: Mapping[str, str]) -> Section:
+def _claims(paper: Mapping[str, Any], plan: "Plan", reasons: Mapping[str, str]) -> ReproducedTable:
     claims, point = paper["claims"], plan.optimum
     single = {
         "offloaded_fraction": ("offloaded fraction p", point.offloaded_fraction),
@@ -299,7 +300,7 @@ def _claims(paper: Mapping[str, Any], plan: "Plan", reasons: Mapping[str, str]) 
     }
     for field, (label, value) in in_text.items():
         rows.append(_compare(reasons, f"claims/{field}", label, value, claims[field]))
-    return Section(
+    return ReproducedTable(
         "Numbers in the text",
         "Sections 2.2, 2.3 (Eq. 2, by `prfaas bandwidth`), 4.3 and 4.4.",
         rows,

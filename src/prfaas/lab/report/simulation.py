@@ -1,120 +1,219 @@
 """A simulation for people: policies beside each other, then what they decided and how busy everything was."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
-from prfaas.core.units import format_bits_per_s, format_s
+from prfaas.core.deployment import PlannedDeployment
+from prfaas.core.units import format_bits_per_s, format_bytes, format_s
+from prfaas.lab.simulator import CacheOptions, Result
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from rich.console import Console
     from rich.table import Table
-
-    FloatArray = NDArray[np.float64]
 
 NONE = "–"
 
 
-@dataclass(frozen=True, slots=True)
-class StageUse:
-    """One stage over a run: the part of its time (or decode slots, or bandwidth) that was in use, and how many waited
-    for it on average. `what` is "prefill", "decode" or "link". None: nothing is known.
-    """
-
-    name: str
-    what: str
-    utilisation: float | None
-    waiting: float | None = None
-    note: str = ""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class PolicyRun:
-    """One policy's run.
-
-    `numbers`: the simulator's summary by field name (`ttft_mean_s`, …); None where there is none. `arrival_s` and
-    `ttft_s`: one entry per counted request, in the order of arrival. `series`: equally spaced values over `time_s` by
-    name: `queue_<cluster>`, `prefill_utilisation_<cluster>`, `egress_bits_per_s_<link>` and so on.
-    """
-
-    name: str
-    numbers: Mapping[str, float | bool | None]
-    decisions: Mapping[str, int]
-    stages: Sequence[StageUse]
-    arrival_s: "FloatArray"
-    ttft_s: "FloatArray"
-    series: Mapping[str, "FloatArray"]
-
-
-@dataclass(frozen=True, slots=True)
 class SimulationReport:
-    """All that is shown of a simulation. The first run is what the others are compared with.
+    """The results of one or more policies under the same requests, with all that was simulated."""
 
-    `facts`: what was simulated, in words. `notes`: what to know before believing it. `links`: capacity in bits per
-    second by name. `ttft_slo_s`: the deployment's limit, if it has one.
-    """
-
-    title: str
-    lead: str
-    facts: Sequence[tuple[str, str]]
-    runs: Sequence[PolicyRun]
-    links: Mapping[str, float]
-    command: str = ""
+    deployment: PlannedDeployment
+    results: Mapping[str, Result]
+    """By policy; the first is what the others are compared with."""
+    summaries: Mapping[str, Mapping[str, Any]]
+    """`Result.summary` of each."""
+    rate_rps: float
+    """Requests per second that arrive on average."""
+    lambda_max_rps: float
+    """What the planner finds, which the load is a share of."""
+    seed: int
+    requests: int | None
+    """How many arrive; None: as many as come in `duration_s`."""
+    duration_s: float | None
+    arrivals: Mapping[str, Any]
+    """The traffic as it stands in JSON."""
+    arrivals_text: str
+    """The traffic in a line."""
     notes: Sequence[str] = ()
-    ttft_slo_s: float | None = None
+    """What to know about the traffic before one believes the numbers."""
+    caches: CacheOptions | None = None
+    link_fluctuation: str | None = None
+    """SD:CORRELATION_S, as it was asked for."""
+    prefill_concurrency: int = 1
+    changes: Mapping[str, float] | None = None
+    """Fields of the deployment file that were given another number."""
+    changes_text: Sequence[str] = ()
+    """The same as they were asked for: FIELD=VALUE."""
+    command: str = ""
+    """The command line that gives this report again."""
+
+    @property
+    def load(self) -> float:
+        """The share of Λ_max that arrives."""
+        return self.rate_rps / self.lambda_max_rps
+
+    @property
+    def title(self) -> str:
+        return (
+            f"{self.deployment.name}: {self.rate_rps:.4g} requests/s, {self.load:.3g} of the planner's Λ_max"
+        )
+
+    @property
+    def lead(self) -> str:
+        return f"{self.deployment.kv_model.name}; simulated with prfaas simulate, seed {self.seed}"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """What was simulated, in words: a name and a text each."""
+        length = (
+            f"{self.requests:,} requests"
+            if self.requests is not None
+            else f"{format_s(self.duration_s or 0.0)} of arrivals"
+        )
+        facts = [("clusters", "; ".join(_clusters(self.deployment)))]
+        if links := self.deployment.links:
+            rates = [f"{link.name} {format_bits_per_s(link.bandwidth_bits_per_s)}" for link in links]
+            facts.append(("links", "; ".join(rates) + _fluctuation(self.link_fluctuation)))
+        facts += [
+            ("arrivals", self.arrivals_text),
+            (
+                "load",
+                f"{self.load:.3g} × Λ_max, which is {self.lambda_max_rps:.4g} requests/s by `prfaas plan`",
+            ),
+            ("length", f"{length}, a tenth of the time warm-up; seed {self.seed}"),
+            ("caches", _caches(self.deployment, self.caches)),
+        ]
+        if self.changes_text:
+            facts.append(("changed in the file", "; ".join(self.changes_text)))
+        return facts
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers, strings, lists and dicts."""
+        return {
+            "deployment": self.deployment.name,
+            "load": self.load,
+            "rate_rps": self.rate_rps,
+            "lambda_max_rps": self.lambda_max_rps,
+            "seed": self.seed,
+            "requests": self.requests,
+            "duration_s": self.duration_s,
+            "arrivals": self.arrivals,
+            "caches": None if self.caches is None else asdict(self.caches),
+            "link_fluctuation": self.link_fluctuation,
+            "prefill_concurrency": self.prefill_concurrency,
+            "changes": self.changes or {},
+            "policies": self.summaries,
+        }
+
+
+def _clusters(deployment: PlannedDeployment) -> Iterator[str]:
+    for cluster in deployment.clusters:
+        does = "prefill for others" if cluster.kind == "prfaas" else "prefill and decode"
+        yield f"{cluster.name}: {cluster.instance_count} × {cluster.gpus_per_instance} {cluster.hardware}, {does}"
+
+
+def _caches(deployment: PlannedDeployment, caches: CacheOptions | None) -> str:
+    if caches is None:
+        return "none"
+    size = format_bytes(caches.capacity_tokens * deployment.kv_model.token_bytes)
+    text = f"{size} on every instance ({caches.capacity_tokens:,} tokens)"
+    if caches.checkpoint_tokens is not None:
+        text += (
+            f"; hybrid model: a state, as large as {caches.state_tokens:,} tokens, every "
+            f"{caches.checkpoint_tokens:,} tokens and at the end of a prompt"
+        )
+    return text
+
+
+def _fluctuation(text: str | None) -> str:
+    if text is None:
+        return ""
+    relative_sd, _, correlation_s = text.partition(":")
+    return f"; fluctuating by {float(relative_sd):.0%} (standard deviation), correlated over {float(correlation_s):g} s"
 
 
 def headline(report: SimulationReport) -> list[list[str]]:
-    """The main table: a row per number, a cell per policy; behind a line break what is said of it in small print.
+    """The main table: a row per number, a cell per policy; after a line break what is said of it in small print.
 
     Rows that no policy has anything to say about are left out.
     """
-    first = report.runs[0]
     rows = []
     for label, key, shown, compared in _ROWS:
+        values = [_number(summary.get(key)) for summary in report.summaries.values()]
         cells = [label]
-        for run in report.runs:
-            value = run.numbers.get(key)
+        for number, value in enumerate(values):
             text = NONE if value is None else shown(value)
-            if compared and run is not first:
-                text += _difference(first.numbers.get(key), value)
+            if compared and number > 0:
+                text += _difference(values[0], value)
             cells.append(text)
-        values = [run.numbers.get(key) for run in report.runs]
         if any(values if key in _ONLY_IF_ANY else (value is not None for value in values)):
             rows.append(cells)
     return rows
 
 
+def _number(value: Any) -> float | None:
+    """A number of a summary; of what the slow loops did, how often they did it."""
+    return len(value) if isinstance(value, list) else value
+
+
+def decision_totals(report: SimulationReport) -> list[tuple[str, list[int]]]:
+    """Every reason of a decision with its count by policy, the most frequent first."""
+    decisions = [summary["decisions"] for summary in report.summaries.values()]
+    reasons = dict.fromkeys(reason for each in decisions for reason in each)
+    counts = {reason: [each.get(reason, 0) for each in decisions] for reason in reasons}
+    return sorted(counts.items(), key=lambda item: (-sum(item[1]), item[0]))
+
+
 def decision_rows(report: SimulationReport) -> list[list[str]]:
     """Shares of all decisions by their reason, the most frequent first."""
-    totals: dict[str, int] = {}
-    for run in report.runs:
-        for reason, count in run.decisions.items():
-            totals[reason] = totals.get(reason, 0) + count
-    rows = []
-    for reason in sorted(totals, key=lambda each: (-totals[each], each)):
-        cells = [reason]
-        for run in report.runs:
-            count = run.decisions.get(reason, 0)
-            cells.append(f"{count / sum(run.decisions.values()):.1%}\n{count:,}" if count else NONE)
-        rows.append(cells)
-    return rows
+    totals = [sum(summary["decisions"].values()) for summary in report.summaries.values()]
+    return [
+        [
+            reason,
+            *(
+                f"{count / total:.1%}\n{count:,}" if count else NONE
+                for count, total in zip(counts, totals, strict=True)
+            ),
+        ]
+        for reason, counts in decision_totals(report)
+    ]
 
 
 def stage_rows(report: SimulationReport) -> list[list[str]]:
-    """Every stage with its utilisation and, small, what waited."""
-    names = dict.fromkeys((use.name, use.what) for run in report.runs for use in run.stages)
-    rows = []
-    for name, what in names:
-        cells = [f"{name} {what}"]
-        for run in report.runs:
-            use = next((each for each in run.stages if (each.name, each.what) == (name, what)), None)
-            cells.append(NONE if use is None else _use(use))
-        rows.append(cells)
+    """Every stage: the share of its time, decode slots or bandwidth in use, and in small print what waited.
+
+    All are means after the warm-up.
+    """
+    results, rows = report.results.values(), []
+
+    def add(label: str, cells: list[str]) -> None:
+        if any(cell != NONE for cell in cells):
+            rows.append([label, *cells])
+
+    for cluster in report.deployment.clusters:
+        for what, queue in (("prefill", "queue"), ("decode", "decode_queue")):
+            keys = f"{what}_utilisation_{cluster.name}", f"{queue}_{cluster.name}"
+            add(f"{cluster.name} {what}", [_busy_cell(*map(result.mean_of, keys)) for result in results])
+    for link in report.deployment.links:
+        rates = [result.mean_of(f"egress_bits_per_s_{link.name}") for result in results]
+        add(
+            f"{link.name} link",
+            [
+                NONE if rate is None else f"{rate / link.bandwidth_bits_per_s:.1%}\n{format_bits_per_s(rate)}"
+                for rate in rates
+            ],
+        )
     return rows
+
+
+def _busy_cell(utilisation: float | None, waiting: float | None) -> str:
+    if utilisation is None:
+        return NONE
+    if waiting is None:
+        return f"{utilisation:.1%}"
+    return f"{utilisation:.1%}\n{f'{waiting:.2f}' if waiting < 10 else f'{waiting:,.0f}'} waiting"
 
 
 def print_simulation(console: "Console", report: SimulationReport) -> None:
@@ -122,10 +221,10 @@ def print_simulation(console: "Console", report: SimulationReport) -> None:
     from rich.text import Text
 
     console.print(Text(report.title, style="bold"))
-    for name, text in report.facts:
+    for name, text in report.facts():
         console.print(Text(f"{name}: {text}"))
     console.print()
-    names = [run.name for run in report.runs]
+    names = list(report.results)
     console.print(_table("", names, headline(report), bold=("TTFT mean", "TTFT P90")))
     console.print()
     console.print(_table("decisions by reason", names, decision_rows(report)))
@@ -159,20 +258,10 @@ def _table(
     return table
 
 
-def _difference(first: float | bool | None, value: float | bool | None) -> str:
+def _difference(first: float | None, value: float | None) -> str:
     if first is None or value is None or not first:
         return ""
     return f"\n{value / first - 1:+.1%}".replace("-", "−")
-
-
-def _use(use: StageUse) -> str:
-    busy = NONE if use.utilisation is None else f"{use.utilisation:.1%}"
-    small = use.note if use.waiting is None else f"{_few(use.waiting)} waiting"
-    return f"{busy}\n{small}" if small else busy
-
-
-def _few(count: float) -> str:
-    return f"{count:.2f}" if count < 10 else f"{count:,.0f}"
 
 
 def _seconds(value: float) -> str:
@@ -214,5 +303,5 @@ _ROWS: tuple[tuple[str, str, Callable[[float], str], bool], ...] = (
     ("prefilled again after a failure", "retries", _count, False),
     ("stable", "stable", _stable, False),
 )
-# Zero is what everybody expects of these.
+# Zero is what is expected of these.
 _ONLY_IF_ANY = {"conversions", "retries", "hit_ratio"}

@@ -1,13 +1,20 @@
-"""Drawings of a simulation: TTFT, queues, utilisation, egress, thresholds and roles, decisions.
+"""A simulation as one self-contained HTML page with drawings.
 
-A simulation as one self-contained HTML file.
+The drawings: TTFT, queues, utilisation, egress, thresholds and roles, decisions.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from prfaas.lab.report.html import COLOURS, INK, MUTED, HtmlPage, drawing
-from prfaas.lab.report.simulation import PolicyRun, SimulationReport, decision_rows, headline, stage_rows
+from prfaas.lab.report.drawing import COLOURS, INK, MUTED, drawing
+from prfaas.lab.report.simulation import (
+    SimulationReport,
+    decision_rows,
+    decision_totals,
+    headline,
+    stage_rows,
+)
+from prfaas.lab.simulator import Result
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,11 +35,38 @@ _FAR_APART = 100.0
 _REASON_COLOURS = ("#4C6A92", "#A8703A", "#4F8A6B", "#8C5B7E", "#7A7A7A", "#9C8430", "#6B6BB0", "#A65353")
 
 Figure = tuple[str, str, str]
-"""Heading, drawing, caption."""
+"""Heading, drawing (SVG), caption."""
+
+
+def simulation_page(report: SimulationReport) -> str:
+    """The whole HTML file, `data/simulation.html` filled in; the same report gives the same text."""
+    import html
+
+    import jinja2
+    from markupsafe import Markup
+
+    def escape(value: object) -> Markup:
+        return value if isinstance(value, Markup) else Markup(html.escape(str(value)))
+
+    # With the entities of html.escape, so that the page doesn't depend on the version of markupsafe.
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("prfaas.lab.report", "data"),
+        autoescape=True,
+        finalize=escape,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("simulation.html").render(
+        report=report,
+        names=list(report.results),
+        headline=headline(report),
+        decisions=decision_rows(report),
+        stages=stage_rows(report),
+        figures=figures(report),
+    )
 
 
 def figures(report: SimulationReport) -> Iterator[Figure]:
-    """Whatever the runs have series for, in the order of the way of a request."""
+    """Whatever the results have series for, in the order in which a request meets it."""
     yield (
         "Time to first token",
         _ttft_distribution(report),
@@ -72,7 +106,7 @@ def figures(report: SimulationReport) -> Iterator[Figure]:
     roles = [
         key
         for key in _names(report, "prefill_instances_")
-        if any(f"threshold_tokens_{key.partition('instances_')[2]}" in run.series for run in report.runs)
+        if any(f"threshold_tokens_{key.partition('instances_')[2]}" in each for each in _series(report))
     ]
     if knobs := thresholds + roles:
         yield (
@@ -83,7 +117,7 @@ def figures(report: SimulationReport) -> Iterator[Figure]:
                 "of each PD cluster prefill."
             ),
         )
-    if any(run.decisions for run in report.runs):
+    if decision_totals(report):
         yield (
             "Decisions",
             _decisions(report),
@@ -100,17 +134,17 @@ def _ttft_distribution(report: SimulationReport) -> str:
     with drawing("ttft", height=3.4) as drawn:
         (axes,) = drawn.panels
         lowest, highest = np.inf, 0.0
-        for number, run in enumerate(report.runs):
-            seconds = run.ttft_s[np.isfinite(run.ttft_s)]
+        for number, (name, result) in enumerate(report.results.items()):
+            _, seconds = _first_tokens(result)
             if len(seconds) == 0:
                 continue
             at = np.quantile(seconds, shares)
             lowest, highest = min(lowest, float(at[4])), max(highest, float(at[-1]))
-            axes.plot(at, shares * 100, color=_colour(number), label=run.name)
+            axes.plot(at, shares * 100, color=_colour(number), label=name)
         for share in (50, 90, 99):
             axes.axhline(share, color=MUTED, linewidth=0.6, linestyle=":")
-        if report.ttft_slo_s is not None:
-            _mark(axes, report.ttft_slo_s, "SLO")
+        if (slo_s := report.deployment.slo.ttft_s) is not None:
+            _mark(axes, slo_s, "SLO")
         if highest > 0:
             _seconds_axis(axes, lowest, highest)
         axes.set_ylim(0, 100)
@@ -124,23 +158,26 @@ def _ttft_over_time(report: SimulationReport) -> str:
     import numpy as np
     from matplotlib.ticker import FuncFormatter
 
-    longest = max((float(run.arrival_s[-1]) for run in report.runs if len(run.arrival_s)), default=1.0)
-    fewest = min(len(run.arrival_s) for run in report.runs)
+    by_policy = {name: _first_tokens(result) for name, result in report.results.items()}
+    longest = max(
+        (float(arrival_s[-1]) for arrival_s, _ in by_policy.values() if len(arrival_s)), default=1.0
+    )
+    fewest = min(len(arrival_s) for arrival_s, _ in by_policy.values())
     # A P90 of fewer than some forty requests is noise.
     bins = int(np.clip(fewest // 40, 1, 120))
     scale, unit = _time_unit(longest)
     with drawing("ttft-over-time", height=3.0) as drawn:
         (axes,) = drawn.panels
         drawn_s: list[float] = []
-        for number, run in enumerate(report.runs):
-            if len(run.arrival_s) == 0:
+        for number, (name, (arrival_s, ttft_s)) in enumerate(by_policy.items()):
+            if len(arrival_s) == 0:
                 continue
-            edges = np.linspace(run.arrival_s[0], run.arrival_s[-1], bins + 1)
-            groups = np.split(run.ttft_s, np.searchsorted(run.arrival_s, edges[1:-1]))
+            edges = np.linspace(arrival_s[0], arrival_s[-1], bins + 1)
+            groups = np.split(ttft_s, np.searchsorted(arrival_s, edges[1:-1]))
             middle = (edges[:-1] + edges[1:]) / 2 / scale
             means = [float(np.mean(group)) if len(group) else np.nan for group in groups]
             tails = [float(np.quantile(group, 0.9)) if len(group) else np.nan for group in groups]
-            axes.plot(middle, means, color=_colour(number), label=run.name)
+            axes.plot(middle, means, color=_colour(number), label=name)
             axes.plot(middle, tails, color=_colour(number), linestyle=(0, (3, 1.5)), linewidth=0.9)
             drawn_s += [value for value in (*means, *tails) if value > 0]
         if drawn_s and max(drawn_s) > _FAR_APART * min(drawn_s):
@@ -170,12 +207,12 @@ def _panels(
     with drawing(name, len(keys), columns=columns, height=1.9) as drawn:
         for axes, key in zip(drawn.panels, keys, strict=True):
             highest = 0.0
-            for number, run in enumerate(report.runs):
-                if key in run.series:
+            for number, (policy, series) in enumerate(_by_policy(report)):
+                if key in series:
                     stepped = key.startswith(("threshold_", "prefill_instances_"))
-                    time_s, values = thinned(run.series["time_s"], run.series[key], mean=not stepped)
+                    time_s, values = thinned(series["time_s"], series[key], mean=not stepped)
                     style = "steps-post" if stepped else "default"
-                    axes.plot(time_s / scale, values, color=_colour(number), label=run.name, drawstyle=style)
+                    axes.plot(time_s / scale, values, color=_colour(number), label=policy, drawstyle=style)
                     highest = max(highest, _highest(values))
             axes.set_title(title(key))
             axes.set_ylim(0, max(1.03, 1.03 * highest) if percent else 1.12 * highest or 1.0)
@@ -196,26 +233,23 @@ def _egress(report: SimulationReport, keys: Sequence[str]) -> str:
 
     scale, unit = _time_unit(_end_s(report))
     columns = _columns(len(keys))
+    bandwidths = {link.name: link.bandwidth_bits_per_s for link in report.deployment.links}
     with drawing("egress", len(keys), columns=columns, height=2.3) as drawn:
         for axes, key in zip(drawn.panels, keys, strict=True):
             link = key.removeprefix("egress_bits_per_s_")
             highest = 0.0
-            for number, run in enumerate(report.runs):
-                if key in run.series:
-                    time_s, values = thinned(run.series["time_s"], run.series[key])
-                    axes.plot(time_s / scale, values / 1e9, color=_colour(number), label=run.name)
+            for number, (policy, series) in enumerate(_by_policy(report)):
+                if key in series:
+                    time_s, values = thinned(series["time_s"], series[key])
+                    axes.plot(time_s / scale, values / 1e9, color=_colour(number), label=policy)
                     highest = max(highest, _highest(values))
-            capacity = report.runs[0].series.get(f"capacity_bits_per_s_{link}")
-            if capacity is None and link in report.links:
-                capacity = report.runs[0].series["time_s"] * 0 + report.links[link]
-            if capacity is not None:
-                time_s, values = thinned(report.runs[0].series["time_s"], capacity)
-                axes.plot(time_s / scale, values / 1e9, color=INK, linewidth=0.9, linestyle=":", zorder=1)
-                # A wide link would press what it carries into a line at the bottom.
-                if float(values.min(initial=float("inf"))) < _MOST_ROOM * highest:
-                    highest = max(highest, _highest(values))
-            rate = f", {format_bits_per_s(report.links[link])}" if link in report.links else ""
-            axes.set_title(f"{link}{rate}")
+            first = _series(report)[0]
+            time_s, values = thinned(first["time_s"], first[f"capacity_bits_per_s_{link}"])
+            axes.plot(time_s / scale, values / 1e9, color=INK, linewidth=0.9, linestyle=":", zorder=1)
+            # The capacity of a wide link would make what it carries a line at the bottom.
+            if float(values.min(initial=float("inf"))) < _MOST_ROOM * highest:
+                highest = max(highest, _highest(values))
+            axes.set_title(f"{link}, {format_bits_per_s(bandwidths[link])}")
             axes.set_ylim(0, 1.12 * highest / 1e9 or 1.0)
             axes.set_ylabel("Gbit/s")
         _label_time(drawn.panels, columns, unit)
@@ -224,23 +258,20 @@ def _egress(report: SimulationReport, keys: Sequence[str]) -> str:
 
 def _decisions(report: SimulationReport) -> str:
     """Stacked bars, a bar per policy."""
-    totals: dict[str, int] = {}
-    for run in report.runs:
-        for reason, count in run.decisions.items():
-            totals[reason] = totals.get(reason, 0) + count
-    reasons = sorted(totals, key=lambda each: (-totals[each], each))
-    with drawing("decisions", height=0.5 + 0.32 * len(report.runs)) as drawn:
+    names, counted = list(report.results), decision_totals(report)
+    totals = [max(sum(each), 1) for each in zip(*(counts for _, counts in counted), strict=True)]
+    with drawing("decisions", height=0.5 + 0.32 * len(names)) as drawn:
         (axes,) = drawn.panels
-        places = list(range(len(report.runs)))
-        left = [0.0] * len(report.runs)
-        for number, reason in enumerate(reasons):
-            shares = [100 * run.decisions.get(reason, 0) / _requests(run) for run in report.runs]
+        places = list(range(len(names)))
+        left = [0.0] * len(names)
+        for number, (reason, counts) in enumerate(counted):
+            shares = [100 * count / total for count, total in zip(counts, totals, strict=True)]
             colour = _REASON_COLOURS[number % len(_REASON_COLOURS)]
             bars = axes.barh(places, shares, 0.62, left=left, color=colour, label=reason)
             labels = [f"{share:.0f} %" if share >= 4 else "" for share in shares]
             axes.bar_label(bars, labels, label_type="center", color="#ffffff", fontsize=8.5)
             left = [before + share for before, share in zip(left, shares, strict=True)]
-        axes.set_yticks(places, [run.name for run in report.runs])
+        axes.set_yticks(places, names)
         axes.invert_yaxis()
         axes.grid(False)
         axes.set_xlim(0, 100)
@@ -267,16 +298,31 @@ def thinned(
     )
 
 
-def _names(report: SimulationReport, prefix: str) -> list[str]:
-    """Keys of series with that beginning, in the order of the first run that has them; all-zero ones left out."""
-    found = dict.fromkeys(key for run in report.runs for key in run.series if key.startswith(prefix))
-    return [key for key in found if any(_says_something(run, key) for run in report.runs)]
-
-
-def _says_something(run: PolicyRun, key: str) -> bool:
+def _first_tokens(result: Result) -> "tuple[FloatArray, FloatArray]":
+    """When the counted requests arrived that had a first token, and their TTFT; both in seconds."""
     import numpy as np
 
-    values = run.series.get(key)
+    shown = result.counted & np.isfinite(result.ttft_s)
+    return result.arrival_s[shown], result.ttft_s[shown]
+
+
+def _by_policy(report: SimulationReport) -> "list[tuple[str, Mapping[str, FloatArray]]]":
+    return [(name, result.series) for name, result in report.results.items()]
+
+
+def _series(report: SimulationReport) -> "list[Mapping[str, FloatArray]]":
+    return [result.series for result in report.results.values()]
+
+
+def _names(report: SimulationReport, prefix: str) -> list[str]:
+    """Keys of series with that beginning, in the order of the first result that has them; all-zero ones left out."""
+    found = dict.fromkeys(key for series in _series(report) for key in series if key.startswith(prefix))
+    return [key for key in found if any(_is_shown(series.get(key)) for series in _series(report))]
+
+
+def _is_shown(values: "FloatArray | None") -> bool:
+    import numpy as np
+
     return values is not None and bool(np.any(np.nan_to_num(values, posinf=0.0) != 0))
 
 
@@ -334,39 +380,9 @@ def _time_unit(end_s: float) -> tuple[float, str]:
 
 
 def _end_s(report: SimulationReport) -> float:
-    return max(
-        (float(run.series["time_s"][-1]) for run in report.runs if len(run.series["time_s"])), default=1.0
-    )
-
-
-def _requests(run: PolicyRun) -> int:
-    return max(sum(run.decisions.values()), 1)
+    times = [series["time_s"] for series in _series(report)]
+    return max((float(time_s[-1]) for time_s in times if len(time_s)), default=1.0)
 
 
 def _colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
-
-
-def simulation_page(report: SimulationReport) -> str:
-    """The whole file; the same report gives the same text."""
-    page = HtmlPage(report.title, report.lead)
-    names = [run.name for run in report.runs]
-    page.table(["", *names], headline(report))
-    if len(names) > 1:
-        page.note(
-            f"Small print: difference from {names[0]}. All policies had the same requests at the same times."
-        )
-    for heading, drawn, caption in figures(report):
-        page.heading(heading)
-        if heading == "Decisions":
-            page.table(["reason", *names], decision_rows(report))
-        page.figure(drawn, caption)
-    page.heading("Busy, and waiting on average")
-    page.table(["stage", *names], stage_rows(report))
-    page.heading("What was simulated")
-    page.facts(report.facts)
-    for note in report.notes:
-        page.note(note)
-    if report.command:
-        page.code(report.command)
-    return page.text()

@@ -19,16 +19,16 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of one step, linear in what it does.
-
-    `fixed_s`: reading the weights, launching. `token_s`: per token, whether of a prompt or decoded. `request_s`: per
-    request that decodes, beyond its token. `context_token_s`: per token of KVCache that decoding reads.
-    """
+    """Seconds of one step, linear in what it does."""
 
     fixed_s: float
+    """Reading the weights, launching."""
     token_s: float
+    """Per token, whether of a prompt or decoded."""
     request_s: float
+    """Per request that decodes, beyond its token."""
     context_token_s: float
+    """Per token of KVCache that decoding reads."""
 
     def seconds(self, prompt_tokens: int, requests: int, context_tokens: int) -> float:
         """A step that computes `prompt_tokens` of prompts, and decodes for `requests` that hold `context_tokens`."""
@@ -42,47 +42,43 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class AggregatedEngine:
-    """`max_running`: requests at a time. `step_tokens`: tokens of one step (vLLM's max_num_batched_tokens).
-
-    `kv_blocks` of `block_tokens` tokens are its memory; None: as much as it takes. `schedules_ahead`: what a step does
-    is settled when the step before it begins, so that the device never waits (vLLM's asynchronous scheduling); a
-    request that comes to a busy engine then waits for up to two steps.
-    """
+    """How the engine schedules, and what its steps take."""
 
     cost: StepCost
     max_running: int
+    """Requests at a time."""
     step_tokens: int
+    """Tokens of one step (vLLM's max_num_batched_tokens)."""
     kv_blocks: int | None = None
+    """Its memory; None: as much as it takes."""
     block_tokens: int = 16
     schedules_ahead: bool = True
+    """What a step does is settled when the step before it begins, so that the device never waits (vLLM's asynchronous
+    scheduling). A request that comes to a busy engine then waits for up to two steps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Served:
-    """Times in seconds, one entry per request: when it was taken up, its first and its last token.
-
-    `steps` in all, `preemptions`: how often a request started over.
-    """
+    """What became of the requests; arrays have one entry per request, in seconds."""
 
     begun_s: FloatArray
+    """When its prefill began."""
     first_token_s: FloatArray
     last_token_s: FloatArray
     steps: int
     preemptions: int
+    """How often a request started over."""
 
 
 @dataclass(slots=True)
 class _Request:
-    """`prompt_tokens` to compute before the next token comes: after a preemption the answer so far, too.
-
-    `offset`: while it decodes in step s, it holds s + offset tokens.
-    """
-
     index: int
     prompt_tokens: int
+    """What to compute before the next token comes: after a preemption the answer so far, too."""
     answer_tokens: int
     computed: int = 0
     offset: int = 0
+    """While it decodes in step s, it holds s + offset tokens."""
     end_step: int = 0
 
 
@@ -92,12 +88,18 @@ def serve(
     input_tokens: Sequence[int],
     output_tokens: Sequence[int],
 ) -> Served:
-    """What becomes of requests that arrive at these ascending times, each with an answer of at least 1 token.
+    """Serve requests one after the other on one engine.
+
+    Args:
+        engine: How it schedules.
+        arrival_s: Ascending times.
+        input_tokens: Of each prompt.
+        output_tokens: Of each answer, at least 1.
 
     Raises:
         ValueError: a request that does not fit the engine's memory even alone.
     """
-    run = _Run(engine, arrival_s)
+    run = _Batching(engine, arrival_s)
     for index, (prompt, answer) in enumerate(zip(input_tokens, output_tokens, strict=True)):
         blocks = -(-(prompt + answer) // engine.block_tokens)
         if engine.kv_blocks is not None and blocks > engine.kv_blocks:
@@ -109,7 +111,7 @@ def serve(
 
 
 @dataclass(slots=True)
-class _Run:
+class _Batching:
     engine: AggregatedEngine
     arrival_s: Sequence[float]
     now_s: float = 0.0

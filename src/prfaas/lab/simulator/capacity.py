@@ -1,7 +1,4 @@
-"""How much bandwidth a link has, as time goes by.
-
-A link that fails at given times.
-"""
+"""How much bandwidth a link has over time: constant, in steps, with outages, fluctuating, recorded."""
 
 import csv
 import math
@@ -20,10 +17,10 @@ _DRAWN_AT_ONCE = 1024
 
 
 class CapacityProcess(Protocol):
-    """A bandwidth in pieces: (from this time in s, bits per second)."""
+    """A bandwidth over time, in pieces: (from this time in s, bits per second)."""
 
     def changes(self, rng: np.random.Generator) -> Iterator[Piece]:
-        """The pieces, from 0.0 s on in ascending order; the last one, where there is one, lasts for ever.
+        """The pieces, from 0.0 s on in ascending order; the last one, where there is one, has no end.
 
         `rng` should be the link's own: pieces are drawn when they are needed.
         """
@@ -45,9 +42,10 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What was written down: `pieces` of (time_s, bits_per_s), the first at 0 s. 0 bit/s is an outage."""
+    """A bandwidth that changes at given times."""
 
     pieces: tuple[Piece, ...]
+    """(time_s, bits_per_s), the first at 0 s; 0 bit/s is an outage."""
 
     def __post_init__(self) -> None:
         _check_pieces(self.pieces)
@@ -137,13 +135,12 @@ class Fluctuating:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A measured bandwidth: `pieces` of (time_s, bits_per_s); times count from the first one.
-
-    `repeat`: over and over, where the last piece lasts as long as the one before it; else the last one stays.
-    """
+    """A measured bandwidth."""
 
     pieces: tuple[Piece, ...]
+    """(time_s, bits_per_s); times count from the first one."""
     repeat: bool = True
+    """Without end, where the last piece lasts as long as the one before it; False: the last one stays."""
 
     def __post_init__(self) -> None:
         _check_pieces(self.pieces)
@@ -227,10 +224,11 @@ def _check_positive(what: str, unit: str, value: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """`process`, with nothing between the two times of each of `outages` (seconds)."""
+    """A bandwidth that is 0 at given times, on top of what it does."""
 
     process: CapacityProcess
     outages: Sequence[tuple[float, float]]
+    """Beginnings and ends in seconds."""
 
     def changes(self, rng: np.random.Generator) -> Iterator[tuple[float, float]]:
         """See `CapacityProcess.changes`."""

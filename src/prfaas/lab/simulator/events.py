@@ -9,16 +9,19 @@ Entry = tuple[float, int, Callback, Any]
 
 
 class Events:
-    """Callbacks in the order of their times; equal times in the order in which they were asked for.
-
-    `now_s` is the simulated time in seconds from 0 on. Whoever runs the loop may work on `heap` directly: an entry is
-    (time, number, callback, argument).
-    """
+    """Callbacks in the order of their times; equal times in the order in which they were asked for."""
 
     __slots__ = ("heap", "now_s", "number")
 
+    heap: list[Entry]
+    """(time, number, callback, argument); the code that runs the loop may work on it directly."""
+    now_s: float
+    """The simulated time, from 0 on."""
+    number: int
+    """Events that were asked for so far."""
+
     def __init__(self) -> None:
-        self.heap: list[Entry] = []
+        self.heap = []
         self.now_s = 0.0
         self.number = 0
 

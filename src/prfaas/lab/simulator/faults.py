@@ -1,6 +1,6 @@
 """Instances and links that fail, and come back."""
 
-from prfaas.lab.simulator.instance import Engine, Stage
+from prfaas.lab.simulator.instance import Engine, JobStage
 from prfaas.lab.simulator.scenario import Failure
 from prfaas.lab.simulator.world import World
 
@@ -12,15 +12,15 @@ class Faults:
         self._world = world
         # How many failures of an instance are going on: it is back when all of them are over.
         self._down = dict.fromkeys(world.engines, 0)
-        self._lanes = {lane.link.name: lane for lane in world.lanes.values()}
+        self._links = {link.fluid.name: link for link in world.links.values()}
         for failure in world.scenario.failures:
             world.events.at(failure.at_s, self._begin, failure)
             world.events.at(failure.at_s + failure.lasts_s, self._end, failure)
 
     def _begin(self, failure: Failure) -> None:
-        if failure.what in self._lanes:
-            # The link itself knows its outages; the board learns of them at once, since transfers fail.
-            self._lanes[failure.what].look(failure.at_s)
+        if failure.what in self._links:
+            # The link itself knows its outages; policies see them at once, since transfers fail.
+            self._links[failure.what].look(failure.at_s)
             return
         self._down[failure.what] += 1
         if self._down[failure.what] == 1:
@@ -28,8 +28,8 @@ class Faults:
 
     def _end(self, failure: Failure) -> None:
         now_s = self._world.events.now_s
-        if failure.what in self._lanes:
-            self._lanes[failure.what].look(now_s)
+        if failure.what in self._links:
+            self._links[failure.what].look(now_s)
             return
         self._down[failure.what] -= 1
         if self._down[failure.what] == 0:
@@ -52,7 +52,7 @@ class Faults:
                 job.tokens += written
                 world.restart(job)
         for job in [job for job in world.open.values() if job.engine is engine and job.is_at_prefill]:
-            job.is_lost = job.stage is Stage.PREFILLING
+            job.is_lost = job.stage is JobStage.PREFILLING
             world.restart(job)
         if engine.sharing is not None:
             engine.sharing.drop_all()

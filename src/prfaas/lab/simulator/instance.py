@@ -1,47 +1,38 @@
-"""One simulated instance: its place on the board, its prefill queue, its decode batch.
-
-One request on its way through the simulated deployment.
-"""
+"""One simulated instance, and the requests that it works on: its prefill queue and its decode batch."""
 
 from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
-from prfaas.core.scheduling import ClusterView, InstanceView
+from prfaas.core.scheduling import ClusterView, Decision, InstanceView
 from prfaas.core.scheduling.prefill_pool import PrefillPool
+from prfaas.lab.simulator.monitored_link import MonitoredLink
 from prfaas.lab.simulator.token_clock import TokenClock
-
-if TYPE_CHECKING:
-    from prfaas.core.scheduling import Decision
-    from prfaas.lab.simulator.link import Transfer
-    from prfaas.lab.simulator.link_view import Lane
+from prfaas.lab.simulator.transfer import FluidTransfer
 
 
-class Stage(IntEnum):
-    """What a job waits for: its prefix to come, its instance, any instance of its cluster, the end of its prefill,
-    the rest of its KV, the end of its answer."""
+class JobStage(IntEnum):
+    """What a job waits for."""
 
     MOVING = 0
+    """Its prefix, which comes from another cluster."""
     QUEUED = 1
+    """Its instance."""
     POOLED = 2
+    """Any instance of its cluster."""
     PREFILLING = 3
+    """The end of its prefill."""
     SENDING = 4
+    """The rest of its KV."""
     DECODING = 5
+    """The end of its answer."""
 
 
-_QUEUED = Stage.QUEUED  # reading a member of an enum takes as long as a function call
+_QUEUED = JobStage.QUEUED  # reading a member of an enum takes as long as a function call
 
 
 class Job:
-    """One attempt to serve a request. `number` counts arrivals, from 0.
-
-    `tokens`: what must be in the KV cache before decoding; more than the prompt if an answer was cut off.
-    `left_tokens`: of the answer. `has_first`: the client has its first token. `service_s`: of the prefill at `engine`.
-    `target`: where it decodes. `lane`: between the two, None inside a cluster, with `promised_bytes` promised to it.
-    `is_void`: given up; another attempt took its place. `is_lost`: its prefill was, with its instance. `is_sent`: all
-    KV has arrived, by a pace that its prefill doesn't keep.
-    """
+    """One attempt to serve a request."""
 
     __slots__ = (
         "arrival_s",
@@ -52,11 +43,11 @@ class Job:
         "is_lost",
         "is_sent",
         "is_void",
-        "lane",
         "left_tokens",
+        "link",
         "number",
         "place",
-        "prefix_lane",
+        "prefix_link",
         "promised_bytes",
         "service_s",
         "stage",
@@ -65,11 +56,39 @@ class Job:
         "transfer",
     )
 
-    decision: "Decision"
+    number: int
+    """Counts arrivals, from 0."""
+    tokens: int
+    """What must be in the KV cache before decoding; more than the prompt if an answer was cut off."""
+    left_tokens: int
+    """Of the answer."""
+    blocks: list[int]
+    """Of the prompt; empty: no other prompt begins alike."""
+    has_first: bool
+    """The client has its first token."""
+    decision: Decision
     engine: "Engine"
+    """Where it prefills."""
     target: "Engine"
+    """Where it decodes."""
     service_s: float
+    """Seconds of its prefill."""
+    link: MonitoredLink | None
+    """Between the two; None inside a cluster."""
+    promised_bytes: int
+    """What was promised to that link."""
+    prefix_link: MonitoredLink | None
+    """On which its prefix comes."""
+    transfer: FluidTransfer | None
+    """Under way, on either link."""
     place: int
+    """Its number in the decode batch."""
+    is_void: bool
+    """Given up; another attempt took its place."""
+    is_lost: bool
+    """Its prefill was lost with its instance."""
+    is_sent: bool
+    """All KV has arrived, at a pace that its prefill doesn't keep."""
 
     def __init__(
         self, number: int, arrival_s: float, tokens: int, left_tokens: int, blocks: list[int]
@@ -82,25 +101,18 @@ class Job:
         self.has_first = False
         self.is_void = self.is_lost = self.is_sent = False
         self.promised_bytes = 0
-        self.lane: Lane | None = None
-        self.prefix_lane: Lane | None = None
-        self.transfer: Transfer | None = None
+        self.link = self.prefix_link = None
+        self.transfer = None
         self.stage = _QUEUED
 
     @property
     def is_at_prefill(self) -> bool:
         """Whether it needs its prefill instance: until all KV has left it."""
-        return self.stage is not Stage.DECODING and self.stage is not Stage.POOLED
+        return self.stage is not JobStage.DECODING and self.stage is not JobStage.POOLED
 
 
 class Engine:
-    """`at_work`: prefills that have begun, done at `free_at_s`; at most `prefill_slots`, which share the instance's
-    time evenly by `sharing` (None where there is only one). `queue` waits in the order of arrival; `waiting_s`:
-    seconds of work that only this instance may do and that hasn't begun. `pool`: what any of its cluster may do.
-
-    `clock` and `step_s` (seconds of a step over the batch) of instances that can decode. `prefilled_s`: seconds of
-    prefill begun so far.
-    """
+    """One instance. Its view is what policies read of it."""
 
     __slots__ = (
         "at_work",
@@ -119,6 +131,25 @@ class Engine:
         "waiting_s",
     )
 
+    at_work: int
+    """Prefills that have begun; at most `prefill_slots`."""
+    free_at_s: float
+    """When the last of them ends."""
+    sharing: TokenClock | None
+    """How they share the instance's time evenly; None where there is only one."""
+    queue: "deque[Job]"
+    """Waits for this instance alone, in the order of arrival."""
+    waiting_s: float
+    """Seconds of work that only this instance may do and that hasn't begun."""
+    pool: "PrefillPool[Job]"
+    """What any instance of its cluster may do."""
+    clock: TokenClock | None
+    """The decode batch; None where an instance can't decode."""
+    step_s: Callable[[int], float] | None
+    """Seconds of a decode step over the batch."""
+    prefilled_s: float
+    """Seconds of prefill begun so far."""
+
     def __init__(
         self,
         view: InstanceView,
@@ -136,7 +167,7 @@ class Engine:
         self.pool = pool
         self.clock = clock
         self.step_s = step_s
-        self.queue: deque[Job] = deque()
+        self.queue = deque()
         self.prefill_slots = prefill_slots
         self.sharing = sharing
         self.at_work = 0
@@ -145,13 +176,13 @@ class Engine:
         self.prefilled_s = 0.0
 
     def accept(self, service_s: float, now_s: float) -> None:
-        """Work that will wait here."""
+        """Count work that will wait here."""
         self.waiting_s += service_s
         busy_until_s = self.view.busy_until_s
         self.view.busy_until_s = (busy_until_s if busy_until_s > now_s else now_s) + service_s
 
     def withdraw(self, service_s: float, now_s: float) -> None:
-        """Work that waited here won't be done."""
+        """Take back work that waited here and won't be done."""
         self.waiting_s = max(self.waiting_s - service_s, 0.0)
         self.view.busy_until_s = max(self.view.busy_until_s - service_s, now_s)
 

@@ -1,6 +1,6 @@
 """What must hold in a simulated deployment at every moment."""
 
-from prfaas.lab.simulator.instance import Job, Stage
+from prfaas.lab.simulator.instance import Job, JobStage
 from prfaas.lab.simulator.world import World
 
 _SLACK_S = 1e-6
@@ -22,7 +22,7 @@ class Invariants:
         self._before_s = now_s
         self._check_requests()
         self._check_engines(now_s)
-        self._check_lanes()
+        self._check_links()
 
     def _check_requests(self) -> None:
         """Every request is open once, or done once."""
@@ -48,11 +48,11 @@ class Invariants:
             assert engine.view.in_flight == open_here, (
                 f"{engine.name} has {engine.view.in_flight}, not {open_here}"
             )
-            waiting_s = sum(job.service_s for job in here if job.stage in (Stage.QUEUED, Stage.MOVING))
+            waiting_s = sum(job.service_s for job in here if job.stage in (JobStage.QUEUED, JobStage.MOVING))
             assert abs(waiting_s - engine.waiting_s) < _SLACK_S, (
                 f"{engine.name}: {engine.waiting_s} != {waiting_s} s"
             )
-            at_work = sum(job.stage is Stage.PREFILLING for job in here)
+            at_work = sum(job.stage is JobStage.PREFILLING for job in here)
             assert engine.at_work >= at_work, f"{engine.name} works on {engine.at_work}, not {at_work}"
             assert engine.at_work <= engine.prefill_slots
             if engine.at_work:
@@ -63,12 +63,12 @@ class Invariants:
             clock = engine.clock
             if clock is not None:
                 assert clock.batch <= engine.view.decode_slots
-                there = sum(job.stage is Stage.DECODING and job.target is engine for job in jobs)
+                there = sum(job.stage is JobStage.DECODING and job.target is engine for job in jobs)
                 assert clock.batch + clock.waiting == there, (
                     f"{engine.name}: {clock.batch} + {clock.waiting} != {there}"
                 )
         for name, pool in world.pools.items():
-            pooled = [job for job in jobs if job.stage is Stage.POOLED and job.engine.cluster.name == name]
+            pooled = [job for job in jobs if job.stage is JobStage.POOLED and job.engine.cluster.name == name]
             assert abs(sum(job.service_s for job in pooled) - pool.waiting_s) < _SLACK_S, (
                 f"{name}: {pool.waiting_s}"
             )
@@ -83,19 +83,19 @@ class Invariants:
             ]
             assert not (idle and pooled), f"{idle} idle while {len(pooled)} wait for {name}"
 
-    def _check_lanes(self) -> None:
+    def _check_links(self) -> None:
         world = self._world
-        for lane in world.lanes.values():
-            promised = sum(job.promised_bytes for job in world.open.values() if job.lane is lane)
-            assert lane.promised_bytes == promised, (
-                f"{lane.link.name}: {lane.promised_bytes} != {promised} bytes"
+        for link in world.links.values():
+            promised = sum(job.promised_bytes for job in world.open.values() if job.link is link)
+            assert link.promised_bytes == promised, (
+                f"{link.fluid.name}: {link.promised_bytes} != {promised} bytes"
             )
-            capacity = lane.link.capacity_bits_per_s
-            assert lane.link.rate_bits_per_s <= capacity * (1 + 1e-9) + 1, (
-                f"{lane.link.name} carries too much"
+            capacity = link.fluid.capacity_bits_per_s
+            assert link.fluid.rate_bits_per_s <= capacity * (1 + 1e-9) + 1, (
+                f"{link.fluid.name} carries too much"
             )
-            assert lane.link.residual_bytes >= -_SLACK_BYTES
+            assert link.fluid.residual_bytes >= -_SLACK_BYTES
 
 
 def _prefills(job: Job) -> bool:
-    return job.stage <= Stage.PREFILLING
+    return job.stage <= JobStage.PREFILLING

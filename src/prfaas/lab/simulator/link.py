@@ -11,11 +11,9 @@ import numpy as np
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.lab.simulator.capacity import CapacityProcess
 from prfaas.lab.simulator.events import Events
-from prfaas.lab.simulator.transfer import ABREAST, ARRIVING, BEHIND, OVER, PRODUCED, Transfer
+from prfaas.lab.simulator.transfer import ABREAST, ARRIVING, BEHIND, OVER, PRODUCED, FluidTransfer
 
-__all__ = ["FluidLink", "Transfer"]
-
-# Whoever is this close to its end has reached it: clocks are floating-point numbers.
+# A transfer this close to its end has reached it: clocks are floating-point numbers.
 _SLACK_S = 1e-9
 _SLACK = 1e-15
 # A stream that is behind catches up only where its share is more than its production by more than rounding.
@@ -27,15 +25,22 @@ _production_rate = attrgetter("bits_per_s")
 class FluidLink:
     """An exact fluid of max-min fair sharing between transfers, whatever the capacity does.
 
-    Nobody gets more than `transfer_limit_bits_per_s` (what its connections can carry) nor, while it has sent all
-    that is there, more than its production rate; what it leaves is for the others, who share alike (D. Bertsekas and
-    R. Gallager, "Data Networks", 6.5.2). Everybody who has something waiting therefore sends at one and the same
-    rate: a single number, the bits that somebody always behind would have sent (`_sent_each_bits`), tells the progress
-    of all of them, and a heap of the values at which they end gives the next one in O(log n). Streams that keep abreast
-    of their production only count in a sum; those produced while behind, of which there are few, are gone through.
+    No transfer gets more than its limit nor, while it has sent all that is there, more than its production rate; what
+    it leaves is for the others, who share alike (D. Bertsekas and R. Gallager, "Data Networks", 6.5.2). All that have
+    something waiting therefore send at the same rate: a single number, the bits that a transfer always behind would
+    have sent (`_sent_each_bits`), gives the progress of all of them, and a heap of the values at which they end gives
+    the next one in O(log n). Streams that keep abreast of their production only count in a sum; those produced while
+    behind, of which there are few, are looked at one by one.
 
-    `capacity`: bits per second over time; `rng` is for its draws alone. `rtt_s`: from the last byte sent to `done`.
     Between transfers nothing is scheduled, so a simulation ends when they do, if there is no endless outage.
+
+    Args:
+        events: The simulated clock.
+        name: "source->target".
+        capacity: Bits per second over time.
+        rng: For the capacity's draws alone.
+        rtt_s: From the last byte sent to `done`.
+        transfer_limit_bits_per_s: What one transfer's connections can carry.
     """
 
     __slots__ = (
@@ -100,12 +105,12 @@ class FluidLink:
         self._sent_bits = 0.0
         self._rate_bits_per_s = 0.0
         self._share_bits_per_s = 0.0  # of each that is late
-        self._sent_each_bits = 0.0  # of each that is late, since when somebody was
+        self._sent_each_bits = 0.0  # of each that is late, since the first one was
         self._late = 0  # behind, or produced and not sent
-        self._heap: list[tuple[float, int, Transfer]] = []  # produced: _sent_each_bits at the end
-        self._behind: dict[Transfer, None] = {}
+        self._heap: list[tuple[float, int, FluidTransfer]] = []  # produced: _sent_each_bits at the end
+        self._behind: dict[FluidTransfer, None] = {}
         self._slowest_bits_per_s = math.inf  # no production in _behind is slower
-        self._abreast: dict[Transfer, None] = {}
+        self._abreast: dict[FluidTransfer, None] = {}
         self._abreast_bits_per_s = 0.0
         self._peak_bits_per_s = 0.0  # no production in _abreast is faster
         self._take_changes(events.now_s)
@@ -142,7 +147,7 @@ class FluidLink:
         prefill_s: float,
         done: Callable[[Any], None],
         argument: Any = None,
-    ) -> Transfer:
+    ) -> FluidTransfer:
         """A prefill starts: `streamed_bytes` come evenly over `prefill_s`, `last_bytes` all at its end.
 
         `done(argument)` is called when all of it has arrived.
@@ -156,7 +161,7 @@ class FluidLink:
         last_bits = last_bytes * 8.0
         total_bits = streamed_bits + last_bits
         bits_per_s = streamed_bits / prefill_s
-        transfer = Transfer(bits_per_s, last_bits, total_bits, now_s, done, argument)
+        transfer = FluidTransfer(bits_per_s, last_bits, total_bits, now_s, done, argument)
         self.open_transfers += 1
         self._accepted_bits += total_bits
         self._advance(now_s)
@@ -171,13 +176,13 @@ class FluidLink:
         self._events.at(now_s + prefill_s, self._end_production, transfer)
         return transfer
 
-    def send(self, num_bytes: float, done: Callable[[Any], None], argument: Any = None) -> Transfer:
+    def send(self, num_bytes: float, done: Callable[[Any], None], argument: Any = None) -> FluidTransfer:
         """All of it is there at once: a prefix cache that moves. `done(argument)` when it has arrived."""
         now_s = self._events.now_s
         if self._unwatched:
             self._watch(now_s)
         bits = num_bytes * 8.0
-        transfer = Transfer(0.0, bits, bits, now_s, done, argument)
+        transfer = FluidTransfer(0.0, bits, bits, now_s, done, argument)
         self.open_transfers += 1
         if not bits:
             transfer.state = ARRIVING
@@ -193,7 +198,7 @@ class FluidLink:
         self._share(now_s)
         return transfer
 
-    def cancel(self, transfer: Transfer) -> None:
+    def cancel(self, transfer: FluidTransfer) -> None:
         """It ends here, and its `done` is not called. Nothing happens where it has been called already."""
         state = transfer.state
         if state == OVER:
@@ -215,7 +220,7 @@ class FluidLink:
         self._accepted_bits -= transfer.total_bits - sent_bits
         self._share(now_s)
 
-    def _end_production(self, transfer: Transfer) -> None:
+    def _end_production(self, transfer: FluidTransfer) -> None:
         state = transfer.state
         if state == OVER:
             return
@@ -243,13 +248,13 @@ class FluidLink:
         heappush(self._heap, (self._sent_each_bits + left_bits, number, transfer))
         self._share(now_s)
 
-    def _sent(self, transfer: Transfer) -> None:
+    def _sent(self, transfer: FluidTransfer) -> None:
         if self._rtt_s:
             self._events.at(self._events.now_s + self._rtt_s, self._arrive, transfer)
         else:
             self._arrive(transfer)
 
-    def _arrive(self, transfer: Transfer) -> None:
+    def _arrive(self, transfer: FluidTransfer) -> None:
         if transfer.state != OVER:
             transfer.state = OVER
             self.open_transfers -= 1
@@ -262,7 +267,7 @@ class FluidLink:
         self._at_s = now_s
 
     def _share(self, now_s: float) -> None:
-        """Who gets what from now on, and an event for when that changes."""
+        """Divide the capacity from now on, and put an event for when that changes."""
         while True:
             late = self._late
             if late:
@@ -316,7 +321,7 @@ class FluidLink:
         if bits_per_s < self._slowest_bits_per_s:
             self._slowest_bits_per_s = bits_per_s
 
-    def _leave_abreast(self, transfer: Transfer) -> None:
+    def _leave_abreast(self, transfer: FluidTransfer) -> None:
         del self._abreast[transfer]
         if self._abreast:
             self._abreast_bits_per_s = max(0.0, self._abreast_bits_per_s - transfer.bits_per_s)
@@ -334,7 +339,7 @@ class FluidLink:
             default=math.inf,
         )
 
-    def _backlog_bits(self, transfer: Transfer, now_s: float) -> float:
+    def _backlog_bits(self, transfer: FluidTransfer, now_s: float) -> float:
         produced_bits = transfer.bits_per_s * (now_s - transfer.start_s)
         return produced_bits - (self._sent_each_bits - transfer.offset_bits)
 
@@ -377,7 +382,7 @@ class FluidLink:
         self._slowest_bits_per_s = min(map(_production_rate, self._behind), default=math.inf)
 
     def _watch(self, now_s: float) -> None:
-        """Somebody is about to send: from now on the changes are followed by events."""
+        """A transfer is about to start: from now on each change of the capacity has an event."""
         self._take_changes(now_s)
         self._unwatched = False
         if self._next_change_s < math.inf:

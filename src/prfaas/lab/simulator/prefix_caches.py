@@ -11,19 +11,23 @@ _MOST_OVERTAKEN = 64
 
 
 class _Cache:
-    """One instance. `last_use`: block → number of the prompt that used it last. `states`: blocks with a state.
-
-    `uses`: the prompts that used it, oldest first, each with its number, its blocks and how many of them may still
-    have that number. A later use of a block is one of all blocks before it too, so those are the first ones.
-    """
+    """One instance."""
 
     __slots__ = ("capacity_tokens", "last_use", "states", "uses")
 
+    last_use: dict[int, int]
+    """By block, the number of the prompt that used it last."""
+    states: set[int]
+    """Blocks with a state."""
+    uses: deque[tuple[int, Sequence[int], int]]
+    """The prompts that used it, oldest first: number, blocks, and how many of the first blocks may still have that
+    number. A later use of a block is one of all blocks before it too, so those are the first ones."""
+
     def __init__(self, capacity_tokens: int) -> None:
         self.capacity_tokens = capacity_tokens
-        self.last_use: dict[int, int] = {}
-        self.states: set[int] = set()
-        self.uses: deque[tuple[int, Sequence[int], int]] = deque()
+        self.last_use = {}
+        self.states = set()
+        self.uses = deque()
 
     def count(self, blocks: Sequence[int], most: int) -> int:
         """How many of the first `most` blocks are here, given that two are."""
@@ -48,7 +52,7 @@ class _Cache:
 
 
 class PrefixCaches:
-    """One least-recently-used cache per instance.
+    """The least-recently-used caches of all instances.
 
     A block id stands for the whole prompt up to the block's end, as in `RequestChunk`. Only whole blocks are kept, as
     vLLM does. A prompt that is used counts from its last block to its first, so that the tail of a prefix goes first
@@ -58,8 +62,12 @@ class PrefixCaches:
     taken as a whole number of blocks and at least one, and at the last whole block of each prompt computed here.
     A state goes with the block at whose end it is.
 
-    `names`: the instances. `capacity_tokens`: per instance, for attention blocks and states together; a state takes
-    the room of `state_tokens` tokens.
+    Args:
+        names: The instances.
+        capacity_tokens: Per instance, for attention blocks and states together.
+        block_tokens: Tokens of a block.
+        checkpoint_tokens: States are kept every so many tokens; None: the model has none.
+        state_tokens: A state takes the room of so many tokens.
 
     Raises:
         ValueError: no capacity for an instance, or a size that can't be.
@@ -126,7 +134,7 @@ class PrefixCaches:
         return found
 
     def insert(self, name: str, block_ids: Sequence[int], num_tokens: int) -> None:
-        """`name` has computed this prompt: it holds all of it, as far as there is room. `block_ids` are kept."""
+        """An instance has computed this prompt: it holds all of it, as far as there is room. `block_ids` are kept."""
         whole = num_tokens // self._block_tokens
         if whole < len(block_ids):
             block_ids = block_ids[:whole]

@@ -1,9 +1,4 @@
-"""What a simulation gives: a row per request, how things were over time, and the numbers people ask for.
-
-Whether a run could have gone on for ever.
-
-What became of every request, column by column.
-"""
+"""What a simulation gives: a row per request, how things were over time, and the numbers people ask for."""
 
 import math
 from array import array
@@ -18,7 +13,7 @@ from prfaas.core.deployment import Slo
 
 FloatArray = NDArray[np.float64]
 
-# A backlog that grows by less than this share of the arrivals is not told from chance.
+# A backlog that grows by less than this share of the arrivals may be chance.
 _GROWTH = 0.01
 # Nor one within so many standard deviations of a queue that is exactly full, whose backlog is a random walk.
 _WALK_SDS = 2.0
@@ -29,8 +24,12 @@ _PARTS = 50
 def backlog_growth(
     arrived_s: FloatArray, left_s: FloatArray, start_s: float, end_s: float
 ) -> tuple[float, int]:
-    """By how many requests the mean backlog grew from the second to the last fifth of [start, end], and how many
-    arrivals lie between the middles of the two."""
+    """How much the backlog grew over a run.
+
+    Returns:
+        By how many requests the mean backlog grew from the second to the last fifth of [start, end], and how many
+        arrivals lie between the middles of the two.
+    """
     edges = np.linspace(start_s, end_s, 6)
     early = _mean_open(arrived_s, left_s, edges[1], edges[2])
     late = _mean_open(arrived_s, left_s, edges[4], edges[5])
@@ -40,7 +39,7 @@ def backlog_growth(
 
 
 def is_stable(arrived_s: FloatArray, left_s: FloatArray, start_s: float, end_s: float) -> bool:
-    """True unless the backlog grows with time.
+    """Whether a run could have gone on without end: True unless the backlog grows with time.
 
     `left_s`: when each request was done, NaN if never. The mean number of open requests in the last fifth of
     [`start_s`, `end_s`] may exceed that in the second fifth by 1 % of the arrivals between them, or by two standard
@@ -73,9 +72,9 @@ _NOT_A_NUMBER = float("nan")
 
 
 class Columns:
-    """One entry per request in the order of arrival, 46 bytes each.
+    """What became of every request, column by column: one entry each in the order of arrival, 46 bytes in all.
 
-    Times from its arrival in seconds, NaN where it never came to that. `reason`: index into `reasons`.
+    Times are seconds from its arrival, NaN where it never came to that.
     """
 
     __slots__ = (
@@ -97,7 +96,7 @@ class Columns:
         self.hit_tokens = array("i")
         self.link_bytes = array("d")
         self.offloaded = array("b")
-        self.reason = array("b")
+        self.reason = array("b")  # index into `reasons`
         self.retries = array("b")
         self.reason_codes: dict[str, int] = {}
 
@@ -111,7 +110,7 @@ class Columns:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """The words that `reason` counts from 0."""
+        """The reasons that the column `reason` counts from 0."""
         return tuple(self.reason_codes)
 
     def code(self, reason: str) -> int:
@@ -125,35 +124,52 @@ BoolArray = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """All arrays but those of `series` have one entry per request, in the order of arrival.
-
-    `ttft_s`: until all KV was at the decode instance and a slot free there (the paper's TTFT), `e2e_s`: until the
-    last token; both from the arrival, NaN if that did not happen before the end. `tpot_s`: seconds per token after the
-    first. `uncached_tokens`: what the threshold was compared with; `hit_tokens`: what was not computed, thanks to a
-    cache. `link_bytes`: KV that crossed links between clusters. `counted`: after the warm-up. `end_s`: the last
-    arrival; what came after is only the emptying of the queues, so rates are taken before it.
-    """
+    """What a simulation gives. Arrays have one entry per request, in the order of arrival."""
 
     arrival_s: FloatArray
     ttft_s: FloatArray
+    """From the arrival until all KV was at the decode instance and a slot free there (the paper's TTFT); NaN if that
+    never happened."""
     e2e_s: FloatArray
+    """From the arrival until the last token; NaN if that never came."""
     tpot_s: FloatArray
+    """Seconds per token after the first."""
     input_tokens: IntArray
     output_tokens: IntArray
     uncached_tokens: IntArray
+    """What the threshold was compared with."""
     hit_tokens: IntArray
+    """What was not computed, thanks to a cache."""
     offloaded: BoolArray
     reason: IntArray
+    """Of the decision, as an index into `reasons`."""
     reasons: tuple[str, ...]
     retries: IntArray
+    """How often it was prefilled again."""
     link_bytes: FloatArray
+    """KV that crossed links between clusters."""
     counted: BoolArray
+    """Whether it came after the warm-up."""
     start_s: float
+    """The end of the warm-up."""
     end_s: float
+    """The last arrival. Rates are taken before it: after it the queues only empty."""
     events: int
+    """Of the simulation in all."""
     slo: Slo
     series: Mapping[str, FloatArray]
+    """By name, values at the equally spaced times `time_s`: `queue_<cluster>`, `prefill_utilisation_<cluster>`,
+    `egress_bits_per_s_<link>` and so on."""
     changes: Mapping[str, Any]
+    """What the slow loops changed: `threshold_changes` and `conversions`."""
+
+    def mean_of(self, series: str) -> float | None:
+        """The mean of a series after the warm-up; None where there is none, or nothing finite in it."""
+        values = self.series.get(series)
+        if values is None:
+            return None
+        kept = values[self.series["time_s"] > self.start_s]
+        return _mean(kept[np.isfinite(kept)])
 
     def summary(self) -> dict[str, Any]:
         """The counted requests in numbers, ready for JSON; NaN becomes None."""

@@ -1,7 +1,4 @@
-"""What is simulated: clusters, links, roles, the policy and everything that will go wrong.
-
-The board that policies read, as it is when a simulation begins.
-"""
+"""What is simulated: clusters, links, roles, the policy and everything that will go wrong."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,37 +19,36 @@ _CHECKPOINT_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class SimulatedCluster:
-    """Equal instances that share a network.
-
-    `prefill_instances` of them prefill at first and the others decode (all prefill in a "prfaas" cluster). `curve`:
-    seconds of a prefill over uncached tokens; up to `prefill_concurrency` share an instance's time evenly, as chunked
-    prefill can (1: first come, first served). `decode_step_s`: seconds of a step over the batch; at most
-    `decode_slots` requests decode together on one instance, the others wait.
-    """
+    """Equal instances that share a network."""
 
     name: str
     kind: Literal["prfaas", "pd"]
     instances: int
     prefill_instances: int
+    """How many prefill at first, while the others decode; all in a "prfaas" cluster."""
     curve: ServiceCurve
+    """Seconds of a prefill over uncached tokens."""
     decode_step_s: Callable[[int], float] | None = None
+    """Seconds of a decode step over the batch; None where nothing decodes."""
     decode_slots: int = 1
+    """Requests that decode together on one instance; the others wait."""
     prefill_concurrency: int = 1
+    """Prefills that share an instance's time evenly, as chunked prefill can; 1: first come, first served."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedLink:
-    """A directed link. `bandwidth_bits_per_s`: as configured; `capacity`: what it really carries, over time.
-
-    `transfer_limit_bits_per_s`: what one transfer gets at most, however empty the link is (its connections).
-    """
+    """A directed link."""
 
     source: str
     target: str
     bandwidth_bits_per_s: float
+    """As configured."""
     capacity: CapacityProcess
+    """What it really carries, over time."""
     rtt_s: float = 0.0
     transfer_limit_bits_per_s: float = math.inf
+    """What one transfer gets at most, however empty the link is: what its connections can carry."""
 
     @property
     def name(self) -> str:
@@ -62,15 +58,15 @@ class SimulatedLink:
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """The prefix cache of every instance.
-
-    `capacity_tokens`: what one instance keeps. Hybrid models (`checkpoint_tokens` given) can go on only from a
-    state: one is kept every so many tokens and at a prompt's last full block, each as large as `state_tokens` tokens.
-    """
+    """The prefix cache of every instance."""
 
     capacity_tokens: int
+    """What one instance keeps."""
     checkpoint_tokens: int | None = None
+    """Of hybrid models, which can go on only from a state: one is kept every so many tokens and at a prompt's last full
+    block. None: any other model."""
     state_tokens: int = 0
+    """A state takes the room of so many tokens."""
 
     @classmethod
     def of_memory(cls, model: KvModel, num_bytes: int) -> "CacheOptions":
@@ -96,9 +92,10 @@ class CacheOptions:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """`what`, an instance or a link by name, is gone from `at_s` for `lasts_s` seconds."""
+    """An instance or a link is gone for a time."""
 
     what: str
+    """The name of the instance or link."""
     at_s: float
     lasts_s: float
 
@@ -111,25 +108,19 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """Time beside the work itself: none in the paper's model.
-
-    `request_s`: before a request is routed (tokenizing, HTTP). `hop_s`: more for each request that another instance
-    prefills. `first_step`: the first token takes one decode step after the KV is there.
-    """
+    """Time beside the work itself: none in the paper's model."""
 
     request_s: float = 0.0
+    """Before a request is routed: tokenizing, HTTP."""
     hop_s: float = 0.0
+    """More for each request that another instance prefills."""
     first_step: bool = False
+    """Whether the first token takes one decode step after the KV is there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One simulation, except its traffic.
-
-    `threshold_tokens` by PD cluster is where the threshold starts; `adapts` False leaves it there. `allocation`
-    False leaves the roles as they are. After `stall_limit_s` without capacity a link's transfers are given up, and
-    the requests prefilled in their PD cluster.
-    """
+    """One simulation, except its traffic."""
 
     name: str
     clusters: tuple[SimulatedCluster, ...]
@@ -137,16 +128,23 @@ class Scenario:
     kv_model: KvModel
     policy: str
     threshold_tokens: Mapping[str, float]
+    """By PD cluster, where the threshold starts."""
     output_tokens: float
+    """Mean length of answers that the slow loops start with."""
     params: Mapping[str, object] = field(default_factory=dict)
+    """Of the policy."""
     control: ControlConfig = field(default_factory=ControlConfig)
     adapts: bool = True
+    """False: thresholds stay where they start."""
     allocation: bool = True
+    """False: roles stay as they are."""
     caches: CacheOptions | None = None
     failures: Sequence[Failure] = ()
     overheads: Overheads = Overheads()
     slo: Slo = field(default_factory=lambda: Slo(None, None))
     stall_limit_s: float = 8.0
+    """After so long without capacity a link's transfers are given up, and the requests prefilled in their PD
+    cluster."""
 
     def __post_init__(self) -> None:
         names = {link.name for link in self.links} | {
@@ -182,8 +180,20 @@ def scenario_of(
 ) -> Scenario:
     """What a deployment file describes.
 
-    `roles`: prefill instances by PD cluster, `threshold_tokens`: of every PD cluster; None takes the planner's best.
-    `links`: capacity over time by "source->target", else it is constant.
+    Args:
+        planned: The deployment.
+        policy: By name.
+        params: Of the policy.
+        roles: Prefill instances by PD cluster; None takes the planner's best.
+        threshold_tokens: Of every PD cluster; None takes the planner's best.
+        adapts: Whether thresholds are searched again while it runs.
+        allocation: Whether roles change while it runs.
+        control: Periods of the slow loops; None takes the defaults.
+        caches: Prefix caches of every instance; None: none.
+        links: Capacity over time by "source->target"; that of other links is constant.
+        failures: Instances and links that fail.
+        overheads: Time beside the work itself.
+        prefill_concurrency: Prefills that share an instance's time evenly.
 
     Raises:
         DeploymentError: as `problem_of`.
@@ -274,8 +284,8 @@ def _cluster(
     )
 
 
-def board_of(scenario: Scenario, kv: KvFacts) -> View:
-    """Everybody idle, in the roles of the beginning."""
+def view_of(scenario: Scenario, kv: KvFacts) -> View:
+    """What policies read when a simulation begins: every instance idle, in its first role."""
     return View(
         clusters={
             cluster.name: ClusterView(
@@ -301,7 +311,7 @@ def board_of(scenario: Scenario, kv: KvFacts) -> View:
                 link.target,
                 link.bandwidth_bits_per_s,
                 rtt_s=link.rtt_s,
-                # The board always knows how the link is: `Lane.look`.
+                # The view is always kept up to date: `MonitoredLink.look`.
                 seen_s=float("inf"),
             )
             for link in scenario.links

@@ -13,12 +13,12 @@ from prfaas.lab.simulator.faults import Faults
 from prfaas.lab.simulator.invariants import Invariants
 from prfaas.lab.simulator.result import FloatArray, IntArray, Result
 from prfaas.lab.simulator.scenario import Scenario
-from prfaas.lab.simulator.series import Series
+from prfaas.lab.simulator.time_series import TimeSeries
 from prfaas.lab.simulator.world import World
 
 _NO_BLOCKS: list[int] = []
 
-_Seen = tuple[FloatArray, IntArray, IntArray]
+_Arrived = tuple[FloatArray, IntArray, IntArray]
 """Arrivals, input and output tokens of a chunk."""
 
 
@@ -33,13 +33,17 @@ def simulate(
     debug: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Result:
-    """All of `traffic` through the scenario, at most `requests` of them and those that come before `duration_s`.
+    """Send requests through a scenario; after the last arrival what is under way ends, but does not count in rates.
 
-    `seed` is for the links alone; the traffic has its own. Requests in the first `warmup_share` of the time don't
-    count. `debug` checks invariants after every event (slow) and raises AssertionError. `progress` is told the number
-    of requests that came, every some thousand.
-
-    After the last arrival everything under way is finished, but not counted in rates.
+    Args:
+        scenario: What to simulate.
+        traffic: The requests, in the order of arrival.
+        seed: Of the links alone; the traffic has its own.
+        requests: At most so many; None: all.
+        duration_s: Only those that come before; None: all.
+        warmup_share: Requests in this first share of the time don't count.
+        debug: Check invariants after every event, which is slow; AssertionError says what is wrong.
+        progress: Called with the number of requests that came, every some thousand.
 
     Raises:
         ValueError: no requests, or a policy or parameter that doesn't exist.
@@ -54,8 +58,8 @@ def simulate(
     invariants = Invariants(world) if debug else None
     loops = SlowLoops(world)
     Faults(world)
-    series = Series(world)
-    seen: list[_Seen] = []
+    series = TimeSeries(world)
+    arrived: list[_Arrived] = []
     count = 0
     was_collecting = gc.isenabled()
     # Nothing here is cyclic garbage, and looking for it takes a third of the time.
@@ -65,18 +69,16 @@ def simulate(
             _feed(world, chunk, count, invariants)
             count += len(chunk)
             # Not its blocks, which are most of a chunk.
-            seen.append((chunk.arrival_s, chunk.input_tokens, chunk.output_tokens))
+            arrived.append((chunk.arrival_s, chunk.input_tokens, chunk.output_tokens))
             if progress is not None:
                 progress(count)
         loops.is_over = True
         _finish(world, invariants)
-        end_s = world.events.now_s
         series.is_over = True
     finally:
         if was_collecting:
             gc.enable()
-    del end_s
-    return _result(world, seen, series, loops, warmup_share)
+    return _result(world, arrived, series, loops, warmup_share)
 
 
 def _feed(world: World, chunk: RequestChunk, start: int, invariants: Invariants | None) -> None:
@@ -142,10 +144,12 @@ def _with_first(first: RequestChunk, rest: Iterator[RequestChunk]) -> Iterator[R
     yield from rest
 
 
-def _result(world: World, seen: list[_Seen], series: Series, loops: SlowLoops, warmup_share: float) -> Result:
+def _result(
+    world: World, arrived: list[_Arrived], series: TimeSeries, loops: SlowLoops, warmup_share: float
+) -> Result:
     columns, scenario = world.columns, world.scenario
-    arrival_s: FloatArray = np.concatenate([arrival_s for arrival_s, _, _ in seen])
-    outputs = np.concatenate([output_tokens for _, _, output_tokens in seen])
+    arrival_s: FloatArray = np.concatenate([arrival_s for arrival_s, _, _ in arrived])
+    outputs = np.concatenate([output_tokens for _, _, output_tokens in arrived])
     ttft_s, e2e_s = np.array(columns.ttft_s), np.array(columns.e2e_s)
     after_first = np.maximum(outputs - 1, 1) if scenario.overheads.first_step else outputs
     end_s = float(arrival_s[-1])
@@ -155,7 +159,7 @@ def _result(world: World, seen: list[_Seen], series: Series, loops: SlowLoops, w
         ttft_s=ttft_s,
         e2e_s=e2e_s,
         tpot_s=(e2e_s - ttft_s) / np.maximum(after_first, 1),
-        input_tokens=np.concatenate([input_tokens for _, input_tokens, _ in seen]),
+        input_tokens=np.concatenate([input_tokens for _, input_tokens, _ in arrived]),
         output_tokens=outputs,
         uncached_tokens=np.array(columns.uncached_tokens, dtype=np.int64),
         hit_tokens=np.array(columns.hit_tokens, dtype=np.int64),

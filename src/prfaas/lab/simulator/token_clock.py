@@ -1,4 +1,4 @@
-"""One decode instance: everybody in its batch gets one token per step."""
+"""One decode instance: all requests in its batch get one token per step."""
 
 import math
 from collections import deque
@@ -8,7 +8,7 @@ from typing import Any
 
 from prfaas.lab.simulator.events import Events
 
-# Whoever is this close to its end has reached it: clocks are floating-point numbers.
+# A request this close to its end has reached it: clocks are floating-point numbers.
 _SLACK_S = 1e-9
 _SLACK = 1e-15
 
@@ -17,11 +17,15 @@ class TokenClock:
     """Requests in `slots` slots, first come, first served, each at 1 token per `step_s(batch)` seconds.
 
     Steps are a fluid: a token of a batch that changes halfway is half of the one step and half of the other. All
-    members move at the same rate, so one number, the tokens that anybody here from the start would have, tells
-    everybody's progress, and only joining and leaving are events.
+    members move at the same rate, so one number, the tokens that a member from the start would have, gives the
+    progress of all, and only joining and leaving are events.
 
-    `step_s(batch)`: seconds of a decode step, asked once for 1..slots. `started(argument)`: it has its slot.
-    `done(argument)`: its tokens are out. Both may join others.
+    Args:
+        events: The simulated clock.
+        step_s: Seconds of a decode step over the batch; called once for each of 1..slots.
+        slots: Requests that decode together.
+        started: Called with a request's argument when it has its slot; may join others.
+        done: Called with a request's argument when its tokens are out; may join others.
 
     Raises:
         ValueError: no slot, or a step that takes no time or for ever.
@@ -100,7 +104,7 @@ class TokenClock:
         return number
 
     def remove(self, number: int) -> None:
-        """Somebody who is still here leaves before its end, and is not called back."""
+        """Take out a request before its end; it is not called back."""
         self._gone.add(number)
         if number > self._started_number:
             self._waiting_gone += 1
@@ -111,9 +115,10 @@ class TokenClock:
         self._arm()
 
     def drop_all(self) -> list[tuple[Any, float]]:
-        """The instance is gone: all who were here in their order, with the tokens each still lacks.
+        """Take out all requests, because the instance is gone; none is called back.
 
-        Nobody is called back.
+        Returns:
+            Their arguments in their order, each with the tokens that it still lacks.
         """
         self._advance()
         members = sorted(self._members, key=lambda member: member[1])

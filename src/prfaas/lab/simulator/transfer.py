@@ -1,7 +1,4 @@
-"""What one request sends over a link.
-
-How many bytes of KV a request moves, quickly.
-"""
+"""What one request sends over a link, and how many bytes of KV that is."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +8,16 @@ from prfaas.core.scheduling import KvFacts
 
 
 class KvMoves:
-    """`KvModel.bytes_to_move`, told apart by when the bytes are there.
+    """`KvModel.bytes_to_move`, divided by when the bytes are there.
 
     Full-attention blocks leave while the prefill makes them; linear states and sliding windows belong to a length,
-    so they can only leave at its end. `facts`: what policies are told, which is the same as in the live system.
+    so they can only leave at its end.
     """
 
     __slots__ = ("_fixed_bytes", "_model", "_token_bytes", "facts")
+
+    facts: KvFacts
+    """What policies are told, the same as in the live system."""
 
     def __init__(self, model: KvModel) -> None:
         self._model = model
@@ -29,7 +29,7 @@ class KvMoves:
             if all(isinstance(group, FullAttention | LinearState) for group in model.groups)
             else None
         )
-        self.facts = KvFacts(model.is_hybrid, not model.has_window, self.total_bytes)
+        self.facts = KvFacts(model.is_hybrid, not model.has_window, self.total_bytes, self.total_bytes)
 
     def total_bytes(self, num_tokens: int, skip_tokens: int) -> int:
         """As `KvModel.bytes_to_move`; a skip beyond the end counts as the end."""
@@ -46,7 +46,7 @@ class KvMoves:
         return self._token_bytes * (num_tokens - skip_tokens) if skip_tokens < num_tokens else 0
 
 
-# Where it is.
+# The states of a transfer.
 ABREAST = 0  # all that is produced has been sent, more is to come
 BEHIND = 1  # more has been produced than sent, and more is to come
 PRODUCED = 2  # all is there, not all has been sent
@@ -54,12 +54,8 @@ ARRIVING = 3  # all has been sent, the last byte is on its way
 OVER = 4
 
 
-class Transfer:
-    """`FluidLink` alone looks inside: who asked for it may cancel it there.
-
-    `bits_per_s`: production, up to `total_bits` less `last_bits`, which come at its end. `offset_bits`, once it is
-    behind: what somebody always behind had sent when this one would have had sent nothing.
-    """
+class FluidTransfer:
+    """One transfer of a `FluidLink`, which alone reads it; its caller can cancel it there."""
 
     __slots__ = (
         "argument",
@@ -71,6 +67,15 @@ class Transfer:
         "state",
         "total_bits",
     )
+
+    bits_per_s: float
+    """Production while the prefill runs, up to `total_bits` less `last_bits`."""
+    last_bits: float
+    """What comes at the end of production."""
+    total_bits: float
+    start_s: float
+    offset_bits: float
+    """Once it is behind: what a transfer that was always behind had sent when this one had sent nothing."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The simulated deployment: engines, links and the board, and what happens to a request there."""
+"""The simulated deployment: engines, links and the view that policies read, and what happens to a request there."""
 
 from heapq import heappush
 
@@ -6,14 +6,13 @@ import numpy as np
 
 from prfaas.core.prefix.index import PrefixHit
 from prfaas.core.scheduling import Policy, RoutingRequest, policy_named
-from prfaas.core.scheduling.candidates import is_prefiller
 from prfaas.core.scheduling.prefill_pool import PrefillPool
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.lab.simulator.capacity import CapacityProcess, Interrupted
 from prfaas.lab.simulator.events import Events
-from prfaas.lab.simulator.instance import Engine, Job, Stage
+from prfaas.lab.simulator.instance import Engine, Job, JobStage
 from prfaas.lab.simulator.link import FluidLink
-from prfaas.lab.simulator.link_view import LOOK_S, Lane
+from prfaas.lab.simulator.monitored_link import LOOK_S, MonitoredLink
 from prfaas.lab.simulator.prefix_caches import PrefixCaches
 from prfaas.lab.simulator.result import Columns
 from prfaas.lab.simulator.scenario import (
@@ -21,18 +20,18 @@ from prfaas.lab.simulator.scenario import (
     Scenario,
     SimulatedCluster,
     SimulatedLink,
-    board_of,
+    view_of,
 )
 from prfaas.lab.simulator.token_clock import TokenClock
 from prfaas.lab.simulator.transfer import KvMoves
 
 _NOTHING_HELD: dict[str, PrefixHit] = {}
 # Reading a member of an enum takes as long as a function call.
-_MOVING, _QUEUED, _POOLED, _PREFILLING, _SENDING, _DECODING = Stage
+_MOVING, _QUEUED, _POOLED, _PREFILLING, _SENDING, _DECODING = JobStage
 
 
 class World:
-    """One simulated deployment, empty at 0 s. It owns the board that the policy reads.
+    """One simulated deployment, empty at 0 s. It owns the view that the policy reads.
 
     A request: `arrive` asks the policy; its prefill waits at an instance (or in its cluster's pool), runs, and
     streams its KV over the link meanwhile; with all of it there, the request takes a slot of its decode instance,
@@ -46,7 +45,7 @@ class World:
         self.events = Events()
         self.kv = KvMoves(scenario.kv_model)
         self.policy: Policy = policy_named(scenario.policy, **scenario.params)
-        self.view = board_of(scenario, self.kv.facts)
+        self.view = view_of(scenario, self.kv.facts)
         self.pools: dict[str, PrefillPool[Job]] = {
             cluster.name: PrefillPool() for cluster in scenario.clusters
         }
@@ -63,8 +62,8 @@ class World:
             for cluster in scenario.clusters
             for instance in self.view.clusters[cluster.name].instances
         }
-        self.lanes = {
-            (link.source, link.target): Lane(
+        self.links = {
+            (link.source, link.target): MonitoredLink(
                 self.view.links[link.source, link.target],
                 FluidLink(
                     self.events,
@@ -107,17 +106,17 @@ class World:
             columns.offloaded[number] = 1
 
     def look(self) -> None:
-        """Bring the board's facts of the links up to date, and give up what waits for a link that is gone."""
+        """Bring the view of the links up to date, and give up what waits for a link that is gone."""
         now_s = self.events.now_s
         self._next_look_s = now_s + LOOK_S
-        for lane in self.lanes.values():
-            lane.look(now_s)
-            if now_s - lane.carried_s >= self.scenario.stall_limit_s:
-                for job in [job for job in self.open.values() if lane in (job.lane, job.prefix_lane)]:
+        for link in self.links.values():
+            link.look(now_s)
+            if now_s - link.carried_s >= self.scenario.stall_limit_s:
+                for job in [job for job in self.open.values() if link in (job.link, job.prefix_link)]:
                     self.restart(job)
 
     def restart(self, job: Job) -> None:
-        """What was done for this request is lost: it is prefilled again, and in its PD cluster, as live."""
+        """Prefill a request again in its PD cluster, as the live system does: what was done for it is lost."""
         self._give_up(job)
         again = Job(job.number, job.arrival_s, job.tokens, job.left_tokens, job.blocks)
         again.has_first = job.has_first
@@ -125,15 +124,13 @@ class World:
         self._route(again, self._local)
 
     def start_next(self, engine: Engine) -> None:
-        """The instance has room: the next of its queue, or of its cluster's pool, begins."""
+        """Begin the next of an instance's queue, or of its cluster's pool, if there is room."""
         queue, view = engine.queue, engine.view
         while queue and engine.at_work < engine.prefill_slots:
             job = queue.popleft()
             engine.waiting_s = engine.waiting_s - job.service_s if queue else 0.0
             self._start(engine, job)
-        if queue:
-            return
-        if not (view.prefills and view.healthy and not view.draining):
+        if queue or not len(engine.pool) or not view.takes_prefills:
             return
         while engine.at_work < engine.prefill_slots and len(engine.pool):
             taken = engine.pool.take(engine.name)
@@ -142,7 +139,7 @@ class World:
             self._assign(engine, taken)
 
     def set_free(self, engine: Engine) -> None:
-        """What waits for this instance alone may go to any other of its cluster: it leaves, or has failed."""
+        """Let any other instance of its cluster take what waits for this one alone: it leaves, or has failed."""
         engine.pool.release(engine.name)
         engine.cluster.waiting_s = engine.pool.waiting_s
         for job in self.open.values():
@@ -152,7 +149,7 @@ class World:
         if not len(engine.pool):
             return
         others = [other for other in self.engines.values() if other.cluster is engine.cluster]
-        if not any(is_prefiller(other.view, self.view) for other in others):
+        if not any(other.view.takes_prefills for other in others):
             for job in [job for job in self.open.values() if job in engine.pool]:
                 self.restart(job)
         for other in others:
@@ -173,9 +170,9 @@ class World:
         if engine is not target:
             engine.view.in_flight += 1
             if engine.cluster is not target.cluster:
-                job.lane = lane = self.lanes[engine.cluster.name, target.cluster.name]
+                job.link = link = self.links[engine.cluster.name, target.cluster.name]
                 job.promised_bytes = nbytes = self.kv.total_bytes(job.tokens - 1, decision.skip_tokens)
-                lane.promise(nbytes, now_s)
+                link.promise(nbytes, now_s)
         if decision.cache_transfer is not None:
             self._move_prefix(job)
         elif engine.at_work < engine.prefill_slots and not engine.queue:
@@ -188,18 +185,18 @@ class World:
         moved = job.decision.cache_transfer
         assert moved is not None
         engine, now_s = job.engine, self.events.now_s
-        job.prefix_lane = lane = self.lanes[self.engines[moved.source].cluster.name, engine.cluster.name]
+        job.prefix_link = link = self.links[self.engines[moved.source].cluster.name, engine.cluster.name]
         job.stage = _MOVING
         engine.accept(job.service_s, now_s)
         nbytes = self.kv.total_bytes(moved.num_tokens - 1, moved.skip_tokens)
         self.columns.link_bytes[job.number] += nbytes
-        job.transfer = lane.link.send(nbytes, self._prefix_here, job)
+        job.transfer = link.fluid.send(nbytes, self._prefix_here, job)
 
     def _prefix_here(self, job: Job) -> None:
         if job.is_void:
             return
         engine = job.engine
-        job.prefix_lane = job.transfer = None
+        job.prefix_link = job.transfer = None
         job.stage = _QUEUED
         if self.caches is not None:
             self.caches.insert(engine.name, job.blocks, job.tokens - job.decision.prefill_tokens)
@@ -248,7 +245,7 @@ class World:
         self._start(engine, job)
 
     def _start(self, engine: Engine, job: Job) -> None:
-        events, service_s, lane = self.events, job.service_s, job.lane
+        events, service_s, link = self.events, job.service_s, job.link
         end_s = events.now_s + service_s
         job.stage = _PREFILLING
         if engine.at_work and engine.free_at_s > events.now_s:
@@ -257,10 +254,10 @@ class World:
         engine.free_at_s = end_s
         engine.prefilled_s += service_s
         engine.view.busy_until_s = end_s + engine.waiting_s
-        if lane is not None:
+        if link is not None:
             streamed_bytes = self.kv.streamed_bytes(job.tokens - 1, job.decision.skip_tokens)
             last_bytes = job.promised_bytes - streamed_bytes
-            job.transfer = lane.link.stream(streamed_bytes, last_bytes, service_s, self._arrived, job)
+            job.transfer = link.fluid.stream(streamed_bytes, last_bytes, service_s, self._arrived, job)
         if engine.sharing is not None:
             engine.sharing.join(service_s, job)
             return
@@ -279,7 +276,7 @@ class World:
                 self.caches.insert(engine.name, job.blocks, job.tokens)
             if job.stage is _PREFILLING:
                 job.stage = _SENDING
-                if job.lane is None or job.is_sent:
+                if job.link is None or job.is_sent:
                     self._arrived(job)
         if engine.queue or engine.pool:
             self.start_next(engine)
@@ -292,11 +289,11 @@ class World:
             # It was streamed as if it had its instance for itself; nothing is there before it is made.
             job.transfer, job.is_sent = None, True
             return
-        lane, target = job.lane, job.target
-        if lane is not None:
-            lane.settle(job.promised_bytes, self.events.now_s)
+        link, target = job.link, job.target
+        if link is not None:
+            link.settle(job.promised_bytes, self.events.now_s)
             self.columns.link_bytes[job.number] += job.promised_bytes
-            job.transfer = job.lane = None
+            job.transfer = job.link = None
         if not target.view.healthy:
             self.restart(job)
             return
@@ -349,11 +346,11 @@ class World:
             engine.pool.withdraw(job)
             engine.cluster.waiting_s = engine.pool.waiting_s
         if job.transfer is not None:
-            lane = job.lane if job.prefix_lane is None else job.prefix_lane
-            assert lane is not None
-            lane.link.cancel(job.transfer)
-        if job.lane is not None:
-            job.lane.settle(job.promised_bytes, now_s)
+            link = job.link if job.prefix_link is None else job.prefix_link
+            assert link is not None
+            link.fluid.cancel(job.transfer)
+        if job.link is not None:
+            job.link.settle(job.promised_bytes, now_s)
 
     def _capacity(self, link: SimulatedLink) -> CapacityProcess:
         outages = [
@@ -387,4 +384,4 @@ class World:
 
 
 def _nothing(_job: Job) -> None:
-    """A prefill that has room begins at once: nobody has to be told."""
+    """A prefill that has room begins at once: nothing more to do."""

@@ -1,7 +1,17 @@
 """Named studies: many simulations around one question, and a page that answers it in numbers."""
 
-from prfaas.lab.studies.page import STUDIES, conduct, page_of
-from prfaas.lab.studies.setup import Setting, setting_of
-from prfaas.lab.studies.study import Section, Study
+from prfaas.lab.studies.ablation import ABLATION
+from prfaas.lab.studies.bandwidth import BANDWIDTH
+from prfaas.lab.studies.burst import BURST
+from prfaas.lab.studies.context import StudyContext, context_of
+from prfaas.lab.studies.equal_cost import EQUAL_COST
+from prfaas.lab.studies.hit_rate import HIT_RATE
+from prfaas.lab.studies.page import page_of
+from prfaas.lab.studies.scale import SCALE
+from prfaas.lab.studies.shift import SHIFT
+from prfaas.lab.studies.study import Study, StudySection, run_studies
 
-__all__ = ["STUDIES", "Section", "Setting", "Study", "conduct", "page_of", "setting_of"]
+STUDIES = {study.name: study for study in (EQUAL_COST, ABLATION, BANDWIDTH, BURST, SHIFT, HIT_RATE, SCALE)}
+"""By name, in the order of the page."""
+
+__all__ = ["STUDIES", "Study", "StudyContext", "StudySection", "context_of", "page_of", "run_studies"]

@@ -7,10 +7,9 @@ from prfaas.core.planner import OperatingPoint, best_operation
 from prfaas.core.units import format_bits_per_s
 from prfaas.core.workload.arrivals import Poisson
 from prfaas.lab.simulator.capacity import Fluctuating
-from prfaas.lab.studies.figures import UNSTABLE, Curve, Panel, lines, percent, seconds
-from prfaas.lab.studies.runs import Key, Run
-from prfaas.lab.studies.setup import Setting, with_bandwidth
-from prfaas.lab.studies.study import Figure, Outcomes, Section, Study, Table
+from prfaas.lab.studies.context import StudyContext, with_bandwidth
+from prfaas.lab.studies.figures import UNSTABLE, Panel, PlotCurve, lines, percent, seconds
+from prfaas.lab.studies.study import Key, Outcomes, Run, Study, StudyFigure, StudySection, StudyTable
 
 _LOAD = 0.9
 _STEPS = 9
@@ -23,20 +22,20 @@ FULL, OWN = "full", "own"
 """The two rates: a share of Λ_max with the file's link, and of Λ_max with the link as it is in the run."""
 
 
-def _levels(setting: Setting) -> list[float]:
-    most = setting.planned.links[0].bandwidth_bits_per_s
+def _levels(context: StudyContext) -> list[float]:
+    most = context.planned.links[0].bandwidth_bits_per_s
     return [most * _LEAST_SHARE ** (1 - step / (_STEPS - 1)) for step in range(_STEPS)]
 
 
-def _plans(setting: Setting) -> list[OperatingPoint]:
+def _plans(context: StudyContext) -> list[OperatingPoint]:
     return [
         best_operation(
             replace(
-                setting.problem,
-                links=tuple(replace(link, bandwidth_bits_per_s=level) for link in setting.problem.links),
+                context.problem,
+                links=tuple(replace(link, bandwidth_bits_per_s=level) for link in context.problem.links),
             )
         )
-        for level in _levels(setting)
+        for level in _levels(context)
     ]
 
 
@@ -44,20 +43,20 @@ def _key(rate: str, policy: str, deviation: float, step: int) -> Key:
     return (rate, policy, deviation, step)
 
 
-def _runs(setting: Setting) -> Sequence[Run]:
+def _runs(context: StudyContext) -> Sequence[Run]:
     runs = []
-    link = setting.planned.links[0].name
-    for step, (level, plan) in enumerate(zip(_levels(setting), _plans(setting), strict=True)):
+    link = context.planned.links[0].name
+    for step, (level, plan) in enumerate(zip(_levels(context), _plans(context), strict=True)):
         for rate in (FULL, OWN):
-            rate_rps = _LOAD * (setting.lambda_max if rate == FULL else plan.lambda_max)
+            rate_rps = _LOAD * (context.lambda_max if rate == FULL else plan.lambda_max)
             for policy in _POLICIES:
                 runs += [
                     Run(
                         _key(rate, policy, deviation, step),
-                        with_bandwidth(setting.planned, level),
-                        setting.traffic(Poisson(rate_rps)),
-                        setting.requests(_REQUESTS),
-                        setting.seed,
+                        with_bandwidth(context.planned, level),
+                        context.traffic(Poisson(rate_rps)),
+                        context.requests(_REQUESTS),
+                        context.seed,
                         policy=policy,
                         links={link: Fluctuating(level, deviation, _CORRELATION_S)} if deviation else {},
                     )
@@ -66,14 +65,14 @@ def _runs(setting: Setting) -> Sequence[Run]:
     return runs
 
 
-def _tell(setting: Setting, outcomes: Outcomes) -> Section:
-    levels, plans = _levels(setting), _plans(setting)
-    rate_rps = _LOAD * setting.lambda_max
+def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
+    levels, plans = _levels(context), _plans(context)
+    rate_rps = _LOAD * context.lambda_max
     columns = ["bandwidth", "Λ_max planned (req/s)"]
     columns += [f"{policy}, {_named(deviation)}" for policy in _POLICIES for deviation in _DEVIATIONS]
 
-    def table(rate: str) -> Table:
-        return Table(
+    def table(rate: str) -> StudyTable:
+        return StudyTable(
             columns,
             [
                 [
@@ -89,7 +88,7 @@ def _tell(setting: Setting, outcomes: Outcomes) -> Section:
             ],
         )
 
-    return Section(
+    return StudySection(
         question="How much bandwidth does the deployment need, and what if it fluctuates?",
         setup=(
             f"The link from {format_bits_per_s(levels[0])} to the file's {format_bits_per_s(levels[-1])}, "
@@ -98,7 +97,7 @@ def _tell(setting: Setting, outcomes: Outcomes) -> Section:
             f"{_CORRELATION_S:g} s. Roles and threshold start as planned for the mean; both adapt."
         ),
         findings=[
-            *(_first_stable(levels, plans, outcomes, setting, policy) for policy in _POLICIES),
+            *(_first_stable(levels, plans, outcomes, context, policy) for policy in _POLICIES),
             *(_promise(levels, outcomes, policy) for policy in _POLICIES),
         ],
         tables={
@@ -107,7 +106,7 @@ def _tell(setting: Setting, outcomes: Outcomes) -> Section:
             ),
             f"Mean TTFT in seconds at {_LOAD:g} of what the planner finds for this bandwidth": table(OWN),
         },
-        figures=[_figure(levels, outcomes, setting)],
+        figures=[_figure(levels, outcomes, context)],
         notes=[f'"{UNSTABLE}": queues grow for as long as requests come.'],
     )
 
@@ -135,14 +134,14 @@ def _first_stable(
     levels: Sequence[float],
     plans: Sequence[OperatingPoint],
     outcomes: Outcomes,
-    setting: Setting,
+    context: StudyContext,
     policy: str,
 ) -> str:
     words = []
     for deviation in _DEVIATIONS:
         step = _lowest(outcomes, FULL, policy, deviation)
         words.append("nowhere" if step is None else f"from {format_bits_per_s(levels[step])} on")
-    rate = _LOAD * setting.lambda_max
+    rate = _LOAD * context.lambda_max
     planned = next((step for step, plan in enumerate(plans) if plan.lambda_max > rate), None)
     by_plan = (
         "no bandwidth here would do by the planner"
@@ -188,12 +187,12 @@ def _promise(levels: Sequence[float], outcomes: Outcomes, policy: str) -> str:
     return f"{text}; the largest fluctuation adds up to {percent(worst - 1)} to the mean TTFT."
 
 
-def _figure(levels: Sequence[float], outcomes: Outcomes, setting: Setting) -> Figure:
+def _figure(levels: Sequence[float], outcomes: Outcomes, context: StudyContext) -> StudyFigure:
     gigabits = [level / 1e9 for level in levels]
 
-    def curves(rate: str, field: str) -> list[Curve]:
+    def curves(rate: str, field: str) -> list[PlotCurve]:
         return [
-            Curve(
+            PlotCurve(
                 f"{policy}, {_named(deviation)}",
                 gigabits,
                 [
@@ -207,7 +206,7 @@ def _figure(levels: Sequence[float], outcomes: Outcomes, setting: Setting) -> Fi
             for deviation in (_DEVIATIONS[0], _DEVIATIONS[-1])
         ]
 
-    needed = setting.optimum.egress_bits_per_s / 1e9
+    needed = context.optimum.egress_bits_per_s / 1e9
     return lines(
         "bandwidth",
         "Mean TTFT and offloaded part over the link's mean bandwidth; nothing is drawn where queues grow. "
@@ -227,4 +226,4 @@ def _figure(levels: Sequence[float], outcomes: Outcomes, setting: Setting) -> Fi
     )
 
 
-BANDWIDTH = Study("bandwidth", "How much bandwidth is enough", _runs, _tell)
+BANDWIDTH = Study("bandwidth", "How much bandwidth is enough", _runs, _describe)

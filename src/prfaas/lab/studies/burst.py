@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
+from prfaas.lab.studies.context import StudyContext
 from prfaas.lab.studies.figures import (
-    Curve,
     Panel,
+    PlotCurve,
     difference,
     lines,
     listed,
@@ -12,9 +13,8 @@ from prfaas.lab.studies.figures import (
     mean_and_p90,
     times_as_long,
 )
-from prfaas.lab.studies.runs import Run
-from prfaas.lab.studies.setup import BURST_S, CALM_S, Setting, bursts
-from prfaas.lab.studies.study import Outcomes, Section, Study, Table
+from prfaas.lab.studies.study import Outcomes, Run, Study, StudySection, StudyTable
+from prfaas.lab.studies.traffic import BURST_S, CALM_S, bursts
 
 _LOAD = 0.8
 _PEAKS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)
@@ -23,13 +23,13 @@ _SEEDS = 3
 _REQUESTS = 10_000
 
 
-def _runs(setting: Setting) -> Sequence[Run]:
+def _runs(context: StudyContext) -> Sequence[Run]:
     return [
         Run(
             (policy, peak, seed),
-            setting.planned,
-            setting.traffic(bursts(_LOAD * setting.lambda_max, peak)),
-            setting.requests(_REQUESTS),
+            context.planned,
+            context.traffic(bursts(_LOAD * context.lambda_max, peak)),
+            context.requests(_REQUESTS),
             seed,
             policy=policy,
             # What it stands for: nothing ever changes.
@@ -38,12 +38,12 @@ def _runs(setting: Setting) -> Sequence[Run]:
         )
         for peak in _PEAKS
         for policy in _POLICIES
-        for seed in setting.seeds(_SEEDS)
+        for seed in context.seeds(_SEEDS)
     ]
 
 
-def _tell(setting: Setting, outcomes: Outcomes) -> Section:
-    seeds = setting.seeds(_SEEDS)
+def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
+    seeds = context.seeds(_SEEDS)
 
     def values(policy: str, peak: float, field: str) -> list[float]:
         return [outcomes[policy, peak, seed].number(field) for seed in seeds]
@@ -68,7 +68,7 @@ def _tell(setting: Setting, outcomes: Outcomes) -> Section:
         if compared.is_clear
         else f"there `tilted` and `paper` can't be told apart ({compared})"
     )
-    return Section(
+    return StudySection(
         question="What do bursts do while the mean load stays the same?",
         setup=(
             f"A Markov-modulated Poisson process at a mean of {_LOAD:g} Λ_max: bursts of some times the mean rate "
@@ -81,7 +81,7 @@ def _tell(setting: Setting, outcomes: Outcomes) -> Section:
             + f"; the shortest at that peak has `{order[0]}`, the longest `{order[-1]}`, and {verdict}."
         ],
         tables={
-            "TTFT in seconds, mean (P90)": Table(
+            "TTFT in seconds, mean (P90)": StudyTable(
                 ["peak rate / mean", *_POLICIES],
                 [[f"{peak:g}", *(cell(policy, peak) for policy in _POLICIES)] for peak in _PEAKS],
             )
@@ -95,7 +95,7 @@ def _tell(setting: Setting, outcomes: Outcomes) -> Section:
                     Panel(
                         title,
                         [
-                            Curve(
+                            PlotCurve(
                                 policy, _PEAKS, [mean(values(policy, peak, field)) for peak in _PEAKS], number
                             )
                             for number, policy in enumerate(_POLICIES)
@@ -109,4 +109,4 @@ def _tell(setting: Setting, outcomes: Outcomes) -> Section:
     )
 
 
-BURST = Study("burst", "Bursts at the same mean load", _runs, _tell)
+BURST = Study("burst", "Bursts at the same mean load", _runs, _describe)

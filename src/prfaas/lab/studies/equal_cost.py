@@ -6,10 +6,18 @@ from itertools import pairwise
 
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.planner import Baseline, make_plan
-from prfaas.lab.studies.figures import NONE, UNSTABLE, Curve, Panel, lines, listed, mean_and_p90, more_or_less
-from prfaas.lab.studies.runs import Run
-from prfaas.lab.studies.setup import Setting, pd_only
-from prfaas.lab.studies.study import Outcomes, Section, Study, Table
+from prfaas.lab.studies.context import StudyContext, pd_only
+from prfaas.lab.studies.figures import (
+    NONE,
+    UNSTABLE,
+    Panel,
+    PlotCurve,
+    lines,
+    listed,
+    mean_and_p90,
+    more_or_less,
+)
+from prfaas.lab.studies.study import Outcomes, Run, Study, StudySection, StudyTable
 
 _LOADS = (0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05)
 _POLICIES = ("paper", "tilted")
@@ -26,13 +34,13 @@ class _System:
     lambda_max: float
 
 
-def _systems(setting: Setting) -> list[_System]:
-    plan = make_plan(setting.problem)
-    gpus = sum(cluster.gpus for cluster in setting.planned.clusters)
-    kinds = " + ".join(f"{cluster.gpus} {cluster.hardware}" for cluster in setting.planned.clusters)
+def _systems(context: StudyContext) -> list[_System]:
+    plan = make_plan(context.problem)
+    gpus = sum(cluster.gpus for cluster in context.planned.clusters)
+    kinds = " + ".join(f"{cluster.gpus} {cluster.hardware}" for cluster in context.planned.clusters)
     found = [
         _System(
-            "PrfaaS", f"the deployment itself, {gpus} GPUs ({kinds})", setting.planned, setting.lambda_max
+            "PrfaaS", f"the deployment itself, {gpus} GPUs ({kinds})", context.planned, context.lambda_max
         )
     ]
 
@@ -42,7 +50,7 @@ def _systems(setting: Setting) -> list[_System]:
             _System(
                 name,
                 f"{baseline.gpus} {baseline.hardware}, PD only: {why}",
-                pd_only(setting.planned, count),
+                pd_only(context.planned, count),
                 baseline.point.lambda_max,
             )
         )
@@ -57,24 +65,24 @@ def _systems(setting: Setting) -> list[_System]:
     return found
 
 
-def _runs(setting: Setting) -> Sequence[Run]:
+def _runs(context: StudyContext) -> Sequence[Run]:
     return [
         Run(
             (system.name, policy, load),
             system.planned,
-            setting.poisson(load),
-            setting.requests(_REQUESTS),
-            setting.seed,
+            context.poisson(load),
+            context.requests(_REQUESTS),
+            context.seed,
             policy=policy,
         )
-        for system in _systems(setting)
+        for system in _systems(context)
         for policy in _POLICIES
         for load in _LOADS
     ]
 
 
-def _tell(setting: Setting, outcomes: Outcomes) -> Section:
-    systems = _systems(setting)
+def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
+    systems = _systems(context)
     kinds = [(system, policy) for policy in _POLICIES for system in systems]
 
     def cell(system: _System, policy: str, load: float) -> str:
@@ -85,26 +93,26 @@ def _tell(setting: Setting, outcomes: Outcomes) -> Section:
 
     most = {(system.name, policy): _largest(outcomes, system.name, policy) for system, policy in kinds}
     rows = [
-        [f"{load * setting.lambda_max:.3g}", *(cell(system, policy, load) for system, policy in kinds)]
+        [f"{load * context.lambda_max:.3g}", *(cell(system, policy, load) for system, policy in kinds)]
         for load in _LOADS
     ]
     step = max(high - low for low, high in pairwise(_LOADS))
-    return Section(
+    return StudySection(
         question="Is PrfaaS better than the same money spent on a homogeneous PD cluster?",
         setup=(
             "; ".join(f"*{system.name}* is {system.words}" for system in systems)
             + ". All meet the same Poisson requests at the same rates. Roles start as planned and adapt."
         ),
-        findings=[*_findings(setting, systems, outcomes, most)],
+        findings=[*_findings(context, systems, outcomes, most)],
         tables={
-            "TTFT in seconds, mean (P90)": Table(
+            "TTFT in seconds, mean (P90)": StudyTable(
                 ["req/s", *(f"{system.name}, {policy}" for system, policy in kinds)], rows
             ),
-            "Largest stable rate (req/s)": Table(
+            "Largest stable rate (req/s)": StudyTable(
                 ["", "planner's Λ_max", *_POLICIES],
                 [
                     [system.name, f"{system.lambda_max:.3g}"]
-                    + [_rate(setting, most[system.name, policy]) for policy in _POLICIES]
+                    + [_rate(context, most[system.name, policy]) for policy in _POLICIES]
                     for system in systems
                 ],
             ),
@@ -118,9 +126,9 @@ def _tell(setting: Setting, outcomes: Outcomes) -> Section:
                     Panel(
                         title,
                         [
-                            Curve(
+                            PlotCurve(
                                 system.name if policy == _POLICIES[0] else "",
-                                [load * setting.lambda_max for load in _LOADS],
+                                [load * context.lambda_max for load in _LOADS],
                                 [
                                     outcomes[system.name, policy, load].number(field)
                                     if outcomes[system.name, policy, load].is_stable
@@ -141,7 +149,7 @@ def _tell(setting: Setting, outcomes: Outcomes) -> Section:
         notes=[
             "The largest stable rate is the last of the table's rates up to which every run is stable: "
             "true to a step, at "
-            f"most {step * setting.lambda_max:.2g} req/s there, and to an overload of some per cent that "
+            f"most {step * context.lambda_max:.2g} req/s there, and to an overload of some per cent that "
             "so few requests "
             "can't show."
         ],
@@ -157,15 +165,15 @@ def _largest(outcomes: Outcomes, system: str, policy: str) -> float | None:
     return found
 
 
-def _rate(setting: Setting, load: float | None) -> str:
+def _rate(context: StudyContext, load: float | None) -> str:
     if load is None:
-        return f"below {_LOADS[0] * setting.lambda_max:.3g}"
-    rate = f"{load * setting.lambda_max:.3g}"
+        return f"below {_LOADS[0] * context.lambda_max:.3g}"
+    rate = f"{load * context.lambda_max:.3g}"
     return f"{rate} or more" if load == _LOADS[-1] else rate
 
 
 def _findings(
-    setting: Setting,
+    context: StudyContext,
     systems: Sequence[_System],
     outcomes: Outcomes,
     most: dict[tuple[str, str], float | None],
@@ -215,7 +223,7 @@ def _findings(
             else "shorter at some rates and longer at others"
         )
         sentences.append(
-            f"Its mean TTFT is {words}: {_times(least, setting)} to {_times(most_of, setting)}"
+            f"Its mean TTFT is {words}: {_times(least, context)} to {_times(most_of, context)}"
             + (
                 f"; at the lowest rate {listed([f'{ratio:.2f}' for ratio in at_low])} times."
                 if at_low
@@ -225,9 +233,9 @@ def _findings(
     return sentences
 
 
-def _times(found: tuple[float, float, str], setting: Setting) -> str:
+def _times(found: tuple[float, float, str], context: StudyContext) -> str:
     ratio, load, policy = found
-    return f"{ratio:.2f} times (`{policy}`, {load * setting.lambda_max:.3g} req/s)"
+    return f"{ratio:.2f} times (`{policy}`, {load * context.lambda_max:.3g} req/s)"
 
 
-EQUAL_COST = Study("equal-cost", "PrfaaS or the same money without it", _runs, _tell)
+EQUAL_COST = Study("equal-cost", "PrfaaS or the same money without it", _runs, _describe)

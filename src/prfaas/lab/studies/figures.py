@@ -1,7 +1,4 @@
-"""Small drawings for a Markdown page: files of their own, readable on light and dark screens.
-
-Numbers in sentences and tables, and what several seeds can tell apart.
-"""
+"""How a study shows numbers: in sentences and cells, with what several seeds can tell apart, and in small drawings."""
 
 import math
 import re
@@ -11,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from scipy.stats import t as student
 
-from prfaas.lab.report.html import COLOURS, INK, MUTED, drawing
-from prfaas.lab.studies.study import Figure
+from prfaas.lab.report.drawing import COLOURS, INK, MUTED, drawing
+from prfaas.lab.studies.study import StudyFigure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,10 +54,12 @@ def listed(items: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The mean of value / base − 1 over pairs, and half of its 95 % interval (Student's t); infinite for one pair."""
+    """How much values differ from their bases, over pairs that met the same requests."""
 
     mean: float
+    """Of value / base − 1."""
     half: float
+    """Half of its 95 % interval (Student's t); infinite for one pair."""
 
     @property
     def is_clear(self) -> bool:
@@ -108,26 +107,28 @@ _WIDTH_PX = 760
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
-    """Values over x; None leaves a gap. Without a label it is not in the legend.
-
-    `colour`: a number of the palette, `is_dashed`: of a second kind."""
+class PlotCurve:
+    """One line of a diagram."""
 
     label: str
+    """In the legend; empty: not there."""
     x: Sequence[float]
     y: Sequence[float | None]
+    """None leaves a gap."""
     colour: int
+    """A number of the palette."""
     is_dashed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One diagram. `mark`: a vertical line with its text."""
+    """One diagram."""
 
     label: str
-    curves: Sequence[Curve]
+    curves: Sequence[PlotCurve]
     is_log: bool = False
     mark: tuple[float, str] | None = None
+    """Where a vertical line stands, and its text."""
     is_stepped: bool = False
 
 
@@ -139,7 +140,7 @@ def lines(
     *,
     x_log: bool = False,
     height: float = 2.3,
-) -> Figure:
+) -> StudyFigure:
     """Panels side by side over one kind of x axis."""
     columns = min(len(panels), 3)
     with drawing(f"study-{name}", len(panels), columns=columns, height=height) as drawn:
@@ -147,13 +148,13 @@ def lines(
             _fill(axes, panel, x_log=x_log)
             axes.set_xlabel(x_label)
             axes.tick_params(labelbottom=True)
-    return Figure(f"study-{name}", _file(drawn.svg), caption)
+    return StudyFigure(f"study-{name}", _file(drawn.svg), caption)
 
 
-def bars(name: str, caption: str, x_label: str, labels: Sequence[str], values: Sequence[float]) -> Figure:
+def bars(
+    name: str, caption: str, x_label: str, labels: Sequence[str], values: Sequence[float]
+) -> StudyFigure:
     """A horizontal bar per label; what is no finite number has none."""
-    import math
-
     with drawing(f"study-{name}", height=0.24 * len(labels) + 0.5) as drawn:
         (axes,) = drawn.panels
         places = range(len(labels))
@@ -167,7 +168,7 @@ def bars(name: str, caption: str, x_label: str, labels: Sequence[str], values: S
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         axes.set_xlabel(x_label)
-    return Figure(f"study-{name}", _file(drawn.svg), caption)
+    return StudyFigure(f"study-{name}", _file(drawn.svg), caption)
 
 
 def _fill(axes: "Axes", panel: Panel, *, x_log: bool) -> None:

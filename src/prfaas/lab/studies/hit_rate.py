@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from prfaas.core.units import GIB, format_bits_per_s, format_bytes
-from prfaas.lab.studies.figures import Curve, Panel, lines, mean_and_p90, percent, seconds
-from prfaas.lab.studies.runs import Key, Run
-from prfaas.lab.studies.setup import Setting, SharedPrefixes, cache_of, capacity_of, replayed
-from prfaas.lab.studies.study import Outcomes, Section, Study, Table
+from prfaas.lab.studies.context import StudyContext, cache_of
+from prfaas.lab.studies.figures import Panel, PlotCurve, lines, mean_and_p90, percent, seconds
+from prfaas.lab.studies.study import Key, Outcomes, Run, Study, StudySection, StudyTable
+from prfaas.lab.studies.traffic import SharedPrefixes
 
 _LOAD = 0.9
 _SHARES = (0.0, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9)
@@ -18,18 +18,18 @@ _REQUESTS = 8_000
 SHARED, TRACE = "shared", "trace"
 
 
-def _runs(setting: Setting) -> Sequence[Run]:
-    model, runs = setting.planned.kv_model, []
-    requests = setting.requests(_REQUESTS)
-    rate = _LOAD * capacity_of(setting)
+def _runs(context: StudyContext) -> Sequence[Run]:
+    model, runs = context.planned.kv_model, []
+    requests = context.requests(_REQUESTS)
+    rate = _LOAD * context.trace_lambda_max
     for policy in _POLICIES:
         runs += [
             Run(
                 (SHARED, policy, share),
-                setting.planned,
-                SharedPrefixes(setting.poisson(_LOAD), share, _DOCUMENTS),
+                context.planned,
+                SharedPrefixes(context.poisson(_LOAD), share, _DOCUMENTS),
                 requests,
-                setting.seed,
+                context.seed,
                 policy=policy,
                 caches=cache_of(model, _CACHE_BYTES),
             )
@@ -38,10 +38,10 @@ def _runs(setting: Setting) -> Sequence[Run]:
         runs += [
             Run(
                 (TRACE, policy, capacity),
-                setting.planned,
-                replayed(setting, rate),
+                context.planned,
+                context.replayed(rate),
                 requests,
-                setting.seed,
+                context.seed,
                 policy=policy,
                 caches=cache_of(model, capacity * GIB),
             )
@@ -50,21 +50,21 @@ def _runs(setting: Setting) -> Sequence[Run]:
     return runs
 
 
-def _tell(setting: Setting, outcomes: Outcomes) -> Section:
+def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
     shared: dict[str, list[Key]] = {
         policy: [(SHARED, policy, share) for share in _SHARES] for policy in _POLICIES
     }
     trace: dict[str, list[Key]] = {
         policy: [(TRACE, policy, capacity) for capacity in _CAPACITIES_GIB] for policy in _POLICIES
     }
-    return Section(
+    return StudySection(
         question="What do prefix caches change?",
         setup=(
             f"*Shared prefixes*: the file's arrivals and lengths at {_LOAD:g} of the Λ_max without "
             "caches, where the first part "
             f"of every prompt is the beginning of one of {_DOCUMENTS} documents (the k-th as popular as 1 "
             "/ k) and every "
-            f"instance has a cache of {format_bytes(_CACHE_BYTES)}. *Trace*: `{setting.trace_name}` "
+            f"instance has a cache of {format_bytes(_CACHE_BYTES)}. *Trace*: `{context.trace_name}` "
             f"repeated, at {_LOAD:g} of "
             "what the planner finds for its lengths without caches, and caches of growing size. The rate "
             "stays the same "
@@ -93,7 +93,7 @@ def _tell(setting: Setting, outcomes: Outcomes) -> Section:
                     Panel(
                         title,
                         [
-                            Curve(
+                            PlotCurve(
                                 policy,
                                 [outcomes[key].number("hit_ratio") for key in shared[policy]],
                                 [
@@ -118,12 +118,12 @@ def _tell(setting: Setting, outcomes: Outcomes) -> Section:
             "last full block, so "
             "the hit ratio stays below the shared part.",
         ]
-        if setting.planned.kv_model.is_hybrid
+        if context.planned.kv_model.is_hybrid
         else [],
     )
 
 
-def _table(outcomes: Outcomes, first: str, names: Sequence[str], keys: dict[str, list[Key]]) -> Table:
+def _table(outcomes: Outcomes, first: str, names: Sequence[str], keys: dict[str, list[Key]]) -> StudyTable:
     columns = [first]
     for policy in _POLICIES:
         columns += [f"{policy}: hits", "TTFT mean (P90), s", "egress", "offloaded"]
@@ -141,7 +141,7 @@ def _table(outcomes: Outcomes, first: str, names: Sequence[str], keys: dict[str,
                 percent(outcome.number("offloaded_fraction")),
             ]
         rows.append(cells)
-    return Table(columns, rows)
+    return StudyTable(columns, rows)
 
 
 def _finding(outcomes: Outcomes, keys: Sequence[Key], policy: str, what: str) -> str:
@@ -167,4 +167,4 @@ def _finding(outcomes: Outcomes, keys: Sequence[Key], policy: str, what: str) ->
     )
 
 
-HIT_RATE = Study("hit-rate", "What prefix caches change", _runs, _tell)
+HIT_RATE = Study("hit-rate", "What prefix caches change", _runs, _describe)

@@ -1,49 +1,18 @@
-"""Studies as a Markdown page with drawings beside it.
-
-All studies, and how they are carried out together.
-"""
+"""Studies as a Markdown page with drawings beside it."""
 
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from prfaas.lab.studies.ablation import ABLATION
-from prfaas.lab.studies.bandwidth import BANDWIDTH
-from prfaas.lab.studies.burst import BURST
-from prfaas.lab.studies.equal_cost import EQUAL_COST
-from prfaas.lab.studies.hit_rate import HIT_RATE
-from prfaas.lab.studies.runs import Outcome, Run, carry_out
-from prfaas.lab.studies.scale import SCALE
-from prfaas.lab.studies.setup import Setting
-from prfaas.lab.studies.shift import SHIFT
-from prfaas.lab.studies.study import Outcomes, Section, Study, Table
-
-STUDIES = {study.name: study for study in (EQUAL_COST, ABLATION, BANDWIDTH, BURST, SHIFT, HIT_RATE, SCALE)}
-
-
-def conduct(
-    studies: Sequence[Study],
-    setting: Setting,
-    *,
-    jobs: int = 1,
-    on_begin: Callable[[Sequence[Run]], None] | None = None,
-    on_done: Callable[[Run, Outcome], None] | None = None,
-) -> dict[str, Outcomes]:
-    """The outcomes of every study by its name; all runs share the processes. The same for any number of `jobs`."""
-    runs = {study.name: study.runs(setting) for study in studies}
-    everything = [run for each in runs.values() for run in each]
-    if on_begin is not None:
-        on_begin(everything)
-    found = iter(carry_out(everything, jobs=jobs, on_done=on_done))
-    return {name: {run.key: next(found) for run in each} for name, each in runs.items()}
-
+from prfaas.lab.studies.context import StudyContext
+from prfaas.lab.studies.study import Study, StudySection, StudyTable
 
 _WIDTH = 118
 
 
-def page_of(setting: Setting, sections: Mapping[str, tuple[Study, Section]], command: str) -> str:
+def page_of(context: StudyContext, sections: Mapping[str, tuple[Study, StudySection]], command: str) -> str:
     """The whole page; drawings are taken from `img/` beside it."""
-    lines = ["# Studies on the simulator", "", _paragraph(_intro(setting, command)), ""]
+    lines = ["# Studies on the simulator", "", _paragraph(_intro(context, command)), ""]
     if len(sections) > 1:
         lines += [f"- [{study.title}](#{_anchor(study.title)})" for study, _ in sections.values()]
         lines.append("")
@@ -52,24 +21,24 @@ def page_of(setting: Setting, sections: Mapping[str, tuple[Study, Section]], com
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
-def _intro(setting: Setting, command: str) -> str:
+def _intro(context: StudyContext, command: str) -> str:
     text = (
-        f"Written by `{command}`; don't edit. Deployment `{setting.planned.name}`: Λ_max is "
-        f"{setting.lambda_max:.4g} requests/s by `prfaas plan`, with {setting.optimum.n_prefill} of "
-        f"{setting.problem.pd[0].instances} PD instances as prefill and an egress of "
-        f"{setting.optimum.egress_bits_per_s / 1e9:.3g} Gbit/s; loads are shares of it. All runs of a "
+        f"Written by `{command}`; don't edit. Deployment `{context.planned.name}`: Λ_max is "
+        f"{context.lambda_max:.4g} requests/s by `prfaas plan`, with {context.optimum.n_prefill} of "
+        f"{context.problem.pd[0].instances} PD instances as prefill and an egress of "
+        f"{context.optimum.egress_bits_per_s / 1e9:.3g} Gbit/s; loads are shares of it. All runs of a "
         "comparison meet the same "
         "requests at the same times. TTFT is the paper's: until all KV is at the decode instance and a slot free "
         "there. Seeds count from "
-        f"{setting.seed}. What the simulator knows and how far to believe it: [simulate.md](simulate.md), "
+        f"{context.seed}. What the simulator knows and how far to believe it: [simulator.md](simulator.md), "
         "[fidelity.md](fidelity.md); the policies: [scheduling.md](scheduling.md)."
     )
-    if setting.is_quick:
+    if context.is_quick:
         text += " **`--quick`: a twentieth of the requests. These numbers only show that the studies run.**"
     return text
 
 
-def _section(study: Study, section: Section) -> list[str]:
+def _section(study: Study, section: StudySection) -> list[str]:
     lines = [f"## {study.title}", "", f"`prfaas study {study.name}`. {section.question}", ""]
     lines += [_paragraph(" ".join(section.findings)), "", _paragraph(f"Setup. {section.setup}"), ""]
     for figure in section.figures:
@@ -80,7 +49,7 @@ def _section(study: Study, section: Section) -> list[str]:
     return lines
 
 
-def _table(table: Table) -> list[str]:
+def _table(table: StudyTable) -> list[str]:
     rows = ["| " + " | ".join(table.columns) + " |"]
     rows.append("|---" + "|---:" * (len(table.columns) - 1) + "|")
     return rows + ["| " + " | ".join(_marked(row)) + " |" for row in table.rows]

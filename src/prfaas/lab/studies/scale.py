@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 from prfaas.core.planner import best_operation, problem_of
 from prfaas.core.workload.arrivals import Poisson
-from prfaas.lab.studies.figures import Curve, Panel, lines, mean_and_p90, more_or_less, percent, seconds
-from prfaas.lab.studies.runs import Run
-from prfaas.lab.studies.setup import Setting, times
-from prfaas.lab.studies.study import Outcomes, Section, Study, Table
+from prfaas.lab.studies.context import StudyContext, times
+from prfaas.lab.studies.figures import Panel, PlotCurve, lines, mean_and_p90, more_or_less, percent, seconds
+from prfaas.lab.studies.study import Outcomes, Run, Study, StudySection, StudyTable
 
 _LOAD = 0.9
 _FACTORS = (1, 2, 5, 10, 20, 50, 100)
@@ -18,35 +17,35 @@ _REQUESTS = 20_000
 _LEAST_S = 240.0
 
 
-def _factors(setting: Setting) -> tuple[int, ...]:
-    return _QUICK_FACTORS if setting.is_quick else _FACTORS
+def _factors(context: StudyContext) -> tuple[int, ...]:
+    return _QUICK_FACTORS if context.is_quick else _FACTORS
 
 
-def _rates(setting: Setting) -> dict[int, float]:
+def _rates(context: StudyContext) -> dict[int, float]:
     return {
-        factor: best_operation(problem_of(times(setting.planned, factor))).lambda_max
-        for factor in _factors(setting)
+        factor: best_operation(problem_of(times(context.planned, factor))).lambda_max
+        for factor in _factors(context)
     }
 
 
-def _runs(setting: Setting) -> Sequence[Run]:
+def _runs(context: StudyContext) -> Sequence[Run]:
     return [
         Run(
             (policy, factor),
-            times(setting.planned, factor),
-            setting.traffic(Poisson(_LOAD * rate)),
-            setting.requests(max(_REQUESTS, round(_LEAST_S * _LOAD * rate))),
-            setting.seed,
+            times(context.planned, factor),
+            context.traffic(Poisson(_LOAD * rate)),
+            context.requests(max(_REQUESTS, round(_LEAST_S * _LOAD * rate))),
+            context.seed,
             policy=policy,
             warmup_share=0.25,
         )
-        for factor, rate in _rates(setting).items()
+        for factor, rate in _rates(context).items()
         for policy in _POLICIES
     ]
 
 
-def _tell(setting: Setting, outcomes: Outcomes) -> Section:
-    rates, factors = _rates(setting), _factors(setting)
+def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
+    rates, factors = _rates(context), _factors(context)
     first, last = factors[0], factors[-1]
 
     def cell(policy: str, factor: int) -> str:
@@ -61,7 +60,7 @@ def _tell(setting: Setting, outcomes: Outcomes) -> Section:
         return f"with `{policy}` it {verb} from {seconds(start)} to {seconds(end)} s"
 
     gain = rates[last] / rates[first] / last
-    return Section(
+    return StudySection(
         question="What does a larger deployment gain?",
         setup=(
             f"So many times the instances of both clusters and the bandwidth of the link, at {_LOAD:g} of "
@@ -70,12 +69,12 @@ def _tell(setting: Setting, outcomes: Outcomes) -> Section:
         ),
         findings=[
             f"At the same load the mean TTFT changes with size: {fell('paper')}, {fell('tilted')}. The best service "
-            f"without any waiting would be about {seconds(setting.optimum.ttft_mean_s)} s at the "
+            f"without any waiting would be about {seconds(context.optimum.ttft_mean_s)} s at the "
             "planner's routes. For "
             f"each instance there {_gain(gain)}, since roles are whole instances."
         ],
         tables={
-            "TTFT in seconds, mean (P90)": Table(
+            "TTFT in seconds, mean (P90)": StudyTable(
                 ["size", "Λ_max planned (req/s)", *_POLICIES, "offloaded (paper)"],
                 [
                     [
@@ -97,7 +96,7 @@ def _tell(setting: Setting, outcomes: Outcomes) -> Section:
                     Panel(
                         title,
                         [
-                            Curve(
+                            PlotCurve(
                                 policy,
                                 factors,
                                 [outcomes[policy, factor].number(field) for factor in factors],
@@ -119,4 +118,4 @@ def _gain(gain: float) -> str:
     return "is the same throughput" if words == "the same" else f"is {words} throughput at the largest size"
 
 
-SCALE = Study("scale", "One deployment, up to a hundred times", _runs, _tell)
+SCALE = Study("scale", "One deployment, up to a hundred times", _runs, _describe)

@@ -8,19 +8,11 @@ from prfaas.core.planner import OperatingPoint, PlanProblem, best_operation
 from prfaas.core.planner.two_clusters import evaluate
 from prfaas.core.workload import Empirical, Workload
 from prfaas.core.workload.arrivals import Poisson
-from prfaas.lab.studies.day import (
-    DAY_S,
-    NIGHT_ANSWERS,
-    NIGHT_PROMPTS,
-    NOON_ANSWERS,
-    NOON_PROMPTS,
-    DayPlan,
-    day_plan,
-)
+from prfaas.lab.studies.context import StudyContext
 from prfaas.lab.studies.figures import (
     UNSTABLE,
-    Curve,
     Panel,
+    PlotCurve,
     difference,
     lines,
     listed,
@@ -28,9 +20,17 @@ from prfaas.lab.studies.figures import (
     mean_and_p90,
     seconds,
 )
-from prfaas.lab.studies.runs import Run
-from prfaas.lab.studies.setup import Setting, stretched
-from prfaas.lab.studies.study import Figure, Outcomes, Section, Study, Table
+from prfaas.lab.studies.study import Outcomes, Run, Study, StudyFigure, StudySection, StudyTable
+from prfaas.lab.studies.traffic import (
+    DAY_S,
+    NIGHT_ANSWERS,
+    NIGHT_PROMPTS,
+    NOON_ANSWERS,
+    NOON_PROMPTS,
+    DayPlan,
+    day_plan,
+    stretched,
+)
 from prfaas.lab.studies.variants import OF_PAPER, OF_TILTED, PAPER, TILTED, Variant
 
 _GROWTH = 1.15
@@ -63,26 +63,26 @@ class _Growth:
     best: OperatingPoint
     kept: OperatingPoint
 
-    def rate(self, setting: Setting, which: str) -> float:
-        return _GROWN_LOAD * (self.best.lambda_max if which == NEW else setting.lambda_max)
+    def rate(self, context: StudyContext, which: str) -> float:
+        return _GROWN_LOAD * (self.best.lambda_max if which == NEW else context.lambda_max)
 
 
-def _grown(setting: Setting) -> _Growth:
-    lengths = stretched(setting.problem.workload.uncached, _GROWTH, *setting.range_tokens)
-    problem = replace(setting.problem, workload=Workload(lengths, setting.problem.workload.output_tokens))
-    old = setting.optimum.threshold_tokens
-    kept = evaluate(problem, math.inf if old is None else old, setting.optimum.n_prefill)
+def _grown(context: StudyContext) -> _Growth:
+    lengths = stretched(context.problem.workload.uncached, _GROWTH, *context.range_tokens)
+    problem = replace(context.problem, workload=Workload(lengths, context.problem.workload.output_tokens))
+    old = context.optimum.threshold_tokens
+    kept = evaluate(problem, math.inf if old is None else old, context.optimum.n_prefill)
     return _Growth(lengths, problem, best_operation(problem), kept)
 
 
-def _runs(setting: Setting) -> Sequence[Run]:
-    grown, day = _grown(setting), day_plan(setting, _DAY_LOAD)
+def _runs(context: StudyContext) -> Sequence[Run]:
+    grown, day = _grown(context), day_plan(context, _DAY_LOAD)
     runs = []
     for variant in _VARIANTS:
-        for seed in setting.seeds(_SEEDS):
+        for seed in context.seeds(_SEEDS):
             base = Run(
                 ("day", variant.label, seed),
-                setting.planned,
+                context.planned,
                 day.traffic,
                 0,
                 seed,
@@ -90,22 +90,22 @@ def _runs(setting: Setting) -> Sequence[Run]:
                 params=variant.params,
                 adapts=variant.adapts,
                 allocation=variant.allocation,
-                roles={setting.pd: day.mean_prefill},
+                roles={context.pd: day.mean_prefill},
                 threshold_tokens=day.threshold_tokens,
                 # A quarter of a day to settle, and one that counts.
-                duration_s=(0.125 if setting.is_quick else 1.25) * DAY_S,
+                duration_s=(0.125 if context.is_quick else 1.25) * DAY_S,
                 warmup_share=0.2,
                 course_parts=_PARTS,
             )
             runs.append(base)
             for which in (NEW, OLD):
-                traffic = setting.traffic(Poisson(grown.rate(setting, which)), grown.lengths)
+                traffic = context.traffic(Poisson(grown.rate(context, which)), grown.lengths)
                 runs.append(
                     replace(
                         base,
                         key=(which, variant.label, seed),
                         traffic=traffic,
-                        requests=setting.requests(_REQUESTS),
+                        requests=context.requests(_REQUESTS),
                         duration_s=None,
                         warmup_share=0.2,
                         roles=None,
@@ -116,8 +116,8 @@ def _runs(setting: Setting) -> Sequence[Run]:
     return runs
 
 
-def _tell(setting: Setting, outcomes: Outcomes) -> Section:
-    grown, day, seeds = _grown(setting), day_plan(setting, _DAY_LOAD), setting.seeds(_SEEDS)
+def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
+    grown, day, seeds = _grown(context), day_plan(context, _DAY_LOAD), context.seeds(_SEEDS)
 
     def values(what: str, variant: Variant, field: str) -> list[float]:
         return [outcomes[what, variant.label, seed].number(field) for seed in seeds]
@@ -140,10 +140,10 @@ def _tell(setting: Setting, outcomes: Outcomes) -> Section:
 
     steady = {which: [each.label for each in _VARIANTS if is_stable(which, each)] for which in (NEW, OLD)}
     titles = {
-        NEW: f"{_GROWN_LOAD:g} of the new Λ_max ({grown.rate(setting, NEW):.3g} req/s)",
-        OLD: f"{_GROWN_LOAD:g} of the old Λ_max ({grown.rate(setting, OLD):.3g} req/s)",
+        NEW: f"{_GROWN_LOAD:g} of the new Λ_max ({grown.rate(context, NEW):.3g} req/s)",
+        OLD: f"{_GROWN_LOAD:g} of the old Λ_max ({grown.rate(context, OLD):.3g} req/s)",
     }
-    return Section(
+    return StudySection(
         question="What if traffic changes?",
         setup=(
             f"*Longer prompts*: {_GROWTH:g} times the file's lengths (within what profiles cover), while "
@@ -159,12 +159,12 @@ def _tell(setting: Setting, outcomes: Outcomes) -> Section:
             f"{len(seeds)} seeds."
         ),
         findings=[
-            _capacities(setting, grown),
-            *(_stable_words(titles[which], steady[which]) for which in (NEW, OLD)),
-            _day_words(day, {each.label: values("day", each, "ttft_mean_s") for each in _VARIANTS}),
+            _capacities(context, grown),
+            *(_stable_sentence(titles[which], steady[which]) for which in (NEW, OLD)),
+            _day_sentence(day, {each.label: values("day", each, "ttft_mean_s") for each in _VARIANTS}),
         ],
         tables={
-            "TTFT in seconds, mean (P90)": Table(
+            "TTFT in seconds, mean (P90)": StudyTable(
                 [
                     "",
                     *(f"longer prompts, {title}" for title in titles.values()),
@@ -185,12 +185,12 @@ def _tell(setting: Setting, outcomes: Outcomes) -> Section:
                 ],
             )
         },
-        figures=[_figure(setting, outcomes)],
+        figures=[_figure(context, outcomes)],
         notes=[
             f'"{UNSTABLE}": in some of the runs queues grow for as long as requests come. The worst half-hour '
             f"is the highest mean TTFT of a {_PARTS}th of the day, of all seeds.",
             "Whether queues grow is told from chance only if the overload is more than about "
-            f"{_least_overload(setting):.0%}; what the planner finds is T(E[L]), the paper's service time.",
+            f"{_least_overload(context):.0%}; what the planner finds is T(E[L]), the paper's service time.",
         ],
     )
 
@@ -202,12 +202,12 @@ def _courses(outcomes: Outcomes, variant: Variant, seeds: Sequence[int], name: s
     ]
 
 
-def _capacities(setting: Setting, grown: _Growth) -> str:
-    old, kept, best = setting.lambda_max, grown.kept.lambda_max, grown.best.lambda_max
-    rates = {name: grown.rate(setting, name) for name in (NEW, OLD)}
+def _capacities(context: StudyContext, grown: _Growth) -> str:
+    old, kept, best = context.lambda_max, grown.kept.lambda_max, grown.best.lambda_max
+    rates = {name: grown.rate(context, name) for name in (NEW, OLD)}
     text = (
         f"By the planner the longer prompts lower Λ_max from {old:.3g} to {best:.3g} req/s with the best roles "
-        f"({grown.best.n_prefill} instances prefill in place of {setting.optimum.n_prefill}) and to "
+        f"({grown.best.n_prefill} instances prefill in place of {context.optimum.n_prefill}) and to "
         f"{kept:.3g} with the old "
         "roles and threshold"
     )
@@ -220,12 +220,12 @@ def _capacities(setting: Setting, grown: _Growth) -> str:
     return f"{text}."
 
 
-def _least_overload(setting: Setting) -> float:
+def _least_overload(context: StudyContext) -> float:
     """As `simulator.stability` says of n arrivals: 1 %, or 2.6 / √n."""
-    return max(0.01, 2.6 / math.sqrt(setting.requests(_REQUESTS)))
+    return max(0.01, 2.6 / math.sqrt(context.requests(_REQUESTS)))
 
 
-def _stable_words(title: str, stable: Sequence[str]) -> str:
+def _stable_sentence(title: str, stable: Sequence[str]) -> str:
     if len(stable) == len(_VARIANTS):
         return f"At {title} every one is stable."
     if not stable:
@@ -235,7 +235,7 @@ def _stable_words(title: str, stable: Sequence[str]) -> str:
     )
 
 
-def _day_words(day: DayPlan, ttft_s: dict[str, list[float]]) -> str:
+def _day_sentence(day: DayPlan, ttft_s: dict[str, list[float]]) -> str:
     means = {label: mean(values) for label, values in ttft_s.items()}
     best = min(means, key=lambda label: means[label])
     static, without, whole = means[_STATIC.label], "paper, no slow side", "paper"
@@ -258,17 +258,17 @@ def _day_words(day: DayPlan, ttft_s: dict[str, list[float]]) -> str:
     )
 
 
-def _figure(setting: Setting, outcomes: Outcomes) -> Figure:
-    seed = setting.seeds(_SEEDS)[0]
+def _figure(context: StudyContext, outcomes: Outcomes) -> StudyFigure:
+    seed = context.seeds(_SEEDS)[0]
     shown = [_STATIC, _BY_LABEL["paper, no slow side"], PAPER, TILTED]
 
-    def curves(name: str) -> list[Curve]:
+    def curves(name: str) -> list[PlotCurve]:
         found = []
         for number, variant in enumerate(shown):
             course = outcomes["day", variant.label, seed].course
             # The counted day begins a quarter of a day after midnight.
             hours = [((at or 0.0) / DAY_S) * 24 + 6 for at in course["at_s"]]
-            found.append(Curve(variant.label, hours, course[name], number))
+            found.append(PlotCurve(variant.label, hours, course[name], number))
         return found
 
     return lines(
@@ -279,10 +279,10 @@ def _figure(setting: Setting, outcomes: Outcomes) -> Figure:
         "hour",
         [
             Panel("mean TTFT (s)", curves("ttft_s"), is_log=True),
-            Panel("prefill instances", curves(f"prefill_instances_{setting.pd}"), is_stepped=True),
-            Panel("threshold (tokens)", curves(f"threshold_tokens_{setting.pd}"), is_stepped=True),
+            Panel("prefill instances", curves(f"prefill_instances_{context.pd}"), is_stepped=True),
+            Panel("threshold (tokens)", curves(f"threshold_tokens_{context.pd}"), is_stepped=True),
         ],
     )
 
 
-SHIFT = Study("shift", "Traffic that changes", _runs, _tell)
+SHIFT = Study("shift", "Traffic that changes", _runs, _describe)

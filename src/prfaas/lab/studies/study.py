@@ -1,51 +1,248 @@
-"""What a study is: simulations to run, and what to make of them."""
+"""What a study is: simulations to run, on several processes, and what to make of their outcomes."""
 
+import multiprocessing
+import os
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from typing import Any
 
-from prfaas.lab.studies.runs import Key, Outcome, Run
-from prfaas.lab.studies.setup import Setting
+import numpy as np
 
-Outcomes = Mapping[Key, Outcome]
+from prfaas.core.deployment import PlannedDeployment
+from prfaas.core.workload.traffic import Traffic
+from prfaas.lab.simulator import CacheOptions, CapacityProcess, Result, scenario_of, simulate
+from prfaas.lab.studies.context import StudyContext
+
+Key = tuple[str | float, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """`columns` and `rows` of text; the first column names the row."""
+class Run:
+    """One simulation of a study, as it is sent to another process."""
+
+    key: Key
+    """The run's name within its study."""
+    planned: PlannedDeployment
+    traffic: Traffic
+    requests: int
+    """How many arrive, where `duration_s` is None."""
+    seed: int
+    policy: str = "paper"
+    params: Mapping[str, object] = field(default_factory=dict)
+    """Of the policy."""
+    roles: Mapping[str, int] | None = None
+    """Prefill instances by PD cluster; None takes the planner's."""
+    threshold_tokens: float | None = None
+    """None takes the planner's."""
+    caches: CacheOptions | None = None
+    links: Mapping[str, CapacityProcess] = field(default_factory=dict)
+    """Capacity over time by link; that of other links is constant."""
+    adapts: bool = True
+    """Whether thresholds are searched again while it runs."""
+    allocation: bool = True
+    """Whether roles change while it runs."""
+    duration_s: float | None = None
+    """Simulated seconds of arrivals, in place of `requests`."""
+    warmup_share: float = 0.1
+    course_parts: int = 0
+    """Into how many equal parts of the counted time `StudyOutcome.course` is cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class StudyOutcome:
+    """What came out of one run."""
+
+    numbers: Mapping[str, Any]
+    """The simulator's summary."""
+    course: Mapping[str, list[float | None]]
+    """By name a value per part of the counted time: `at_s` (its middle), `ttft_s` (mean of what arrived then), and
+    thresholds and roles."""
+    wall_s: float
+    """How long the simulation itself took."""
+
+    def number(self, name: str) -> float:
+        """A field of the summary; NaN where there is none."""
+        value = self.numbers[name]
+        return float("nan") if value is None else float(value)
+
+    @property
+    def is_stable(self) -> bool:
+        """Whether it could have gone on without end."""
+        return bool(self.numbers["stable"])
+
+
+Outcomes = Mapping[Key, StudyOutcome]
+
+
+@dataclass(frozen=True, slots=True)
+class StudyTable:
+    """A table of text."""
 
     columns: Sequence[str]
+    """Titles; the first column names the row."""
     rows: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """`svg`: a whole file, `name` its name without the ending, `caption`: what it shows, in words."""
+class StudyFigure:
+    """A drawing beside the page."""
 
     name: str
+    """Of its file, without the ending."""
     svg: str
+    """The whole file."""
     caption: str
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
-    """A study's part of the page: what was asked and simulated, what came out, the numbers and drawings.
-
-    `findings` are one paragraph. Tables stand in the order of `tables`, each under its title.
-    """
+class StudySection:
+    """A study's part of the page."""
 
     question: str
     setup: str
+    """What was simulated."""
     findings: Sequence[str]
-    tables: Mapping[str, Table]
-    figures: Sequence[Figure] = ()
+    """Sentences of one paragraph."""
+    tables: Mapping[str, StudyTable]
+    """By title, in their order."""
+    figures: Sequence[StudyFigure] = ()
     notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """`runs` says what to simulate for a setting, `tell` what it means, from the outcomes by key alone."""
+    """A question about the scheduler that simulations answer."""
 
     name: str
     title: str
-    runs: Callable[[Setting], Sequence[Run]]
-    tell: Callable[[Setting, Outcomes], Section]
+    runs: Callable[[StudyContext], Sequence[Run]]
+    """What to simulate."""
+    describe: Callable[[StudyContext, Outcomes], StudySection]
+    """What it means, from the outcomes by key alone."""
+
+
+def run_one(run: Run) -> StudyOutcome:
+    """Simulate a run; the same run gives the same numbers and course wherever that is done."""
+    started_s = time.perf_counter()
+    scenario = scenario_of(
+        run.planned,
+        policy=run.policy,
+        params=run.params,
+        roles=run.roles,
+        threshold_tokens=run.threshold_tokens,
+        adapts=run.adapts,
+        allocation=run.allocation,
+        caches=run.caches,
+        links=run.links,
+    )
+    result = simulate(
+        scenario,
+        # Every policy and variant of a seed meets the same requests.
+        run.traffic.chunks(np.random.default_rng(run.seed)),
+        seed=run.seed,
+        requests=None if run.duration_s is not None else run.requests,
+        duration_s=run.duration_s,
+        warmup_share=run.warmup_share,
+    )
+    course = _course(result, run.course_parts) if run.course_parts else {}
+    return StudyOutcome(result.summary(), course, time.perf_counter() - started_s)
+
+
+def _course(result: Result, parts: int) -> dict[str, list[float | None]]:
+    edges = np.linspace(result.start_s, result.end_s, parts + 1)
+    groups = np.split(result.ttft_s, np.searchsorted(result.arrival_s, edges))[1:-1]
+    course = {
+        "at_s": _plain((edges[:-1] + edges[1:]) / 2 - result.start_s),
+        "ttft_s": _plain(np.array([group.mean() if len(group) else np.nan for group in groups])),
+    }
+    time_s = result.series["time_s"]
+    latest = np.clip(np.searchsorted(time_s, (edges[:-1] + edges[1:]) / 2, side="right") - 1, 0, None)
+    for name, values in result.series.items():
+        if name.startswith(("threshold_tokens_", "prefill_instances_")):
+            course[name] = _plain(values[latest])
+    return course
+
+
+def _plain(values: "np.ndarray[Any, np.dtype[np.float64]]") -> list[float | None]:
+    return [float(value) if np.isfinite(value) else None for value in values]
+
+
+def run_all(
+    runs: Sequence[Run], *, jobs: int, on_done: Callable[[Run, StudyOutcome], None] | None = None
+) -> list[StudyOutcome]:
+    """An outcome per run, in their order and the same for any number of `jobs`.
+
+    `on_done` is called with each as it ends, in any order. An exception of a run ends the others and passes through.
+    """
+    if jobs == 1:
+        return [_report(run, run_one(run), on_done) for run in runs]
+    found: dict[int, StudyOutcome] = {}
+    # Not forked: a caller that shows progress may have threads.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(max_workers=jobs, mp_context=context, initializer=_leave_with_parent)
+    try:
+        # Long ones first, so that all end at about the same time.
+        order = sorted(range(len(runs)), key=lambda index: -expected_requests(runs[index]))
+        numbers = {pool.submit(run_one, runs[index]): index for index in order}
+        for future in as_completed(numbers):
+            index = numbers[future]
+            found[index] = _report(runs[index], future.result(), on_done)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    return [found[index] for index in range(len(runs))]
+
+
+def expected_requests(run: Run) -> float:
+    """About how many requests a run has."""
+    return run.requests if run.duration_s is None else run.duration_s * run.traffic.mean_per_s
+
+
+def _leave_with_parent() -> None:
+    """A parent that is killed can't tell its processes to stop: they would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _report(
+    run: Run, outcome: StudyOutcome, on_done: Callable[[Run, StudyOutcome], None] | None
+) -> StudyOutcome:
+    if on_done is not None:
+        on_done(run, outcome)
+    return outcome
+
+
+def run_studies(
+    studies: Sequence[Study],
+    context: StudyContext,
+    *,
+    jobs: int = 1,
+    on_begin: Callable[[Sequence[Run]], None] | None = None,
+    on_done: Callable[[Run, StudyOutcome], None] | None = None,
+) -> dict[str, Outcomes]:
+    """Simulate all runs of several studies, which share the processes.
+
+    Args:
+        studies: What to carry out.
+        context: What they share.
+        jobs: Processes; the outcomes don't depend on it.
+        on_begin: Called with all runs before the first.
+        on_done: Called with each as it ends, in any order.
+
+    Returns:
+        The outcomes of every study by its name.
+    """
+    runs = {study.name: study.runs(context) for study in studies}
+    everything = [run for each in runs.values() for run in each]
+    if on_begin is not None:
+        on_begin(everything)
+    found = iter(run_all(everything, jobs=jobs, on_done=on_done))
+    return {name: {run.key: next(found) for run in each} for name, each in runs.items()}

@@ -11,15 +11,20 @@ _NEVER = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """`without`: what it lacks of its `policy`, in words. `needs_caches`: it only differs where there are caches."""
+    """A policy, or what is left of it without a part."""
 
     label: str
     without: str
+    """The part that is missing, in words."""
     policy: str
     params: Mapping[str, object] = field(default_factory=dict)
+    """Of the policy."""
     adapts: bool = True
+    """Whether thresholds are searched again."""
     allocation: bool = True
+    """Whether roles change."""
     needs_caches: bool = False
+    """Whether it only differs where there are caches."""
 
 
 PAPER = Variant("paper", "nothing", "paper")

@@ -1,12 +1,149 @@
-"""The board that policies read: one `View`, kept right by everything that happens in the gateway's process."""
+"""The state of all clusters as this gateway knows it: one `View`, kept right by everything that happens here.
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+`PrefillQueue` is the prefill work of one instance, `LinkLoad` the bytes of one link, both as predicted.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 
-from prfaas.core.deployment import Deployment, Role
-from prfaas.core.scheduling import ClusterView, Decision, InstanceView, KvFacts, LinkView, View
-from prfaas.serving.control.backlog import LinkLoad, PrefillQueue
+from prfaas.core.deployment import Role
+from prfaas.core.scheduling import ClusterView, Decision, InstanceView, View
+
+_ids = count()
+
+
+class LinkLoad:
+    """Bytes of the open transfers of one link, accepted by prediction, sent by measurement.
+
+    Bytes that the link is measured to deliver come off the oldest promises, and a transfer that ends takes its
+    own with it. So nothing is left when nothing is open, however wrong the predictions were.
+    """
+
+    __slots__ = ("_measured_bytes", "_open", "_open_bytes", "_unsent_bytes")
+
+    def __init__(self) -> None:
+        self._open: dict[int, int] = {}
+        self._open_bytes = 0
+        self._unsent_bytes = 0
+        self._measured_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def accept(self, nbytes: int) -> int:
+        """Open a transfer of `nbytes` >= 0. Returns the number that `finish` takes."""
+        transfer = next(_ids)
+        self._open[transfer] = nbytes
+        self._open_bytes += nbytes
+        self._unsent_bytes += nbytes
+        return transfer
+
+    def finish(self, transfer: int) -> None:
+        """The transfer is complete, or given up."""
+        self._open_bytes -= self._open.pop(transfer)
+        self._unsent_bytes = min(self._unsent_bytes, self._open_bytes)
+
+    def delivered(self, nbytes: int, measured_bytes: int) -> None:
+        """Note that the link delivered `nbytes` more, and that by its producers `measured_bytes` are still to leave."""
+        self._unsent_bytes = max(self._unsent_bytes - nbytes, 0)
+        self._measured_bytes = measured_bytes
+
+    @property
+    def residual_bytes(self) -> int:
+        """Still to leave: what was promised here, or what its producers report, if that is more."""
+        return max(self._unsent_bytes, self._measured_bytes)
+
+
+@dataclass(slots=True)
+class _Work:
+    predicted_s: float
+    timed: bool
+
+
+class PrefillQueue:
+    """First in, first out, one at a time: the paper's model of a prefill instance.
+
+    The work at the head runs since the later of its acceptance and the end of the work before it; the rest waits.
+    Work that overruns its prediction counts as done in this moment, so `busy_until_s` is never in the past while
+    anything is open. The end of a decode instance's own prefill is not seen: such work is accepted with `timed=True`
+    and leaves when its prediction is over. Times are seconds of one clock that does not go back.
+    """
+
+    __slots__ = ("_busy_s", "_head_start_s", "_open", "_waiting_s")
+
+    def __init__(self) -> None:
+        self._open: dict[int, _Work] = {}
+        self._head_start_s = 0.0
+        self._waiting_s = 0.0
+        self._busy_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, now_s: float, predicted_s: float, *, timed: bool = False) -> int:
+        """Accept work of `predicted_s` >= 0 seconds. Returns the number that `remove` takes."""
+        self._expire(now_s)
+        work = next(_ids)
+        if self._open:
+            self._waiting_s += predicted_s
+        else:
+            self._head_start_s = now_s
+        self._open[work] = _Work(predicted_s, timed)
+        return work
+
+    def remove(self, now_s: float, work: int) -> float | None:
+        """End `work`; nothing happens if it has left already.
+
+        Returns:
+            Its service time in seconds: end − the later of acceptance and the end of the work before it. None for
+            work that ends before earlier work: they shared the instance, so its time is not its own.
+        """
+        self._expire(now_s)
+        if work not in self._open:
+            return None
+        if work != next(iter(self._open)):
+            self._waiting_s -= self._open.pop(work).predicted_s
+            self._settle()
+            return None
+        start_s = self._head_start_s
+        self._pop_head(now_s)
+        return now_s - start_s
+
+    def busy_until_s(self, now_s: float) -> float:
+        """When all open work will be done; never before `now_s` while there is any, else when the last ended."""
+        self._expire(now_s)
+        if not self._open:
+            return self._head_start_s
+        head = next(iter(self._open.values()))
+        return max(now_s, self._head_start_s + head.predicted_s) + self._waiting_s
+
+    def busy_s(self, now_s: float) -> float:
+        """Seconds in which anything was open, since the beginning."""
+        self._expire(now_s)
+        return self._busy_s + (now_s - self._head_start_s if self._open else 0.0)
+
+    def _expire(self, now_s: float) -> None:
+        while self._open:
+            head = next(iter(self._open.values()))
+            end_s = self._head_start_s + head.predicted_s
+            if not head.timed or end_s > now_s:
+                return
+            self._pop_head(end_s)
+
+    def _pop_head(self, end_s: float) -> None:
+        self._open.pop(next(iter(self._open)))
+        self._busy_s += end_s - self._head_start_s
+        self._head_start_s = end_s
+        if self._open:
+            self._waiting_s -= next(iter(self._open.values())).predicted_s
+        self._settle()
+
+    def _settle(self) -> None:
+        # Differences of sums drift: with at most one open, nothing waits for certain.
+        self._waiting_s = max(self._waiting_s, 0.0) if len(self._open) > 1 else 0.0
+
 
 Clock = Callable[[], float]
 OnService = Callable[[str, int, float], None]
@@ -18,82 +155,63 @@ _TYPICAL_WEIGHT = 0.05
 
 @dataclass(slots=True)
 class _Load:
-    """What the board knows of one instance besides its view. `foreign`: requests of somebody else, by the newest
-    two looks at the engine."""
+    """The work of one instance, beside its view."""
 
     view: InstanceView
     cluster: ClusterView
     queue: PrefillQueue = field(default_factory=PrefillQueue)
     own_decoding: int = 0
     on_the_way: int = 0
+    """Requests that will decode there once their KV has come."""
     decoding_s: float = 0.0
+    """Request-seconds of decode until `counted_s`."""
     counted_s: float = 0.0
     foreign: int = 0
+    """Requests that are not this gateway's, in both of the last two looks at the engine."""
     foreign_before: int = 0
+    """As many as the newest look saw."""
     typical_s: float = 0.0
+    """Mean of the latest predicted prefills."""
+
+
+class OpenPrefill:
+    """A prefill elsewhere that is under way."""
+
+    __slots__ = ("is_measured",)
+
+    def __init__(self) -> None:
+        self.is_measured = False
+
+    def measured(self) -> None:
+        """The prefill and its transfer went well: the time until its end is a measurement of service."""
+        self.is_measured = True
 
 
 class ClusterState:
-    """Owns the `View`. Everything is accounted for by what is open here: with nothing open, every count is zero.
+    """Owns the `View`. All counts are of work that is open here: with nothing open, every count is zero.
 
-    Waits: `busy_until_s` = now + what the open prefills there have left by prediction (`prefill_queue.py`);
-    `drained_s` = now + the bytes that are still to leave over the capacity (`link_load.py`). Both are corrected
-    when the work ends. Requests that an engine reports beyond those open here (another gateway's) count as well,
-    each for as long as a typical prefill of that cluster.
+    Waits: `busy_until_s` = now + what the open prefills there have left by prediction; `drained_s` = now + the bytes
+    that are still to leave over the capacity. Both are corrected when the work ends. Requests that an engine reports
+    beyond those open here (another gateway's) count as well, each for as long as a typical prefill of that cluster.
     """
 
-    def __init__(
-        self,
-        deployment: Deployment,
-        kv: KvFacts,
-        prefill_s: Mapping[str, Callable[[float], float]],
-        decode_slots: Mapping[str, int],
-        *,
-        clock: Clock,
-        on_service: OnService,
-    ) -> None:
-        """`prefill_s` by cluster, `decode_slots` by cluster. `on_service(cluster, uncached tokens, seconds)` is
-        told of every measured prefill."""
+    def __init__(self, view: View, *, clock: Clock, on_service: OnService) -> None:
+        """Take over `view`.
+
+        Args:
+            view: the deployment at rest, with its clock at now.
+            clock: seconds that never go back.
+            on_service: called with (cluster, uncached tokens, seconds) for every measured prefill.
+        """
+        self.view = view
         self._clock = clock
         self._on_service = on_service
-        now_s = clock()
-        self.view = View(
-            clusters={
-                cluster.name: ClusterView(
-                    cluster.name,
-                    cluster.kind,
-                    [
-                        InstanceView(
-                            instance.name,
-                            cluster.name,
-                            prefills=instance.has_role("prefill"),
-                            decodes=instance.has_role("decode"),
-                            decode_slots=decode_slots.get(cluster.name, 1),
-                            busy_until_s=now_s,
-                            seen_s=now_s,
-                        )
-                        for instance in cluster.instances
-                    ],
-                    prefill_s[cluster.name],
-                )
-                for cluster in deployment.clusters
-            },
-            links={
-                (link.source, link.target): LinkView(
-                    link.source, link.target, link.bandwidth_bits_per_s, drained_s=now_s, seen_s=now_s
-                )
-                for link in deployment.links
-            },
-            kv=kv,
-            now_s=now_s,
-            stale_after_s=deployment.control.stale_after_s,
-        )
         self._loads = {
-            instance.name: _Load(instance, cluster, counted_s=now_s)
-            for cluster in self.view.clusters.values()
+            instance.name: _Load(instance, cluster, counted_s=view.now_s)
+            for cluster in view.clusters.values()
             for instance in cluster.instances
         }
-        self._links = {pair: LinkLoad() for pair in self.view.links}
+        self._links = {pair: LinkLoad() for pair in view.links}
 
     def at(self, now_s: float) -> View:
         """The view with its clock at `now_s`; work that overruns its prediction ends now in it."""
@@ -105,18 +223,14 @@ class ClusterState:
 
     @property
     def names(self) -> Iterable[str]:
-        """All instances, in the order of the file."""
+        """All instances, in the order of the deployment file."""
         return self._loads
 
     def instance(self, name: str) -> InstanceView:
         """What policies see of one instance."""
         return self._loads[name].view
 
-    def own_in_flight(self, name: str) -> int:
-        """Requests open at an instance through this gateway."""
-        return self._loads[name].view.in_flight
-
-    def prefill_waiting(self, name: str) -> int:
+    def open_prefills(self, name: str) -> int:
         """Prefills accepted there, the one at work included."""
         return len(self._loads[name].queue)
 
@@ -141,30 +255,43 @@ class ClusterState:
         load = self._loads[name]
         self._count(load, self._clock())
         load.view.prefills, load.view.decodes = role == "prefill", role == "decode"
-        self._show_decoding(load)
+        self._update_decoding(load)
 
     def set_link(
         self, pair: tuple[str, str], *, delivered_bytes: int, measured_bytes: int, capacity_bits_per_s: float
     ) -> None:
-        """What telemetry says of a link: bytes delivered since the last word, bytes still to leave, capacity."""
+        """Correct a link by its telemetry.
+
+        Args:
+            pair: (source cluster, target cluster).
+            delivered_bytes: what it delivered since the last call.
+            measured_bytes: what its producers say is still to leave.
+            capacity_bits_per_s: what it can carry now.
+        """
         link = self.view.links[pair]
         link.capacity_bits_per_s = capacity_bits_per_s
         self._links[pair].delivered(delivered_bytes, measured_bytes)
         link.drained_s = self._drained_s(pair, self._clock())
 
     def set_engine_load(self, name: str, requests: int) -> None:
-        """What an engine says is open there. More than is open here, twice in a row, is somebody else's."""
+        """Correct an instance by the number of requests that its engine reports as open.
+
+        What two reports in a row have beyond the requests that are open here is another gateway's.
+        """
         load, now_s = self._loads[name], self._clock()
         beyond = max(requests - load.view.in_flight, 0)
         foreign, load.foreign_before = min(beyond, load.foreign_before), beyond
         self._count(load, now_s)
         load.foreign = foreign
-        self._show_decoding(load)
+        self._update_decoding(load)
         self._predict(load, now_s)
 
     @contextmanager
-    def prefilling(self, decision: Decision, num_tokens: int) -> Iterator[None]:
-        """A prefill at `decision.prefill` and its transfer are under way; see `gateway.plane`."""
+    def prefilling(self, decision: Decision) -> Iterator[OpenPrefill]:
+        """A prefill at `decision.prefill` and its transfers are under way.
+
+        Only an end after a call of `OpenPrefill.measured` counts as a measurement of service time.
+        """
         now_s = self._clock()
         load = self._loads[decision.prefill]
         transfer = decision.cache_transfer
@@ -172,42 +299,40 @@ class ClusterState:
             if transfer is not None:
                 source = self._loads[transfer.source]
                 open_here.enter_context(self._in_flight(source))
-                link_bytes = self.view.kv.bytes_to_move(transfer.num_tokens - 1, transfer.skip_tokens)
-                open_here.enter_context(self._on_link(source, load, link_bytes))
+                open_here.enter_context(self._on_link(source, load, transfer.kv_bytes))
             open_here.enter_context(self._in_flight(load))
-            link_bytes = self.view.kv.bytes_to_move(max(num_tokens - 1, 0), decision.skip_tokens)
             target = self._loads[decision.decode]
-            open_here.enter_context(self._on_its_way(target))
-            link_done_s = open_here.enter_context(self._on_link(load, target, link_bytes))
+            open_here.enter_context(self._arriving(target))
+            link_done_s = open_here.enter_context(self._on_link(load, target, decision.kv_bytes))
             predicted_s = load.cluster.prefill_s(decision.prefill_tokens)
             load.typical_s += (
                 _TYPICAL_WEIGHT * (predicted_s - load.typical_s) if load.typical_s else predicted_s
             )
             work = load.queue.add(now_s, predicted_s)
             self._predict(load, now_s)
-            clean = False
+            prefill = OpenPrefill()
             try:
-                yield
-                clean = True
+                yield prefill
+            except BaseException:
+                prefill.is_measured = False
+                raise
             finally:
                 end_s = self._clock()
                 service_s = load.queue.remove(end_s, work)
                 self._predict(load, end_s)
-                if clean and service_s and link_done_s <= end_s - (1 - _LINK_SHARE) * service_s:
+                if prefill.is_measured and service_s and link_done_s <= end_s - (1 - _LINK_SHARE) * service_s:
                     self._on_service(load.cluster.name, decision.prefill_tokens, service_s)
 
     @contextmanager
-    def coming(self, decision: Decision, num_tokens: int) -> Iterator[None]:
-        """A request will be prefilled in the cluster of `decision.prefill` when its turn comes."""
+    def awaiting_prefill(self, decision: Decision) -> Iterator[None]:
+        """A request waits for an instance of the cluster of `decision.prefill`."""
         load, target = self._loads[decision.prefill], self._loads[decision.decode]
-        link_bytes = self.view.kv.bytes_to_move(max(num_tokens - 1, 0), decision.skip_tokens)
-        with self._on_its_way(target), self._on_link(load, target, link_bytes):
+        with self._arriving(target), self._on_link(load, target, decision.kv_bytes):
             yield
 
     @contextmanager
     def decoding(self, name: str, prefill_tokens: int) -> Iterator[None]:
-        """A request is open at its decode instance, which prefills `prefill_tokens` >= 0 of it; see
-        `gateway.plane`."""
+        """A request is open at its decode instance, which prefills `prefill_tokens` >= 0 of it."""
         load = self._loads[name]
         work = None
         if prefill_tokens > 0:
@@ -235,8 +360,8 @@ class ClusterState:
 
     @contextmanager
     def _on_link(self, source: _Load, target: _Load, nbytes: int) -> Iterator[float]:
-        """`nbytes` are promised to the link between two instances' clusters, if it takes one. Yields when they
-        will have left."""
+        """Promise `nbytes` to the link between two instances' clusters, if they need one. Yields when they will have
+        left, by the clock."""
         pair = (source.cluster.name, target.cluster.name)
         load = self._links.get(pair)
         if load is None:
@@ -252,23 +377,23 @@ class ClusterState:
             link.drained_s = min(link.drained_s, self._drained_s(pair, self._clock()))
 
     @contextmanager
-    def _on_its_way(self, load: _Load) -> Iterator[None]:
+    def _arriving(self, load: _Load) -> Iterator[None]:
         """A request will decode there once its KV has come."""
         with self._in_flight(load):
             load.on_the_way += 1
-            self._show_decoding(load)
+            self._update_decoding(load)
             try:
                 yield
             finally:
                 load.on_the_way -= 1
-                self._show_decoding(load)
+                self._update_decoding(load)
 
     def _decode(self, load: _Load, change: int) -> None:
         self._count(load, self._clock())
         load.own_decoding += change
-        self._show_decoding(load)
+        self._update_decoding(load)
 
-    def _show_decoding(self, load: _Load) -> None:
+    def _update_decoding(self, load: _Load) -> None:
         foreign = load.foreign if load.view.decodes else 0
         load.view.decoding = load.own_decoding + load.on_the_way + foreign
 

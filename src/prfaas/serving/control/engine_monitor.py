@@ -1,14 +1,238 @@
-"""Once a second: every engine's own counters, from its /metrics.
-
-How often everybody is asked: as often as wanted, less often when there are many.
-"""
+"""Every engine's own counters, read from its /metrics once a second."""
 
 import asyncio
+import math
+import re
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import aiohttp
 
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.serving.control.cluster_state import Clock, ClusterState
-from prfaas.serving.control.engine_metrics import EngineAccess, EngineMeter, EngineReading, read_exposition
+
+_SERIES = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:inter_token_latency_seconds_sum",
+    "vllm:inter_token_latency_seconds_count",
+    "vllm:request_generation_tokens_sum",
+    "vllm:request_generation_tokens_count",
+    "process_start_time_seconds",
+)
+_SAMPLE = re.compile(
+    rb"^(" + b"|".join(re.escape(name.encode()) for name in _SERIES) + rb")(?:\{[^\n]*\})? (\S+)",
+    re.MULTILINE,
+)
+_CACHE_CONFIG = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\}", re.MULTILINE)
+_COUNT_DIGITS = 20
+_LABEL = re.compile(rb'(\w+)="([^"]*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReading:
+    """An engine's own counters at one moment, summed over its data-parallel engines.
+
+    Totals start again with the process. An absent metric is 0; absent facts of the process and its cache are None.
+    """
+
+    running: int
+    waiting: int
+    kv_usage: float
+    prefix_queries: float
+    prefix_hits: float
+    token_gaps_s: float
+    token_gaps: float
+    output_tokens: float
+    outputs: float
+    started_at_s: float | None
+    """Unix time of the process's start."""
+    block_tokens: int | None
+    cache_tokens: int | None
+
+
+def read_exposition(text: bytes) -> EngineReading:
+    """Never raises: what can't be read counts as absent."""
+    sums = dict.fromkeys(_SERIES, 0.0)
+    seen: set[str] = set()
+    for match in _SAMPLE.finditer(text):
+        value = _number(match.group(2))
+        name = match.group(1).decode()
+        if value is not None and math.isfinite(sums[name] + value):
+            sums[name] += value
+            seen.add(name)
+    found = _CACHE_CONFIG.search(text)
+    labels = dict(_LABEL.findall(found.group(1))) if found else {}
+    block_tokens = _positive(labels.get(b"block_size"))
+    blocks = _positive(labels.get(b"num_gpu_blocks"))
+    cache_tokens = _positive(labels.get(b"kv_cache_size_tokens"))
+    if cache_tokens is None and block_tokens is not None and blocks is not None:
+        cache_tokens = block_tokens * blocks
+    return EngineReading(
+        running=int(sums["vllm:num_requests_running"]),
+        waiting=int(sums["vllm:num_requests_waiting"]),
+        kv_usage=sums["vllm:kv_cache_usage_perc"],
+        prefix_queries=sums["vllm:prefix_cache_queries_total"],
+        prefix_hits=sums["vllm:prefix_cache_hits_total"],
+        token_gaps_s=sums["vllm:inter_token_latency_seconds_sum"],
+        token_gaps=sums["vllm:inter_token_latency_seconds_count"],
+        output_tokens=sums["vllm:request_generation_tokens_sum"],
+        outputs=sums["vllm:request_generation_tokens_count"],
+        started_at_s=sums["process_start_time_seconds"] if "process_start_time_seconds" in seen else None,
+        block_tokens=block_tokens,
+        cache_tokens=cache_tokens,
+    )
+
+
+def _number(text: bytes) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _positive(text: bytes | None) -> int | None:
+    # Python refuses to read numbers of thousands of digits.
+    if text is None or not text.isdigit() or len(text) > _COUNT_DIGITS:
+        return None
+    return int(text) if 0 < int(text) < 1 << 40 else None
+
+
+_STARTED_TOLERANCE_S = 0.5
+
+
+class EngineMeter:
+    """Readings of the last `window_s` seconds. A restart of the engine empties it."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._readings: deque[tuple[float, EngineReading]] = deque()
+
+    def add(self, reading: EngineReading, now_s: float) -> bool:
+        """One more reading; True if the engine is another process than at the last one."""
+        restarted = bool(self._readings) and _is_another(self._readings[-1][1], reading)
+        if restarted:
+            self._readings.clear()
+        self._readings.append((now_s, reading))
+        while len(self._readings) > 2 and self._readings[1][0] <= now_s - self._window_s:
+            self._readings.popleft()
+        return restarted
+
+    @property
+    def newest(self) -> EngineReading | None:
+        return self._readings[-1][1] if self._readings else None
+
+    @property
+    def token_gap_s(self) -> float | None:
+        """Mean seconds between tokens of one answer: the decode step; None if none were generated."""
+        return self._ratio("token_gaps_s", "token_gaps")
+
+    @property
+    def output_tokens(self) -> float | None:
+        """Mean tokens of the answers that ended; None if none did."""
+        return self._ratio("output_tokens", "outputs")
+
+    @property
+    def outputs(self) -> float:
+        """Answers that ended."""
+        return self._grown("outputs")
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the looked-up prompt tokens that the engine's own prefix cache held; None if none were."""
+        return self._ratio("prefix_hits", "prefix_queries")
+
+    @property
+    def waiting(self) -> float:
+        """Mean number of requests waiting, each reading counting for the time until the next."""
+        total_s = waiting_s = 0.0
+        for (start_s, reading), (end_s, _) in pairwise(self._readings):
+            total_s += end_s - start_s
+            waiting_s += reading.waiting * (end_s - start_s)
+        newest = self.newest
+        return waiting_s / total_s if total_s > 0 else float(newest.waiting) if newest is not None else 0.0
+
+    def _grown(self, field: str) -> float:
+        if len(self._readings) < 2:
+            return 0.0
+        return float(getattr(self._readings[-1][1], field)) - float(getattr(self._readings[0][1], field))
+
+    def _ratio(self, above: str, below: str) -> float | None:
+        count = self._grown(below)
+        return self._grown(above) / count if count > 0 else None
+
+
+def _is_another(before: EngineReading, after: EngineReading) -> bool:
+    if before.started_at_s is not None and after.started_at_s is not None:
+        return abs(after.started_at_s - before.started_at_s) > _STARTED_TOLERANCE_S
+    # Counters never fall while a process lives.
+    return after.prefix_queries < before.prefix_queries or after.outputs < before.outputs
+
+
+_LARGEST_BYTES = 4 << 20
+# vLLM closes idle connections after 5 s: ours must be gone before, or a request meets a closing one.
+_KEEPALIVE_S = 2.0
+
+
+class EngineAccess(Protocol):
+    """How engines are asked; `EngineHttp` is the real one."""
+
+    async def is_healthy(self, instance: Instance, timeout_s: float) -> bool | None: ...
+
+    async def metrics(self, instance: Instance, timeout_s: float) -> bytes | None: ...
+
+    async def close(self) -> None: ...
+
+
+class EngineHttp:
+    """One pooled session for all engines. Make it inside a running event loop."""
+
+    def __init__(self) -> None:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=False,
+        )
+
+    async def is_healthy(self, instance: Instance, timeout_s: float) -> bool | None:
+        """Whether GET /health answers 200; None if nothing answers in time (an engine may just be busy)."""
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session.get(instance.url + "/health", allow_redirects=False) as response,
+            ):
+                return response.status == 200
+        except TimeoutError:
+            return None
+        except (aiohttp.ClientError, OSError):
+            return False
+
+    async def metrics(self, instance: Instance, timeout_s: float) -> bytes | None:
+        """What GET /metrics answers; None if it doesn't."""
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session.get(instance.url + "/metrics", allow_redirects=False) as response,
+            ):
+                if response.status != 200:
+                    return None
+                text = await response.content.read(_LARGEST_BYTES)
+                while len(text) < _LARGEST_BYTES and (more := await response.content.read(_LARGEST_BYTES)):
+                    text += more
+                return text
+        except (TimeoutError, aiohttp.ClientError, OSError):
+            return None
+
+    async def close(self) -> None:
+        await self._session.close()
 
 
 def period_s(wanted_s: float, members: int, most_per_s: float) -> float:
@@ -24,13 +248,13 @@ _WINDOW_S = 60.0
 
 
 class EngineMonitor:
-    """One meter per instance, the counts of foreign requests on the board, and who was restarted."""
+    """Asks every engine for its counters, and keeps one meter per instance."""
 
     def __init__(
         self,
         deployment: Deployment,
         http: EngineAccess,
-        board: ClusterState,
+        cluster_state: ClusterState,
         *,
         clock: Clock,
         on_restart: Callable[[str], None],
@@ -39,7 +263,7 @@ class EngineMonitor:
         """`on_restart(instance name)`: the process is another one than at the last look."""
         self._instances = deployment.instances
         self._http = http
-        self._board = board
+        self._cluster_state = cluster_state
         self._clock = clock
         self._on_restart = on_restart
         self._on_reading = on_reading
@@ -63,7 +287,7 @@ class EngineMonitor:
             await asyncio.gather(*asked, return_exceptions=True)
 
     async def ask(self, instance: Instance) -> None:
-        """One look at one engine; no answer is no news."""
+        """One look at one engine; without an answer nothing changes."""
         text = await self._http.metrics(instance, _ANSWER_S)
         if text is None:
             self.failures += 1
@@ -72,6 +296,6 @@ class EngineMonitor:
         now_s = self._clock()
         if self.meters[instance.name].add(reading, now_s):
             self._on_restart(instance.name)
-        self._board.instance(instance.name).seen_s = now_s
-        self._board.set_engine_load(instance.name, reading.running + reading.waiting)
+        self._cluster_state.instance(instance.name).seen_s = now_s
+        self._cluster_state.set_engine_load(instance.name, reading.running + reading.waiting)
         self._on_reading(instance, reading)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from prfaas.core.deployment import Deployment
 from prfaas.serving.control.cluster_state import Clock, ClusterState
-from prfaas.serving.control.engine_metrics import EngineAccess
+from prfaas.serving.control.engine_monitor import EngineAccess
 
 logger = logging.getLogger(__name__)
 
@@ -26,17 +26,17 @@ class _Suspicion:
 
 
 class HealthWatch:
-    """An instance that failed is out of routing at once, and back in by a good probe, 3 s later at the earliest.
+    """An instance that failed leaves routing at once. A good probe brings it back, 3 s later at the earliest.
 
-    Suspects are probed every second, the others every five. A probe that gets no answer in time changes nothing:
-    the engine may just be busy. One that is refused, or answered with an error, makes a suspect.
+    Suspects are probed every second, the others every five. A probe without an answer in time changes nothing, since
+    the engine may be busy. One that is refused, or answered with an error, makes the instance a suspect.
     """
 
     def __init__(
         self,
         deployment: Deployment,
         http: EngineAccess,
-        board: ClusterState,
+        cluster_state: ClusterState,
         *,
         clock: Clock,
         on_lost_cache: Callable[[str], None],
@@ -46,7 +46,7 @@ class HealthWatch:
         `on_change(name, healthy)`: it left routing or came back."""
         self._instances = {instance.name: instance for instance in deployment.instances}
         self._http = http
-        self._board = board
+        self._cluster_state = cluster_state
         self._clock = clock
         self._on_lost_cache = on_lost_cache
         self._on_change = on_change
@@ -59,7 +59,7 @@ class HealthWatch:
         before = self._suspects.get(name)
         dead = lost_cache or (before is not None and before.dead)
         self._suspects[name] = _Suspicion(now_s + SUSPECT_AT_LEAST_S, reason, dead)
-        self._board.instance(name).healthy = False
+        self._cluster_state.instance(name).healthy = False
         if lost_cache:
             self._on_lost_cache(name)
         if before is None:
@@ -87,7 +87,7 @@ class HealthWatch:
             await self.probe_due()
 
     async def probe_due(self) -> None:
-        """Probe everybody whose turn it is."""
+        """Probe the instances that are due."""
         now_s = self._clock()
         due = [name for name, next_s in self._next_s.items() if name in self._suspects or now_s >= next_s]
         for name in due:
@@ -101,6 +101,6 @@ class HealthWatch:
             self.suspect(name, "its /health failed", lost_cache=True)
         elif healthy and suspicion is not None and self._clock() >= suspicion.until_s:
             del self._suspects[name]
-            self._board.instance(name).healthy = True
+            self._cluster_state.instance(name).healthy = True
             logger.info("%s answers again", name)
             self._on_change(name, True)

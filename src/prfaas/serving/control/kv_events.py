@@ -1,6 +1,6 @@
 """KV events of all engines: received and decoded in one thread, applied in the event loop in small slices.
 
-The sockets to one engine's KV events, and what comes over them. Belongs to the thread of the feed.
+The sockets to one engine's KV events, and what comes over them. Belongs to the thread of the event_feed.
 """
 
 import asyncio
@@ -15,8 +15,16 @@ from typing import Any
 import zmq
 
 from prfaas.core.deployment import EventsEndpoint
-from prfaas.core.prefix.events import EventBatch, MalformedEventsError, decode_batch
-from prfaas.serving.control.event_order import Apply, Ask, Drop, Step, Subscription
+from prfaas.core.prefix.events import (
+    Apply,
+    Ask,
+    Drop,
+    EventBatch,
+    MalformedEventsError,
+    Step,
+    Subscription,
+    decode_batch,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +35,11 @@ _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class EventSource:
-    """A SUB socket for the live events and a DEALER for each replay, which is closed with its question: a late
-    answer to an old one can't be mistaken for an answer to a new one."""
+    """The sockets to one engine's KV events. Belongs to the thread of the feed.
+
+    A SUB socket receives the live events. Each replay has a DEALER socket of its own, so that a late answer to an old
+    question can't be taken for one to a new question.
+    """
 
     def __init__(
         self,
@@ -72,7 +83,7 @@ class EventSource:
                 sequence = int.from_bytes(frames[1], "big")
                 self._carry_out(self.subscription.live(sequence, batch, now_s))
         if self._lost in ready and list(_received(self._lost)):
-            # After what it had sent. Another process may listen there next, whose numbers go on where the old ended.
+            # Only now, after all that it had sent. The numbers of the next process may go on where the old ended.
             self._carry_out(self.subscription.restarted(now_s, "disconnected"))
         self._carry_out(self.subscription.tick(now_s))
         if not self.subscription.is_replaying:
@@ -148,7 +159,7 @@ _MOST_WAITING = 2000
 class EventFeed:
     """Calls `apply(instance, batch)` and `drop(instance, reason)` in the event loop, in each engine's order.
 
-    The loop is given back after every millisecond of applying; one batch (an engine's step) is not divided.
+    After every millisecond of applying, other tasks of the loop run; one batch (an engine's step) is not divided.
     """
 
     def __init__(
@@ -179,19 +190,19 @@ class EventFeed:
         if not self._endpoints:
             return
         loop = asyncio.get_running_loop()
-        news = asyncio.Event()
+        wake = asyncio.Event()
         self._stop.clear()
         thread = threading.Thread(
             target=self._receive,
-            args=(lambda: loop.call_soon_threadsafe(news.set),),
+            args=(lambda: loop.call_soon_threadsafe(wake.set),),
             name="prfaas-kv-events",
             daemon=True,
         )
         thread.start()
         try:
             while True:
-                await news.wait()
-                news.clear()
+                await wake.wait()
+                wake.clear()
                 while self._waiting:
                     self._apply_slice()
                     await asyncio.sleep(0)
@@ -221,7 +232,7 @@ class EventFeed:
 
     @property
     def thread_errors(self) -> int:
-        """Times that receiving failed in a way nobody thought of; every source was started again then."""
+        """How often receiving failed unexpectedly; every source was started again then."""
         return self._thread_errors
 
     def _apply_slice(self) -> None:
@@ -237,7 +248,7 @@ class EventFeed:
         try:
             self._apply(name, batch)
         except Exception:
-            # Whatever one engine says, the others and the gateway go on.
+            # A mistake of one engine must not stop the others or the gateway.
             self.refused_batches += 1
             logger.exception("%s publishes events that can't be applied", name)
             self._drop(name, "unreadable")
@@ -274,7 +285,7 @@ class EventFeed:
                 for source in self._sources.values():
                     source.read(ready, now_s)
                 if self._waiting:
-                    # A loop that is closed already has nobody to wake.
+                    # The loop may be closed already.
                     with suppress(RuntimeError):
                         wake()
         finally:

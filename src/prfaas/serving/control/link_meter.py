@@ -1,4 +1,4 @@
-"""One link as its producers tell it ten times a second: what it carries, what waits, what it can carry."""
+"""One link by the reports of its producers, ten times a second: what it carries, what waits, what it can carry."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -22,14 +22,18 @@ _DOWN_AFTER_S = 1.5
 
 @dataclass(frozen=True, slots=True)
 class SenderSample:
-    """One producer's (rank's) report on a link; `at_s` by the control plane's clock. Totals only grow, but start
-    again with the producer. Of the `queued_bytes`, `waiting_bytes` wait for room at a consumer, not for the link."""
+    """One producer's (rank's) report on a link. Totals only grow, but start again with the producer."""
 
     at_s: float
+    """By the control plane's clock."""
     pace_bits_per_s: float | None
+    """What the producer may send; None: unknown."""
     queued_bytes: int
+    """Produced and not acknowledged yet."""
     waiting_bytes: int
+    """Of these, what waits for room at a consumer and not for the link."""
     open_bytes: int
+    """Of open transfers, not acknowledged yet; also what is still to be produced."""
     acked_bytes_total: int
     delivery_bits_per_s: float
     rtt_s: float
@@ -39,7 +43,11 @@ class SenderSample:
 
     @classmethod
     def of_report(cls, report: Mapping[str, Any], at_s: float) -> "SenderSample":
-        """From one entry of `Observer.stats()["sender"]["links"]`. Raises KeyError, TypeError or ValueError."""
+        """From one entry of `Observer.stats()["sender"]["links"]`.
+
+        Raises:
+            KeyError, TypeError, ValueError: the entry is not what it should be.
+        """
         pace = float(report["capacity_bits_per_s"] or 0.0)
         return cls(
             at_s=at_s,
@@ -57,13 +65,13 @@ class SenderSample:
 
     @property
     def ready_bytes(self) -> int:
-        """What only the link keeps from leaving."""
+        """Bytes that wait for nothing but the link."""
         return max(self.queued_bytes - self.waiting_bytes, 0)
 
 
 @dataclass(slots=True)
 class _Interval:
-    """What is being summed up until it is long enough to judge the capacity by."""
+    """Sums over a time that is not yet long enough to judge the capacity by."""
 
     start_s: float
     acked_bytes: float
@@ -74,15 +82,17 @@ class _Interval:
 class LinkMeter:
     """Sums the producers of one link. `configured_bits_per_s` > 0 is the deployment file's bandwidth.
 
-    Capacity starts as configured. A second is busy when every look found more ready to be sent than the link can
-    carry until the next look and in 1.5 round trips: it never ran dry, so what left is a measurement. Of what the
-    producers with something to send may send together (their paces, all of them together the configured
-    bandwidth) it is a share; that share of the configured bandwidth is the estimate. Three busy seconds in a row
-    with an estimate below 0.9 of the capacity lower the capacity to their mean. A busy second with a higher one
-    raises it: at once to what was carried, beyond that by 5 % a second. So it grows after 5 s without a busy second,
-    too: only traffic can tell. It is never below 1 % of what was configured, nor above all of it.
+    The capacity starts as configured. A second is busy when every look found more ready to be sent than the link can
+    carry until the next look and in 1.5 round trips. The link never ran dry then, so what it carried is a
+    measurement. Divided by what the producers with something to send may send together, it is a share; that share of
+    the configured bandwidth is the estimate.
 
-    Up: unless for 1.5 s on end no connection was up at any producer though some should be.
+    Three busy seconds in a row with an estimate below 0.9 of the capacity lower the capacity to their mean. A busy
+    second with a higher estimate raises it: at once to what was carried, beyond that by 5 % a second. After 5 s
+    without a busy second it grows by 5 % a second too, since only traffic can show the true capacity. It stays
+    between 1 % and all of what was configured.
+
+    The link is connected unless no connection was up at any producer for 1.5 s though some should be.
     """
 
     def __init__(self, configured_bits_per_s: float, now_s: float) -> None:
@@ -101,7 +111,11 @@ class LinkMeter:
         self._connected_s = now_s
 
     def observe(self, samples: Mapping[str, SenderSample], now_s: float) -> int:
-        """Newest samples by producer rank; a rank that is missing is forgotten. Returns bytes newly acknowledged."""
+        """Take the newest samples by producer rank; a rank that is missing is forgotten.
+
+        Returns:
+            The bytes acknowledged since the last call.
+        """
         if not samples:
             self._latest = {}
             self._interval = None
@@ -143,7 +157,7 @@ class LinkMeter:
         return min((sample.rtt_s for sample in self._latest.values() if sample.rtt_s > 0), default=0.0)
 
     def egress_bits_per_s(self, now_s: float) -> float:
-        """What was acknowledged in the last two seconds, per second; 0 when nothing was told in them."""
+        """What was acknowledged in the last two seconds, per second; 0 without a report in them."""
         start_s, start_bytes, _ = self._history[0]
         end_s, end_bytes, _ = self._history[-1]
         if end_s <= start_s or end_s < now_s - EGRESS_WINDOW_S:
@@ -160,7 +174,7 @@ class LinkMeter:
         return again / segments if segments > 0 else 0.0
 
     def is_connected(self, now_s: float) -> bool:
-        """False when producers have told for a while that none of their connections is up."""
+        """False when for a while no connection was up at any producer."""
         return now_s - self._connected_s < _DOWN_AFTER_S or not self._latest
 
     def _since_latest(self, samples: Mapping[str, SenderSample]) -> tuple[int, int]:
@@ -169,7 +183,7 @@ class LinkMeter:
             before = self._latest.get(producer)
             if before is None:
                 continue
-            # A smaller total is that of a new process, all of which is news.
+            # A smaller total is that of a new process, and all of it is new.
             grown = sample.acked_bytes_total - before.acked_bytes_total
             acked += grown if grown >= 0 else sample.acked_bytes_total
             retransmits += max(sample.retransmits_total - before.retransmits_total, 0)

@@ -1,6 +1,6 @@
-"""Ten times a second: what every engine's sender knows of its links, summed per link into the board.
+"""What the engines' senders report of their links, ten times a second, summed per link into the `View`.
 
-Whether transfers over a link come through, whatever its connections say.
+`LinkBreaker` closes a link whose transfers fail, whatever its connections report.
 """
 
 import asyncio
@@ -20,9 +20,11 @@ _FIRST_PAUSE_S = 10.0
 _LONGEST_PAUSE_S = 80.0
 
 
-class LinkFaults:
-    """Three failed transfers in a row close a link for 10 s. Then it is tried again: one more failure closes it for
-    twice as long, up to 80 s, one success makes it as good as new."""
+class LinkBreaker:
+    """Three failed transfers in a row close a link for 10 s. Then it is tried again.
+
+    One more failure closes it for twice as long, up to 80 s. One success clears all earlier failures.
+    """
 
     __slots__ = ("_closed_until_s", "_failures", "_pause_s")
 
@@ -32,7 +34,7 @@ class LinkFaults:
         self._closed_until_s = float("-inf")
 
     def failed(self, now_s: float) -> None:
-        """A transfer failed. Those that were under way when the link was closed say nothing new."""
+        """A transfer failed. While the link is closed that is not counted: those transfers began before."""
         if not self.is_up(now_s):
             return
         self._failures += 1
@@ -56,15 +58,15 @@ OBSERVER_NAME = "control"
 WANTED_S = 0.1
 MOST_ASKED_PER_S = 250.0
 _ANSWER_S = 1.0
-# A rank that doesn't answer is asked more rarely, and its last word is believed for so long.
+# A rank that doesn't answer is asked more rarely; its last report is believed for so long.
 _RETRY_S = 2.0
 _FORGOTTEN_S = 3.0
 # Smaller changes of a capacity are no reason to search the threshold at once.
-_MUCH = 0.2
+_MUCH_CHANGED = 0.2
 
 
 class LinkObserver(Protocol):
-    """What this needs of `transport.Observer`."""
+    """The part of `transport.Observer` that a `LinkMonitor` uses."""
 
     async def stats(self) -> dict[str, Any]: ...
 
@@ -80,19 +82,19 @@ class _Rank:
 
 
 class LinkMonitor:
-    """Asks every tensor-parallel rank of every instance that may send, and keeps the board's links right."""
+    """Asks every tensor-parallel rank of every instance that may send, and keeps the links of the state right."""
 
     def __init__(
         self,
         deployment: Deployment,
         observer_of: Callable[[Instance, int], LinkObserver],
-        board: ClusterState,
+        cluster_state: ClusterState,
         *,
         clock: Clock,
         on_change: Callable[[str], None],
     ) -> None:
-        """`on_change(link)` is told when a link goes down or comes back, or its capacity changes much."""
-        self._board = board
+        """`on_change` is called with the link's name when it goes down or comes back, or its capacity changes much."""
+        self._cluster_state = cluster_state
         self._clock = clock
         self._on_change = on_change
         now_s = clock()
@@ -100,9 +102,9 @@ class LinkMonitor:
             (link.source, link.target): LinkMeter(link.bandwidth_bits_per_s, now_s)
             for link in deployment.links
         }
-        self.faults = {pair: LinkFaults() for pair in self.meters}
+        self.breakers = {pair: LinkBreaker() for pair in self.meters}
         self._pairs = {f"{source}->{target}": (source, target) for source, target in self.meters}
-        self._told_bits_per_s = {pair: meter.capacity_bits_per_s for pair, meter in self.meters.items()}
+        self._announced_bits_per_s = {pair: meter.capacity_bits_per_s for pair, meter in self.meters.items()}
         sources = {source for source, _ in self.meters}
         self._ranks = {
             f"{instance.name}/{rank}": _Rank(instance, observer_of(instance, rank))
@@ -119,7 +121,7 @@ class LinkMonitor:
         """Until cancelled; at once over where there is no link."""
         while self.meters:
             self.ask()
-            # Answers take a fraction of the period; whoever is slower counts in the next round.
+            # Answers take a fraction of the period; a slower one counts in the next round.
             await asyncio.sleep(self.period_s / 2)
             self.conclude()
             await asyncio.sleep(self.period_s / 2)
@@ -135,24 +137,24 @@ class LinkMonitor:
                 task.add_done_callback(self._asked.discard)
 
     def conclude(self) -> None:
-        """Put what is known by now on the board."""
+        """Update the links with the answers so far."""
         now_s = self._clock()
         for pair, meter in self.meters.items():
             samples = self._samples[pair]
             for name in [name for name, sample in samples.items() if sample.at_s < now_s - _FORGOTTEN_S]:
                 del samples[name]
             acked_bytes = meter.observe(samples, now_s)
-            self._show(pair, meter, acked_bytes, now_s)
+            self._update_link(pair, meter, acked_bytes, now_s)
 
     def failed(self, pair: tuple[str, str]) -> None:
-        """A transfer over a link came to nothing, and neither end is known to be dead."""
-        if pair in self.faults:
-            self.faults[pair].failed(self._clock())
+        """A transfer over a link failed, and neither end is known to be dead."""
+        if pair in self.breakers:
+            self.breakers[pair].failed(self._clock())
 
     def succeeded(self, pair: tuple[str, str]) -> None:
         """A transfer over a link was completed."""
-        if pair in self.faults:
-            self.faults[pair].succeeded()
+        if pair in self.breakers:
+            self.breakers[pair].succeeded()
 
     async def close(self) -> None:
         for task in list(self._asked):
@@ -178,10 +180,10 @@ class LinkMonitor:
         finally:
             rank.asking = False
 
-    def _show(self, pair: tuple[str, str], meter: LinkMeter, acked_bytes: int, now_s: float) -> None:
-        link = self._board.view.links[pair]
+    def _update_link(self, pair: tuple[str, str], meter: LinkMeter, acked_bytes: int, now_s: float) -> None:
+        link = self._cluster_state.view.links[pair]
         capacity = meter.capacity_bits_per_s
-        self._board.set_link(
+        self._cluster_state.set_link(
             pair,
             delivered_bytes=acked_bytes,
             measured_bytes=meter.open_bytes,
@@ -191,14 +193,17 @@ class LinkMonitor:
         link.rtt_s = meter.rtt_s
         link.retransmit_ratio = meter.retransmit_ratio
         link.seen_s = meter.seen_s
-        up = meter.is_connected(now_s) and self.faults[pair].is_up(now_s)
-        changed = abs(capacity - self._told_bits_per_s[pair]) > _MUCH * self._told_bits_per_s[pair]
+        up = meter.is_connected(now_s) and self.breakers[pair].is_up(now_s)
+        changed = (
+            abs(capacity - self._announced_bits_per_s[pair])
+            > _MUCH_CHANGED * self._announced_bits_per_s[pair]
+        )
         if up != link.up:
             link.up = up
             logger.warning("link %s->%s is %s", *pair, "up again" if up else "down: not used")
             changed = True
         if changed:
-            self._told_bits_per_s[pair] = capacity
+            self._announced_bits_per_s[pair] = capacity
             self._on_change(f"{pair[0]}->{pair[1]}")
 
 

@@ -1,4 +1,4 @@
-"""The control plane's Prometheus series, `prfaas_control_*`. Every label takes values from a bounded set.
+"""The control plane's Prometheus metrics, `prfaas_control_*`. Every label takes values from a bounded set.
 
 Once a second: the state of things into the gauges.
 """
@@ -87,12 +87,12 @@ class ControlMetrics:
 PERIOD_S = 1.0
 
 
-class Shown:
-    """Writes the gauges of `series.Series`, so that a scrape finds them ready."""
+class GaugeWriter:
+    """Writes the gauges of `metrics.Series`, so that a scrape finds them ready."""
 
-    def __init__(self, plane: Overview, series: ControlMetrics, *, clock: Clock) -> None:
+    def __init__(self, plane: Overview, metrics: ControlMetrics, *, clock: Clock) -> None:
         self._plane = plane
-        self._series = series
+        self._metrics = metrics
         self._clock = clock
         self._failures = {"links": 0, "engines": 0}
 
@@ -104,38 +104,38 @@ class Shown:
 
     def write(self) -> None:
         """Everything, as it is now."""
-        state, series = state_of(self._plane, self._clock()), self._series
+        state, metrics = state_of(self._plane, self._clock()), self._metrics
         for cluster, facts in state["clusters"].items():
-            series.waiting_prefills.labels(cluster).set(facts["waiting_prefills"])
-            tokens = self._plane.board.view.threshold_tokens.get(cluster)
+            metrics.waiting_prefills.labels(cluster).set(facts["waiting_prefills"])
+            tokens = self._plane.cluster_state.view.threshold_tokens.get(cluster)
             if tokens is not None:
-                series.threshold_tokens.labels(cluster).set(tokens)
+                metrics.threshold_tokens.labels(cluster).set(tokens)
             for name, instance in facts["instances"].items():
-                series.instance_healthy.labels(name).set(instance["healthy"])
-                series.instance_prefills.labels(name).set("prefill" in instance["role"])
-                series.instance_decodes.labels(name).set("decode" in instance["role"])
-                series.instance_draining.labels(name).set(instance["draining"])
-                series.instance_in_flight.labels(name).set(instance["in_flight"])
-                series.instance_wait_seconds.labels(name).set(instance["busy_s"])
-                series.instance_age_seconds.labels(name).set(instance["age_s"])
-                series.instance_blocks.labels(name).set(instance["blocks"])
+                metrics.instance_healthy.labels(name).set(instance["healthy"])
+                metrics.instance_prefills.labels(name).set("prefill" in instance["role"])
+                metrics.instance_decodes.labels(name).set("decode" in instance["role"])
+                metrics.instance_draining.labels(name).set(instance["draining"])
+                metrics.instance_in_flight.labels(name).set(instance["in_flight"])
+                metrics.instance_wait_seconds.labels(name).set(instance["busy_s"])
+                metrics.instance_age_seconds.labels(name).set(instance["age_s"])
+                metrics.instance_blocks.labels(name).set(instance["blocks"])
                 if instance["events"] is not None:
-                    series.feed_gaps.labels(name).set(instance["events"]["gaps"])
-                    series.feed_replays.labels(name).set(instance["events"]["replays"])
-                    series.feed_resyncs.labels(name).set(instance["events"]["resyncs"])
+                    metrics.feed_gaps.labels(name).set(instance["events"]["gaps"])
+                    metrics.feed_replays.labels(name).set(instance["events"]["replays"])
+                    metrics.feed_resyncs.labels(name).set(instance["events"]["resyncs"])
         for name, link in state["links"].items():
-            series.link_up.labels(name).set(link["up"])
-            series.link_capacity.labels(name).set(link["capacity_bits_per_s"])
-            series.link_egress.labels(name).set(link["egress_bits_per_s"])
-            series.link_queued_bytes.labels(name).set(link["queued_bytes"])
-            series.link_drain_seconds.labels(name).set(link["drain_s"])
-            series.link_rtt_seconds.labels(name).set(link["rtt_s"])
-            series.link_retransmit_ratio.labels(name).set(link["retransmit_ratio"])
-            series.link_age_seconds.labels(name).set(link["age_s"])
-        series.index_blocks.set(state["index"]["blocks"])
+            metrics.link_up.labels(name).set(link["up"])
+            metrics.link_capacity.labels(name).set(link["capacity_bits_per_s"])
+            metrics.link_egress.labels(name).set(link["egress_bits_per_s"])
+            metrics.link_queued_bytes.labels(name).set(link["queued_bytes"])
+            metrics.link_drain_seconds.labels(name).set(link["drain_s"])
+            metrics.link_rtt_seconds.labels(name).set(link["rtt_s"])
+            metrics.link_retransmit_ratio.labels(name).set(link["retransmit_ratio"])
+            metrics.link_age_seconds.labels(name).set(link["age_s"])
+        metrics.index_blocks.set(state["index"]["blocks"])
         self._count("links", self._plane.links.failures)
         self._count("engines", self._plane.engines.failures)
 
     def _count(self, kind: str, failures: int) -> None:
-        self._series.telemetry_failures.labels(kind).inc(failures - self._failures[kind])
+        self._metrics.telemetry_failures.labels(kind).inc(failures - self._failures[kind])
         self._failures[kind] = failures

@@ -11,31 +11,30 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from prfaas.core.deployment import Deployment, Instance
-from prfaas.core.latency.service_curve import ServiceCurve
-from prfaas.core.prefix import NOTHING, GlobalIndex, PromptChains
+from prfaas.core.kv import KvModel
+from prfaas.core.prefix import GlobalIndex, PromptChains
 from prfaas.core.prefix.events import EventBatch
 from prfaas.core.scheduling import Decision, Policy, RoutingRequest, policy_named
 from prfaas.core.scheduling.threshold import LengthWindow
-from prfaas.serving.control.cluster_state import Clock, ClusterState
-from prfaas.serving.control.engine_metrics import EngineAccess, EngineHttp
-from prfaas.serving.control.engine_monitor import EngineMonitor
+from prfaas.serving.control.cluster_state import Clock, ClusterState, OpenPrefill
+from prfaas.serving.control.engine_monitor import EngineAccess, EngineHttp, EngineMonitor
 from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.hot_prefixes import HotPrefixes
 from prfaas.serving.control.kv_events import EventFeed
 from prfaas.serving.control.link_monitor import LinkMonitor, LinkObserver, observer_of
-from prfaas.serving.control.metrics import ControlMetrics, Shown
-from prfaas.serving.control.planning_inputs import LiveFacts, decode_slots, kv_facts, kv_model_of
+from prfaas.serving.control.metrics import ControlMetrics, GaugeWriter
+from prfaas.serving.control.planning_inputs import LiveFacts, service_curves, view_of
 from prfaas.serving.control.prefill_admission import PrefillAdmission
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
-from prfaas.serving.control.role_allocation import RoleAllocation, RoleChange, RoleChanges, StageUtilisation
+from prfaas.serving.control.role_allocation import RoleAllocation, RoleChange, RoleChanges, stage_utilisation
 from prfaas.serving.control.state import Overview, Routed, state_of
 from prfaas.serving.control.thresholds import Thresholds
 
 
 class LivePlane:
-    """Implements `gateway.plane.ControlPlane`. Make it, and use it, inside one running event loop.
+    """Implements `gateway.control_plane.ControlPlane`. It belongs to one running event loop.
 
-    Nothing is asked of an engine before `run`; until then routing goes by the deployment file alone.
+    Before `run` no engine is asked anything, and requests are routed by the deployment file alone.
     """
 
     def __init__(
@@ -43,13 +42,23 @@ class LivePlane:
         deployment: Deployment,
         key: bytes,
         registry: CollectorRegistry,
+        kv_model: KvModel | None,
         *,
         clock: Clock = time.monotonic,
         http: EngineAccess | None = None,
         sender_of: Callable[[Instance, int], LinkObserver] | None = None,
     ) -> None:
-        """`key` of the deployment; `registry` gets the `prfaas_control_*` series. `http` and `sender_of`: how
-        engines are asked, other than over the network."""
+        """Put the parts together.
+
+        Args:
+            deployment: the deployment file.
+            key: the deployment's key.
+            registry: gets the `prfaas_control_*` metrics.
+            kv_model: of the deployment's model, as `planning_inputs.kv_model_of` loads it; None: unknown.
+            clock: seconds that never go back.
+            http: how engines are asked for /health and /metrics; None: over the network.
+            sender_of: how the sender of an instance's rank is asked for its links; None: over the network.
+        """
         self.deployment = deployment
         self._routed = Routed()
         self._clock = clock
@@ -57,21 +66,10 @@ class LivePlane:
         self._http: EngineAccess = http or EngineHttp()
         self._policy = _policy(deployment)
         self._local = policy_named("local_only")
-        self.series = ControlMetrics(registry)
-        model = kv_model_of(deployment)
-        self._curves = {
-            cluster.name: ServiceCurve.of_profile(cluster.profile, cluster.speedup)
-            if cluster.profile is not None
-            else ServiceCurve()
-            for cluster in deployment.clusters
-        }
-        self.board = ClusterState(
-            deployment,
-            kv_facts(model),
-            {name: curve.seconds for name, curve in self._curves.items()},
-            {cluster.name: decode_slots(deployment, cluster) for cluster in deployment.pd_clusters},
-            clock=clock,
-            on_service=self._on_service,
+        self.metrics = ControlMetrics(registry)
+        self._curves = service_curves(deployment)
+        self.cluster_state = ClusterState(
+            view_of(deployment, kv_model, self._curves, clock()), clock=clock, on_service=self._on_service
         )
         endpoints = {
             instance.name: endpoint
@@ -79,92 +77,89 @@ class LivePlane:
             if (endpoint := deployment.events_endpoint(instance)) is not None
         }
         seed = _seed(key)
-        self.holdings = PrefixKnowledge(
+        self.prefix_knowledge = PrefixKnowledge(
             GlobalIndex(
                 seed=seed,
-                needs_states=model is None or model.has_linear_state,
-                needs_windows=model is not None and model.has_window,
+                needs_states=kv_model is None or kv_model.has_linear_state,
+                needs_windows=kv_model is not None and kv_model.has_window,
             ),
-            self.board,
+            self.cluster_state,
             seed=seed,
-            is_hybrid=self.board.view.kv.is_hybrid,
+            is_hybrid=self.cluster_state.view.kv.is_hybrid,
             with_events=endpoints,
             clock=clock,
         )
-        self.turns = PrefillAdmission(
-            self.board,
+        self.prefill_admission = PrefillAdmission(
+            self.cluster_state,
             batch_tokens=deployment.engine.max_num_batched_tokens,
-            reusable_at=lambda chains, name: (
-                self.holdings.match(chains).held.get(name, NOTHING).reusable_tokens
-            ),
+            reusable_at=self.prefix_knowledge.reusable_at,
         )
-        self.feed = EventFeed(endpoints, apply=self._apply, drop=self._drop)
+        self.event_feed = EventFeed(endpoints, apply=self._apply, drop=self._drop)
         self.engines = EngineMonitor(
             deployment,
             self._http,
-            self.board,
+            self.cluster_state,
             clock=clock,
             on_restart=lambda name: self._lost_cache(name, "new-process"),
-            on_reading=self.holdings.learn,
+            on_reading=self.prefix_knowledge.learn,
         )
         self.health = HealthWatch(
             deployment,
             self._http,
-            self.board,
+            self.cluster_state,
             clock=clock,
             on_lost_cache=lambda name: self._lost_cache(name, "died"),
             on_change=self._on_health,
         )
+        self.window = LengthWindow(deployment.control.window_s)
+        facts = LiveFacts(deployment, kv_model, self.cluster_state, self._curves, self.engines.meters)
+        self.thresholds = Thresholds(
+            deployment, self.cluster_state, facts, self.window, clock=clock, on_change=self._on_threshold
+        )
         self.links = LinkMonitor(
             deployment,
             sender_of or observer_of(key),
-            self.board,
+            self.cluster_state,
             clock=clock,
-            on_change=lambda _link: self.thresholds.ask("link"),
+            on_change=self.thresholds.ask_for_link,
         )
-        self.window = LengthWindow(deployment.control.window_s)
-        facts = LiveFacts(deployment, model, self.board, self._curves, self.engines.meters)
-        self.thresholds = Thresholds(
-            deployment, self.board, facts, self.window, clock=clock, on_change=self._on_threshold
+        self.role_changes = RoleChanges(
+            self.cluster_state,
+            clock=clock,
+            on_begin=self.prefill_admission.changed,
+            on_end=self._on_conversion,
         )
-        self.roles = RoleChanges(
-            self.board, clock=clock, on_begin=self.turns.changed, on_end=self._on_conversion
-        )
-        self.allocating = RoleAllocation(
+        self.role_allocation = RoleAllocation(
             deployment.control,
             facts,
-            StageUtilisation(
-                deployment, self.board, self.engines.meters, clock=clock, pooled=self.turns.waiting
-            ),
+            stage_utilisation(self.cluster_state, self.engines.meters, self.prefill_admission.waiting, clock),
             self.window,
-            self.roles,
+            self.role_changes,
             clock=clock,
         )
-        self.hot_prefixes = HotPrefixes(
-            self.board, clock=clock, on_copy=lambda _copy: self.series.copies.inc()
-        )
+        self.hot_prefixes = HotPrefixes(self.cluster_state, clock=clock, on_copy=self.metrics.copies.inc)
         self._overview = Overview(
             deployment,
             clock(),
-            self.board,
-            self.holdings,
-            self.feed,
+            self.cluster_state,
+            self.prefix_knowledge,
+            self.event_feed,
             self.links,
             self.engines,
             self.health,
             self.window,
             self.thresholds,
-            self.roles,
-            self.turns,
-            self.allocating,
+            self.role_changes,
+            self.prefill_admission,
+            self.role_allocation,
             self.hot_prefixes,
             self._routed,
         )
-        self._shown = Shown(self._overview, self.series, clock=clock)
+        self._gauge_writer = GaugeWriter(self._overview, self.metrics, clock=clock)
 
     def chains(self, token_ids: Sequence[int], salt: str, adapter: str) -> PromptChains:
         """What the cached prefixes of a prompt are looked up by. May be called in a thread."""
-        return self.holdings.chains(token_ids, salt, adapter)
+        return self.prefix_knowledge.chains(token_ids, salt, adapter)
 
     def route(
         self,
@@ -174,8 +169,8 @@ class LivePlane:
         avoid: Collection[str] = (),
         offload: bool = True,
     ) -> Decision:
-        """Where a prompt goes; raises NoDecodeInstanceError. See `gateway.plane`."""
-        view = self.board.at(self._clock())
+        """Where a prompt goes; raises NoDecodeInstanceError. See `gateway.control_plane`."""
+        view = self.cluster_state.at(self._clock())
         if avoid:
             view = view.without(avoid)
         if chains is None:
@@ -183,14 +178,16 @@ class LivePlane:
             return replace(
                 decision, prefill=decision.decode, uncached_tokens=num_tokens, prefill_tokens=num_tokens
             )
-        belief = self.holdings.match(chains)
+        match = self.prefix_knowledge.match(chains)
         self._routed.total += 1
-        request = RoutingRequest(num_tokens, belief.held, self._routed.total)
+        request = RoutingRequest(num_tokens, match.held, self._routed.total)
         policy = self._policy if offload else self._local
-        decision = belief.bounded(policy.decide(request, view))
+        decision = match.bound(policy.decide(request, view), num_tokens, view.kv)
         self._count(decision)
-        if offload and not avoid and belief.held:
-            self.hot_prefixes.observe(decision, chains, belief.held)
+        if offload and not avoid and match.held:
+            missed = self.prefix_knowledge.missed_prefix(decision.prefill, chains, match.held)
+            if missed is not None:
+                self.hot_prefixes.note(missed)
         return decision
 
     def instance(self, name: str) -> Instance:
@@ -198,34 +195,35 @@ class LivePlane:
         found = self._instances.get(name)
         return found if found is not None else self.deployment.instance(name)
 
-    def turn(
-        self, decision: Decision, num_tokens: int, chains: PromptChains
-    ) -> AbstractAsyncContextManager[Decision]:
-        """Until an instance is free for the prefill, and while it has it. See `gateway.plane`."""
-        return self.turns.turn(decision, num_tokens, chains)
+    def admit(self, decision: Decision, chains: PromptChains) -> AbstractAsyncContextManager[Decision]:
+        """Until an instance is free for the prefill, and while it has it. See `gateway.control_plane`."""
+        return self.prefill_admission.admit(decision, chains)
 
     @contextmanager
-    def prefilling(self, decision: Decision, num_tokens: int) -> Iterator[None]:
-        """While a prefill elsewhere and its transfer are under way. See `gateway.plane`."""
-        pair = (self.board.instance(decision.prefill).cluster, self.board.instance(decision.decode).cluster)
+    def prefilling(self, decision: Decision) -> Iterator[OpenPrefill]:
+        """While a prefill elsewhere and its transfer are under way. See `gateway.control_plane`."""
+        pair = (
+            self.cluster_state.instance(decision.prefill).cluster,
+            self.cluster_state.instance(decision.decode).cluster,
+        )
         try:
-            with self.board.prefilling(decision, num_tokens):
-                yield
+            with self.cluster_state.prefilling(decision) as prefill:
+                yield prefill
         except Exception:
-            # A producer that was suspected for it and still lives: the way is what failed. A client's fault
-            # suspects nobody.
+            # The producer is suspected and still lives: so the link failed. After a client's fault it is no suspect.
             if self.health.is_suspect(decision.prefill) and not self.health.is_dead(decision.prefill):
                 self.links.failed(pair)
             raise
-        self.links.succeeded(pair)
+        if prefill.is_measured:
+            self.links.succeeded(pair)
 
     def decoding(self, name: str, prefill_tokens: int) -> AbstractContextManager[None]:
-        """While a request is open at its decode instance. See `gateway.plane`."""
-        return self.board.decoding(name, prefill_tokens)
+        """While a request is open at its decode instance. See `gateway.control_plane`."""
+        return self.cluster_state.decoding(name, prefill_tokens)
 
     def expect(self, name: str, chains: PromptChains) -> None:
         """The instance will hold this prompt in a moment."""
-        self.holdings.expect(name, chains)
+        self.prefix_knowledge.expect(name, chains)
 
     def observe(self, num_tokens: int, uncached_tokens: int) -> None:
         """One request as the scheduler's statistics should see it."""
@@ -243,14 +241,14 @@ class LivePlane:
         """All loops, until cancelled."""
         async with asyncio.TaskGroup() as group:
             for loop in (
-                self.feed,
+                self.event_feed,
                 self.links,
                 self.engines,
                 self.health,
                 self.thresholds,
-                self.allocating,
+                self.role_allocation,
                 self.hot_prefixes,
-                self._shown,
+                self._gauge_writer,
             ):
                 group.create_task(loop.run())
 
@@ -260,42 +258,42 @@ class LivePlane:
         await self._http.close()
 
     def _apply(self, name: str, batch: EventBatch) -> None:
-        with self.series.index_apply_seconds.time():
-            self.holdings.apply(name, batch)
-        self.series.events.labels(name).inc(len(batch.events))
+        with self.metrics.index_apply_seconds.time():
+            self.prefix_knowledge.apply(name, batch)
+        self.metrics.events.labels(name).inc(len(batch.events))
 
     def _drop(self, name: str, reason: str) -> None:
-        self.holdings.drop(name, reason)
-        self.series.drops.labels(name, reason).inc()
+        self.prefix_knowledge.drop(name, reason)
+        self.metrics.drops.labels(name, reason).inc()
 
     def _lost_cache(self, name: str, reason: str) -> None:
         self._drop(name, reason)
-        self.feed.reset(name, reason)
+        self.event_feed.reset(name, reason)
 
     def _on_service(self, cluster: str, tokens: int, seconds: float) -> None:
         curve = self._curves[cluster]
-        self.series.service_ratio.labels(cluster).observe(seconds / curve.seconds(tokens))
+        self.metrics.service_ratio.labels(cluster).observe(seconds / curve.seconds(tokens))
         curve.add(tokens, seconds, self._clock())
 
     def _on_health(self, name: str, healthy: bool) -> None:
         if not healthy:
-            self.series.suspicions.labels(name).inc()
-        self.turns.changed(name)
+            self.metrics.suspicions.labels(name).inc()
+        self.prefill_admission.changed(name)
         self.thresholds.ask("roles")
 
     def _on_threshold(self, cluster: str, reason: str) -> None:
-        self.series.threshold_changes.labels(cluster, reason).inc()
+        self.metrics.threshold_changes.labels(cluster, reason).inc()
 
     def _on_conversion(self, change: RoleChange) -> None:
-        self.series.conversions.labels(change.cluster, change.to_role, change.outcome).inc()
-        self.turns.changed(change.instance)
+        self.metrics.conversions.labels(change.cluster, change.to_role, change.outcome).inc()
+        self.prefill_admission.changed(change.instance)
         self.thresholds.ask("roles")
 
     def _count(self, decision: Decision) -> None:
-        self._routed.add(decision)
-        self.series.decisions.labels(str(decision.route), decision.reason).inc()
+        self._routed.reasons[decision.route][decision.reason] += 1
+        self.metrics.decisions.labels(str(decision.route), decision.reason).inc()
         if decision.cache_transfer is not None:
-            self.series.cache_transfers.inc()
+            self.metrics.cache_transfers.inc()
 
 
 def _policy(deployment: Deployment) -> Policy:

@@ -1,7 +1,4 @@
-"""From the board and the meters to the planning problem that the deployment poses now.
-
-What the model's KV cache allows, as policies need it.
-"""
+"""What planning and routing take from the deployment file, the model and the running deployment."""
 
 import logging
 from collections.abc import Mapping
@@ -12,11 +9,11 @@ from prfaas.core.deployment import Cluster, Deployment
 from prfaas.core.kv import ConfigError, KvModel, model_from_directory
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import KvSize, PlanProblem
-from prfaas.core.scheduling import KvFacts
-from prfaas.core.scheduling.live_problem import ClusterFacts, LinkFacts, problem_now
+from prfaas.core.scheduling import ClusterView, InstanceView, KvFacts, LinkView, View
+from prfaas.core.scheduling.threshold import ClusterFacts, LinkFacts, prefill_instances, problem_now
 from prfaas.core.workload import LengthDistribution
 from prfaas.serving.control.cluster_state import ClusterState
-from prfaas.serving.control.engine_metrics import EngineMeter
+from prfaas.serving.control.engine_monitor import EngineMeter
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,6 +26,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Engines move whole blocks and choose their size themselves. This is vLLM's largest so far: what must fit into
+# staging is never taken for less than it is.
+_LARGEST_BLOCK_TOKENS = 256
+
 
 def kv_model_of(deployment: Deployment) -> KvModel | None:
     """The model's layers by its config; None, with a warning, where that can't be read."""
@@ -40,15 +41,64 @@ def kv_model_of(deployment: Deployment) -> KvModel | None:
 
 
 def kv_facts(model: KvModel | None) -> KvFacts:
-    """Without a model: hybrid (the kind that limits most), and transfers that take no time."""
+    """Without a model: hybrid (the kind that limits most), and transfers of no bytes."""
     if model is None:
-        return KvFacts(is_hybrid=True, can_skip=False, bytes_to_move=lambda _tokens, _skip: 0)
-    known = model
+        return KvFacts(
+            is_hybrid=True, can_skip=False, bytes_to_move=_no_transfer, prefix_bytes_to_move=_no_transfer
+        )
+    # The decode instance computes the last prompt token itself.
+    return KvFacts.of_model(model, block_tokens=_LARGEST_BLOCK_TOKENS, sends_last_token=False)
 
-    def bytes_to_move(num_tokens: int, skip_tokens: int) -> int:
-        return known.bytes_to_move(num_tokens, min(skip_tokens, num_tokens))
 
-    return KvFacts(is_hybrid=model.is_hybrid, can_skip=not model.has_window, bytes_to_move=bytes_to_move)
+def _no_transfer(_tokens: int, _skip_tokens: int) -> int:
+    return 0
+
+
+def view_of(
+    deployment: Deployment, model: KvModel | None, curves: Mapping[str, ServiceCurve], now_s: float
+) -> View:
+    """The deployment at rest, by its file alone; `curves` by cluster."""
+    return View(
+        clusters={
+            cluster.name: ClusterView(
+                cluster.name,
+                cluster.kind,
+                [
+                    InstanceView(
+                        instance.name,
+                        cluster.name,
+                        prefills=instance.has_role("prefill"),
+                        decodes=instance.has_role("decode"),
+                        decode_slots=decode_slots(deployment, cluster) if cluster.kind == "pd" else 1,
+                        busy_until_s=now_s,
+                        seen_s=now_s,
+                    )
+                    for instance in cluster.instances
+                ],
+                curves[cluster.name].seconds,
+            )
+            for cluster in deployment.clusters
+        },
+        links={
+            (link.source, link.target): LinkView(
+                link.source, link.target, link.bandwidth_bits_per_s, drained_s=now_s, seen_s=now_s
+            )
+            for link in deployment.links
+        },
+        kv=kv_facts(model),
+        now_s=now_s,
+        stale_after_s=deployment.control.stale_after_s,
+    )
+
+
+def service_curves(deployment: Deployment) -> dict[str, ServiceCurve]:
+    """How fast an instance of every cluster prefills, before anything is measured."""
+    return {
+        cluster.name: ServiceCurve.of_profile(cluster.profile, cluster.speedup)
+        if cluster.profile is not None
+        else ServiceCurve()
+        for cluster in deployment.clusters
+    }
 
 
 DEFAULT_STEP_S = 0.05
@@ -59,10 +109,12 @@ _ENOUGH_OUTPUTS = 20
 
 @dataclass(frozen=True, slots=True)
 class DecodeFacts:
-    """What one decode instance of a PD cluster can do: BS_max and T_decode of Eq. 5."""
+    """What one decode instance of a PD cluster can do."""
 
     batch: float
+    """BS_max of Eq. 5."""
     step_s: float
+    """T_decode of Eq. 5."""
 
 
 def decode_slots(deployment: Deployment, cluster: Cluster) -> int:
@@ -77,21 +129,35 @@ def decode_slots(deployment: Deployment, cluster: Cluster) -> int:
     return max(most, 1)
 
 
+def _profiled_decode(deployment: Deployment, cluster: Cluster) -> DecodeFacts | None:
+    profile = cluster.profile
+    if profile is None or profile.decode is None:
+        return None
+    batch = decode_slots(deployment, cluster)
+    low, high = profile.range_batch
+    return DecodeFacts(batch, profile.decode_step_s(min(max(batch, low), high)) / cluster.speedup)
+
+
 class LiveFacts:
-    """Reads everything anew at each question. Belongs to the event loop's thread."""
+    """What the running deployment knows of itself, read anew at each call. Belongs to the event loop's thread."""
 
     def __init__(
         self,
         deployment: Deployment,
         kv_model: KvModel | None,
-        board: ClusterState,
+        cluster_state: ClusterState,
         curves: Mapping[str, ServiceCurve],
         engines: Mapping[str, EngineMeter],
     ) -> None:
-        """`curves` by cluster, `engines` by instance. Without a `kv_model` nothing is known of bytes, and links count
-        as unlimited."""
+        """`curves` by cluster, `engines` by instance. Without a `kv_model` links count as unlimited, since nothing is
+        known of bytes."""
         self._deployment = deployment
-        self._board = board
+        self._profiled = {
+            cluster.name: step
+            for cluster in deployment.pd_clusters
+            if (step := _profiled_decode(deployment, cluster)) is not None
+        }
+        self._cluster_state = cluster_state
         self._curves = curves
         self._engines = engines
         self._kv_bytes: OfLength = KvSize(kv_model) if kv_model is not None else _no_bytes
@@ -102,7 +168,7 @@ class LiveFacts:
             [self._cluster(cluster) for cluster in self._deployment.clusters],
             [
                 LinkFacts(link.source, link.target, link.capacity_bits_per_s if link.up else 0.0)
-                for link in self._board.view.links.values()
+                for link in self._cluster_state.view.links.values()
             ],
             lengths,
             self.output_tokens,
@@ -111,24 +177,20 @@ class LiveFacts:
 
     def prefill_instances(self, cluster: str) -> int:
         """Healthy instances of a PD cluster that prefill; those being converted count for what they will be."""
-        return sum(
-            instance.prefills != instance.draining and instance.healthy
-            for instance in self._board.view.clusters[cluster].instances
-        )
+        return prefill_instances(self._cluster_state.view.clusters[cluster].instances)
 
     def decode(self, cluster: Cluster) -> DecodeFacts:
-        """By profile where one tells, else as measured, else 50 ms a step."""
-        batch = decode_slots(self._deployment, cluster)
-        profile = cluster.profile
-        if profile is not None and profile.decode is not None:
-            low, high = profile.range_batch
-            return DecodeFacts(batch, profile.decode_step_s(min(max(batch, low), high)) / cluster.speedup)
+        """By profile where there is one, else as measured, else 50 ms a step."""
+        profiled = self._profiled.get(cluster.name)
+        if profiled is not None:
+            return profiled
         gaps = [
             gap
             for i in cluster.instances
             if (gap := self._engines[i.name].token_gap_s) is not None and gap > 0
         ]
-        return DecodeFacts(batch, sum(gaps) / len(gaps) if gaps else DEFAULT_STEP_S)
+        step_s = sum(gaps) / len(gaps) if gaps else DEFAULT_STEP_S
+        return DecodeFacts(decode_slots(self._deployment, cluster), step_s)
 
     @property
     def output_tokens(self) -> float:
@@ -136,7 +198,7 @@ class LiveFacts:
         weighed = [
             (meter.output_tokens or 0.0, meter.outputs)
             for name, meter in self._engines.items()
-            if self._board.instance(name).decodes
+            if self._cluster_state.instance(name).decodes
         ]
         outputs = sum(count for _, count in weighed)
         if outputs < _ENOUGH_OUTPUTS:
@@ -144,7 +206,7 @@ class LiveFacts:
         return max(sum(mean * count for mean, count in weighed) / outputs, 1.0)
 
     def _cluster(self, cluster: Cluster) -> ClusterFacts:
-        instances = sum(i.healthy for i in self._board.view.clusters[cluster.name].instances)
+        instances = sum(i.healthy for i in self._cluster_state.view.clusters[cluster.name].instances)
         curve = self._curves[cluster.name]
         if cluster.kind == "prfaas":
             return ClusterFacts(cluster.name, cluster.kind, instances, curve)

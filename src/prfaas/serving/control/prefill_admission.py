@@ -1,4 +1,4 @@
-"""Whose prefill is next: requests that wait here until an instance of their cluster is free."""
+"""Admission of prefills: requests wait here until an instance of their cluster is free."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from prfaas.core.prefix import PromptChains
 from prfaas.core.scheduling import Decision
-from prfaas.core.scheduling.candidates import is_prefiller
 from prfaas.core.scheduling.prefill_pool import PrefillPool
 from prfaas.serving.control.cluster_state import ClusterState
 
-Turn = asyncio.Future[str | None]
+Admission = asyncio.Future[str | None]
 
 
 class PrefillAdmission:
@@ -24,37 +23,37 @@ class PrefillAdmission:
 
     def __init__(
         self,
-        board: ClusterState,
+        cluster_state: ClusterState,
         *,
         batch_tokens: int,
         reusable_at: Callable[[PromptChains, str], int],
     ) -> None:
         """`reusable_at(chains, instance)`: tokens of a prompt that a prefill there need not compute."""
-        self._board = board
+        self._cluster_state = cluster_state
         self._batch_tokens = batch_tokens
         self._reusable_at = reusable_at
-        self._pools: dict[str, PrefillPool[Turn]] = {name: PrefillPool() for name in board.view.clusters}
-        self._at_work = dict.fromkeys(board.names, 0)
+        self._pools: dict[str, PrefillPool[Admission]] = {
+            name: PrefillPool() for name in cluster_state.view.clusters
+        }
+        self._at_work = dict.fromkeys(cluster_state.names, 0)
         # Uncached tokens of those that wait.
-        self._tokens: dict[Turn, int] = {}
+        self._tokens: dict[Admission, int] = {}
 
     @asynccontextmanager
-    async def turn(
-        self, decision: Decision, num_tokens: int, chains: PromptChains
-    ) -> AsyncIterator[Decision]:
+    async def admit(self, decision: Decision, chains: PromptChains) -> AsyncIterator[Decision]:
         """Wait for an instance, and have it for the prefill. Yields the decision with the one that it became.
 
-        Decisions without an urgency don't wait, nor does anybody where no instance could come free any more: the
-        request then fails as it would have without a pool, and goes another way.
+        Decisions without an urgency don't wait. Nor do others where no instance of the cluster can prefill any more:
+        the request then fails as it would have without a pool, and is routed again.
         """
         if decision.urgency_s is None:
             yield decision
             return
-        name = await self._granted(decision, num_tokens)
+        name = await self._wait_for_instance(decision)
         tokens = decision.prefill_tokens
         if name != decision.prefill:
-            reusable = min(self._reusable_at(chains, name), num_tokens - 1)
-            decision = replace(decision, prefill=name, prefill_tokens=num_tokens - reusable)
+            reusable = min(self._reusable_at(chains, name), chains.num_tokens - 1)
+            decision = replace(decision, prefill=name, prefill_tokens=chains.num_tokens - reusable)
         try:
             yield decision
         finally:
@@ -63,11 +62,11 @@ class PrefillAdmission:
 
     def changed(self, name: str) -> None:
         """An instance came, went, or has other roles."""
-        cluster = self._board.instance(name).cluster
-        instances = self._board.view.clusters[cluster].instances
-        if not is_prefiller(self._board.instance(name), self._board.view):
+        cluster = self._cluster_state.instance(name).cluster
+        instances = self._cluster_state.view.clusters[cluster].instances
+        if not self._cluster_state.instance(name).takes_prefills:
             self._pools[cluster].release(name)
-        if not any(is_prefiller(each, self._board.view) for each in instances):
+        if not any(each.takes_prefills for each in instances):
             self._give_up(cluster)
         for each in instances:
             self._serve(each.name)
@@ -76,61 +75,61 @@ class PrefillAdmission:
         """Prefills that wait for any instance of a cluster."""
         return len(self._pools[cluster])
 
-    async def _granted(self, decision: Decision, num_tokens: int) -> str:
+    async def _wait_for_instance(self, decision: Decision) -> str:
         assert decision.urgency_s is not None
-        view = self._board.view
-        cluster = view.clusters[self._board.instance(decision.prefill).cluster]
+        view = self._cluster_state.view
+        cluster = view.clusters[self._cluster_state.instance(decision.prefill).cluster]
         pool = self._pools[cluster.name]
-        turn: Turn = asyncio.get_running_loop().create_future()
+        admission: Admission = asyncio.get_running_loop().create_future()
         work_s = cluster.prefill_s(decision.prefill_tokens)
-        pool.offer(turn, decision.urgency_s, work_s, decision.prefill if decision.is_bound else None)
-        self._tokens[turn] = decision.prefill_tokens
+        pool.offer(admission, decision.urgency_s, work_s, decision.prefill if decision.is_bound else None)
+        self._tokens[admission] = decision.prefill_tokens
         cluster.waiting_s = pool.waiting_s
         for each in cluster.instances:
             self._serve(each.name)
         try:
             # What the pool holds is on its way to its decode instance and its link all the same.
-            with self._board.coming(decision, num_tokens):
-                name = await turn
+            with self._cluster_state.awaiting_prefill(decision):
+                name = await admission
         except BaseException:
-            if not pool.withdraw(turn) and turn.done() and not turn.cancelled():
-                self._returned(turn, decision)
+            if not pool.withdraw(admission) and admission.done() and not admission.cancelled():
+                self._give_back(admission, decision)
             raise
         finally:
-            self._tokens.pop(turn, None)
+            self._tokens.pop(admission, None)
             cluster.waiting_s = pool.waiting_s
         if name is None:
             name = decision.prefill
             self._at_work[name] += decision.prefill_tokens
         return name
 
-    def _returned(self, turn: Turn, decision: Decision) -> None:
-        """A turn came in the moment in which its request went away."""
-        name = turn.result()
+    def _give_back(self, admission: Admission, decision: Decision) -> None:
+        """Give back an instance that was granted just when its request went away."""
+        name = admission.result()
         if name is not None:
             self._at_work[name] -= decision.prefill_tokens
             self._serve(name)
 
     def _serve(self, name: str) -> None:
         """Give an instance what it can take."""
-        instance = self._board.instance(name)
+        instance = self._cluster_state.instance(name)
         pool = self._pools[instance.cluster]
-        while len(pool) and self._is_free(name) and is_prefiller(instance, self._board.view):
-            turn = pool.take(name)
-            if turn is None:
+        while len(pool) and self._is_free(name) and instance.takes_prefills:
+            admission = pool.take(name)
+            if admission is None:
                 break
-            self._at_work[name] += self._tokens[turn]
-            turn.set_result(name)
-        self._board.view.clusters[instance.cluster].waiting_s = pool.waiting_s
+            self._at_work[name] += self._tokens[admission]
+            admission.set_result(name)
+        self._cluster_state.view.clusters[instance.cluster].waiting_s = pool.waiting_s
 
     def _give_up(self, cluster: str) -> None:
-        for turn in _drained(self._pools[cluster]):
-            turn.set_result(None)
+        for admission in _drained(self._pools[cluster]):
+            admission.set_result(None)
 
     def _is_free(self, name: str) -> bool:
         return self._at_work[name] < self._batch_tokens
 
 
-def _drained(pool: PrefillPool[Turn]) -> Iterable[Turn]:
-    while (turn := pool.take("")) is not None:
-        yield turn
+def _drained(pool: PrefillPool[Admission]) -> Iterable[Admission]:
+    while (admission := pool.take("")) is not None:
+        yield admission

@@ -1,7 +1,4 @@
-"""Which instance holds what of a prompt: by its events, by what is expected, by what was sent there.
-
-What instances will hold in a moment: prompts that were just sent there, until their events tell.
-"""
+"""Which instance holds what of a prompt: by its events, by what was just sent, by what was ever sent there."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -19,47 +16,46 @@ from prfaas.core.prefix import (
     chain_root,
 )
 from prfaas.core.prefix.events import EventBatch
-from prfaas.core.scheduling import Decision
+from prfaas.core.scheduling import Decision, KvFacts
 from prfaas.serving.control.cluster_state import Clock, ClusterState
-from prfaas.serving.control.engine_metrics import EngineReading
+from prfaas.serving.control.engine_monitor import EngineReading
 
 LIFETIME_S = 5.0
 MOST_BLOCKS = 1 << 15
 
 
-class Expectations:
-    """Prefixes by block hash and the instances that will hold them, as one bit mask each.
+class PendingPrefixes:
+    """Prompts that were just sent to instances, until their events come: block hash → bit mask of the instances.
 
-    Three generations of half a lifetime each: a prefix is believed for `lifetime_s` to one and a half times that, and
-    nothing has to be searched for what has expired. When the youngest is full, the oldest goes at once.
-    Whole prefixes are put in, so what an instance is expected to hold is closed under prefixes and a lookup is a
-    bisection.
+    There are three generations of half a lifetime each. So a prefix is believed for `lifetime_s` to one and a half
+    times that, and expired ones need not be searched for. When the youngest generation is full, the oldest goes at
+    once. Whole prefixes are put in: whoever is to hold a block is to hold all before it. So a lookup is a bisection.
     """
 
     def __init__(self, *, lifetime_s: float = LIFETIME_S, most_blocks: int = MOST_BLOCKS) -> None:
         self._generation_s = lifetime_s / 2
         self._most_blocks = most_blocks
         self._generations: list[dict[int, int]] = [{}, {}, {}]
-        self._turned_s = 0.0
+        self._begun_s = 0.0
         self._bits: dict[str, int] = {}
 
     def __len__(self) -> int:
-        """Blocks, those expected in two generations counted twice."""
+        """Blocks; those in two generations count twice."""
         return sum(map(len, self._generations))
 
     def add(self, instance: str, chains: PromptChains, now_s: float) -> None:
         """`instance` will hold this prompt."""
-        self._turn(now_s)
+        self._expire(now_s)
         bit = self._bits.setdefault(instance, 1 << len(self._bits))
         for hashes in chains.by_block_tokens.values():
             if len(self._generations[0]) + len(hashes) > self._most_blocks:
-                self._push()
+                self._begin_generation()
             youngest = self._generations[0]
             for block in hashes[: self._most_blocks]:
                 youngest[block] = youngest.get(block, 0) | bit
 
     def drop(self, instance: str) -> None:
-        """Nothing is expected of `instance` any more."""
+        """Forget what was sent to `instance`."""
         bit = self._bits.get(instance, 0)
         for generation in self._generations:
             for block, mask in generation.items():
@@ -68,7 +64,7 @@ class Expectations:
 
     def match(self, chains: PromptChains, now_s: float) -> dict[str, int]:
         """Instance → tokens of the prompt that it will hold; those with none are left out."""
-        self._turn(now_s)
+        self._expire(now_s)
         found: dict[str, int] = {}
         if not len(self):
             return found
@@ -100,14 +96,14 @@ class Expectations:
             mask |= generation.get(block, 0)
         return mask
 
-    def _turn(self, now_s: float) -> None:
-        turns = int((now_s - self._turned_s) // self._generation_s)
-        if turns:
-            self._turned_s += turns * self._generation_s
-            for _ in range(min(turns, len(self._generations))):
-                self._push()
+    def _expire(self, now_s: float) -> None:
+        expired = int((now_s - self._begun_s) // self._generation_s)
+        if expired:
+            self._begun_s += expired * self._generation_s
+            for _ in range(min(expired, len(self._generations))):
+                self._begin_generation()
 
-    def _push(self) -> None:
+    def _begin_generation(self) -> None:
         self._generations = [{}, *self._generations[:-1]]
 
 
@@ -118,57 +114,77 @@ _DEFAULT_CACHE_TOKENS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """By instance, absent means nothing. `held`: as far as is good for choosing. `proven`: as far as bytes may be
-    left out because of it."""
+    """What instances hold of one prompt, by name; an absent one holds nothing."""
 
     held: Mapping[str, PrefixHit]
+    """To choose instances by."""
     proven: Mapping[str, PrefixHit]
+    """To leave out bytes by: a wrong claim here costs a whole local prefill."""
 
-    def bounded(self, decision: Decision) -> Decision:
+    def bound(self, decision: Decision, prompt_tokens: int, kv: KvFacts) -> Decision:
         """The decision with no more bytes skipped than is proven to be there where they would be missed."""
-        transfer = decision.cache_transfer
-        if transfer is not None and transfer.skip_tokens > self._proven_at(decision.prefill):
-            transfer = replace(transfer, skip_tokens=self._proven_at(decision.prefill))
+        transfer, proven = decision.cache_transfer, self._proven_at(decision.prefill)
+        if transfer is not None and transfer.skip_tokens > proven:
+            nbytes = kv.prefix_bytes_to_move(transfer.num_tokens, proven)
+            transfer = replace(transfer, skip_tokens=proven, kv_bytes=nbytes)
             decision = replace(decision, cache_transfer=transfer)
-        if decision.skip_tokens > self._proven_at(decision.decode):
-            decision = replace(decision, skip_tokens=self._proven_at(decision.decode))
+        proven = self._proven_at(decision.decode)
+        if decision.skip_tokens > proven:
+            nbytes = kv.bytes_to_move(prompt_tokens, proven)
+            decision = replace(decision, skip_tokens=proven, kv_bytes=nbytes)
         return decision
 
     def _proven_at(self, name: str) -> int:
         return self.proven.get(name, NOTHING).attention_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class MissedPrefix:
+    """A prefix of a routed prompt that the cluster which computes lacks, and another one holds."""
+
+    key: int
+    """The hash of its last block."""
+    num_tokens: int
+    """Its length."""
+    held_tokens: int
+    """How much of it the cluster that computes holds."""
+    cluster: str
+    """The cluster that computes."""
+    held_in: Sequence[str]
+    """The clusters that hold all of it."""
+
+
 class PrefixKnowledge:
-    """Three sources, of which the longest prefix counts:
+    """What is known from three sources, of which the longest prefix counts.
 
-    - the index, from the engines' events: exact, and the only one that may be believed for bytes that are not
-      sent (`skip_tokens`: a wrong claim costs a whole local prefill);
-    - expectations: prompts that were sent in the last seconds and whose events are still to come. Good for choosing
-      an instance, where a wrong claim costs some computing;
-    - the record, in place of both for instances that publish no events: what was sent there, in the order of use. It
-      is all there is, so it is believed for bytes too.
+    - The index, from the engines' events. It is exact. Bytes are left out because of it (`skip_tokens`), where a wrong
+      claim would cost a whole local prefill.
+    - Pending prefixes: prompts that were sent in the last seconds and whose events are still to come. Instances are
+      chosen by them, where a wrong claim costs some computing.
+    - The record of what was sent, in place of both for instances that publish no events. Nothing better is known of
+      these, so bytes are left out because of it too.
 
-    With a hybrid model an instance that decodes is believed to hold no states of what it was only sent.
+    With a hybrid model, what was only sent to an instance that decodes left no states there.
     """
 
     def __init__(
         self,
         index: GlobalIndex,
-        board: ClusterState,
+        cluster_state: ClusterState,
         *,
         seed: int,
         is_hybrid: bool,
         with_events: Collection[str],
         clock: Clock,
     ) -> None:
-        """`with_events`: the instances whose events are fed in. `seed` is the index's."""
+        """`with_events`: the instances whose events are applied. `seed` is the index's."""
         self.index = index
-        self._board = board
+        self._cluster_state = cluster_state
         self._seed = seed
         self._is_hybrid = is_hybrid
         self._with_events = frozenset(with_events)
         self._clock = clock
-        self._expected = Expectations()
+        self._pending = PendingPrefixes()
         self._record: PrefixRecord | None = None
         self._hasher: BlockHasher | None = None
 
@@ -190,7 +206,7 @@ class PrefixKnowledge:
                 recorded = self._record.held(name, hashes)
                 if recorded.attention_tokens:
                     proven[name] = self._sent(name, recorded)
-        expected = self._expected.match(chains, self._clock())
+        expected = self._pending.match(chains, self._clock())
         if not expected:
             return PrefixMatch(proven, proven)
         held = dict(proven)
@@ -198,29 +214,48 @@ class PrefixKnowledge:
             held[name] = _longer(held.get(name, NOTHING), self._sent(name, PrefixHit(tokens, tokens)))
         return PrefixMatch(held, proven)
 
+    def reusable_at(self, chains: PromptChains, name: str) -> int:
+        """Tokens of a prompt that a prefill at instance `name` need not compute."""
+        return self.match(chains).held.get(name, NOTHING).reusable_tokens
+
+    def missed_prefix(
+        self, prefill: str, chains: PromptChains, held: Mapping[str, PrefixHit]
+    ) -> MissedPrefix | None:
+        """What the cluster of instance `prefill` lacks of what is `held` elsewhere; None if it lacks nothing."""
+        target = self._cluster_state.instance(prefill).cluster
+        longest: dict[str, int] = {}
+        for name, hit in held.items():
+            cluster = self._cluster_state.instance(name).cluster
+            longest[cluster] = max(longest.get(cluster, 0), hit.reusable_tokens)
+        here = longest.get(target, 0)
+        most = max(longest.values(), default=0)
+        key = _key(chains, most) if most > here else None
+        if key is None:
+            return None
+        return MissedPrefix(key, most, here, target, [name for name in longest if longest[name] == most])
+
     def expect(self, name: str, chains: PromptChains) -> None:
-        """The instance will hold this prompt in a moment."""
+        """Note that this prompt is sent to the instance, which will hold it in a moment."""
         if name in self._with_events:
-            self._expected.add(name, chains, self._clock())
+            self._pending.add(name, chains, self._clock())
         elif self._record is not None:
             self._record.add(name, chains.by_block_tokens.get(self._record.block_tokens, ()))
 
     def apply(self, name: str, batch: EventBatch) -> None:
-        """What one engine step stored and removed."""
+        """Apply what one engine step stored and removed."""
         self.index.apply(name, batch.events)
 
     def drop(self, name: str, reason: str) -> None:
-        """Nothing is held there any more, or nothing is known."""
+        """Forget what is held there: it is lost, or no longer known."""
         logger.info("what %s holds is forgotten: %s", name, reason)
         self.index.drop(name)
-        self._expected.drop(name)
+        self._pending.drop(name)
         if self._record is not None:
             self._record.forget(name)
 
     def learn(self, instance: Instance, reading: EngineReading) -> None:
-        """The block size of the first engine without events that tells it; until then nothing is recorded.
-
-        A claimed prefix that does not end on the engine's block boundary would not be honoured.
+        """Take the block size of the first engine without events that reports it. Until then nothing is recorded:
+        an engine reuses only whole blocks.
         """
         if self._record is not None or instance.name in self._with_events or reading.block_tokens is None:
             return
@@ -235,9 +270,9 @@ class PrefixKnowledge:
         self._hasher = BlockHasher(block_tokens=block_tokens, seed=self._seed)
 
     @property
-    def expected_blocks(self) -> int:
-        """Blocks that are expected somewhere, and not known to be there yet."""
-        return len(self._expected)
+    def pending_blocks(self) -> int:
+        """Blocks that were just sent somewhere, and are not known to be there yet."""
+        return len(self._pending)
 
     def blocks(self, name: str) -> int:
         """Blocks known or recorded of an instance."""
@@ -246,10 +281,10 @@ class PrefixKnowledge:
         return self.index.blocks(name)
 
     def _record_names(self) -> list[str]:
-        return [name for name in self._board.names if name not in self._with_events]
+        return [name for name in self._cluster_state.names if name not in self._with_events]
 
     def _sent(self, name: str, held: PrefixHit) -> PrefixHit:
-        has_states = not (self._is_hybrid and self._board.instance(name).decodes)
+        has_states = not (self._is_hybrid and self._cluster_state.instance(name).decodes)
         return held if has_states else PrefixHit(0, held.attention_tokens)
 
 
@@ -257,3 +292,12 @@ def _longer(known: PrefixHit, other: PrefixHit) -> PrefixHit:
     return PrefixHit(
         max(known.reusable_tokens, other.reusable_tokens), max(known.attention_tokens, other.attention_tokens)
     )
+
+
+def _key(chains: PromptChains, tokens: int) -> int | None:
+    """The hash of the prefix of `tokens` tokens, None if it ends on no block's boundary."""
+    for block_tokens, hashes in chains.by_block_tokens.items():
+        blocks, rest = divmod(tokens, block_tokens)
+        if rest == 0 and 0 < blocks <= len(hashes):
+            return hashes[blocks - 1]
+    return None

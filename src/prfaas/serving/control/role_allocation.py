@@ -1,37 +1,31 @@
-"""The slow side of the roles: which PD instance should do what, and the change of one at a time.
-
-Changing an instance's role without losing or slowing a request: drain, then relabel.
-
-How busy the instances were between two evaluations of the roles.
-"""
+"""The slow side of the roles: which PD instance should do what, and the change of one at a time."""
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
-from prfaas.core.deployment import ControlConfig, Deployment, Role
+from prfaas.core.deployment import ControlConfig, Role
 from prfaas.core.planner import PlanError
-from prfaas.core.scheduling import InstanceView
-from prfaas.core.scheduling.allocation import Allocator, PdInstance, PdLoad, StageLoad
+from prfaas.core.scheduling.allocation import COOL_DOWN_PERIODS, Allocator
+from prfaas.core.scheduling.role_drain import DRAIN_CHECK_S, DrainResult, RoleDrain
+from prfaas.core.scheduling.stage_utilisation import InstanceWork, StageUtilisation
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.core.workload import WorkloadError
 from prfaas.serving.control.cluster_state import Clock, ClusterState
-from prfaas.serving.control.engine_metrics import EngineMeter
+from prfaas.serving.control.engine_monitor import EngineMeter
 from prfaas.serving.control.planning_inputs import LiveFacts
 
 logger = logging.getLogger(__name__)
 
-DRAIN_LIMIT_S = 60.0
 _HISTORY = 20
 
 
 @dataclass(slots=True)
 class RoleChange:
-    """One conversion. `outcome`: draining, done, done-with-old-work (the drain took too long; both kinds of work
-    are there for a while) or abandoned (the instance failed meanwhile)."""
+    """One conversion of an instance."""
 
     instance: str
     cluster: str
@@ -39,32 +33,31 @@ class RoleChange:
     to_role: Role
     reason: str
     at_s: float
-    outcome: str = "draining"
+    outcome: DrainResult | Literal["draining"] = "draining"
     drained_s: float | None = None
 
 
 class RoleChanges:
     """At most one conversion at a time.
 
-    A converting instance gets nothing new. When its old work is done, or after 60 s, it has its new role; work that
-    is still there then goes on to its end beside the new. An instance that fails while it drains keeps its role.
+    A converting instance gets nothing new. When its old work is done, or after 60 s, it has its new role. Old work that
+    is still there then goes on beside the new. An instance that fails while it drains keeps its role.
     """
 
     def __init__(
         self,
-        board: ClusterState,
+        cluster_state: ClusterState,
         *,
         clock: Clock,
         on_end: Callable[[RoleChange], None],
         on_begin: Callable[[str], None] = lambda _instance: None,
     ) -> None:
-        """`on_begin` is told of every instance that gets nothing new any more, `on_end` of every conversion that
-        ends, however."""
-        self._board = board
+        """`on_begin` is called with every instance that starts to drain, `on_end` with every conversion that ends."""
+        self._cluster_state = cluster_state
         self._clock = clock
         self._on_begin = on_begin
         self._on_end = on_end
-        self._current: RoleChange | None = None
+        self._current: tuple[RoleChange, RoleDrain] | None = None
         self.history: deque[RoleChange] = deque(maxlen=_HISTORY)
 
     @property
@@ -73,31 +66,41 @@ class RoleChanges:
 
     def begin(self, instance: str, to_role: Role, reason: str) -> bool:
         """Start to convert; False if another conversion is under way or the instance has that role already."""
-        view = self._board.instance(instance)
+        view = self._cluster_state.instance(instance)
         has_role = (view.prefills, view.decodes) == (to_role == "prefill", to_role == "decode")
         if self._current is not None or has_role:
             return False
-        view.draining = True
+        now_s = self._clock()
+        drain = RoleDrain.begin(view, to_role, now_s)
         from_role: Role = "decode" if to_role == "prefill" else "prefill"
-        self._current = RoleChange(instance, view.cluster, from_role, to_role, reason, self._clock())
-        self.history.append(self._current)
+        change = RoleChange(instance, view.cluster, from_role, to_role, reason, now_s)
+        self._current = change, drain
+        self.history.append(change)
         logger.info("%s is to %s instead of %s: %s", instance, to_role, from_role, reason)
         self._on_begin(instance)
         return True
 
     def tick(self) -> None:
-        """Look whether the conversion under way can be concluded."""
-        change = self._current
-        if change is None:
+        """Conclude the conversion under way if its drain is over."""
+        if self._current is None:
             return
-        view = self._board.instance(change.instance)
-        waited_s = self._clock() - change.at_s
-        if not view.healthy:
-            self._conclude(change, "abandoned", waited_s)
-        elif view.in_flight == 0:
-            self._conclude(change, "done", waited_s)
-        elif waited_s >= DRAIN_LIMIT_S:
-            self._conclude(change, "done-with-old-work", waited_s)
+        change, drain = self._current
+        now_s = self._clock()
+        result = drain.conclude(now_s)
+        if result is None:
+            return
+        self._current = None
+        change.outcome, change.drained_s = result, now_s - drain.since_s
+        logger.info(
+            "conversion of %s to %s: %s after %.1f s",
+            change.instance,
+            change.to_role,
+            result,
+            change.drained_s,
+        )
+        if result != "abandoned":
+            self._cluster_state.set_role(change.instance, change.to_role)
+        self._on_end(change)
 
     def state(self, now_s: float) -> list[dict[str, Any]]:
         """The last conversions, newest last, `age_s` instead of times."""
@@ -107,104 +110,29 @@ class RoleChanges:
             for change in self.history
         ]
 
-    def _conclude(self, change: RoleChange, outcome: str, waited_s: float) -> None:
-        change.outcome, change.drained_s = outcome, waited_s
-        self._current = None
-        self._board.instance(change.instance).draining = False
-        logger.info(
-            "conversion of %s to %s: %s after %.1f s", change.instance, change.to_role, outcome, waited_s
+
+def stage_utilisation(
+    cluster_state: ClusterState,
+    engines: Mapping[str, EngineMeter],
+    pooled: Callable[[str], int],
+    clock: Clock,
+) -> StageUtilisation:
+    """The live stages: utilisation by what is open here, waiting by what engines report.
+
+    `pooled(cluster)`: prefills that wait for any instance of a cluster, of which no engine knows yet.
+    """
+
+    def work_of(name: str) -> InstanceWork:
+        waiting = engines[name].waiting
+        return InstanceWork(
+            busy_s=cluster_state.prefill_busy_s(name),
+            decoding_s=cluster_state.decoding_s(name),
+            open_prefills=cluster_state.open_prefills(name),
+            waiting_prefills=waiting,
+            waiting_decodes=waiting,
         )
-        if outcome != "abandoned":
-            self._board.set_role(change.instance, change.to_role)
-        self._on_end(change)
 
-
-class StageUtilisation:
-    """Loads since the last call of `loads`. Utilisation is by what is open here, waiting by what engines say."""
-
-    def __init__(
-        self,
-        deployment: Deployment,
-        board: ClusterState,
-        engines: Mapping[str, EngineMeter],
-        *,
-        clock: Clock,
-        pooled: Callable[[str], int] = lambda _cluster: 0,
-    ) -> None:
-        """`pooled(cluster)`: prefills that wait for any instance of a cluster and that no engine knows of yet."""
-        self._deployment = deployment
-        self._board = board
-        self._engines = engines
-        self._clock = clock
-        self._pooled = pooled
-        self._since_s = clock()
-        self._busy_s = dict.fromkeys(board.names, 0.0)
-        self._decoding_s = dict.fromkeys(board.names, 0.0)
-        self._prefill_share = dict.fromkeys(board.names, 0.0)
-        self._decoding = dict.fromkeys(board.names, 0.0)
-
-    def loads(self) -> list[PdLoad]:
-        """Every PD cluster with a healthy instance, as busy as it was since the last call."""
-        self._advance()
-        clusters = self._board.view.clusters
-        loads = []
-        for cluster in self._deployment.pd_clusters:
-            instances = clusters[cluster.name].instances
-            if not any(instance.healthy for instance in instances):
-                continue
-            remote = [
-                instance
-                for (source, target), link in self._board.view.links.items()
-                if target == cluster.name and link.up and clusters[source].kind == "prfaas"
-                for instance in clusters[source].instances
-                if instance.healthy and instance.prefills
-            ]
-            loads.append(
-                PdLoad(
-                    cluster.name,
-                    tuple(self._instance(instance) for instance in instances),
-                    self._prefill(i for i in instances if i.healthy and i.prefills),
-                    self._decode(i for i in instances if i.healthy and i.decodes),
-                    self._prefill(remote) if remote else None,
-                    len(remote),
-                )
-            )
-        return loads
-
-    def _advance(self) -> None:
-        now_s = self._clock()
-        elapsed_s = max(now_s - self._since_s, 1e-9)
-        self._since_s = now_s
-        for name in self._board.names:
-            busy_s, decoding_s = self._board.prefill_busy_s(name), self._board.decoding_s(name)
-            self._prefill_share[name] = (busy_s - self._busy_s[name]) / elapsed_s
-            self._decoding[name] = (decoding_s - self._decoding_s[name]) / elapsed_s
-            self._busy_s[name], self._decoding_s[name] = busy_s, decoding_s
-
-    def _prefill(self, instances: Iterable[InstanceView]) -> StageLoad:
-        some = list(instances)
-        names = [instance.name for instance in some]
-        pooled = sum(self._pooled(cluster) for cluster in {instance.cluster for instance in some})
-        share = sum(self._prefill_share[name] for name in names) / max(len(names), 1)
-        return StageLoad(share, self._waiting(names) + pooled)
-
-    def _decode(self, instances: Iterable[InstanceView]) -> StageLoad:
-        some = list(instances)
-        slots = sum(instance.decode_slots for instance in some)
-        batch = sum(self._decoding[instance.name] for instance in some)
-        return StageLoad(batch / max(slots, 1), self._waiting([instance.name for instance in some]))
-
-    def _waiting(self, names: Iterable[str]) -> float:
-        return sum(self._engines[name].waiting for name in names)
-
-    def _instance(self, view: InstanceView) -> PdInstance:
-        busy = float(self._board.prefill_waiting(view.name) if view.prefills else view.decoding)
-        return PdInstance(view.name, view.prefills, view.decodes, view.healthy, view.draining, busy)
-
-
-_TICK_S = 0.25
-# After a conversion the queues need this many evaluations to show what it did.
-_COOL_DOWN_PERIODS = 2
+    return StageUtilisation(cluster_state.view, work_of, pooled, clock())
 
 
 class RoleAllocation:
@@ -214,7 +142,7 @@ class RoleAllocation:
         self,
         config: ControlConfig,
         facts: LiveFacts,
-        usage: StageUtilisation,
+        utilisation: StageUtilisation,
         window: LengthWindow,
         changes: RoleChanges,
         *,
@@ -222,18 +150,18 @@ class RoleAllocation:
     ) -> None:
         self._config = config
         self._facts = facts
-        self._usage = usage
+        self._utilisation = utilisation
         self._window = window
         self._changes = changes
         self._clock = clock
-        self._allocator = Allocator(cool_down_s=_COOL_DOWN_PERIODS * config.allocation_period_s)
+        self._allocator = Allocator(cool_down_s=COOL_DOWN_PERIODS * config.allocation_period_s)
         self.last: dict[str, Any] = {}
 
     async def run(self) -> None:
         """Until cancelled."""
         next_s = self._clock() + self._config.allocation_period_s
         while True:
-            await asyncio.sleep(_TICK_S)
+            await asyncio.sleep(DRAIN_CHECK_S)
             self._changes.tick()
             if self._clock() >= next_s:
                 next_s = self._clock() + self._config.allocation_period_s
@@ -243,7 +171,7 @@ class RoleAllocation:
     async def evaluate(self) -> None:
         """One evaluation; the planner works in a thread. At most one conversion is begun."""
         now_s = self._clock()
-        loads = self._usage.loads()
+        loads = self._utilisation.loads(now_s)
         self.last = {
             "loads": {
                 load.cluster: {"prefill": asdict(load.prefill), "decode": asdict(load.decode)}

@@ -6,11 +6,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from prfaas.core.deployment import Deployment, Instance, Link
-from prfaas.core.scheduling import Decision, InstanceView, Route
+from prfaas.core.scheduling import InstanceView, Route
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.serving.control.cluster_state import ClusterState
-from prfaas.serving.control.engine_metrics import EngineMeter
-from prfaas.serving.control.engine_monitor import EngineMonitor
+from prfaas.serving.control.engine_monitor import EngineMeter, EngineMonitor
 from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.hot_prefixes import HotPrefixes
 from prfaas.serving.control.kv_events import EventFeed
@@ -30,9 +29,6 @@ class Routed:
     total: int = 0
     reasons: dict[Route, Counter[str]] = field(default_factory=lambda: {route: Counter() for route in Route})
 
-    def add(self, decision: Decision) -> None:
-        self.reasons[decision.route][decision.reason] += 1
-
 
 @dataclass(frozen=True, slots=True)
 class Overview:
@@ -40,28 +36,28 @@ class Overview:
 
     deployment: Deployment
     started_s: float
-    board: ClusterState
-    holdings: PrefixKnowledge
-    feed: EventFeed
+    cluster_state: ClusterState
+    prefix_knowledge: PrefixKnowledge
+    event_feed: EventFeed
     links: LinkMonitor
     engines: EngineMonitor
     health: HealthWatch
     window: LengthWindow
     thresholds: Thresholds
-    roles: RoleChanges
-    turns: PrefillAdmission
-    allocating: RoleAllocation
+    role_changes: RoleChanges
+    prefill_admission: PrefillAdmission
+    role_allocation: RoleAllocation
     hot_prefixes: HotPrefixes
     routed: Routed
 
 
 def state_of(plane: Overview, now_s: float) -> Json:
-    """Ages and waits in seconds, sizes in bytes, lengths in tokens; None for what nobody has told yet.
+    """Ages and waits in seconds, sizes in bytes, lengths in tokens; None for what is not known yet.
 
     No prompts, no keys, no addresses.
     """
-    board, deployment = plane.board, plane.deployment
-    feed = plane.feed.state()
+    cluster_state, deployment = plane.cluster_state, plane.deployment
+    event_feed = plane.event_feed.state()
     return {
         "deployment": deployment.name,
         "model": deployment.model.served_name,
@@ -71,39 +67,43 @@ def state_of(plane: Overview, now_s: float) -> Json:
             cluster.name: {
                 "kind": cluster.kind,
                 "hardware": cluster.hardware,
-                "threshold_tokens": json_tokens(board.view.threshold_tokens[cluster.name])
-                if cluster.name in board.view.threshold_tokens
+                "threshold_tokens": json_tokens(cluster_state.view.threshold_tokens[cluster.name])
+                if cluster.name in cluster_state.view.threshold_tokens
                 else None,
-                "waiting_prefills": plane.turns.waiting(cluster.name),
+                "waiting_prefills": plane.prefill_admission.waiting(cluster.name),
                 "instances": {
-                    instance.name: _instance(plane, instance, feed, now_s) for instance in cluster.instances
+                    instance.name: _instance(plane, instance, event_feed, now_s)
+                    for instance in cluster.instances
                 },
             }
             for cluster in deployment.clusters
         },
         "links": {link.name: _link(plane, link, now_s) for link in deployment.links},
         "thresholds": {"history": plane.thresholds.state(now_s), "last_search": plane.thresholds.last},
-        "roles": {"conversions": plane.roles.state(now_s), "last_evaluation": plane.allocating.last},
+        "roles": {
+            "conversions": plane.role_changes.state(now_s),
+            "last_evaluation": plane.role_allocation.last,
+        },
         "requests": {
             "routed": plane.routed.total,
             "in_window": plane.window.count(now_s),
             "per_s": round(plane.window.rate_per_s(now_s), 4),
         },
         "routes": {str(route): dict(reasons) for route, reasons in plane.routed.reasons.items()},
-        "index": asdict(plane.holdings.index.stats())
+        "index": asdict(plane.prefix_knowledge.index.stats())
         | {
-            "pending_batches": plane.feed.waiting_batches,
-            "refused_batches": plane.feed.refused_batches,
-            "feed_errors": plane.feed.thread_errors,
-            "expected_blocks": plane.holdings.expected_blocks,
+            "pending_batches": plane.event_feed.waiting_batches,
+            "refused_batches": plane.event_feed.refused_batches,
+            "feed_errors": plane.event_feed.thread_errors,
+            "expected_blocks": plane.prefix_knowledge.pending_blocks,
         },
         "rebalancing": plane.hot_prefixes.state(now_s),
     }
 
 
-def _instance(plane: Overview, instance: Instance, feed: Mapping[str, Json], now_s: float) -> Json:
-    board = plane.board
-    view = board.instance(instance.name)
+def _instance(plane: Overview, instance: Instance, event_feed: Mapping[str, Json], now_s: float) -> Json:
+    cluster_state = plane.cluster_state
+    view = cluster_state.instance(instance.name)
     meter = plane.engines.meters[instance.name]
     return {
         "role": role_of(view),
@@ -111,14 +111,14 @@ def _instance(plane: Overview, instance: Instance, feed: Mapping[str, Json], now
         "healthy": view.healthy,
         "suspicion": plane.health.reason(instance.name),
         "in_flight": view.in_flight,
-        "queue": board.prefill_waiting(instance.name),
+        "queue": cluster_state.open_prefills(instance.name),
         "busy_s": round(max(view.busy_until_s - now_s, 0.0), 4),
         "decoding": view.decoding,
-        "decode_slots": view.decode_slots if board.view.clusters[view.cluster].kind == "pd" else 0,
-        "blocks": plane.holdings.blocks(instance.name),
+        "decode_slots": view.decode_slots if cluster_state.view.clusters[view.cluster].kind == "pd" else 0,
+        "blocks": plane.prefix_knowledge.blocks(instance.name),
         "age_s": round(max(now_s - view.seen_s, 0.0), 3),
         "engine": _engine(meter),
-        "events": feed.get(instance.name),
+        "events": event_feed.get(instance.name),
     }
 
 
@@ -138,7 +138,7 @@ def _engine(meter: EngineMeter) -> Json | None:
 
 def _link(plane: Overview, link: Link, now_s: float) -> Json:
     pair = (link.source, link.target)
-    view = plane.board.view.links[pair]
+    view = plane.cluster_state.view.links[pair]
     meter = plane.links.meters[pair]
     return {
         "up": view.up,
@@ -148,9 +148,9 @@ def _link(plane: Overview, link: Link, now_s: float) -> Json:
         "delivery_bits_per_s": round(meter.delivery_bits_per_s),
         "utilisation": round(view.utilisation, 4),
         "queued_bytes": meter.queued_bytes,
-        "residual_bytes": plane.board.residual_bytes(pair),
+        "residual_bytes": plane.cluster_state.residual_bytes(pair),
         "drain_s": round(max(view.drained_s - now_s, 0.0), 4),
-        "transfers": plane.board.transfers_open(pair),
+        "transfers": plane.cluster_state.transfers_open(pair),
         "rtt_s": round(view.rtt_s, 6),
         "retransmit_ratio": round(view.retransmit_ratio, 6),
         "connections_up": meter.connections_up,

@@ -10,7 +10,13 @@ from typing import Any
 
 from prfaas.core.deployment import Deployment
 from prfaas.core.planner import PlanError
-from prfaas.core.scheduling.threshold import LengthWindow, Reason, ThresholdChange, ThresholdOptimiser
+from prfaas.core.scheduling.threshold import (
+    SETTLE_S,
+    LengthWindow,
+    Reason,
+    ThresholdChange,
+    ThresholdOptimiser,
+)
 from prfaas.core.workload import TruncatedLogNormal, WorkloadError
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.planning_inputs import LiveFacts
@@ -18,8 +24,6 @@ from prfaas.serving.control.planning_inputs import LiveFacts
 logger = logging.getLogger(__name__)
 
 DEFAULT_TOKENS = 8192
-# Events come in bunches: a link's fall is followed by its capacity's.
-_SETTLE_S = 1.0
 _HISTORY = 50
 # Section 4.1's mix, for the first thresholds only: nothing has been observed yet.
 _MU, _SIGMA, _LOW_TOKENS = 9.90, 1.00, 128.0
@@ -27,14 +31,16 @@ _MU, _SIGMA, _LOW_TOKENS = 9.90, 1.00, 128.0
 
 @dataclass(frozen=True, slots=True)
 class ThresholdEntry:
-    """One change of one PD cluster's threshold. Rates: what prefill and links could carry before and after."""
+    """One change of one PD cluster's threshold."""
 
     at_s: float
     cluster: str
     tokens: float
     reason: str
     rate_before: float | None = None
+    """Requests per second that prefill and links could carry before; None: unknown."""
     rate_after: float | None = None
+    """The same with the new threshold."""
 
 
 class Thresholds:
@@ -48,7 +54,7 @@ class Thresholds:
     def __init__(
         self,
         deployment: Deployment,
-        board: ClusterState,
+        cluster_state: ClusterState,
         facts: LiveFacts,
         window: LengthWindow,
         *,
@@ -56,9 +62,9 @@ class Thresholds:
         on_change: Callable[[str, str], None],
         optimiser: ThresholdOptimiser | None = None,
     ) -> None:
-        """`on_change(cluster, reason)` is told of every change but the first."""
+        """`on_change` is called with (cluster, reason) for every change but the first."""
         self._deployment = deployment
-        self._board = board
+        self._cluster_state = cluster_state
         self._facts = facts
         self._window = window
         self._clock = clock
@@ -72,9 +78,14 @@ class Thresholds:
         self._begin()
 
     def ask(self, reason: Reason) -> None:
-        """Something changed that thresholds depend on."""
+        """Search soon: something changed that thresholds depend on."""
         self._asked = reason
         self._wake.set()
+
+    def ask_for_link(self, link: str) -> None:
+        """Search soon: a link went down, came back, or can carry much more or less."""
+        logger.debug("thresholds are searched because of link %s", link)
+        self.ask("link")
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -82,14 +93,14 @@ class Thresholds:
             try:
                 async with asyncio.timeout(self._deployment.control.threshold_period_s):
                     await self._wake.wait()
-                await asyncio.sleep(_SETTLE_S)
+                await asyncio.sleep(SETTLE_S)
             except TimeoutError:
                 pass
             self._wake.clear()
             await self.search()
 
     async def search(self) -> None:
-        """One search by what is known now; the planner works in a thread."""
+        """Search once with what is known now; the planner works in a thread."""
         reason: Reason = (self._asked or "periodic") if self._has_searched else "start"
         now_s = self._clock()
         lengths = self._window.lengths(now_s)
@@ -106,7 +117,7 @@ class Thresholds:
             self._optimiser.propose,
             problem,
             {pd.name: self._facts.prefill_instances(pd.name) for pd in problem.pd},
-            dict(self._board.view.threshold_tokens),
+            dict(self._cluster_state.view.threshold_tokens),
             sample_count=self._window.count(now_s),
             reason=reason,
         )
@@ -140,7 +151,7 @@ class Thresholds:
             first, why = self._planned(), "planned from profiles"
         else:
             first, why = self._default(), "default"
-        # What was planned or given is not thrown over for the first few requests; a mere default is.
+        # A default is replaced by the first search, whatever its gain; what was planned or configured is not.
         self._has_searched = why != "default"
         for cluster, tokens in first.items():
             self._set(ThresholdEntry(self._clock(), cluster, tokens, why))
@@ -163,7 +174,7 @@ class Thresholds:
 
     def _adopt(self, change: ThresholdChange) -> None:
         for cluster, tokens in change.tokens.items():
-            before = self._board.view.threshold_tokens.get(cluster)
+            before = self._cluster_state.view.threshold_tokens.get(cluster)
             if tokens != before:
                 entry = ThresholdEntry(
                     self._clock(), cluster, tokens, change.reason, change.rate_before, change.rate_after
@@ -173,7 +184,7 @@ class Thresholds:
                 logger.info("threshold of %s: %s -> %.0f tokens (%s)", cluster, before, tokens, change.reason)
 
     def _set(self, entry: ThresholdEntry) -> None:
-        self._board.view.threshold_tokens[entry.cluster] = entry.tokens
+        self._cluster_state.view.threshold_tokens[entry.cluster] = entry.tokens
         self.history.append(entry)
 
 

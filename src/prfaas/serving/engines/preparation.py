@@ -1,14 +1,11 @@
-"""What must be on this machine before an engine or the gateway starts: the model and the key.
-
-Whether a port can be taken on this machine.
-"""
+"""What must be on this machine before an engine or the gateway starts: vLLM, the model, the key, free ports."""
 
 import errno
 import importlib.util
 import socket
 
 from prfaas.core.deployment import Deployment, is_loopback
-from prfaas.serving.engines.errors import EngineError
+from prfaas.serving.engines import EngineError
 from prfaas.serving.transport.ticket import KeyFileError, create_key, load_key
 
 

@@ -1,15 +1,22 @@
-"""One child process with everything that it starts, ended as a whole."""
+"""Child processes that end as a whole, with everything that they started, also when this process is killed.
+
+Run as a program, this file is the watchdog: it ends process groups when the process that started them is gone.
+It needs only the standard library, so that it starts at once. It reads lines from stdin: "+PGID" watches a
+group, "-PGID" forgets it. When stdin ends, its parent is gone or done, and it ends what it watches.
+"""
 
 import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
 _POLL_S = 0.05
+_TERM_WAIT_S = 10.0
 
 
 class ProcessGroup:
@@ -84,3 +91,82 @@ class ProcessGroup:
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
+
+
+class Watchdog:
+    """A process that ends watched process groups as soon as this process is gone. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._watched: set[ProcessGroup] = set()
+        self._process: subprocess.Popen[str] | None = subprocess.Popen(
+            [sys.executable, "-I", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+        )
+
+    def watch(self, group: ProcessGroup) -> None:
+        """End `group` when this process is gone."""
+        self._watched.add(group)
+        self._send(f"+{group.pid}")
+
+    def forget(self, group: ProcessGroup) -> None:
+        """`group` has ended: its number may soon be that of another group."""
+        if group in self._watched:
+            self._watched.remove(group)
+            self._send(f"-{group.pid}")
+
+    def close(self) -> None:
+        """End the watchdog; every watched group must have been reaped. Idempotent."""
+        process, self._process = self._process, None
+        if process is not None:
+            # It must not act on the groups' numbers when its input ends.
+            process.kill()
+            process.communicate()
+        self._watched.clear()
+
+    def _send(self, line: str) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        # Without a watchdog groups still end in the orderly way; only a SIGKILL of this process would leave them.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+
+
+def run_watchdog() -> None:
+    """Watch until stdin ends, then SIGTERM every watched group, and SIGKILL what is left after a while."""
+    # The parent decides when it is over: a Ctrl-C in its terminal or a SIGTERM to all must not end the watch before.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    groups: set[int] = set()
+    for line in sys.stdin:
+        group = int(line[1:])
+        if line.startswith("+"):
+            groups.add(group)
+        else:
+            groups.discard(group)
+    deadline = time.monotonic() + _TERM_WAIT_S
+    _signal_all(groups, signal.SIGTERM)
+    while any(_is_there(group) for group in groups) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    _signal_all(groups, signal.SIGKILL)
+
+
+def _signal_all(groups: set[int], number: signal.Signals) -> None:
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, number)
+
+
+def _is_there(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    run_watchdog()

@@ -3,8 +3,6 @@
 import contextlib
 import http.client
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +11,13 @@ from types import TracebackType
 from typing import Literal, Self
 
 from prfaas.core.deployment import SYNTHETIC, Deployment, Instance
-from prfaas.serving.engines import watchdog
-from prfaas.serving.engines.errors import EngineError
+from prfaas.serving.engines import EngineError
+from prfaas.serving.engines.command import EngineCommand, synthetic_command, vllm_command
 from prfaas.serving.engines.preparation import ensure_key, ensure_model, ensure_vllm, port_problem
-from prfaas.serving.engines.process_group import ProcessGroup
-from prfaas.serving.engines.synthetic.command import synthetic_command
-from prfaas.serving.engines.vllm.command import EngineCommand, engine_command
+from prfaas.serving.engines.process_group import ProcessGroup, Watchdog
 
-READY_TIMEOUT_S = 300.0
+# Seconds are usual; three engines that start at once on a loaded machine were seen to need more than five minutes.
+READY_TIMEOUT_S = 1200.0
 STOP_TIMEOUT_S = 20.0
 STAND_INS_PER_PROCESS = 16
 _POLL_S = 0.3
@@ -34,14 +31,13 @@ class EngineProgress:
     name: str
     state: Literal["starting", "ready"]
     elapsed_s: float
+    """Since its process was started."""
 
 
 class RunningEngines:
     """Engines of one deployment on this machine. As a context manager: started on entry, stopped on exit.
 
-    They also end if this process is killed. `names` picks some of the deployment's instances (default: all),
-    `extra_env` is laid over each one's environment. Synthetic ones share processes, up to `stand_ins_per_process`
-    of them each. `command` replaces all that with one process per instance. Not thread-safe.
+    They also end if this process is killed. Not thread-safe.
     """
 
     def __init__(
@@ -53,6 +49,15 @@ class RunningEngines:
         command: Callable[[Deployment, Instance], EngineCommand] | None = None,
         stand_ins_per_process: int = STAND_INS_PER_PROCESS,
     ) -> None:
+        """Nothing is started yet.
+
+        Args:
+            deployment: whose engines they are.
+            names: the instances to start; None: all.
+            extra_env: laid over the environment of each.
+            command: starts every instance in a process of its own; None: vLLM, or stand-ins that share processes.
+            stand_ins_per_process: how many stand-ins share a process at most.
+        """
         self.deployment = deployment
         self.names: Sequence[str] = (
             tuple(names) if names is not None else tuple(instance.name for instance in deployment.instances)
@@ -63,8 +68,7 @@ class RunningEngines:
         self._groups: dict[str, ProcessGroup] = {}
         self._killed: set[str] = set()
         self._started_s: dict[str, float] = {}
-        self._watched: set[ProcessGroup] = set()
-        self._watchdog: subprocess.Popen[str] | None = None
+        self._watchdog: Watchdog | None = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -91,7 +95,8 @@ class RunningEngines:
         if self._command is None:
             ensure_model(self.deployment)
         ensure_key(self.deployment)
-        self._ensure_watchdog()
+        if self._watchdog is None:
+            self._watchdog = Watchdog()
         try:
             for together, command in self._commands(instances):
                 self._start_process(together, command)
@@ -104,12 +109,16 @@ class RunningEngines:
         timeout_s: float = READY_TIMEOUT_S,
         on_progress: Callable[[EngineProgress], None] | None = None,
     ) -> None:
-        """Wait until every started engine answers /health. `on_progress` hears of each about three times a second.
+        """Wait until every started engine answers /health.
+
+        Args:
+            timeout_s: for all of them together.
+            on_progress: called with each engine's progress about three times a second.
 
         Raises:
             EngineError: one ended (with the end of its log), or `timeout_s` passed.
         """
-        deadline = time.monotonic() + timeout_s
+        begin = time.monotonic()
         waiting = list(self._groups)
         while waiting:
             for name in tuple(waiting):
@@ -120,11 +129,12 @@ class RunningEngines:
                     waiting.remove(name)
                 if on_progress is not None:
                     on_progress(EngineProgress(name, "ready" if is_ready else "starting", elapsed_s))
-            if waiting and time.monotonic() > deadline:
-                group = self._groups[waiting[0]]
+            if waiting and time.monotonic() > begin + timeout_s:
+                # No end of a log here: the engine did not fail, so its last line says nothing about why.
                 raise EngineError(
-                    f"{', '.join(waiting)} not ready after {timeout_s:.0f} s; "
-                    f"the end of {group.log_path}:\n{group.log_tail()}"
+                    f"gave up waiting for {len(waiting)} of {len(self._groups)} engines of deployment "
+                    f"{self.deployment.name} to start, after {timeout_s:g} s (a longer start can be allowed):\n"
+                    + "\n".join(self._what_is_missing(name) for name in waiting)
                 )
             if waiting:
                 time.sleep(_POLL_S)
@@ -144,8 +154,9 @@ class RunningEngines:
                 group.kill()
             self._groups.clear()
             self._killed.clear()
-            self._watched.clear()
-            self._end_watchdog()
+            if self._watchdog is not None:
+                self._watchdog.close()
+                self._watchdog = None
 
     def kill(self, name: str) -> None:
         """SIGKILL one engine and all its processes, as if its machine had lost power.
@@ -158,11 +169,11 @@ class RunningEngines:
         group = self._group(name)
         others = [each for each in self._groups if each != name and self._groups[each] is group]
         if any(each not in self._killed for each in others):
-            self._tell_to_die(self.deployment.instance(name))
+            self._end_stand_in(self.deployment.instance(name))
             self._killed.add(name)
         else:
             group.kill()
-            self._unwatch(group)
+            self._forget(group)
 
     def pid(self, name: str) -> int:
         """Pid of an engine's API server, which leads the engine's process group (stand-ins share one)."""
@@ -175,7 +186,7 @@ class RunningEngines:
             return False
         if group.is_running:
             return name not in self._killed
-        self._unwatch(group)
+        self._forget(group)
         return False
 
     def exit_status(self, name: str) -> int | None:
@@ -216,7 +227,7 @@ class RunningEngines:
             if self._command is None and self._is_synthetic(instance):
                 stand_ins.append(instance.name)
             else:
-                build = self._command or engine_command
+                build = self._command or vllm_command
                 yield (instance.name,), build(self.deployment, instance)
         for start in range(0, len(stand_ins), self._stand_ins_per_process):
             together = stand_ins[start : start + self._stand_ins_per_process]
@@ -230,10 +241,10 @@ class RunningEngines:
             self._groups[name] = group
             self._started_s[name] = time.monotonic()
             self._killed.discard(name)
-        self._watched.add(group)
-        self._tell_watchdog(f"+{group.pid}")
+        assert self._watchdog is not None
+        self._watchdog.watch(group)
 
-    def _tell_to_die(self, instance: Instance) -> None:
+    def _end_stand_in(self, instance: Instance) -> None:
         with contextlib.suppress(OSError, http.client.HTTPException):
             _ask(instance, "POST", "/synthetic/die")
         deadline = time.monotonic() + _DEATH_S
@@ -241,6 +252,19 @@ class RunningEngines:
             if time.monotonic() > deadline:
                 raise EngineError(f"engine {instance.name} did not die within {_DEATH_S:.0f} s")
             time.sleep(_POLL_S / 10)
+
+    def _what_is_missing(self, name: str) -> str:
+        instance, group = self.deployment.instance(name), self._groups[name]
+        written = group.log_path.stat()
+        if written.st_size == 0:
+            logged = "empty so far"
+        else:
+            logged = f"last written to {max(0.0, time.time() - written.st_mtime):.0f} s ago"
+        return (
+            f"engine {name} runs, but does not answer {instance.url}/health, "
+            f"{time.monotonic() - self._started_s[name]:.0f} s after it was started; "
+            f"its log is {group.log_path} ({logged})"
+        )
 
     def _check_alive(self, name: str) -> None:
         group, status = self._groups[name], self.exit_status(name)
@@ -250,37 +274,9 @@ class RunningEngines:
                 f"engine {name} {how} before it was ready; the end of {group.log_path}:\n{group.log_tail()}"
             )
 
-    def _ensure_watchdog(self) -> None:
-        if self._watchdog is None:
-            self._watchdog = subprocess.Popen(
-                [sys.executable, "-I", str(Path(watchdog.__file__))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-                text=True,
-            )
-
-    def _unwatch(self, group: ProcessGroup) -> None:
-        # The number of a dead engine's group may soon be someone else's.
-        if group in self._watched:
-            self._watched.remove(group)
-            self._tell_watchdog(f"-{group.pid}")
-
-    def _tell_watchdog(self, line: str) -> None:
-        assert self._watchdog is not None
-        assert self._watchdog.stdin is not None
-        # Without a watchdog engines still end with `stop`; only a SIGKILL of this process would leave them.
-        with contextlib.suppress(BrokenPipeError):
-            self._watchdog.stdin.write(line + "\n")
-            self._watchdog.stdin.flush()
-
-    def _end_watchdog(self) -> None:
-        if self._watchdog is None:
-            return
-        # Every group has been reaped, so it must not act on their numbers when its input ends.
-        self._watchdog.kill()
-        self._watchdog.communicate()
-        self._watchdog = None
+    def _forget(self, group: ProcessGroup) -> None:
+        if self._watchdog is not None:
+            self._watchdog.forget(group)
 
 
 def answers_health(instance: Instance, timeout_s: float = 2.0) -> bool:

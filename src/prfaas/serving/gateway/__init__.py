@@ -1,7 +1,7 @@
 """The OpenAI-compatible front of a deployment: tokenize, decide, drive prefill and decode, relay the
 answer."""
 
-from prfaas.serving.gateway.options import GatewayOptions
+from prfaas.serving.gateway.context import GatewayOptions
 from prfaas.serving.gateway.server import serve_gateway
 
 __all__ = ["GatewayOptions", "serve_gateway"]

@@ -4,20 +4,25 @@ The trust boundary runs through this file. A body is parsed once and written ane
 keys and odd encodings end here; fields that could steer an engine never get past `strip_owned`. Only the digits of
 a long array of token ids go through as they came.
 
-Errors as an OpenAI client expects them.
+Long arrays of token ids are never made into Python's integers, nor written anew: for 128K ids, parsing them into a
+list, checking each and writing the list again takes three times as long.
 """
 
+import secrets
+from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+import numpy as np
 import orjson
 
-from prfaas.serving.gateway.token_id_json import MIN_BYTES, WrittenIds, ids_json, parse_with_ids
+from prfaas.serving.transport.ticket import PREFIX_TICKET_PARAMETER, TICKET_PARAMETER
 
 
 class ApiError(Exception):
-    """An error answer: HTTP status, one sentence, and the parameter it is about."""
+    """An error answer for the client: HTTP status, one sentence, and the parameter that it is about."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -61,9 +66,10 @@ _MAX_DEPTH = 64
 
 
 def parse_body(raw: bytes) -> Json:
-    """The JSON object in `raw`; ApiError 400 when it is not one.
+    """The JSON object in `raw`. Its "prompt" is WrittenIds if that is a long list of token ids.
 
-    Its "prompt" is WrittenIds when that is a long list of token ids.
+    Raises:
+        ApiError: 400, when it is no JSON object.
     """
     try:
         body = parse_with_ids(raw) if len(raw) >= MIN_BYTES else None
@@ -77,7 +83,7 @@ def parse_body(raw: bytes) -> Json:
 
 
 def dump_body(body: Mapping[str, Any]) -> bytes:
-    """`body` as JSON; ApiError 400 when the client nested it deeper than can be written."""
+    """`body` as JSON. Raises ApiError 400 when it is nested too deeply to be written."""
     try:
         return orjson.dumps(body, default=_as_written, option=orjson.OPT_PASSTHROUGH_DATACLASS)
     except orjson.JSONEncodeError:
@@ -105,9 +111,9 @@ def prefill_body(
 
     `salt`: the tenant's, empty without tenants. `sealed_from`: the ticket of a prefix that it loads first.
     """
-    tickets = {"prfaas": sealed_ticket}
+    tickets = {TICKET_PARAMETER: sealed_ticket}
     if sealed_from is not None:
-        tickets["prfaas_from"] = sealed_from
+        tickets[PREFIX_TICKET_PARAMETER] = sealed_from
     ours: Json = {"cache_salt": salt} if salt else {}
     return dump_body(
         {
@@ -132,7 +138,7 @@ def decode_body(
     """
     params: Json = {}
     if sealed_ticket is not None:
-        params["prfaas"] = sealed_ticket
+        params[TICKET_PARAMETER] = sealed_ticket
     if reuse_ids is not None:
         params["prompt_token_ids"] = orjson.Fragment(ids_json(reuse_ids))
     ours: Json = {}
@@ -193,3 +199,103 @@ def _kind(value: object) -> str:
         return "null"
     names = {list: "an array", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
     return names.get(type(value), "another value")
+
+
+# What a token id takes in JSON, about.
+JSON_BYTES_PER_TOKEN = 5
+
+# Below it the plain way through a JSON parser costs as little.
+MIN_BYTES = 8 << 10
+# A piece at a time: the arrays in between stay in the processor's cache, and a thread that parses lets others run.
+_PIECE_BYTES = 64 << 10
+_KEY = b'"prompt"'
+_SPACE = b" \t\r\n"
+_ZERO, _COMMA = np.uint8(ord("0")), np.uint8(ord(","))
+_TRUE = np.array([True])
+# Stands in for the ids while the rest is parsed. No client can know it, so only our cut can have put it there.
+_STAND_IN = secrets.token_hex(16)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenIds:
+    """`json` is the canonical JSON array of `ids` (uint32): no spaces, no leading zeros."""
+
+    ids: "array[int]"
+    json: bytes
+
+
+def parse_with_ids(raw: bytes) -> object | None:
+    """What `orjson.loads(raw)` gives, with the array of ids under the top-level key "prompt" as WrittenIds.
+
+    None where that can't be had this way (no such array, other numbers in it, an odd spelling): parse it plainly then.
+    Raises orjson.JSONDecodeError when `raw` is not JSON.
+    """
+    key = raw.find(_KEY)
+    colon = _skip_space(raw, key + len(_KEY))
+    start = _skip_space(raw, colon + 1)
+    if key < 0 or raw[colon : colon + 1] != b":" or raw[start : start + 1] != b"[":
+        return None
+    end = raw.find(b"]", start)
+    written = _parse(raw[start + 1 : end]) if end > 0 else None
+    if written is None:
+        return None
+    body = orjson.loads(b'%b"%b"%b' % (raw[:start], _STAND_IN.encode(), raw[end + 1 :]))
+    # Anything else than the effective "prompt" of the top level was cut: nested, or given twice.
+    if not isinstance(body, dict) or body.get("prompt") != _STAND_IN:
+        return None
+    body["prompt"] = written
+    return body
+
+
+def ids_json(ids: Sequence[int]) -> bytes:
+    """The canonical JSON array of `ids`; quickest for an `array("I")`."""
+    if isinstance(ids, array) and ids.typecode == "I":
+        return orjson.dumps(np.frombuffer(ids, np.uint32), option=orjson.OPT_SERIALIZE_NUMPY)
+    return orjson.dumps(ids)
+
+
+def _skip_space(raw: bytes, at: int) -> int:
+    while raw[at : at + 1] and raw[at] in _SPACE:
+        at += 1
+    return at
+
+
+def _parse(text: bytes) -> WrittenIds | None:
+    """The ids between the brackets; None unless all are plain decimal numbers within 0 .. 2^32 - 1."""
+    text = text.strip(_SPACE)
+    if b" " in text:
+        text = text.replace(b", ", b",")
+    if not text or text.endswith(b","):
+        return None
+    ids = array("I")
+    at = 0
+    while at < len(text):
+        end = text.find(b",", at + _PIECE_BYTES)
+        piece = text[at : end if end >= 0 else len(text)]
+        if not _is_canonical(piece):
+            return None
+        # What is too large for 64 bits becomes the largest number of 64 bits.
+        values = np.fromstring(piece, dtype=np.int64, sep=",")
+        if int(values.max()) >= 1 << 32:
+            return None
+        ids.frombytes(values.astype(np.uint32).tobytes())
+        at += len(piece) + 1
+    return WrittenIds(ids, b"[%b]" % text)
+
+
+def _is_canonical(text: bytes) -> bool:
+    """Whether `text` is decimal numbers without leading zeros and single commas in between."""
+    if not text:
+        return False
+    characters = np.frombuffer(text, np.uint8)
+    is_comma = characters == _COMMA
+    # Unsigned: what comes before "0" becomes large.
+    if not np.all(is_comma | (characters - _ZERO < 10)):
+        return False
+    # As if a comma stood before and after.
+    after_comma = np.concatenate((_TRUE, is_comma))
+    before_comma = np.concatenate((is_comma, _TRUE))
+    if np.any(after_comma & before_comma):
+        return False
+    leading_zero = after_comma[:-1] & (characters == _ZERO) & ~before_comma[1:]
+    return not np.any(leading_zero)

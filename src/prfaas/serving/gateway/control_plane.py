@@ -1,4 +1,4 @@
-"""What the gateway needs of whoever knows the deployment: where a request goes, and what became of it."""
+"""What the gateway asks of the control plane, and what it reports to it."""
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
@@ -7,6 +7,14 @@ from typing import Any, Protocol
 from prfaas.core.deployment import Instance
 from prfaas.core.prefix import PromptChains
 from prfaas.core.scheduling import Decision
+
+
+class PrefillWork(Protocol):
+    """A prefill elsewhere that is under way."""
+
+    def measured(self) -> None:
+        """The prefill and its transfer went well: its time counts as a measurement."""
+        ...
 
 
 class ControlPlane(Protocol):
@@ -24,10 +32,16 @@ class ControlPlane(Protocol):
         avoid: Collection[str] = (),
         offload: bool = True,
     ) -> Decision:
-        """Where a prompt of `num_tokens` tokens goes; raises NoDecodeInstanceError.
+        """Decide where a prompt of `num_tokens` tokens goes.
 
-        `avoid`: instances that have failed this request. `offload` False: never to another cluster. `chains`
-        None: the prompt was not looked at; the answer is then a decode instance that prefills itself.
+        Args:
+            chains: None when the prompt was not looked at. The decision is then a decode instance that
+                prefills itself.
+            avoid: instances that have failed this request.
+            offload: False: never to another cluster.
+
+        Raises:
+            NoDecodeInstanceError: no instance can decode.
         """
         ...
 
@@ -35,19 +49,18 @@ class ControlPlane(Protocol):
         """The instance called `name`, which a decision has named."""
         ...
 
-    def turn(
-        self, decision: Decision, num_tokens: int, chains: PromptChains
-    ) -> AbstractAsyncContextManager[Decision]:
+    def admit(self, decision: Decision, chains: PromptChains) -> AbstractAsyncContextManager[Decision]:
         """Wait until the prefill of `decision` is next, and hold its instance for it.
 
-        Gives the decision with the instance that it became, another one of the same cluster perhaps.
+        Yields the decision with the instance that was free first, which may be another one of the same cluster.
         """
         ...
 
-    def prefilling(self, decision: Decision, num_tokens: int) -> AbstractContextManager[None]:
-        """While a prefill elsewhere and its transfer are under way.
+    def prefilling(self, decision: Decision) -> AbstractContextManager[PrefillWork]:
+        """While a prefill elsewhere and its transfers are under way.
 
-        A clean exit is a measurement of service time; an exit by an exception is not.
+        An exit after `PrefillWork.measured` is a measurement of service time. One without it tells nothing: neither
+        a measurement nor a failure. An exit by an exception marks the way as failed.
         """
         ...
 
@@ -56,7 +69,7 @@ class ControlPlane(Protocol):
         ...
 
     def expect(self, name: str, chains: PromptChains) -> None:
-        """The instance will hold this prompt in a moment."""
+        """The instance will soon hold this prompt in its cache."""
         ...
 
     def observe(self, num_tokens: int, uncached_tokens: int) -> None:
@@ -64,7 +77,10 @@ class ControlPlane(Protocol):
         ...
 
     def suspect(self, name: str, reason: str, *, lost_cache: bool = False) -> None:
-        """A request failed at `name`: out of routing until a probe is good. `lost_cache`: it died or restarted."""
+        """A request failed at `name`: take it out of routing until a probe succeeds.
+
+        `lost_cache`: the instance died or restarted, so it holds no prefixes any more.
+        """
         ...
 
     def state(self) -> dict[str, Any]:

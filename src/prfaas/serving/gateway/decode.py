@@ -1,113 +1,119 @@
-"""An answer for the client: ask a decode engine and relay, or another one if it fails before the first byte."""
+"""The request to a decode engine, from its body to the last byte of its answer at the client."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from prfaas.core.scheduling import NoDecodeInstanceError
-from prfaas.serving.gateway.bodies import ApiError
-from prfaas.serving.gateway.decode_hop import DecodeHop
-from prfaas.serving.gateway.metrics import Metrics
-from prfaas.serving.gateway.options import GatewayOptions
-from prfaas.serving.gateway.orchestrator import PrefillOrchestrator
-from prfaas.serving.gateway.request import PreparedRequest, ServingRequest
-from prfaas.serving.gateway.stream import (
+from prfaas.serving.gateway.answer import (
     EVENT_STREAM,
-    Budget,
     DecodeFailedError,
     EventStream,
     ResponseWriter,
     note_answer_tokens,
-    read_stream,
     read_whole,
 )
-from prfaas.serving.gateway.stream_resume import StreamResume, can_continue
+from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, decode_body
+from prfaas.serving.gateway.context import GatewayContext
+from prfaas.serving.gateway.engine_client import EngineCallError
+from prfaas.serving.gateway.http_pool import EngineResponse
+from prfaas.serving.gateway.prefill import PrefillOrchestrator
+from prfaas.serving.gateway.request import PreparedRequest, ServingRequest
+
+logger = logging.getLogger(__name__)
+
+# Engines that may answer one request with an error: the request itself may be the cause.
+MAX_ANSWERING_ATTEMPTS = 2
 
 # What another engine may answer where this one failed.
 _ENGINE_FAILURES = (500, 502, 503, 504)
-# Engines that may answer with an error: the request itself may be what makes them.
-_ATTEMPTS_THAT_ANSWER = 2
 
 
-class Decoding:
-    """Brings requests that are ready for it to decode engines, and the answers to clients."""
+class Decoder:
+    """Brings prepared requests to their decode engines, and the answers to the clients."""
 
-    def __init__(
-        self,
-        *,
-        driver: PrefillOrchestrator,
-        hop: DecodeHop,
-        continuing: StreamResume,
-        metrics: Metrics,
-        options: GatewayOptions,
-    ) -> None:
-        self._driver = driver
-        self._hop = hop
-        self._continuing = continuing
-        self._metrics = metrics
-        self._options = options
-        self._budget = Budget(options.kept_answers_bytes)
+    def __init__(self, prefill: PrefillOrchestrator, context: GatewayContext) -> None:
+        self._prefill = prefill
+        self._plane = context.plane
+        self._client = context.client
+        self._metrics = context.metrics
+        self._json_threads = context.json_threads
 
-    async def answer(
-        self, request: web.Request, order: ServingRequest, journey: PreparedRequest
+    async def relay(
+        self, request: ServingRequest, prepared: PreparedRequest, writer: ResponseWriter
     ) -> web.StreamResponse:
-        """Relay what the journey's decode engine says, or another one as long as the client has seen nothing.
+        """Pass one decode engine's whole answer on.
 
-        After the first byte, another one goes on with the text if the request allows it. Raises ApiError.
+        Raises:
+            DecodeFailedError: perhaps after a part of the answer.
         """
-        outlet = ResponseWriter(request, order.record, self._metrics)
-        failed: list[str] = []
-        while True:
-            order.record.route, order.record.route_header = str(journey.route), journey.header()
-            remember = journey.look is not None and journey.look.exact and can_continue(order.body)
-            stream = EventStream(self._budget, self._options.kept_answer_bytes, remember=remember)
-            try:
-                return await self._relayed(order, journey, outlet, stream)
-            except DecodeFailedError as failure:
-                self._hop.judge(order, journey, failure)
-                failed.append(journey.decode)
-                if outlet.begun:
-                    return await self._continuing.rest(order, journey, outlet, stream, failure, failed)
-                another = await self._another(order, journey, failure, failed)
-                if another is None and failure.answer is not None:
-                    return outlet.whole(failure.answer)
-                if another is None:
-                    raise ApiError(503, f"The decode instance {journey.decode} does not answer.") from None
-                journey = another
-            finally:
-                stream.forget()
-
-    async def _relayed(
-        self, order: ServingRequest, journey: PreparedRequest, outlet: ResponseWriter, stream: EventStream
-    ) -> web.StreamResponse:
-        """One decode engine's whole answer. Raises DecodeFailedError, perhaps after a part of it."""
-        async with self._hop.open(order, journey) as answer:
+        async with self.open(request, prepared) as answer:
             kind = answer.content_type
             if kind.startswith(EVENT_STREAM):
+                stream = EventStream(answer, prepared.decode)
                 before, last = b"", b""
-                while passed := await read_stream(answer, journey, stream):
-                    await outlet.write(passed, kind)
-                    before, last = last, passed
+                while events := await stream.read():
+                    await writer.write(events, kind)
+                    before, last = last, events
                 # The usage comes before the mark at the end.
-                note_answer_tokens(order.record, before[-len(last) - 1024 :] + last)
-                return await outlet.end()
-            whole = await read_whole(answer, journey, order.record)
+                note_answer_tokens(request.record, before[-len(last) - 1024 :] + last)
+                return await writer.end()
+            whole = await read_whole(answer, prepared.decode, request.record)
             if whole.status in _ENGINE_FAILURES:
-                reason, detail = f"http-{whole.status}", f"{journey.decode} answered {whole.status}"
+                reason, detail = f"http-{whole.status}", f"{prepared.decode} answered {whole.status}"
                 raise DecodeFailedError(reason, detail, lost=False, answer=whole)
-            return outlet.whole(whole)
+            return writer.send(whole)
 
-    async def _another(
-        self,
-        order: ServingRequest,
-        journey: PreparedRequest,
-        failure: DecodeFailedError,
-        failed: Sequence[str],
-    ) -> PreparedRequest | None:
-        """The same request's way to another decode engine; None when there is none or enough have failed."""
-        if len(failed) >= (self._options.decode_attempts if failure.lost else _ATTEMPTS_THAT_ANSWER):
-            return None
+    @asynccontextmanager
+    async def open(self, request: ServingRequest, prepared: PreparedRequest) -> AsyncIterator[EngineResponse]:
+        """The decode engine's answer, its headers read.
+
+        What is still staged at the engine is freed unless the answer has status 200 and the body ends without an
+        exception.
+
+        Raises:
+            DecodeFailedError: the engine does not answer.
+        """
+        prompt = prepared.prompt
+        reuse_ids = prompt.token_ids if prompt is not None and prompt.takes_ids else None
+        ended_well = False
         try:
-            return await self._driver.again(order, journey, failed)
-        except NoDecodeInstanceError:
-            return None
+            body = await self._json_threads.run(
+                request.size_bytes + JSON_BYTES_PER_TOKEN * len(reuse_ids or ()),
+                decode_body,
+                request.body,
+                prepared.transfer.sealed if prepared.transfer is not None else None,
+                reuse_ids,
+                request.salt,
+            )
+            with self._plane.decoding(prepared.decode, prepared.own_prefill_tokens):
+                answer = await self._ask(request, prepared, body)
+                try:
+                    if answer.status == 200:
+                        self._prefill.delivered(prepared)
+                    yield answer
+                    ended_well = answer.status == 200
+                finally:
+                    # Closing an unfinished answer is what makes vLLM abort the request.
+                    answer.close()
+        finally:
+            # The engine frees what it has taken; anything else would wait for its time to live.
+            if not ended_well:
+                self._prefill.abandon(prepared, "the decode request did not end well")
+
+    def report(self, request: ServingRequest, prepared: PreparedRequest, failure: DecodeFailedError) -> None:
+        """Tell log, metrics and control plane what a failure says about the decode engine."""
+        logger.warning("decode instance failed: %s", failure)
+        self._metrics.decode_failures.labels(failure.reason).inc()
+        request.record.note(f"{prepared.decode} failed: {failure.reason}")
+        # The request itself may be what makes an engine answer with an error. That must not take engines out.
+        if failure.lost:
+            self._plane.suspect(prepared.decode, str(failure), lost_cache=True)
+
+    async def _ask(self, request: ServingRequest, prepared: PreparedRequest, body: bytes) -> EngineResponse:
+        instance = self._plane.instance(prepared.decode)
+        try:
+            return await self._client.open(instance, request.endpoint.path, body, request.headers)
+        except EngineCallError as error:
+            raise DecodeFailedError(error.reason, str(error), lost=True) from error

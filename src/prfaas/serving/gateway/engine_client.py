@@ -8,14 +8,13 @@ import orjson
 
 from prfaas.core.deployment import Instance
 from prfaas.serving.gateway.http_pool import EngineResponse, HttpPool
-from prfaas.serving.gateway.options import GatewayOptions
 
 
 class EngineCallError(Exception):
-    """An engine did not do what was asked. `status`: its HTTP status, None when it gave none; `reason`: one
-    word."""
+    """An engine did not do what was asked."""
 
     def __init__(self, instance: str, reason: str, detail: str, status: int | None = None) -> None:
+        """`reason`: one word. `status`: the engine's HTTP status; None when it gave none."""
         super().__init__(f"{instance}: {detail}")
         self.instance = instance
         self.reason = reason
@@ -30,10 +29,8 @@ class EngineCallError(Exception):
 class EngineClient:
     """HTTP to all engines over one pool of connections. Never follows redirects."""
 
-    def __init__(self, options: GatewayOptions) -> None:
-        self._pool = HttpPool(
-            connect_timeout_s=options.connect_timeout_s, keepalive_s=options.engine_keepalive_s
-        )
+    def __init__(self, *, connect_timeout_s: float, keepalive_s: float) -> None:
+        self._pool = HttpPool(connect_timeout_s=connect_timeout_s, keepalive_s=keepalive_s)
 
     async def close(self) -> None:
         """End all connections."""
@@ -42,9 +39,13 @@ class EngineClient:
     async def open(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str]
     ) -> EngineResponse:
-        """POST `body` and return the answer with its head read; the caller reads and closes it.
+        """POST `body`.
 
-        Raises EngineError (reason "unreachable") when there is no answer at all.
+        Returns:
+            The answer, its head read. The caller reads and closes it.
+
+        Raises:
+            EngineCallError: with reason "unreachable", when there is no answer.
         """
         try:
             return await self._pool.request("POST", instance.host, instance.http_port, path, headers, body)
@@ -54,7 +55,11 @@ class EngineClient:
     async def call(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str], timeout_s: float
     ) -> bytes:
-        """POST and read the whole answer. Raises EngineError: unreachable, died, deadline or http-STATUS."""
+        """POST and read the whole answer.
+
+        Raises:
+            EngineCallError: with reason "unreachable", "died", "deadline" or "http-STATUS".
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await self.open(instance, path, body, headers)
@@ -69,7 +74,7 @@ class EngineClient:
     async def call_json(
         self, instance: Instance, path: str, body: Mapping[str, Any], timeout_s: float
     ) -> Any:
-        """`call` with JSON on both sides; EngineError (reason "garbled") when the answer is not JSON."""
+        """`call` with JSON on both sides. Raises EngineCallError, also with reason "garbled": not JSON."""
         answer = await self.call(
             instance, path, orjson.dumps(body), {"Content-Type": "application/json"}, timeout_s
         )
@@ -82,7 +87,7 @@ class EngineClient:
 
 
 async def _whole(instance: Instance, answer: EngineResponse) -> bytes:
-    """All of `answer`, which then needs no closing. Raises EngineError (reason "died")."""
+    """All of `answer`, which is closed. Raises EngineCallError with reason "died"."""
     try:
         return await answer.read()
     except OSError as error:

@@ -38,11 +38,15 @@ class HttpPool:
         headers: Mapping[str, str],
         body: bytes = b"",
     ) -> "EngineResponse":
-        """Send a request; its answer, of which only the head needs to have come.
+        """Send a request, over a new connection if the server has closed the kept one.
 
-        Goes over a new connection when a kept one turns out to have been closed by the server.
-        Raises OSError (AnswerCutError among them) or TimeoutError when there is no answer, ValueError for a header
-        that would become two.
+        Returns:
+            The response, its head read.
+
+        Raises:
+            OSError: there is no answer (AnswerCutError among others).
+            TimeoutError: no connection within the limit.
+            ValueError: a header contains a line break.
         """
         head = _head(method, host, port, path, headers, len(body))
         kept = self._kept(host, port)
@@ -75,7 +79,7 @@ class HttpPool:
         idle = self._idle.get((host, port))
         if not idle:
             return None
-        # The one used last: the others grow old together and go.
+        # The one used last, so that those which are no longer needed reach the keepalive limit and are closed.
         latest = idle.pop()
         stale_s = latest.loop.time() - self._keepalive_s
         while idle and idle[0].used_s < stale_s:
@@ -96,10 +100,7 @@ class HttpPool:
 
 
 class EngineResponse:
-    """One response whose head has come. Take its body with `readany` or `read`, from one task.
-
-    `complete`: the whole body has come, which doesn't mean that it has been taken.
-    """
+    """One response whose head has come. Take its body with `readany` or `read`, from one task."""
 
     __slots__ = (
         "_chunks",
@@ -116,6 +117,7 @@ class EngineResponse:
         self.status = 0
         self.raw_headers: list[tuple[bytes, bytes]] = []
         self.complete = False
+        """Whether the whole body has come. It may not have been taken yet."""
         self._connection = connection
         self._chunks: deque[bytes] = deque()
         self._waiting_bytes = 0
@@ -160,7 +162,7 @@ class EngineResponse:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def close(self) -> None:
-        """Done with it: an answer that has not come whole loses its connection, which is what makes vLLM abort."""
+        """Close the connection if the answer is not complete, which makes vLLM abort the request."""
         if not self.complete and self._error is None:
             self._connection.abort("the answer was closed")
 
@@ -183,16 +185,15 @@ class EngineResponse:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection to a server; carries one exchange at a time.
-
-    `heard`: the server has sent something since the last request. `used_s`: when the last exchange ended.
-    """
+    """One connection to a server; carries one exchange at a time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pool: HttpPool, peer: tuple[str, int]) -> None:
         self.loop = loop
         self.peer = peer
         self.heard = False
+        """Whether the server has sent something since the last request."""
         self.used_s = 0.0
+        """When the last exchange ended, by the loop's clock."""
         self._pool = pool
         self._transport: asyncio.Transport
         self._open = False
@@ -243,7 +244,7 @@ class _Connection(asyncio.Protocol):
         self.heard = True
         answer = self._answer
         if answer is None:
-            self.abort("the server spoke out of turn")
+            self.abort("the server sent something without a request")
             return
         if not answer.status:
             self._head_bytes += len(data)
@@ -301,7 +302,7 @@ class _Connection(asyncio.Protocol):
 
     def _reuse(self) -> None:
         """The exchange is over: keep the connection for another one if it can carry it."""
-        # A server that answers before it has heard the request out will not read the rest.
+        # A server that answers before it has read the whole request will not read the rest.
         if self._keeps_alive and self._open and not self._transport.get_write_buffer_size():
             self.resume()
             self.used_s = self.loop.time()
@@ -318,7 +319,7 @@ class _Connection(asyncio.Protocol):
 
 
 def _lasts_to_the_end(answer: EngineResponse) -> bool:
-    """Whether the body ends where the connection ends, for nothing else says where."""
+    """Whether only the connection's end tells where the body ends."""
     framed = answer.header(b"content-length") is not None or answer.header(b"transfer-encoding") is not None
     return bool(answer.status) and not framed
 
@@ -328,7 +329,7 @@ def _head(method: str, host: str, port: int, path: str, headers: Mapping[str, st
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     length = f"Content-Length: {body_bytes}\r\n" if body_bytes or method == "POST" else ""
     text = f"{method} {path} HTTP/1.1\r\nHost: {address}\r\n{length}{''.join(lines)}\r\n"
-    # One line feed per line that was meant, or a value has smuggled one in.
+    # More line feeds than lines: a value contains one.
     if text.count("\n") != len(lines) + (4 if length else 3) or text.count("\r") != text.count("\n"):
         raise ValueError("a request header contains a line break")
     return text.encode("latin-1")

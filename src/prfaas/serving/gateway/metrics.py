@@ -1,7 +1,4 @@
-"""What the gateway counts, in Prometheus form.
-
-Metric families that keep their labelled children in a dictionary: the library takes a lock to find one.
-"""
+"""What the gateway counts, in Prometheus form."""
 
 from typing import Generic, Protocol, TypeVar
 
@@ -16,8 +13,11 @@ class Family(Protocol[Child]):
     def labels(self, *values: str) -> Child: ...
 
 
-class Labelled(Generic[Child]):
-    """A metric family; every label must take values from a bounded set, for children are kept."""
+class CachedLabels(Generic[Child]):
+    """A metric family that keeps its labelled children in a dictionary: the library takes a lock to find one.
+
+    Every label must take values from a bounded set, since children are never dropped.
+    """
 
     def __init__(self, family: Family[Child]) -> None:
         self._family = family
@@ -34,12 +34,12 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0,
 
 
 class Metrics:
-    """All series of one gateway. Every label takes values from a bounded set; docs/metrics.md lists them."""
+    """All series of one gateway. Every label takes values from a bounded set; docs/reference/metrics.md lists them."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """`registry`: what `GET /metrics` shows; others may register theirs in it too."""
         self._registry = registry
-        self.requests = Labelled(
+        self.requests = CachedLabels(
             Counter(
                 "prfaas_gateway_requests",
                 "Requests that ended, by endpoint, route and outcome (ok, client_error, engine_error, cancelled).",
@@ -47,7 +47,7 @@ class Metrics:
                 registry=registry,
             )
         )
-        self.uncached_tokens = Labelled(
+        self.uncached_tokens = CachedLabels(
             Counter(
                 "prfaas_gateway_uncached_tokens",
                 "Prompt tokens that the PD cluster did not hold.",
@@ -55,7 +55,7 @@ class Metrics:
                 registry=registry,
             )
         )
-        self.transferred_bytes = Labelled(
+        self.transferred_bytes = CachedLabels(
             Counter(
                 "prfaas_gateway_transferred_bytes",
                 "KV bytes moved to decode instances.",
@@ -63,7 +63,7 @@ class Metrics:
                 registry=registry,
             )
         )
-        self.hidden_bytes = Labelled(
+        self.overlapped_bytes = CachedLabels(
             Counter(
                 "prfaas_gateway_hidden_bytes",
                 "KV bytes that had arrived when the prefill ended.",
@@ -71,7 +71,7 @@ class Metrics:
                 registry=registry,
             )
         )
-        self.fallbacks = Labelled(
+        self.fallbacks = CachedLabels(
             Counter(
                 "prfaas_gateway_fallbacks",
                 "Failed prefills elsewhere, by reason.",
@@ -79,7 +79,7 @@ class Metrics:
                 registry=registry,
             )
         )
-        self.cache_transfers = Labelled(
+        self.cache_transfers = CachedLabels(
             Counter(
                 "prfaas_gateway_cache_transfers",
                 "Prefixes that were to move to a prefill instance first, by outcome (done, or why not).",
@@ -92,7 +92,7 @@ class Metrics:
             "KV bytes moved to prefill instances before they prefilled.",
             registry=registry,
         )
-        self.decode_failures = Labelled(
+        self.decode_failures = CachedLabels(
             Counter(
                 "prfaas_gateway_decode_failures",
                 "Decode instances that failed a request, by reason (unreachable, died, http-STATUS).",
@@ -100,7 +100,7 @@ class Metrics:
                 registry=registry,
             )
         )
-        self.continuations = Labelled(
+        self.continuations = CachedLabels(
             Counter(
                 "prfaas_gateway_continuations",
                 "Streams whose decode instance failed after the first byte, by what became of them.",
@@ -108,7 +108,7 @@ class Metrics:
                 registry=registry,
             )
         )
-        self.direct = Labelled(
+        self.direct = CachedLabels(
             Counter(
                 "prfaas_gateway_direct",
                 "Requests prefilled by their decode instance, by reason.",
@@ -116,7 +116,7 @@ class Metrics:
                 registry=registry,
             )
         )
-        self.ttft_seconds = Labelled(
+        self.ttft_seconds = CachedLabels(
             Histogram(
                 "prfaas_gateway_ttft_seconds",
                 "From the request's arrival to the first byte of its answer.",
@@ -125,7 +125,7 @@ class Metrics:
                 registry=registry,
             )
         )
-        self.prefill_seconds = Labelled(
+        self.prefill_seconds = CachedLabels(
             Histogram(
                 "prfaas_gateway_prefill_seconds",
                 "A prefill hop, from request to answer.",
@@ -134,7 +134,7 @@ class Metrics:
                 registry=registry,
             )
         )
-        self.transfer_seconds = Labelled(
+        self.transfer_seconds = CachedLabels(
             Histogram(
                 "prfaas_gateway_transfer_seconds",
                 "From the prefill's start to the transfer's completion.",

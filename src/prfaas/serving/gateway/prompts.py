@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, cast
 
-from prfaas.serving.gateway.bodies import ApiError
-from prfaas.serving.gateway.token_id_json import WrittenIds
+from prfaas.serving.gateway.bodies import ApiError, WrittenIds
 from prfaas.serving.transport.ticket import MAX_USES
 
 
@@ -24,7 +23,7 @@ class Endpoint(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenPrompt:
-    """A prompt given as token ids (uint32): made once into the form that digest and hashes are taken of."""
+    """A prompt given as token ids, in the form that digest and hashes are taken of."""
 
     token_ids: "array[int]"
 
@@ -39,32 +38,32 @@ class TextPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation. `plain`: (role, content) pairs when nothing but the model's own template decides the
-    text.
-
-    `request`: the fields of the body from which vLLM's `/tokenize` makes the same prompt.
-    `takes_ids`: whether the answer stays the same when vLLM is given the ids instead of rendering.
-    """
+    """A conversation."""
 
     plain: tuple[tuple[str, str | tuple[str, ...]], ...] | None
+    """(role, content) pairs if only the model's own template decides the text; else None."""
     request: Mapping[str, Any]
+    """The fields of the body from which vLLM's `/tokenize` makes the same prompt."""
     takes_ids: bool
+    """Whether the answer stays the same when vLLM is given the ids instead of rendering."""
 
 
 @dataclass(frozen=True, slots=True)
 class DirectPrompt:
-    """A prompt that goes straight to the decode engine; `reason` says why in one word."""
+    """A prompt that goes to the decode engine as it is."""
 
     reason: str
+    """Why, in one word."""
 
 
 Prompt = TokenPrompt | TextPrompt | ChatPrompt | DirectPrompt
 
 
 def prompt_of(endpoint: Endpoint, body: Mapping[str, Any]) -> Prompt:
-    """The prompt in `body`; ApiError 400 when there is none.
+    """The prompt in `body`. Anything malformed is a DirectPrompt: the decode engine then refuses it in its own words.
 
-    Anything malformed is a DirectPrompt: the decode engine then refuses it in its own words.
+    Raises:
+        ApiError: 400, when there is no prompt.
     """
     prompt = _chat_prompt(body) if endpoint is Endpoint.CHAT else _completion_prompt(body)
     if isinstance(prompt, DirectPrompt):
@@ -87,9 +86,9 @@ def _direct_by_options(body: Mapping[str, Any]) -> DirectPrompt | None:
 
 
 def samples_of(body: Mapping[str, Any]) -> int | None:
-    """How many answers are wanted (`n`); None when that is no number that a ticket can serve.
+    """How many answers are wanted (`n`); None when a ticket can't serve so many, or it is no number.
 
-    vLLM makes a request of its own of every sample, and each loads the transfer.
+    vLLM makes every sample a request, and each of them loads the transfer.
     """
     samples = body.get("n")
     if samples is None:

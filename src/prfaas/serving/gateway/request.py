@@ -1,105 +1,198 @@
-"""One request as a client made it, understood.
+"""One request at each stage: as the client made it, in tokens, and ready for its decode engine."""
 
-What became of one request on its way to its decode engine.
-"""
-
-import math
+import hashlib
+import hmac
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from aiohttp import web
+
+from prfaas.core.deployment import ModelRef
 from prfaas.core.prefix import PromptChains
+from prfaas.core.route_header import RouteHeader
 from prfaas.core.scheduling import Decision, Route
-from prfaas.serving.gateway.bodies import Json
-from prfaas.serving.gateway.kv_transfers import TransferredBytes
-from prfaas.serving.gateway.prompts import Endpoint, Prompt
-from prfaas.serving.gateway.request_log import RequestRecord
-from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.gateway.bodies import ApiError, Json, parse_body, strip_owned
+from prfaas.serving.gateway.context import ThreadOffload
+from prfaas.serving.gateway.kv_transfer import TransferDone
+from prfaas.serving.gateway.prompts import Endpoint, Prompt, prompt_of, samples_of
+from prfaas.serving.gateway.request_log import REQUEST_ID_HEADER, RequestRecord
+
+# The only client headers that an engine sees, and only in this form.
+_TRACE_HEADERS = {
+    "traceparent": re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"),
+    "tracestate": re.compile(r"[ -~]{1,512}"),
+}
+_TENANT_PURPOSE = b"prfaas tenant\x00"
+_SALT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ServingRequest:
-    """`body`: the client's, less what could steer an engine; `size_bytes`: as long as it came.
-
-    `model`: the name that engines know, an adapter's or the base model's; `adapter`: "" for the base model.
-    `samples`: how many answers are wanted. `salt`: the tenant's. `headers`: all that engines see of the client's.
-    """
+    """What the client wants: parsed and checked."""
 
     endpoint: Endpoint
     body: Json
+    """The client's JSON, less the fields that could steer an engine."""
     size_bytes: int
+    """Length of the body as it came."""
     prompt: Prompt
     samples: int
+    """How many answers are wanted (`n`)."""
     model: str
+    """The name that engines know: an adapter's or the base model's."""
     adapter: str
+    """The adapter's name; "" for the base model."""
     salt: str
+    """What keeps the tenant's prefixes apart; "" without tenants."""
     headers: Mapping[str, str]
+    """All that engines see of the client's headers."""
     record: RequestRecord
+    """Where every stage writes what became of the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """A prompt in tokens. `exact`: these are the ids that the engine makes itself.
-
-    `takes_ids`: the decode engine may be given them in place of what the client sent.
-    """
+    """A prompt in tokens, and what its cached prefixes are looked up by."""
 
     token_ids: Sequence[int]
     chains: PromptChains
+    """Hashes of the prompt's blocks."""
     exact: bool
+    """Whether these are certainly the ids that the engine makes itself."""
     takes_ids: bool
+    """Whether the decode engine may be given the ids in place of what the client sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """One request, ready for its decode engine.
-
-    `ticket`/`sealed`: None when the decode engine prefills, then `own_prefill_tokens` tokens (0: not known).
-    `look` and `decision`: None when the prompt was not looked at. `reason`: why this way, in one word; `fallback`:
-    why an earlier prefill elsewhere failed. `prefix_bytes`: what a cache transfer before the prefill moved.
-    """
+    """A request that its decode engine can answer now."""
 
     route: Route
     prefill: str
     decode: str
     reason: str
-    look: TokenizedPrompt | None = None
+    """Why this way, in one word."""
+    prompt: TokenizedPrompt | None = None
+    """None when the prompt was not looked at."""
     decision: Decision | None = None
+    """The decision that was carried out; None when the prompt was not looked at."""
     own_prefill_tokens: int = 0
-    ticket: Ticket | None = None
-    sealed: str | None = None
-    moved: TransferredBytes | None = None
-    prefill_s: float | None = None
-    transfer_s: float | None = None
+    """Tokens that the decode engine prefills itself; 0 when it is not known, or none."""
+    transfer: TransferDone | None = None
+    """The KV that waits at the decode engine; None when that engine prefills."""
+    prefix: TransferDone | None = None
+    """The cached prefix that was moved to the prefill instance first."""
     fallback: str | None = None
-    prefix_source: str | None = None
-    prefix_bytes: int = 0
-
-    @property
-    def uncached_tokens(self) -> int | None:
-        """What the PD cluster would have to prefill; None when the prompt was not looked at."""
-        return None if self.decision is None else self.decision.uncached_tokens
+    """Why an earlier prefill elsewhere failed, in one word."""
 
     def header(self) -> str:
-        """The value of `x-prfaas-route`."""
-        fields = [str(self.route), f"prefill={self.prefill}", f"decode={self.decode}"]
-        decision, moved = self.decision, self.moved
-        if decision is not None:
-            fields.append(f"uncached={decision.uncached_tokens}")
-        fields.append(f"cached={self.ticket.skip_tokens if self.ticket else 0}")
-        fields.append(f"bytes={moved.total_bytes if moved else 0}")
-        if moved is not None:
-            fields.append(f"hidden={moved.hidden_fraction:.4f}")
-        if self.transfer_s is not None:
-            fields.append(f"transfer_s={self.transfer_s:.4f}")
-        if self.prefill_s is not None:
-            fields.append(f"prefill_s={self.prefill_s:.4f}")
-        if decision is not None:
-            fields.append(f"threshold={decision.threshold_tokens:.0f}")
-            if math.isfinite(decision.predicted_ttft_s):
-                fields.append(f"predicted_ttft_s={decision.predicted_ttft_s:.4f}")
-        if self.prefix_source is not None:
-            fields.append(f"cache_transfer={self.prefix_source}:{self.prefix_bytes}")
-        if self.fallback is not None:
-            fields.append(f"fallback={self.fallback}")
-        fields.append(f"reason={self.reason}")
-        return "; ".join(fields)
+        """The value of the route header."""
+        decision, transfer, prefix = self.decision, self.transfer, self.prefix
+        return RouteHeader(
+            route=str(self.route),
+            prefill=self.prefill,
+            decode=self.decode,
+            uncached_tokens=None if decision is None else decision.uncached_tokens,
+            cached_tokens=0 if transfer is None else transfer.ticket.skip_tokens,
+            kv_bytes=0 if transfer is None else transfer.moved.total_bytes,
+            hidden_fraction=None if transfer is None else transfer.moved.overlapped_fraction,
+            transfer_s=None if transfer is None else transfer.transfer_s,
+            prefill_s=None if transfer is None else transfer.prefill_s,
+            threshold_tokens=None if decision is None else decision.threshold_tokens,
+            predicted_ttft_s=None if decision is None else decision.predicted_ttft_s,
+            prefix_source=None if prefix is None else prefix.ticket.producer,
+            prefix_bytes=0 if prefix is None else prefix.moved.total_bytes,
+            fallback=self.fallback,
+            reason=self.reason,
+        ).encode()
+
+
+class Headers(Protocol):
+    """The headers of a request; names are compared without case."""
+
+    def getall(self, key: str, default: list[str]) -> list[str]: ...
+
+
+class Tenants:
+    """Derives salts with the deployment's key, so that no client can guess or choose another's."""
+
+    def __init__(self, key: bytes, header: str | None) -> None:
+        """`header` names the tenant. None: all requests are one tenant's and share prefixes."""
+        self._key = key
+        self._header = header
+
+    def salt(self, headers: Headers) -> str:
+        """The tenant's salt: 32 hex digits, or "" when tenants are not told apart.
+
+        A request without the header belongs to the tenant "".
+
+        Raises:
+            ApiError: 400 for a header given twice, since readers differ in which of the two counts.
+        """
+        if self._header is None:
+            return ""
+        values = headers.getall(self._header, [])
+        if len(values) > 1:
+            raise ApiError(400, f"The header {self._header} must not be given more than once.")
+        value = values[0].encode("utf-8", "surrogateescape") if values else b""
+        return hmac.digest(self._key, _TENANT_PURPOSE + value, hashlib.sha256)[:_SALT_BYTES].hex()
+
+
+class RequestParser:
+    """Turns an HTTP request into a `ServingRequest`."""
+
+    def __init__(self, model: ModelRef, tenants: Tenants, json_threads: ThreadOffload) -> None:
+        self._model = model
+        self._tenants = tenants
+        self._json_threads = json_threads
+
+    async def parse(self, http: web.Request, endpoint: Endpoint, record: RequestRecord) -> ServingRequest:
+        """Read the body, check it, and take out what could steer an engine.
+
+        Raises:
+            ApiError: 4xx with one sentence for what the client got wrong.
+        """
+        salt = self._tenants.salt(http.headers)
+        raw = await http.read()
+        body, prompt = await self._json_threads.run(len(raw), self._parse_body, raw, endpoint)
+        adapter = str(body.get("model") or "")
+        if adapter == self._model.served_name:
+            adapter = ""
+        record.model = adapter or self._model.served_name
+        record.streamed = body.get("stream") is True
+        record.since("read", record.began_s)
+        return ServingRequest(
+            endpoint=endpoint,
+            body=body,
+            size_bytes=len(raw),
+            prompt=prompt,
+            samples=samples_of(body) or 1,
+            model=record.model,
+            adapter=adapter,
+            salt=salt,
+            headers=_engine_headers(http.headers, record.request_id),
+            record=record,
+        )
+
+    def _parse_body(self, raw: bytes, endpoint: Endpoint) -> tuple[Json, Prompt]:
+        body = parse_body(raw)
+        model = body.get("model")
+        names = (self._model.served_name, *self._model.adapters)
+        if model is not None and model not in names:
+            known = ", ".join(f"`{name}`" for name in names)
+            raise ApiError(
+                404, f"The model `{str(model)[:200]}` does not exist; there is {known}.", param="model"
+            )
+        prompt = prompt_of(endpoint, body)
+        return strip_owned(body), prompt
+
+
+def _engine_headers(received: Mapping[str, str], request_id: str) -> dict[str, str]:
+    headers = {"Content-Type": "application/json", REQUEST_ID_HEADER: request_id}
+    for name, form in _TRACE_HEADERS.items():
+        value = received.get(name)
+        if value is not None and form.fullmatch(value):
+            headers[name] = value
+    return headers

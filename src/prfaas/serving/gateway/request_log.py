@@ -1,92 +1,142 @@
-"""What became of each of the latest requests, for `prfaas explain`. No prompt, no answer, no secret.
+"""What became of each of the latest requests, for `prfaas explain`. It holds no prompt, no answer and no secret."""
 
-One request's record with the numbers that decided, ready for JSON.
-"""
-
+import asyncio
 import math
 import time
+import uuid
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+
+from aiohttp import web
 
 from prfaas.core.deployment import Deployment
 from prfaas.core.kv import KvModel
-from prfaas.core.scheduling import Decision
-from prfaas.serving.gateway.kv_transfers import TransferredBytes
+from prfaas.core.route_header import ROUTE_HEADER
+from prfaas.core.scheduling import Decision, NoDecodeInstanceError
+from prfaas.serving.gateway.bodies import ApiError, Json
+from prfaas.serving.gateway.kv_transfer import TransferredBytes
+from prfaas.serving.gateway.metrics import Metrics
+
+REQUEST_ID_HEADER = "X-Request-Id"
 
 
 @dataclass(slots=True)
 class Attempt:
-    """One way that the request was sent. `outcome`: "under way", "done", or why it failed, in one word.
-
-    `prompt_tokens`: of the prompt that was sent, which for the rest of an answer has its beginning at the end.
-    `moved`: what came to the decode instance.
-    """
+    """One way that the request was sent."""
 
     decision: Decision
     prompt_tokens: int
+    """Tokens of the prompt that was sent. For the rest of an answer, the answer's beginning is part of it."""
     outcome: str = "under way"
+    """"under way", "done", or why it failed, in one word."""
     moved: TransferredBytes | None = None
+    """What arrived at the decode instance."""
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request. `began_s` is `time.perf_counter`, `at_s` Unix time; `steps_s` are durations by the step's name.
-
-    `direct_reason`: why its decode engine got it without a look at the prompt. `prefix_*`: the cache transfer
-    before the prefill. `notes`: what went wrong, with the seconds since the request's arrival. `broken`: its
-    stream ended with an error.
-    """
+    """One request. Every stage writes here what it did."""
 
     request_id: str
     endpoint: str
     at_s: float
+    """Unix time of the arrival."""
     began_s: float
+    """The same by `time.perf_counter`."""
     model: str = ""
     streamed: bool = False
     prompt_tokens: int | None = None
     answer_tokens: int | None = None
     direct_reason: str | None = None
+    """Why its decode engine got it without a look at the prompt."""
     attempts: list[Attempt] = field(default_factory=list)
     route_header: str | None = None
     route: str = "none"
     prefix_moved: TransferredBytes | None = None
+    """What the cache transfer before the prefill moved."""
     prefix_outcome: str | None = None
+    """What became of the cache transfer before the prefill."""
     steps_s: dict[str, float] = field(default_factory=dict)
+    """Step's name to its duration."""
     notes: list[tuple[float, str]] = field(default_factory=list)
+    """What went wrong, with the seconds since the arrival."""
     broken: bool = False
+    """Whether its stream ended with an error."""
     status: int | None = None
     outcome: str = "under way"
 
-    def went(self, decision: Decision, prompt_tokens: int) -> Attempt:
-        """The request goes the way of `decision` now."""
+    def start(self, decision: Decision, prompt_tokens: int) -> Attempt:
+        """The request is sent the way of `decision` now."""
         attempt = Attempt(decision, prompt_tokens)
         self.attempts.append(attempt)
         return attempt
 
     def note(self, sentence: str) -> None:
-        """Something that explains the request's way has happened."""
+        """Something has happened that explains the request's way."""
         self.notes.append((time.perf_counter() - self.began_s, sentence))
 
     def took(self, step: str, taken_s: float) -> None:
-        """A step is over; more than one of a kind add up."""
+        """A step is over. Steps of the same name add up."""
         self.steps_s[step] = self.steps_s.get(step, 0.0) + taken_s
 
     def since(self, step: str, begun_s: float) -> float:
-        """A step that began at `begun_s` is over. Gives the time, at which the next one begins."""
+        """A step that began at `begun_s` is over. Returns the time, at which the next one begins."""
         now_s = time.perf_counter()
         self.took(step, now_s - begun_s)
         return now_s
 
+    def answered(self, status: int) -> None:
+        """The client has an answer with this HTTP status."""
+        self.status, self.outcome = status, "engine_error" if self.broken else _outcome(status)
+
+    def headers(self) -> dict[str, str]:
+        """What every answer tells the client about its way, as far as it is known."""
+        headers = {REQUEST_ID_HEADER: self.request_id}
+        if self.route_header is not None:
+            headers[ROUTE_HEADER] = self.route_header
+        return headers
+
 
 class RequestLog:
-    """The latest requests by id; the oldest make room."""
+    """The latest requests by id; the oldest are dropped. Counts them when they end."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, metrics: Metrics) -> None:
         self.capacity = capacity
+        self._metrics = metrics
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+
+    @contextmanager
+    def recording(self, endpoint: str) -> Iterator[RequestRecord]:
+        """One request from its arrival to its end, with the outcome that its exception tells.
+
+        Raises:
+            ApiError: 503 in place of NoDecodeInstanceError. Every other exception passes through.
+        """
+        record = RequestRecord(uuid.uuid4().hex, endpoint, time.time(), time.perf_counter())
+        self.add(record)
+        self._metrics.in_flight_requests.inc()
+        try:
+            yield record
+        except (ApiError, web.HTTPException) as error:
+            # aiohttp's own: the body is too large, or came in a way that it refuses.
+            record.status, record.outcome = error.status, _outcome(error.status)
+            raise
+        except NoDecodeInstanceError:
+            record.status, record.outcome = 503, "engine_error"
+            raise ApiError(503, "No decode instance is available.") from None
+        except (asyncio.CancelledError, ConnectionResetError):
+            record.outcome = "cancelled"
+            raise
+        except Exception:
+            record.status, record.outcome = 500, "engine_error"
+            raise
+        finally:
+            record.since("total", record.began_s)
+            self._metrics.in_flight_requests.dec()
+            self._metrics.requests.labels(record.endpoint, record.route, record.outcome).inc()
 
     def add(self, record: RequestRecord) -> None:
         self._records[record.request_id] = record
@@ -100,13 +150,15 @@ class RequestLog:
         return len(self._records)
 
 
-Json = dict[str, Any]
+def _outcome(status: int) -> str:
+    return "ok" if status < 400 else "client_error" if status < 500 else "engine_error"
 
 
-def explained(record: RequestRecord, deployment: Deployment, model: KvModel | None) -> Json:
-    """What `GET /prfaas/requests/{id}` answers; seconds, bytes and tokens as the names say.
+def explain(record: RequestRecord, deployment: Deployment, model: KvModel | None) -> Json:
+    """One request's record with the numbers that decided, ready for JSON: `GET /prfaas/requests/{id}`.
 
-    `saved_bytes`: what was not sent because the decode instance held it; None where the model's KV is unknown.
+    `saved_bytes` in it is what was not sent because the decode instance held it. It is None where the size of the
+    model's KV is unknown.
     """
     return {
         "request_id": record.request_id,
@@ -167,7 +219,11 @@ def _held_tokens(decision: Decision, prompt_tokens: int, deployment: Deployment)
 def _moved(moved: TransferredBytes | None) -> Json:
     if moved is None:
         return {"bytes": 0, "hidden_bytes": 0, "hidden": None}
-    return {"bytes": moved.total_bytes, "hidden_bytes": moved.hidden_bytes, "hidden": moved.hidden_fraction}
+    return {
+        "bytes": moved.total_bytes,
+        "hidden_bytes": moved.overlapped_bytes,
+        "hidden": moved.overlapped_fraction,
+    }
 
 
 def _sum(attempts: Sequence[Attempt]) -> TransferredBytes | None:
@@ -175,7 +231,7 @@ def _sum(attempts: Sequence[Attempt]) -> TransferredBytes | None:
     moved = [attempt.moved for attempt in attempts if attempt.moved is not None]
     if not moved:
         return None
-    return TransferredBytes(sum(m.total_bytes for m in moved), sum(m.hidden_bytes for m in moved))
+    return TransferredBytes(sum(m.total_bytes for m in moved), sum(m.overlapped_bytes for m in moved))
 
 
 def _saved_bytes(attempts: Sequence[Attempt], model: KvModel | None) -> int | None:

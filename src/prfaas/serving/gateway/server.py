@@ -1,9 +1,7 @@
 """Puts a deployment's gateway together and serves it.
 
 aiohttp towards the clients, a pool of our own on httptools towards the engines (http_pool.py), uvloop below: measured
-side by side by bench/gateway.py; an ASGI stack with a second HTTP library costs several times as much.
-
-The parts of one gateway, put together for a deployment.
+side by side by bench/gateway.py. An ASGI stack with a second HTTP library costs several times as much.
 """
 
 import asyncio
@@ -14,18 +12,19 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from prfaas.core.deployment import Deployment, Instance
-from prfaas.core.kv import ConfigError, KvModel, model_from_directory
+from prfaas.core.kv import KvModel
+from prfaas.serving.gateway.context import GatewayContext, GatewayOptions, ThreadOffload
 from prfaas.serving.gateway.control_plane import ControlPlane
-from prfaas.serving.gateway.decode import Decoding
-from prfaas.serving.gateway.decode_hop import DecodeHop
+from prfaas.serving.gateway.decode import Decoder
 from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
-from prfaas.serving.gateway.kv_transfers import KvTransfers
+from prfaas.serving.gateway.generation import Generation
+from prfaas.serving.gateway.kv_transfer import KvTransfers
 from prfaas.serving.gateway.metrics import Metrics
-from prfaas.serving.gateway.options import GatewayOptions, ThreadOffload
-from prfaas.serving.gateway.orchestrator import PrefillOrchestrator
-from prfaas.serving.gateway.prefill_hop import PrefillHops, TransferBound
+from prfaas.serving.gateway.prefill import PrefillOrchestrator
+from prfaas.serving.gateway.prefill_hop import PrefillHop
+from prfaas.serving.gateway.request import RequestParser, Tenants
 from prfaas.serving.gateway.request_log import RequestLog
-from prfaas.serving.gateway.routes import Inspection, Service, Tenants
+from prfaas.serving.gateway.routes import Inspection, Routes
 from prfaas.serving.gateway.stream_resume import StreamResume
 from prfaas.serving.gateway.tokenization import LocalTokenizer, Tokenization
 from prfaas.serving.gateway.transcript import AnswerText
@@ -45,76 +44,50 @@ class Gateway:
         self,
         deployment: Deployment,
         plane: ControlPlane,
+        kv_model: KvModel | None,
         options: GatewayOptions,
         registry: CollectorRegistry,
     ) -> None:
-        """Raises KeyFileError when the deployment's key cannot be read."""
+        """Raises KeyFileError when the deployment's key can't be read."""
         key = load_key(deployment.security.key_file)
         model = deployment.model
-        kv_model = _kv_model(deployment)
-        metrics = Metrics(registry)
-        bound = TransferBound(deployment, kv_model, options)
-        # Whom to ask first: an engine without the role may be busy with prefills.
+        # An engine without the decode role may be busy with prefills, so it is asked last.
         can_decode = (i for i in deployment.instances if deployment.can_decode(i))
         self._decoders = sorted(can_decode, key=lambda i: not i.has_role("decode"))
         self._json_threads = ThreadOffload(1, options.inline_json_bytes)
         self._tokenizer_threads = ThreadOffload(options.tokenizer_threads, options.inline_text_chars)
-        self._client = EngineClient(options)
+        self._client = EngineClient(
+            connect_timeout_s=options.connect_timeout_s, keepalive_s=options.engine_keepalive_s
+        )
         self._transfers = _transfers(deployment.instances, key)
+        context = GatewayContext(
+            plane, self._client, Metrics(registry), options, self._json_threads, model.max_model_len
+        )
         local = LocalTokenizer.of_model(model.path, self._tokenizer_threads)
-        self._tokenizing = Tokenization(local, self._client, model.served_name, options)
-        self._hops = PrefillHops(
-            key,
-            plane=plane,
-            client=self._client,
-            transfers=self._transfers,
-            bound=bound,
-            metrics=metrics,
-            thread_offload=self._json_threads,
-            options=options,
-        )
-        driver = PrefillOrchestrator(
-            model.max_model_len,
-            plane=plane,
-            hops=self._hops,
-            bound=bound,
-            tokenizing=self._tokenizing,
-            metrics=metrics,
-            thread_offload=self._json_threads,
-        )
-        hop = DecodeHop(
-            plane=plane,
-            driver=driver,
-            client=self._client,
-            metrics=metrics,
-            thread_offload=self._json_threads,
-        )
-        continuing = StreamResume(
-            model.max_model_len,
-            driver=driver,
-            hop=hop,
-            answer_text=AnswerText(model.path),
-            metrics=metrics,
-            options=options,
-        )
-        records = RequestLog(options.kept_records)
-        self.service = Service(
-            model,
-            plane=plane,
-            driver=driver,
-            decoding=Decoding(
-                driver=driver, hop=hop, continuing=continuing, metrics=metrics, options=options
+        self._tokenization = Tokenization(local, model.served_name, context)
+        self._hop = PrefillHop(deployment, key, self._transfers, context)
+        prefill = PrefillOrchestrator(deployment, self._hop, context)
+        decoder = Decoder(prefill, context)
+        log = RequestLog(options.kept_records, context.metrics)
+        generation = Generation(
+            context,
+            parser=RequestParser(model, Tenants(key, deployment.security.tenant_header), self._json_threads),
+            tokenization=self._tokenization,
+            prefill=prefill,
+            decoder=decoder,
+            resume=StreamResume(
+                AnswerText(model.path),
+                tokenization=self._tokenization,
+                prefill=prefill,
+                decoder=decoder,
+                context=context,
             ),
-            tenants=Tenants(key, deployment.security.tenant_header),
-            records=records,
-            inspection=Inspection(deployment, kv_model, plane, records),
-            metrics=metrics,
-            thread_offload=self._json_threads,
-            options=options,
+            log=log,
         )
+        self.routes = Routes(deployment, generation, Inspection(deployment, kv_model, plane, log), context)
 
     async def introduce(self) -> None:
-        """Ask a decode engine how it makes token ids, as soon as one answers; then idle."""
+        """Ask a decode engine how it makes token ids, as soon as one answers; then do nothing."""
         while True:
             for decode in self._decoders:
                 if await self._introduced(decode):
@@ -123,14 +96,15 @@ class Gateway:
 
     async def _introduced(self, decode: Instance) -> bool:
         try:
-            await self._tokenizing.check(decode)
+            await self._tokenization.check(decode)
         except EngineCallError as error:
             logger.info("waiting for a decode engine: %s", error)
             return False
         return True
 
     async def close(self) -> None:
-        await self._hops.close()
+        """Wait for the abandonments under way, and end connections and threads."""
+        await self._hop.close()
         await self._transfers.close()
         await self._client.close()
         self._json_threads.close()
@@ -138,7 +112,7 @@ class Gateway:
 
 
 def _transfers(instances: tuple[Instance, ...], key: bytes) -> KvTransfers:
-    """One watcher per instance and rank: any may be sent to. They connect when they are first used."""
+    """One observer per instance and rank, since any of them may be sent to. They connect when first used."""
     return KvTransfers(
         {
             instance.name: tuple(
@@ -156,31 +130,32 @@ def _transfers(instances: tuple[Instance, ...], key: bytes) -> KvTransfers:
     )
 
 
-def _kv_model(deployment: Deployment) -> KvModel | None:
-    try:
-        return model_from_directory(deployment.model.path, name=deployment.model.served_name)
-    except ConfigError as error:
-        logger.warning("the KV cache's shape is unknown, so its size is not bounded: %s", error)
-        return None
-
-
 async def serve_gateway(
     deployment: Deployment,
     plane: ControlPlane,
     *,
+    kv_model: KvModel | None,
     ready: Callable[[int], None] | None = None,
     options: GatewayOptions | None = None,
     registry: CollectorRegistry | None = None,
 ) -> None:
-    """Serve `deployment`'s gateway until cancelled; `ready` is called with the bound port once it accepts
-    requests.
+    """Serve `deployment`'s gateway until cancelled. Engines may be started before or after.
 
-    `plane` runs meanwhile and is closed at the end. `registry`: what `GET /metrics` shows besides the gateway's own
-    series. Engines may be started before or after. Raises KeyFileError when the deployment's key cannot be
-    read, and OSError when the address cannot be bound.
+    Args:
+        plane: its loops run meanwhile; it is closed at the end.
+        kv_model: the model's KV; None where its size is unknown.
+        ready: called with the bound port once clients can connect.
+        registry: what `GET /metrics` shows besides the gateway's own series.
+
+    Raises:
+        KeyFileError: the deployment's key can't be read.
+        OSError: the address can't be bound.
     """
     try:
-        await _serve(deployment, plane, ready, options or GatewayOptions(), registry or CollectorRegistry())
+        gateway = Gateway(
+            deployment, plane, kv_model, options or GatewayOptions(), registry or CollectorRegistry()
+        )
+        await _serve(deployment, plane, gateway, ready)
     finally:
         await plane.close()
 
@@ -188,13 +163,11 @@ async def serve_gateway(
 async def _serve(
     deployment: Deployment,
     plane: ControlPlane,
+    gateway: Gateway,
     ready: Callable[[int], None] | None,
-    options: GatewayOptions,
-    registry: CollectorRegistry,
 ) -> None:
-    gateway = Gateway(deployment, plane, options, registry)
     runner = web.AppRunner(
-        gateway.service.application(),
+        gateway.routes.application(),
         # A client that leaves cancels its handler, and with it both hops.
         handler_cancellation=True,
         access_log=None,
@@ -211,7 +184,7 @@ async def _serve(
         background.append(asyncio.create_task(gateway.introduce()))
         if ready is not None:
             ready(int(runner.addresses[0][1]))
-        # Whichever loop ends first is a bug: let it be seen instead of serving without it.
+        # A loop that ends is a bug: raise it instead of serving without the loop.
         await asyncio.gather(*background, asyncio.Event().wait())
     finally:
         for task in background:

@@ -1,7 +1,4 @@
-"""The rest of a streamed answer whose decode engine failed: told by another engine, or ended with an error.
-
-Which streamed answers another engine may go on with, and the request that it gets for that.
-"""
+"""The rest of a streamed answer whose decode engine failed: another engine continues it, or it ends with an error."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -11,26 +8,23 @@ from typing import Any
 from aiohttp import web
 
 from prfaas.core.scheduling import NoDecodeInstanceError
-from prfaas.serving.gateway.bodies import Json, error_body
-from prfaas.serving.gateway.decode_hop import DecodeHop
-from prfaas.serving.gateway.metrics import Metrics
-from prfaas.serving.gateway.options import GatewayOptions
-from prfaas.serving.gateway.orchestrator import PrefillOrchestrator
-from prfaas.serving.gateway.prefill_hop import JSON_BYTES_PER_TOKEN
-from prfaas.serving.gateway.prompts import Endpoint, TokenPrompt
-from prfaas.serving.gateway.request import PreparedRequest, ServingRequest
-from prfaas.serving.gateway.stream import (
+from prfaas.serving.gateway.answer import (
     DATA,
     END_OF_EVENT,
     EVENT_STREAM,
     LAST_EVENT,
-    Budget,
     DecodeFailedError,
     EventStream,
     ResponseWriter,
     note_answer_tokens,
-    read_stream,
 )
+from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, Json, error_body
+from prfaas.serving.gateway.context import GatewayContext
+from prfaas.serving.gateway.decode import Decoder
+from prfaas.serving.gateway.prefill import PrefillOrchestrator
+from prfaas.serving.gateway.prompts import Endpoint, TokenPrompt
+from prfaas.serving.gateway.request import PreparedRequest, ServingRequest
+from prfaas.serving.gateway.tokenization import Tokenization
 from prfaas.serving.gateway.transcript import AnswerText, NotPlainError, StreamTranscript, events
 
 # What vLLM generates when a text completion does not say.
@@ -57,7 +51,7 @@ def _stops(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(s, str) for s in value))
 
 
-# Sampling depends on the text so far alone: these go into the second request as they are.
+# With these, sampling depends on the text so far alone. They go into the second request as they are.
 _KEPT: dict[str, Callable[[Any], bool]] = {
     "temperature": _number,
     "top_p": _number,
@@ -67,7 +61,7 @@ _KEPT: dict[str, Callable[[Any], bool]] = {
     "ignore_eos": _flag,
     "user": lambda value: isinstance(value, str),
 }
-# These are worked into the second request, or say what would be the case without them.
+# These are worked into the second request, or state the default.
 _SETTLED: dict[str, Callable[[Any], bool]] = {
     "model": lambda value: isinstance(value, str),
     "prompt": _anything,
@@ -92,10 +86,10 @@ _SETTLED: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def can_continue(body: Json) -> bool:
+def can_resume(body: Json) -> bool:
     """Whether the rest of the answer to `body` depends on nothing but its prompt and its text so far.
 
-    A list of what is known to be harmless: any other field that has a value, and the answer can't be continued.
+    A list of what is known to be harmless: any other field that has a value, and the stream can't be resumed.
     """
     if body.get("stream") is not True:
         return False
@@ -115,176 +109,174 @@ def wants_usage(body: Json) -> bool:
 
 
 def tokens_left(
-    endpoint: Endpoint, body: Json, prompt_tokens: int, told_tokens: int, max_model_len: int
+    endpoint: Endpoint, body: Json, prompt_tokens: int, sent_tokens: int, max_model_len: int
 ) -> int:
-    """How many tokens may follow `told_tokens` of an answer; 0 or less: none."""
-    room = max_model_len - prompt_tokens - told_tokens
+    """How many tokens may follow the first `sent_tokens` of an answer; 0 or less: none."""
+    room = max_model_len - prompt_tokens - sent_tokens
     limit = body.get("max_tokens")
     if endpoint is Endpoint.CHAT:
         limit = body.get("max_completion_tokens") or limit
     elif limit is None:
         limit = _DEFAULT_COMPLETION_TOKENS
-    return room if limit is None else min(room, limit - told_tokens)
+    return room if limit is None else min(room, limit - sent_tokens)
 
 
-def continuation_body(
-    body: Json, model: str, token_ids: Sequence[int], told_tokens: int, max_tokens: int
-) -> Json:
-    """A text completion that goes on after `token_ids`: the prompt and `told_tokens` tokens of the answer."""
+def resume_body(body: Json, model: str, token_ids: Sequence[int], sent_tokens: int, max_tokens: int) -> Json:
+    """A text completion that continues `token_ids`: the prompt and `sent_tokens` tokens of the answer."""
     kept = {name: body[name] for name in _KEPT if body.get(name) is not None}
     if body.get("min_tokens") is not None:
-        kept["min_tokens"] = max(body["min_tokens"] - told_tokens, 0)
+        kept["min_tokens"] = max(body["min_tokens"] - sent_tokens, 0)
     if wants_usage(body):
         kept["stream_options"] = {"include_usage": True}
     return {"model": model, "prompt": token_ids, "max_tokens": max_tokens, "stream": True, **kept}
 
 
-class _CannotContinueError(Exception):
-    """`outcome`: why not, in one word."""
+class _CannotResumeError(Exception):
+    """The stream can't be resumed."""
 
     def __init__(self, outcome: str) -> None:
+        """`outcome`: why, in one word."""
         super().__init__(outcome)
         self.outcome = outcome
 
 
 @dataclass(frozen=True, slots=True)
-class _Broken:
-    """A stream that has begun and whose engine failed. `failed`: all decode engines that have failed this request."""
+class _BrokenStream:
+    """A stream that has begun and whose engine failed."""
 
-    order: ServingRequest
+    request: ServingRequest
     prompt_ids: Sequence[int]
-    story: StreamTranscript
-    outlet: ResponseWriter
+    transcript: StreamTranscript
+    writer: ResponseWriter
     failed: list[str]
+    """All decode engines that have failed this request."""
 
 
 class StreamResume:
-    """Goes on with streams after the failure of their decode engine."""
+    """Continues streams after the failure of their decode engine."""
 
     def __init__(
         self,
-        max_model_len: int,
-        *,
-        driver: PrefillOrchestrator,
-        hop: DecodeHop,
         answer_text: AnswerText,
-        metrics: Metrics,
-        options: GatewayOptions,
+        *,
+        tokenization: Tokenization,
+        prefill: PrefillOrchestrator,
+        decoder: Decoder,
+        context: GatewayContext,
     ) -> None:
-        self._max_model_len = max_model_len
-        self._driver = driver
-        self._hop = hop
         self._answer_text = answer_text
-        self._metrics = metrics
-        self._options = options
+        self._tokenization = tokenization
+        self._prefill = prefill
+        self._decoder = decoder
+        self._plane = context.plane
+        self._metrics = context.metrics
+        self._max_model_len = context.max_model_len
+        self._decode_attempts = context.options.decode_attempts
 
-    async def rest(
+    async def finish(
         self,
-        order: ServingRequest,
-        journey: PreparedRequest,
-        outlet: ResponseWriter,
-        stream: EventStream,
+        request: ServingRequest,
+        prepared: PreparedRequest,
+        writer: ResponseWriter,
         failure: DecodeFailedError,
         failed: list[str],
     ) -> web.StreamResponse:
-        """End a stream that has begun: with the rest of the answer where that can be had, else with an error event.
+        """End a stream that has begun: with the rest of the answer if another engine can give it, else with an error.
 
-        `stream`: what was passed on. `failed`: decode engines that have failed this request.
+        Args:
+            failed: decode engines that have failed this request; more are added.
         """
         try:
-            outcome = await self._told(_broken(order, journey, outlet, stream, failed))
-        except _CannotContinueError as error:
+            outcome = await self._resume(_broken_stream(request, prepared, writer, failed))
+        except _CannotResumeError as error:
             outcome = error.outcome
             sentence = f"The decode instance {failed[-1]} died while answering."
             event = failure.event or DATA + error_body(502, sentence) + END_OF_EVENT
-            await outlet.write(END_OF_EVENT + event if stream.torn else event)
-            order.record.broken = True
+            await writer.write(END_OF_EVENT + event if writer.kept.torn else event)
+            request.record.broken = True
         self._metrics.continuations.labels(outcome).inc()
-        order.record.note(f"continuation: {outcome}")
-        return await outlet.end()
+        request.record.note(f"continuation: {outcome}")
+        return await writer.end()
 
-    async def _told(self, broken: _Broken) -> str:
-        """Tell the rest. Raises _CannotContinueError, perhaps after a part of it."""
-        order, story, prompt_ids = broken.order, broken.story, broken.prompt_ids
+    async def _resume(self, broken: _BrokenStream) -> str:
+        """Write the rest. Raises _CannotResumeError, perhaps after a part of it."""
+        request, transcript, prompt_ids = broken.request, broken.transcript, broken.prompt_ids
         while True:
-            told_ids = await self._answer_text.ids_after(prompt_ids, story.text)
-            if told_ids is None:
-                raise _CannotContinueError("not-exact")
+            sent_ids = await self._answer_text.ids_after(prompt_ids, transcript.text)
+            if sent_ids is None:
+                raise _CannotResumeError("not-exact")
             max_tokens = tokens_left(
-                order.endpoint, order.body, len(prompt_ids), len(told_ids), self._max_model_len
+                request.endpoint, request.body, len(prompt_ids), len(sent_ids), self._max_model_len
             )
-            if story.finished or story.ended or max_tokens < 1:
-                for event in story.rest(len(prompt_ids), len(told_ids), usage=wants_usage(order.body)):
-                    await broken.outlet.write(event)
-                order.record.answer_tokens = len(told_ids)
+            if transcript.finished or transcript.ended or max_tokens < 1:
+                usage = wants_usage(request.body)
+                for event in transcript.closing_events(len(prompt_ids), len(sent_ids), usage=usage):
+                    await broken.writer.write(event)
+                request.record.answer_tokens = len(sent_ids)
                 return "finished"
-            if len(broken.failed) >= self._options.decode_attempts:
-                raise _CannotContinueError("attempts")
+            if len(broken.failed) >= self._decode_attempts:
+                raise _CannotResumeError("attempts")
             try:
-                journey, rest = await self._way(broken, told_ids, max_tokens)
+                rest, prepared = await self._prepare_rest(broken, sent_ids, max_tokens)
             except NoDecodeInstanceError:
-                raise _CannotContinueError("no-instance") from None
+                raise _CannotResumeError("no-instance") from None
             try:
-                await self._gone_on(broken, rest, journey, len(told_ids))
+                await self._relay_rest(broken, rest, prepared, len(sent_ids))
             except DecodeFailedError as failure:
-                self._hop.judge(order, journey, failure)
-                broken.failed.append(journey.decode)
+                self._decoder.report(request, prepared, failure)
+                broken.failed.append(prepared.decode)
             except NotPlainError:
-                raise _CannotContinueError("not-plain") from None
+                raise _CannotResumeError("not-plain") from None
             else:
                 return "continued"
 
-    async def _way(
-        self, broken: _Broken, told_ids: Sequence[int], max_tokens: int
-    ) -> tuple[PreparedRequest, ServingRequest]:
-        """The order for the rest of the answer, and its way to another decode engine."""
-        order, ids = broken.order, array("I", (*broken.prompt_ids, *told_ids))
+    async def _prepare_rest(
+        self, broken: _BrokenStream, sent_ids: Sequence[int], max_tokens: int
+    ) -> tuple[ServingRequest, PreparedRequest]:
+        """A request for the rest of the answer, prefilled for another decode engine."""
+        request, ids = broken.request, array("I", (*broken.prompt_ids, *sent_ids))
         rest = replace(
-            order,
+            request,
             endpoint=Endpoint.COMPLETIONS,
-            body=continuation_body(order.body, order.model, ids.tolist(), len(told_ids), max_tokens),
+            body=resume_body(request.body, request.model, ids.tolist(), len(sent_ids), max_tokens),
             size_bytes=len(ids) * JSON_BYTES_PER_TOKEN,
             prompt=TokenPrompt(ids),
             samples=1,
         )
-        return await self._driver.resume(rest, ids, broken.failed), rest
+        prompt = await self._tokenization.hash_blocks(rest, ids, exact=True)
+        return rest, await self._prefill.prepare_again(rest, prompt, broken.failed)
 
-    async def _gone_on(
-        self, broken: _Broken, rest: ServingRequest, journey: PreparedRequest, told_tokens: int
+    async def _relay_rest(
+        self, broken: _BrokenStream, rest: ServingRequest, prepared: PreparedRequest, sent_tokens: int
     ) -> None:
-        """Tell what the journey's decode engine says. Raises DecodeFailedError and NotPlainError."""
-        # What it tells is remembered by the story.
-        stream = EventStream(Budget(0), 0, remember=False)
-        async with self._hop.open(rest, journey) as answer:
+        """Pass the decode engine's stream on in the first one's form. Raises DecodeFailedError and NotPlainError."""
+        async with self._decoder.open(rest, prepared) as answer:
             if answer.status != 200 or not answer.content_type.startswith(EVENT_STREAM):
-                detail = f"{journey.decode} answered {answer.status}"
+                detail = f"{prepared.decode} answered {answer.status}"
                 raise DecodeFailedError(f"http-{answer.status}", detail, lost=False)
-            while passed := await read_stream(answer, journey, stream):
-                for event in events(passed):
+            stream = EventStream(answer, prepared.decode)
+            while chunk := await stream.read():
+                for event in events(chunk):
                     if event is None:
-                        broken.story.ended = True
-                        await broken.outlet.write(LAST_EVENT)
+                        broken.transcript.ended = True
+                        await broken.writer.write(LAST_EVENT)
                     else:
-                        retold = broken.story.retell(event, len(broken.prompt_ids), told_tokens)
-                        note_answer_tokens(broken.order.record, retold)
-                        await broken.outlet.write(retold)
+                        piece = broken.transcript.rewrite(event, len(broken.prompt_ids), sent_tokens)
+                        note_answer_tokens(broken.request.record, piece)
+                        await broken.writer.write(piece)
 
 
-def _broken(
-    order: ServingRequest,
-    journey: PreparedRequest,
-    outlet: ResponseWriter,
-    stream: EventStream,
-    failed: list[str],
-) -> _Broken:
-    """What is known of a broken stream. Raises _CannotContinueError if it can't be continued at all."""
-    if journey.look is None or not can_continue(order.body):
-        raise _CannotContinueError("parameters")
-    passed = stream.passed()
-    if passed is None:
-        raise _CannotContinueError("not-kept")
+def _broken_stream(
+    request: ServingRequest, prepared: PreparedRequest, writer: ResponseWriter, failed: list[str]
+) -> _BrokenStream:
+    """What is known of a broken stream. Raises _CannotResumeError."""
+    if prepared.prompt is None or not can_resume(request.body):
+        raise _CannotResumeError("parameters")
+    written = writer.kept.written()
+    if written is None:
+        raise _CannotResumeError("not-kept")
     try:
-        story = StreamTranscript.of(order.endpoint, passed)
+        transcript = StreamTranscript.of(request.endpoint, written)
     except NotPlainError:
-        raise _CannotContinueError("not-plain") from None
-    return _Broken(order, journey.look.token_ids, story, outlet, failed)
+        raise _CannotResumeError("not-plain") from None
+    return _BrokenStream(request, prepared.prompt.token_ids, transcript, writer, failed)

@@ -1,14 +1,10 @@
-"""Token ids of a prompt exactly as the decode engine makes them, by the cheapest way that is known to be
-exact.
-
-The model's tokenizer and chat template inside the gateway, off the event loop.
-"""
+"""Token ids of a prompt exactly as the decode engine makes them, by the cheapest way that is known to be exact."""
 
 import asyncio
 import logging
+import time
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -16,31 +12,39 @@ from typing import Any
 import jinja2
 
 from prfaas.core.deployment import Instance
-from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
-from prfaas.serving.gateway.options import GatewayOptions, ThreadOffload
-from prfaas.serving.gateway.prompts import ChatPrompt, Endpoint, TextPrompt, TokenPrompt, as_token_ids
+from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN
+from prfaas.serving.gateway.context import GatewayContext, ThreadOffload
+from prfaas.serving.gateway.engine_client import EngineCallError
+from prfaas.serving.gateway.prompts import (
+    ChatPrompt,
+    DirectPrompt,
+    Endpoint,
+    TextPrompt,
+    TokenPrompt,
+    as_token_ids,
+)
+from prfaas.serving.gateway.request import ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.tokenizers import ChatTemplate, Encoder, encoder_of
 
 
 class LocalTokenizer:
-    """Text and plain conversations → token ids (uint32). Whether vLLM agrees is not known here (see
-    `tokenizing.py`)."""
+    """The model's tokenizer and chat template in the gateway: text and plain conversations to token ids (uint32).
 
-    def __init__(
-        self, encoder: Encoder, template: ChatTemplate | None, thread_offload: ThreadOffload
-    ) -> None:
+    `Tokenization` finds out whether vLLM makes the same ids.
+    """
+
+    def __init__(self, encoder: Encoder, template: ChatTemplate | None, threads: ThreadOffload) -> None:
         self._encoder = encoder
         self._template = template
-        self._offloop = thread_offload
+        self._threads = threads
 
     @classmethod
-    def of_model(cls, directory: Path, thread_offload: ThreadOffload) -> "LocalTokenizer | None":
-        """From a checkpoint directory; None when it has no `tokenizer.json`. Reads files: call it off the
-        loop."""
+    def of_model(cls, directory: Path, threads: ThreadOffload) -> "LocalTokenizer | None":
+        """From a checkpoint directory, whose files it reads; None when there is no `tokenizer.json`."""
         file = directory / "tokenizer.json"
         if not file.is_file():
             return None
-        return cls(encoder_of(file), ChatTemplate.of_model(directory), thread_offload)
+        return cls(encoder_of(file), ChatTemplate.of_model(directory), threads)
 
     @property
     def has_template(self) -> bool:
@@ -48,7 +52,7 @@ class LocalTokenizer:
 
     async def text_ids(self, text: str, *, add_special_tokens: bool) -> "array[int]":
         """Ids of `text`; special tokens written in it are recognised, as in vLLM."""
-        return await self._offloop.run(
+        return await self._threads.run(
             len(text), self._encoder.encode, text, add_special_tokens=add_special_tokens
         )
 
@@ -59,7 +63,7 @@ class LocalTokenizer:
             raise ValueError("the model has no chat template that the gateway can render")
         chars = sum(len(c) if isinstance(c, str) else sum(map(len, c)) for _, c in messages)
         # The template writes its special tokens itself.
-        return await self._offloop.run(
+        return await self._threads.run(
             chars, lambda: self._encoder.encode(template.render(messages), add_special_tokens=False)
         )
 
@@ -82,73 +86,127 @@ _SAMPLE_CHATS: tuple[tuple[tuple[str, str | tuple[str, ...]], ...], ...] = (
 
 
 class TokenizerSource(StrEnum):
-    """Where ids come from. `OWN`: the gateway's tokenizer; `ENGINE`: the engine's /tokenize; `NONE`: neither
-    is exact."""
+    """Where exact ids of an endpoint's prompts come from."""
 
     OWN = "own"
+    """The gateway's own tokenizer."""
     ENGINE = "engine"
+    """The engine's `/tokenize`."""
     NONE = "none"
-
-
-@dataclass(frozen=True, slots=True)
-class Tokenized:
-    """`exact`: checked to be what the engine makes itself, so it may be given to the engine in place of the
-    text."""
-
-    token_ids: Sequence[int]
-    exact: bool
+    """Neither is exact."""
 
 
 class Tokenization:
-    """Decides per endpoint, by asking the engine once, whose ids to use; until then the engine's.
+    """Decides per endpoint whose ids to use, by asking an engine once; until then it uses the engine's.
 
-    The question is a one-token generation that returns the prompt's ids: `/tokenize` alone would not tell,
-    since vLLM renders some models' chats (gpt-oss) in another way than it tokenizes them.
+    The question is a one-token generation that returns the prompt's ids. `/tokenize` alone would not tell: vLLM
+    renders some models' chats (gpt-oss) in another way than it tokenizes them.
     """
 
-    def __init__(
-        self, local: LocalTokenizer | None, client: EngineClient, model: str, options: GatewayOptions
-    ) -> None:
+    def __init__(self, local: LocalTokenizer | None, model: str, context: GatewayContext) -> None:
+        """`model`: the name by which engines know it."""
         self._local = local
-        self._client = client
         self._model = model
-        self._options = options
+        self._plane = context.plane
+        self._client = context.client
+        self._json_threads = context.json_threads
+        self._timeout_s = context.options.tokenize_timeout_s
+        self._max_model_len = context.max_model_len
         self._sources: dict[Endpoint, TokenizerSource] = {}
         self._check = asyncio.Lock()
 
-    def source(self, endpoint: Endpoint) -> TokenizerSource | None:
-        """What was found for `endpoint`; None before the engine was asked."""
-        return self._sources.get(endpoint)
+    async def tokenize(self, request: ServingRequest) -> TokenizedPrompt | DirectPrompt:
+        """The prompt's token ids and the hashes of its blocks.
 
-    async def tokenize(
-        self, prompt: TokenPrompt | TextPrompt | ChatPrompt, decode: Instance
-    ) -> Tokenized | None:
-        """Ids of `prompt`, or None when they cannot be had exactly. Raises EngineError when the engine
-        refuses."""
+        Returns:
+            DirectPrompt, with the reason, when the prompt is to go to the decode engine without a look at it.
+        """
+        begun_s = time.perf_counter()
+        try:
+            return await self._tokenize(request)
+        finally:
+            request.record.since("tokenize", begun_s)
+
+    async def hash_blocks(
+        self, request: ServingRequest, token_ids: Sequence[int], *, exact: bool
+    ) -> TokenizedPrompt:
+        """`token_ids` as the prompt of `request`, with the hashes of their blocks."""
+        chains = await self._json_threads.run(
+            len(token_ids) * JSON_BYTES_PER_TOKEN,
+            self._plane.chains,
+            token_ids,
+            request.salt,
+            request.adapter,
+        )
+        # Without exact ids the engine tokenizes by itself; the digest in the ticket then guards the KV.
+        takes_ids = isinstance(request.prompt, ChatPrompt) and request.prompt.takes_ids and exact
+        return TokenizedPrompt(token_ids, chains, exact, takes_ids)
+
+    async def _tokenize(self, request: ServingRequest) -> TokenizedPrompt | DirectPrompt:
+        if isinstance(request.prompt, DirectPrompt):
+            return request.prompt
+        try:
+            ids, exact = await self._ids(request.prompt)
+        except EngineCallError as error:
+            return DirectPrompt("refused" if error.is_clients_fault else "not-tokenized")
+        if ids is None:
+            return DirectPrompt("not-tokenized")
+        if not 1 < len(ids) < self._max_model_len:
+            return DirectPrompt("length")
+        return await self.hash_blocks(request, ids, exact=exact)
+
+    async def _ids(self, prompt: TokenPrompt | TextPrompt | ChatPrompt) -> "tuple[array[int] | None, bool]":
+        """Ids, None when they can't be had exactly, and whether the engine makes the same. Raises EngineCallError.
+
+        A dead engine that was asked for them is taken out of routing, and another one is asked.
+        """
         if isinstance(prompt, TokenPrompt):
-            return Tokenized(prompt.token_ids, exact=True)
+            return prompt.token_ids, True
         endpoint = Endpoint.CHAT if isinstance(prompt, ChatPrompt) else Endpoint.COMPLETIONS
+        if self._sources.get(endpoint) is TokenizerSource.OWN and _is_plain(prompt):
+            return await self._own_prompt_ids(prompt)
+        asked = self._plane.instance(self._plane.route(0, None).decode)
+        try:
+            return await self._exact_ids(prompt, endpoint, asked)
+        except EngineCallError as error:
+            if error.reason not in ("unreachable", "died"):
+                raise
+            self._plane.suspect(asked.name, str(error), lost_cache=True)
+            asked = self._plane.instance(self._plane.route(0, None, avoid=(asked.name,)).decode)
+            return await self._exact_ids(prompt, endpoint, asked)
+
+    async def _exact_ids(
+        self, prompt: TextPrompt | ChatPrompt, endpoint: Endpoint, decode: Instance
+    ) -> "tuple[array[int] | None, bool]":
         source = await self._source(endpoint, decode)
-        if source is TokenizerSource.OWN and self._local is not None:
-            if isinstance(prompt, TextPrompt):
-                ids = await self._local.text_ids(prompt.text, add_special_tokens=prompt.add_special_tokens)
-                return Tokenized(ids, exact=True)
-            if prompt.plain is not None:
-                try:
-                    return Tokenized(await self._local.chat_ids(prompt.plain), exact=True)
-                except jinja2.TemplateError:
-                    return None
         if source is TokenizerSource.NONE:
-            return None
+            return None, False
+        if source is TokenizerSource.OWN and _is_plain(prompt):
+            return await self._own_prompt_ids(prompt)
+        return await self._engine_prompt_ids(prompt, decode)
+
+    async def _own_prompt_ids(self, prompt: TextPrompt | ChatPrompt) -> "tuple[array[int] | None, bool]":
+        assert self._local is not None
+        if isinstance(prompt, TextPrompt):
+            return await self._local.text_ids(prompt.text, add_special_tokens=prompt.add_special_tokens), True
+        assert prompt.plain is not None
+        try:
+            return await self._local.chat_ids(prompt.plain), True
+        except jinja2.TemplateError:
+            return None, False
+
+    async def _engine_prompt_ids(
+        self, prompt: TextPrompt | ChatPrompt, decode: Instance
+    ) -> "tuple[array[int], bool]":
         if isinstance(prompt, TextPrompt):
             request: dict[str, Any] = {"prompt": prompt.text, "add_special_tokens": prompt.add_special_tokens}
-            return Tokenized(await self._engine_ids(request, decode), exact=True)
+            return await self._engine_ids(request, decode), True
         # The chat endpoint may treat tools and template arguments otherwise than /tokenize does: such ids are
         # good for a prefill (the ticket's digest catches a difference) but not to stand in for the messages.
-        return Tokenized(await self._engine_ids(dict(prompt.request), decode), exact=prompt.plain is not None)
+        return await self._engine_ids(dict(prompt.request), decode), prompt.plain is not None
 
     async def check(self, decode: Instance) -> None:
-        """Find out now what each endpoint needs, rather than at its first request. Raises EngineError."""
+        """Find out now what each endpoint needs, rather than at its first request. Raises EngineCallError."""
         for endpoint in Endpoint:
             await self._source(endpoint, decode)
 
@@ -194,7 +252,7 @@ class Tokenization:
 
     async def _true_ids(self, endpoint: Endpoint, request: dict[str, Any], decode: Instance) -> "array[int]":
         body = {"model": self._model, **request, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
-        answer = await self._client.call_json(decode, endpoint.path, body, self._options.tokenize_timeout_s)
+        answer = await self._client.call_json(decode, endpoint.path, body, self._timeout_s)
         ids = None
         if isinstance(answer, dict):
             choices = answer.get("choices") or [{}]
@@ -203,9 +261,14 @@ class Tokenization:
 
     async def _engine_ids(self, request: dict[str, Any], decode: Instance) -> "array[int]":
         body = {"model": self._model, **request}
-        answer = await self._client.call_json(decode, "/tokenize", body, self._options.tokenize_timeout_s)
+        answer = await self._client.call_json(decode, "/tokenize", body, self._timeout_s)
         ids = answer.get("tokens") if isinstance(answer, dict) else None
         return _checked(ids, decode, "/tokenize returned no tokens")
+
+
+def _is_plain(prompt: TextPrompt | ChatPrompt) -> bool:
+    """Whether the model's own tokenizer and template alone decide the ids."""
+    return isinstance(prompt, TextPrompt) or prompt.plain is not None
 
 
 def _checked(ids: object, decode: Instance, trouble: str) -> "array[int]":

@@ -1,7 +1,4 @@
-"""Text → token ids with the libraries that can read a checkpoint's `tokenizer.json`.
-
-A model's chat template, rendered as Hugging Face tokenizers render it, for plain text conversations.
-"""
+"""A checkpoint's tokenizer and chat template, read with the libraries that make the ids that vLLM makes."""
 
 import importlib
 import json

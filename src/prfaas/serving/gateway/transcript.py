@@ -1,7 +1,4 @@
-"""What a client has been told so far in a stream, and how another engine's stream is told as the rest of it.
-
-Token ids of text that a model has generated, for another engine to go on from.
-"""
+"""A stream as the client has it so far, and another engine's stream rewritten as the rest of it."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -12,16 +9,20 @@ from typing import Any
 import orjson
 from tokenizers import Tokenizer
 
+from prfaas.core.sse import SseParser
+from prfaas.serving.gateway.answer import DATA, END_OF_EVENT, LAST_EVENT
 from prfaas.serving.gateway.bodies import Json
 from prfaas.serving.gateway.prompts import Endpoint
-from prfaas.serving.gateway.stream import DATA, END_OF_EVENT, LAST_EVENT
 
 # Enough of what comes before to see whether the text's first token would have been written another way there.
 _CONTEXT_TOKENS = 16
 
 
 class AnswerText:
-    """Reads the model's tokenizer when it is first needed, which is hardly ever: when an engine dies."""
+    """Token ids of generated text, for another engine to continue from.
+
+    The model's tokenizer is read when it is first needed: when a decode engine has failed.
+    """
 
     def __init__(self, model_dir: Path) -> None:
         self._file = model_dir / "tokenizer.json"
@@ -30,9 +31,9 @@ class AnswerText:
         self._reading = asyncio.Lock()
 
     async def ids_after(self, prompt_ids: Sequence[int], text: str) -> list[int] | None:
-        """Ids that, after `prompt_ids`, stand for exactly `text`; None if there are none that certainly do.
+        """Ids that decode to exactly `text` after `prompt_ids`; None if that can't be had with certainty.
 
-        The model may have sampled others for the same text: there are many ways to cut it into tokens.
+        The model may have sampled others: many sequences of tokens decode to the same text.
         """
         if not text:
             return []
@@ -41,7 +42,7 @@ class AnswerText:
 
     def _ids_after(self, prompt_ids: Sequence[int], text: str) -> list[int] | None:
         tokenizer = self._read()
-        # U+FFFD stands for bytes that are no character (yet): which ones, nobody can tell.
+        # U+FFFD stands for bytes that are no character yet. Which bytes can't be known.
         if tokenizer is None or "\ufffd" in text:
             return None
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
@@ -74,52 +75,59 @@ class NotPlainError(ValueError):
 
 @dataclass(slots=True)
 class StreamTranscript:
-    """`event` and `choice`: told last, the form of what is to come. `text`: all of the answer's so far.
-
-    `finished`: the reason of its end has been told. `counted`: so has its usage. `ended`: so has everything.
-    """
+    """What the client has of a streamed answer."""
 
     endpoint: Endpoint
     event: Json
+    """The latest event with a choice. Later events take its form."""
     choice: Json
+    """The choice of that event."""
     text: str = ""
+    """All of the answer's text so far."""
     finished: bool = False
+    """Whether the client has the finish reason."""
     counted: bool = False
+    """Whether the client has the usage."""
     ended: bool = False
+    """Whether the client has the mark at the stream's end."""
 
     @classmethod
-    def of(cls, endpoint: Endpoint, passed: bytes) -> "StreamTranscript":
-        """The story told by whole events. Raises NotPlainError."""
-        told: StreamTranscript | None = None
-        for event in events(passed):
+    def of(cls, endpoint: Endpoint, written: bytes) -> "StreamTranscript":
+        """The transcript of whole events. Raises NotPlainError."""
+        transcript: StreamTranscript | None = None
+        for event in events(written):
             if event is None:
-                if told is None:
+                if transcript is None:
                     raise NotPlainError("nothing but an end")
-                told.ended = True
+                transcript.ended = True
                 continue
             choice = _only_choice(event)
-            if told is None:
+            if transcript is None:
                 if choice is None:
                     raise NotPlainError("no choice at the beginning")
-                told = cls(endpoint, event, choice)
+                transcript = cls(endpoint, event, choice)
             elif choice is not None:
-                told.event, told.choice = event, choice
-            told.text += told._hear(event, choice)
-        if told is None:
+                transcript.event, transcript.choice = event, choice
+            transcript.text += transcript._note(event, choice)
+        if transcript is None:
             raise NotPlainError("no events")
-        return told
+        return transcript
 
-    def retell(self, event: Json, prompt_tokens: int, told_tokens: int) -> bytes:
-        """An event of a completion that goes on from here, in this story's form.
+    def rewrite(self, event: Json, prompt_tokens: int, sent_tokens: int) -> bytes:
+        """An event of a completion that continues this answer, in this stream's form.
 
-        The completion's prompt was this one's, of `prompt_tokens` tokens, and `told_tokens` of its answer.
-        Raises NotPlainError.
+        Args:
+            prompt_tokens: tokens of this request's prompt.
+            sent_tokens: tokens of the answer that the completion's prompt had besides.
+
+        Raises:
+            NotPlainError: the event holds more than text.
         """
         choice = _only_choice(event)
-        text = self._hear(event, choice)
+        text = self._note(event, choice)
         usage = event.get("usage")
         if usage is not None:
-            answered = told_tokens + int(usage.get("completion_tokens", 0))
+            answered = sent_tokens + int(usage.get("completion_tokens", 0))
             usage = _usage(prompt_tokens, answered)
         if choice is None:
             return self._event([], usage)
@@ -128,16 +136,16 @@ class StreamTranscript:
             [self._choice(text, choice.get("finish_reason"), choice.get("stop_reason"))], usage
         )
 
-    def rest(self, prompt_tokens: int, told_tokens: int, *, usage: bool) -> Iterator[bytes]:
-        """The events that end a story to whose text nothing is to be added; `usage`: whether it was asked for."""
+    def closing_events(self, prompt_tokens: int, sent_tokens: int, *, usage: bool) -> Iterator[bytes]:
+        """The events that are missing at the end of a complete text; `usage`: whether it was asked for."""
         if not self.finished:
             yield self._event([self._choice("", "length", None)], None)
         if usage and not self.counted:
-            yield self._event([], _usage(prompt_tokens, told_tokens))
+            yield self._event([], _usage(prompt_tokens, sent_tokens))
         if not self.ended:
             yield LAST_EVENT
 
-    def _hear(self, event: Json, choice: Json | None) -> str:
+    def _note(self, event: Json, choice: Json | None) -> str:
         if event.get("usage") is not None:
             self.counted = True
         if choice is None:
@@ -147,39 +155,36 @@ class StreamTranscript:
         return _text(choice)
 
     def _choice(self, text: str, finish_reason: str | None, stop_reason: Any) -> Json:
-        told: Json = {**self.choice, "finish_reason": finish_reason}
-        if "stop_reason" in told or stop_reason is not None:
-            told["stop_reason"] = stop_reason
+        choice: Json = {**self.choice, "finish_reason": finish_reason}
+        if "stop_reason" in choice or stop_reason is not None:
+            choice["stop_reason"] = stop_reason
         if self.endpoint is Endpoint.CHAT:
-            told["delta"] = {"content": text}
+            choice["delta"] = {"content": text}
         else:
-            told["text"] = text
-        return told
+            choice["text"] = text
+        return choice
 
     def _event(self, choices: list[Json], usage: Json | None) -> bytes:
-        told: Json = {**self.event, "choices": choices}
-        told.pop("usage", None)
+        event: Json = {**self.event, "choices": choices}
+        event.pop("usage", None)
         if usage is not None or "usage" in self.event:
-            told["usage"] = usage
-        return DATA + orjson.dumps(told) + END_OF_EVENT
+            event["usage"] = usage
+        return DATA + orjson.dumps(event) + END_OF_EVENT
 
 
-def events(passed: bytes) -> Iterator[Json | None]:
+def events(written: bytes) -> Iterator[Json | None]:
     """The JSON objects of whole events, None for the mark at the end. Raises NotPlainError."""
-    for part in passed.split(END_OF_EVENT):
-        line = part.strip()
-        if not line or line.startswith(b":"):
-            continue
-        if line == LAST_EVENT.strip():
-            yield None
-            continue
+    parser = SseParser()
+    for data in parser.feed(written):
         try:
-            event = orjson.loads(line.removeprefix(DATA.strip()))
+            event = orjson.loads(data)
         except orjson.JSONDecodeError as error:
             raise NotPlainError(f"an event that is not JSON: {error}") from None
         if not isinstance(event, dict) or "error" in event:
             raise NotPlainError("an event that is no piece of an answer")
         yield event
+    if parser.ended:
+        yield None
 
 
 def _only_choice(event: Json) -> Json | None:

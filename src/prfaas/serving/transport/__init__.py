@@ -1,5 +1,5 @@
 """Moving KV between machines over TCP: verified, paced, resumable. Knows bytes, regions and offsets, nothing
-of vLLM or HTTP. The wire format is in docs/wire.md."""
+of vLLM or HTTP. The wire format is in docs/reference/wire-format.md."""
 
 from prfaas.serving.transport.handshake import Fingerprint, HandshakeError
 from prfaas.serving.transport.incoming import RegionLayout
@@ -16,7 +16,6 @@ from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.sockets import LinkSample, TcpInfo
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena, StagingLease
-from prfaas.serving.transport.status import TransferPhase, TransferStatus
 from prfaas.serving.transport.ticket import (
     KeyFileError,
     Ticket,
@@ -25,7 +24,7 @@ from prfaas.serving.transport.ticket import (
     load_key,
     prompt_digest,
 )
-from prfaas.serving.transport.wire import PROTOCOL_VERSION, WireError
+from prfaas.serving.transport.wire import PROTOCOL_VERSION, TransferPhase, TransferStatus, WireError
 
 __all__ = [
     "PROTOCOL_VERSION",

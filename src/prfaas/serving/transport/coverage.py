@@ -4,17 +4,14 @@ from bisect import bisect_left, bisect_right
 
 
 class Coverage:
-    """Half-open intervals, disjoint and not touching, in order. Not thread-safe: its transfer's lock
-    guards it.
-    """
+    """Half-open intervals of byte offsets, disjoint and not touching, in order. Not thread-safe."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._ends: list[int] = []
-        self.covered_bytes = 0
 
     def overlap_bytes(self, start: int, end: int) -> int:
-        """How many of the bytes [start, end) are covered."""
+        """How many of the bytes [start, end) are in place."""
         total = 0
         index = bisect_right(self._ends, start)
         while index < len(self._starts) and self._starts[index] < end:
@@ -23,20 +20,22 @@ class Coverage:
         return total
 
     def add(self, start: int, end: int) -> int:
-        """Cover [start, end); returns how many of its bytes are new."""
+        """Put [start, end) in place.
+
+        Returns:
+            How many of its bytes are new.
+        """
         if start >= end:
             return 0
-        new_bytes = end - start - self.overlap_bytes(start, end)
-        # Everything that overlaps or touches melts into one interval.
+        # All intervals that overlap or touch become one.
         first = bisect_left(self._ends, start)
         last = bisect_right(self._starts, end)
+        new_bytes = end - start
+        for index in range(first, last):
+            new_bytes -= min(end, self._ends[index]) - max(start, self._starts[index])
         if first < last:
             start = min(start, self._starts[first])
             end = max(end, self._ends[last - 1])
         self._starts[first:last] = [start]
         self._ends[first:last] = [end]
-        self.covered_bytes += new_bytes
         return new_bytes
-
-    def intervals(self) -> list[tuple[int, int]]:
-        return list(zip(self._starts, self._ends, strict=True))

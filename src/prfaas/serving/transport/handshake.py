@@ -1,7 +1,7 @@
-"""Who is there: mutual proof of the shared key, then agreement on version and KV layout.
+"""The handshake: mutual proof of the shared key, then agreement on version and KV layout.
 
 Four steps: HELLO (client's name, role, nonce, fingerprint) → CHALLENGE (server's name, nonce and proof) →
-AUTH (client's proof) → WELCOME or REJECT. Both proofs cover everything said before, so nothing of it can be
+AUTH (client's proof) → WELCOME or REJECT. Both proofs cover everything sent before, so nothing of it can be
 changed or replayed, and each names its own side, so neither can be reflected.
 """
 
@@ -36,33 +36,41 @@ class HandshakeError(ConnectionError):
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """The authenticated other end of a connection. `session` is new with each start of the client."""
+    """The authenticated other end of a connection."""
 
     name: str
     role: str
+    """`ROLE_PRODUCER` or `ROLE_OBSERVER`."""
     session: str
+    """New with each start of the client."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientHello:
-    """What a client says first, and the proofs that follow from it."""
+    """What a client sends first, and the proofs that follow from it."""
 
     key: bytes
     name: str
     server_name: str
+    """The name that the server must prove to have."""
     role: str
     session: str
+    """New with each start of the client."""
     nonce: str
+    """16 random bytes as hex."""
     fingerprint: Fingerprint
+    """The client's KV layout."""
 
     @classmethod
     def new(
         cls, *, key: bytes, name: str, server_name: str, role: str, session: str, fingerprint: Fingerprint
     ) -> "ClientHello":
+        """A hello with a fresh nonce."""
         nonce = secrets.token_hex(NONCE_BYTES)
         return cls(key, name, server_name, role, session, nonce, dict(fingerprint))
 
     def body(self) -> dict[str, Any]:
+        """The fields of the HELLO frame."""
         return {
             "version": PROTOCOL_VERSION,
             "name": self.name,
@@ -74,10 +82,18 @@ class ClientHello:
         }
 
     def frame(self) -> bytes:
+        """The HELLO frame."""
         return pack_control(FrameType.HELLO, body=self.body())
 
     def answer(self, header: Header, body: Mapping[str, Any]) -> bytes:
-        """Check the server's CHALLENGE and return the AUTH frame; raises HandshakeError."""
+        """Check the server's CHALLENGE.
+
+        Returns:
+            The AUTH frame.
+
+        Raises:
+            HandshakeError: the server is another one, has another key, or rejected the connection.
+        """
         _raise_if_rejected(header, body, self.server_name)
         if header.kind is not FrameType.CHALLENGE:
             raise HandshakeError(f"{self.server_name} answered HELLO with {header.kind.name}")
@@ -91,7 +107,14 @@ class ClientHello:
         )
 
     def finish(self, header: Header, body: Mapping[str, Any]) -> str:
-        """Check that the last answer is WELCOME; returns the server's session. Raises HandshakeError."""
+        """Check that the last answer is WELCOME.
+
+        Returns:
+            The server's session, which is new with each of its starts.
+
+        Raises:
+            HandshakeError: the server rejected the connection.
+        """
         _raise_if_rejected(header, body, self.server_name)
         if header.kind is not FrameType.WELCOME:
             raise HandshakeError(f"{self.server_name} answered AUTH with {header.kind.name}")
@@ -99,7 +122,13 @@ class ClientHello:
 
 
 def greet(sock: socket.socket, hello: ClientHello) -> None:
-    """Client side on a blocking socket (give it a timeout); raises HandshakeError, WireError, OSError."""
+    """Client side on a blocking socket (give it a timeout).
+
+    Raises:
+        HandshakeError: the server is not the expected one, or rejected the connection.
+        WireError: it does not speak this protocol.
+        OSError: the connection is broken.
+    """
     sock.sendall(hello.frame())
     sock.sendall(hello.answer(*receive_control(sock)))
     hello.finish(*receive_control(sock))
@@ -116,8 +145,21 @@ def welcome(
 ) -> PeerIdentity:
     """Server side on a blocking socket (give it a timeout).
 
-    `producers`: the only names that may send (None: any that has the key). A refused client gets a REJECT
-    with the reason, which is also raised as HandshakeError.
+    Args:
+        sock: a connection that was just accepted.
+        key: of the deployment, 32 bytes.
+        name: this side's.
+        session: this side's, new with each start.
+        fingerprint: this side's KV layout.
+        producers: the only names that may send; None: all that have the key.
+
+    Returns:
+        Who the client is.
+
+    Raises:
+        HandshakeError: the client was refused; it got a REJECT with the same reason.
+        WireError: it does not speak this protocol.
+        OSError: the connection is broken.
     """
     header, body = _first_frame(sock)
     if header.kind is not FrameType.HELLO:
@@ -183,8 +225,8 @@ def _raise_if_rejected(header: Header, body: Mapping[str, Any], server_name: str
 def _proof(key: bytes, side: str, hello: Mapping[str, Any], server_nonce: str) -> bytes:
     # Canonical JSON of the whole HELLO: names, role, version, fingerprint and the client's nonce are all
     # covered.
-    said = json.dumps([side, server_nonce, dict(hello)], sort_keys=True, separators=(",", ":"))
-    return hmac.digest(key, b"prfaas handshake\x00" + said.encode(), "sha256")
+    sent = json.dumps([side, server_nonce, dict(hello)], sort_keys=True, separators=(",", ":"))
+    return hmac.digest(key, b"prfaas handshake\x00" + sent.encode(), "sha256")
 
 
 def _proved(key: bytes, side: str, hello: Mapping[str, Any], server_nonce: str, proof: str) -> bool:

@@ -1,10 +1,7 @@
 """One transfer on the consumer's side: its regions, its staging, what has arrived, and its phase.
 
-Ids of transfers that are over, kept for a while so that nothing late can bring them back.
-
-Which observers want to hear about which transfers.
-
-Whether an OPEN may become a transfer: the ticket, the names in it, and the regions both sides expect.
+Also the parts of the transfer table around it: the check of an OPEN, the ids of transfers that are over, and
+the observers of each transfer. None of the classes here is thread-safe: the table's lock guards them.
 """
 
 import time
@@ -16,12 +13,14 @@ from typing import Any, Protocol
 from prfaas.serving.transport.coverage import Coverage
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.staging import StagingLease
-from prfaas.serving.transport.status import TransferPhase, TransferStatus
 from prfaas.serving.transport.ticket import Ticket, TicketError
 from prfaas.serving.transport.wire import (
     MAX_REGION_BYTES,
     MAX_REGIONS,
     FrameType,
+    Header,
+    TransferPhase,
+    TransferStatus,
     WireError,
     pack_control,
     text_field,
@@ -29,7 +28,10 @@ from prfaas.serving.transport.wire import (
 
 
 class Tombstones:
-    """Bounded map transfer id → (last status, when to forget). Not thread-safe: the book's lock guards it."""
+    """Transfers that are over, kept for a while so that no late frame can start one again.
+
+    A bounded map: transfer id → (last status, when to forget).
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -39,16 +41,18 @@ class Tombstones:
         return len(self._entries)
 
     def get(self, transfer_id: bytes) -> TransferStatus | None:
+        """The last status of a transfer that is over; None: no such transfer is remembered."""
         entry = self._entries.get(transfer_id)
         return None if entry is None else entry[0]
 
     def put(self, transfer_id: bytes, status: TransferStatus, forget_at_s: float) -> None:
+        """Remember a transfer until `forget_at_s` (time.monotonic()); the oldest one makes room for it."""
         self._entries[transfer_id] = (status, forget_at_s)
         while len(self._entries) > self._limit:
             self._entries.popitem(last=False)
 
     def sweep(self, now_s: float) -> None:
-        """Forget what is due. Lifetimes differ little, so only the old end of the map is looked at."""
+        """Forget what is due. Lifetimes differ little, so only the oldest entries are looked at."""
         while self._entries:
             transfer_id, (_, forget_at_s) = next(iter(self._entries.items()))
             if forget_at_s > now_s:
@@ -60,46 +64,50 @@ _ALIGN_BYTES = 64
 
 
 class FrameSink(Protocol):
-    """A connection as the book of transfers sees it; neither method blocks."""
+    """A connection as the transfer table sees it; neither method blocks."""
 
-    def post(self, frame: bytes) -> None: ...
+    def post(self, frame: bytes) -> None:
+        """Send a frame soon."""
 
-    def shut(self) -> None: ...
+    def shut(self) -> None:
+        """Break the connection."""
 
 
 @dataclass(slots=True, eq=False)
 class ProducerSession:
-    """One running producer: all its connections, and when it was last heard."""
+    """One running producer with all its connections."""
 
     name: str
     session: str
-    links: list[FrameSink] = field(default_factory=list)
+    """New with each start of the producer."""
+    connections: list[FrameSink] = field(default_factory=list)
     lost_at_s: float | None = None
-    moved_at_s: float = 0.0
+    """When its last connection ended; None while it has one."""
+    progressed_at_s: float = 0.0
+    """When a chunk or an END of any of its transfers came last."""
 
     def same(self, other: "ProducerSession") -> bool:
+        """Whether both are the same run of the same producer."""
         return (self.name, self.session) == (other.name, other.session)
 
 
 @dataclass(slots=True, eq=False)
 class ChunkPlace:
-    """Where the payload of one DATA frame goes while it is read from the socket.
+    """Where the payload of one DATA frame goes while it is read from the socket."""
 
-    With a transfer: into `pieces` of its staging. Without: to be drained, then answered with `answer` (an ACK
-    of a doubled chunk, an ABORT for a transfer that is over).
-    """
-
-    pieces: list[memoryview]
-    region: int
-    start: int
-    end: int
-    link: FrameSink
+    header: Header
+    """Of the frame: transfer, region, offset and length in bytes."""
+    connection: FrameSink
     transfer: "IncomingTransfer | None" = None
+    """None: the payload is of no use and must only be read off the socket."""
+    pieces: list[memoryview] = field(default_factory=list)
+    """The chunk's memory in staging, in order; empty without a transfer."""
     answer: bytes = b""
+    """Without a transfer: the frame to answer with (ACK of a doubled chunk, ABORT of a transfer that is over)."""
 
 
 class IncomingTransfer:
-    """State machine WAITING → RECEIVING → COMPLETE | FAILED. Not thread-safe: the book's lock guards it."""
+    """State machine WAITING → RECEIVING → COMPLETE | FAILED."""
 
     def __init__(
         self, ticket: Ticket, region_bytes: tuple[int, ...], session: ProducerSession, now_s: float
@@ -108,6 +116,7 @@ class IncomingTransfer:
         self.region_bytes = region_bytes
         self.session = session
         self.region_starts: list[int] = []
+        """Offset of each region in the lease, in bytes."""
         lease_bytes = 0
         for nbytes in region_bytes:
             self.region_starts.append(lease_bytes)
@@ -117,21 +126,27 @@ class IncomingTransfer:
         self.phase = TransferPhase.WAITING
         self.reason = ""
         self.lease: StagingLease | None = None
+        """Its staging: from RECEIVING until it is handed over or freed."""
         self.received_bytes = 0
-        self.hidden_bytes = 0
+        """Verified bytes in staging."""
+        self.overlapped_bytes = 0
+        """Those of them that the producer knew to be there when the prefill ended."""
         self.ended = False
+        """END has come."""
         self.opened_at_s = now_s
-        self.moved_at_s = now_s
+        self.progressed_at_s = now_s
+        """When the phase changed last or a verified chunk came."""
         self._coverage = [Coverage() for _ in region_bytes]
         self._arriving: list[ChunkPlace] = []
 
     def status(self, *, taken: bool = False) -> TransferStatus:
+        """A snapshot; `taken`: the engine owns the staged bytes."""
         return TransferStatus(
             phase=self.phase,
             reason=self.reason,
             received_bytes=self.received_bytes,
             total_bytes=self.total_bytes,
-            hidden_bytes=self.hidden_bytes,
+            overlapped_bytes=self.overlapped_bytes,
             num_tokens=self.ticket.num_tokens,
             skip_tokens=self.ticket.skip_tokens,
             taken=taken,
@@ -139,13 +154,14 @@ class IncomingTransfer:
 
     @property
     def covered(self) -> bool:
+        """Whether every byte of every region is in place."""
         return self.received_bytes == self.total_bytes
 
     def overdue(self, options: ReceiverOptions, now_s: float) -> str:
         """Why the transfer must end now, as a sentence; "" as long as every deadline is kept."""
         session = self.session
         if self.phase is TransferPhase.COMPLETE:
-            late = now_s - self.moved_at_s > options.ttl_s
+            late = now_s - self.progressed_at_s > options.ttl_s
             return f"nobody took it within {options.ttl_s:g} s" if late else ""
         if session.lost_at_s is not None and now_s - session.lost_at_s > options.reconnect_grace_s:
             return f"connection to {session.name} lost"
@@ -153,15 +169,19 @@ class IncomingTransfer:
             late = now_s - self.opened_at_s > options.staging_wait_s
             return f"staging was full for {options.staging_wait_s:g} s" if late else ""
         # Its chunks may wait behind another transfer's, so after END the producer's progress counts, not its own.
-        heard_at_s = max(session.moved_at_s, self.moved_at_s)
+        heard_at_s = max(session.progressed_at_s, self.progressed_at_s)
         if self.ended and now_s - heard_at_s > options.progress_deadline_s:
             return f"no progress for {options.progress_deadline_s:g} s after prefill ended"
-        if now_s - self.moved_at_s > options.idle_deadline_s:
+        if now_s - self.progressed_at_s > options.idle_deadline_s:
             return f"no progress for {options.idle_deadline_s:g} s"
         return ""
 
     def is_duplicate(self, region: int, start: int, end: int) -> bool:
-        """Whether the chunk is in place already; raises WireError for a chunk that cannot belong here."""
+        """Whether the chunk is in place already.
+
+        Raises:
+            WireError: the chunk cannot belong to this transfer.
+        """
         if region >= len(self.region_bytes):
             raise WireError(f"DATA names region {region}, the transfer has {len(self.region_bytes)}")
         if end > self.region_bytes[region] or start >= end:
@@ -174,18 +194,19 @@ class IncomingTransfer:
             raise WireError(f"DATA {start}..{end} of region {region} is half in place already")
         return overlap > 0
 
-    def rival(self, region: int, start: int, end: int) -> ChunkPlace | None:
+    def overlapping(self, region: int, start: int, end: int) -> ChunkPlace | None:
         """A chunk that is arriving right now on another connection and overlaps this one."""
         for place in self._arriving:
-            if place.region == region and place.start < end and start < place.end:
+            other = place.header
+            if other.region == region and other.offset < end and start < other.offset + other.length_bytes:
                 return place
         return None
 
-    def pin(self, region: int, start: int, end: int, link: FrameSink) -> ChunkPlace:
-        """Hold the staging of one chunk while a connection writes into it."""
+    def pin(self, header: Header, connection: FrameSink) -> ChunkPlace:
+        """Hold the staging of one chunk while `connection` writes into it."""
         assert self.lease is not None
-        pieces = self.lease.views(self.region_starts[region] + start, end - start)
-        place = ChunkPlace(pieces, region, start, end, link, transfer=self)
+        pieces = self.lease.views(self.region_starts[header.region] + header.offset, header.length_bytes)
+        place = ChunkPlace(header, connection, self, pieces)
         self._arriving.append(place)
         return place
 
@@ -194,8 +215,10 @@ class IncomingTransfer:
         self._arriving.remove(place)
         place.pieces.clear()
         if verified:
-            self.received_bytes += self._coverage[place.region].add(place.start, place.end)
-            self.moved_at_s = now_s
+            start = place.header.offset
+            coverage = self._coverage[place.header.region]
+            self.received_bytes += coverage.add(start, start + place.header.length_bytes)
+            self.progressed_at_s = now_s
         if self.phase is TransferPhase.FAILED:
             self.release()
 
@@ -209,43 +232,47 @@ class IncomingTransfer:
 
 
 class Watchers:
-    """Map transfer id → connections, until its last phase was told. Not thread-safe: the book's lock guards it."""
+    """The connections that watch each transfer, until its last phase was sent to them."""
 
     def __init__(self) -> None:
-        self._links: dict[bytes, set[FrameSink]] = {}
+        self._connections: dict[bytes, set[FrameSink]] = {}
 
     def __len__(self) -> int:
-        return len(self._links)
+        return len(self._connections)
 
-    def add(self, link: FrameSink, transfer_id: bytes, status: TransferStatus | None) -> None:
-        """Tell the present status, if there is one, and remember the connection if more can follow."""
+    def add(self, connection: FrameSink, transfer_id: bytes, status: TransferStatus | None) -> None:
+        """Send the present status, if there is one, and remember the connection if more can follow."""
         if status is not None:
-            link.post(_frame(transfer_id, status))
+            connection.post(_frame(transfer_id, status))
         if status is None or not status.phase.terminal:
-            self._links.setdefault(transfer_id, set()).add(link)
+            self._connections.setdefault(transfer_id, set()).add(connection)
 
-    def has(self, link: FrameSink, transfer_id: bytes) -> bool:
-        return link in self._links.get(transfer_id, ())
+    def has(self, connection: FrameSink, transfer_id: bytes) -> bool:
+        """Whether the connection still waits for a phase of the transfer."""
+        return connection in self._connections.get(transfer_id, ())
 
-    def remove(self, link: FrameSink, transfer_ids: set[bytes]) -> None:
+    def remove(self, connection: FrameSink, transfer_ids: set[bytes]) -> None:
+        """The connection is gone."""
         for transfer_id in transfer_ids:
-            links = self._links.get(transfer_id)
-            if links is not None:
-                links.discard(link)
-                if not links:
-                    del self._links[transfer_id]
+            connections = self._connections.get(transfer_id)
+            if connections is not None:
+                connections.discard(connection)
+                if not connections:
+                    del self._connections[transfer_id]
 
-    def tell(self, transfer_id: bytes, status: TransferStatus) -> None:
-        links = self._links.get(transfer_id)
-        if links:
+    def notify(self, transfer_id: bytes, status: TransferStatus) -> None:
+        """Send a new status to every connection that watches the transfer."""
+        connections = self._connections.get(transfer_id)
+        if connections:
             frame = _frame(transfer_id, status)
-            for link in links:
-                link.post(frame)
+            for connection in connections:
+                connection.post(frame)
             if status.phase.terminal:
-                del self._links[transfer_id]
+                del self._connections[transfer_id]
 
     def clear(self) -> None:
-        self._links.clear()
+        """Forget all."""
+        self._connections.clear()
 
 
 def _frame(transfer_id: bytes, status: TransferStatus) -> bytes:
@@ -256,7 +283,11 @@ class RegionLayout(Protocol):
     """The consumer's own idea of what a transfer consists of."""
 
     def region_bytes(self, num_tokens: int, skip_tokens: int) -> Sequence[int]:
-        """Sizes in bytes of the regions of one transfer; ValueError if the numbers are absurd."""
+        """Sizes in bytes of the regions of a transfer of tokens [skip_tokens, num_tokens).
+
+        Raises:
+            ValueError: there can be no such transfer.
+        """
 
 
 def check_open(
@@ -268,9 +299,21 @@ def check_open(
     key: bytes,
     layout: RegionLayout,
 ) -> tuple[Ticket, tuple[int, ...]]:
-    """The ticket of an OPEN and the region sizes in bytes; ValueError with the sentence to refuse it with.
+    """Check the ticket of an OPEN, the names in it, and the regions that both sides expect.
 
-    `name` is this side's, `producer` the authenticated peer's.
+    Args:
+        body: of the OPEN frame.
+        transfer_id: of its header.
+        name: this side's.
+        producer: the authenticated peer's.
+        key: of the deployment, 32 bytes.
+        layout: gives the regions that this side expects.
+
+    Returns:
+        The ticket, and the size of each region in bytes.
+
+    Raises:
+        ValueError: with the sentence to refuse the OPEN with.
     """
     ticket = Ticket.unseal(text_field(body, "ticket"), key, time.time())
     if ticket.transfer_id != transfer_id:

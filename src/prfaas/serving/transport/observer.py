@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, HandshakeError
-from prfaas.serving.transport.status import TransferStatus
 from prfaas.serving.transport.wire import (
     HEADER_BYTES,
     FrameType,
     Header,
+    TransferStatus,
     WireError,
     pack_control,
     parse_control,
@@ -42,42 +42,50 @@ class Observer:
         self._session = secrets.token_hex(8)
         self._peer_session = ""
         self._writer: asyncio.StreamWriter | None = None
-        self._keeper: asyncio.Task[None] | None = None
+        self._connection_task: asyncio.Task[None] | None = None
         self._connecting = asyncio.Lock()
         self._closed = False
         self._waits: dict[bytes, set[asyncio.Future[TransferStatus]]] = {}
         self._announced: set[bytes] = set()
-        self._asked: deque[asyncio.Future[dict[str, Any]]] = deque()
+        self._stats_waits: deque[asyncio.Future[dict[str, Any]]] = deque()
 
     @property
     def connected(self) -> bool:
         return self._writer is not None
 
     async def connect(self) -> None:
-        """Be connected; raises ConnectionError (HandshakeError among them) with the reason."""
+        """Connect unless that is done.
+
+        Raises:
+            ConnectionError: with the reason; a HandshakeError is one.
+        """
         async with self._connecting:
             if self._closed:
                 raise ConnectionError(f"observer of {self.peer_name} is closed")
-            if self._keeper is not None and not self._keeper.done():
+            if self._connection_task is not None and not self._connection_task.done():
                 return
-            reader = await self._dial()
-            self._keeper = asyncio.create_task(self._keep(reader), name=f"prfaas-observe-{self.peer_name}")
+            reader = await self._open_connection()
+            self._connection_task = asyncio.create_task(
+                self._stay_connected(reader), name=f"prfaas-observe-{self.peer_name}"
+            )
 
     async def close(self) -> None:
         """End the connection; pending calls raise ConnectionError. Idempotent."""
         self._closed = True
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
-            keeper.cancel()
+        task, self._connection_task = self._connection_task, None
+        if task is not None:
+            task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await keeper
-        await self._hang_up()
+                await task
+        await self._disconnect()
         self._fail_all("the observer was closed")
 
     async def wait(self, transfer_id: bytes, timeout_s: float) -> TransferStatus:
         """The final status (COMPLETE or FAILED) of a transfer, which need not have been opened yet.
 
-        Raises TimeoutError after `timeout_s`, ConnectionError when the receiver is gone.
+        Raises:
+            TimeoutError: there is none after `timeout_s`.
+            ConnectionError: the receiver is gone.
         """
         async with asyncio.timeout(timeout_s):
             await self.connect()
@@ -95,22 +103,29 @@ class Observer:
                         self._announced.discard(transfer_id)
 
     def announced(self, transfer_id: bytes) -> bool:
-        """Whether the receiver has heard of a transfer that somebody waits for here."""
+        """Whether the receiver knows a transfer that a `wait` of this observer is for."""
         return transfer_id in self._announced
 
     async def abandon(self, transfer_id: bytes, reason: str) -> None:
-        """Tell the receiver to drop a transfer, or to refuse it if it has not come yet; ConnectionError if it
-        cannot be told (its own deadlines drop the transfer then)."""
+        """Ask the receiver to drop a transfer, or to refuse it if it has not come yet.
+
+        Raises:
+            ConnectionError: it cannot be reached; its own deadlines drop the transfer then.
+        """
         await self.connect()
         self._send(pack_control(FrameType.ABANDON, transfer_id, {"reason": reason[:4096]}))
         if self._writer is None:
             raise ConnectionError(f"connection to {self.peer_name} is lost")
 
     async def stats(self) -> dict[str, Any]:
-        """The receiver's `stats()`; raises ConnectionError."""
+        """The receiver's `stats()`.
+
+        Raises:
+            ConnectionError: the receiver is gone.
+        """
         await self.connect()
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._asked.append(future)
+        self._stats_waits.append(future)
         self._send(pack_control(FrameType.STATS))
         return await future
 
@@ -119,8 +134,8 @@ class Observer:
         if self._writer is not None:
             self._writer.write(frame)
 
-    async def _dial(self) -> asyncio.StreamReader:
-        """Connect and shake hands; raises ConnectionError."""
+    async def _open_connection(self) -> asyncio.StreamReader:
+        """Connect and shake hands."""
         host, port = self._address
         try:
             async with asyncio.timeout(_CONNECT_S):
@@ -157,7 +172,7 @@ class Observer:
             self._fail_all(f"{self.peer_name} was restarted")
         self._peer_session = peer_session
 
-    async def _keep(self, reader: asyncio.StreamReader) -> None:
+    async def _stay_connected(self, reader: asyncio.StreamReader) -> None:
         """Read until the connection is lost; then reconnect, or give up after a while."""
         trouble = "connection lost"
         try:
@@ -166,23 +181,23 @@ class Observer:
                     await self._read(reader)
                 except (OSError, WireError, asyncio.IncompleteReadError) as error:
                     trouble = str(error)
-                await self._hang_up()
-                self._fail_asked(f"connection to {self.peer_name} lost")
-                reader = await self._dial_again()
+                await self._disconnect()
+                self._fail_stats(f"connection to {self.peer_name} lost")
+                reader = await self._reconnect()
                 for transfer_id in self._waits:
                     self._send(pack_control(FrameType.WATCH, transfer_id))
         except ConnectionError as error:
             trouble = str(error)
         finally:
-            await self._hang_up()
+            await self._disconnect()
             self._fail_all(f"{self.peer_name} is gone: {trouble}")
 
-    async def _dial_again(self) -> asyncio.StreamReader:
+    async def _reconnect(self) -> asyncio.StreamReader:
         backoff_s = _BACKOFF_S
         give_up_s = asyncio.get_running_loop().time() + _RECONNECT_S
         while True:
             try:
-                return await self._dial()
+                return await self._open_connection()
             except ConnectionError:
                 if asyncio.get_running_loop().time() + backoff_s > give_up_s:
                     raise
@@ -195,8 +210,8 @@ class Observer:
             if header.kind is FrameType.STATUS:
                 self._settle(header.transfer_id, TransferStatus.from_body(body))
             elif header.kind is FrameType.STATS:
-                if self._asked:
-                    _resolve(self._asked.popleft(), dict(body))
+                if self._stats_waits:
+                    _resolve(self._stats_waits.popleft(), dict(body))
             else:
                 raise WireError(f"{self.peer_name} may not send {header.kind.name} to an observer")
 
@@ -207,7 +222,7 @@ class Observer:
             for future in self._waits.get(transfer_id, ()):
                 _resolve(future, status)
 
-    async def _hang_up(self) -> None:
+    async def _disconnect(self) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
@@ -219,11 +234,11 @@ class Observer:
             for future in futures:
                 if not future.done():
                     future.set_exception(ConnectionError(reason))
-        self._fail_asked(reason)
+        self._fail_stats(reason)
 
-    def _fail_asked(self, reason: str) -> None:
-        while self._asked:
-            future = self._asked.popleft()
+    def _fail_stats(self, reason: str) -> None:
+        while self._stats_waits:
+            future = self._stats_waits.popleft()
             if not future.done():
                 future.set_exception(ConnectionError(reason))
 

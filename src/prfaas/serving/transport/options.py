@@ -1,6 +1,6 @@
-"""Deadlines and limits of both ends. The defaults fit datacenters up to about 100 ms apart.
+"""What both ends are configured with: peers, deadlines, limits.
 
-A consumer that a producer may send to.
+The defaults fit datacenters up to about 100 ms apart.
 """
 
 from dataclasses import dataclass
@@ -8,17 +8,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """`link` names the bandwidth budget that the connections to this peer draw on; None bandwidth:
-    unpaced. `on_demand`: connected by the first transfer instead of ahead of time.
-    """
+    """A consumer that a producer may send to."""
 
     name: str
     host: str
     port: int
     link: str
+    """The bandwidth budget that the connections to this peer share with others of the same link."""
     connections: int
+    """Parallel TCP connections, 1 to 64."""
     bandwidth_bits_per_s: float | None
+    """Of the whole link; None: not paced."""
     on_demand: bool = False
+    """Connected by the first transfer instead of ahead of time."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.connections <= 64:
@@ -31,52 +33,58 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class ReceiverOptions:
-    """How long the consumer waits for what (seconds).
-
-    staging_wait_s: an OPEN waits that long for staging before it is refused.
-    reconnect_grace_s: a producer without any connection that long has lost its unfinished transfers.
-    progress_deadline_s: after END, or inside a frame, the producer must deliver something that often.
-    idle_deadline_s: before END (prefill may be slow), a transfer must gain a byte that often.
-    ttl_s: a complete transfer that nobody takes is dropped then.
-    tombstone_s: a finished transfer's id is remembered at least that long, and until its ticket expires.
-    """
+    """Deadlines and limits of the consumer."""
 
     staging_wait_s: float = 30.0
+    """An OPEN waits that long for staging before it is refused."""
     reconnect_grace_s: float = 2.0
+    """A producer without any connection that long has lost its unfinished transfers."""
     progress_deadline_s: float = 10.0
+    """After END, or inside a frame, the producer must deliver something that often."""
     idle_deadline_s: float = 600.0
+    """Before END (prefill may be slow), a transfer must gain a byte that often."""
     ttl_s: float = 120.0
+    """A complete transfer that the engine does not take is dropped after that time."""
     tombstone_s: float = 300.0
+    """A finished transfer's id is remembered at least that long, and until its ticket expires."""
     handshake_s: float = 5.0
     user_timeout_s: float = 10.0
+    """TCP_USER_TIMEOUT of every connection."""
     congestion: str | None = "bbr"
+    """Congestion control to ask the kernel for; None: its default."""
     max_connections: int = 256
     max_waiting: int = 1024
+    """Transfers that may wait for staging."""
     max_tombstones: int = 65536
 
 
 @dataclass(frozen=True, slots=True)
 class SenderOptions:
-    """How long the producer waits for what (seconds), and how it cuts.
-
-    accept_deadline_s: an OPEN without an answer that long fails (longer than the receiver's staging_wait_s).
-    reconnect_grace_s: a peer without any connection that long fails its transfers.
-    progress_deadline_s: a connection with chunks in flight and no acknowledgement that long is closed, its
-    chunks go back to the queue. transfer_deadline_s: a peer that has work and acknowledges nothing that long
-    fails its transfers. max_resends: a chunk reported damaged more often fails its transfer.
-    """
+    """Deadlines and limits of the producer."""
 
     accept_deadline_s: float = 60.0
+    """An OPEN without an answer that long fails; must be longer than the receiver's `staging_wait_s`."""
     reconnect_grace_s: float = 2.0
+    """A peer without any connection that long fails its transfers."""
     progress_deadline_s: float = 5.0
+    """A connection with unanswered chunks that long is closed; the chunks go back to the queue."""
     transfer_deadline_s: float = 20.0
+    """A peer that has work and acknowledges nothing that long fails its transfers."""
     connect_s: float = 5.0
+    """For connecting, and for each step of the handshake."""
     backoff_min_s: float = 0.05
     backoff_max_s: float = 2.0
     user_timeout_s: float = 10.0
+    """TCP_USER_TIMEOUT of every connection."""
     congestion: str | None = "bbr"
+    """Congestion control to ask the kernel for; None: its default."""
     chunk_bytes: int = 1 << 20
+    """The largest chunk, and the size of each connection's buffer."""
     min_chunk_bytes: int = 32 << 10
+    """The smallest chunk that a slow link leads to."""
     chunk_s: float = 0.05
+    """A paced connection's chunks are cut so that each takes about that long."""
     max_resends: int = 8
+    """A chunk reported damaged more often fails its transfer."""
     sample_s: float = 0.1
+    """Period of the link samples and of the deadlines, while there is work."""

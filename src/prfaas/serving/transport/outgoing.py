@@ -1,23 +1,17 @@
-"""One transfer on the producer's side, as the engine's connector holds it.
+"""One transfer on the producer's side: the engine's handle, the chunks it is cut into, what is unanswered.
 
-Where the bytes of a chunk come from at the producer.
-
-A stretch of a region that is to be sent: what the queue holds, and, once cut, what a connection carries.
-
-What one live connection has sent and not yet got an answer to.
+The bytes of a transfer stay with the engine until a connection copies them: a `ChunkSource` is a promise to
+deliver them. Order of the parts below: source, chunk, transfer, then what one connection has in flight.
 """
 
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from prfaas.serving.transport.coverage import Coverage
 from prfaas.serving.transport.pacing import Paced
 from prfaas.serving.transport.wire import FrameType
-
-if TYPE_CHECKING:
-    from prfaas.serving.transport.peer_queue import Lane
 
 
 class SourceGone(Exception):
@@ -33,7 +27,10 @@ class ChunkSource(Protocol):
     def read_into(self, start: int, out: memoryview) -> None:
         """Copy bytes [start, start + len(out)) into `out`. Called by writer threads, several at once.
 
-        May be called more than once for the same bytes (after a lost connection). Raises SourceGone.
+        May be called more than once for the same bytes (after a lost connection).
+
+        Raises:
+            SourceGone: the bytes are no longer there.
         """
 
 
@@ -52,43 +49,42 @@ class BytesSource:
 
 
 @dataclass(slots=True, eq=False)
-class Span:
-    """Bytes [start, end) of `region`; `source` holds them from `base` (region offset) on.
-
-    `turn` is the order of `put`: spans go out by turn, then by start, whatever connection they were cut for
-    before.
-    """
+class Chunk:
+    """Bytes [start, end) of one region, to be sent. Chunks go out by `sequence`, then by `start`."""
 
     transfer: "OutgoingTransfer"
-    turn: int
+    sequence: int
+    """The order of `put`; it stays when a chunk is sent again on another connection."""
     region: int
     start: int
+    """Offset in the region, in bytes."""
     end: int
     base: int
+    """Offset in the region at which `source` begins, in bytes."""
     source: ChunkSource
     resends: int = 0
+    """How often the consumer reported it damaged."""
     whole: bool = False
+    """It was sent once: it must be sent again as it is, since the consumer compares ranges."""
 
-    def __lt__(self, other: "Span") -> bool:
-        return (self.turn, self.start) < (other.turn, other.start)
+    def __lt__(self, other: "Chunk") -> bool:
+        return (self.sequence, self.start) < (other.sequence, other.start)
 
     @property
     def nbytes(self) -> int:
         return self.end - self.start
 
-    def cut(self, nbytes: int) -> "Span":
-        """Take a chunk of at most `nbytes` off the front; a chunk once cut stays whole when it is
-        sent again.
-        """
-        if self.whole or self.nbytes <= nbytes:
+    def cut(self, nbytes: int) -> "Chunk":
+        """Take at most `nbytes` off the front, as a chunk of its own; self if that is all of it."""
+        if self.whole or self.end - self.start <= nbytes:
             self.whole = True
             return self
         end = self.start + nbytes
-        chunk = Span(
-            self.transfer, self.turn, self.region, self.start, end, self.base, self.source, whole=True
+        front = Chunk(
+            self.transfer, self.sequence, self.region, self.start, end, self.base, self.source, whole=True
         )
         self.start = end
-        return chunk
+        return front
 
 
 class SendPhase(enum.StrEnum):
@@ -103,61 +99,103 @@ class SendPhase(enum.StrEnum):
 
     @property
     def terminal(self) -> bool:
-        return self in (SendPhase.COMPLETE, SendPhase.FAILED)
+        return self is SendPhase.COMPLETE or self is SendPhase.FAILED
+
+
+class TransferQueue(Protocol):
+    """What a transfer asks of the queue that it was opened on."""
+
+    def put(self, transfer: "OutgoingTransfer", region: int, offset: int, source: ChunkSource) -> None: ...
+
+    def end(self, transfer: "OutgoingTransfer") -> None: ...
+
+    def abort(self, transfer: "OutgoingTransfer", reason: str) -> None: ...
+
+    def await_quiescent(self, transfer: "OutgoingTransfer", timeout_s: float) -> bool: ...
 
 
 class OutgoingTransfer:
     """Handle of a transfer; thread-safe, and no method waits for the network but `await_quiescent`.
 
-    `phase`, `reason`, `acked_bytes` and `total_bytes` are plain attributes: cheap to read at every engine
-    step. The fields below the line belong to the lane and are guarded by its lock.
+    The attributes are plain: cheap to read at every engine step.
     """
 
     def __init__(
-        self, lane: "Lane | None", transfer_id: bytes, region_bytes: Sequence[int], opened_at_s: float
+        self,
+        queue: TransferQueue | None,
+        transfer_id: bytes,
+        region_bytes: Sequence[int],
+        opened_at_s: float,
     ) -> None:
         self.transfer_id = transfer_id
         self.region_bytes = tuple(region_bytes)
+        """Size of each region, in bytes."""
         self.total_bytes = sum(self.region_bytes)
         self.phase = SendPhase.OPENING
         self.reason = ""
+        """Why it FAILED, else empty."""
         self.acked_bytes = 0
-        self.hidden_bytes = 0
+        """Bytes that lie verified at the consumer."""
+        self.overlapped_bytes = 0
+        """Those of them that lay there when the prefill ended; 0 until `end`."""
         self.put_bytes = 0
-        # ---
-        self.lane = lane
+        """Bytes that the engine has produced."""
+
+        # The queue's own, guarded by its lock.
+        self.queue = queue
+        """None: it failed before it could begin."""
         self.opened_at_s = opened_at_s
         self.ended = False
         self.end_acked = False
         self.reading = 0
-        self.pending: list[Span] = []
+        """Writer threads that read a source at this moment."""
+        self.pending: list[Chunk] = []
+        """What was put before the consumer accepted."""
         self.coverage = [Coverage() for _ in self.region_bytes]
+
+    @classmethod
+    def failed(cls, transfer_id: bytes, region_bytes: Sequence[int], reason: str) -> "OutgoingTransfer":
+        """A transfer that failed before it could begin."""
+        transfer = cls(None, transfer_id, region_bytes, 0.0)
+        transfer.reason = reason
+        transfer.phase = SendPhase.FAILED
+        return transfer
 
     def put(self, region: int, offset: int, source: ChunkSource) -> None:
         """Queue all bytes of `source` for [offset, offset + source.nbytes) of `region`, behind what was put
         before.
 
-        Ignored once the transfer is over. Raises ValueError outside the region or over bytes that were put
-        already.
+        Ignored once the transfer is over.
+
+        Raises:
+            ValueError: outside the region, or over bytes that were put already.
         """
-        if self.lane is not None:
-            self.lane.put(self, region, offset, source)
+        if self.queue is None:
+            return
+        end = offset + source.nbytes
+        if not 0 <= region < len(self.region_bytes):
+            raise ValueError(f"region {region} is not one of the {len(self.region_bytes)} announced")
+        if offset < 0 or end > self.region_bytes[region]:
+            raise ValueError(
+                f"bytes {offset}..{end} lie outside region {region} of {self.region_bytes[region]} bytes"
+            )
+        self.queue.put(self, region, offset, source)
 
     def end(self) -> None:
-        """Prefill has finished: END goes ahead of all queued data and freezes `hidden_bytes`. Idempotent.
+        """Prefill has finished: END goes ahead of all queued data and freezes `overlapped_bytes`. Idempotent.
 
         The transfer completes when every byte of every region has been put and acknowledged; what is still
         missing may be put after this.
         """
-        if self.lane is not None:
-            self.lane.end(self)
+        if self.queue is not None:
+            self.queue.end(self)
 
     def abort(self, reason: str) -> None:
         """Give up: the transfer is FAILED, queued chunks and sources are dropped, the consumer is
         told. Idempotent.
         """
-        if self.lane is not None:
-            self.lane.abort(self, reason)
+        if self.queue is not None:
+            self.queue.abort(self, reason)
 
     def idle(self) -> bool:
         """Nothing of what was put is still needed: all of it is acknowledged, or the transfer is over; and
@@ -169,22 +207,18 @@ class OutgoingTransfer:
 
         Only after True may the memory behind the sources of an aborted or failed transfer be reused.
         """
-        return True if self.lane is None else self.lane.await_quiescent(self, timeout_s)
-
-    @classmethod
-    def stillborn(cls, transfer_id: bytes, region_bytes: Sequence[int], reason: str) -> "OutgoingTransfer":
-        """A transfer that failed before it could begin."""
-        transfer = cls(None, transfer_id, region_bytes, 0.0)
-        transfer.reason = reason
-        transfer.phase = SendPhase.FAILED
-        return transfer
+        return True if self.queue is None else self.queue.await_quiescent(self, timeout_s)
 
 
 class Carrier(Paced, Protocol):
-    """A connection as its lane sees it."""
+    """A connection as its queue sees it."""
 
     @property
     def number(self) -> int: ...
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The largest chunk to cut for it at its present rate."""
 
     def shut(self) -> None: ...
 
@@ -199,23 +233,44 @@ class ControlJob:
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
-    """What one live connection carries unanswered; guarded by its lane's lock."""
+class InFlightWindow:
+    """What one live connection has sent and got no answer to; guarded by its queue's lock."""
 
     connection: Carrier
-    chunks: dict[tuple[bytes, int, int], Span] = field(default_factory=dict)
-    controls: dict[tuple[bytes, FrameType], ControlJob] = field(default_factory=dict)
+    chunks: dict[tuple[bytes, int, int], Chunk] = field(default_factory=dict)
+    """By transfer id, region and start."""
+    opens: dict[bytes, ControlJob] = field(default_factory=dict)
+    """OPEN frames by transfer id."""
+    ends: dict[bytes, ControlJob] = field(default_factory=dict)
+    """END frames by transfer id."""
     heard_at_s: float = 0.0
-    ended: bool = False
+    """When an answer came last, or when the first unanswered frame was sent."""
+    closed: bool = False
+    """The connection is broken: nothing more goes out on it."""
 
     @property
-    def waits(self) -> bool:
+    def awaits_answer(self) -> bool:
         """Whether an answer is due soon (an OPEN may wait long for staging, so it does not count)."""
-        return bool(self.chunks) or any(kind is FrameType.END for _, kind in self.controls)
+        return bool(self.chunks or self.ends)
+
+    def add_chunk(self, chunk: Chunk, now_s: float) -> None:
+        """The chunk is about to be sent."""
+        if not self.awaits_answer:
+            self.heard_at_s = now_s
+        self.chunks[chunk.transfer.transfer_id, chunk.region, chunk.start] = chunk
+
+    def add_control(self, job: ControlJob, now_s: float) -> None:
+        """The frame is about to be sent; an ABORT has no answer to wait for."""
+        if job.kind is FrameType.ABORT:
+            return
+        if not self.awaits_answer:
+            self.heard_at_s = now_s
+        unanswered = self.opens if job.kind is FrameType.OPEN else self.ends
+        unanswered[job.transfer.transfer_id] = job
 
     def forget(self, transfer: OutgoingTransfer) -> None:
         """Drop what belongs to a transfer that is over; late answers to it are ignored."""
-        for key in [key for key, span in self.chunks.items() if span.transfer is transfer]:
+        for key in [key for key, chunk in self.chunks.items() if chunk.transfer is transfer]:
             del self.chunks[key]
-        for kind in (FrameType.OPEN, FrameType.END):
-            self.controls.pop((transfer.transfer_id, kind), None)
+        self.opens.pop(transfer.transfer_id, None)
+        self.ends.pop(transfer.transfer_id, None)

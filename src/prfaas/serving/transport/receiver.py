@@ -11,11 +11,11 @@ from typing import Any
 from prfaas.serving.transport.handshake import Fingerprint, PeerIdentity, welcome
 from prfaas.serving.transport.incoming import RegionLayout
 from prfaas.serving.transport.options import ReceiverOptions
-from prfaas.serving.transport.receiver_connection import AcceptedConnection
+from prfaas.serving.transport.receiver_connection import ReceiverConnection
 from prfaas.serving.transport.sockets import shut, tune
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
-from prfaas.serving.transport.status import TransferStatus
-from prfaas.serving.transport.transfer_table import Book
+from prfaas.serving.transport.transfer_table import TransferTable
+from prfaas.serving.transport.wire import TransferStatus
 
 log = logging.getLogger(__name__)
 
@@ -24,11 +24,9 @@ _ACCEPT_BACKLOG = 128
 
 
 class Receiver:
-    """Receives KV transfers into `arena`; thread-safe.
+    """Receives KV transfers into staging; thread-safe.
 
-    One thread accepts, one serves each connection, one keeps the deadlines. `producers`: the only names that
-    may send (None: whoever has the key). `fingerprint`: the KV layout, compared field by field with each
-    producer's. `sender_telemetry`: what this engine's sender tells of its links; observers get it with `stats`.
+    One thread accepts, one serves each connection, one applies the deadlines.
     """
 
     def __init__(
@@ -45,6 +43,20 @@ class Receiver:
         producers: Collection[str] | None = None,
         sender_telemetry: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
+        """Nothing listens before `start`.
+
+        Args:
+            name: this side's, as producers and tickets call it.
+            key: of the deployment, 32 bytes.
+            host: the address to listen at.
+            port: the port to listen at, 0: any free one.
+            arena: the staging of all transfers.
+            layout: the regions that this side expects of a transfer.
+            fingerprint: the KV layout, compared field by field with each producer's.
+            options: deadlines and limits.
+            producers: the only names that may send; None: all that have the key.
+            sender_telemetry: what this engine's sender knows of its links; observers get it with `stats`.
+        """
         self.name = name
         self._key = key
         self._address = (host, port)
@@ -54,9 +66,9 @@ class Receiver:
         self._options = options or ReceiverOptions()
         self._producers = None if producers is None else frozenset(producers)
         self._sender_telemetry = sender_telemetry
-        self._book = Book(name=name, key=key, arena=arena, layout=layout, options=self._options)
+        self._table = TransferTable(name=name, key=key, arena=arena, layout=layout, options=self._options)
         self._lock = threading.Lock()
-        self._connections: dict[AcceptedConnection, threading.Thread] = {}
+        self._connections: dict[ReceiverConnection, threading.Thread] = {}
         self._listener: socket.socket | None = None
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
@@ -70,18 +82,22 @@ class Receiver:
         return self._address[1] if listener is None else int(listener.getsockname()[1])
 
     def start(self) -> None:
-        """Listen; raises OSError when the address cannot be had."""
+        """Listen, in the background.
+
+        Raises:
+            OSError: the address is taken or not one of this machine.
+        """
         if self._listener is not None:
             raise RuntimeError(f"receiver {self.name} was started already")
         family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
         self._listener = socket.create_server(self._address, family=family, backlog=_ACCEPT_BACKLOG)
-        for job, what in ((self._accept, "accept"), (self._keep_house, "house")):
+        for job, what in ((self._accept, "accept"), (self._sweep, "sweep")):
             thread = threading.Thread(target=job, name=f"prfaas-recv-{what}-{self.name}", daemon=True)
             thread.start()
             self._threads.append(thread)
 
     def close(self) -> None:
-        """End every thread and connection, free every lease that nobody took; idempotent."""
+        """End every thread and connection, free every lease that was not taken; idempotent."""
         self._closing.set()
         if self._listener is not None:
             shut(self._listener)
@@ -95,29 +111,29 @@ class Receiver:
             thread.join()
         if self._listener is not None:
             self._listener.close()
-        self._book.close()
+        self._table.close()
 
     def state(self, transfer_id: bytes) -> TransferStatus | None:
         """The transfer's status, also for a while after it is over; None when the id is unknown. Cheap."""
-        return self._book.state(transfer_id)
+        return self._table.state(transfer_id)
 
     def take(self, transfer_id: bytes) -> StagedTransfer | None:
         """The staged bytes of a COMPLETE transfer, once; the caller must free them. None otherwise."""
-        return self._book.take(transfer_id)
+        return self._table.take(transfer_id)
 
     def drop(self, transfer_id: bytes, reason: str) -> None:
         """Give a transfer up: frees its staging unless taken, tells the producer, refuses the id from
         now on.
         """
-        self._book.drop(transfer_id, reason)
+        self._table.drop(transfer_id, reason)
 
     def stats(self) -> dict[str, Any]:
-        """Counters and gauges; every gauge of use is 0 when nothing is going on."""
+        """Counters and gauges; every gauge of use is 0 when no transfer is going on."""
         with self._lock:
             connections = list(self._connections)
             threads = sum(thread.is_alive() for thread in self._threads) + len(connections)
-        roles = [link.identity.role for link in connections if link.identity is not None]
-        return self._book.stats() | {
+        roles = [each.identity.role for each in connections if each.identity is not None]
+        return self._table.stats() | {
             "name": self.name,
             "connections": len(connections),
             "producer_connections": roles.count("producer"),
@@ -162,8 +178,8 @@ class Receiver:
                 sock.close()
 
     def _serve(self, sock: socket.socket) -> None:
-        connection = AcceptedConnection(
-            sock, self._book, self.stats, self._shake_hands, self._options.progress_deadline_s
+        connection = ReceiverConnection(
+            sock, self._table, self.stats, self._shake_hands, self._options.progress_deadline_s
         )
 
         def serve() -> None:
@@ -182,7 +198,7 @@ class Receiver:
             self._connections[connection] = thread
             thread.start()
 
-    def _keep_house(self) -> None:
+    def _sweep(self) -> None:
         while not self._closing.wait(_TICK_S):
             try:
                 now_s = time.monotonic()
@@ -190,7 +206,7 @@ class Receiver:
                     connections = list(self._connections)
                 for connection in connections:
                     connection.check(now_s)
-                self._book.sweep(now_s)
+                self._table.sweep(now_s)
             except Exception:
                 self._thread_errors += 1
-                log.exception("housekeeping of receiver %s failed", self.name)
+                log.exception("applying the deadlines of receiver %s failed", self.name)

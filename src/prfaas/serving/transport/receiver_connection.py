@@ -1,4 +1,8 @@
-"""One accepted connection at the consumer, served by one blocking thread."""
+"""One accepted connection at the consumer, served by one blocking thread.
+
+The first half of the way of KV bytes from the wire: `_receive_chunk` (the second half is the engine's, which
+takes complete transfers out of staging).
+"""
 
 import logging
 import select
@@ -10,15 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, HandshakeError, PeerIdentity
-from prfaas.serving.transport.incoming import ChunkPlace, ProducerSession
+from prfaas.serving.transport.incoming import ProducerSession
 from prfaas.serving.transport.sockets import (
     ConnectionEnded,
     read_tcp_info,
     receive_exactly,
-    receive_pieces,
     shut,
 )
-from prfaas.serving.transport.transfer_table import Book
+from prfaas.serving.transport.transfer_table import TransferTable
 from prfaas.serving.transport.wire import (
     HEADER_BYTES,
     FrameType,
@@ -38,21 +41,19 @@ _OUTBOX_PRESSURE_FRAMES = 64
 _MAX_WATCHED = 65536
 
 
-class AcceptedConnection:
-    """Reads frames of a producer or an observer and answers them through an outbox that any thread may
-    post to.
-    """
+class ReceiverConnection:
+    """Reads frames of a producer or an observer; any thread may post answers to its outbox."""
 
     def __init__(
         self,
         sock: socket.socket,
-        book: Book,
+        table: TransferTable,
         stats: Callable[[], dict[str, Any]],
         shake_hands: Callable[[socket.socket], PeerIdentity],
         progress_deadline_s: float,
     ) -> None:
         self._sock = sock
-        self._book = book
+        self._table = table
         self._stats = stats
         self._shake_hands = shake_hands
         self._progress_deadline_s = progress_deadline_s
@@ -64,7 +65,9 @@ class AcceptedConnection:
         self._scratch = bytearray()
         self._watched: set[bytes] = set()
         self.identity: PeerIdentity | None = None
+        """Who is at the other end; None until the handshake is over."""
         self.failure = ""
+        """Why the connection ended, where that was no orderly end."""
 
     # Any thread
 
@@ -102,16 +105,16 @@ class AcceptedConnection:
         shut(self._sock)
 
     def check(self, now_s: float) -> None:
-        """Housekeeping: close a connection stuck inside a frame, push an outbox that got stuck."""
+        """Close the connection if it is stuck inside a frame, send on if the outbox is stuck."""
         since_s = self._payload_since_s
-        if since_s is not None and now_s - since_s > self._progress_deadline_s and not self._moved():
+        if since_s is not None and now_s - since_s > self._progress_deadline_s and not self._has_progressed():
             self.failure = f"stuck inside a frame for {self._progress_deadline_s:g} s"
             self.shut()
         if self._outbox:
             self.flush()
 
-    def _moved(self) -> bool:
-        """Whether the kernel has received anything since this was asked last: a slow link is not a stuck one."""
+    def _has_progressed(self) -> bool:
+        """Whether the kernel has received anything since the last call: a slow link is not a stuck one."""
         before = self._bytes_received
         try:
             self._bytes_received = read_tcp_info(self._sock).bytes_received
@@ -150,24 +153,24 @@ class AcceptedConnection:
         return "an unknown peer" if self.identity is None else self.identity.name
 
     def _serve_producer(self, identity: PeerIdentity) -> None:
-        session = self._book.connected(identity, self)
+        session = self._table.connected(identity, self)
         try:
             while True:
                 header = self._next_header()
                 if header.kind is FrameType.DATA:
                     self._receive_chunk(session, header)
                 elif header.kind is FrameType.OPEN:
-                    self._book.open(session, self, header, self._body(header))
+                    self._table.open(session, self, header, self._body(header))
                 elif header.kind is FrameType.END:
-                    self._book.end(session, self, header, self._body(header))
+                    self._table.end(session, self, header, self._body(header))
                 elif header.kind is FrameType.ABORT:
-                    self._book.aborted(session, header, self._body(header))
+                    self._table.aborted(session, header, self._body(header))
                 else:
                     raise WireError(f"a producer may not send {header.kind.name}")
                 if len(self._outbox) > _OUTBOX_PRESSURE_FRAMES:
                     self._wait_for_outbox()
         finally:
-            self._book.disconnected(session, self)
+            self._table.disconnected(session, self)
 
     def _serve_observer(self) -> None:
         try:
@@ -176,54 +179,57 @@ class AcceptedConnection:
                 body = self._body(header)
                 if header.kind is FrameType.WATCH:
                     if len(self._watched) >= _MAX_WATCHED:
-                        self._watched = {i for i in self._watched if self._book.is_watching(self, i)}
+                        self._watched = {i for i in self._watched if self._table.is_watching(self, i)}
                     if len(self._watched) >= _MAX_WATCHED:
                         raise WireError(f"an observer may watch {_MAX_WATCHED} transfers at once")
                     self._watched.add(header.transfer_id)
-                    self._book.watch(self, header.transfer_id)
+                    self._table.watch(self, header.transfer_id)
                 elif header.kind is FrameType.ABANDON:
-                    self._book.drop(header.transfer_id, text_field(body, "reason"))
+                    self._table.drop(header.transfer_id, text_field(body, "reason"))
                 elif header.kind is FrameType.STATS:
                     self.post(pack_control(FrameType.STATS, body=self._stats()))
                 else:
                     raise WireError(f"an observer may not send {header.kind.name}")
         finally:
-            self._book.unwatch(self, self._watched)
+            self._table.unwatch(self, self._watched)
 
     def _next_header(self) -> Header:
         receive_exactly(self._sock, memoryview(self._header))
         return unpack_header(self._header)
 
     def _body(self, header: Header) -> dict[str, Any]:
-        return parse_control(header, self._read_aside(header.length_bytes))
+        payload = self._scratch_view(header.length_bytes)
+        self._read_payload([payload])
+        return parse_control(header, payload)
 
-    def _read_aside(self, nbytes: int) -> memoryview:
+    def _scratch_view(self, nbytes: int) -> memoryview:
         if len(self._scratch) < nbytes:
             self._scratch = bytearray(nbytes)
-        view = memoryview(self._scratch)[:nbytes]
-        self._timed([view])
-        return view
+        return memoryview(self._scratch)[:nbytes]
 
-    def _timed(self, pieces: list[memoryview]) -> None:
+    def _read_payload(self, pieces: list[memoryview]) -> None:
         self._payload_since_s = time.monotonic()
         try:
-            receive_pieces(self._sock, pieces)
+            for piece in pieces:
+                receive_exactly(self._sock, piece)
         finally:
             self._payload_since_s = None
 
     def _receive_chunk(self, session: ProducerSession, header: Header) -> None:
-        place: ChunkPlace = self._book.begin_chunk(session, self, header)
+        """Bytes of KV from the wire into staging; their header has been read."""
+        # 1. Where they belong: a place in the transfer's staging, which is held until step 4.
+        place = self._table.place_chunk(session, self, header)
         try:
-            if place.transfer is None:
-                pieces = [self._read_aside(header.length_bytes)]
-            else:
-                pieces = place.pieces
-                self._timed(pieces)
+            # 2. From the socket straight into that place; what is of no use goes into the scratch buffer.
+            pieces = place.pieces if place.transfer is not None else [self._scratch_view(header.length_bytes)]
+            self._read_payload(pieces)
+            # 3. Are they the bytes that the producer sent?
             verified = checksum_of(pieces) == header.checksum
         except BaseException:
-            self._book.lose_chunk(place)
+            self._table.abandon_chunk(place)
             raise
-        self._book.finish_chunk(place, header, verified=verified)
+        # 4. Record them and answer: ACK, or NACK for damaged ones. The last chunk completes the transfer.
+        self._table.finish_chunk(place, verified=verified)
 
     def _wait_for_outbox(self) -> None:
         # The producer's acknowledgements don't fit into the socket: reading on would only pile up more.

@@ -1,7 +1,7 @@
 """The producer's end: connections to every peer, kept open ahead of time, and the transfers that go over
 them.
 
-What a sender knows about its links, summed over the peers and connections of each.
+Also what a sender knows about its links, summed over the peers and connections of each.
 """
 
 import logging
@@ -13,84 +13,91 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from prfaas.serving.transport.connection import SenderConnection
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, ClientHello, Fingerprint
 from prfaas.serving.transport.options import Peer, SenderOptions
 from prfaas.serving.transport.outgoing import OutgoingTransfer
 from prfaas.serving.transport.pacing import LinkPacer
-from prfaas.serving.transport.peer_queue import Lane
+from prfaas.serving.transport.peer_queue import PeerQueue
+from prfaas.serving.transport.sender_connection import SenderConnection
 from prfaas.serving.transport.sockets import LinkSample
 from prfaas.serving.transport.ticket import Ticket
+
+log = logging.getLogger(__name__)
+
+_FRESH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class LinkReport:
-    """One link as one sender sees it.
-
-    `queued_bytes` are produced and not acknowledged yet, of which `waiting_bytes` are held back until the consumer
-    has room; `open_bytes` are those and what the open transfers have
-    still to produce. `acked_bytes_total` and `retransmits_total` only grow. `delivery_bits_per_s` is the sum of
-    the kernel's delivery rates, `rtt_s` the least of the round trips; both are of the newest look, which was
-    `sampled_age_s` ago (None: never, nothing was sent). `capacity_bits_per_s`: the configured pace, None: unpaced.
-    `connections`: those that should be up, so not those to peers on demand that nothing was sent to yet.
-    """
+    """One link as one sender sees it."""
 
     capacity_bits_per_s: float | None
+    """The configured pace; None: unpaced."""
     queued_bytes: int
+    """Produced and not acknowledged yet."""
     waiting_bytes: int
+    """Those of them that are held back until the consumer has room."""
     open_bytes: int
+    """`queued_bytes`, and what the open transfers have still to produce."""
     acked_bytes_total: int
+    """Only grows."""
     delivery_bits_per_s: float
+    """Sum of the kernel's delivery rates in the newest samples."""
     rtt_s: float
+    """The shortest round trip in the newest samples."""
     retransmits_total: int
+    """Only grows."""
     connections_up: int
     connections: int
+    """Those that should be up, so not those to peers on demand that nothing was sent to yet."""
     sampled_age_s: float | None
+    """Age of the newest sample; None: there is none, since nothing was sent."""
 
 
-def link_reports(lanes: Iterable[Lane], samples: Sequence[LinkSample]) -> dict[str, dict[str, Any]]:
+def link_reports(queues: Iterable[PeerQueue], samples: Sequence[LinkSample]) -> dict[str, dict[str, Any]]:
     """Link name → the fields of its `LinkReport`. Peers of a link share its bandwidth."""
-    by_link: dict[str, list[Lane]] = {}
-    for lane in lanes:
-        by_link.setdefault(lane.peer.link, []).append(lane)
-    looks: dict[str, list[LinkSample]] = {}
+    queues_by_link: dict[str, list[PeerQueue]] = {}
+    for queue in queues:
+        queues_by_link.setdefault(queue.peer.link, []).append(queue)
+    samples_by_link: dict[str, list[LinkSample]] = {}
     for sample in samples:
-        looks.setdefault(sample.link, []).append(sample)
+        samples_by_link.setdefault(sample.link, []).append(sample)
     now_s = time.monotonic()
-    return {link: asdict(_report(of_link, looks.get(link, []), now_s)) for link, of_link in by_link.items()}
+    return {
+        link: asdict(_report(of_link, samples_by_link.get(link, []), now_s))
+        for link, of_link in queues_by_link.items()
+    }
 
 
-def _report(lanes: Sequence[Lane], looks: Sequence[LinkSample], now_s: float) -> LinkReport:
-    loads: Sequence[Mapping[str, int]] = [lane.load() for lane in lanes]
-    newest_s = max((look.at_s for look in looks), default=None)
-    # Connections of an idle peer keep their last look: it says nothing about now.
-    fresh = [look for look in looks if newest_s is not None and look.at_s > newest_s - 1.0]
+def _report(queues: Sequence[PeerQueue], samples: Sequence[LinkSample], now_s: float) -> LinkReport:
+    loads = [queue.load() for queue in queues]
+    newest_s = max((sample.at_s for sample in samples), default=None)
+    # Connections of an idle peer keep their last sample: it says nothing about now.
+    fresh = [sample for sample in samples if newest_s is not None and sample.at_s > newest_s - _FRESH_S]
     return LinkReport(
-        capacity_bits_per_s=lanes[0].peer.bandwidth_bits_per_s,
-        queued_bytes=sum(load["queued_bytes"] for load in loads),
-        waiting_bytes=sum(load["waiting_bytes"] for load in loads),
-        open_bytes=sum(load["open_bytes"] for load in loads),
-        acked_bytes_total=sum(load["acked_bytes"] for load in loads),
-        delivery_bits_per_s=sum(look.info.delivery_bits_per_s for look in fresh),
-        rtt_s=min((look.info.rtt_s for look in fresh), default=0.0),
-        retransmits_total=sum(look.info.retransmits for look in looks),
-        connections_up=sum(load["connections"] for load in loads),
+        capacity_bits_per_s=queues[0].peer.bandwidth_bits_per_s,
+        queued_bytes=sum(load.queued_bytes for load in loads),
+        waiting_bytes=sum(load.waiting_bytes for load in loads),
+        open_bytes=sum(load.open_bytes for load in loads),
+        acked_bytes_total=sum(load.acked_bytes_total for load in loads),
+        delivery_bits_per_s=sum(sample.info.delivery_bits_per_s for sample in fresh),
+        rtt_s=min((sample.info.rtt_s for sample in fresh), default=0.0),
+        retransmits_total=sum(sample.info.retransmits for sample in samples),
+        connections_up=sum(load.connections_up for load in loads),
         connections=sum(
-            lane.peer.connections
-            for lane, load in zip(lanes, loads, strict=True)
-            if load["connections"] or lane.busy or not lane.peer.on_demand
+            queue.peer.connections
+            for queue, load in zip(queues, loads, strict=True)
+            if load.connections_up or queue.busy or not queue.peer.on_demand
         ),
         sampled_age_s=None if newest_s is None else now_s - newest_s,
     )
 
 
-log = logging.getLogger(__name__)
-
-
 class Sender:
-    """Sends KV transfers; thread-safe. Two threads per connection and one that watches over all.
+    """Sends KV transfers; thread-safe. Two threads per connection and one that supervises all.
 
-    Raises ValueError when peers of one link name different bandwidths.
+    Raises:
+        ValueError: peers of one link name different bandwidths.
     """
 
     def __init__(
@@ -113,26 +120,26 @@ class Sender:
         self._closing = False
         self._errors = 0
         self._pacers: dict[str, LinkPacer] = {}
-        self._lanes: dict[str, Lane] = {}
+        self._queues: dict[str, PeerQueue] = {}
         self._connections: dict[str, list[SenderConnection]] = {}
         self._starting = threading.Lock()
-        self._samples: dict[tuple[str, int], LinkSample] = {}
+        self._samples: dict[tuple[str, int], LinkSample] = {}  # by peer and connection number
         for peer_key, peer in peers.items():
             self._add(peer_key, peer)
         self._supervisor = threading.Thread(target=self._supervise, name=f"prfaas-send-{name}", daemon=True)
 
     def start(self) -> None:
         """Open the connections to all peers but those on demand, in the background; returns at once."""
-        for peer_key, lane in self._lanes.items():
-            if not lane.peer.on_demand:
+        for peer_key, queue in self._queues.items():
+            if not queue.peer.on_demand:
                 self._connect(peer_key)
         self._supervisor.start()
 
     def close(self) -> None:
         """Fail unfinished transfers, end every thread and socket; idempotent."""
         self._closing = True
-        for lane in self._lanes.values():
-            lane.close()
+        for queue in self._queues.values():
+            queue.close()
         for connection in self._started():
             connection.close()
         self._wake.set()
@@ -142,61 +149,69 @@ class Sender:
             self._supervisor.join()
 
     def open(self, ticket: Ticket, sealed: str, region_bytes: Sequence[int]) -> OutgoingTransfer:
-        """Begin the transfer that `ticket` (sealed: `sealed`) allows; never blocks, never raises for the
-        network.
+        """Begin the transfer that a ticket allows; never blocks, never raises for the network.
 
         A consumer that is not among the peers gives a transfer that is FAILED already. A ticket names an
         instance; of its ranks this sender's own rank is meant ("p/1" sends to "c/1").
+
+        Args:
+            ticket: whose transfer it is.
+            sealed: the same ticket as the consumer checks it.
+            region_bytes: size of each region, in bytes, as the consumer computes them too.
         """
         peer_key = ticket.consumer
-        if peer_key not in self._lanes and "/" in self.name:
+        if peer_key not in self._queues and "/" in self.name:
             peer_key = f"{ticket.consumer}/{self.name.rpartition('/')[2]}"
-        lane = self._lanes.get(peer_key)
-        if lane is None:
+        queue = self._queues.get(peer_key)
+        if queue is None:
             reason = f"{self.name} has no peer named {ticket.consumer}"
-            return OutgoingTransfer.stillborn(ticket.transfer_id, region_bytes, reason)
+            return OutgoingTransfer.failed(ticket.transfer_id, region_bytes, reason)
         self._connect(peer_key)
-        return lane.open(ticket.transfer_id, sealed, region_bytes)
+        return queue.open(ticket.transfer_id, sealed, region_bytes)
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, per peer; every gauge but `connections` is 0 when nothing is going on."""
         return {
             "name": self.name,
             "peers": {
-                name: lane.stats()
+                name: queue.stats()
                 | {"congestion": sorted({c.congestion for c in self._connections.get(name, ())})}
-                for name, lane in self._lanes.items()
+                for name, queue in self._queues.items()
             },
             "threads": sum(c.alive for c in self._started()) + self._supervisor.is_alive(),
             "thread_errors": self._errors + sum(c.errors for c in self._started()),
         }
 
     def set_bandwidth(self, link: str, bits_per_s: float) -> None:
-        """Pace `link` at another rate from now on; KeyError for a link that no peer is on."""
+        """Pace `link` at another rate from now on.
+
+        Raises:
+            KeyError: no peer is on this link.
+        """
         self._pacers[link].set_bandwidth(bits_per_s)
 
     def telemetry(self) -> dict[str, Any]:
-        """`{"links": {name: LinkReport's fields}}`: what observers of this engine are told."""
-        return {"links": link_reports(self._lanes.values(), self.link_samples())}
+        """`{"links": {name: LinkReport's fields}}`: what observers of this engine get."""
+        return {"links": link_reports(self._queues.values(), self.link_samples())}
 
     def link_samples(self) -> list[LinkSample]:
-        """The newest look at each connection: at most `sample_s` old while its peer has work, else older."""
+        """The newest sample of each connection: at most `sample_s` old while its peer has work, else older."""
         return list(self._samples.values())
 
     def _add(self, peer_key: str, peer: Peer) -> None:
         pacer = self._pacers.setdefault(peer.link, LinkPacer(peer.bandwidth_bits_per_s))
         if pacer.bandwidth_bits_per_s != peer.bandwidth_bits_per_s:
             raise ValueError(f"peers of link {peer.link!r} name different bandwidths")
-        self._lanes[peer_key] = Lane(peer, self._options, pacer, self._wake.set)
+        self._queues[peer_key] = PeerQueue(peer, self._options, pacer, self._wake.set)
 
     def _connect(self, peer_key: str) -> None:
         with self._starting:
             if peer_key in self._connections or self._closing:
                 return
-            lane = self._lanes[peer_key]
+            queue = self._queues[peer_key]
             self._connections[peer_key] = [
-                SenderConnection(lane, number, partial(self._hello, lane.peer.name), self._options)
-                for number in range(lane.peer.connections)
+                SenderConnection(queue, number, partial(self._hello, queue.peer.name), self._options)
+                for number in range(queue.peer.connections)
             ]
             for connection in self._connections[peer_key]:
                 connection.start()
@@ -220,32 +235,28 @@ class Sender:
             # Asleep without a timeout while no peer has work.
             self._wake.wait()
             self._wake.clear()
-            while not self._closing and any(lane.busy for lane in self._lanes.values()):
+            while not self._closing and any(queue.busy for queue in self._queues.values()):
                 try:
-                    self._look()
+                    self._supervise_once()
                 except Exception:
                     self._errors += 1
                     log.exception("supervision of sender %s failed", self.name)
                 self._wake.wait(self._options.sample_s)
                 self._wake.clear()
 
-    def _look(self) -> None:
+    def _supervise_once(self) -> None:
+        """Sample every busy peer's connections, apply the deadlines, close what is stuck."""
         now_s = time.monotonic()
-        for peer_key, lane in self._lanes.items():
-            if not lane.busy:
+        for peer_key, queue in self._queues.items():
+            if not queue.busy:
                 continue
             for connection in self._connections.get(peer_key, ()):
                 info = connection.tcp_info()
                 if info is not None:
                     self._samples[peer_key, connection.number] = LinkSample(
-                        peer=lane.peer.name,
-                        link=lane.peer.link,
-                        connection=connection.number,
-                        congestion=connection.congestion,
-                        at_s=now_s,
-                        info=info,
+                        peer=queue.peer.name, link=queue.peer.link, at_s=now_s, info=info
                     )
-            moved = {c for c in self._connections.get(peer_key, ()) if c.moved()}
-            for stuck in lane.check(now_s, moved):
-                log.warning("%s acknowledges nothing: connection %d closed", lane.peer.name, stuck.number)
+            progressed = {c for c in self._connections.get(peer_key, ()) if c.has_progressed()}
+            for stuck in queue.apply_deadlines(now_s, progressed):
+                log.warning("%s acknowledges nothing: connection %d closed", queue.peer.name, stuck.number)
                 stuck.shut()

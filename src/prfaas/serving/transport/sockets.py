@@ -1,6 +1,6 @@
-"""Blocking sockets of the data plane: options, exact reads, and an orderly end.
+"""Blocking sockets of the data plane: options, exact reads and writes, and what the kernel knows of them.
 
-What the kernel knows about a TCP connection (struct tcp_info of <linux/tcp.h>, 0.23 µs a look).
+The kernel's view is struct tcp_info of <linux/tcp.h>; to read it takes 0.23 µs.
 """
 
 import contextlib
@@ -10,38 +10,40 @@ from dataclasses import dataclass
 
 from prfaas.serving.transport.wire import HEADER_BYTES, Header, WireError, parse_control, unpack_header
 
-_BYTES = 232
-_UNAVAILABLE = 0xFFFFFFFF
+_TCP_INFO_BYTES = 176
 # Offsets into struct tcp_info: the layout only ever grows at its end.
 _U32 = struct.Struct("=I")
 _U64 = struct.Struct("=Q")
-_RTT, _CWND, _TOTAL_RETRANS = 68, 80, 100
-_PACING_RATE, _BYTES_ACKED, _BYTES_RECEIVED = 104, 120, 128
-_NOTSENT, _MIN_RTT = 144, 148
-_DELIVERY_RATE, _BUSY, _RWND_LIMITED, _SNDBUF_LIMITED = 160, 168, 176, 184
+_RTT, _TOTAL_RETRANS, _BYTES_ACKED, _BYTES_RECEIVED = 68, 100, 120, 128
+_NOTSENT, _DELIVERY_RATE, _BUSY = 144, 160, 168
 
 
 @dataclass(frozen=True, slots=True)
 class TcpInfo:
-    """Times in seconds, rates in bit/s; what an older kernel does not report is 0."""
+    """What the kernel knows of one connection; what an older kernel does not report is 0."""
 
     rtt_s: float
-    min_rtt_s: float
-    cwnd_segments: int
+    """Smoothed round-trip time."""
     retransmits: int
-    pacing_bits_per_s: float
+    """Segments sent again, since the connection was made."""
     delivery_bits_per_s: float
+    """The most recent rate at which the peer took bytes."""
     bytes_acked: int
     bytes_received: int
     notsent_bytes: int
+    """Bytes that wait in the kernel and were never sent."""
     busy_s: float
-    rwnd_limited_s: float
-    sndbuf_limited_s: float
+    """Time with unacknowledged bytes."""
 
 
 def read_tcp_info(sock: socket.socket) -> TcpInfo:
-    """Raises OSError when the socket is gone."""
-    raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES).ljust(_BYTES, b"\x00")
+    """The kernel's present numbers.
+
+    Raises:
+        OSError: the socket is gone.
+    """
+    raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    raw = raw.ljust(_TCP_INFO_BYTES, b"\x00")
 
     def u32(at: int) -> int:
         return int(_U32.unpack_from(raw, at)[0])
@@ -49,32 +51,25 @@ def read_tcp_info(sock: socket.socket) -> TcpInfo:
     def u64(at: int) -> int:
         return int(_U64.unpack_from(raw, at)[0])
 
-    min_rtt_us = u32(_MIN_RTT)
     return TcpInfo(
         rtt_s=u32(_RTT) / 1e6,
-        min_rtt_s=0.0 if min_rtt_us == _UNAVAILABLE else min_rtt_us / 1e6,
-        cwnd_segments=u32(_CWND),
         retransmits=u32(_TOTAL_RETRANS),
-        pacing_bits_per_s=u64(_PACING_RATE) * 8.0,
         delivery_bits_per_s=u64(_DELIVERY_RATE) * 8.0,
         bytes_acked=u64(_BYTES_ACKED),
         bytes_received=u64(_BYTES_RECEIVED),
         notsent_bytes=u32(_NOTSENT),
         busy_s=u64(_BUSY) / 1e6,
-        rwnd_limited_s=u64(_RWND_LIMITED) / 1e6,
-        sndbuf_limited_s=u64(_SNDBUF_LIMITED) / 1e6,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSample:
-    """One look at one connection; `at_s` is time.monotonic()."""
+    """The kernel's view of one connection at one time."""
 
     peer: str
     link: str
-    connection: int
-    congestion: str
     at_s: float
+    """time.monotonic()."""
     info: TcpInfo
 
 
@@ -92,9 +87,17 @@ class ConnectionEnded(ConnectionError):
 
 
 def tune(sock: socket.socket, *, user_timeout_s: float, congestion: str | None) -> str:
-    """Options every data connection gets; returns the congestion control that is really in use.
+    """Set the options that every data connection gets.
 
     Buffer sizes are left to the kernel: its autotuning beats every fixed value (notes on transport).
+
+    Args:
+        sock: a TCP socket, connected or not.
+        user_timeout_s: unacknowledged bytes that old end the connection.
+        congestion: the congestion control to ask for; None: the kernel's default.
+
+    Returns:
+        The congestion control that is in use.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -122,7 +125,11 @@ def set_unsent_limit(sock: socket.socket, nbytes: int) -> None:
 
 
 def receive_exactly(sock: socket.socket, view: memoryview) -> None:
-    """Fill `view`; raises ConnectionEnded when the stream ends first."""
+    """Fill `view`.
+
+    Raises:
+        ConnectionEnded: the stream ends first.
+    """
     while view.nbytes:
         count = sock.recv_into(view, 0, socket.MSG_WAITALL)
         if count == 0:
@@ -130,14 +137,14 @@ def receive_exactly(sock: socket.socket, view: memoryview) -> None:
         view = view[count:]
 
 
-def receive_pieces(sock: socket.socket, pieces: list[memoryview]) -> None:
-    """Fill scattered `pieces` in order; raises ConnectionEnded when the stream ends first."""
-    for piece in pieces:
-        receive_exactly(sock, piece)
-
-
 def receive_control(sock: socket.socket) -> tuple[Header, dict[str, object]]:
-    """One whole control frame (used while shaking hands); raises WireError, ConnectionEnded, OSError."""
+    """One whole control frame, during the handshake.
+
+    Raises:
+        WireError: it is not a control frame.
+        ConnectionEnded: the stream ends first.
+        OSError: the connection is broken.
+    """
     raw = bytearray(HEADER_BYTES)
     receive_exactly(sock, memoryview(raw))
     header = unpack_header(raw)

@@ -1,6 +1,6 @@
 """The consumer's bounded host memory for transfers: one pre-faulted buffer cut into equal transfer blocks.
 
-A complete transfer in staging, owned by the engine from `take` to `free`.
+A transfer holds a lease of blocks; a complete one is handed to the engine as a `StagedTransfer`.
 """
 
 import contextlib
@@ -17,25 +17,33 @@ _TOUCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """A stretch of neighbouring blocks: logical [start, start + nbytes) lies at `physical` in the buffer."""
+class _Extent:
+    """Neighbouring blocks of one lease."""
 
     start: int
+    """Offset in the lease, in bytes."""
     physical: int
+    """Offset in the arena's buffer, in bytes."""
     nbytes: int
 
 
 class StagingArena:
-    """Transfer blocks of `block_bytes`, handed out as leases; thread-safe.
-
-    The memory is touched once here, since a first touch runs at about 1.4 GB/s (notes on transport). `buffer`
-    replaces the anonymous mapping (pinned memory, for instance) and must be writable and at least
-    `total_bytes` long.
-    """
+    """Transfer blocks of `block_bytes`, handed out as leases; thread-safe."""
 
     def __init__(
         self, total_bytes: int, block_bytes: int = DEFAULT_BLOCK_BYTES, buffer: memoryview | None = None
     ) -> None:
+        """All memory is touched once here, since a first touch extents at about 1.4 GB/s (notes on transport).
+
+        Args:
+            total_bytes: rounded down to whole blocks.
+            block_bytes: size of a transfer block.
+            buffer: used in place of an anonymous mapping (pinned memory, for instance); writable, at least
+                `total_bytes` long.
+
+        Raises:
+            ValueError: there is no room for one block, or the buffer is unfit.
+        """
         if block_bytes <= 0 or total_bytes < block_bytes:
             raise ValueError(
                 f"staging of {total_bytes} bytes has no room for one block of {block_bytes} bytes"
@@ -59,10 +67,6 @@ class StagingArena:
         return self.total_blocks * self.block_bytes
 
     @property
-    def free_blocks(self) -> int:
-        return len(self._free)
-
-    @property
     def used_blocks(self) -> int:
         return self.total_blocks - len(self._free)
 
@@ -75,7 +79,11 @@ class StagingArena:
         return -(-nbytes // self.block_bytes)
 
     def allocate(self, nbytes: int) -> "StagingLease | None":
-        """A lease of `nbytes`, or None while too few blocks are free; ValueError if it could never fit."""
+        """A lease of `nbytes`, or None while too few blocks are free.
+
+        Raises:
+            ValueError: it could never fit.
+        """
         if nbytes < 0:
             raise ValueError(f"a staging lease of {nbytes} bytes makes no sense")
         wanted = self.blocks_for(nbytes)
@@ -101,8 +109,8 @@ class StagingLease:
         self.nbytes = nbytes
         self._arena = arena
         self._blocks: list[int] | None = blocks
-        self._runs = _merge(blocks, arena.block_bytes)
-        self._starts = [run.start for run in self._runs]
+        self._extents = _extents_of(blocks, arena.block_bytes)
+        self._starts = [extent.start for extent in self._extents]
         self._lock = threading.Lock()
 
     @property
@@ -110,10 +118,13 @@ class StagingLease:
         return self._blocks is None
 
     def views(self, offset: int, nbytes: int) -> list[memoryview]:
-        """Writable pieces that together are the logical range [offset, offset + nbytes), in order.
+        """Writable pieces that together are bytes [offset, offset + nbytes) of the lease, in order.
 
-        Raises ValueError outside the lease and RuntimeError once freed. A piece must not be used after
-        `free`.
+        A piece must not be used after `free`.
+
+        Raises:
+            ValueError: outside the lease.
+            RuntimeError: the lease was freed.
         """
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise ValueError(f"range {offset}+{nbytes} lies outside a staging lease of {self.nbytes} bytes")
@@ -122,15 +133,19 @@ class StagingLease:
         pieces: list[memoryview] = []
         index = bisect_right(self._starts, offset) - 1
         while nbytes > 0:
-            run = self._runs[index]
-            inside = offset - run.start
-            take = min(nbytes, run.nbytes - inside)
-            pieces.append(self._arena._buffer[run.physical + inside : run.physical + inside + take])
+            extent = self._extents[index]
+            inside = offset - extent.start
+            take = min(nbytes, extent.nbytes - inside)
+            pieces.append(self._arena._buffer[extent.physical + inside : extent.physical + inside + take])
             offset, nbytes, index = offset + take, nbytes - take, index + 1
         return pieces
 
     def free(self) -> None:
-        """Give the blocks back; a second call raises RuntimeError."""
+        """Give the blocks back.
+
+        Raises:
+            RuntimeError: they were given back already.
+        """
         with self._lock:
             blocks, self._blocks = self._blocks, None
         if blocks is None:
@@ -138,15 +153,15 @@ class StagingLease:
         self._arena._give_back(blocks)
 
 
-def _merge(blocks: list[int], block_bytes: int) -> list[_Run]:
-    runs: list[_Run] = []
+def _extents_of(blocks: list[int], block_bytes: int) -> list[_Extent]:
+    extents: list[_Extent] = []
     for index, block in enumerate(blocks):
-        last = runs[-1] if runs else None
+        last = extents[-1] if extents else None
         if last is not None and last.physical + last.nbytes == block * block_bytes:
-            runs[-1] = _Run(last.start, last.physical, last.nbytes + block_bytes)
+            extents[-1] = _Extent(last.start, last.physical, last.nbytes + block_bytes)
         else:
-            runs.append(_Run(index * block_bytes, block * block_bytes, block_bytes))
-    return runs
+            extents.append(_Extent(index * block_bytes, block * block_bytes, block_bytes))
+    return extents
 
 
 def _anonymous(nbytes: int) -> memoryview:
@@ -166,7 +181,7 @@ def _touch(buffer: memoryview) -> None:
 
 
 class StagedTransfer:
-    """The verified bytes of every region of one transfer."""
+    """The verified bytes of every region of one transfer; the engine owns it until it calls `free`."""
 
     def __init__(
         self,
@@ -192,8 +207,12 @@ class StagedTransfer:
     def region_views(self, region: int, offset: int, nbytes: int) -> list[memoryview]:
         """Pieces that together are bytes [offset, offset + nbytes) of `region`, in order.
 
-        Raises ValueError outside the region, RuntimeError once freed. Region starts are 64-byte aligned in
-        staging, pieces end at transfer-block boundaries. No piece may be used after `free`.
+        Region starts are 64-byte aligned in staging, pieces end at transfer-block boundaries. No piece may be
+        used after `free`.
+
+        Raises:
+            ValueError: outside the region.
+            RuntimeError: the staging was freed.
         """
         if not 0 <= region < len(self.region_bytes):
             raise ValueError(f"region {region} is not one of the {len(self.region_bytes)} of this transfer")
@@ -203,6 +222,10 @@ class StagedTransfer:
         return self._lease.views(self._region_starts[region] + offset, nbytes)
 
     def free(self) -> None:
-        """Give the staging back and let waiting transfers in; a second call raises RuntimeError."""
+        """Give the staging back and let waiting transfers in.
+
+        Raises:
+            RuntimeError: it was given back already.
+        """
         self._lease.free()
         self._on_free()

@@ -1,9 +1,8 @@
 """The sealed permission for one KV transfer: who sends what to whom, and until when.
 
-A ticket names peers, never addresses. It travels through untrusted hands (the HTTP request) as opaque text;
-only a holder of the deployment's key can make or change one.
-
-The shared secret of a deployment: 32 random bytes, kept as hex in a file only its owner may read.
+A ticket names peers, never addresses. It travels in an HTTP request, where anybody may read it, as opaque text;
+only a holder of the deployment's key can make or change one. The key is the shared secret of a deployment:
+32 random bytes, kept as hex in a file that only its owner may read.
 """
 
 import base64
@@ -25,15 +24,25 @@ from typing import Self
 
 KEY_BYTES = 32
 
+TICKET_PARAMETER = "prfaas"
+"""The key of `kv_transfer_params` (of an HTTP request) whose value is the sealed ticket of its own transfer."""
+
+PREFIX_TICKET_PARAMETER = "prfaas_from"
+"""The same for a transfer that a prefill starts from: a prefix that another cluster sends first."""
+
 
 class KeyFileError(ValueError):
     """The key file is missing, unreadable, open to others, or not 64 hex digits."""
 
 
 def create_key(path: Path) -> bytes:
-    """Write a new key to `path` (mode 0600) and return its 32 bytes; never overwrites a file.
+    """Write a new key to `path` (mode 0600); never overwrites a file.
 
-    Raises KeyFileError when the file exists or cannot be written.
+    Returns:
+        The key, 32 bytes.
+
+    Raises:
+        KeyFileError: the file exists or cannot be written.
     """
     key = secrets.token_bytes(KEY_BYTES)
     try:
@@ -52,7 +61,8 @@ def create_key(path: Path) -> bytes:
 def load_key(path: Path) -> bytes:
     """Read the 32-byte key that `create_key` wrote.
 
-    Raises KeyFileError with one sentence naming the file and what would be right.
+    Raises:
+        KeyFileError: in one sentence, the file and what would be right.
     """
     try:
         with path.open(encoding="ascii") as file:
@@ -94,8 +104,10 @@ class TicketError(ValueError):
 def prompt_digest(token_ids: Sequence[int], salt: str = "", adapter: str = "") -> bytes:
     """BLAKE2b (16 bytes) over the ids as little-endian uint32, under the tenant's salt and the LoRA adapter.
 
-    KV of one tenant or adapter is not another's, though the ids be equal. Ids outside uint32 raise
-    OverflowError.
+    Tenants and adapters do not share KV, not even for equal ids.
+
+    Raises:
+        OverflowError: an id is not a uint32.
     """
     ids = token_ids if isinstance(token_ids, array) and token_ids.typecode == "I" else array("I", token_ids)
     if sys.byteorder == "big":
@@ -107,20 +119,23 @@ def prompt_digest(token_ids: Sequence[int], salt: str = "", adapter: str = "") -
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """KV of tokens [skip_tokens, num_tokens) of one prompt goes from `producer` to `consumer`.
-
-    `prompt_digest` is of the ids [0, num_tokens), the tenant and the adapter; `expires_at_s` is Unix time.
-    `uses`: how many requests of the consumer load the transfer (vLLM makes `n` requests of one with `n` > 1).
-    """
+    """KV of tokens [skip_tokens, num_tokens) of one prompt goes from `producer` to `consumer`."""
 
     transfer_id: bytes
+    """16 random bytes."""
     producer: str
+    """Name of the instance that sends."""
     consumer: str
+    """Name of the instance that receives."""
     num_tokens: int
     skip_tokens: int
+    """Tokens whose KV the consumer holds already."""
     prompt_digest: bytes
+    """Of the ids [0, num_tokens), the tenant and the adapter: see `prompt_digest`."""
     expires_at_s: float
+    """Unix time."""
     uses: int = 1
+    """Requests of the consumer that load the transfer (vLLM makes `n` requests of one with `n` > 1)."""
 
     def __post_init__(self) -> None:
         if len(self.transfer_id) != TRANSFER_ID_BYTES:
@@ -183,7 +198,11 @@ class Ticket:
 
     @classmethod
     def unseal(cls, text: str, key: bytes, now_s: float) -> Self:
-        """Check and open a sealed ticket; raises TicketError on anything not made by `seal` or expired."""
+        """Check and open a sealed ticket.
+
+        Raises:
+            TicketError: it was not made by `seal` with this key, or it has expired.
+        """
         raw = _decode(text)
         body, mac = raw[:-_MAC_BYTES], raw[-_MAC_BYTES:]
         if len(body) < _FIXED.size or not hmac.compare_digest(mac, _mac(key, body)):

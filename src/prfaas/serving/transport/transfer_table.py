@@ -1,6 +1,6 @@
-"""The consumer's book of transfers: every decision about them is made here, under one lock.
+"""The consumer's table of transfers: every decision about them is made here, under one lock.
 
-Lock order: the book's lock, then the staging arena's. Frames are posted under the lock (posting never
+Lock order: the table's lock, then the staging arena's. Frames are posted under the lock (posting never
 blocks), so that each watcher sees phases in order.
 """
 
@@ -23,12 +23,13 @@ from prfaas.serving.transport.incoming import (
 )
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
-from prfaas.serving.transport.status import TransferPhase, TransferStatus
 from prfaas.serving.transport.wire import (
     MAX_REGION_BYTES,
     MAX_REGIONS,
     FrameType,
     Header,
+    TransferPhase,
+    TransferStatus,
     WireError,
     abort,
     ack,
@@ -39,10 +40,10 @@ from prfaas.serving.transport.wire import (
     text_field,
 )
 
-_RIVAL_WAIT_S = 5.0
+_OVERLAP_WAIT_S = 5.0
 
 
-class Book:
+class TransferTable:
     """All live transfers, those waiting for staging (FIFO), tombstones, watchers and producer sessions."""
 
     def __init__(
@@ -60,30 +61,30 @@ class Book:
         self._tombstones = Tombstones(options.max_tombstones)
         self._watchers = Watchers()
         self._sessions: dict[tuple[str, str], ProducerSession] = {}
-        self.counters: Counter[str] = Counter()
+        self._counters: Counter[str] = Counter()
 
     # Connections
 
-    def connected(self, identity: PeerIdentity, link: FrameSink) -> ProducerSession:
+    def connected(self, identity: PeerIdentity, connection: FrameSink) -> ProducerSession:
         """A producer's connection is up."""
         with self._lock:
             found = (identity.name, identity.session)
             session = self._sessions.setdefault(found, ProducerSession(*found))
-            session.links.append(link)
+            session.connections.append(connection)
             session.lost_at_s = None
             return session
 
-    def disconnected(self, session: ProducerSession, link: FrameSink) -> None:
+    def disconnected(self, session: ProducerSession, connection: FrameSink) -> None:
         """A producer's connection is gone; the grace period starts with the last one."""
         with self._lock:
-            session.links.remove(link)
-            if not session.links:
+            session.connections.remove(connection)
+            if not session.connections:
                 session.lost_at_s = time.monotonic()
 
     # Frames of a producer
 
     def open(
-        self, session: ProducerSession, link: FrameSink, header: Header, body: Mapping[str, Any]
+        self, session: ProducerSession, connection: FrameSink, header: Header, body: Mapping[str, Any]
     ) -> None:
         """OPEN: accept, put into the queue for staging, or refuse with a sentence."""
         transfer_id = header.transfer_id
@@ -92,22 +93,22 @@ class Book:
             if live is not None and live.session.same(session):
                 # Asked again after a lost connection; one that waits is answered when its turn comes.
                 if live.phase is not TransferPhase.WAITING:
-                    link.post(pack_control(FrameType.ACCEPT, transfer_id))
+                    connection.post(pack_control(FrameType.ACCEPT, transfer_id))
                 return
             try:
                 transfer = self._admissible(session, transfer_id, live is not None, body)
             except ValueError as error:
-                self.counters["refused"] += 1
-                link.post(refuse(transfer_id, str(error)))
+                self._counters["refused"] += 1
+                connection.post(refuse(transfer_id, str(error)))
                 if live is None and self._tombstones.get(transfer_id) is None:
-                    self._bury_unborn(transfer_id, str(error))
+                    self._record_refused(transfer_id, str(error))
                 return
-            self.counters["opened"] += 1
+            self._counters["opened"] += 1
             self._transfers[transfer_id] = transfer
             self._waiting.append(transfer)
             self._admit()
             if transfer.phase is TransferPhase.WAITING:
-                self._watchers.tell(transfer_id, transfer.status())
+                self._watchers.notify(transfer_id, transfer.status())
 
     def _admissible(
         self, session: ProducerSession, transfer_id: bytes, known: bool, body: Mapping[str, Any]
@@ -132,7 +133,7 @@ class Book:
         return transfer
 
     def _admit(self) -> None:
-        """Give staging to those who wait, first come first served; called under the lock."""
+        """Give staging to those that wait, first come first served; called under the lock."""
         while self._waiting:
             transfer = self._waiting[0]
             lease = self._arena.allocate(transfer.lease_bytes)
@@ -141,67 +142,68 @@ class Book:
             self._waiting.popleft()
             transfer.lease = lease
             transfer.phase = TransferPhase.RECEIVING
-            transfer.moved_at_s = time.monotonic()
+            transfer.progressed_at_s = time.monotonic()
             transfer_id = transfer.ticket.transfer_id
             self._tell_producer(transfer, pack_control(FrameType.ACCEPT, transfer_id))
-            self._watchers.tell(transfer_id, transfer.status())
+            self._watchers.notify(transfer_id, transfer.status())
 
-    def begin_chunk(self, session: ProducerSession, link: FrameSink, header: Header) -> ChunkPlace:
+    def place_chunk(self, session: ProducerSession, connection: FrameSink, header: Header) -> ChunkPlace:
         """DATA's header has come: say where its payload goes.
 
-        Raises WireError for a chunk that no honest sender would send; the transfer is failed already then.
+        Raises:
+            WireError: no honest sender would send this chunk; its transfer has failed already.
         """
         region, start, end = header.region, header.offset, header.offset + header.length_bytes
-        deadline_s = time.monotonic() + _RIVAL_WAIT_S
+        deadline_s = time.monotonic() + _OVERLAP_WAIT_S
         with self._lock:
             while True:
                 transfer = self._transfers.get(header.transfer_id)
                 if transfer is None:
-                    answer = self._answer_for_gone(header)
-                    return ChunkPlace([], region, start, end, link, answer=answer)
+                    return ChunkPlace(header, connection, answer=self._answer_after_end(header))
                 if not transfer.session.same(session):
                     raise WireError(f"{session.name} sent DATA of another producer's transfer")
                 try:
                     if transfer.phase is TransferPhase.WAITING:
                         raise WireError("DATA came before ACCEPT")
                     if transfer.is_duplicate(region, start, end):
-                        return ChunkPlace([], region, start, end, link, answer=ack(header))
+                        return ChunkPlace(header, connection, answer=ack(header))
                 except WireError as error:
                     self._fail(transfer, str(error))
                     raise
-                rival = transfer.rival(region, start, end)
-                if rival is None:
-                    return transfer.pin(region, start, end, link)
+                overlapping = transfer.overlapping(region, start, end)
+                if overlapping is None:
+                    return transfer.pin(header, connection)
                 # The sender gave that connection up: what it still carries must not write over this chunk
                 # later.
-                rival.link.shut()
+                overlapping.connection.shut()
                 if not self._unpinned.wait(deadline_s - time.monotonic()):
                     raise WireError(f"DATA {start}..{end} of region {region} came twice at once")
 
-    def finish_chunk(self, place: ChunkPlace, header: Header, *, verified: bool) -> None:
-        """The payload is in place (verified), damaged (not verified), or was drained: answer it."""
+    def finish_chunk(self, place: ChunkPlace, *, verified: bool) -> None:
+        """The payload is in place (verified), damaged (not verified), or was only read off: answer it."""
+        header = place.header
         if place.transfer is None:
-            place.link.post(place.answer if verified else nack(header))
+            place.connection.post(place.answer if verified else nack(header))
             return
         transfer = place.transfer
         now_s = time.monotonic()
         with self._lock:
             transfer.unpin(place, verified=verified, now_s=now_s)
             self._unpinned.notify_all()
-            self.counters["received_bytes"] += header.length_bytes
+            self._counters["received_bytes"] += header.length_bytes
             if transfer.phase is TransferPhase.FAILED:
-                place.link.post(abort(header.transfer_id, transfer.reason))
+                place.connection.post(abort(header.transfer_id, transfer.reason))
                 self._admit()
             elif verified:
-                transfer.session.moved_at_s = now_s
+                transfer.session.progressed_at_s = now_s
                 # First complete, then acknowledge: what the producer calls complete, is.
                 self._complete_if_done(transfer)
-                place.link.post(ack(header))
+                place.connection.post(ack(header))
             else:
-                self.counters["checksum_failures"] += 1
-                place.link.post(nack(header))
+                self._counters["checksum_failures"] += 1
+                place.connection.post(nack(header))
 
-    def lose_chunk(self, place: ChunkPlace) -> None:
+    def abandon_chunk(self, place: ChunkPlace) -> None:
         """The connection ended inside the payload."""
         if place.transfer is not None:
             with self._lock:
@@ -209,27 +211,31 @@ class Book:
                 self._unpinned.notify_all()
                 self._admit()
 
-    def end(self, session: ProducerSession, link: FrameSink, header: Header, body: Mapping[str, Any]) -> None:
+    def end(
+        self, session: ProducerSession, connection: FrameSink, header: Header, body: Mapping[str, Any]
+    ) -> None:
         """END: prefill is over at the producer; chunks may still be on their way."""
         total = count_field(body, "total_bytes", MAX_REGION_BYTES * MAX_REGIONS)
-        hidden = count_field(body, "hidden_bytes", MAX_REGION_BYTES * MAX_REGIONS)
+        overlapped = count_field(body, "hidden_bytes", MAX_REGION_BYTES * MAX_REGIONS)
         with self._lock:
             transfer = self._transfers.get(header.transfer_id)
             if transfer is None:
-                link.post(self._answer_for_gone(header))
+                connection.post(self._answer_after_end(header))
                 return
             if not transfer.session.same(session):
                 raise WireError(f"{session.name} sent END of another producer's transfer")
-            if total != transfer.total_bytes or hidden > total:
-                reason = f"END speaks of {hidden} of {total} bytes, the transfer has {transfer.total_bytes}"
+            if total != transfer.total_bytes or overlapped > total:
+                reason = (
+                    f"END speaks of {overlapped} of {total} bytes, the transfer has {transfer.total_bytes}"
+                )
                 self._fail(transfer, reason)
                 raise WireError(reason)
             if not transfer.ended:
                 transfer.ended = True
-                transfer.hidden_bytes = hidden
-                transfer.session.moved_at_s = time.monotonic()
+                transfer.overlapped_bytes = overlapped
+                transfer.session.progressed_at_s = time.monotonic()
             self._complete_if_done(transfer)
-            link.post(ack(header))
+            connection.post(ack(header))
 
     def aborted(self, session: ProducerSession, header: Header, body: Mapping[str, Any]) -> None:
         """ABORT from the producer."""
@@ -243,19 +249,20 @@ class Book:
 
     # Observers
 
-    def watch(self, link: FrameSink, transfer_id: bytes) -> None:
-        """Tell the present status, if there is one, and each later phase."""
+    def watch(self, connection: FrameSink, transfer_id: bytes) -> None:
+        """Send the present status, if there is one, and each later phase."""
         with self._lock:
-            self._watchers.add(link, transfer_id, self._status(transfer_id))
+            self._watchers.add(connection, transfer_id, self._status(transfer_id))
 
-    def is_watching(self, link: FrameSink, transfer_id: bytes) -> bool:
-        """False once the last phase was told."""
+    def is_watching(self, connection: FrameSink, transfer_id: bytes) -> bool:
+        """False once the last phase was sent."""
         with self._lock:
-            return self._watchers.has(link, transfer_id)
+            return self._watchers.has(connection, transfer_id)
 
-    def unwatch(self, link: FrameSink, transfer_ids: set[bytes]) -> None:
+    def unwatch(self, connection: FrameSink, transfer_ids: set[bytes]) -> None:
+        """The observer's connection is gone."""
         with self._lock:
-            self._watchers.remove(link, transfer_ids)
+            self._watchers.remove(connection, transfer_ids)
 
     # The engine
 
@@ -275,8 +282,8 @@ class Book:
                 return None
             lease, transfer.lease = transfer.lease, None
             assert lease is not None
-            self._bury(transfer, taken=True)
-            self.counters["taken"] += 1
+            self._record_ended(transfer, taken=True)
+            self._counters["taken"] += 1
         return StagedTransfer(
             transfer_id=transfer_id,
             num_tokens=transfer.ticket.num_tokens,
@@ -298,12 +305,10 @@ class Book:
         with self._lock:
             transfer = self._transfers.get(transfer_id)
             if transfer is not None:
-                self.counters["dropped"] += 1
+                self._counters["dropped"] += 1
                 self._fail(transfer, reason)
             elif self._tombstones.get(transfer_id) is None:
-                status = TransferStatus(TransferPhase.FAILED, reason, 0, 0, 0, 0, 0)
-                self._tombstones.put(transfer_id, status, time.monotonic() + self._options.tombstone_s)
-                self._watchers.tell(transfer_id, status)
+                self._record_refused(transfer_id, reason)
 
     # Time
 
@@ -314,12 +319,12 @@ class Book:
             for transfer in list(self._transfers.values()):
                 reason = transfer.overdue(options, now_s)
                 if reason:
-                    self.counters["expired"] += transfer.phase is TransferPhase.COMPLETE
-                    self.counters["refused"] += transfer.phase is TransferPhase.WAITING
+                    self._counters["expired"] += transfer.phase is TransferPhase.COMPLETE
+                    self._counters["refused"] += transfer.phase is TransferPhase.WAITING
                     self._fail(transfer, reason)
             for found, session in list(self._sessions.items()):
                 lost = session.lost_at_s is not None and now_s - session.lost_at_s > options.reconnect_grace_s
-                if lost and not session.links:
+                if lost and not session.connections:
                     del self._sessions[found]
             self._tombstones.sweep(now_s)
 
@@ -332,6 +337,7 @@ class Book:
             self._sessions.clear()
 
     def stats(self) -> dict[str, Any]:
+        """Counters and gauges as observers get them."""
         with self._lock:
             phases = Counter(transfer.phase.value for transfer in self._transfers.values())
             return {
@@ -343,7 +349,7 @@ class Book:
                 "tombstones": len(self._tombstones),
                 "watched": len(self._watchers),
                 "producer_sessions": len(self._sessions),
-                **{name: self.counters[name] for name in _COUNTED},
+                **{name: self._counters[name] for name in _COUNTED},
             }
 
     # Under the lock
@@ -355,16 +361,16 @@ class Book:
     def _complete_if_done(self, transfer: IncomingTransfer) -> None:
         if transfer.phase is TransferPhase.RECEIVING and transfer.ended and transfer.covered:
             transfer.phase = TransferPhase.COMPLETE
-            transfer.moved_at_s = time.monotonic()
-            self.counters["completed"] += 1
-            self._watchers.tell(transfer.ticket.transfer_id, transfer.status())
+            transfer.progressed_at_s = time.monotonic()
+            self._counters["completed"] += 1
+            self._watchers.notify(transfer.ticket.transfer_id, transfer.status())
 
     def _fail(self, transfer: IncomingTransfer, reason: str, *, tell_producer: bool = True) -> None:
         was = transfer.phase
         # The reason first: `state` reads without the lock.
         transfer.reason = reason
         transfer.phase = TransferPhase.FAILED
-        self.counters["failed"] += 1
+        self._counters["failed"] += 1
         transfer_id = transfer.ticket.transfer_id
         if was is TransferPhase.WAITING:
             self._waiting.remove(transfer)
@@ -372,12 +378,12 @@ class Book:
             self._tell_producer(transfer, refuse(transfer_id, reason))
         elif tell_producer and was is TransferPhase.RECEIVING:
             self._tell_producer(transfer, abort(transfer_id, reason))
-        self._bury(transfer, taken=False)
-        self._watchers.tell(transfer_id, transfer.status())
+        self._record_ended(transfer, taken=False)
+        self._watchers.notify(transfer_id, transfer.status())
         transfer.release()
         self._admit()
 
-    def _bury(self, transfer: IncomingTransfer, *, taken: bool) -> None:
+    def _record_ended(self, transfer: IncomingTransfer, *, taken: bool) -> None:
         ticket = transfer.ticket
         del self._transfers[ticket.transfer_id]
         # As long as the ticket is good, a replayed OPEN must find the tombstone.
@@ -385,17 +391,17 @@ class Book:
         status = transfer.status(taken=taken)
         self._tombstones.put(ticket.transfer_id, status, time.monotonic() + keep_s)
 
-    def _bury_unborn(self, transfer_id: bytes, reason: str) -> None:
-        """A transfer that was refused: whoever waits for it must not wait in vain."""
+    def _record_refused(self, transfer_id: bytes, reason: str) -> None:
+        """A transfer that was never let in: those who watch it must learn that."""
         status = TransferStatus.refused(reason)
         self._tombstones.put(transfer_id, status, time.monotonic() + self._options.tombstone_s)
-        self._watchers.tell(transfer_id, status)
+        self._watchers.notify(transfer_id, status)
 
     def _tell_producer(self, transfer: IncomingTransfer, frame: bytes) -> None:
-        if transfer.session.links:
-            transfer.session.links[0].post(frame)
+        if transfer.session.connections:
+            transfer.session.connections[0].post(frame)
 
-    def _answer_for_gone(self, header: Header) -> bytes:
+    def _answer_after_end(self, header: Header) -> bytes:
         status = self._tombstones.get(header.transfer_id)
         if status is not None and status.phase is TransferPhase.COMPLETE:
             return ack(header)

@@ -1,9 +1,8 @@
-"""Frames on the wire: a fixed 56-byte header, then a payload. Documented in docs/wire.md.
+"""Frames on the wire: a fixed 56-byte header, then a payload. Documented in docs/reference/wire-format.md.
 
 Nothing here trusts the peer: every integer is bounded before it is used, control payloads are bounded JSON,
-and both header and payload carry an xxh3_64. That is against damage, not against people: the handshake is.
-
-The consumer's answers to single frames.
+and both header and payload carry an xxh3_64. The checksums are against damage; against attackers, the
+handshake.
 """
 
 import enum
@@ -11,7 +10,7 @@ import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import xxhash
 
@@ -38,6 +37,8 @@ class WireError(ValueError):
 
 
 class FrameType(enum.IntEnum):
+    """Types by number: 1 to 5 handshake, 16 to 23 transfers, 32 to 35 observers."""
+
     HELLO = 1
     CHALLENGE = 2
     AUTH = 3
@@ -66,17 +67,22 @@ _LIMITS = dict.fromkeys(FrameType, MAX_CONTROL_BYTES) | {
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """`length_bytes` of payload follow; region and offset matter for DATA, ACK and NACK only.
+    """What stands in front of a payload.
 
-    ACK and NACK repeat region and offset of the chunk and have no payload: `length_bytes` is 0.
+    ACK and NACK repeat the region and the offset of their chunk and have no payload.
     """
 
     kind: FrameType
     transfer_id: bytes
+    """16 bytes, all zero for a frame that belongs to no transfer."""
     region: int
+    """Of DATA, ACK and NACK; `END_REGION` in the ACK of an END."""
     offset: int
+    """In the region, in bytes; of DATA, ACK and NACK."""
     length_bytes: int
+    """Of the payload that follows."""
     checksum: int
+    """xxh3_64 of the payload, 0 without one."""
 
 
 def checksum(payload: bytes | bytearray | memoryview) -> int:
@@ -104,7 +110,7 @@ def pack_header(
     payload_checksum: int = 0,
     version: int = PROTOCOL_VERSION,
 ) -> bytes:
-    """The 56 bytes in front of a payload."""
+    """The 56 bytes in front of a payload; the arguments are `Header`'s fields."""
     fields = _FIELDS.pack(
         _MAGIC, version, kind, 0, transfer_id, region, length_bytes, offset, payload_checksum
     )
@@ -112,7 +118,11 @@ def pack_header(
 
 
 def unpack_header(raw: bytes | bytearray | memoryview) -> Header:
-    """Parse and bound a header of exactly 56 bytes; raises WireError."""
+    """Parse a header of exactly 56 bytes and check its bounds.
+
+    Raises:
+        WireError: it is not one of this protocol, or damaged, or out of bounds.
+    """
     magic, version, kind, zero, transfer_id, region, length, offset, payload_checksum = _FIELDS.unpack_from(
         raw
     )
@@ -140,7 +150,11 @@ def pack_control(
     *,
     version: int = PROTOCOL_VERSION,
 ) -> bytes:
-    """A whole control frame; `body` becomes JSON. Raises WireError when it is over the type's limit."""
+    """A whole control frame; `body` becomes JSON.
+
+    Raises:
+        WireError: the JSON is over the frame type's limit.
+    """
     payload = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
     if len(payload) > _LIMITS[kind]:
         raise WireError(f"{kind.name} frame of {len(payload)} bytes is over {_LIMITS[kind]}")
@@ -155,7 +169,11 @@ def pack_control(
 
 
 def parse_control(header: Header, payload: bytes | bytearray | memoryview) -> dict[str, Any]:
-    """The JSON object of a control frame (empty for an empty payload); raises WireError."""
+    """The JSON object of a control frame, empty for an empty payload.
+
+    Raises:
+        WireError: the payload is damaged or no JSON object.
+    """
     if not payload:
         return {}
     if checksum(payload) != header.checksum:
@@ -170,7 +188,11 @@ def parse_control(header: Header, payload: bytes | bytearray | memoryview) -> di
 
 
 def text_field(body: Mapping[str, Any], name: str, max_chars: int = 4096) -> str:
-    """A bounded string of a control body; raises WireError."""
+    """The text `body[name]` of a control frame.
+
+    Raises:
+        WireError: it is missing, no text or too long.
+    """
     value = body.get(name)
     if not isinstance(value, str) or len(value) > max_chars:
         raise WireError(f"field {name!r} must be text of at most {max_chars} characters")
@@ -178,7 +200,11 @@ def text_field(body: Mapping[str, Any], name: str, max_chars: int = 4096) -> str
 
 
 def count_field(body: Mapping[str, Any], name: str, maximum: int) -> int:
-    """A bounded non-negative integer of a control body; raises WireError."""
+    """The integer `body[name]` of a control frame, within 0..maximum.
+
+    Raises:
+        WireError: it is missing, no integer or out of bounds.
+    """
     value = body.get(name)
     if type(value) is not int or not 0 <= value <= maximum:
         raise WireError(f"field {name!r} must be an integer within 0..{maximum}")
@@ -186,18 +212,96 @@ def count_field(body: Mapping[str, Any], name: str, maximum: int) -> int:
 
 
 def ack(header: Header) -> bytes:
+    """The consumer has the chunk, or the END, of this header."""
     region = END_REGION if header.kind is FrameType.END else header.region
     return pack_header(FrameType.ACK, header.transfer_id, region=region, offset=header.offset)
 
 
 def nack(header: Header) -> bytes:
+    """The chunk of this header arrived damaged."""
     return pack_header(FrameType.NACK, header.transfer_id, region=header.region, offset=header.offset)
 
 
 def abort(transfer_id: bytes, reason: str) -> bytes:
+    """A transfer is given up; `reason` is cut at 4,096 characters."""
     return pack_control(FrameType.ABORT, transfer_id, {"reason": reason[:4096]})
 
 
 def refuse(transfer_id: bytes, reason: str) -> bytes:
-    """An OPEN is not let in."""
+    """An OPEN does not become a transfer; `reason` is cut at 4,096 characters."""
     return pack_control(FrameType.REFUSE, transfer_id, {"reason": reason[:4096]})
+
+
+_MAX_BYTES = MAX_REGION_BYTES * MAX_REGIONS
+
+
+class TransferPhase(enum.StrEnum):
+    """WAITING for staging → RECEIVING → COMPLETE, or FAILED from any of them; the last two are final."""
+
+    WAITING = "waiting"
+    RECEIVING = "receiving"
+    COMPLETE = "complete"
+    FAILED = "failed"
+
+    @property
+    def terminal(self) -> bool:
+        return self in (TransferPhase.COMPLETE, TransferPhase.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStatus:
+    """A snapshot."""
+
+    phase: TransferPhase
+    reason: str
+    """Why it FAILED, else empty."""
+    received_bytes: int
+    """Verified bytes in staging."""
+    total_bytes: int
+    overlapped_bytes: int
+    """Bytes that were acknowledged when the prefill ended; 0 until END has come."""
+    num_tokens: int
+    """The transfer is of the KV of tokens [skip_tokens, num_tokens)."""
+    skip_tokens: int
+    taken: bool = False
+    """The engine owns the staged bytes already."""
+
+    @classmethod
+    def refused(cls, reason: str) -> Self:
+        """Of a transfer that was never let in."""
+        return cls(TransferPhase.FAILED, reason, 0, 0, 0, 0, 0)
+
+    def to_body(self) -> dict[str, Any]:
+        """The fields of a STATUS frame."""
+        return {
+            "phase": self.phase.value,
+            "reason": self.reason[:4096],
+            "received_bytes": self.received_bytes,
+            "total_bytes": self.total_bytes,
+            "hidden_bytes": self.overlapped_bytes,
+            "num_tokens": self.num_tokens,
+            "skip_tokens": self.skip_tokens,
+            "taken": self.taken,
+        }
+
+    @classmethod
+    def from_body(cls, body: Mapping[str, Any]) -> Self:
+        """Read the fields of a STATUS frame.
+
+        Raises:
+            WireError: a field is missing or absurd.
+        """
+        try:
+            phase = TransferPhase(text_field(body, "phase", 16))
+        except ValueError:
+            raise WireError(f"field 'phase' is {body.get('phase')!r}, which is no phase") from None
+        return cls(
+            phase=phase,
+            reason=text_field(body, "reason"),
+            received_bytes=count_field(body, "received_bytes", _MAX_BYTES),
+            total_bytes=count_field(body, "total_bytes", _MAX_BYTES),
+            overlapped_bytes=count_field(body, "hidden_bytes", _MAX_BYTES),
+            num_tokens=count_field(body, "num_tokens", 1 << 30),
+            skip_tokens=count_field(body, "skip_tokens", 1 << 30),
+            taken=body.get("taken") is True,
+        )

@@ -11,7 +11,7 @@ import orjson
 from prfaas.core.route_header import ROUTE_HEADER, RouteHeader
 from prfaas.core.sse import SseParser
 
-REQUEST_TIMEOUT_S = 180.0
+REQUEST_TIMEOUT_S = 900.0
 
 
 class RequestFailedError(Exception):
@@ -78,7 +78,10 @@ async def stream_completion(
                             text.append(choice.get("text") or "")
                         prompt_tokens = (event.get("usage") or {}).get("prompt_tokens", prompt_tokens)
     except TimeoutError:
-        raise RequestFailedError(f"no whole answer within {REQUEST_TIMEOUT_S:.0f} s") from None
+        raise RequestFailedError(
+            f"the gateway at {url} gave no whole answer to a prompt of {len(prompt)} characters "
+            f"within {REQUEST_TIMEOUT_S:.0f} s"
+        ) from None
     except (aiohttp.ClientError, ValueError) as error:
         raise RequestFailedError(f"the answer can't be read: {error}") from error
     if len(token_ids) != max_tokens or first_s is None or last_s is None or prompt_tokens == 0:

@@ -15,15 +15,7 @@ from prfaas.core.kv import KvModel, model_from_config
 from prfaas.core.units import format_bits_per_s, format_bytes, format_s, transfer_s
 from prfaas.serving.engines.tiny import tiny_config
 from prfaas.tools.demo.client import DemoAnswer
-from prfaas.tools.demo.compare import (
-    TIE_BOUND_NATS,
-    Comparison,
-    Equality,
-    MovedPages,
-    Pages,
-    compare,
-    find_pages,
-)
+from prfaas.tools.demo.compare import Comparison, Equality, MovedPages, Pages, compare, find_pages
 from prfaas.tools.demo.prompts import DemoPrompt
 from prfaas.tools.demo.reference import ReferenceAnswer
 
@@ -66,6 +58,7 @@ class Row:
             "equal_to_local": str(self.comparison.equality),
             "first_difference": self.comparison.position,
             "margin_nats": self.comparison.margin_nats,
+            "tie_bound_nats": self.comparison.bound_nats,
             "tokens_per_s": answer.tokens_per_s,
             "kvmodel_bytes": self.exact_bytes,
             "kvmodel_paged_bytes": self.paged_bytes,
@@ -103,7 +96,6 @@ class DemoOutcome:
             "deployment": self.deployment.name,
             "model": self.deployment.model.served_name,
             "threshold_tokens": self.deployment.routing.threshold_tokens,
-            "tie_bound_nats": TIE_BOUND_NATS,
             "kv_bytes_per_token": self.kv_model.token_bytes,
             "requests": [row.to_json() for row in self.rows],
             "all_bytes_explained": all(row.is_explained for row in self.rows),
@@ -134,7 +126,7 @@ def outcome_of(
             Row(
                 label=prompt.label,
                 answer=answer,
-                comparison=compare(answer.token_ids, reference.token_ids, reference.top_logprobs),
+                comparison=compare(answer.token_ids, reference.token_ids, reference.top_logits),
                 exact_bytes=kv_model.bytes_to_move(num_tokens, skip_tokens),
                 paged_bytes=paged_bytes,
                 link_s=_link_s(deployment, answer),
@@ -202,9 +194,9 @@ def _cells(row: Row) -> tuple[str, ...]:
 def _equality(comparison: Comparison) -> str:
     if comparison.equality is Equality.EXACT:
         return "exact"
-    margin = (
-        "not among the likeliest" if comparison.margin_nats is None else f"{comparison.margin_nats:.3f} nat"
-    )
+    margin = "not among the likeliest"
+    if comparison.margin_nats is not None and comparison.bound_nats is not None:
+        margin = f"{comparison.margin_nats:.3f} nat, bound {comparison.bound_nats:.3f}"
     return f"{comparison.equality} at token {comparison.position} ({margin})"
 
 
@@ -214,8 +206,8 @@ def footnotes(outcome: DemoOutcome) -> list[str]:
         "cached: tokens that the decode engine already held, so that their KV did not move again. hidden: share of "
         "the bytes that had arrived when the prefill ended.",
         "equal: the greedy answer against one plain vLLM engine with the same split of the prompt. A tie is a first "
-        f"difference between two tokens whose reference logprobs are less than {TIE_BOUND_NATS} nat apart, which is "
-        "within bf16 rounding.",
+        "difference between two tokens whose reference logits are at most two steps of bf16 apart, at their own "
+        "magnitude (from 8 to 16 a step is 0.0625 nat, from 16 to 32 it is 0.125): each may be rounded one step off.",
     ]
     if outcome.pages is not None:
         pages = outcome.pages

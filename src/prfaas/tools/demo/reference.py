@@ -7,19 +7,22 @@ from typing import Any
 import aiohttp
 
 from prfaas.core.deployment import Cluster, Deployment, Instance
-from prfaas.serving.engines.vllm.command import EngineCommand, engine_command
+from prfaas.serving.engines.command import EngineCommand, vllm_command
 from prfaas.tools.http_client import AnswerError, post_json
 
 REFERENCE_NAME = "reference"
-REQUEST_TIMEOUT_S = 180.0
+REQUEST_TIMEOUT_S = 900.0
 
 # As in prfaas.serving.engines.vllm.reference, which can't be imported without vLLM.
 _EVENTS_FLAG = "--kv-events-config"
 _LOGITS_PROCESSOR = "prfaas.serving.engines.vllm.reference:ForcedFirstTokens"
 _FORCED_TOKENS_ARG = "forced_first_tokens"
 
+# With this, vLLM's "logprobs" are the logits themselves: only they tell how coarse bf16 was.
+_LOGITS_MODE = ("--logprobs-mode", "raw_logits")
+
 # More of the likeliest tokens than can lie within a tie's bound of each other.
-_TOP_LOGPROBS = 10
+_TOP_LOGITS = 10
 
 
 class ReferenceFailedError(Exception):
@@ -28,10 +31,10 @@ class ReferenceFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ReferenceAnswer:
-    """`token_ids` of the answer and, for each, the logprobs (nats) of the likeliest tokens at its place."""
+    """`token_ids` of the answer and, for each, the logits of the likeliest tokens at its place."""
 
     token_ids: tuple[int, ...]
-    top_logprobs: tuple[dict[int, float], ...]
+    top_logits: tuple[dict[int, float], ...]
 
 
 def reference_deployment(deployment: Deployment) -> Deployment:
@@ -46,15 +49,18 @@ def reference_deployment(deployment: Deployment) -> Deployment:
 
 
 def reference_command(deployment: Deployment, instance: Instance) -> EngineCommand:
-    """How to start `instance` as a plain vLLM: the same arguments, no connector, no events, our logits processor."""
-    command = engine_command(deployment, instance)
+    """How to start `instance` as a plain vLLM: the same arguments, no connector, no events, our logits processor.
+
+    What it reports as logprobs are logits.
+    """
+    command = vllm_command(deployment, instance)
     argv = list(command.argv)
     if _EVENTS_FLAG in argv:
         # Nobody listens to a single engine.
         at = argv.index(_EVENTS_FLAG)
         del argv[at : at + 2]
     at = argv.index("--kv-transfer-config")
-    argv[at : at + 2] = ["--logits-processors", _LOGITS_PROCESSOR]
+    argv[at : at + 2] = ["--logits-processors", _LOGITS_PROCESSOR, *_LOGITS_MODE]
     return replace(command, argv=tuple(argv))
 
 
@@ -79,7 +85,7 @@ async def complete_with_split(
             "max_tokens": max_tokens + 1,
             "temperature": 0,
             "ignore_eos": True,
-            "logprobs": _TOP_LOGPROBS,
+            "logprobs": _TOP_LOGITS,
             "return_tokens_as_token_ids": True,
             "return_token_ids": True,
             "vllm_xargs": {_FORCED_TOKENS_ARG: [ids[-1]]},
@@ -88,7 +94,7 @@ async def complete_with_split(
     try:
         choice = answer["choices"][0]
         token_ids = tuple(choice["token_ids"])
-        logprobs = tuple(
+        logits = tuple(
             {int(token.removeprefix("token_id:")): float(value) for token, value in at_position.items()}
             for at_position in choice["logprobs"]["top_logprobs"]
         )
@@ -96,11 +102,11 @@ async def complete_with_split(
         raise ReferenceFailedError(
             f"the plain engine's answer lacks what was asked for: {error!r}"
         ) from error
-    if len(token_ids) != max_tokens + 1 or len(logprobs) != len(token_ids) or token_ids[0] != ids[-1]:
+    if len(token_ids) != max_tokens + 1 or len(logits) != len(token_ids) or token_ids[0] != ids[-1]:
         raise ReferenceFailedError(
             f"the plain engine must answer with token {ids[-1]} and {max_tokens} more, not {token_ids}"
         )
-    return ReferenceAnswer(token_ids[1:], logprobs[1:])
+    return ReferenceAnswer(token_ids[1:], logits[1:])
 
 
 async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -108,7 +114,9 @@ async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) 
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
             return await post_json(session, url, body)
     except TimeoutError:
-        raise ReferenceFailedError(f"{url} gave no answer within {REQUEST_TIMEOUT_S:.0f} s") from None
+        raise ReferenceFailedError(
+            f"the plain engine gave no answer at {url} within {REQUEST_TIMEOUT_S:.0f} s"
+        ) from None
     except AnswerError as error:
         raise ReferenceFailedError(f"{url} answered {error.status}: {error}") from error
     except (aiohttp.ClientError, ValueError) as error:

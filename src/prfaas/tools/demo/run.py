@@ -8,15 +8,12 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import aiohttp
-from prometheus_client import CollectorRegistry
 
 from prfaas.core.deployment import Deployment
 from prfaas.core.kv import model_from_directory
-from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.engines.preparation import ensure_model, port_problem
-from prfaas.serving.engines.running import EngineProgress, RunningEngines
-from prfaas.serving.gateway import serve_gateway
-from prfaas.serving.transport.ticket import load_key
+from prfaas.serving.engines.running import READY_TIMEOUT_S, EngineProgress, RunningEngines
+from prfaas.serving.live import serve_live
 from prfaas.tools.demo.client import DemoAnswer, RequestFailedError, stream_completion
 from prfaas.tools.demo.outcome import DemoOutcome, outcome_of
 from prfaas.tools.demo.prompts import DemoPrompt, corpus, demo_prompts
@@ -31,7 +28,7 @@ from prfaas.tools.demo.reference import (
 ANSWER_TOKENS = 64
 T = TypeVar("T")
 
-_GATEWAY_START_S = 30.0
+_GATEWAY_START_S = 120.0
 _GATEWAY_STOP_S = 10.0
 _WARM_UP_S = 120.0
 _WARM_UP_TEXT = "Kernels are compiled and memory is touched when first used."
@@ -53,8 +50,10 @@ class Stages(Protocol):
         ...
 
 
-def run_demo(deployment: Deployment, stages: Stages) -> DemoOutcome:
+def run_demo(deployment: Deployment, stages: Stages, start_timeout_s: float = READY_TIMEOUT_S) -> DemoOutcome:
     """Runs everything, one after the other, and leaves nothing running.
+
+    `start_timeout_s`: how long the deployment's engines may take to start, and then the plain one.
 
     Raises:
         DemoError: a prompt got no answer from the gateway or the plain engine, or the gateway failed.
@@ -66,13 +65,13 @@ def run_demo(deployment: Deployment, stages: Stages) -> DemoOutcome:
     try:
         with RunningEngines(deployment) as engines:
             with stages.starting(engines) as show:
-                engines.wait_ready(on_progress=show)
+                engines.wait_ready(start_timeout_s, show)
             with stages.asking("two clusters", prompts) as answered:
                 answers = asyncio.run(_ask_gateway(deployment, prompts, answered))
         plain = reference_deployment(deployment)
         with RunningEngines(plain, command=reference_command) as engines:
             with stages.starting(engines) as show:
-                engines.wait_ready(on_progress=show)
+                engines.wait_ready(start_timeout_s, show)
             with stages.asking("one plain engine", prompts) as answered:
                 references = asyncio.run(_ask_reference(plain, prompts, answered))
     except (RequestFailedError, ReferenceFailedError) as error:
@@ -100,9 +99,7 @@ async def _ask_gateway(
     port = 0 if port_problem(host, deployment.gateway.port) else deployment.gateway.port
     served = replace(deployment, gateway=replace(deployment.gateway, host=host, port=port))
     bound: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    registry = CollectorRegistry()
-    plane = LivePlane(served, load_key(served.security.key_file), registry)
-    gateway = asyncio.create_task(serve_gateway(served, plane, ready=bound.set_result, registry=registry))
+    gateway = asyncio.create_task(serve_live(served, ready=bound.set_result))
     try:
         bound_port = await _unless_ended(gateway, _within(bound, _GATEWAY_START_S))
         url = f"http://{host}:{bound_port}"
@@ -116,7 +113,7 @@ async def _within(future: "asyncio.Future[int]", timeout_s: float) -> int:
     try:
         return await asyncio.wait_for(future, timeout_s)
     except TimeoutError:
-        raise DemoError(f"the gateway did not listen within {timeout_s:.0f} s") from None
+        raise DemoError(f"the demo's gateway did not listen within {timeout_s:.0f} s") from None
 
 
 async def _unless_ended(gateway: "asyncio.Task[None]", work: Coroutine[Any, Any, T]) -> T:

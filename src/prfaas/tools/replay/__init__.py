@@ -1,6 +1,6 @@
 """Traffic against a running endpoint: recorded or made-up requests at their times, and what became of each."""
 
-from prfaas.tools.replay.client import ReplayError, ReplayOptions, RequestRecord, Target, find_target
+from prfaas.tools.replay.client import ReplayedRequest, ReplayError, ReplayOptions, Target, find_target
 from prfaas.tools.replay.replayer import replay
 from prfaas.tools.replay.result import ReplayResult
 
@@ -8,7 +8,7 @@ __all__ = [
     "ReplayError",
     "ReplayOptions",
     "ReplayResult",
-    "RequestRecord",
+    "ReplayedRequest",
     "Target",
     "find_target",
     "replay",

@@ -98,7 +98,7 @@ class ReplayOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestRecord:
+class ReplayedRequest:
     """What became of one request. Times are seconds since the beginning of the replay; None: it did not happen."""
 
     index: int
@@ -227,10 +227,10 @@ async def send(
     session: aiohttp.ClientSession,
     target: Target,
     request: TracedRequest,
-    due: RequestRecord,
+    due: ReplayedRequest,
     options: ReplayOptions,
     clock: Callable[[], float],
-) -> RequestRecord:
+) -> ReplayedRequest:
     """Completes the record `due`; whatever goes wrong is in it. `clock`: seconds since the replay began."""
     answer = ReplayAnswer()
     sent_s = clock()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import aiohttp
 
 from prfaas.core.workload import TracedRequest
-from prfaas.tools.replay.client import ReplayOptions, RequestRecord, Target, send
+from prfaas.tools.replay.client import ReplayedRequest, ReplayOptions, Target, send
 from prfaas.tools.replay.result import ReplayResult
 
 # Servers close idle connections after some seconds (uvicorn after 5): a request must not meet one that is closing.
@@ -19,7 +19,7 @@ async def replay(
     target: Target,
     requests: Iterable[TracedRequest],
     options: ReplayOptions | None = None,
-    on_record: Callable[[RequestRecord], None] | None = None,
+    on_record: Callable[[ReplayedRequest], None] | None = None,
     on_due: Callable[[], None] | None = None,
 ) -> ReplayResult:
     """Send `requests`, which ascend in time from 0 s on, and wait for the last answer.
@@ -27,7 +27,7 @@ async def replay(
     `on_due` is called when a request is due, `on_record` when it has ended. Cancelling ends what is under way.
     """
     options = options or ReplayOptions()
-    records: list[RequestRecord] = []
+    records: list[ReplayedRequest] = []
     waited = 0
     slots = asyncio.Semaphore(options.max_connections)
     started_at_s, started_s = time.time(), time.monotonic()
@@ -36,7 +36,7 @@ async def replay(
         # Not the loop's own: uvloop's counts whole milliseconds.
         return time.monotonic() - started_s
 
-    async def one(request: TracedRequest, due: RequestRecord) -> None:
+    async def one(request: TracedRequest, due: ReplayedRequest) -> None:
         nonlocal waited
         waited += slots.locked()
         async with slots:
@@ -56,7 +56,7 @@ async def replay(
         for index, request in enumerate(requests):
             # Also when it is late already: what is under way must get on.
             await asyncio.sleep(max(request.arrival_s - clock(), 0.0))
-            due = RequestRecord(index, request.arrival_s, request.input_tokens, request.output_tokens)
+            due = ReplayedRequest(index, request.arrival_s, request.input_tokens, request.output_tokens)
             tasks.create_task(one(request, due))
             if on_due is not None:
                 on_due()

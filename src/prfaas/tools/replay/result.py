@@ -9,7 +9,7 @@ import numpy as np
 from rich.table import Table
 
 from prfaas.core.units import format_bytes, format_s
-from prfaas.tools.replay.client import RequestRecord, Target
+from prfaas.tools.replay.client import ReplayedRequest, Target
 
 BEHIND_S = 0.05
 """A request that is sent so much later than it was due counts as behind."""
@@ -49,7 +49,7 @@ class ReplayResult:
     target: Target
     started_at_s: float
     duration_s: float
-    records: tuple[RequestRecord, ...]
+    records: tuple[ReplayedRequest, ...]
     waited: int
 
     @property
@@ -82,7 +82,7 @@ class ReplayResult:
         """Something per second of the whole replay."""
         return amount / self.duration_s if self.duration_s > 0 else 0.0
 
-    def by_route(self) -> dict[str, tuple[RequestRecord, ...]]:
+    def by_route(self) -> dict[str, tuple[ReplayedRequest, ...]]:
         """Records by the route that the gateway reported, most frequent first."""
         counts = Counter(record.route for record in self.records if record.route)
         return {
@@ -118,17 +118,17 @@ class ReplayResult:
         }
 
 
-def route_bytes(records: Iterable[RequestRecord]) -> int:
+def route_bytes(records: Iterable[ReplayedRequest]) -> int:
     """KV bytes that moved for these requests, as their routes say."""
     return sum(_whole(record.route_fields.get("bytes", "")) for record in records)
 
 
-def fallbacks(records: Iterable[RequestRecord]) -> int:
+def fallbacks(records: Iterable[ReplayedRequest]) -> int:
     """Requests whose prefill elsewhere failed, as their routes say."""
     return sum("fallback" in record.route_fields for record in records)
 
 
-def _route_json(records: tuple[RequestRecord, ...]) -> dict[str, Any]:
+def _route_json(records: tuple[ReplayedRequest, ...]) -> dict[str, Any]:
     return {
         "requests": len(records),
         "kv_bytes": route_bytes(records),

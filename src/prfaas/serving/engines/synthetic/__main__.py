@@ -9,7 +9,7 @@ from pathlib import Path
 import uvloop
 
 from prfaas.core.deployment import DeploymentError, load_deployment
-from prfaas.serving.engines.errors import EngineError
+from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.preparation import ensure_key, ensure_model
 from prfaas.serving.engines.synthetic.node import run_nodes
 from prfaas.serving.transport.ticket import KeyFileError, load_key

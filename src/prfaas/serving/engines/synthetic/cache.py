@@ -1,6 +1,7 @@
-"""The prefix cache of one stand-in: what it can reuse, and the events that tell the world.
+"""The prefix cache of one stand-in: its pages, what it can reuse of them, and the events that it publishes.
 
-The pages of one stand-in: which block of which group is held, pinned by whom, evicted when.
+Pages are the blocks of all groups: each is pinned by the running requests that need it, or idle and evicted when
+another needs its room.
 """
 
 import asyncio
@@ -11,9 +12,10 @@ from struct import Struct
 
 from xxhash import xxh3_64_intdigest
 
+from prfaas.serving.engines.kv_groups import GroupKind
 from prfaas.serving.engines.synthetic.content import TokenChain
 from prfaas.serving.engines.synthetic.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from prfaas.serving.engines.synthetic.layout import GroupKind, KvGroup, SyntheticLayout
+from prfaas.serving.engines.synthetic.layout import EVENT_KINDS, SyntheticGroup, SyntheticLayout
 
 
 class RoomError(ValueError):
@@ -26,13 +28,16 @@ Deviations = tuple[int, ...]
 
 @dataclass(slots=True, eq=False)
 class Page:
-    """One copy of one block. `key` names the prefix that it ends; `holders`: running requests that need it."""
+    """One copy of one block."""
 
     group: int
     key: int
+    """Digest of the prefix that the block ends."""
     deviations: Deviations
     holders: int = 0
+    """Running requests that need it."""
     cached: bool = True
+    """Lookups may find it."""
 
 
 class PagePool:
@@ -97,7 +102,7 @@ class PagePool:
         return evicted
 
     def clear(self) -> None:
-        """Forget every block; running requests keep their pages but nobody finds them any more."""
+        """Forget every block; running requests keep their pages, but no lookup finds them any more."""
         for copies in self._copies.values():
             for page in copies:
                 page.cached = False
@@ -180,26 +185,26 @@ _PLACE = Struct("<QQQ")
 
 @dataclass(slots=True)
 class Context:
-    """The KV of one request: its tokens, and where it differs from what they give.
-
-    `salt` and `adapter` keep tenants and LoRA adapters apart. `taint` is 0 as long as every page is sound; any
-    other value changes everything that is computed from here on, the answer's tokens among it.
-    """
+    """The KV of one request: its tokens, and where it differs from what they give."""
 
     chain: TokenChain
     salt: str = ""
+    """Keeps tenants apart."""
     adapter: str = ""
+    """Keeps LoRA adapters apart."""
     taint: int = 0
+    """0 while every page is sound; any other value changes all that is computed later, also the answer's tokens."""
     deviations: dict[tuple[int, int], Deviations] = field(default_factory=dict)
+    """Of unsound pages, by group and block."""
 
-    def use(self, group: KvGroup, block: int, deviations: Deviations) -> None:
+    def use(self, group: SyntheticGroup, block: int, deviations: Deviations) -> None:
         """A page that was held or loaded becomes part of the context."""
         if any(deviations):
             self.deviations[group.index, block] = deviations
             for layer, deviation in zip(group.layers, deviations, strict=True):
                 self.taint ^= xxh3_64_intdigest(_PLACE.pack(block, layer, deviation))
 
-    def compute(self, groups: Sequence[KvGroup], start_tokens: int, end_tokens: int) -> None:
+    def compute(self, groups: Sequence[SyntheticGroup], start_tokens: int, end_tokens: int) -> None:
         """Tokens [start_tokens, end_tokens) are computed on top of the context: as unsound as that is."""
         if not self.taint:
             return
@@ -208,17 +213,19 @@ class Context:
             for block in range(start_tokens // group.block_tokens, group.end_block(end_tokens)):
                 self.deviations[group.index, block] = deviations
 
-    def deviations_of(self, group: KvGroup, block: int) -> Deviations:
+    def deviations_of(self, group: SyntheticGroup, block: int) -> Deviations:
         """What a page of the context differs by."""
         return self.deviations.get((group.index, block), ())
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """Whole blocks that are held: of full attention alone, and with everything needed to go on from there."""
+    """Whole blocks at a prompt's start that are held."""
 
     attention_blocks: int
+    """Of full attention alone."""
     usable_blocks: int
+    """With everything that is needed to go on from their end."""
 
 
 class PrefixCache:
@@ -235,7 +242,14 @@ class PrefixCache:
         hash_seed: int,
         publish: Callable[[Sequence[Event]], None],
     ) -> None:
-        """`hash_seed`: of this engine's hashes, which mean nothing to any other."""
+        """An empty cache.
+
+        Args:
+            layout: the engine's groups.
+            capacity: pages of all groups together.
+            hash_seed: of this engine's block hashes, which mean nothing to any other engine.
+            publish: sends one batch of events.
+        """
         self.layout = layout
         self.pool = PagePool(capacity)
         self._hash_seed = hash_seed
@@ -266,10 +280,15 @@ class PrefixCache:
     def store(
         self, context: Context, lease: Lease, start_tokens: int, end_tokens: int, *, states: bool
     ) -> None:
-        """Blocks [start_tokens, end_tokens) (a first block begun before counts) can be reused from now on.
+        """The whole blocks that end within [start_tokens, end_tokens] can be reused from now on.
 
-        `states`: computed here, so linear state and windows of the last boundary are there too; a load brings
-        them only for the exact length that it has.
+        Args:
+            context: whose KV they are.
+            lease: the request's part of the pool.
+            start_tokens: tokens whose blocks are stored already.
+            end_tokens: tokens that have been computed or loaded.
+            states: they were computed here, so linear state and windows of the last boundary are there too; a
+                load brings those only for the exact length that it has.
         """
         block_tokens = self.layout.block_tokens
         first, end = start_tokens // block_tokens, end_tokens // block_tokens
@@ -308,7 +327,7 @@ class PrefixCache:
         own = xxh3_64_intdigest(context.salt.encode())
         return [digest ^ own for digest in context.chain.blocks]
 
-    def _needed(self, group: KvGroup, boundary: int) -> range:
+    def _needed(self, group: SyntheticGroup, boundary: int) -> range:
         """Blocks of a group that are needed to go on from block boundary `boundary`."""
         match group.kind:
             case GroupKind.FULL:
@@ -318,11 +337,11 @@ class PrefixCache:
             case GroupKind.STATE:
                 return range(max(0, boundary - 1), boundary)
 
-    def _reaches(self, group: KvGroup, keys: Sequence[int], boundary: int) -> bool:
+    def _reaches(self, group: SyntheticGroup, keys: Sequence[int], boundary: int) -> bool:
         return all(self.pool.holds(group.index, keys[block]) for block in self._needed(group, boundary))
 
     def _keep(
-        self, context: Context, group: KvGroup, keys: Sequence[int], first: int, end: int
+        self, context: Context, group: SyntheticGroup, keys: Sequence[int], first: int, end: int
     ) -> BlockStored:
         deposit = self.pool.deposit
         kept = [
@@ -336,7 +355,7 @@ class PrefixCache:
     def _stored(
         self,
         context: Context,
-        group: KvGroup,
+        group: SyntheticGroup,
         keys: Sequence[int],
         first: int,
         end: int,
@@ -353,7 +372,7 @@ class PrefixCache:
             lora_name=context.adapter or None,
             extra_keys=[_extra_keys(context, block) for block in blocks] or None,
             group_idx=group.index,
-            kv_cache_spec_kind=group.kind.value,
+            kv_cache_spec_kind=EVENT_KINDS[group.kind],
             kv_cache_spec_sliding_window=group.window_tokens or None,
         )
 

@@ -1,7 +1,4 @@
-"""The bytes of KV pages: expanded from digests when they are sent, reduced to digests when they are loaded.
-
-The tokens of one request, with a digest of every prefix of them.
-"""
+"""Token digests, and KV pages made of them: expanded when they are sent, reduced to digests when they are loaded."""
 
 from array import array
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A stand-in's ends of the transport: one rank that sends to peers and receives into staging."""
+"""A stand-in's ends of the transport: it sends to peers and receives into staging, as one rank."""
 
 import asyncio
 import logging
@@ -8,17 +8,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from prfaas.core.deployment import Deployment, Instance
+from prfaas.serving.engines.kv_groups import GroupKind
 from prfaas.serving.engines.synthetic.cache import Context, Deviations
 from prfaas.serving.engines.synthetic.content import PageSource, Words, join, page_digests, reduce_page
-from prfaas.serving.engines.synthetic.layout import GroupKind, KvGroup, Region, SyntheticLayout
+from prfaas.serving.engines.synthetic.layout import SyntheticGroup, SyntheticLayout, SyntheticRegion
 from prfaas.serving.engines.synthetic.stats import TransferCounts
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
 from prfaas.serving.transport.outgoing import OutgoingTransfer, SendPhase
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
-from prfaas.serving.transport.status import TransferPhase
 from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.wire import TransferPhase
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ _POLL_S = 0.01
 _SWEEP_S = 0.1
 
 
-class Sending:
+class PrefillSend:
     """One outgoing transfer while its prefill goes on: layers leave as they are done, chunk by chunk."""
 
     def __init__(
@@ -53,8 +54,8 @@ class Sending:
             return
         for index, region in enumerate(self._layout.regions):
             if region.group.kind is not GroupKind.FULL:
-                first = region.group.first_block(self._ticket.num_tokens, 0)
-                self._put(index, first, region.group.end_block(self._ticket.num_tokens))
+                moving = region.group.moving_blocks(self._ticket.num_tokens, 0)
+                self._put(index, moving.start, moving.stop)
         self.transfer.end()
 
     def _end_block(self, end_tokens: int) -> int:
@@ -136,19 +137,19 @@ class Endpoints:
         self._sweeper = asyncio.create_task(self._sweep(), name="synthetic-sends")
 
     async def close(self) -> None:
-        """End every thread and connection; whoever waits for a transfer finds the connection lost."""
+        """End every thread and connection; observers that wait for a transfer find the connection lost."""
         if self._sweeper is not None:
             self._sweeper.cancel()
         await asyncio.to_thread(self.sender.close)
         await asyncio.to_thread(self.receiver.close)
 
-    def open(self, ticket: Ticket, sealed: str, context: Context) -> Sending:
+    def open(self, ticket: Ticket, sealed: str, context: Context) -> PrefillSend:
         """Begin sending what a prefill is about to compute."""
         region_bytes = self._layout.region_bytes(ticket.num_tokens, ticket.skip_tokens)
         transfer = self.sender.open(ticket, sealed, region_bytes)
         self._sends[transfer] = time.monotonic()
         self._has_sends.set()
-        return Sending(self._layout, transfer, ticket, context)
+        return PrefillSend(self._layout, transfer, ticket, context)
 
     async def arrival(self, ticket: Ticket) -> str:
         """Wait until a transfer is complete; "" then, else why it will not be."""
@@ -189,7 +190,7 @@ class Endpoints:
         return True
 
     def drop(self, ticket: Ticket, reason: str) -> None:
-        """Free the staging of a transfer that nobody here will load."""
+        """Free the staging of a transfer that no request here will load."""
         self.receiver.drop(ticket.transfer_id, reason)
 
     async def _sweep(self) -> None:
@@ -218,14 +219,14 @@ class Endpoints:
 
 def _read_pages(
     staged: StagedTransfer, layout: SyntheticLayout, context: Context, held_tokens: int
-) -> list[tuple[KvGroup, int, Deviations]]:
+) -> list[tuple[SyntheticGroup, int, Deviations]]:
     """Every page of a transfer that is to be loaded, with its deviations; frees the staging."""
     try:
         deviations: dict[tuple[int, int], list[int]] = {}
         for index, region in enumerate(layout.regions):
             group, num_tokens = region.group, staged.num_tokens
             staged_first = group.first_block(num_tokens, staged.skip_tokens)
-            blocks = range(group.first_block(num_tokens, held_tokens), group.end_block(num_tokens))
+            blocks = group.moving_blocks(num_tokens, held_tokens)
             expected = _page_digests(region, context, blocks, num_tokens)
             for block, digest in zip(blocks, expected.tolist(), strict=True):
                 offset = (block - staged_first) * region.page_bytes
@@ -239,16 +240,15 @@ def _read_pages(
     ]
 
 
-def _page_digests(region: Region, context: Context, blocks: Sequence[int], num_tokens: int) -> Words:
+def _page_digests(region: SyntheticRegion, context: Context, blocks: Sequence[int], num_tokens: int) -> Words:
     """Digests of one layer's pages in a transfer of `num_tokens` tokens, as this engine has them."""
     group, chain = region.group, context.chain
     ends = [min((block + 1) * group.block_tokens, num_tokens) for block in blocks]
     digests = page_digests([chain.digest(end) for end in ends], region.layer)
-    place = region.layer - group.first_layer
     for position, block in enumerate(blocks):
         held = context.deviations.get((group.index, block))
         if held is not None:
-            digests[position] ^= np.uint64(held[place])
+            digests[position] ^= np.uint64(held[region.position])
     return digests
 
 

@@ -2,17 +2,17 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from prfaas.serving.engines.synthetic.cache import Context, Lease, PrefixCache
 from prfaas.serving.engines.synthetic.content import TokenChain
-from prfaas.serving.engines.synthetic.endpoints import Endpoints, Sending
-from prfaas.serving.engines.synthetic.pace import Pace, TokenClock
+from prfaas.serving.engines.synthetic.endpoints import Endpoints, PrefillSend
+from prfaas.serving.engines.synthetic.pace import DecodeClock, Pace
 from prfaas.serving.engines.synthetic.stats import EngineCounts
-from prfaas.serving.engines.synthetic.work import Roles, Work
-from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.ticket import Ticket, TicketError, prompt_digest
 
 logger = logging.getLogger(__name__)
 
@@ -21,32 +21,86 @@ _LAYER_SLICE_S = 0.005
 _LATENESS_S = 0.1
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A prompt and how many tokens to answer with."""
+
+    token_ids: Sequence[int]
+    max_tokens: int
+    samples: int = 1
+    """Answers to the same prompt."""
+    salt: str = ""
+    """Keeps the prefix cache of one tenant apart; "" for none."""
+    adapter: str = ""
+    """The LoRA adapter; "" for none."""
+    tickets: tuple[str, ...] = ()
+    """Sealed, as they came."""
+
+
 @dataclass(slots=True)
-class _Stage:
-    """How far a request has come: tokens in its context, and tokens whose blocks are stored."""
+class TransferRoles:
+    """What the tickets of a request ask of this engine."""
+
+    send: tuple[Ticket, str] | None = None
+    """The transfer to send, with its sealed ticket."""
+    load: Ticket | None = None
+    """The transfer to load."""
+    unwanted: tuple[Ticket, ...] = ()
+    """Transfers to this engine that are of another prompt."""
+
+    @classmethod
+    def of(cls, work: Work, name: str, key: bytes) -> "TransferRoles":
+        """Read the tickets: one that is not valid for this engine and prompt gives no role."""
+        roles = cls()
+        for sealed in work.tickets:
+            try:
+                ticket = Ticket.unseal(sealed, key, time.time())
+            except TicketError as error:
+                logger.warning("%s prefills locally: %s", name, error)
+                continue
+            ids = work.token_ids[: ticket.num_tokens]
+            same = prompt_digest(ids, work.salt, work.adapter) == ticket.prompt_digest
+            if ticket.producer == name and same and len(work.token_ids) == ticket.num_tokens:
+                roles.send = (ticket, sealed)
+            elif ticket.consumer == name and same and len(work.token_ids) > ticket.num_tokens:
+                roles.load = ticket
+            elif ticket.consumer == name:
+                roles.unwanted += (ticket,)
+            else:
+                logger.warning("%s prefills locally: a ticket is for another engine or prompt", name)
+        return roles
+
+
+@dataclass(slots=True)
+class _RequestState:
+    """How far a request has come."""
 
     context: Context
     lease: Lease
     done_tokens: int = 0
+    """Tokens in its context."""
     stored_tokens: int = 0
+    """Tokens whose blocks are stored."""
     cached_tokens: int = 0
+    """Tokens that were held or loaded, not computed."""
 
 
-class Generation:
-    """An answer that grows. `token_ids`: all of it, known from the start but not to be told before its time."""
+class GeneratedAnswer:
+    """An answer that grows."""
 
-    def __init__(self, engine: "SyntheticEngine", work: Work, stage: _Stage) -> None:
-        self.cached_tokens = stage.cached_tokens
+    def __init__(self, engine: "SyntheticEngine", work: Work, state: _RequestState) -> None:
+        self.cached_tokens = state.cached_tokens
         self.prompt_tokens = len(work.token_ids)
         self._engine = engine
-        self._stage = stage
+        self._state = state
         self._max_tokens = work.max_tokens
         # A local prefill has computed the last prompt token, and so the first token of the answer.
-        self._ahead = stage.done_tokens - self.prompt_tokens + 1
+        self._ahead = state.done_tokens - self.prompt_tokens + 1
         self._base_steps = engine.clock.steps()
-        chain = stage.context.chain
-        chain.extend(work.max_tokens, stage.context.taint, engine.vocabulary)
+        chain = state.context.chain
+        chain.extend(work.max_tokens, state.context.taint, engine.vocabulary)
         self.token_ids: Sequence[int] = chain.ids[self.prompt_tokens :]
+        """The whole answer: known from the start, but only `produced()` of it may be shown."""
 
     @property
     def step_s(self) -> float:
@@ -60,11 +114,11 @@ class Generation:
 
     async def reach(self, count: int) -> None:
         """Wait until `count` tokens are there; blocks that decoding fills are stored on the way."""
-        block_tokens = self._stage.context.chain.block_tokens
-        at = self._stage.stored_tokens // block_tokens + 1
+        block_tokens = self._state.context.chain.block_tokens
+        at = self._state.stored_tokens // block_tokens + 1
         while (computed := at * block_tokens) <= self.prompt_tokens + count - 1:
             await self._wait(computed - self.prompt_tokens + 1)
-            self._engine.store_decoded(self._stage, computed)
+            self._engine.store_decoded(self._state, computed)
             at += 1
         await self._wait(count)
 
@@ -95,7 +149,7 @@ class SyntheticEngine:
         self.cache = cache
         self.endpoints = endpoints
         self.vocabulary = vocabulary
-        self.clock = TokenClock(pace.step_s)
+        self.clock = DecodeClock(pace.step_s)
         self.counts = EngineCounts()
         self._key = key
         self._pace = pace
@@ -106,13 +160,13 @@ class SyntheticEngine:
         self._seats = asyncio.Semaphore(max_batch)
 
     @asynccontextmanager
-    async def generate(self, work: Work) -> AsyncIterator[Generation]:
+    async def generate(self, work: Work) -> AsyncIterator[GeneratedAnswer]:
         """Prefill or load `work`'s prompt, then decode: entered when the first token is about to come.
 
         Raises:
             RoomError: the prompt and its answer can never fit into the cache.
         """
-        roles = Roles.of(work, self.name, self._key)
+        roles = TransferRoles.of(work, self.name, self._key)
         for ticket in roles.unwanted:
             self.endpoints.drop(ticket, "the request has another prompt")
         chain = TokenChain(work.token_ids, self.cache.layout.block_tokens, work.adapter)
@@ -120,13 +174,13 @@ class SyntheticEngine:
         self.counts.waiting += 1
         try:
             async with AsyncExitStack() as held:
-                stage = await self._prepared(work, chain, roles, held)
-                if work.max_tokens > 1 or stage.done_tokens < len(work.token_ids):
+                state = await self._prepare(work, chain, roles, held)
+                if work.max_tokens > 1 or state.done_tokens < len(work.token_ids):
                     await held.enter_async_context(self._seats)
                     self.clock.change_batch(work.samples)
                     held.callback(self.clock.change_batch, -work.samples)
                 with self._running():
-                    yield Generation(self, work, stage)
+                    yield GeneratedAnswer(self, work, state)
             self._count_finished(work)
         except BaseException:
             self.counts.cancelled += 1
@@ -136,11 +190,11 @@ class SyntheticEngine:
         finally:
             self.counts.waiting -= 1
 
-    def store_decoded(self, stage: _Stage, computed_tokens: int) -> None:
+    def store_decoded(self, state: _RequestState, computed_tokens: int) -> None:
         """Decoding has filled a block."""
-        stage.context.compute(self.cache.layout.groups, stage.done_tokens, computed_tokens)
-        self.cache.store(stage.context, stage.lease, stage.stored_tokens, computed_tokens, states=True)
-        stage.done_tokens = stage.stored_tokens = computed_tokens
+        state.context.compute(self.cache.layout.groups, state.done_tokens, computed_tokens)
+        self.cache.store(state.context, state.lease, state.stored_tokens, computed_tokens, states=True)
+        state.done_tokens = state.stored_tokens = computed_tokens
 
     async def close(self) -> None:
         """Stop the clock; requests that still run never end by themselves."""
@@ -157,55 +211,57 @@ class SyntheticEngine:
             self.counts.running -= 1
             self.counts.waiting += 1
 
-    async def _prepared(self, work: Work, chain: TokenChain, roles: Roles, held: AsyncExitStack) -> _Stage:
-        """Until all but the last token of the prompt is in a context by a load, or all of it by a prefill."""
-        load = roles.load if roles.load is not None and await self._arrived(roles.load) else None
+    async def _prepare(
+        self, work: Work, chain: TokenChain, roles: TransferRoles, held: AsyncExitStack
+    ) -> _RequestState:
+        """Load all but the last token of the prompt into a context, or prefill all of it."""
+        load = roles.load if roles.load is not None and await self._await_arrival(roles.load) else None
         if load is not None and load.num_tokens == len(chain) - 1 and roles.send is None:
-            stage = await self._admitted(work, chain, held)
-            if await self._load(load, stage):
-                return stage
+            state = await self._admit(work, chain, held)
+            if await self._load(load, state):
+                return state
             # Never wait for the turn with pages in hand: who has the turn may wait for pages.
-            stage.lease.close()
+            state.lease.close()
             load = None
         queued = self._prefill_turn.locked()
         async with self._prefill_turn:
-            stage = await self._admitted(work, chain, held)
-            if load is not None and not await self._load(load, stage):
-                stage.lease.close()
-                stage = await self._admitted(work, chain, held)
-            if not stage.done_tokens:
-                self._reuse(stage, len(chain) - 1)
+            state = await self._admit(work, chain, held)
+            if load is not None and not await self._load(load, state):
+                state.lease.close()
+                state = await self._admit(work, chain, held)
+            if not state.done_tokens:
+                self._reuse(state, len(chain) - 1)
             with self._running():
-                await self._prefill(stage, roles.send, queued=queued)
-        return stage
+                await self._prefill(state, roles.send, queued=queued)
+        return state
 
-    async def _admitted(self, work: Work, chain: TokenChain, held: AsyncExitStack) -> _Stage:
-        """A fresh context with room for prompt and answer."""
+    async def _admit(self, work: Work, chain: TokenChain, held: AsyncExitStack) -> _RequestState:
+        """An empty context, once there is room for prompt and answer."""
         pages = self.cache.layout.pages_for(len(chain) + work.max_tokens)
         lease = await self.cache.pool.lease(pages)
         held.callback(lease.close)
-        return _Stage(Context(chain, work.salt, work.adapter), lease)
+        return _RequestState(Context(chain, work.salt, work.adapter), lease)
 
-    async def _arrived(self, ticket: Ticket) -> bool:
+    async def _await_arrival(self, ticket: Ticket) -> bool:
         problem = await self.endpoints.arrival(ticket)
         if problem:
             logger.warning("%s prefills locally: %s", self.name, problem)
             self.endpoints.counts.loads_failed += 1
         return not problem
 
-    async def _load(self, ticket: Ticket, stage: _Stage) -> bool:
+    async def _load(self, ticket: Ticket, state: _RequestState) -> bool:
         """Make a transfer part of the context, on top of the full-attention blocks that are held.
 
-        False if it can't be: the stage is of no use then.
+        False if it can't be; the state must not be used then.
         """
-        context, cache = stage.context, self.cache
+        context, cache = state.context, self.cache
         hit = cache.hit(context, len(context.chain) - 1)
         blocks = hit.usable_blocks if cache.layout.has_window else hit.attention_blocks
         held_tokens = blocks * cache.layout.block_tokens
         if not ticket.skip_tokens <= held_tokens < ticket.num_tokens:
             self.endpoints.drop(ticket, f"{held_tokens} tokens are held, {ticket.skip_tokens} were skipped")
             return False
-        cache.reuse(context, stage.lease, blocks, attention_only=True)
+        cache.reuse(context, state.lease, blocks, attention_only=True)
         taint = context.taint
         if not await self.endpoints.load(ticket, context, held_tokens):
             self.endpoints.counts.loads_failed += 1
@@ -213,22 +269,22 @@ class SyntheticEngine:
         self.endpoints.counts.loads_completed += 1
         self.counts.damaged_loads += context.taint != taint
         self.counts.prefix_hits += held_tokens
-        stage.done_tokens = stage.cached_tokens = ticket.num_tokens
-        cache.store(context, stage.lease, held_tokens, ticket.num_tokens, states=False)
-        stage.stored_tokens = ticket.num_tokens
+        state.done_tokens = state.cached_tokens = ticket.num_tokens
+        cache.store(context, state.lease, held_tokens, ticket.num_tokens, states=False)
+        state.stored_tokens = ticket.num_tokens
         return True
 
-    def _reuse(self, stage: _Stage, limit_tokens: int) -> None:
+    def _reuse(self, state: _RequestState, limit_tokens: int) -> None:
         """Make what is held of the first `limit_tokens` tokens part of the context."""
-        blocks = self.cache.hit(stage.context, limit_tokens).usable_blocks
-        self.cache.reuse(stage.context, stage.lease, blocks, attention_only=False)
+        blocks = self.cache.hit(state.context, limit_tokens).usable_blocks
+        self.cache.reuse(state.context, state.lease, blocks, attention_only=False)
         tokens = blocks * self.cache.layout.block_tokens
-        stage.done_tokens = stage.stored_tokens = stage.cached_tokens = tokens
+        state.done_tokens = state.stored_tokens = state.cached_tokens = tokens
         self.counts.prefix_hits += tokens
 
-    async def _prefill(self, stage: _Stage, send: tuple[Ticket, str] | None, *, queued: bool) -> None:
+    async def _prefill(self, state: _RequestState, send: tuple[Ticket, str] | None, *, queued: bool) -> None:
         """Compute the rest of the prompt, chunk by chunk; the caller has the turn."""
-        context, start_tokens = stage.context, stage.done_tokens
+        context, start_tokens = state.context, state.done_tokens
         sending = self.endpoints.open(send[0], send[1], context) if send is not None else None
         # By schedule, not by the wake-ups: their lateness must not add up over chunks and requests.
         now_s = self._loop.time()
@@ -236,12 +292,12 @@ class SyntheticEngine:
         at_s = begin_s = self._prefill_free_s if on_time else now_s
         try:
             for end_tokens in self._chunk_ends(start_tokens, len(context.chain)):
-                context.compute(self.cache.layout.groups, stage.done_tokens, end_tokens)
+                context.compute(self.cache.layout.groups, state.done_tokens, end_tokens)
                 from_s, at_s = at_s, begin_s + self._pace.prefill_s(end_tokens - start_tokens)
                 await self._compute_chunk(sending, end_tokens, from_s, at_s)
-                self.cache.store(context, stage.lease, stage.stored_tokens, end_tokens, states=True)
-                self.counts.prefilled_tokens += end_tokens - stage.done_tokens
-                stage.done_tokens = stage.stored_tokens = end_tokens
+                self.cache.store(context, state.lease, state.stored_tokens, end_tokens, states=True)
+                self.counts.prefilled_tokens += end_tokens - state.done_tokens
+                state.done_tokens = state.stored_tokens = end_tokens
         except BaseException:
             if sending is not None:
                 sending.transfer.abort("the prefill was cancelled")
@@ -250,7 +306,7 @@ class SyntheticEngine:
             self._prefill_free_s = min(at_s, self._loop.time())
 
     async def _compute_chunk(
-        self, sending: Sending | None, end_tokens: int, from_s: float, until_s: float
+        self, sending: PrefillSend | None, end_tokens: int, from_s: float, until_s: float
     ) -> None:
         layers = len(self.cache.layout.full.layers) if sending is not None else 1
         slices = max(1, min(layers, int((until_s - from_s) / _LAYER_SLICE_S)))

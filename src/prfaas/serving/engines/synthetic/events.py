@@ -1,6 +1,6 @@
-"""KV-cache events on the wire, field for field as vLLM 0.32 writes them (msgpack; defaults are left out).
+"""KV-cache events, field for field as vLLM 0.32 writes them, and their publisher.
 
-Publishing KV-cache events over ZeroMQ, with replay, as vLLM's `ZmqEventPublisher` does.
+msgpack without the fields that have their defaults, over ZeroMQ, with replay, as vLLM's `ZmqEventPublisher` does.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ import zmq.asyncio
 from prfaas.core.deployment import EventsEndpoint
 
 
-class _Event(msgspec.Struct, omit_defaults=True, tag=True, gc=False):
+class _EventStruct(msgspec.Struct, omit_defaults=True, tag=True, gc=False):
     pass
 
 
-class BlockStored(_Event):
+class BlockStored(_EventStruct):
     """Blocks of one group that can now be reused. `token_ids` covers more than `block_hashes` where only the last
     boundary was kept (linear state, windows)."""
 
@@ -39,7 +39,7 @@ class BlockStored(_Event):
     kv_cache_spec_sliding_window: int | None = None
 
 
-class BlockRemoved(_Event):
+class BlockRemoved(_EventStruct):
     """Blocks of one group that were evicted: one copy of each hash."""
 
     block_hashes: list[int]
@@ -47,17 +47,18 @@ class BlockRemoved(_Event):
     group_idx: int | None = None
 
 
-class AllBlocksCleared(_Event):
+class AllBlocksCleared(_EventStruct):
     """Nothing is held any more."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
+class PublishedBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """What one engine step did to the cache."""
 
     ts: float
+    """Unix time."""
     events: list[Event]
     data_parallel_rank: int | None = None
 
@@ -96,7 +97,7 @@ class EventPublisher:
 
     def publish(self, events: Sequence[Event]) -> None:
         """Send one batch; never blocks (a subscriber too slow for it loses batches and sees the gap)."""
-        payload = self._encoder.encode(EventBatch(time.time(), list(events), 0))
+        payload = self._encoder.encode(PublishedBatch(time.time(), list(events), 0))
         sequence, self._sequence = self._sequence, self._sequence + 1
         self._publish.send_multipart((_TOPIC, sequence.to_bytes(8, "big"), payload))
         self._buffer.append((sequence, payload))

@@ -2,36 +2,34 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from prfaas.core.kv import FullAttention, KvModel, LinearState, SlidingWindow
-from prfaas.serving.engines.errors import EngineError
+from prfaas.serving.engines import EngineError
+from prfaas.serving.engines.kv_groups import GroupKind, KvGroup, Region, full_attention_first, region_bytes
 
 STATE_BLOCK_TOKENS = 256
 PLAIN_BLOCK_TOKENS = 128
 """vLLM's block sizes on CPUs, with and without linear state."""
 
 
-class GroupKind(Enum):
-    """What a layer keeps; the value is vLLM's word in KV events."""
-
-    FULL = "full_attention"
-    WINDOW = "sliding_window"
-    STATE = "mamba"
+EVENT_KINDS: Mapping[GroupKind, str] = {
+    GroupKind.FULL: "full_attention",
+    GroupKind.WINDOW: "sliding_window",
+    GroupKind.STATE: "mamba",
+}
+"""vLLM's words in KV events."""
 
 
 @dataclass(frozen=True, slots=True)
-class KvGroup:
-    """Layers that share a block table, numbered from `first_layer`. `layer_bytes`: one block's bytes in each."""
+class SyntheticGroup(KvGroup):
+    """One of the stand-in's KV cache groups."""
 
-    index: int
-    kind: GroupKind
-    block_tokens: int
-    window_tokens: int
     first_layer: int
+    """Number of the group's first layer in the model; the others follow."""
     layer_bytes: tuple[int, ...]
+    """Bytes of one block in each layer."""
 
     @property
     def layers(self) -> range:
@@ -40,46 +38,34 @@ class KvGroup:
 
     @property
     def window_blocks(self) -> int:
-        """Blocks before a boundary that the window reaches into."""
+        """Blocks before a block boundary that the window reaches into."""
         return -(-(self.window_tokens - 1) // self.block_tokens)
-
-    def first_block(self, num_tokens: int, skip_tokens: int) -> int:
-        """Index of the first block that must move so that token `num_tokens` can be computed elsewhere."""
-        match self.kind:
-            case GroupKind.FULL:
-                return skip_tokens // self.block_tokens
-            case GroupKind.WINDOW:
-                return max(0, num_tokens - self.window_tokens + 1) // self.block_tokens
-            case GroupKind.STATE:
-                return (num_tokens - 1) // self.block_tokens
-
-    def end_block(self, num_tokens: int) -> int:
-        """One past the index of the last block that must move."""
-        return -(-num_tokens // self.block_tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
-    """One layer's share of a transfer: consecutive pages of `page_bytes`."""
+class SyntheticRegion(Region):
+    """One layer's share of a transfer."""
 
-    group: KvGroup
     layer: int
-    page_bytes: int
+    """Number of the layer in the model."""
+    position: int
+    """Number of the layer in its group."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyntheticLayout:
-    """Groups in the order of vLLM's KV events (linear state and windows first), regions with full attention first."""
+    """Groups, pages and regions of a stand-in's KV."""
 
-    groups: tuple[KvGroup, ...]
-    regions: tuple[Region, ...] = field(init=False)
+    groups: tuple[SyntheticGroup, ...]
+    """In the order of vLLM's KV events: linear state and windows first."""
+    regions: tuple[SyntheticRegion, ...] = field(init=False)
+    """In the order of a transfer: full attention first."""
 
     def __post_init__(self) -> None:
-        ordered = sorted(self.groups, key=lambda group: group.kind is not GroupKind.FULL)
         regions = tuple(
-            Region(group, layer, page_bytes)
-            for group in ordered
-            for layer, page_bytes in zip(group.layers, group.layer_bytes, strict=True)
+            SyntheticRegion(group, page_bytes, group.first_layer + position, position)
+            for group in full_attention_first(self.groups)
+            for position, page_bytes in enumerate(group.layer_bytes)
         )
         object.__setattr__(self, "regions", regions)
 
@@ -99,23 +85,25 @@ class SyntheticLayout:
         if not full:
             raise EngineError(f"{model.name} has no full-attention layer; synthetic engines need one")
         size = min([len(full), *(len(layers) for layers in kinds.values())])
-        groups: list[KvGroup] = []
+        groups: list[SyntheticGroup] = []
         first_layer = 0
         for (kind, window_tokens), layers in [*kinds.items(), ((GroupKind.FULL, 0), full)]:
             step = len(layers) if kind is GroupKind.FULL else size
             for start in range(0, len(layers), step):
                 part = tuple(layers[start : start + step])
-                groups.append(KvGroup(len(groups), kind, block_tokens, window_tokens, first_layer, part))
+                groups.append(
+                    SyntheticGroup(len(groups), kind, block_tokens, window_tokens, first_layer, part)
+                )
                 first_layer += len(part)
         return cls(tuple(groups))
 
     @property
-    def full(self) -> KvGroup:
+    def full(self) -> SyntheticGroup:
         """The full-attention group."""
         return self.groups[-1]
 
     @property
-    def others(self) -> tuple[KvGroup, ...]:
+    def others(self) -> tuple[SyntheticGroup, ...]:
         """The groups of linear state and of windows."""
         return self.groups[:-1]
 
@@ -143,23 +131,13 @@ class SyntheticLayout:
         )
 
     def region_bytes(self, num_tokens: int, skip_tokens: int) -> list[int]:
-        """Bytes of every region in a transfer of the KV of tokens [skip_tokens, num_tokens).
-
-        Raises:
-            ValueError: not 0 <= skip_tokens <= num_tokens, or no token.
-        """
-        if not 0 <= skip_tokens <= num_tokens or num_tokens < 1:
-            raise ValueError(f"a transfer of tokens [{skip_tokens}, {num_tokens}) is not possible")
-        return [
-            (region.group.end_block(num_tokens) - region.group.first_block(num_tokens, skip_tokens))
-            * region.page_bytes
-            for region in self.regions
-        ]
+        """See `kv_groups.region_bytes`."""
+        return region_bytes(self.regions, num_tokens, skip_tokens)
 
     def fingerprint(self, model_name: str) -> dict[str, str | int]:
         """What both ends must share; "engine" keeps real engines and stand-ins apart."""
         regions: Sequence[tuple[object, ...]] = [
-            (r.layer, r.group.kind.value, r.group.block_tokens, r.group.window_tokens, r.page_bytes)
+            (r.layer, EVENT_KINDS[r.group.kind], r.group.block_tokens, r.group.window_tokens, r.page_bytes)
             for r in self.regions
         ]
         digest = hashlib.blake2b(json.dumps(regions).encode(), digest_size=8).hexdigest()

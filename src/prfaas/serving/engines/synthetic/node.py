@@ -11,9 +11,9 @@ import zmq
 from prfaas.core.deployment import SYNTHETIC, Deployment, Instance
 from prfaas.core.kv import model_from_directory
 from prfaas.core.units import GIB
-from prfaas.serving.engines.errors import EngineError
+from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.synthetic import VERSION
-from prfaas.serving.engines.synthetic.bodies import Models
+from prfaas.serving.engines.synthetic.api_bodies import ServedModels
 from prfaas.serving.engines.synthetic.cache import PrefixCache
 from prfaas.serving.engines.synthetic.endpoints import Endpoints
 from prfaas.serving.engines.synthetic.engine import SyntheticEngine
@@ -67,7 +67,7 @@ class SyntheticNode:
         model = deployment.model
         self._server = EngineServer(
             self.engine,
-            Models(model.served_name, tuple(model.adapters), model.max_model_len),
+            ServedModels(model.served_name, tuple(model.adapters), model.max_model_len),
             text,
             on_death=self._kill,
         )
@@ -98,7 +98,7 @@ class SyntheticNode:
 
     def _kill(self) -> None:
         async def die() -> None:
-            logger.warning("%s: dies as it was told", self.instance.name)
+            logger.warning("%s: dies on request", self.instance.name)
             # KV first: requests that end say so to the consumers of their transfers, which a dead engine can't.
             await self.engine.endpoints.close()
             self._server.cut()
@@ -108,7 +108,7 @@ class SyntheticNode:
 
 
 async def run_nodes(deployment: Deployment, names: Sequence[str], key: bytes) -> None:
-    """Run instances until SIGTERM or SIGINT, or until each has been told to die.
+    """Run instances until SIGTERM or SIGINT, or until each was ended by /synthetic/die.
 
     Raises:
         EngineError: one can't be stood in for, or a port is taken.
@@ -124,17 +124,17 @@ async def run_nodes(deployment: Deployment, names: Sequence[str], key: bytes) ->
         for name in names:
             nodes.append(SyntheticNode(deployment, deployment.instance(name), key, text))
             nodes[-1].listen()
-        # Only now: those who connect find everyone of this process listening.
+        # Only now: at this point all engines of this process listen.
         for node in nodes:
             name = node.instance.name
             await node.serve()
         waits = [asyncio.create_task(node.gone.wait()) for node in nodes]
         stop = asyncio.create_task(stopping.wait())
-        everyone = asyncio.gather(*waits)
-        await asyncio.wait((stop, everyone), return_when=asyncio.FIRST_COMPLETED)
+        all_gone = asyncio.gather(*waits)
+        await asyncio.wait((stop, all_gone), return_when=asyncio.FIRST_COMPLETED)
         for task in (*waits, stop):
             task.cancel()
-        await asyncio.gather(everyone, stop, return_exceptions=True)
+        await asyncio.gather(all_gone, stop, return_exceptions=True)
     except (OSError, zmq.ZMQError) as error:
         raise EngineError(f"{name} can't start: {error}") from error
     finally:

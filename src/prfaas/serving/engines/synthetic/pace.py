@@ -1,4 +1,4 @@
-"""How long things take: prefill by a latency profile, decode by a token clock that many requests share."""
+"""How long a stand-in's work takes: prefill by a latency profile, decode by a clock that all requests share."""
 
 import asyncio
 import heapq
@@ -36,10 +36,10 @@ class Pace:
         return self._profile.decode_step_s(inside) * max(batch / high, 1.0) / self._speedup
 
 
-class TokenClock:
-    """Counts decode steps of a batch that changes: nothing happens between two changes, however many steps pass.
+class DecodeClock:
+    """Counts decode steps of a batch that changes; every request in the batch gets one token per step.
 
-    Every request in the batch gets one token per step. Use it from one event loop.
+    Between two changes it costs nothing, however many steps pass. Use it from one event loop.
     """
 
     def __init__(self, step_s: Callable[[int], float]) -> None:
@@ -85,7 +85,7 @@ class TokenClock:
         self._arm()
 
     async def reach(self, target_steps: float) -> None:
-        """Wait until so many steps are done; somebody must be in the batch."""
+        """Wait until so many steps are done; at least one request must be in the batch."""
         if self.steps() >= target_steps:
             return
         reached: asyncio.Future[None] = self._loop.create_future()

@@ -9,13 +9,19 @@ from aiohttp import web
 
 import prfaas
 from prfaas.serving.engines.synthetic import VERSION
-from prfaas.serving.engines.synthetic.answers import DONE, Writer
-from prfaas.serving.engines.synthetic.bodies import Asked, BodyError, Models, parse, parse_tokenize
+from prfaas.serving.engines.synthetic.api_bodies import (
+    DONE,
+    AnswerWriter,
+    BodyError,
+    GenerationRequest,
+    ServedModels,
+    parse_generation,
+    parse_tokenize,
+)
 from prfaas.serving.engines.synthetic.cache import RoomError
-from prfaas.serving.engines.synthetic.engine import Generation, SyntheticEngine
+from prfaas.serving.engines.synthetic.engine import GeneratedAnswer, SyntheticEngine, Work
 from prfaas.serving.engines.synthetic.stats import CacheFacts, exposition
 from prfaas.serving.engines.synthetic.text import Text
-from prfaas.serving.engines.synthetic.work import Work
 
 # Steps faster than this share an event of a stream.
 _STREAM_S = 0.02
@@ -32,7 +38,7 @@ class EngineServer:
     def __init__(
         self,
         engine: SyntheticEngine,
-        models: Models,
+        models: ServedModels,
         text: Text,
         on_death: Callable[[], None],
     ) -> None:
@@ -92,44 +98,46 @@ class EngineServer:
         raw = await request.read()
         try:
             if len(raw) <= _INLINE_BYTES:
-                asked = parse(raw, chat=chat, models=self._models, text=self._text)
+                wanted = parse_generation(raw, chat=chat, models=self._models, text=self._text)
             else:
-                asked = await asyncio.to_thread(parse, raw, chat=chat, models=self._models, text=self._text)
-            if asked.stream:
-                return await self._streamed(request, asked)
-            generations = await asyncio.gather(*map(self._finished, asked.works))
+                wanted = await asyncio.to_thread(
+                    parse_generation, raw, chat=chat, models=self._models, text=self._text
+                )
+            if wanted.stream:
+                return await self._stream(request, wanted)
+            generations = await asyncio.gather(*map(self._finish, wanted.works))
         except BodyError as error:
             return _error(str(error), error.status)
         except RoomError as error:
             return _error(str(error), 400)
-        return web.Response(body=Writer(asked, self._text).whole(generations), content_type=_JSON)
+        return web.Response(body=AnswerWriter(wanted, self._text).whole(generations), content_type=_JSON)
 
-    async def _finished(self, work: Work) -> Generation:
+    async def _finish(self, work: Work) -> GeneratedAnswer:
         async with self._engine.generate(work) as generation:
             await generation.reach(work.max_tokens)
         return generation
 
-    async def _streamed(self, request: web.Request, asked: Asked) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, wanted: GenerationRequest) -> web.StreamResponse:
         """One prompt's answer after the other's; headers go out with the first token."""
-        writer = Writer(asked, self._text)
+        writer = AnswerWriter(wanted, self._text)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         generations = []
-        for prompt, work in enumerate(asked.works):
+        for prompt, work in enumerate(wanted.works):
             async with self._engine.generate(work) as generation:
                 generations.append(generation)
-                told = 0
-                while told < work.max_tokens:
-                    ahead = max(1, int(_STREAM_S / generation.step_s)) if told else 1
-                    await generation.reach(min(work.max_tokens, told + ahead))
-                    now = max(generation.produced(), told + 1)
-                    ids = generation.token_ids[told:now]
+                sent = 0
+                while sent < work.max_tokens:
+                    ahead = max(1, int(_STREAM_S / generation.step_s)) if sent else 1
+                    await generation.reach(min(work.max_tokens, sent + ahead))
+                    now = max(generation.produced(), sent + 1)
+                    ids = generation.token_ids[sent:now]
                     if not response.prepared:
                         await response.prepare(request)
                     await response.write(
-                        writer.piece(prompt, ids, first=told == 0, last=now == work.max_tokens)
+                        writer.piece(prompt, ids, first=sent == 0, last=now == work.max_tokens)
                     )
-                    told = now
-        if asked.include_usage:
+                    sent = now
+        if wanted.include_usage:
             await response.write(writer.usage(generations))
         await response.write(DONE)
         await response.write_eof()

@@ -1,16 +1,8 @@
-"""What a stand-in counts, and how it tells it: the vLLM series that gateways and controllers read."""
+"""What a stand-in counts, and the vLLM series that gateways and controllers read it from."""
 
 from dataclasses import dataclass, fields
 
-_HELP = {
-    "sends_completed": "KV transfers that this engine sent and the other side acknowledged",
-    "sends_failed": "KV transfers that this engine gave up sending",
-    "leases_expired": "KV transfers given up because nobody acknowledged them within the lease",
-    "bytes_sent": "KV bytes acknowledged by decode engines",
-    "loads_completed": "KV transfers loaded from staging into the engine's blocks",
-    "loads_failed": "KV transfers that could not be loaded; their requests were prefilled locally",
-    "bytes_loaded": "KV bytes copied from staging into the engine's blocks",
-}
+from prfaas.serving.engines.transfer_counters import COUNTERS
 
 
 @dataclass(slots=True)
@@ -28,7 +20,7 @@ class TransferCounts:
 
 @dataclass(slots=True)
 class EngineCounts:
-    """Requests and tokens. `damaged_loads`: transfers whose bytes were not what their tokens give."""
+    """Requests and tokens of one stand-in."""
 
     running: int = 0
     waiting: int = 0
@@ -40,6 +32,7 @@ class EngineCounts:
     prefilled_tokens: int = 0
     generated_tokens: int = 0
     damaged_loads: int = 0
+    """Transfers whose bytes were not what their tokens give."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +43,7 @@ class CacheFacts:
     pages: int
     capacity_tokens: int
     used_ratio: float
+    """Share of the pages that running requests hold or will need."""
 
 
 def exposition(
@@ -60,7 +54,16 @@ def exposition(
     token_seconds: float,
     tokens: float,
 ) -> str:
-    """Prometheus text. `token_seconds`, `tokens`: what decoding took and gave so far."""
+    """Prometheus text.
+
+    Args:
+        model: label of every series.
+        counts: requests and tokens.
+        transfers: KV transfers.
+        cache: the prefix cache.
+        token_seconds: seconds that requests have spent in the decode batch, all together.
+        tokens: tokens that requests have got there, all together.
+    """
     labels = f'{{engine="0",model_name="{model}"}}'
     lines = [
         "# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig",
@@ -102,6 +105,6 @@ def exposition(
         ("_count", float(counts.finished)),
     )
     for each in fields(transfers):
-        counter(f"prfaas_{each.name}", _HELP[each.name], getattr(transfers, each.name))
+        counter(f"prfaas_{each.name}", COUNTERS[each.name], getattr(transfers, each.name))
     counter("prfaas_damaged_loads", "KV transfers whose bytes were not sound", counts.damaged_loads)
     return "\n".join(lines) + "\n"

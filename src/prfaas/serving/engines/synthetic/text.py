@@ -10,7 +10,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from prfaas.serving.engines.errors import EngineError
+from prfaas.serving.engines import EngineError
 
 _ANSWER_TOKENS = 4096
 _SPECIAL_FIELDS = ("bos_token", "eos_token", "unk_token", "pad_token")

@@ -1,6 +1,6 @@
 """A tiny checkpoint on disk: made once, whole or not at all, and made anew when its recipe changes.
 
-Writing the byte-level tokenizer of the tiny models in the files that Hugging Face loaders read.
+It has weights, configuration and a byte-level tokenizer, in the files that Hugging Face loaders read.
 """
 
 import fcntl

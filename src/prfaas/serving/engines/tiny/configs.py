@@ -1,8 +1,8 @@
-"""The `config.json` of every tiny model, in the field names of its family on the Hugging Face hub.
+"""The `config.json` and the vocabulary of every tiny model.
 
-Sizes are chosen for one CPU core: a 16,000-token prompt takes seconds, and its KVCache is worth streaming.
-
-The vocabulary of the tiny models: token id = byte value, special tokens after the 256 bytes.
+Field names are those of the model's family on the Hugging Face hub. Sizes are chosen for one CPU core: a
+16,000-token prompt takes seconds, and its KVCache is worth streaming. A token's id is its byte; special tokens
+follow after the 256 bytes.
 """
 
 from typing import Any

@@ -1,8 +1,9 @@
 """The plugin that unmodified vLLM loads: `kv_connector_module_path: prfaas.serving.engines.vllm.connector`."""
 
+import functools
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from vllm.config import VllmConfig
@@ -18,12 +19,12 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
+from prfaas.serving.engines.vllm.connector_scheduler import ConnectorScheduler
+from prfaas.serving.engines.vllm.connector_worker import ConnectorWorker
 from prfaas.serving.engines.vllm.layout import read_groups
 from prfaas.serving.engines.vllm.metadata import TransferMetadata
-from prfaas.serving.engines.vllm.scheduler_side import SchedulingSide
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
 from prfaas.serving.engines.vllm.stats import ConnectorPromMetrics, ConnectorStats
-from prfaas.serving.engines.vllm.worker_side import WorkerSide
 from prfaas.serving.transport.ticket import load_key
 
 if TYPE_CHECKING:
@@ -34,9 +35,30 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
 
 COMPLETED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+def _answer_on_error(answer: T) -> Callable[[Callable[P, R]], Callable[P, R | T]]:
+    """Log an exception of a callback and return `answer` in its place."""
+
+    def guard(callback: Callable[P, R]) -> Callable[P, R | T]:
+        @functools.wraps(callback)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> R | T:
+            try:
+                return callback(*args, **kwargs)
+            except Exception:
+                logger.exception(
+                    "the KV connector failed in a callback; the request falls back to a local prefill"
+                )
+                return answer
+
+        return guarded
+
+    return guard
 
 
 class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
@@ -44,6 +66,10 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     vLLM ends the server on any exception in a callback, so each one is caught here, logged, and answered
     with what costs a local prefill at most.
+
+    The way of KV to the wire: `save_kv_layer` → `KvProducer._queue_layer` → the peer's queue →
+    `SenderConnection._send_chunk`. From the wire: `ReceiverConnection._receive_chunk` → staging →
+    `get_transfer_results` → `KvConsumer._load` → the blocks that vLLM gave the request.
     """
 
     def __init__(
@@ -53,10 +79,10 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = ConnectorSettings.parse(self._kv_transfer_config.kv_connector_extra_config)
         self._key = load_key(self._settings.key_file)
         self._groups = read_groups(kv_cache_config)
-        self._scheduling: SchedulingSide | None = None
-        self._worker: WorkerSide | None = None
+        self._scheduling: ConnectorScheduler | None = None
+        self._worker: ConnectorWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduling = SchedulingSide(self._settings.name, self._key, self._groups)
+            self._scheduling = ConnectorScheduler(self._settings.name, self._key, self._groups)
 
     # ---- engine properties
 
@@ -76,40 +102,45 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- scheduler side
 
+    @_answer_on_error(None)
     def on_new_request(self, request: "Request") -> None:
-        self._guard(lambda: self._scheduler().on_new_request(request), None)
+        self._scheduler().on_new_request(request)
 
+    @_answer_on_error((0, False))
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        tokens = self._guard(lambda: self._scheduler().num_external_tokens(request, num_computed_tokens), 0)
+        tokens = self._scheduler().num_external_tokens(request, num_computed_tokens)
         return tokens, tokens > 0
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        # Not guarded: vLLM would wait forever for a load that was never ordered.
+        # Errors are not caught: vLLM would wait forever for a load that was never ordered.
         self._scheduler().update_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._guard(lambda: self._scheduler().build_metadata(scheduler_output), TransferMetadata())
+        return self._step_orders(scheduler_output) or TransferMetadata()
+
+    @_answer_on_error(None)
+    def _step_orders(self, scheduler_output: SchedulerOutput) -> TransferMetadata:
+        return self._scheduler().build_metadata(scheduler_output)
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
+    @_answer_on_error((False, None))
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        aborted = request.status not in COMPLETED
-        held = self._guard(lambda: self._scheduler().request_finished(request, aborted=aborted), False)
-        return held, None
+        return self._scheduler().request_finished(request, aborted=request.status not in COMPLETED), None
 
     # ---- worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker = WorkerSide.start(
+        self._worker = ConnectorWorker.start(
             self._settings,
             self._key,
             self._vllm_config,
@@ -118,17 +149,19 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
             get_tensor_model_parallel_rank(),
         )
 
+    @_answer_on_error(None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        orders = _orders(kv_connector_metadata)
-        self._guard(lambda: self._workers().producing.detach(orders.preempted), None)
+        self._ready_worker().producer.detach(_orders(kv_connector_metadata).preempted)
 
+    @_answer_on_error(None)
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         orders = _orders(self._get_connector_metadata())
-        self._guard(lambda: self._workers().consuming.order(orders), None)
+        self._ready_worker().consumer.order(orders.loads, orders.drops)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: a request is scheduled after its load has ended."""
 
+    @_answer_on_error(None)
     def save_kv_layer(
         self,
         layer_name: str,
@@ -136,23 +169,39 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: "AttentionMetadata",
         **kwargs: Any,
     ) -> None:
-        orders = _orders(self._get_connector_metadata())
-        if orders.sends:
-            self._guard(lambda: self._workers().producing.save_layer(orders, layer_name), None)
+        sends = _orders(self._get_connector_metadata()).sends
+        if sends:
+            self._ready_worker().producer.save_layer(sends, layer_name)
 
     def wait_for_save(self) -> None:
         orders = _orders(self._get_connector_metadata())
-        self._guard(lambda: self._workers().producing.end_step(orders), None)
-        self._guard(lambda: self._workers().producing.hold(orders.held), None)
+        self._end_step(orders)
+        self._hold(orders)
+
+    # Each with its own guard: a failure of one must not keep the other from being done.
+
+    @_answer_on_error(None)
+    def _end_step(self, orders: TransferMetadata) -> None:
+        self._ready_worker().producer.end_step(orders.sends)
+
+    @_answer_on_error(None)
+    def _hold(self, orders: TransferMetadata) -> None:
+        self._ready_worker().producer.hold(orders.held)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        worker = self._workers()
-        nobody: set[str] = set()
-        sent = self._guard(worker.producing.finished, nobody)
-        ended, failed = self._guard(worker.consuming.results, (nobody, nobody))
+        sent = self._sent() or set()
+        ended, failed = self._loaded() or (set(), set())
         return KVConnectorTransferResults(
             finished_sending=sent, finished_recving=ended, failed_recving=failed
         )
+
+    @_answer_on_error(None)
+    def _sent(self) -> set[str]:
+        return self._ready_worker().producer.finished()
+
+    @_answer_on_error(None)
+    def _loaded(self) -> tuple[set[str], set[str]]:
+        return self._ready_worker().consumer.results()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return self._worker.take_stats() if self._worker is not None else None
@@ -178,25 +227,15 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> ConnectorPromMetrics:
         return ConnectorPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    def _scheduler(self) -> SchedulingSide:
+    def _scheduler(self) -> ConnectorScheduler:
         if self._scheduling is None:
             raise RuntimeError("a scheduler callback came to the worker's connector")
         return self._scheduling
 
-    def _workers(self) -> WorkerSide:
+    def _ready_worker(self) -> ConnectorWorker:
         if self._worker is None:
             raise RuntimeError("a worker callback came before register_kv_caches")
         return self._worker
-
-    @staticmethod
-    def _guard(step: Callable[[], T], otherwise: T) -> T:
-        try:
-            return step()
-        except Exception:
-            logger.exception(
-                "the KV connector failed in a callback; the request falls back to a local prefill"
-            )
-            return otherwise
 
 
 def _orders(metadata: KVConnectorMetadata) -> TransferMetadata:

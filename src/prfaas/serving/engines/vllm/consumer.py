@@ -4,30 +4,49 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from prfaas.serving.engines.vllm.layout import KVLayout
-from prfaas.serving.engines.vllm.metadata import Load, TransferMetadata
+from prfaas.serving.engines.vllm.layout import KvLayout
+from prfaas.serving.engines.vllm.metadata import LoadOrder
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.staging import StagedTransfer
-from prfaas.serving.transport.status import TransferPhase
+from prfaas.serving.transport.wire import TransferPhase, TransferStatus
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Staged:
-    """A transfer taken out of the receiver; freed when its last use is over or its time to live."""
+class _HeldTransfer:
+    """A transfer taken out of the receiver; freed when its last use is over, or its time to live."""
 
     transfer: StagedTransfer
     uses_left: int
+    """Requests that have not loaded it yet."""
     expires_at_s: float
-    busy: int = 0
+    loading: int = 0
+    """Loads that read it at this moment."""
 
 
-class ConsumingSide:
+@dataclass(frozen=True, slots=True)
+class _RunningLoad:
+    """One load in the hands of the loading thread."""
+
+    order: LoadOrder
+    held: _HeldTransfer
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadResult:
+    """What has become of a load."""
+
+    load: _RunningLoad
+    loaded_bytes: int | None
+    """None: it failed."""
+
+
+class KvConsumer:
     """Loads are asynchronous: one thread copies, the step loop only looks at what has become of them.
 
     Every ordered load is reported exactly once, as done or as failed; a failed one makes vLLM prefill the
@@ -36,7 +55,7 @@ class ConsumingSide:
 
     def __init__(
         self,
-        layout: KVLayout,
+        layout: KvLayout,
         receiver: Receiver,
         load_wait_s: float,
         staging_ttl_s: float,
@@ -49,132 +68,140 @@ class ConsumingSide:
         self._staging_ttl_s = staging_ttl_s
         self.stats = stats
         self._now_s = now_s
-        self._waiting: dict[str, tuple[Load, float]] = {}
-        self._staged: dict[bytes, _Staged] = {}
-        self._jobs: queue.SimpleQueue[tuple[Load, _Staged] | None] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[tuple[Load, _Staged, int]] = queue.SimpleQueue()
+        self._waiting: dict[str, tuple[LoadOrder, float]] = {}  # by request id, with the time of the order
+        self._held: dict[bytes, _HeldTransfer] = {}
         self._failed_orders: set[str] = set()
+        self._loads: queue.SimpleQueue[_RunningLoad | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[_LoadResult] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run_loads, name="prfaas-load", daemon=True)
         self._thread.start()
 
-    def order(self, orders: TransferMetadata) -> None:
-        """Accept this step's loads and drops."""
-        for transfer_id, reason in orders.drops:
-            self._drop(transfer_id, reason)
-        for load in orders.loads:
+    def order(self, loads: Sequence[LoadOrder], drops: Sequence[tuple[bytes, str]]) -> None:
+        """Accept this step's loads, and the transfers (id, reason) that a request here will not take."""
+        for transfer_id, reason in drops:
+            held = self._held.get(transfer_id)
+            if held is None:
+                self._receiver.drop(transfer_id, reason)
+            else:
+                held.uses_left -= 1
+                self._release(transfer_id, held)
+        for load in loads:
             self._waiting[load.request_id] = (load, self._now_s())
 
     def results(self) -> tuple[set[str], set[str]]:
-        """(requests whose load has ended, those of them that failed); each request is named once."""
-        self._start_ready_loads()
+        """What has become of the ordered loads.
+
+        Returns:
+            Requests whose load has ended, and those of them that failed; each request is named once.
+        """
+        for order, ordered_at_s in list(self._waiting.values()):
+            self._start_if_ready(order, ordered_at_s)
         ended, failed = set(self._failed_orders), set(self._failed_orders)
         self._failed_orders.clear()
         while not self._results.empty():
-            load, staged, loaded_bytes = self._results.get()
-            staged.busy -= 1
-            ended.add(load.request_id)
-            if loaded_bytes < 0:
-                failed.add(load.request_id)
+            result = self._results.get()
+            order, held = result.load.order, result.load.held
+            held.loading -= 1
+            ended.add(order.request_id)
+            if result.loaded_bytes is None:
+                failed.add(order.request_id)
             else:
                 self.stats.add("loads_completed")
-                self.stats.add("bytes_loaded", loaded_bytes)
-            self._release(load.ticket.transfer_id, staged)
+                self.stats.add("bytes_loaded", result.loaded_bytes)
+            self._release(order.ticket.transfer_id, held)
         self._expire()
         self.stats.add("loads_failed", len(failed))
         return ended, failed
 
     def close(self) -> None:
         """Stop the loading thread and free what is still staged."""
-        self._jobs.put(None)
+        self._loads.put(None)
         self._thread.join(timeout=10)
-        for staged in self._staged.values():
-            staged.transfer.free()
-        self._staged.clear()
+        for held in self._held.values():
+            held.transfer.free()
+        self._held.clear()
 
-    def live_loads(self) -> int:
-        """Loads ordered and not yet reported, and transfers still held."""
-        return len(self._waiting) + len(self._staged)
-
-    def _start_ready_loads(self) -> None:
-        for request_id, (load, since_s) in list(self._waiting.items()):
-            staged = self._take(load)
-            if isinstance(staged, str):
-                logger.warning("request %s prefills locally: %s", request_id, staged)
-                self._failed_orders.add(request_id)
-            elif staged is None:
-                if self._now_s() - since_s < self._load_wait_s:
-                    continue
+    def _start_if_ready(self, order: LoadOrder, ordered_at_s: float) -> None:
+        """Hand a load whose transfer is complete to the loading thread, or give it up."""
+        transfer_id = order.ticket.transfer_id
+        held = self._held.get(transfer_id)
+        if held is None or held.uses_left < 1:
+            held = self._take(order)
+        if held is not None:
+            held.uses_left -= 1
+            held.loading += 1
+            self._loads.put(_RunningLoad(order, held))
+        else:
+            reason = _obstacle(self._receiver.state(transfer_id))
+            if not reason and self._now_s() - ordered_at_s < self._load_wait_s:
+                return
+            if not reason:
                 reason = f"KV still incomplete after {self._load_wait_s:g} s"
-                logger.warning("request %s prefills locally: %s", request_id, reason)
-                self._receiver.drop(load.ticket.transfer_id, reason)
-                self._failed_orders.add(request_id)
-            else:
-                staged.uses_left -= 1
-                staged.busy += 1
-                self._jobs.put((load, staged))
-            del self._waiting[request_id]
+                self._receiver.drop(transfer_id, reason)
+            logger.warning("request %s prefills locally: %s", order.request_id, reason)
+            self._failed_orders.add(order.request_id)
+        del self._waiting[order.request_id]
 
-    def _take(self, load: Load) -> _Staged | str | None:
-        """The staged transfer of a load, None while it is arriving, or why there will be none."""
-        transfer_id = load.ticket.transfer_id
-        staged = self._staged.get(transfer_id)
-        if staged is not None and staged.uses_left > 0:
-            return staged
-        status = self._receiver.state(transfer_id)
-        if status is None:
-            return "its transfer is unknown or has expired"
-        if status.phase is TransferPhase.FAILED:
-            return f"its transfer failed: {status.reason}"
-        if status.phase is not TransferPhase.COMPLETE:
-            return None
-        transfer = self._receiver.take(transfer_id)
+    def _take(self, order: LoadOrder) -> _HeldTransfer | None:
+        ticket = order.ticket
+        transfer = self._receiver.take(ticket.transfer_id)
         if transfer is None:
-            return "its transfer was used or dropped already"
-        expires_at_s = self._now_s() + self._staging_ttl_s
-        staged = self._staged[transfer_id] = _Staged(transfer, load.ticket.uses, expires_at_s)
-        return staged
+            return None
+        held = _HeldTransfer(transfer, ticket.uses, self._now_s() + self._staging_ttl_s)
+        self._held[ticket.transfer_id] = held
+        return held
 
-    def _drop(self, transfer_id: bytes, reason: str) -> None:
-        staged = self._staged.get(transfer_id)
-        if staged is None:
-            self._receiver.drop(transfer_id, reason)
-            return
-        staged.uses_left -= 1
-        self._release(transfer_id, staged)
-
-    def _release(self, transfer_id: bytes, staged: _Staged) -> None:
-        if staged.uses_left <= 0 and staged.busy == 0 and self._staged.pop(transfer_id, None) is not None:
-            staged.transfer.free()
+    def _release(self, transfer_id: bytes, held: _HeldTransfer) -> None:
+        if held.uses_left <= 0 and held.loading == 0 and self._held.pop(transfer_id, None) is not None:
+            held.transfer.free()
 
     def _expire(self) -> None:
-        for transfer_id, staged in list(self._staged.items()):
-            if self._now_s() > staged.expires_at_s:
-                staged.uses_left = 0
-                self._release(transfer_id, staged)
+        for transfer_id, held in list(self._held.items()):
+            if self._now_s() > held.expires_at_s:
+                held.uses_left = 0
+                self._release(transfer_id, held)
 
     def _run_loads(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            load, staged = job
+        while (load := self._loads.get()) is not None:
             try:
-                loaded_bytes = self._load(load, staged.transfer)
+                loaded_bytes: int | None = self._load(load.order, load.held.transfer)
             except Exception:
-                logger.exception("loading the KV of request %s failed", load.request_id)
-                loaded_bytes = -1
-            self._results.put((load, staged, loaded_bytes))
+                logger.exception("loading the KV of request %s failed", load.order.request_id)
+                loaded_bytes = None
+            self._results.put(_LoadResult(load, loaded_bytes))
 
-    def _load(self, load: Load, staged: StagedTransfer) -> int:
-        """Copy staging to the request's blocks; returns the bytes copied."""
-        ticket, loaded_bytes = load.ticket, 0
-        runs = {run.group: run for run in load.runs}
-        for index, region in enumerate(self._layout.regions):
-            run, pages = runs[region.group.index], self._layout.pages[index]
-            staged_first = region.group.first_block(ticket.num_tokens, ticket.skip_tokens)
-            for position, block in enumerate(run.block_ids, start=run.first_block - staged_first):
+    def _load(self, order: LoadOrder, staged: StagedTransfer) -> int:
+        """KV of one request from staging into the engine's blocks; returns the bytes copied.
+
+        The way from the wire to here: `ReceiverConnection._receive_chunk`, until the transfer is complete.
+        """
+        loaded_bytes = 0
+        runs = {run.group: run for run in order.runs}
+        for region in self._layout.regions:
+            # 1. The layer's blocks that are to be filled: those that the engine does not hold already.
+            run = runs[region.group.index]
+            # 2. Where the first of them lies in the region, which may begin earlier.
+            skipped = region.group.first_block(order.ticket.num_tokens, order.ticket.skip_tokens)
+            offset = (run.first_block - skipped) * region.page_bytes
+            # 3. Page by page from staging into the engine's memory.
+            for block in run.block_ids:
                 if block == 0:
                     raise RuntimeError(f"layer {region.layer_name}: a block to load is vLLM's null block")
-                offset = position * region.page_bytes
-                pages.write(block, staged.region_views(index, offset, region.page_bytes))
-                loaded_bytes += region.page_bytes
-        for pages in self._layout.pages:
-            pages.flush()
+                region.pages.write(block, staged.region_views(region.index, offset, region.page_bytes))
+                offset += region.page_bytes
+            loaded_bytes += len(run.block_ids) * region.page_bytes
+        # 4. The request may run once every copy is in place.
+        for region in self._layout.regions:
+            region.pages.flush()
         return loaded_bytes
+
+
+def _obstacle(status: TransferStatus | None) -> str:
+    """Why a transfer that could not be taken never will be; "" while it may still be."""
+    if status is None:
+        return "its transfer is unknown or has expired"
+    if status.phase is TransferPhase.FAILED:
+        return f"its transfer failed: {status.reason}"
+    if status.taken:
+        return "its transfer was used already"
+    return ""

@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from vllm.config import VllmConfig
@@ -17,58 +16,31 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from prfaas.serving.engines.kv_groups import GroupKind, KvGroup, Region, full_attention_first, region_bytes
 from prfaas.serving.engines.vllm.pages import LayerPages, LayoutError, layer_pages, raw_pages
 
 
-class GroupKind(Enum):
-    """What a request needs of a layer to go on after n tokens."""
-
-    FULL = "full_attention"
-    WINDOW = "sliding_window"
-    STATE = "linear_state"
-
-
 @dataclass(frozen=True, slots=True)
-class Group:
-    """One KV cache group of the engine: layers that share a block table."""
+class EngineGroup(KvGroup):
+    """One of the engine's KV cache groups."""
 
-    index: int
-    kind: GroupKind
-    block_tokens: int
-    window_tokens: int
     layer_names: tuple[str, ...]
 
-    def first_block(self, num_tokens: int, skip_tokens: int) -> int:
-        """Index of the first block that must move so that token `num_tokens` can be computed.
-
-        Full attention: from the first block that is not wholly held. Sliding window: the block of the oldest
-        position that token `num_tokens` sees (vLLM frees what lies before it). Linear state: the block in
-        which vLLM leaves the state after `num_tokens` tokens.
-        """
-        match self.kind:
-            case GroupKind.FULL:
-                return skip_tokens // self.block_tokens
-            case GroupKind.WINDOW:
-                return max(0, num_tokens - self.window_tokens + 1) // self.block_tokens
-            case GroupKind.STATE:
-                return (num_tokens - 1) // self.block_tokens
-
-    def end_block(self, num_tokens: int) -> int:
-        """One past the index of the last block that must move (the partial tail is one of them)."""
-        return -(-num_tokens // self.block_tokens)
-
 
 @dataclass(frozen=True, slots=True)
-class Region:
-    """One layer's share of a transfer: consecutive pages of `page_bytes`."""
+class EngineRegion(Region):
+    """One layer's share of a transfer, or one tensor's of a layer that vLLM stores as several."""
 
-    group: Group
+    index: int
+    """Number of the region in a transfer."""
     layer_name: str
     part: int
-    page_bytes: int
+    """Which of the layer's tensors."""
+    pages: LayerPages
+    """Where the engine keeps it."""
 
 
-def read_groups(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
+def read_groups(kv_cache_config: KVCacheConfig) -> tuple[EngineGroup, ...]:
     """The transferable KV cache groups of an engine.
 
     Raises:
@@ -79,7 +51,7 @@ def read_groups(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
         spec_group = kv_cache_config.kv_cache_groups[index]
         spec = _representative(spec_group.kv_cache_spec)
         kind, window_tokens = _kind(spec)
-        groups.append(Group(index, kind, spec.block_size, window_tokens, tuple(spec_group.layer_names)))
+        groups.append(EngineGroup(index, kind, spec.block_size, window_tokens, tuple(spec_group.layer_names)))
     return tuple(groups)
 
 
@@ -99,33 +71,32 @@ def _kind(spec: KVCacheSpec) -> tuple[GroupKind, int]:
     raise LayoutError(f"KV cache groups of kind {type(spec).__name__} can't be transferred yet")
 
 
-class KVLayout:
-    """Regions of an engine's KV with their pages; sizes of a transfer as both sides compute them.
+class KvLayout:
+    """Regions of an engine's KV with their pages, in the order of a transfer: by groups, then by layers."""
 
-    Regions come in the order of groups (full attention first, since it streams while prefill runs) and
-    layers. A layer that vLLM stores as several tensors has one region per tensor (`part`).
-    """
-
-    def __init__(self, groups: Sequence[Group], pages: Mapping[str, Sequence[LayerPages]]) -> None:
-        ordered = sorted(groups, key=lambda group: group.kind is not GroupKind.FULL)
-        self.regions = tuple(
-            Region(group, name, part, layer.page_bytes)
-            for group in ordered
+    def __init__(self, groups: Sequence[EngineGroup], pages: Mapping[str, Sequence[LayerPages]]) -> None:
+        """`pages`: of every layer of the groups by its name, one for each tensor that it has."""
+        parts = [
+            (group, name, part, layer)
+            for group in full_attention_first(groups)
             for name in group.layer_names
             for part, layer in enumerate(pages[name])
+        ]
+        self.regions = tuple(
+            EngineRegion(group, layer.page_bytes, index, name, part, layer)
+            for index, (group, name, part, layer) in enumerate(parts)
         )
-        self.pages = tuple(pages[region.layer_name][region.part] for region in self.regions)
-        by_layer: dict[str, list[int]] = {}
-        for index, region in enumerate(self.regions):
-            by_layer.setdefault(region.layer_name, []).append(index)
-        self.regions_of_layer: Mapping[str, Sequence[int]] = by_layer
+        by_layer: dict[str, list[EngineRegion]] = {}
+        for region in self.regions:
+            by_layer.setdefault(region.layer_name, []).append(region)
+        self.regions_of_layer: Mapping[str, Sequence[EngineRegion]] = by_layer
 
     @classmethod
     def of_engine(
         cls,
         kv_cache_config: KVCacheConfig,
         kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
-    ) -> "KVLayout":
+    ) -> "KvLayout":
         """Build from what vLLM hands to `register_kv_caches`.
 
         Raises:
@@ -146,22 +117,12 @@ class KVLayout:
         return cls(groups, pages)
 
     def region_bytes(self, num_tokens: int, skip_tokens: int) -> list[int]:
-        """Bytes of every region in a transfer of the KV of tokens [skip_tokens, num_tokens).
-
-        Raises:
-            ValueError: not 0 <= skip_tokens <= num_tokens, or no token.
-        """
-        if not 0 <= skip_tokens <= num_tokens or num_tokens < 1:
-            raise ValueError(f"a transfer of tokens [{skip_tokens}, {num_tokens}) is not possible")
-        return [
-            (region.group.end_block(num_tokens) - region.group.first_block(num_tokens, skip_tokens))
-            * region.page_bytes
-            for region in self.regions
-        ]
+        """See `kv_groups.region_bytes`."""
+        return region_bytes(self.regions, num_tokens, skip_tokens)
 
 
-def fingerprint(layout: KVLayout, vllm_config: VllmConfig, conv_state_layout: str) -> dict[str, str | int]:
-    """What must be equal on both sides for raw pages to mean the same, named so that an error can say which."""
+def fingerprint(layout: KvLayout, vllm_config: VllmConfig, conv_state_layout: str) -> dict[str, str | int]:
+    """What must be equal on both sides for raw pages to mean the same, by names that an error can give."""
     model = vllm_config.model_config
     regions = [
         (r.layer_name, r.part, r.group.kind.value, r.group.block_tokens, r.group.window_tokens, r.page_bytes)

@@ -16,9 +16,8 @@ class LayoutError(ValueError):
 
 
 class LayerPages(Protocol):
-    """KV of one layer: `num_blocks` pages of `page_bytes`, in whatever memory the engine keeps them."""
+    """KV of one layer: equal pages, one a block, in whatever memory the engine keeps them."""
 
-    num_blocks: int
     page_bytes: int
 
     def mark_written(self) -> None:
@@ -39,11 +38,19 @@ class LayerPages(Protocol):
 
 
 def raw_pages(tensor: torch.Tensor, num_blocks: int, content_bytes: int | None = None) -> torch.Tensor:
-    """View a layer's KV tensor as uint8 pages, shape (num_blocks, page_bytes), sharing its memory.
+    """View a layer's KV tensor as pages that share its memory.
 
     Works for any dense inner order (NHD, HND) with block as first dimension and for kernel blocks that
-    are a whole fraction of a manager's block. `content_bytes` cuts padding off the end of a page (the
-    row of a linear state is padded to the page of the attention layers that it shares memory with).
+    are a whole fraction of a manager's block.
+
+    Args:
+        tensor: the layer's KV, blocks in the first dimension.
+        num_blocks: blocks of the engine's block manager.
+        content_bytes: cuts padding off the end of a page (the row of a linear state is padded to the page of
+            the attention layers that it shares memory with).
+
+    Returns:
+        uint8, shape (num_blocks, page_bytes).
 
     Raises:
         LayoutError: the memory of one block is not one dense run of bytes.
@@ -85,11 +92,11 @@ class HostPages:
     """Pages in host memory (vLLM's CPU backend)."""
 
     def __init__(self, raw: torch.Tensor) -> None:
-        self.num_blocks, self.page_bytes = raw.shape
+        self.page_bytes = raw.shape[1]
         self._pages: Bytes2D = raw.numpy()
 
     def mark_written(self) -> None:
-        """Host kernels have finished when the hook runs."""
+        """Nothing to remember: host kernels have finished when the hook runs."""
 
     def read(self, block: int, start: int, out: memoryview) -> None:
         np.copyto(np.frombuffer(out, dtype=np.uint8), self._pages[block, start : start + len(out)])
@@ -113,7 +120,7 @@ class DevicePages:
     BOUNCE_BYTES = 4 * 1024 * 1024
 
     def __init__(self, raw: torch.Tensor) -> None:
-        self.num_blocks, self.page_bytes = raw.shape
+        self.page_bytes = raw.shape[1]
         self._raw = raw
         self._on_device = raw.device.type == "cuda"
         self._stream = torch.cuda.Stream(raw.device) if self._on_device else None

@@ -24,7 +24,7 @@ class ForcedFirstTokens(AdapterLogitsProcessor):
     """The first output tokens are those in `vllm_xargs["forced_first_tokens"]` (a list of ids), if it is given.
 
     Logprobs stay the model's own: vLLM takes them from the logits before processors run (`logprobs_mode`
-    raw_logprobs, its default), also those of the forced tokens.
+    raw_logprobs, its default, or raw_logits), also those of the forced tokens.
     """
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What one engine's connector is told on its command line."""
+"""The settings of one engine's connector, as its command line gives them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,42 +14,46 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PeerSettings:
-    """An instance that this engine may send KV to.
-
-    `link` names the bandwidth budget it shares with others; `bandwidth_bits_per_s` is None on an unpaced
-    (intra-cluster) link. `on_demand`: connected when there is something to send, not before.
-    """
+    """An instance that this engine may send KV to."""
 
     host: str
     kv_port: int
+    """Of its rank 0; rank r listens at kv_port + r."""
     link: str
+    """The bandwidth budget that it shares with others."""
     connections: int
     bandwidth_bits_per_s: float | None
+    """One rank's share of the link; None: not paced (inside a cluster)."""
     on_demand: bool = False
+    """Connected when there is something to send, not before."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectorSettings:
-    """The connector's part of the deployment file, already resolved for one instance.
-
-    `producers` are the only instance names that may send to this engine; `peers` the only ones it sends to.
-    `lease_s` bounds how long a finished prefill keeps its blocks for an unacknowledged transfer;
-    `load_wait_s` how long a decode request waits for a transfer that is still arriving.
-    """
+    """The connector's part of the deployment file, already resolved for one instance."""
 
     name: str
     kv_host: str
     kv_port: int
     key_file: Path
     peers: Mapping[str, PeerSettings]
+    """The only instances that this engine sends to, by name."""
     producers: frozenset[str]
+    """The only instances that may send to this engine."""
     staging_bytes: int
+    """Host memory for incoming transfers."""
     transfer_block_bytes: int = MEBI
+    """Unit in which staging is handed out."""
     lease_s: float = 60.0
+    """A finished prefill keeps its blocks that long at most for an unacknowledged transfer."""
     load_wait_s: float = 30.0
+    """A decode request waits that long at most for a transfer that is still arriving."""
     staging_ttl_s: float = 60.0
+    """A complete transfer that is not loaded is dropped after that time."""
     staging_wait_s: float = 20.0
+    """A transfer waits that long at most for staging."""
     progress_deadline_s: float = 8.0
+    """A transfer that gets no byte through for that long fails."""
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> "ConnectorSettings":

@@ -1,6 +1,5 @@
 """Counters of the connector, carried by vLLM to the engine's own `/metrics`."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-COUNTERS: Mapping[str, str] = {
-    "sends_completed": "KV transfers that this engine sent and the other side acknowledged",
-    "sends_failed": "KV transfers that this engine gave up sending",
-    "leases_expired": "KV transfers given up because nobody acknowledged them within the lease",
-    "bytes_sent": "KV bytes acknowledged by decode engines",
-    "loads_completed": "KV transfers loaded from staging into the engine's blocks",
-    "loads_failed": "KV transfers that could not be loaded; their requests were prefilled locally",
-    "bytes_loaded": "KV bytes copied from staging into the engine's blocks",
-}
+from prfaas.serving.engines.transfer_counters import COUNTERS
 
 
 @dataclass
@@ -34,9 +25,11 @@ class ConnectorStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
+        """Start again at zero."""
         self.data: dict[str, Any] = dict.fromkeys(COUNTERS, 0)
 
     def add(self, name: str, amount: int = 1) -> None:
+        """Count one or more of `COUNTERS`' `name`."""
         self.data[name] += amount
 
     def aggregate(self, other: KVConnectorStats) -> "ConnectorStats":

@@ -1,0 +1,120 @@
+"""Drawings (SVG) that take the colours of the page they stand on, light or dark."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Stands for the colour of text while matplotlib draws; no drawing uses it for anything else.
+INK = "#010203"
+MUTED = "#767676"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#B58900", "#8C564B", "#7A68C9")
+"""Okabe and Ito's palette without the two that vanish on white or on black."""
+
+# matplotlib's stubs want every key as a literal type.
+_RC: Any = {
+    "axes.edgecolor": INK,
+    "axes.facecolor": "none",
+    "axes.grid": True,
+    "axes.labelcolor": INK,
+    "axes.labelsize": 9,
+    "axes.linewidth": 0.6,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlecolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 9.5,
+    "axes.titlepad": 6,
+    "figure.constrained_layout.use": True,
+    "figure.constrained_layout.h_pad": 0.08,
+    "figure.facecolor": "none",
+    "font.size": 9,
+    "grid.alpha": 0.4,
+    "grid.color": MUTED,
+    "grid.linewidth": 0.4,
+    "legend.frameon": False,
+    "legend.labelcolor": INK,
+    "lines.linewidth": 1.2,
+    "lines.solid_capstyle": "round",
+    "savefig.facecolor": "none",
+    # Letters as letters: small files, text that can be searched and copied.
+    "svg.fonttype": "none",
+    "text.color": INK,
+    "xtick.color": INK,
+    "xtick.labelsize": 8.5,
+    "xtick.major.width": 0.6,
+    "ytick.color": INK,
+    "ytick.labelsize": 8.5,
+    "ytick.major.width": 0.6,
+}
+
+
+class Drawing:
+    """A figure with a grid of panels; `svg` is there once the `with` of `drawing` has ended."""
+
+    __slots__ = ("figure", "panels", "svg")
+
+    def __init__(self, figure: "Figure", panels: "list[Axes]") -> None:
+        self.figure = figure
+        self.panels = panels
+        self.svg = ""
+
+
+@contextmanager
+def drawing(name: str, panels: int = 1, *, columns: int = 1, height: float = 2.4) -> Iterator[Drawing]:
+    """Draw into panels that share the x axis, `height` inches a row. One legend of all labels stands below.
+
+    `name` is unique on a page: ids within drawings are made of it. The same numbers give the same text.
+    """
+    # Here, so that importing report costs nothing where no plot is wanted.
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({**_RC, "svg.hashsalt": name}):
+        rows = -(-panels // columns)
+        figure = Figure(figsize=(9.6, height * rows + 0.5))
+        FigureCanvasSVG(figure)
+        axes = figure.subplots(rows, columns, sharex=True, squeeze=False).ravel().tolist()
+        for unused in axes[panels:]:
+            unused.remove()
+        drawn = Drawing(figure, axes[:panels])
+        yield drawn
+        _legend(figure, drawn.panels)
+        out = StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+        drawn.svg = _inline(out.getvalue(), name)
+
+
+def _legend(figure: "Figure", panels: "Sequence[Axes]") -> None:
+    handles: dict[str, Artist] = {}
+    for axes in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(str(label), handle)
+    if handles:
+        figure.legend(
+            list(handles.values()),
+            list(handles),
+            loc="outside lower center",
+            ncols=min(len(handles), 6),
+            fontsize=9,
+        )
+
+
+def _inline(svg: str, name: str) -> str:
+    """Without the prologue of a file, in the page's colour, and with ids of its own."""
+    import re
+
+    svg = svg[svg.index("<svg") :].strip()
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    # Named groups are of no use here, and their names would be on the page many times.
+    svg = re.sub(r'<g id="[A-Za-z][A-Za-z0-9_.]*_\d+">', "<g>", svg)
+    svg = re.sub(r'(id="|href="#|url\(#)(?=[mp][0-9a-f])', rf"\1{name}-", svg)
+    return svg.replace(INK, "currentColor")

@@ -1,0 +1,137 @@
+"""What all studies of one call share: the deployment, its plan, and how much to simulate; and changes to it."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from prfaas.core.deployment import PlannedDeployment
+from prfaas.core.kv import KvModel
+from prfaas.core.planner import (
+    OperatingPoint,
+    PlanProblem,
+    best_operation,
+    problem_of,
+    problem_of_trace,
+    range_tokens,
+)
+from prfaas.core.workload import LengthDistribution, RequestTrace, fixed
+from prfaas.core.workload.arrivals import Arrivals, Poisson
+from prfaas.core.workload.traffic import IndependentTraffic, ReplayedTraffic
+from prfaas.lab.simulator import CacheOptions
+
+# Of `--quick`: enough to see that everything works, too few to believe.
+_QUICK_SHARE = 0.05
+_QUICK_SEEDS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StudyContext:
+    """A deployment with one PrfaaS and one PD cluster, and how much to simulate of it."""
+
+    planned: PlannedDeployment
+    problem: PlanProblem
+    optimum: OperatingPoint
+    """The planner's best operation of the deployment."""
+    trace: RequestTrace
+    """Recorded traffic, for what needs prefixes."""
+    seed: int = 0
+    """The first of the seeds."""
+    is_quick: bool = False
+    """Whether a twentieth of the requests is enough: only to see that it works."""
+
+    @property
+    def lambda_max(self) -> float:
+        """Requests per second at most, by the planner."""
+        return self.optimum.lambda_max
+
+    @property
+    def trace_name(self) -> str:
+        """The trace's file, without folders."""
+        return Path(self.trace.name).name
+
+    @property
+    def pd(self) -> str:
+        """The name of the PD cluster."""
+        return self.problem.pd[0].name
+
+    @property
+    def range_tokens(self) -> tuple[float, float]:
+        """The lengths that every profile covers."""
+        return range_tokens(self.planned)
+
+    def requests(self, count: int) -> int:
+        """How many to simulate where a whole study has `count`."""
+        return max(int(count * _QUICK_SHARE), 50) if self.is_quick else count
+
+    def seeds(self, count: int) -> range:
+        """As many seeds from its own on; fewer if it is quick."""
+        return range(self.seed, self.seed + (min(count, _QUICK_SEEDS) if self.is_quick else count))
+
+    def poisson(self, load: float) -> IndependentTraffic:
+        """The file's lengths at a share of Λ_max."""
+        return self.traffic(Poisson(load * self.lambda_max))
+
+    def traffic(self, arrivals: Arrivals, lengths: LengthDistribution | None = None) -> IndependentTraffic:
+        """The file's workload (or other lengths), arriving as a process says."""
+        workload = self.problem.workload
+        return IndependentTraffic(
+            arrivals, workload.uncached if lengths is None else lengths, fixed(workload.output_tokens)
+        )
+
+    def replayed(self, rate_rps: float) -> ReplayedTraffic:
+        """The trace without end, at a mean rate; its prompts are cut to what profiles cover."""
+        return ReplayedTraffic.at_rate(self.trace.cut_to(int(self.range_tokens[1])), rate_rps)
+
+    @property
+    def trace_lambda_max(self) -> float:
+        """Λ_max that the planner finds for the trace's lengths, if nothing is cached; requests per second."""
+        return best_operation(problem_of_trace(self.problem, self.trace, self.range_tokens)).lambda_max
+
+
+def context_of(
+    planned: PlannedDeployment, trace: RequestTrace, *, seed: int = 0, is_quick: bool = False
+) -> StudyContext:
+    """The context of a deployment with one PrfaaS and one PD cluster.
+
+    Raises:
+        ValueError: another number of clusters, PD instances too few to divide, or nothing can be served.
+        DeploymentError, PlanError: as the planner.
+    """
+    if len(planned.prfaas_clusters) != 1 or len(planned.pd_clusters) != 1 or len(planned.links) != 1:
+        raise ValueError("studies are for one prfaas and one pd cluster with one link between them")
+    if planned.pd_clusters[0].instance_count < 2:
+        raise ValueError("studies need a pd cluster of two instances or more, to prefill and to decode")
+    problem = problem_of(planned)
+    optimum = best_operation(problem)
+    if optimum.lambda_max <= 0:
+        raise ValueError("by `prfaas plan` it can serve nothing")
+    return StudyContext(planned, problem, optimum, trace, seed, is_quick)
+
+
+def with_bandwidth(planned: PlannedDeployment, bits_per_s: float) -> PlannedDeployment:
+    """The deployment with another link."""
+    links = tuple(replace(link, bandwidth_bits_per_s=bits_per_s) for link in planned.links)
+    return replace(planned, links=links)
+
+
+def times(planned: PlannedDeployment, factor: int) -> PlannedDeployment:
+    """So many times the instances and the link."""
+    return replace(
+        planned,
+        clusters=tuple(
+            replace(cluster, instance_count=cluster.instance_count * factor) for cluster in planned.clusters
+        ),
+        links=tuple(
+            replace(link, bandwidth_bits_per_s=link.bandwidth_bits_per_s * factor) for link in planned.links
+        ),
+    )
+
+
+def pd_only(planned: PlannedDeployment, instances: int) -> PlannedDeployment:
+    """Only the PD cluster, with so many instances."""
+    pd = replace(planned.pd_clusters[0], instance_count=instances)
+    return replace(planned, clusters=(pd,), links=())
+
+
+def cache_of(model: KvModel, num_bytes: int) -> CacheOptions | None:
+    """A prefix cache of so many bytes on every instance; None for 0, and for models without KV that grows."""
+    return CacheOptions.of_memory(model, num_bytes) if model.token_bytes and num_bytes else None

@@ -1,0 +1,168 @@
+"""The exact commands that start the engines of a deployment: a vLLM server, or stand-ins in one process."""
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from prfaas.core.deployment import Deployment, Instance, KvPeer
+from prfaas.core.kv import KvModel, model_from_directory
+from prfaas.core.units import GIB
+
+# Both ends of a transfer must lay state out alike, and vLLM would otherwise choose by the CPU's features.
+# "SD" is what the CPU kernels read in place; vLLM's mamba/ops/cpu/gdn_attention.py copies "DS" first.
+CONV_STATE_LAYOUT = "SD"
+
+# Also chosen by the CPU's features otherwise, and half the precision on some.
+STATE_DTYPE = "float32"
+
+CPU_RETENTION_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCommand:
+    """How to start a process. It holds no secret."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    """What is added to the environment."""
+
+    def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
+        """`base` (default: this process's environment) with `env` laid over it."""
+        return {**(os.environ if base is None else base), **self.env}
+
+
+def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
+    """How to start the vLLM server of `instance`. Reads the model's `config.json`, so the model must be there.
+
+    Raises:
+        ConfigError: the model's `config.json` is missing or of an unknown kind.
+    """
+    on_cpu = deployment.cluster_of(instance).hardware == "cpu"
+    kv_model = model_from_directory(deployment.model.path, name=deployment.model.served_name)
+    engine = deployment.engine
+    argv = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(deployment.model.path)),
+        *("--served-model-name", deployment.model.served_name),
+        *("--host", instance.host, "--port", str(instance.http_port)),
+        *("--max-model-len", str(deployment.model.max_model_len)),
+        *("--max-num-batched-tokens", str(engine.max_num_batched_tokens)),
+        *("--max-num-seqs", str(engine.max_num_seqs)),
+        "--enable-prefix-caching",
+        *_retention(deployment, kv_model, on_cpu),
+        *(("--mamba-ssm-cache-dtype", STATE_DTYPE) if kv_model.has_linear_state else ()),
+        *("--no-enable-log-requests", "--disable-uvicorn-access-log"),
+        *(("--enforce-eager",) if on_cpu else ()),
+        *_kv_memory(deployment, on_cpu),
+        *_tensor_parallel(instance),
+        *("--kv-transfer-config", json.dumps(kv_transfer_config(deployment, instance))),
+        *_events(deployment, instance),
+        *_adapters(deployment),
+        *engine.extra_args,
+    ]
+    env = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_SSM_CONV_STATE_LAYOUT": CONV_STATE_LAYOUT}
+    if on_cpu:
+        env |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        env["VLLM_CPU_KVCACHE_SPACE"] = str(engine.kv_cache_gib)
+    return EngineCommand(tuple(argv), {**env, **engine.env})
+
+
+def synthetic_command(deployment: Deployment, names: Sequence[str]) -> EngineCommand:
+    """How to start the instances `names` of `deployment`, all in one process."""
+    argv = [
+        *(sys.executable, "-m", "prfaas.serving.engines.synthetic"),
+        *("--state-dir", str(deployment.state_dir)),
+        str(deployment.path.absolute()),
+        *names,
+    ]
+    return EngineCommand(tuple(argv), {})
+
+
+def kv_transfer_config(deployment: Deployment, instance: Instance) -> dict[str, object]:
+    """The value of vLLM's `--kv-transfer-config`: our connector, and all it may know of the deployment."""
+    limits = deployment.transfer
+    return {
+        "kv_connector": "PrfaasConnector",
+        "kv_connector_module_path": "prfaas.serving.engines.vllm.connector",
+        "kv_role": "kv_both",
+        # The default fails the request; a transfer that goes wrong must only cost time.
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "name": instance.name,
+            "kv_host": instance.host,
+            "kv_port": instance.kv_port,
+            "key_file": str(deployment.security.key_file),
+            "peers": {
+                peer.instance.name: {
+                    "host": peer.instance.host,
+                    "kv_port": peer.instance.kv_port,
+                    "link": peer.link,
+                    "connections": peer.connections,
+                    "bandwidth_bits_per_s": _bandwidth_per_rank(peer, instance),
+                    "on_demand": peer.on_demand,
+                }
+                for peer in deployment.peers_of(instance)
+            },
+            "producers": [producer.name for producer in deployment.producers_for(instance)],
+            "staging_bytes": deployment.engine.staging_bytes,
+            "transfer_block_bytes": deployment.engine.transfer_block_bytes,
+            "lease_s": limits.lease_s,
+            "load_wait_s": limits.load_wait_s,
+            "staging_wait_s": limits.staging_wait_s,
+            "staging_ttl_s": limits.staging_ttl_s,
+            "progress_deadline_s": limits.progress_deadline_s,
+        },
+    }
+
+
+def _bandwidth_per_rank(peer: KvPeer, instance: Instance) -> float | None:
+    # Every rank paces its own share of a transfer, all at the same time.
+    if peer.bandwidth_bits_per_s is None:
+        return None
+    return peer.bandwidth_bits_per_s / instance.tensor_parallel
+
+
+def _retention(deployment: Deployment, kv_model: KvModel, on_cpu: bool) -> tuple[str, ...]:
+    # vLLM refuses the option on models without windows or states, and a value that is no multiple of its
+    # block size; on CPUs blocks are 128 or 256 tokens, elsewhere they are not known before the start.
+    tokens = deployment.engine.prefix_cache_retention_tokens
+    if tokens is None and on_cpu:
+        tokens = CPU_RETENTION_TOKENS
+    if tokens is None or not kv_model.is_hybrid:
+        return ()
+    return ("--prefix-cache-retention-interval", str(tokens))
+
+
+def _kv_memory(deployment: Deployment, on_cpu: bool) -> tuple[str, ...]:
+    gib = deployment.engine.kv_cache_gib
+    if on_cpu or gib is None:
+        return ()
+    return ("--kv-cache-memory-bytes", str(gib * GIB))
+
+
+def _tensor_parallel(instance: Instance) -> tuple[str, ...]:
+    if instance.tensor_parallel == 1:
+        return ()
+    return ("--tensor-parallel-size", str(instance.tensor_parallel))
+
+
+def _events(deployment: Deployment, instance: Instance) -> tuple[str, ...]:
+    endpoint = deployment.events_endpoint(instance)
+    if endpoint is None:
+        return ()
+    config = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": endpoint.bind_publish,
+        "replay_endpoint": endpoint.bind_replay,
+    }
+    return ("--kv-events-config", json.dumps(config))
+
+
+def _adapters(deployment: Deployment) -> tuple[str, ...]:
+    adapters = deployment.model.adapters
+    if not adapters:
+        return ()
+    return ("--enable-lora", "--lora-modules", *(f"{name}={path}" for name, path in adapters.items()))

@@ -1,0 +1,86 @@
+"""Groups of KV layers that share a block table, and the regions of a transfer that follow from them.
+
+Every engine cuts a transfer alike, so both of its ends compute the same regions. Needs neither torch nor vLLM.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeVar
+
+
+class GroupKind(Enum):
+    """What a request needs of a layer to go on after n tokens."""
+
+    FULL = "full_attention"
+    """The KV of all n tokens."""
+    WINDOW = "sliding_window"
+    """The KV of the tokens that the window still reaches."""
+    STATE = "linear_state"
+    """The state after exactly n tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers of one kind that share a block table."""
+
+    index: int
+    """Number of the group in the engine, which its block tables and KV events use."""
+    kind: GroupKind
+    block_tokens: int
+    """Tokens of one block."""
+    window_tokens: int
+    """Tokens that a layer sees, 0 for other kinds."""
+
+    def first_block(self, num_tokens: int, skip_tokens: int) -> int:
+        """Index of the first block that must move so that token `num_tokens` can be computed elsewhere.
+
+        Full attention: the first block that is not wholly held already. Sliding window: the block of the oldest
+        token that token `num_tokens` sees (vLLM frees what lies before it). Linear state: the block in which
+        vLLM leaves the state after `num_tokens` tokens.
+        """
+        match self.kind:
+            case GroupKind.FULL:
+                return skip_tokens // self.block_tokens
+            case GroupKind.WINDOW:
+                return max(0, num_tokens - self.window_tokens + 1) // self.block_tokens
+            case GroupKind.STATE:
+                return (num_tokens - 1) // self.block_tokens
+
+    def end_block(self, num_tokens: int) -> int:
+        """One past the index of the last block that must move (a partial last block is one of them)."""
+        return -(-num_tokens // self.block_tokens)
+
+    def moving_blocks(self, num_tokens: int, skip_tokens: int) -> range:
+        """Indices of the blocks that a transfer of tokens [skip_tokens, num_tokens) moves."""
+        return range(self.first_block(num_tokens, skip_tokens), self.end_block(num_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One layer's share of a transfer: the pages of its moving blocks, one after the other."""
+
+    group: KvGroup
+    page_bytes: int
+    """Bytes of one block of this layer."""
+
+
+G = TypeVar("G", bound=KvGroup)
+
+
+def full_attention_first(groups: Sequence[G]) -> list[G]:
+    """The order of groups in a transfer: full attention first, since it streams while the prefill runs."""
+    return sorted(groups, key=lambda group: group.kind is not GroupKind.FULL)
+
+
+def region_bytes(regions: Sequence[Region], num_tokens: int, skip_tokens: int) -> list[int]:
+    """Bytes of every region in a transfer of the KV of tokens [skip_tokens, num_tokens).
+
+    Raises:
+        ValueError: not 0 <= skip_tokens <= num_tokens, or no token.
+    """
+    if not 0 <= skip_tokens <= num_tokens or num_tokens < 1:
+        raise ValueError(f"a transfer of tokens [{skip_tokens}, {num_tokens}) is not possible")
+    return [
+        len(region.group.moving_blocks(num_tokens, skip_tokens)) * region.page_bytes for region in regions
+    ]

@@ -1,0 +1,238 @@
+"""The connector inside vLLM's scheduler: which blocks leave with each prefill chunk, which are to be loaded."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prfaas.serving.engines.kv_groups import GroupKind, KvGroup
+from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder, TransferMetadata
+from prfaas.serving.transport.ticket import (
+    PREFIX_TICKET_PARAMETER,
+    TICKET_PARAMETER,
+    Ticket,
+    TicketError,
+    prompt_digest,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+BlockIds = Sequence[Sequence[int]]
+
+
+@dataclass(slots=True)
+class ProducingRequest:
+    """A request that this engine prefills for another one."""
+
+    request: "Request"
+    ticket: Ticket
+    sealed: str
+    """The same ticket as the other engine checks it."""
+    sent_blocks: dict[int, int]
+    """Index of the first unsent block of each full-attention group, by the group's index.
+
+    It only grows: after a preemption the chunks come again from token 0 with other blocks, and what was sent
+    stays sent.
+    """
+    started: bool = False
+    """Some chunk was ordered to be sent."""
+    ended: bool = False
+    """The last chunk was."""
+
+
+@dataclass(slots=True)
+class ConsumingRequest:
+    """A request whose KV comes by a transfer."""
+
+    ticket: Ticket
+    settled: bool = False
+    """The load was ordered, or turned out to be impossible."""
+
+
+class ConnectorScheduler:
+    """Callbacks of `KVConnectorBase_V1` that run in the scheduler process.
+
+    A request carries nothing but sealed tickets. Whatever is wrong with one (another engine's, expired,
+    another prompt's, forged) makes the request an ordinary local one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        key: bytes,
+        groups: Sequence[KvGroup],
+        now_s: Callable[[], float] = time.time,
+    ) -> None:
+        self._name = name
+        self._key = key
+        self._groups = groups
+        self._now_s = now_s
+        self._producing: dict[str, ProducingRequest] = {}
+        self._consuming: dict[str, ConsumingRequest] = {}
+        self._orders = TransferMetadata()
+
+    def on_new_request(self, request: "Request") -> None:
+        """Read the request's tickets and take the roles that they give this engine: one sends, one loads."""
+        params = request.kv_transfer_params
+        for parameter in (TICKET_PARAMETER, PREFIX_TICKET_PARAMETER) if isinstance(params, dict) else ():
+            sealed = params.get(parameter)
+            if isinstance(sealed, str):
+                self._take_role(request, sealed)
+
+    def _take_role(self, request: "Request", sealed: str) -> None:
+        try:
+            ticket = Ticket.unseal(sealed, self._key, self._now_s())
+        except TicketError as error:
+            logger.warning("request %s prefills locally: %s", request.request_id, error)
+            return
+        if ticket.producer == self._name:
+            self._start_producing(request, ticket, sealed)
+        elif ticket.consumer == self._name:
+            self._start_consuming(request, ticket)
+        else:
+            logger.warning(
+                "request %s prefills locally: its ticket is for %s and %s, this engine is %s",
+                request.request_id,
+                ticket.producer,
+                ticket.consumer,
+                self._name,
+            )
+
+    def _start_producing(self, request: "Request", ticket: Ticket, sealed: str) -> None:
+        prompt = request.prompt_token_ids
+        if (
+            prompt is None
+            or len(prompt) != ticket.num_tokens
+            or _digest(request, prompt) != ticket.prompt_digest
+        ):
+            logger.warning("request %s: its prompt is not the one of its ticket", request.request_id)
+            return
+        sent = {g.index: g.first_block(ticket.num_tokens, ticket.skip_tokens) for g in self._full_groups()}
+        self._producing[request.request_id] = ProducingRequest(request, ticket, sealed, sent)
+
+    def _start_consuming(self, request: "Request", ticket: Ticket) -> None:
+        prompt = request.prompt_token_ids
+        if (
+            prompt is None
+            or len(prompt) <= ticket.num_tokens
+            or _digest(request, prompt[: ticket.num_tokens]) != ticket.prompt_digest
+        ):
+            # vLLM announces a request that it rejected, or that its client left early, once more with the same
+            # parameters and another prompt: the staging must not wait for its time to live.
+            self._orders.drops.append((ticket.transfer_id, "the decode request has another prompt"))
+            return
+        self._consuming[request.request_id] = ConsumingRequest(ticket)
+
+    def num_external_tokens(self, request: "Request", local_tokens: int) -> int:
+        """Tokens that staging adds to the local prefix hit; 0 means a local prefill.
+
+        Called at every step while the request waits for blocks: no side effects. Linear state can only be
+        continued at the exact length, so a hit that already covers all the ticket's tokens adds nothing.
+        """
+        consuming = self._consuming.get(request.request_id)
+        if consuming is None or consuming.settled:
+            return 0
+        ticket = consuming.ticket
+        if local_tokens < ticket.skip_tokens:
+            return 0
+        return max(0, ticket.num_tokens - local_tokens)
+
+    def update_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
+        """Order the load into the blocks that vLLM has just given the request, or give the staging up."""
+        consuming = self._consuming.get(request.request_id)
+        if consuming is None or consuming.settled:
+            return
+        consuming.settled = True
+        ticket = consuming.ticket
+        if external_tokens == 0:
+            self._orders.drops.append(
+                (
+                    ticket.transfer_id,
+                    f"the decode engine no longer holds the first {ticket.skip_tokens} tokens, "
+                    "or holds the whole prompt by itself",
+                )
+            )
+            return
+        local_tokens = ticket.num_tokens - external_tokens
+        runs = self._runs(self._groups, blocks.get_block_ids(), ticket.num_tokens, local_tokens)
+        self._orders.loads.append(LoadOrder(request.request_id, ticket, local_tokens, runs))
+
+    def build_metadata(self, output: "SchedulerOutput") -> TransferMetadata:
+        """This step's orders; runs before vLLM advances `num_computed_tokens`."""
+        orders, self._orders = self._orders, TransferMetadata()
+        orders.preempted = [
+            request_id for request_id in output.preempted_req_ids or () if request_id in self._producing
+        ]
+        for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
+            producing = self._producing.get(request_id)
+            if producing is None:
+                continue
+            block_state = output.kv_connector_block_state
+            block_ids = block_state.get_block_ids(request_id) if block_state is not None else None
+            if block_ids is not None:
+                send = self._next_send(producing, scheduled_tokens, block_ids)
+                if send is not None:
+                    orders.sends.append(send)
+        return orders
+
+    def _next_send(
+        self, producing: ProducingRequest, scheduled_tokens: int, block_ids: BlockIds
+    ) -> SendOrder | None:
+        ticket, request = producing.ticket, producing.request
+        start_tokens = request.num_computed_tokens
+        if producing.ended or start_tokens >= ticket.num_tokens:
+            return None
+        end_tokens = start_tokens + scheduled_tokens
+        final = end_tokens >= ticket.num_tokens
+        producing.started, producing.ended = True, final
+        streamed = []
+        for group in self._full_groups():
+            end = group.end_block(ticket.num_tokens) if final else end_tokens // group.block_tokens
+            first = producing.sent_blocks[group.index]
+            if end > first:
+                streamed.append(BlockRun(group.index, first, tuple(block_ids[group.index][first:end])))
+                producing.sent_blocks[group.index] = end
+        others = [group for group in self._groups if group.kind is not GroupKind.FULL]
+        closing = self._runs(others, block_ids, ticket.num_tokens, 0) if final else ()
+        return SendOrder(request.request_id, ticket, producing.sealed, tuple(streamed), closing, final)
+
+    def request_finished(self, request: "Request", *, aborted: bool) -> bool:
+        """True where the engine must keep the blocks until the worker side reports the send as finished.
+
+        An aborted prefill's blocks are kept too, until no writer thread reads them any more.
+        """
+        consuming = self._consuming.pop(request.request_id, None)
+        if consuming is not None and not consuming.settled:
+            self._orders.drops.append(
+                (consuming.ticket.transfer_id, "the decode request ended before its load")
+            )
+        producing = self._producing.pop(request.request_id, None)
+        if producing is None or not producing.started:
+            return False
+        self._orders.held[request.request_id] = aborted
+        return True
+
+    def _full_groups(self) -> list[KvGroup]:
+        return [group for group in self._groups if group.kind is GroupKind.FULL]
+
+    @staticmethod
+    def _runs(
+        groups: Sequence[KvGroup], block_ids: BlockIds, num_tokens: int, skip_tokens: int
+    ) -> tuple[BlockRun, ...]:
+        runs = []
+        for group in groups:
+            moving = group.moving_blocks(num_tokens, skip_tokens)
+            ids = block_ids[group.index][moving.start : moving.stop]
+            runs.append(BlockRun(group.index, moving.start, tuple(ids)))
+        return tuple(runs)
+
+
+def _digest(request: "Request", prompt: Sequence[int]) -> bytes:
+    adapter = request.lora_request.lora_name if request.lora_request is not None else ""
+    return prompt_digest(prompt, request.cache_salt or "", adapter)

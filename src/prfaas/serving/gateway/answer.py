@@ -1,0 +1,265 @@
+"""An answer on its way from its decode engine to the client: read, kept, written.
+
+A stream passes as the bytes it came in, whole event by whole event. Nothing of it is parsed.
+"""
+
+import contextlib
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import orjson
+from aiohttp import web
+
+from prfaas.serving.gateway.bodies import without_transfer_params
+from prfaas.serving.gateway.http_pool import EngineResponse
+from prfaas.serving.gateway.metrics import Metrics
+from prfaas.serving.gateway.request_log import RequestRecord
+
+EVENT_STREAM = "text/event-stream"
+END_OF_EVENT = b"\n\n"
+LAST_EVENT = b"data: [DONE]\n\n"
+DATA = b"data: "
+# vLLM ends a stream like this when its engine has died and its HTTP server lives. Quotes inside of generated text
+# are escaped, so these bytes can only begin such an event.
+_ERROR = b'data: {"error":'
+# Events that are longer are passed on in pieces.
+_LONGEST_EVENT_BYTES = 1 << 20
+
+# In generated text the quotes would be escaped. The usage stands at the end.
+_ANSWER_TOKENS = re.compile(rb'"completion_tokens":\s?(\d+)')
+_USAGE_BYTES = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class WholeAnswer:
+    """An engine's answer in one piece, less what is not the client's."""
+
+    status: int
+    body: bytes
+    content_type: str
+
+
+class DecodeFailedError(Exception):
+    """A decode engine did not answer to the end."""
+
+    def __init__(
+        self,
+        reason: str,
+        detail: str,
+        *,
+        lost: bool,
+        answer: WholeAnswer | None = None,
+        event: bytes | None = None,
+    ) -> None:
+        """`reason`: one word. `lost`: the engine is gone, not only this answer.
+
+        `answer`: the engine's error answer, for the client when no other engine can answer. `event`: the same in a
+        stream.
+        """
+        super().__init__(detail)
+        self.reason = reason
+        self.lost = lost
+        self.answer = answer
+        self.event = event
+
+
+class EventStream:
+    """Server-sent events of one engine's answer, passed on as the bytes they came in, whole event by whole event.
+
+    Nothing is parsed: a relayed piece costs microseconds. Only an engine's own failure is held back.
+    """
+
+    __slots__ = ("_instance", "_partial", "_passes_parts", "_response", "ended", "failure")
+
+    def __init__(self, response: EngineResponse, instance: str) -> None:
+        """`instance`: the engine's name, for messages."""
+        self._response = response
+        self._instance = instance
+        self._partial = b""
+        self._passes_parts = False
+        self.ended = False
+        """Whether the mark at the stream's end has come."""
+        self.failure: bytes | None = None
+        """The event, not passed on, in which the engine says that it failed (a code of 500 or more)."""
+
+    async def read(self) -> bytes:
+        """The next events; b"" at the stream's end.
+
+        Raises:
+            DecodeFailedError: the engine has failed, or its connection ended early.
+        """
+        while not self.ended:
+            if self.failure is not None:
+                detail = f"{self._instance} failed in the stream"
+                raise DecodeFailedError("http-500", detail, lost=False, event=self.failure)
+            try:
+                chunk = await self._response.readany()
+            except OSError as error:
+                raise _died(self._instance, error) from error
+            if not chunk:
+                raise DecodeFailedError("died", f"{self._instance} ended its stream early", lost=True)
+            events = self.take(chunk)
+            if events:
+                return events
+        # A connection can be used again only if it was read to its end. A failure after the last event is harmless.
+        with contextlib.suppress(OSError):
+            await self._response.readany()
+        return b""
+
+    def take(self, chunk: bytes) -> bytes:
+        """What may be passed on now that `chunk` has come: events as far as they are whole."""
+        if self._partial or self._passes_parts or not chunk.endswith(END_OF_EVENT):
+            chunk = self._whole_events(chunk)
+        if _ERROR in chunk:
+            chunk = self._before_failure(chunk)
+        if chunk:
+            self.ended = chunk.endswith(LAST_EVENT)
+        return chunk
+
+    def _whole_events(self, chunk: bytes) -> bytes:
+        chunk = self._partial + chunk
+        found = chunk.rfind(END_OF_EVENT)
+        end = 0 if found < 0 else found + len(END_OF_EVENT)
+        if len(chunk) - end > _LONGEST_EVENT_BYTES:
+            end = len(chunk)
+        self._partial = chunk[end:]
+        if end:
+            self._passes_parts = not chunk.endswith(END_OF_EVENT, 0, end)
+        return chunk[:end]
+
+    def _before_failure(self, chunk: bytes) -> bytes:
+        begin = chunk.find(_ERROR)
+        event = chunk[begin : chunk.find(END_OF_EVENT, begin) + len(END_OF_EVENT)]
+        try:
+            code = orjson.loads(event[len(DATA) :])["error"]["code"]
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            return chunk
+        if not isinstance(code, int) or code < 500:
+            return chunk
+        self.failure = event
+        return chunk[:begin]
+
+
+async def read_whole(response: EngineResponse, instance: str, record: RequestRecord) -> WholeAnswer:
+    """All of `response`. Raises DecodeFailedError."""
+    try:
+        body = await response.read()
+    except OSError as error:
+        raise _died(instance, error) from error
+    note_answer_tokens(record, body)
+    return WholeAnswer(response.status, without_transfer_params(body), response.content_type)
+
+
+def note_answer_tokens(record: RequestRecord, piece: bytes) -> None:
+    """Record how many tokens were generated, if the last piece of an answer says so."""
+    found = _ANSWER_TOKENS.search(piece, max(len(piece) - _USAGE_BYTES, 0))
+    if found is not None:
+        record.answer_tokens = int(found.group(1))
+
+
+def _died(instance: str, error: BaseException) -> DecodeFailedError:
+    return DecodeFailedError("died", f"{instance}: {type(error).__name__}: {error}", lost=True)
+
+
+@dataclass(slots=True)
+class KeepBudget:
+    """Bytes that all streams of one gateway together may still keep."""
+
+    left_bytes: int
+
+
+class KeptStream:
+    """What was written of one stream, so that another engine can continue it. It is dropped when it grows too long."""
+
+    def __init__(self, budget: KeepBudget, limit_bytes: int) -> None:
+        """`limit_bytes`: what this stream may keep of `budget`. 0: nothing."""
+        self._budget = budget
+        self._limit_bytes = limit_bytes
+        self._chunks: list[bytes] | None = [] if limit_bytes else None
+        self._kept_bytes = 0
+        self.torn = False
+        """Whether what was written ends within an event."""
+
+    def add(self, chunk: bytes) -> None:
+        """`chunk` is written next: whole events, or a piece of one that is too long to be kept."""
+        self.torn = not chunk.endswith(END_OF_EVENT)
+        if self._chunks is None:
+            return
+        beyond = self._kept_bytes + len(chunk) > self._limit_bytes or len(chunk) > self._budget.left_bytes
+        if beyond or self.torn:
+            self.drop()
+            return
+        self._chunks.append(chunk)
+        self._kept_bytes += len(chunk)
+        self._budget.left_bytes -= len(chunk)
+
+    def written(self) -> bytes | None:
+        """All that was written; None if it was not kept."""
+        return b"".join(self._chunks) if self._chunks is not None else None
+
+    def drop(self) -> None:
+        """Give the bytes back to the budget and keep nothing more."""
+        self._budget.left_bytes += self._kept_bytes
+        self._kept_bytes = 0
+        self._chunks = None
+
+
+class ResponseWriter:
+    """Writes an answer to the client. The headers leave with the first byte: until then another engine may answer."""
+
+    def __init__(self, http: web.Request, record: RequestRecord, metrics: Metrics, kept: KeptStream) -> None:
+        self._http = http
+        self._record = record
+        self._metrics = metrics
+        self._response: web.StreamResponse | None = None
+        self.kept = kept
+
+    @property
+    def begun(self) -> bool:
+        """Whether the client has seen anything."""
+        return self._response is not None
+
+    async def write(self, chunk: bytes, content_type: str = EVENT_STREAM) -> None:
+        """Pass on a piece of a stream.
+
+        Raises:
+            ConnectionResetError: the client has left.
+        """
+        if self._response is None:
+            self._note_first_byte()
+            headers = self._record.headers() | {"Content-Type": content_type, "Cache-Control": "no-cache"}
+            self._response = web.StreamResponse(headers=headers)
+            await self._response.prepare(self._http)
+        self.kept.add(chunk)
+        await self._response.write(chunk)
+
+    async def end(self) -> web.StreamResponse:
+        """End the stream."""
+        assert self._response is not None
+        await self._response.write_eof()
+        return self._response
+
+    def send(self, answer: WholeAnswer) -> web.Response:
+        """The answer in one piece."""
+        self._note_first_byte()
+        headers = self._record.headers() | {"Content-Type": answer.content_type}
+        return web.Response(status=answer.status, body=answer.body, headers=headers)
+
+    def _note_first_byte(self) -> None:
+        ttft_s = time.perf_counter() - self._record.began_s
+        self._record.steps_s["first_byte"] = ttft_s
+        self._metrics.ttft_seconds.labels(self._record.route).observe(ttft_s)
+
+
+@contextlib.contextmanager
+def writing(
+    http: web.Request, record: RequestRecord, metrics: Metrics, budget: KeepBudget, keep_bytes: int
+) -> Iterator[ResponseWriter]:
+    """A writer for one answer, of whose stream at most `keep_bytes` are kept until the end."""
+    kept = KeptStream(budget, keep_bytes)
+    try:
+        yield ResponseWriter(http, record, metrics, kept)
+    finally:
+        kept.drop()

@@ -1,0 +1,76 @@
+"""What the parts of one gateway share: whom they ask, what they count, their limits, and threads for large work."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+from prfaas.serving.gateway.control_plane import ControlPlane
+from prfaas.serving.gateway.engine_client import EngineClient
+from prfaas.serving.gateway.metrics import Metrics
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class ThreadOffload:
+    """Runs small work in place, and work that would block the event loop in a bounded pool of threads."""
+
+    def __init__(self, threads: int, inline_size: int) -> None:
+        """`inline_size`: up to this size (bytes or characters) a hop to a thread costs more than the work."""
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="prfaas-gateway")
+        self._inline_size = inline_size
+
+    async def run(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """`work(*args)`, in a thread when `size` is above the inline size."""
+        if size <= self._inline_size:
+            return work(*args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, lambda: work(*args, **kwargs))
+
+    def close(self) -> None:
+        """End the threads when their current work is done."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayOptions:
+    """The defaults are generous: they are meant to end what is stuck, not what is slow."""
+
+    connect_timeout_s: float = 3.0
+    prefill_timeout_s: float = 600.0
+    # After the prefill has answered: the queue of bytes still on the link, besides what bandwidth explains.
+    transfer_grace_s: float = 30.0
+    announce_grace_s: float = 3.0
+    # A ticket outlives the prefill, the transfer and the decode engine's queue.
+    ticket_lifetime_s: float = 1800.0
+    tokenize_timeout_s: float = 60.0
+    abandon_timeout_s: float = 5.0
+    # A request that kills engines must not kill them all.
+    decode_attempts: int = 3
+    # What is kept of streamed answers so that another engine can go on with them: per stream and in all.
+    kept_answer_bytes: int = 4 << 20
+    kept_answers_bytes: int = 256 << 20
+    kept_records: int = 10_000
+    max_body_bytes: int = 128 << 20
+    # JSON below this size costs less than the hop to a thread and back.
+    inline_json_bytes: int = 256 << 10
+    inline_text_chars: int = 4096
+    tokenizer_threads: int = 2
+    # vLLM's server closes idle connections after 5 s: ours must be gone before, or a request meets a closing
+    # one.
+    engine_keepalive_s: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayContext:
+    """Handed to every part that talks to engines or decides."""
+
+    plane: ControlPlane
+    client: EngineClient
+    metrics: Metrics
+    options: GatewayOptions
+    json_threads: ThreadOffload
+    """For JSON bodies and hashes of long prompts."""
+    max_model_len: int
+    """Tokens of a prompt and its answer together, at most."""

@@ -1,0 +1,143 @@
+"""The way of one generating request through the gateway, from its body to its record."""
+
+import time
+from collections.abc import Collection
+
+from aiohttp import web
+
+from prfaas.core.scheduling import Decision, NoDecodeInstanceError
+from prfaas.serving.gateway.answer import DecodeFailedError, KeepBudget, ResponseWriter, writing
+from prfaas.serving.gateway.bodies import ApiError
+from prfaas.serving.gateway.context import GatewayContext
+from prfaas.serving.gateway.decode import MAX_ANSWERING_ATTEMPTS, Decoder
+from prfaas.serving.gateway.prefill import PrefillOrchestrator
+from prfaas.serving.gateway.prompts import DirectPrompt, Endpoint
+from prfaas.serving.gateway.request import PreparedRequest, RequestParser, ServingRequest, TokenizedPrompt
+from prfaas.serving.gateway.request_log import RequestLog, RequestRecord
+from prfaas.serving.gateway.stream_resume import StreamResume, can_resume
+from prfaas.serving.gateway.tokenization import Tokenization
+
+RECORD = web.RequestKey("prfaas_record", RequestRecord)
+
+
+class Generation:
+    """Serves `/v1/completions` and `/v1/chat/completions`. `handle` is the whole way of a request."""
+
+    def __init__(
+        self,
+        context: GatewayContext,
+        *,
+        parser: RequestParser,
+        tokenization: Tokenization,
+        prefill: PrefillOrchestrator,
+        decoder: Decoder,
+        resume: StreamResume,
+        log: RequestLog,
+    ) -> None:
+        self._context = context
+        self._parser = parser
+        self._tokenization = tokenization
+        self._prefill = prefill
+        self._decoder = decoder
+        self._resume = resume
+        self._log = log
+        self._budget = KeepBudget(context.options.kept_answers_bytes)
+
+    async def handle(self, http: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+        """Serve one request.
+
+        Returns:
+            The response, sent to its end if it is a stream.
+
+        Raises:
+            ApiError: what the client is to read in place of an answer.
+        """
+        with self._log.recording(str(endpoint)) as record:
+            http[RECORD] = record
+            # 1. Parse and check: what the client wants, less what could steer an engine.
+            request = await self._parser.parse(http, endpoint, record)
+            # 2. The prompt's token ids, as the engine makes them, and the hashes of its blocks.
+            prompt = await self._tokenization.tokenize(request)
+            # 3. Decide who prefills and who decodes.
+            decision = self._decide(record, prompt)
+            # 4. Prefill there and move the KV. If that fails, the decode engine prefills.
+            prepared = await self._prefill.prepare(request, prompt, decision)
+            self._count_uncached(prepared)
+            # 5. Decode and relay. If an engine fails, another one decodes.
+            keep_bytes = self._keep_bytes(request, prepared)
+            with writing(http, record, self._context.metrics, self._budget, keep_bytes) as writer:
+                response = await self._decode(request, prompt, prepared, writer)
+            # 6. Record. `recording` adds the times, and the outcome where an exception ended the request.
+            record.answered(response.status)
+            return response
+
+    def _decide(self, record: RequestRecord, prompt: TokenizedPrompt | DirectPrompt) -> Decision:
+        """Where the request goes. Raises NoDecodeInstanceError.
+
+        The prompt's length enters the statistics from which thresholds and roles are worked out.
+        """
+        plane = self._context.plane
+        if isinstance(prompt, DirectPrompt):
+            return plane.route(0, None)
+        begun_s = time.perf_counter()
+        num_tokens = len(prompt.token_ids)
+        record.prompt_tokens = num_tokens
+        decision = plane.route(num_tokens, prompt.chains)
+        plane.observe(num_tokens, decision.uncached_tokens)
+        record.since("decide", begun_s)
+        return decision
+
+    def _count_uncached(self, prepared: PreparedRequest) -> None:
+        if prepared.decision is not None:
+            uncached = self._context.metrics.uncached_tokens.labels(str(prepared.route))
+            uncached.inc(prepared.decision.uncached_tokens)
+
+    def _keep_bytes(self, request: ServingRequest, prepared: PreparedRequest) -> int:
+        """What to keep of the answer's stream, in case another engine must continue it."""
+        is_exact = prepared.prompt is not None and prepared.prompt.exact
+        return self._context.options.kept_answer_bytes if is_exact and can_resume(request.body) else 0
+
+    async def _decode(
+        self,
+        request: ServingRequest,
+        prompt: TokenizedPrompt | DirectPrompt,
+        prepared: PreparedRequest,
+        writer: ResponseWriter,
+    ) -> web.StreamResponse:
+        """Relay what the decode engine says.
+
+        While the client has seen nothing, another engine may answer in place of one that failed. After the first
+        byte, another engine continues the text if the request allows it. Raises ApiError.
+        """
+        failed: list[str] = []
+        while True:
+            request.record.route, request.record.route_header = str(prepared.route), prepared.header()
+            try:
+                return await self._decoder.relay(request, prepared, writer)
+            except DecodeFailedError as failure:
+                self._decoder.report(request, prepared, failure)
+                failed.append(prepared.decode)
+                if writer.begun:
+                    return await self._resume.finish(request, prepared, writer, failure, failed)
+                another = await self._reroute(request, prompt, failure, failed)
+                if another is None and failure.answer is not None:
+                    return writer.send(failure.answer)
+                if another is None:
+                    raise ApiError(503, f"The decode instance {failed[-1]} does not answer.") from None
+                prepared = another
+
+    async def _reroute(
+        self,
+        request: ServingRequest,
+        prompt: TokenizedPrompt | DirectPrompt,
+        failure: DecodeFailedError,
+        failed: Collection[str],
+    ) -> PreparedRequest | None:
+        """The same request made ready for another decode engine; None when there is none or enough have failed."""
+        attempts = self._context.options.decode_attempts if failure.lost else MAX_ANSWERING_ATTEMPTS
+        if len(failed) >= attempts:
+            return None
+        try:
+            return await self._prefill.prepare_again(request, prompt, avoid=failed)
+        except NoDecodeInstanceError:
+            return None

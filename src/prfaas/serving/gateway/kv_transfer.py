@@ -1,0 +1,148 @@
+"""KV transfers as the gateway sees them: what is to move, what has moved, and how to wait for it."""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.wire import TransferPhase, TransferStatus
+
+logger = logging.getLogger(__name__)
+
+
+class TransferFailedError(Exception):
+    """A transfer will not complete. `reason`: one word for metrics; the text says more."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class TransferredBytes:
+    """What a completed transfer moved, summed over ranks."""
+
+    total_bytes: int
+    overlapped_bytes: int
+    """Bytes that had arrived when the prefill ended."""
+
+    @property
+    def overlapped_fraction(self) -> float:
+        """Share of the bytes that cost no time of their own; 1 when there was nothing to move."""
+        return self.overlapped_bytes / self.total_bytes if self.total_bytes else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSpec:
+    """`producer` sends the KV of a prompt to `consumer`."""
+
+    producer: str
+    consumer: str
+    token_ids: Sequence[int]
+    """The tokens whose KV is wanted at the consumer."""
+    skip_tokens: int
+    """Leading tokens whose attention blocks the consumer holds."""
+    kv_bytes: int
+    """What is expected to move: `Decision.kv_bytes`."""
+    uses: int = 1
+    """How many requests load it at the consumer."""
+    sealed_from: str | None = None
+    """The sealed ticket of a prefix that the producer loads first."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferDone:
+    """A transfer that is complete: its KV waits in the consumer's staging."""
+
+    ticket: Ticket
+    sealed: str
+    """The ticket as engines take it."""
+    moved: TransferredBytes
+    prefill_s: float
+    """From the transfer's start to the producer's answer."""
+    transfer_s: float
+    """From the transfer's start to its last byte."""
+
+
+class Watcher(Protocol):
+    """What the gateway needs of `transport.observer.Observer`."""
+
+    async def wait(self, transfer_id: bytes, timeout_s: float) -> TransferStatus: ...
+
+    def announced(self, transfer_id: bytes) -> bool: ...
+
+    async def abandon(self, transfer_id: bytes, reason: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class KvTransfers:
+    """Waits for and abandons transfers at any decode engine of the deployment."""
+
+    def __init__(self, watchers: Mapping[str, tuple[Watcher, ...]]) -> None:
+        """`watchers`: decode instance name → one watcher per tensor-parallel rank."""
+        self._watchers = watchers
+
+    async def wait(self, consumer: str, transfer_id: bytes, timeout_s: float) -> TransferredBytes:
+        """Wait until every rank of `consumer` has all bytes.
+
+        Raises:
+            TransferFailedError: as soon as one rank will not get them.
+        """
+        watchers = self._watchers[consumer]
+        if len(watchers) == 1:
+            status = await self._wait(watchers[0], transfer_id, timeout_s)
+            return TransferredBytes(status.total_bytes, status.overlapped_bytes)
+        try:
+            async with asyncio.TaskGroup() as group:
+                waits = [
+                    group.create_task(self._wait(watcher, transfer_id, timeout_s)) for watcher in watchers
+                ]
+        except* TransferFailedError as failures:
+            raise _first(failures) from None
+        statuses = [wait.result() for wait in waits]
+        return TransferredBytes(
+            total_bytes=sum(status.total_bytes for status in statuses),
+            overlapped_bytes=sum(status.overlapped_bytes for status in statuses),
+        )
+
+    def announced(self, consumer: str, transfer_id: bytes) -> bool:
+        """Whether a producer has opened the transfer at every rank of `consumer`."""
+        return all(watcher.announced(transfer_id) for watcher in self._watchers[consumer])
+
+    async def abandon(self, consumer: str, transfer_id: bytes, reason: str, timeout_s: float) -> None:
+        """Free the staging of a transfer that no request will load. Never raises.
+
+        It does nothing when the engine has already taken the transfer.
+        """
+        for watcher in self._watchers[consumer]:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await watcher.abandon(transfer_id, reason)
+            except (OSError, TimeoutError) as error:
+                # The consumer's own time to live frees the staging then.
+                logger.info("could not abandon a transfer at %s: %s", consumer, error)
+
+    async def close(self) -> None:
+        for ranks in self._watchers.values():
+            for watcher in ranks:
+                await watcher.close()
+
+    @staticmethod
+    async def _wait(watcher: Watcher, transfer_id: bytes, timeout_s: float) -> TransferStatus:
+        try:
+            status = await watcher.wait(transfer_id, timeout_s)
+        except TimeoutError:
+            raise TransferFailedError("transfer-deadline", f"not complete within {timeout_s:g} s") from None
+        except OSError as error:
+            raise TransferFailedError("consumer-unreachable", str(error)) from error
+        if status.phase is not TransferPhase.COMPLETE:
+            raise TransferFailedError("transfer-failed", status.reason)
+        return status
+
+
+def _first(failures: BaseExceptionGroup[TransferFailedError]) -> TransferFailedError:
+    first = failures.exceptions[0]
+    return first if isinstance(first, TransferFailedError) else _first(first)

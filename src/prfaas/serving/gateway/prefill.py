@@ -1,0 +1,249 @@
+"""Carries a routing decision out: prefill where it says, move the KV, and fall back to a local prefill."""
+
+import time
+from collections.abc import Collection
+from dataclasses import replace
+
+from prfaas.core.deployment import Deployment
+from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
+from prfaas.serving.gateway.context import GatewayContext
+from prfaas.serving.gateway.kv_transfer import TransferDone, TransferSpec
+from prfaas.serving.gateway.prefill_hop import HopFailedError, PrefillHop
+from prfaas.serving.gateway.prompts import DirectPrompt
+from prfaas.serving.gateway.request import PreparedRequest, ServingRequest, TokenizedPrompt
+from prfaas.serving.gateway.request_log import Attempt
+
+# Prefills elsewhere that one request may try before its decode engine prefills.
+_PREFILL_ATTEMPTS = 2
+
+
+class PrefillOrchestrator:
+    """Makes requests ready for their decode engines."""
+
+    def __init__(self, deployment: Deployment, hop: PrefillHop, context: GatewayContext) -> None:
+        self._hop = hop
+        self._plane = context.plane
+        self._metrics = context.metrics
+        self._staging_bytes = {
+            instance.name: deployment.engine.staging_bytes * instance.tensor_parallel
+            for instance in deployment.instances
+        }
+
+    async def prepare(
+        self,
+        request: ServingRequest,
+        prompt: TokenizedPrompt | DirectPrompt,
+        decision: Decision,
+        avoid: Collection[str] = (),
+    ) -> PreparedRequest:
+        """Prefill the prompt where `decision` says, and have its KV at the decode engine.
+
+        A prefill that fails is tried once more inside the PD cluster. After that the decode engine prefills: this
+        never raises for a failed prefill.
+
+        Args:
+            avoid: instances that have failed this request.
+        """
+        if isinstance(prompt, DirectPrompt):
+            return self._direct(request, decision, prompt.reason)
+        num_tokens = len(prompt.token_ids)
+        failed = set(avoid)
+        fallback: str | None = None
+        for _ in range(_PREFILL_ATTEMPTS):
+            if not decision.transfers:
+                return self._at_decode(request, prompt, decision, decision.reason, fallback)
+            if decision.kv_bytes > self._staging_bytes[decision.decode]:
+                return self._at_decode(request, prompt, decision, "staging", fallback)
+            attempt = request.record.start(decision, num_tokens)
+            try:
+                prepared = await self._prefill_remote(request, prompt, attempt)
+            except HopFailedError as failure:
+                attempt.outcome = fallback = failure.reason
+                self._metrics.fallbacks.labels(fallback).inc()
+                if failure.hopeless:
+                    break
+                failed.add(attempt.decision.prefill)
+                try:
+                    # Never to another remote cluster: the client has waited enough.
+                    decision = self._plane.route(num_tokens, prompt.chains, avoid=failed, offload=False)
+                except NoDecodeInstanceError:
+                    break
+            else:
+                attempt.outcome = "done"
+                return replace(prepared, fallback=fallback)
+        reason = "fallback" if decision.transfers else decision.reason
+        return self._at_decode(request, prompt, decision, reason, fallback)
+
+    async def prepare_again(
+        self, request: ServingRequest, prompt: TokenizedPrompt | DirectPrompt, avoid: Collection[str]
+    ) -> PreparedRequest:
+        """The same for a request whose decode engines `avoid` have failed it, by a new decision.
+
+        Raises:
+            NoDecodeInstanceError: no other engine can decode.
+        """
+        if isinstance(prompt, DirectPrompt):
+            decision = self._plane.route(0, None, avoid=avoid)
+        else:
+            decision = self._plane.route(len(prompt.token_ids), prompt.chains, avoid=avoid)
+        return await self.prepare(request, prompt, decision, avoid)
+
+    def delivered(self, prepared: PreparedRequest) -> None:
+        """The decode engine answers, so it holds the prompt now."""
+        if prepared.prompt is not None:
+            self._plane.expect(prepared.decode, prepared.prompt.chains)
+
+    def abandon(self, prepared: PreparedRequest, reason: str) -> None:
+        """The decode engine may never take the transfer: have its staging freed."""
+        if prepared.transfer is not None:
+            self._hop.abandon(prepared.transfer.ticket, reason)
+
+    def _direct(self, request: ServingRequest, decision: Decision, reason: str) -> PreparedRequest:
+        """The decode engine gets the request as it is; the prompt was not looked at."""
+        request.record.direct_reason = reason
+        self._metrics.direct.labels(reason).inc()
+        return PreparedRequest(Route.LOCAL, decision.decode, decision.decode, reason)
+
+    def _at_decode(
+        self,
+        request: ServingRequest,
+        prompt: TokenizedPrompt,
+        decision: Decision,
+        reason: str,
+        fallback: str | None,
+    ) -> PreparedRequest:
+        """The decode instance of `decision` prefills itself."""
+        self._metrics.direct.labels(reason).inc()
+        if decision.transfers:
+            # The policy did not ask what the decode instance can reuse. Attention blocks that need not be sent
+            # are a bound.
+            decision = replace(
+                decision,
+                route=Route.LOCAL,
+                prefill=decision.decode,
+                prefill_tokens=len(prompt.token_ids) - decision.skip_tokens,
+                skip_tokens=0,
+                kv_bytes=0,
+                reason=reason,
+                cache_transfer=None,
+            )
+        request.record.start(decision, len(prompt.token_ids)).outcome = "done"
+        return PreparedRequest(
+            route=Route.LOCAL,
+            prefill=decision.decode,
+            decode=decision.decode,
+            reason=reason,
+            prompt=prompt,
+            decision=decision,
+            own_prefill_tokens=decision.prefill_tokens,
+            fallback=fallback,
+        )
+
+    async def _prefill_remote(
+        self, request: ServingRequest, prompt: TokenizedPrompt, attempt: Attempt
+    ) -> PreparedRequest:
+        """Prefill at another instance than the decode instance, and move the KV. Raises HopFailedError.
+
+        `attempt.decision` becomes the one that was carried out: another instance may be free first.
+        """
+        num_tokens, wanted = len(prompt.token_ids), attempt.decision
+        # 1. A cached prefix that is elsewhere goes to the prefill instance first.
+        prefix = await self._move_prefix(request, prompt, wanted)
+        decision = _without_prefix_move(wanted, num_tokens, arrived=prefix is not None)
+        done: TransferDone | None = None
+        begun_s = time.perf_counter()
+        try:
+            # 2. Wait until an instance of the cluster is free for the prefill.
+            async with self._plane.admit(decision, prompt.chains) as decision:
+                request.record.since("turn", begun_s)
+                attempt.decision = decision
+                has_prefix = prefix is not None and decision.prefill == wanted.prefill
+                self._plane.expect(decision.prefill, prompt.chains)
+                # 3. Prefill there. The last token stays for the decode engine, which samples from it.
+                with self._plane.prefilling(decision) as work:
+                    done = await self._hop.run(
+                        TransferSpec(
+                            producer=decision.prefill,
+                            consumer=decision.decode,
+                            token_ids=prompt.token_ids[:-1],
+                            skip_tokens=decision.skip_tokens,
+                            kv_bytes=decision.kv_bytes,
+                            uses=request.samples,
+                            sealed_from=prefix.sealed if prefix is not None and has_prefix else None,
+                        ),
+                        request,
+                    )
+                    work.measured()
+        finally:
+            if prefix is not None and (done is None or decision.prefill != wanted.prefill):
+                self._hop.abandon(prefix.ticket, "the prefill that would have used it failed")
+        attempt.moved = done.moved
+        self._count(request, decision, done)
+        return PreparedRequest(
+            route=decision.route,
+            prefill=decision.prefill,
+            decode=decision.decode,
+            reason=decision.reason,
+            prompt=prompt,
+            decision=decision,
+            transfer=done,
+            prefix=prefix,
+        )
+
+    async def _move_prefix(
+        self, request: ServingRequest, prompt: TokenizedPrompt, decision: Decision
+    ) -> TransferDone | None:
+        """The cache transfer that `decision` wants; None if it wants none or it failed: then all is computed."""
+        wanted = decision.cache_transfer
+        if wanted is None:
+            return None
+        done: TransferDone | None = None
+        outcome = "done"
+        # At least one token must be left to compute, and one to leave out.
+        prefix_tokens = min(wanted.num_tokens, len(prompt.token_ids) - 2)
+        if prefix_tokens <= wanted.skip_tokens:
+            outcome = "short"
+        elif wanted.kv_bytes > self._staging_bytes[decision.prefill]:
+            outcome = "staging"
+        else:
+            spec = TransferSpec(
+                producer=wanted.source,
+                consumer=decision.prefill,
+                token_ids=prompt.token_ids[:prefix_tokens],
+                skip_tokens=wanted.skip_tokens,
+                kv_bytes=wanted.kv_bytes,
+            )
+            try:
+                # Not `measured`: how long it took says nothing about the prefill.
+                with self._plane.prefilling(decision):
+                    done = await self._hop.run(spec, request)
+            except HopFailedError as failure:
+                outcome = failure.reason
+        self._metrics.cache_transfers.labels(outcome).inc()
+        request.record.prefix_outcome = outcome
+        if done is not None:
+            self._metrics.cache_transferred_bytes.inc(done.moved.total_bytes)
+            request.record.prefix_moved = done.moved
+            request.record.took("cache_transfer", done.transfer_s)
+        return done
+
+    def _count(self, request: ServingRequest, decision: Decision, done: TransferDone) -> None:
+        route, metrics = str(decision.route), self._metrics
+        metrics.prefill_seconds.labels(route).observe(done.prefill_s)
+        metrics.transfer_seconds.labels(route).observe(done.transfer_s)
+        metrics.transferred_bytes.labels(route).inc(done.moved.total_bytes)
+        metrics.overlapped_bytes.labels(route).inc(done.moved.overlapped_bytes)
+        request.record.took("prefill", done.prefill_s)
+        request.record.took("transfer", done.transfer_s)
+
+
+def _without_prefix_move(decision: Decision, num_tokens: int, *, arrived: bool) -> Decision:
+    """The decision as it stands after its cache transfer, which has arrived or failed."""
+    transfer = decision.cache_transfer
+    if transfer is None:
+        return decision
+    held_tokens = num_tokens - decision.prefill_tokens
+    if not arrived:
+        # What is left is what the instance held without it.
+        held_tokens = min(held_tokens, transfer.skip_tokens)
+    return replace(decision, cache_transfer=None, prefill_tokens=num_tokens - held_tokens)

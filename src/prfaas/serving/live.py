@@ -1,0 +1,30 @@
+"""A deployment's gateway with its live control plane."""
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry
+
+from prfaas.core.deployment import Deployment
+from prfaas.serving.control.plane import LivePlane
+from prfaas.serving.control.planning_inputs import kv_model_of
+from prfaas.serving.gateway import serve_gateway
+from prfaas.serving.transport.ticket import load_key
+
+
+async def serve_live(deployment: Deployment, *, ready: Callable[[int], None] | None = None) -> None:
+    """Serve `deployment` until cancelled, by what its engines and links report.
+
+    Args:
+        ready: called with the bound port once clients can connect.
+
+    Raises:
+        KeyFileError: the deployment's key can't be read.
+        OSError: the gateway's address can't be bound.
+    """
+    key, kv_model, registry = (
+        load_key(deployment.security.key_file),
+        kv_model_of(deployment),
+        CollectorRegistry(),
+    )
+    plane = LivePlane(deployment, key, registry, kv_model)
+    await serve_gateway(deployment, plane, kv_model=kv_model, ready=ready, registry=registry)

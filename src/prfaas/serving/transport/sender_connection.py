@@ -1,0 +1,299 @@
+"""One connection to a peer: a writer thread that keeps it up and sends, a reader thread that takes the
+answers.
+
+The second half of the way of KV bytes to the wire: `_send_chunk` (the first half is the engine's, which put
+the bytes into the peer queue).
+"""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from prfaas.serving.transport.handshake import ClientHello, HandshakeError, greet
+from prfaas.serving.transport.options import SenderOptions
+from prfaas.serving.transport.outgoing import Chunk, ControlJob, InFlightWindow, SourceGone
+from prfaas.serving.transport.peer_queue import PeerQueue
+from prfaas.serving.transport.sockets import (
+    ConnectionEnded,
+    TcpInfo,
+    read_tcp_info,
+    receive_exactly,
+    send_all,
+    set_pacing,
+    set_unsent_limit,
+    shut,
+    tune,
+)
+from prfaas.serving.transport.wire import (
+    HEADER_BYTES,
+    FrameType,
+    Header,
+    WireError,
+    checksum,
+    pack_header,
+    parse_control,
+    unpack_header,
+)
+
+log = logging.getLogger(__name__)
+
+_PAGE_BYTES = 4096
+_READ_BYTES = 64 << 10
+# What may wait unsent in the kernel: about 20 ms on a paced link.
+_UNSENT_S = 0.02
+_MIN_UNSENT_BYTES = 16 << 10
+_MAX_UNSENT_BYTES = 1 << 20
+
+
+class SenderConnection:
+    """Connection `number` of a peer queue: reconnects with back-off for as long as the queue lives."""
+
+    def __init__(
+        self, queue: PeerQueue, number: int, hello: Callable[[], ClientHello], options: SenderOptions
+    ) -> None:
+        self.queue = queue
+        self.number = number
+        self.chunk_bytes = options.chunk_bytes
+        """The largest chunk to cut at the present rate."""
+        self.congestion = ""
+        """The congestion control in use; empty before the first connection."""
+        self.errors = 0
+        """Unexpected exceptions in the two threads."""
+        self._hello = hello
+        self._options = options
+        self._buffer = bytearray(options.chunk_bytes)
+        self._buffer[::_PAGE_BYTES] = bytes(-(-options.chunk_bytes // _PAGE_BYTES))
+        self._sock: socket.socket | None = None
+        self._up = False
+        self._closing = False
+        self._bytes_acked = 0
+        name = f"prfaas-send-{queue.peer.name}-{number}"
+        self._reader_name = f"{name}-acks"
+        self._writer = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Connect in the background."""
+        self._writer.start()
+
+    def close(self) -> None:
+        """Wake the threads; call `join` after the queue was closed."""
+        self._closing = True
+        self.shut()
+
+    def join(self) -> None:
+        """Wait until both threads have ended."""
+        if self._writer.ident is not None:
+            self._writer.join()
+
+    @property
+    def alive(self) -> bool:
+        return self._writer.is_alive()
+
+    def shut(self) -> None:
+        """Break the connection; a new one is made unless this closes."""
+        sock = self._sock
+        if sock is not None:
+            shut(sock)
+
+    def set_rate(self, bytes_per_s: int | None) -> None:
+        """Pace the socket, and cut chunks small enough that a slow link still acknowledges smoothly."""
+        options = self._options
+        chunk = options.chunk_bytes if bytes_per_s is None else int(bytes_per_s * options.chunk_s)
+        self.chunk_bytes = max(
+            min(options.min_chunk_bytes, options.chunk_bytes), min(options.chunk_bytes, chunk)
+        )
+        unsent = _MAX_UNSENT_BYTES if bytes_per_s is None else int(bytes_per_s * _UNSENT_S)
+        sock = self._sock
+        if sock is None:
+            return
+        try:
+            set_pacing(sock, bytes_per_s)
+            set_unsent_limit(sock, max(_MIN_UNSENT_BYTES, min(_MAX_UNSENT_BYTES, unsent)))
+        except OSError:
+            pass  # the connection is going down: its threads notice by themselves
+
+    def tcp_info(self) -> TcpInfo | None:
+        """None while the connection is down."""
+        sock = self._sock
+        if sock is None or not self._up:
+            return None
+        try:
+            return read_tcp_info(sock)
+        except OSError:
+            return None
+
+    def has_progressed(self) -> bool:
+        """Whether the peer's kernel has acknowledged bytes since the last call."""
+        info = self.tcp_info()
+        before, self._bytes_acked = self._bytes_acked, info.bytes_acked if info is not None else 0
+        return self._bytes_acked > before
+
+    # The writer thread
+
+    def _run(self) -> None:
+        backoff_s = self._options.backoff_min_s
+        again = True
+        while again:
+            began_s = time.monotonic()
+            try:
+                trouble, rejected = self._serve_one_connection()
+            except Exception as error:
+                self.errors += 1
+                log.exception("connection to %s failed", self.queue.peer.name)
+                trouble, rejected = repr(error), False
+            if trouble:
+                self.queue.unreachable(trouble, rejected=rejected)
+            lived = time.monotonic() - began_s > self._options.backoff_max_s
+            backoff_s = self._options.backoff_min_s if lived else backoff_s
+            again = self.queue.wait_before_retry(backoff_s)
+            backoff_s = min(2 * backoff_s, self._options.backoff_max_s)
+
+    def _serve_one_connection(self) -> tuple[str, bool]:
+        """Connect and send until the connection ends.
+
+        Returns:
+            Why it never came up ("" if it did), and whether that is final.
+        """
+        try:
+            sock = self._connect()
+        except HandshakeError as error:
+            return str(error), True
+        except (OSError, WireError) as error:
+            return str(error) or repr(error), False
+        window = InFlightWindow(connection=self)
+        self._bytes_acked = 0
+        reader = threading.Thread(target=self._read, args=(sock, window), name=self._reader_name, daemon=True)
+        self._up = True
+        self.queue.connected(window)
+        trouble = ""
+        try:
+            reader.start()
+            self._write(sock, window)
+            trouble = "connection lost"
+        except OSError as error:
+            trouble = str(error)
+        except Exception as error:
+            trouble = repr(error)
+            self.errors += 1
+            log.exception("writer to %s failed", self.queue.peer.name)
+        finally:
+            self._up = False
+            shut(sock)
+            if reader.ident is not None:
+                reader.join()
+            self.queue.disconnected(window, trouble)
+            self._sock = None
+            sock.close()
+        return "", False
+
+    def _connect(self) -> socket.socket:
+        peer, options = self.queue.peer, self._options
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            peer.host, peer.port, type=socket.SOCK_STREAM
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+        self._sock = sock
+        try:
+            if self._closing:
+                raise ConnectionEnded("closing")
+            self.congestion = tune(sock, user_timeout_s=options.user_timeout_s, congestion=options.congestion)
+            set_unsent_limit(sock, _MAX_UNSENT_BYTES)
+            sock.settimeout(options.connect_s)
+            sock.connect(address)
+            greet(sock, self._hello())
+            sock.settimeout(None)
+        except BaseException:
+            self._sock = None
+            sock.close()
+            raise
+        return sock
+
+    def _write(self, sock: socket.socket, window: InFlightWindow) -> None:
+        while (job := self.queue.next_job(window)) is not None:
+            if isinstance(job, ControlJob):
+                send_all(sock, job.frame)
+            else:
+                self._send_chunk(sock, job)
+
+    def _send_chunk(self, sock: socket.socket, chunk: Chunk) -> None:
+        """Bytes of the engine's KV to the wire; `next_job` has cut the chunk and counts it as in flight."""
+        # 1. Copy the bytes out of the engine's memory, into this connection's buffer.
+        payload = memoryview(self._buffer)[: chunk.nbytes]
+        error = ""
+        try:
+            chunk.source.read_into(chunk.start - chunk.base, payload)
+        except SourceGone as gone:
+            error = f"source gone: {gone}"
+        except Exception as failure:
+            self.errors += 1
+            log.exception("a chunk for %s cannot be read", self.queue.peer.name)
+            error = f"source failed: {failure!r}"
+        # 2. The engine's memory is free for others; a transfer that ended meanwhile sends nothing.
+        if not self.queue.read_done(chunk, error):
+            return
+        # 3. The header says where the bytes belong, and carries their checksum.
+        header = pack_header(
+            FrameType.DATA,
+            chunk.transfer.transfer_id,
+            region=chunk.region,
+            offset=chunk.start,
+            length_bytes=payload.nbytes,
+            payload_checksum=checksum(payload),
+        )
+        # 4. Header and payload leave together; the reader thread takes the ACK.
+        send_all(sock, header, payload)
+
+    # The reader thread
+
+    def _read(self, sock: socket.socket, window: InFlightWindow) -> None:
+        try:
+            self._read_answers(sock, window)
+        except (ConnectionEnded, OSError):
+            pass
+        except WireError as error:
+            log.warning("connection to %s closed: %s", self.queue.peer.name, error)
+        except Exception:
+            self.errors += 1
+            log.exception("reader from %s failed", self.queue.peer.name)
+        finally:
+            shut(sock)
+            self.queue.close_window(window)
+
+    def _read_answers(self, sock: socket.socket, window: InFlightWindow) -> None:
+        buffer = bytearray(_READ_BYTES)
+        view = memoryview(buffer)
+        filled = 0
+        while True:
+            count = sock.recv_into(view[filled:])
+            if count == 0:
+                raise ConnectionEnded("connection ended")
+            filled += count
+            at = 0
+            while filled - at >= HEADER_BYTES:
+                header = unpack_header(view[at : at + HEADER_BYTES])
+                at += HEADER_BYTES
+                if header.length_bytes:
+                    payload = bytearray(header.length_bytes)
+                    have = min(filled - at, header.length_bytes)
+                    payload[:have] = view[at : at + have]
+                    at += have
+                    receive_exactly(sock, memoryview(payload)[have:])
+                    self._take_answer(window, header, payload)
+                else:
+                    self._take_answer(window, header, b"")
+            buffer[: filled - at] = buffer[at:filled]
+            filled -= at
+
+    def _take_answer(self, window: InFlightWindow, header: Header, payload: bytes | bytearray) -> None:
+        if header.kind is FrameType.ACK:
+            self.queue.acked(window, header)
+        elif header.kind is FrameType.NACK:
+            self.queue.nacked(window, header)
+        elif header.kind is FrameType.ACCEPT:
+            self.queue.accepted(window, header)
+        elif header.kind in (FrameType.REFUSE, FrameType.ABORT):
+            self.queue.refused(window, header, parse_control(header, payload))
+        else:
+            raise WireError(f"a consumer may not send {header.kind.name}")

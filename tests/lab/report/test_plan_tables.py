@@ -1,0 +1,169 @@
+"""Tables of a plan and of a sweep, as they look in a terminal."""
+
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from prfaas.core.deployment import PlannedDeployment, load_planned
+from prfaas.core.planner import (
+    Baseline,
+    Cost,
+    LinkUse,
+    OperatingPoint,
+    Plan,
+    Roles,
+    RouteUse,
+    ShadowPrice,
+    Stage,
+    TtftEstimate,
+)
+from prfaas.lab.report.plan import print_plan, print_sweep
+
+PAPER = Path(__file__).parents[3] / "examples" / "paper.yaml"
+
+OPTIMUM = OperatingPoint(
+    threshold_tokens=19_370.9,
+    n_prefill=3,
+    n_decode=5,
+    theta_prfaas=1.6,
+    theta_pd_p=1.6,
+    theta_pd_d=3.9,
+    lambda_max=3.2589,
+    offloaded_fraction=0.496,
+    mean_long_tokens=45_014.0,
+    mean_short_tokens=10_224.0,
+    egress_bits_per_s=12.4e9,
+    ttft_mean_s=2.18,
+    ttft_p90_s=3.43,
+    n_prfaas=4,
+    cache_policy="own",
+    roles=(Roles("home", 3, 5),),
+    stages=(
+        Stage("east prefill", "prfaas prefill", 3.2589, 1.0),
+        Stage("home decode", "pd decode", 3.9063, 0.834),
+        Stage("spare link", "link", None, 0.0),
+    ),
+    routes=(
+        RouteUse("home", "home", 1e-4, 100.0, 0.0, 200.0),
+        RouteUse("east", "home", 0.496, 45_014.0, 19_371.0, 131_072.0),
+    ),
+    links=(LinkUse("a->b", 100e9, 12.4e9, 0.124, 13e9),),
+)
+HOMOGENEOUS = replace(OPTIMUM, lambda_max=2.11, ttft_mean_s=4.45, ttft_p90_s=9.73, n_prfaas=0, roles=())
+PLAN = Plan(
+    name="paper",
+    method="exact search",
+    service_model="mean length",
+    optimum=OPTIMUM,
+    homogeneous=Baseline("as many GPUs", HOMOGENEOUS, 12, 96, "h20", None),
+    homogeneous_equal_cost=None,
+    naive=None,
+    ratio_to_homogeneous=1.5445,
+    ratio_to_naive=None,
+    equal_cost_ratio=None,
+    lambda_max_by_length=3.1,
+    lambda_max_unlimited_links=3.2589,
+    bound_gap=0.02,
+    shadow_prices=(
+        ShadowPrice("east", "instance", 0.641, 0.1967, "dual"),
+        ShadowPrice("a->b", "Gbit/s", 1e-9, 1e-9, "dual"),
+    ),
+    cost=Cost(96.0, 0.38, 1.2),
+    ttft_estimate=TtftEstimate("estimate", 0.7, 2.28, 2.8, 4.9, 0.7),
+    verdict="Balanced: fine.",
+)
+
+
+@pytest.fixture(scope="module")
+def deployment() -> PlannedDeployment:
+    return load_planned(PAPER)
+
+
+def printed(deployment: PlannedDeployment, plan: Plan) -> list[str]:
+    out = StringIO()
+    print_plan(Console(file=out, width=120, highlight=False), deployment, plan)
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def row(lines: list[str], start: str) -> list[str]:
+    (found,) = (line for line in lines if line.startswith(start))
+    return found.removeprefix(start).split()
+
+
+def test_the_verdict_comes_first(deployment: PlannedDeployment) -> None:
+    assert printed(deployment, PLAN)[0] == "Balanced: fine."
+
+
+def test_a_plan(deployment: PlannedDeployment) -> None:
+    lines = printed(deployment, PLAN)
+    assert row(lines, "throughput (req/s)") == ["3.259", "2.11"]
+    assert row(lines, "threshold (tokens)") == ["19,371", "–"]
+    assert row(lines, "against homogeneous") == ["1.54", "×", "1.00", "×"]
+    assert row(lines, "instances") == ["4", "+", "3", "+", "5", "3", "+", "5"]
+    assert row(lines, "GPUs") == ["32", "h200", "+", "64", "h20", "96", "h20"]
+    assert row(lines, "cost against optimum") == ["1.00", "×", "–"]
+    assert row(lines, "TTFT mean / P90") == ["2.18", "s", "/", "3.43", "s", "4.45", "s", "/", "9.73", "s"]
+    assert row(lines, "  with queues at 70% (estimate)") == ["2.8", "s", "/", "4.9", "s", "–"]
+    assert row(lines, "east prefill") == ["4", "3.259", "binds"]
+    assert row(lines, "home decode") == ["5", "3.906", "+19.9%"]
+    assert row(lines, "spare link") == ["unused", "–"]
+    assert row(lines, "a->b ") == ["12.4", "Gbit/s", "100", "Gbit/s", "12.4%", "13", "Gbit/s"]
+    assert row(lines, "instance in east") == ["+0.641", "+19.67%"]
+    assert row(lines, "Gbit/s on a->b") == ["nothing"]
+    assert row(lines, "east, home") == ["49.6%", "19,371", "to", "131,072", "45,014"]
+    assert not any(line.startswith("home, home") for line in lines)  # next to no requests go there
+    assert lines[-1] == "The search stopped early: the true optimum may be up to 2.0% higher."
+
+
+def test_rows_about_nothing_are_left_out(deployment: PlannedDeployment) -> None:
+    bare_point = replace(OPTIMUM, threshold_tokens=None, links=(), routes=())
+    bare = replace(PLAN, optimum=bare_point, cost=None, shadow_prices=(), bound_gap=0.0)
+    text = "\n".join(printed(deployment, bare))
+    assert "cost" not in text
+    assert "threshold" not in text
+    assert "egress" not in text
+    assert "one more" not in text
+
+
+def test_a_plan_that_can_do_nothing(deployment: PlannedDeployment) -> None:
+    stages = (
+        Stage("home decode", "pd decode", 0.0, 1.0),
+        Stage("east prefill", "prfaas prefill", 2.0, 0.0),
+    )
+    stuck = replace(PLAN, optimum=replace(OPTIMUM, stages=stages))
+    assert row(printed(deployment, stuck), "east prefill") == ["4", "2", "–"]
+
+
+def test_a_sweep() -> None:
+    out = StringIO()
+    decode = (Stage("home decode", "pd decode", 1.5, 1.0),)
+    link = (Stage("link", "link", 3.0, 1.0),)
+    slow = replace(OPTIMUM, lambda_max=1.5, threshold_tokens=89_616.4, n_prefill=6, n_decode=2)
+    fast = replace(OPTIMUM, lambda_max=3.0, threshold_tokens=None, n_prefill=4, n_decode=4)
+    points = [
+        replace(slow, egress_bits_per_s=9.5e8, stages=decode),
+        replace(fast, egress_bits_per_s=1e10, stages=link),
+    ]
+    baseline = replace(PLAN.homogeneous, point=replace(HOMOGENEOUS, lambda_max=2.0))
+    plans = [replace(PLAN, optimum=point, homogeneous=baseline) for point in points]
+    print_sweep(Console(file=out, width=120), "links[0].bandwidth", [1e9, 1e10], plans, is_rate=True)
+    lines = out.getvalue().splitlines()
+    assert lines[0].split()[0] == "links[0].bandwidth"
+    assert lines[2].split() == [
+        "1",
+        "Gbit/s",
+        "1.5",
+        "2",
+        "89,616",
+        "6",
+        "+",
+        "2",
+        "950",
+        "Mbit/s",
+        "home",
+        "decode",
+    ]
+    assert lines[3].split() == ["10", "Gbit/s", "3", "2", "–", "4", "+", "4", "10", "Gbit/s", "link"]

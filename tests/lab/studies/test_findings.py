@@ -1,0 +1,115 @@
+"""Whatever simulations find, every study has right words for it."""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prfaas.lab.studies import STUDIES, StudyContext, page_of
+from prfaas.lab.studies.study import Run, StudyOutcome
+
+PARTS = 48
+
+
+def outcome(
+    context: StudyContext, ttft_s: float | None, *, stable: bool = True, hits: float = 0.0
+) -> StudyOutcome:
+    numbers: dict[str, Any] = {
+        "ttft_mean_s": ttft_s,
+        "ttft_p90_s": None if ttft_s is None else 2 * ttft_s,
+        "stable": stable,
+        "offloaded_fraction": 0.5,
+        "egress_bits_per_s": 1e10,
+        "hit_ratio": hits,
+        "threshold_changes": [],
+        "conversions": [],
+    }
+    names = ("at_s", "ttft_s", f"threshold_tokens_{context.pd}", f"prefill_instances_{context.pd}")
+    return StudyOutcome(numbers, dict.fromkeys(names, [ttft_s] * PARTS), 1.0)
+
+
+@pytest.fixture(scope="module")
+def runs(context: StudyContext) -> Mapping[str, list[Run]]:
+    return {name: list(study.runs(context)) for name, study in STUDIES.items()}
+
+
+def told(
+    context: StudyContext, runs: Mapping[str, list[Run]], name: str, found: Callable[[Run], StudyOutcome]
+) -> tuple[str, str]:
+    """The findings and the page of a study."""
+    study = STUDIES[name]
+    section = study.describe(context, {run.key: found(run) for run in runs[name]})
+    for table in section.tables.values():
+        assert all(len(row) == len(table.columns) for row in table.rows)
+    for figure in section.figures:
+        assert figure.svg.startswith("<svg") and figure.svg.count("<svg") == 1
+        assert "currentColor" not in figure.svg
+    return " ".join(section.findings), page_of(context, {name: (study, section)}, "prfaas study x")
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_keys_are_unique(runs: Mapping[str, list[Run]], name: str) -> None:
+    assert len({run.key for run in runs[name]}) == len(runs[name])
+
+
+@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("kind", ["nothing done", "noise"])
+def test_every_outcome_can_be_told(
+    context: StudyContext, runs: Mapping[str, list[Run]], name: str, kind: str
+) -> None:
+    rng = np.random.default_rng(4)
+
+    def found(_run: Run) -> StudyOutcome:
+        if kind == "nothing done":
+            return outcome(context, None, stable=False)
+        return outcome(context, float(rng.uniform(1, 9)), stable=bool(rng.random() < 0.7))
+
+    findings, page = told(context, runs, name, found)
+    assert page.startswith("# ") and page.endswith("\n") and f"`prfaas study {name}`" in page
+    assert not re.search(r"\bnan\b|\binf\b|None", page), findings
+
+
+def test_the_better_policy_is_called_better(context: StudyContext, runs: Mapping[str, list[Run]]) -> None:
+    def better(name: str) -> Callable[[Run], StudyOutcome]:
+        return lambda run: outcome(context, (1.0 if run.policy == name else 2.0) + 0.001 * run.seed)
+
+    text, _ = told(context, runs, "ablation", better("tilted"))
+    assert "`tilted` has a shorter mean TTFT than `paper` everywhere" in text
+    text, _ = told(context, runs, "ablation", better("paper"))
+    assert "`tilted` is nowhere clearly ahead of `paper`" in text
+    text, _ = told(context, runs, "burst", better("least_ttft"))
+    assert "the shortest at that peak has `least_ttft`" in text
+
+
+@pytest.mark.slow
+def test_where_it_stops_being_stable_is_found(context: StudyContext, runs: Mapping[str, list[Run]]) -> None:
+    text, _ = told(
+        context,
+        runs,
+        "bandwidth",
+        lambda run: outcome(context, 2.0, stable=run.planned.links[0].bandwidth_bits_per_s > 1.5e10),
+    )
+    assert "is stable from 17.78 Gbit/s on, however much the link fluctuates" in text
+    text, page = told(
+        context,
+        runs,
+        "equal-cost",
+        lambda run: outcome(
+            context, 2.0, stable=run.traffic.mean_per_s < (3.2 if run.planned.links else 2.5)
+        ),
+    )
+    assert re.search(r"\| PrfaaS \| 3.26 \| 3.1 \| 3.1 \|", page)
+    assert "PrfaaS carries 16 % more by the planner" in text and "27 % more with `paper`" in text
+
+
+def test_a_variant_without_which_queues_grow_is_named(
+    context: StudyContext, runs: Mapping[str, list[Run]]
+) -> None:
+    def found(run: Run) -> StudyOutcome:
+        return outcome(context, 2.0, stable=run.policy != "local_only")
+
+    text, page = told(context, runs, "ablation", found)
+    assert "*steady*, against the whole of `paper`: queues grow with `local_only`." in text
+    assert "grows: 2.00 (4.00)" in page

@@ -1,0 +1,54 @@
+"""Runs on several processes."""
+
+from dataclasses import replace
+
+import pytest
+
+from prfaas.lab.studies import StudyContext
+from prfaas.lab.studies.study import Run, StudyOutcome, expected_requests, run_all
+
+
+def _runs(context: StudyContext) -> list[Run]:
+    base = Run(("first",), context.planned, context.poisson(0.8), 200, 5)
+    return [
+        base,
+        replace(base, key=("other policy",), policy="tilted", params={"beta": 0.5}),
+        replace(base, key=("for a while",), duration_s=100.0, course_parts=4, seed=6),
+    ]
+
+
+@pytest.mark.slow
+def test_the_number_of_processes_changes_nothing(context: StudyContext) -> None:
+    runs = _runs(context)
+    told: list[tuple[Run, StudyOutcome]] = []
+    alone = run_all(runs, jobs=1)
+    together = run_all(runs, jobs=2, on_done=lambda *each: told.append(each))
+    assert [(each.numbers, each.course) for each in alone] == [
+        (each.numbers, each.course) for each in together
+    ]
+    assert sorted(run.key for run, _ in told) == sorted(run.key for run in runs)
+    assert all(outcome is together[runs.index(run)] for run, outcome in told)
+
+
+def test_variants_of_a_seed_meet_the_same_requests(context: StudyContext) -> None:
+    first, other, _ = run_all(_runs(context), jobs=1)
+    assert first.numbers["simulated_s"] == other.numbers["simulated_s"]
+    assert first.numbers != other.numbers
+
+
+def test_a_course_covers_the_counted_time(context: StudyContext) -> None:
+    run = _runs(context)[2]
+    (outcome,) = run_all([run], jobs=1)
+    at_s = [each for each in outcome.course["at_s"] if each is not None]
+    assert len(at_s) == len(outcome.course["ttft_s"]) == 4
+    assert at_s == sorted(at_s) and 0 < at_s[0] < at_s[-1] < 90
+    assert outcome.course[f"prefill_instances_{context.pd}"] == [context.optimum.n_prefill] * 4
+    assert expected_requests(run) == pytest.approx(100 * run.traffic.mean_per_s)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_what_a_run_raises_passes_through(context: StudyContext, jobs: int) -> None:
+    good, *_ = _runs(context)
+    with pytest.raises(ValueError, match="no policy"):
+        run_all([good, replace(good, policy="none such"), good], jobs=jobs)

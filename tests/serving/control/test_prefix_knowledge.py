@@ -1,0 +1,104 @@
+"""What may be believed of whom: events for everything, expectations for choosing, the record where there is no more."""
+
+import pytest
+
+from prfaas.core.deployment import Deployment
+from prfaas.core.prefix import GlobalIndex, PrefixHit
+from prfaas.core.prefix.events import EventBatch, StoredBlocks
+from prfaas.core.scheduling import CacheTransfer
+from prfaas.serving.control.cluster_state import ClusterState
+from prfaas.serving.control.engine_monitor import read_exposition
+from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
+
+from .world import BYTES_PER_TOKEN, FakeClock, decision, kv_facts
+
+WITH_EVENTS = ("far-0", "far-1", "home-p0", "home-d0")
+SEED = 7
+
+
+@pytest.fixture
+def holdings(cluster_state: ClusterState, clock: FakeClock) -> PrefixKnowledge:
+    return PrefixKnowledge(
+        GlobalIndex(seed=SEED), cluster_state, seed=SEED, is_hybrid=True, with_events=WITH_EVENTS, clock=clock
+    )
+
+
+def tell(holdings: PrefixKnowledge, name: str, tokens: int, block: int = 16) -> None:
+    hashes: list[int | bytes] = list(range(1, tokens // block + 1))
+    event = StoredBlocks(
+        hashes=hashes, block_tokens=block, token_ids=list(range(tokens)), group=0, kind="full_attention"
+    )
+    holdings.apply(name, EventBatch(0.0, [event]))
+
+
+def test_events_prove_and_expectations_only_guide(holdings: PrefixKnowledge, clock: FakeClock) -> None:
+    tell(holdings, "far-0", 32)
+    chains = holdings.chains(range(65), "", "")
+    holdings.expect("home-d0", chains)
+    holdings.expect("home-p0", chains)
+    belief = holdings.match(chains)
+    # What decodes was only sent attention blocks and the state at the very end.
+    assert belief.held == {
+        "far-0": PrefixHit(32, 32),
+        "home-d0": PrefixHit(0, 64),
+        "home-p0": PrefixHit(64, 64),
+    }
+    assert belief.proven == {"far-0": PrefixHit(32, 32)}
+    clock.now_s += 60
+    assert holdings.match(chains).held == {"far-0": PrefixHit(32, 32)}
+
+
+def test_bytes_are_left_out_only_when_proven(holdings: PrefixKnowledge) -> None:
+    tell(holdings, "home-d0", 32)
+    chains = holdings.chains(range(65), "", "")
+    for name in ("home-d0", "far-0"):
+        holdings.expect(name, chains)
+    belief = holdings.match(chains)
+    transfer = CacheTransfer("home-p0", 60, 48, 12 * BYTES_PER_TOKEN)
+    what = decision("far-0", "home-d0", skip_tokens=64, cache_transfer=transfer)
+    bounded = belief.bound(what, 1001, kv_facts())
+    assert (bounded.skip_tokens, bounded.kv_bytes) == (32, (1000 - 32) * BYTES_PER_TOKEN)
+    assert bounded.cache_transfer == CacheTransfer("home-p0", 60, 0, 60 * BYTES_PER_TOKEN)
+    fine = decision("far-0", "home-d0", skip_tokens=16)
+    assert belief.bound(fine, 1001, kv_facts()) is fine
+
+
+def test_tenants_and_adapters_share_nothing(holdings: PrefixKnowledge) -> None:
+    tell(holdings, "far-0", 32)
+    assert holdings.match(holdings.chains(range(65), "salt", "")).held == {}
+    assert holdings.match(holdings.chains(range(65), "", "lora")).held == {}
+    assert holdings.match(holdings.chains(range(65), "", "")).held != {}
+
+
+def test_without_events_what_was_sent_is_recorded(holdings: PrefixKnowledge, deployment: Deployment) -> None:
+    chains = holdings.chains(range(600), "", "")
+    holdings.expect("home-p1", chains)
+    assert holdings.match(chains).held == {}
+    silent = deployment.instance("home-p1")
+    holdings.learn(silent, read_exposition(b""))
+    holdings.learn(
+        deployment.instance("far-0"),
+        read_exposition(b'vllm:cache_config_info{block_size="64",num_gpu_blocks="100"} 1\n'),
+    )
+    assert holdings.chains(range(600), "", "").by_block_tokens == {}
+    holdings.learn(
+        silent, read_exposition(b'vllm:cache_config_info{block_size="48",num_gpu_blocks="100"} 1\n')
+    )
+    chains = holdings.chains(range(600), "", "")
+    assert {size: len(hashes) for size, hashes in chains.by_block_tokens.items()} == {288: 2}
+    holdings.expect("home-p1", chains)
+    holdings.expect("home-d1", chains)
+    belief = holdings.match(chains)
+    assert belief.held == belief.proven == {"home-p1": PrefixHit(576, 576), "home-d1": PrefixHit(0, 576)}
+    assert (holdings.blocks("home-p1"), holdings.blocks("far-0")) == (2, 0)
+    holdings.drop("home-p1", "died")
+    assert "home-p1" not in holdings.match(chains).held
+
+
+def test_a_dropped_instance_holds_nothing(holdings: PrefixKnowledge) -> None:
+    tell(holdings, "far-0", 32)
+    chains = holdings.chains(range(65), "", "")
+    holdings.expect("far-0", chains)
+    holdings.drop("far-0", "died")
+    assert holdings.match(chains).held == {}
+    assert (holdings.blocks("far-0"), holdings.pending_blocks) == (0, 4)

@@ -1,0 +1,304 @@
+"""The scheduler side, driven as vLLM 0.32 drives it (the order of calls is in the connector notes)."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.serving.engines.kv_groups import GroupKind, KvGroup
+from prfaas.serving.engines.vllm.connector_scheduler import ConnectorScheduler
+from prfaas.serving.engines.vllm.metadata import TransferMetadata
+from prfaas.serving.transport.ticket import Ticket, prompt_digest
+
+KEY = b"k" * 32
+FULL = KvGroup(1, GroupKind.FULL, 16, 0)
+STATE = KvGroup(0, GroupKind.STATE, 16, 0)
+WINDOW = KvGroup(2, GroupKind.WINDOW, 8, 20)
+GROUPS = (STATE, FULL, WINDOW)
+
+
+@dataclass
+class Request:
+    request_id: str
+    prompt_token_ids: list[int]
+    kv_transfer_params: dict[str, Any] | None = None
+    num_computed_tokens: int = 0
+    cache_salt: str | None = None
+    lora_request: Any = None
+
+
+@dataclass
+class BlockState:
+    tables: dict[str, tuple[list[int], ...]]
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...] | None:
+        return self.tables.get(request_id)
+
+
+@dataclass
+class Output:
+    num_scheduled_tokens: dict[str, int]
+    kv_connector_block_state: BlockState
+    preempted_req_ids: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Blocks:
+    ids: tuple[list[int], ...]
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return self.ids
+
+
+def ticket_for(prompt: list[int], skip: int = 0, **names: str) -> str:
+    ends = {"producer": "east", "consumer": "home", **names}
+    ticket = Ticket.issue(
+        num_tokens=len(prompt),
+        skip_tokens=skip,
+        prompt_digest=prompt_digest(prompt),
+        lifetime_s=60,
+        now_s=1000.0,
+        **ends,
+    )
+    return ticket.seal(KEY)
+
+
+def side(name: str) -> ConnectorScheduler:
+    return ConnectorScheduler(name, KEY, GROUPS, now_s=lambda: 1000.0)
+
+
+def live_requests(scheduler: ConnectorScheduler) -> int:
+    return len(scheduler._producing) + len(scheduler._consuming)
+
+
+def tables(num_tokens: int, base: int = 100) -> tuple[list[int], ...]:
+    """A block table per group index: block i of group g has id base·(g+1)+i, never the null block."""
+    sizes = {0: 16, 1: 16, 2: 8}
+    return tuple([base * (g + 1) + i for i in range(-(-num_tokens // sizes[g]))] for g in range(3))
+
+
+def chunks(
+    scheduler: ConnectorScheduler, request: Request, sizes: list[int], base: int = 100
+) -> list[TransferMetadata]:
+    steps = []
+    for size in sizes:
+        table = tables(request.num_computed_tokens + size, base)
+        output = Output({request.request_id: size}, BlockState({request.request_id: table}))
+        steps.append(scheduler.build_metadata(output))  # type: ignore[arg-type]
+        request.num_computed_tokens += size
+    return steps
+
+
+@given(
+    num_tokens=st.integers(1, 400),
+    skip_share=st.floats(0, 1),
+    cached_blocks=st.integers(0, 10),
+    data=st.data(),
+)
+def test_every_block_leaves_exactly_once_whatever_the_chunks(
+    num_tokens: int, skip_share: float, cached_blocks: int, data: st.DataObject
+) -> None:
+    """Invariant: streamed runs are adjacent, start at the skipped prefix, end with the tail; state goes once."""
+    prompt = list(range(num_tokens))
+    skip = int(num_tokens * skip_share)
+    scheduler = side("east")
+    request = Request("r", prompt, {"prfaas": ticket_for(prompt, skip)})
+    scheduler.on_new_request(request)  # type: ignore[arg-type]
+    request.num_computed_tokens = min(cached_blocks * 16, (num_tokens - 1) // 16 * 16)
+    left = num_tokens - request.num_computed_tokens
+    sizes = []
+    while left:
+        sizes.append(data.draw(st.integers(1, left)))
+        left -= sizes[-1]
+    sends = [send for step in chunks(scheduler, request, sizes) for send in step.sends]
+    runs = [run for send in sends for run in send.streamed]
+    position = skip // 16
+    for run in runs:
+        assert run.group == FULL.index
+        assert run.first_block == position
+        assert run.block_ids == tuple(200 + i for i in range(position, position + len(run.block_ids)))
+        position += len(run.block_ids)
+    assert position == max(-(-num_tokens // 16), skip // 16)
+    assert [send.final for send in sends] == [False] * (len(sends) - 1) + [True]
+    closing = {run.group: run for run in sends[-1].closing}
+    assert closing[0].block_ids == (100 + (num_tokens - 1) // 16,)
+    assert closing[2].first_block == max(0, num_tokens - 20 + 1) // 8
+    assert not any(send.closing for send in sends[:-1])
+
+
+def test_a_preempted_prefill_resends_nothing() -> None:
+    prompt = list(range(100))
+    scheduler = side("east")
+    request = Request("r", prompt, {"prfaas": ticket_for(prompt)})
+    scheduler.on_new_request(request)  # type: ignore[arg-type]
+    first = chunks(scheduler, request, [50])
+    request.num_computed_tokens = 0
+    preempting = Output({}, BlockState({}), {"r", "another"})
+    assert scheduler.build_metadata(preempting).preempted == ["r"]  # type: ignore[arg-type]
+    second = chunks(scheduler, request, [40, 60], base=1000)
+    runs = [run for step in first + second for send in step.sends for run in send.streamed]
+    assert [(run.first_block, len(run.block_ids)) for run in runs] == [(0, 3), (3, 4)]
+    assert runs[1].block_ids == (2003, 2004, 2005, 2006)
+
+
+def test_after_the_last_chunk_nothing_is_sent_again() -> None:
+    prompt = list(range(40))
+    scheduler = side("east")
+    request = Request("r", prompt, {"prfaas": ticket_for(prompt)})
+    scheduler.on_new_request(request)  # type: ignore[arg-type]
+    chunks(scheduler, request, [40])
+    request.num_computed_tokens = 0
+    assert not any(step.sends for step in chunks(scheduler, request, [40]))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        None,
+        {},
+        {"prfaas": "x" * 50},
+        {"prfaas": 7},
+        {"prfaas": {"remote_host": "10.0.0.1"}},
+        {"prfaas": ticket_for(list(range(40)), producer="west", consumer="west-2")},
+        {"prfaas": ticket_for(list(range(39)))},
+        {"prfaas": ticket_for(list(range(1, 41)))},
+        {"do_remote_decode": True, "remote_host": "10.0.0.1"},
+    ],
+)
+def test_anything_but_its_own_ticket_makes_a_request_local(params: dict[str, Any] | None) -> None:
+    scheduler = side("east")
+    request = Request("r", list(range(40)), params)
+    scheduler.on_new_request(request)  # type: ignore[arg-type]
+    assert live_requests(scheduler) == 0
+    assert not any(step.sends for step in chunks(scheduler, request, [40]))
+    assert scheduler.num_external_tokens(request, 0) == 0  # type: ignore[arg-type]
+    assert scheduler.request_finished(request, aborted=False) is False  # type: ignore[arg-type]
+
+
+def consumer(skip: int = 0) -> tuple[ConnectorScheduler, Request, Ticket]:
+    prompt = list(range(101))
+    sealed = ticket_for(prompt[:100], skip)
+    scheduler = side("home")
+    request = Request("d", prompt, {"prfaas": sealed})
+    scheduler.on_new_request(request)  # type: ignore[arg-type]
+    return scheduler, request, Ticket.unseal(sealed, KEY, 1000.0)
+
+
+def orders_of(scheduler: ConnectorScheduler) -> TransferMetadata:
+    return scheduler.build_metadata(Output({}, BlockState({})))  # type: ignore[arg-type]
+
+
+def test_a_decode_request_asks_for_what_its_own_hit_lacks_and_loads_once() -> None:
+    scheduler, request, ticket = consumer(skip=32)
+    assert scheduler.num_external_tokens(request, 16) == 0  # type: ignore[arg-type]
+    for _ in range(3):
+        assert scheduler.num_external_tokens(request, 48) == 52  # type: ignore[arg-type]
+    scheduler.update_after_alloc(request, Blocks(tables(100)), 52)  # type: ignore[arg-type]
+    scheduler.update_after_alloc(request, Blocks(tables(101)), 0)  # type: ignore[arg-type]
+    orders = orders_of(scheduler)
+    assert orders.drops == []
+    (load,) = orders.loads
+    assert (load.ticket, load.local_tokens) == (ticket, 48)
+    runs = {run.group: run for run in load.runs}
+    assert (runs[1].first_block, len(runs[1].block_ids)) == (3, 4)
+    assert runs[0].block_ids == (106,)
+    assert runs[2].first_block == 10
+    # A preempted request starts again from nothing: its transfer is used up.
+    assert scheduler.num_external_tokens(request, 0) == 0  # type: ignore[arg-type]
+
+
+def test_a_decode_engine_that_lost_the_skipped_prefix_gives_the_staging_up() -> None:
+    scheduler, request, ticket = consumer(skip=32)
+    assert scheduler.num_external_tokens(request, 0) == 0  # type: ignore[arg-type]
+    scheduler.update_after_alloc(request, Blocks(tables(101)), 0)  # type: ignore[arg-type]
+    orders = orders_of(scheduler)
+    assert [transfer_id for transfer_id, _ in orders.drops] == [ticket.transfer_id]
+    assert orders.loads == []
+
+
+def test_a_decode_request_that_ends_early_gives_the_staging_up() -> None:
+    scheduler, request, ticket = consumer()
+    assert scheduler.request_finished(request, aborted=True) is False  # type: ignore[arg-type]
+    assert [transfer_id for transfer_id, _ in orders_of(scheduler).drops] == [ticket.transfer_id]
+    assert live_requests(scheduler) == 0
+
+
+def test_vllms_phantom_of_a_rejected_request_gives_the_staging_up() -> None:
+    scheduler, request, ticket = consumer()
+    scheduler.request_finished(request, aborted=True)  # type: ignore[arg-type]
+    orders_of(scheduler)
+    phantom = Request("phantom", [0], request.kv_transfer_params)
+    scheduler.on_new_request(phantom)  # type: ignore[arg-type]
+    assert [transfer_id for transfer_id, _ in orders_of(scheduler).drops] == [ticket.transfer_id]
+
+
+@pytest.mark.parametrize("aborted", [True, False])
+def test_a_started_prefill_keeps_its_blocks_until_the_worker_reports(aborted: bool) -> None:
+    prompt = list(range(40))
+    scheduler = side("east")
+    request = Request("r", prompt, {"prfaas": ticket_for(prompt)})
+    scheduler.on_new_request(request)  # type: ignore[arg-type]
+    chunks(scheduler, request, [16])
+    assert scheduler.request_finished(request, aborted=aborted) is True  # type: ignore[arg-type]
+    assert orders_of(scheduler).held == {"r": aborted}
+    assert live_requests(scheduler) == 0
+
+
+def test_a_prefill_that_never_started_keeps_nothing() -> None:
+    prompt = list(range(40))
+    scheduler = side("east")
+    request = Request("r", prompt, {"prfaas": ticket_for(prompt)})
+    scheduler.on_new_request(request)  # type: ignore[arg-type]
+    assert scheduler.request_finished(request, aborted=True) is False  # type: ignore[arg-type]
+
+
+@dataclass
+class Adapter:
+    lora_name: str
+
+
+@pytest.mark.parametrize("salt", ["", "a", "b"])
+@pytest.mark.parametrize("adapter", ["", "a", "b"])
+def test_kv_of_another_tenant_or_adapter_is_refused(salt: str, adapter: str) -> None:
+    prompt = list(range(50))
+    digest = prompt_digest(prompt, "a", "b")
+    ticket = Ticket.issue(
+        producer="east",
+        consumer="home",
+        num_tokens=50,
+        skip_tokens=0,
+        prompt_digest=digest,
+        lifetime_s=60,
+        now_s=1000.0,
+    )
+    matches = (salt, adapter) == ("a", "b")
+    params = {"prfaas": ticket.seal(KEY)}
+    lora = Adapter(adapter) if adapter else None
+    producer, consumer = side("east"), side("home")
+    producer.on_new_request(Request("p", prompt, params, cache_salt=salt or None, lora_request=lora))  # type: ignore[arg-type]
+    whole = Request("c", [*prompt, 1], params, cache_salt=salt or None, lora_request=lora)
+    consumer.on_new_request(whole)  # type: ignore[arg-type]
+    assert live_requests(producer) == live_requests(consumer) == matches
+    assert consumer.num_external_tokens(whole, 0) == (50 if matches else 0)  # type: ignore[arg-type]
+
+
+def test_a_prefill_may_start_from_what_another_engine_sent() -> None:
+    """It loads the first 33 tokens, computes 17 more, and all 50 leave it."""
+    prompt = list(range(50))
+    first = ticket_for(prompt[:33], producer="home", consumer="east")
+    scheduler = side("east")
+    request = Request("r", prompt, {"prfaas": ticket_for(prompt), "prfaas_from": first})
+    scheduler.on_new_request(request)  # type: ignore[arg-type]
+    assert live_requests(scheduler) == 2
+    assert scheduler.num_external_tokens(request, 0) == 33  # type: ignore[arg-type]
+    scheduler.update_after_alloc(request, Blocks(tables(33)), 33)  # type: ignore[arg-type]
+    (load,) = scheduler.build_metadata(Output({}, BlockState({}))).loads  # type: ignore[arg-type]
+    assert load.ticket.num_tokens == 33
+    request.num_computed_tokens = 33
+    (step,) = chunks(scheduler, request, [17])
+    (send,) = step.sends
+    assert send.final and [(run.first_block, len(run.block_ids)) for run in send.streamed] == [(0, 4)]
+    assert scheduler.request_finished(request, aborted=False)  # type: ignore[arg-type]
+    assert live_requests(scheduler) == 0

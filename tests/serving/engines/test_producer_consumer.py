@@ -1,0 +1,358 @@
+"""KV producer and consumer over the real transport, with numpy memory in place of an engine's KV."""
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from prfaas.serving.engines.kv_groups import GroupKind
+from prfaas.serving.engines.vllm.consumer import KvConsumer
+from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout
+from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder, TransferMetadata
+from prfaas.serving.engines.vllm.pages import HostPages
+from prfaas.serving.engines.vllm.producer import KvProducer
+from prfaas.serving.engines.vllm.stats import ConnectorStats
+from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
+from prfaas.serving.transport.receiver import Receiver
+from prfaas.serving.transport.sender import Sender
+from prfaas.serving.transport.staging import StagingArena
+from prfaas.serving.transport.ticket import Ticket
+
+KEY = b"k" * 32
+FULL = EngineGroup(0, GroupKind.FULL, 16, 0, ("a0", "a1"))
+STATE = EngineGroup(1, GroupKind.STATE, 16, 0, ("g0", "g1", "g2"))
+WINDOW = EngineGroup(2, GroupKind.WINDOW, 8, 20, ("w0",))
+GROUPS = (STATE, FULL, WINDOW)
+NUM_BLOCKS = 64
+PAGE_BYTES = {"a0": 4096, "a1": 4096, "g0": 1000, "g1": 1000, "g2": 1000, "w0": 512}
+
+
+def memory(seed: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    return {
+        name: random.integers(0, 256, (NUM_BLOCKS, size), dtype=np.uint8) for name, size in PAGE_BYTES.items()
+    }
+
+
+def layout(kv: dict[str, np.ndarray]) -> KvLayout:
+    return KvLayout(GROUPS, {name: [HostPages(torch.from_numpy(pages))] for name, pages in kv.items()})
+
+
+@dataclass
+class Ends:
+    east: dict[str, np.ndarray]
+    home: dict[str, np.ndarray]
+    producing: KvProducer
+    consuming: KvConsumer
+    receiver: Receiver
+    sender: Sender
+    arena: StagingArena
+
+    def step(self, orders: TransferMetadata) -> None:
+        """One engine step of the producer: hooks of the attention layers, then the end of the step."""
+        self.producing.detach(orders.preempted)
+        for name in ("a0", "a1", "w0"):
+            self.producing.save_layer(orders.sends, name)
+        self.producing.end_step(orders.sends)
+        self.producing.hold(orders.held)
+
+    def order(self, orders: TransferMetadata) -> None:
+        self.consuming.order(orders.loads, orders.drops)
+
+    def finished(self, wait_s: float = 60.0) -> set[str]:
+        done: set[str] = set()
+        deadline_s = time.monotonic() + wait_s
+        while not done and time.monotonic() < deadline_s:
+            done |= self.producing.finished()
+            time.sleep(0.002)
+        return done
+
+    def complete(self, ticket: Ticket, wait_s: float = 60.0) -> None:
+        """Wait as the gateway does before it sends the decode request."""
+        deadline_s = time.monotonic() + wait_s
+        while time.monotonic() < deadline_s:
+            status = self.receiver.state(ticket.transfer_id)
+            if status is not None and status.phase.terminal:
+                return
+            time.sleep(0.002)
+        raise TimeoutError("the transfer did not end")
+
+    def results(self, count: int = 1, wait_s: float = 60.0) -> tuple[set[str], set[str]]:
+        ended: set[str] = set()
+        failed: set[str] = set()
+        deadline_s = time.monotonic() + wait_s
+        while len(ended) < count and time.monotonic() < deadline_s:
+            more_ended, more_failed = self.consuming.results()
+            assert not ended & more_ended
+            ended |= more_ended
+            failed |= more_failed
+            time.sleep(0.002)
+        return ended, failed
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    yield from make_ends()
+
+
+def make_ends(lease_s: float = 20.0) -> Iterator[Ends]:
+    east, home = memory(1), memory(2)
+    east_layout, home_layout = layout(east), layout(home)
+    arena = StagingArena(4 << 20, 64 << 10)
+    receiver = Receiver(
+        name="home/0",
+        key=KEY,
+        host="127.0.0.1",
+        port=0,
+        arena=arena,
+        layout=home_layout,
+        fingerprint={"layers": 6},
+        producers=["east/0"],
+        options=ReceiverOptions(reconnect_grace_s=0.3),
+    )
+    receiver.start()
+    sender = Sender(
+        name="east/0",
+        key=KEY,
+        peers={"home/0": Peer("home/0", "127.0.0.1", receiver.port, "east->home", 2, None)},
+        fingerprint={"layers": 6},
+        options=SenderOptions(reconnect_grace_s=0.3),
+    )
+    sender.start()
+    stats = ConnectorStats()
+    producing = KvProducer(east_layout, sender, lease_s, stats)
+    consuming = KvConsumer(home_layout, receiver, 2.0, 5.0, stats)
+    try:
+        yield Ends(east, home, producing, consuming, receiver, sender, arena)
+    finally:
+        consuming.close()
+        sender.close()
+        receiver.close()
+        assert arena.used_blocks == 0
+
+
+def new_ticket(num_tokens: int, skip: int = 0, uses: int = 1) -> Ticket:
+    return Ticket.issue(
+        producer="east",
+        consumer="home",
+        num_tokens=num_tokens,
+        skip_tokens=skip,
+        prompt_digest=bytes(16),
+        lifetime_s=60,
+        now_s=time.time(),
+        uses=uses,
+    )
+
+
+def table(group: EngineGroup, num_tokens: int, base: int) -> list[int]:
+    return [base + i for i in range(-(-num_tokens // group.block_tokens))]
+
+
+def sends(
+    ticket: Ticket, chunk_ends: list[int], request_id: str = "p", base: int = 1
+) -> list[TransferMetadata]:
+    steps, sent = [], ticket.skip_tokens // 16
+    sealed = ticket.seal(KEY)
+    for end_tokens in chunk_ends:
+        final = end_tokens == ticket.num_tokens
+        end = -(-end_tokens // 16) if final else end_tokens // 16
+        runs = (
+            (BlockRun(0, sent, tuple(table(FULL, ticket.num_tokens, base)[sent:end])),) if end > sent else ()
+        )
+        sent = max(sent, end)
+        closing = tuple(
+            BlockRun(
+                group.index,
+                group.first_block(ticket.num_tokens, 0),
+                tuple(table(group, ticket.num_tokens, base)[group.first_block(ticket.num_tokens, 0) :]),
+            )
+            for group in (STATE, WINDOW)
+        )
+        steps.append(
+            TransferMetadata(
+                sends=[SendOrder(request_id, ticket, sealed, runs, closing if final else (), final)],
+            )
+        )
+    return steps
+
+
+def load(ticket: Ticket, local_tokens: int, request_id: str = "d", base: int = 20) -> TransferMetadata:
+    runs = []
+    for group in GROUPS:
+        first = group.first_block(ticket.num_tokens, local_tokens)
+        runs.append(BlockRun(group.index, first, tuple(table(group, ticket.num_tokens, base)[first:])))
+    return TransferMetadata(loads=[LoadOrder(request_id, ticket, local_tokens, tuple(runs))])
+
+
+def assert_moved(
+    ends: Ends, ticket: Ticket, local_tokens: int, home_before: dict[str, np.ndarray], base: int = 20
+) -> None:
+    """Every page that should have moved is equal, every other page of the consumer is untouched."""
+    for group in GROUPS:
+        blocks = range(group.first_block(ticket.num_tokens, local_tokens), group.end_block(ticket.num_tokens))
+        for name in group.layer_names:
+            expected = home_before[name].copy()
+            for block in blocks:
+                expected[base + block] = ends.east[name][1 + block]
+            assert np.array_equal(ends.home[name], expected), name
+
+
+def copy_of(kv: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: pages.copy() for name, pages in kv.items()}
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "skip", "local", "chunk_ends"),
+    [
+        (100, 0, 0, [100]),
+        (100, 0, 0, [10, 37, 64, 100]),
+        (96, 0, 32, [48, 96]),
+        (100, 32, 32, [40, 100]),
+        (100, 32, 64, [100]),
+        (7, 0, 0, [7]),
+        (96, 96, 80, [96]),
+    ],
+)
+def test_pages_arrive_byte_for_byte(
+    ends: Ends, num_tokens: int, skip: int, local: int, chunk_ends: list[int]
+) -> None:
+    ticket = new_ticket(num_tokens, skip)
+    local = max(local, skip)
+    before = copy_of(ends.home)
+    for orders in sends(ticket, chunk_ends):
+        ends.step(orders)
+    ends.step(TransferMetadata(held={"p": False}))
+    assert ends.finished() == {"p"}
+    ends.order(load(ticket, local))
+    assert ends.results() == ({"d"}, set())
+    assert_moved(ends, ticket, local, before)
+    assert ends.arena.used_blocks == 0
+    assert not ends.producing._open_sends
+    assert not ends.consuming._waiting and not ends.consuming._held
+
+
+def test_one_transfer_serves_as_many_requests_as_its_ticket_says(ends: Ends) -> None:
+    ticket = new_ticket(50, uses=3)
+    for orders in sends(ticket, [50]):
+        ends.step(orders)
+    ends.complete(ticket)
+    for number, base in enumerate((10, 20, 30)):
+        before = copy_of(ends.home)
+        ends.order(load(ticket, 0, f"d{number}", base))
+        assert ends.results() == ({f"d{number}"}, set())
+        assert_moved(ends, ticket, 0, before, base)
+    assert ends.arena.used_blocks == 0
+    ends.order(load(ticket, 0, "one too many"))
+    assert ends.results() == ({"one too many"}, {"one too many"})
+
+
+def test_an_unknown_transfer_fails_at_once_and_once(ends: Ends) -> None:
+    ends.order(load(new_ticket(50), 0))
+    assert ends.results() == ({"d"}, {"d"})
+    assert ends.consuming.results() == (set(), set())
+
+
+def test_a_load_before_the_transfer_is_complete_waits_for_it(ends: Ends) -> None:
+    ticket = new_ticket(100)
+    first, last = sends(ticket, [50, 100])
+    ends.step(first)
+    deadline_s = time.monotonic() + 60
+    while ends.receiver.state(ticket.transfer_id) is None and time.monotonic() < deadline_s:
+        time.sleep(0.002)
+    ends.order(load(ticket, 0))
+    assert ends.consuming.results() == (set(), set())
+    ends.step(last)
+    assert ends.results() == ({"d"}, set())
+
+
+def test_a_preempted_prefill_sends_what_its_blocks_held_before_they_were_reused(ends: Ends) -> None:
+    ticket = new_ticket(100)
+    first, last = sends(ticket, [64, 100])
+    original = copy_of(ends.east)
+    before = copy_of(ends.home)
+    ends.producing.save_layer(first.sends, "a0")
+    ends.producing.save_layer(first.sends, "a1")
+    ends.step(TransferMetadata(preempted=["p"]))
+    for name in ("a0", "a1"):
+        ends.east[name][1:5] = 0
+    ends.step(last)
+    ends.complete(ticket)
+    ends.order(load(ticket, 0))
+    assert ends.results() == ({"d"}, set())
+    ends.east.update(original)
+    assert_moved(ends, ticket, 0, before)
+
+
+def test_an_aborted_prefill_fails_the_load_and_frees_its_blocks(ends: Ends) -> None:
+    ticket = new_ticket(100)
+    ends.step(sends(ticket, [50, 100])[0])
+    ends.step(TransferMetadata(held={"p": True}))
+    assert ends.finished() == {"p"}
+    ends.order(load(ticket, 0))
+    assert ends.results() == ({"d"}, {"d"})
+
+
+def test_blocks_are_kept_while_a_thread_reads_them(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, go_on = threading.Event(), threading.Event()
+    read = HostPages.read
+
+    def slow_read(self: HostPages, block: int, start: int, out: memoryview) -> None:
+        reading.set()
+        go_on.wait(60)
+        read(self, block, start, out)
+
+    monkeypatch.setattr(HostPages, "read", slow_read)
+    ends.step(sends(new_ticket(100), [50, 100])[0])
+    assert reading.wait(60)
+    ends.step(TransferMetadata(held={"p": True}))
+    assert ends.finished(wait_s=0.2) == set()
+    go_on.set()
+    assert ends.finished() == {"p"}
+
+
+def test_blocks_are_given_back_when_the_consumer_dies(ends: Ends) -> None:
+    ticket = new_ticket(100)
+    ends.step(sends(ticket, [50, 100])[0])
+    ends.receiver.close()
+    ends.step(TransferMetadata(held={"p": False}))
+    assert ends.finished() == {"p"}
+
+
+def test_blocks_are_given_back_when_the_lease_runs_out() -> None:
+    for ends in make_ends(lease_s=0.2):
+        ticket = new_ticket(100)
+        ends.step(sends(ticket, [50, 100])[0])  # the last chunk never comes: nothing can complete
+        ends.step(TransferMetadata(held={"p": False}))
+        assert ends.finished() == {"p"}
+        assert ends.producing.stats.data["leases_expired"] == 1
+
+
+def test_a_held_request_that_never_opened_a_transfer_is_given_back(ends: Ends) -> None:
+    ends.step(TransferMetadata(held={"p": False}))
+    assert ends.finished() == {"p"}
+
+
+def test_a_null_block_costs_the_transfer_not_the_engine(ends: Ends) -> None:
+    ticket = new_ticket(100)
+    (orders,) = sends(ticket, [100], base=0)
+    ends.step(orders)
+    ends.step(TransferMetadata(held={"p": False}))
+    assert ends.finished() == {"p"}
+    ends.order(load(ticket, 0))
+    assert ends.results() == ({"d"}, {"d"})
+
+
+def test_a_dropped_transfer_frees_its_staging(ends: Ends) -> None:
+    ticket = new_ticket(100)
+    for orders in sends(ticket, [100]):
+        ends.step(orders)
+    ends.step(TransferMetadata(held={"p": False}))
+    ends.finished()
+    assert ends.arena.used_blocks > 0
+    ends.order(TransferMetadata(drops=[(ticket.transfer_id, "the client went away")]))
+    assert ends.arena.used_blocks == 0
+    ends.order(TransferMetadata(drops=[(ticket.transfer_id, "twice")]))
