@@ -44,10 +44,10 @@ PROMISED = {
     "": "prfaas.api prfaas.cli prfaas.core.deployment prfaas.core.kv prfaas.core.route_header",
     "engine": (
         "prfaas.core.deployment prfaas.core.kv prfaas.serving.transport prfaas.serving.engines.preparation "
-        "prfaas.serving.engines.running prfaas.serving.engines.vllm.command prfaas.serving.engines.watchdog"
+        "prfaas.serving.engines.running prfaas.serving.engines.command prfaas.serving.engines.process_group"
     ),
     "gateway": (
-        "prfaas.core prfaas.serving.transport prfaas.serving.gateway prfaas.serving.control "
+        "prfaas.core prfaas.serving.transport prfaas.serving.live prfaas.serving.gateway prfaas.serving.control "
         "prfaas.serving.engines.synthetic prfaas.tools.demo prfaas.tools.doctor prfaas.tools.replay"
     ),
     "plan": "prfaas.core prfaas.lab prfaas.tools.profiling",

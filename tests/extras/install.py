@@ -35,7 +35,7 @@ GATEWAY = (
     "python -c 'import prfaas.serving.engines.synthetic.server, prfaas.tools.demo, prfaas.tools.doctor'",
 )
 ENGINE = (
-    "python -c 'import numpy, prometheus_client, prfaas.serving.transport, prfaas.serving.engines.vllm.command'",
+    "python -c 'import numpy, prometheus_client, prfaas.serving.transport, prfaas.serving.engines.command'",
 )
 
 COMMANDS = {
