@@ -59,8 +59,10 @@ test-explore: setup
 	$(BIN)/python -m pytest -m "hypothesis and not engine" --hypothesis-profile=explore --hypothesis-seed=$$seed \
 		--timeout=3600 $(TEST_ARGS) || { status=$$?; echo "repeat with: make test-explore SEED=$$seed"; exit $$status; }
 
+# Importing vLLM alone takes each process ten seconds.
 test-fast: setup
-	$(BIN)/python -m pytest -n 2 --ignore tests/integration -m "not slow and not engine" $(TEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --ignore tests/integration --ignore tests/serving/engines/vllm \
+		-m "not slow and not engine" $(TEST_ARGS)
 
 test-extras: setup
 	$(BIN)/python tests/extras/install.py $(EXTRAS)

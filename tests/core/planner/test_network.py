@@ -149,6 +149,7 @@ def test_same_optimum_as_every_split_of_roles_one_by_one(case: tuple[PlanProblem
         assert stage.utilisation <= 1 + 1e-9
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=20)
 @given(many_clusters())
 def test_what_the_routes_say_fits_the_resources(case: tuple[PlanProblem, ManyClusters]) -> None:

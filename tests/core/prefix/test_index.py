@@ -141,6 +141,7 @@ def test_with_nothing_lost_the_index_knows_exactly_what_engines_can_serve(shape:
                 assert world.claimed(place, prompt, *tenant) == world.followers[place].truth(prompt, *tenant)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @settings(deadline=None, max_examples=40)
 @given(SEEDS, st.sampled_from([3, 10, 1000]))

@@ -234,6 +234,7 @@ def several(output_tokens: float = 1024) -> PlanProblem:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [(1, 1), (7, 4)])
 def test_several_pd_clusters(start: tuple[int, int]) -> None:
     problem = several()

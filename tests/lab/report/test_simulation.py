@@ -258,6 +258,7 @@ def test_links_and_series_that_are_not_there_are_left_out() -> None:
     assert headings == ["Time to first token", "Time to first token over time"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("requests", [0, 1, 3])
 def test_hardly_any_requests(requests: int) -> None:
     limited = replace(load_planned(PAPER), slo=Slo(5.0, None))
@@ -265,6 +266,7 @@ def test_hardly_any_requests(requests: int) -> None:
     assert simulation_page(few).count("<svg") == 7
 
 
+@pytest.mark.slow
 def test_a_threshold_that_never_offloads() -> None:
     never = run("paper")
     series = {**never.result.series, "threshold_tokens_home": np.full(50, np.inf)}
@@ -273,6 +275,7 @@ def test_a_threshold_that_never_offloads() -> None:
     assert "Threshold and roles" in headings
 
 
+@pytest.mark.slow
 @given(st.integers(1, 3000))
 def test_thinning_keeps_means_and_bounds_the_points(count: int) -> None:
     values = np.sin(np.arange(count) / 7.0)

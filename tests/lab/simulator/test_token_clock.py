@@ -103,6 +103,7 @@ plans = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(plans, st.integers(1, 6))
 def test_starts_and_ends_are_those_of_the_fluid(plan: Plan, slots: int) -> None:

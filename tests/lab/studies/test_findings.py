@@ -54,6 +54,7 @@ def test_keys_are_unique(runs: Mapping[str, list[Run]], name: str) -> None:
     assert len({run.key for run in runs[name]}) == len(runs[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STUDIES)
 @pytest.mark.parametrize("kind", ["nothing done", "noise"])
 def test_every_outcome_can_be_told(

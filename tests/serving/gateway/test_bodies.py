@@ -64,6 +64,7 @@ def _names(value: Any) -> list[str]:
     return []
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(BODIES, st.one_of(st.none(), st.just([1, 2, 3])), st.booleans())
 def test_nothing_of_the_client_reaches_the_transfer_parameters(
@@ -80,6 +81,7 @@ def test_nothing_of_the_client_reaches_the_transfer_parameters(
             assert not names & {s.replace("-", "_") for s in STEERING}
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(BODIES)
 def test_everything_else_passes_unchanged(body: dict[str, Any]) -> None:
