@@ -113,6 +113,7 @@ def test_the_connector_is_told_whom_it_may_know(tmp_path: Path) -> None:
     assert consumer["key_file"] == str(tmp_path / "state" / "local" / "key")
 
 
+@pytest.mark.slow
 def test_the_connector_understands_what_it_is_told(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     from prfaas.serving.engines.vllm.settings import ConnectorSettings
