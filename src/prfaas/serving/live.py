@@ -21,10 +21,7 @@ async def serve_live(deployment: Deployment, *, ready: Callable[[int], None] | N
         KeyFileError: the deployment's key can't be read.
         OSError: the gateway's address can't be bound.
     """
-    key, kv_model, registry = (
-        load_key(deployment.security.key_file),
-        kv_model_of(deployment),
-        CollectorRegistry(),
-    )
-    plane = LivePlane(deployment, key, registry, kv_model)
+    kv_model = kv_model_of(deployment)
+    registry = CollectorRegistry()
+    plane = LivePlane(deployment, load_key(deployment.security.key_file), registry, kv_model)
     await serve_gateway(deployment, plane, kv_model=kv_model, ready=ready, registry=registry)
