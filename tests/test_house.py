@@ -6,8 +6,9 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src"
-# 240 was the aim. Ten files came with the work: the public API, `prfaas init`, and one owner each for what stood twice.
-MOST_FILES = 250
+# 240 was the aim of the rebuilding. Since then: the public API and `prfaas init`; then judging engines, admission, the
+# operators' port, logs, supervision, page digests, shadow requests and two more APIs, a noun each.
+MOST_FILES = 275
 MOST_LINES = 420
 
 
