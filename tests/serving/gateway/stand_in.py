@@ -28,6 +28,8 @@ from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.staging import StagingArena
 from prfaas.serving.transport.ticket import Ticket, TicketError, prompt_digest
 
+from . import stand_in_apis
+
 BLOCK_TOKENS = 16
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] | trim }}<|im_end|>\n"
@@ -110,6 +112,8 @@ class StandInEngine:
     """`fails`: prefills answer with that status. `hangs`: prefills never answer. `chunks`: tokens of a streamed answer
     that no limit was given for.
 
+    `other_apis`: it makes other prompts of other APIs' conversations than of chats.
+
     `dies`: at which point of decoding it loses its connection ("before-headers", "after-headers", "in-body",
     "mid-stream", "mid-event"), or says that it failed ("http-500", "error-event", "early-end"); streams after
     `dies_after` tokens. `deaths`: how often yet.
@@ -130,6 +134,7 @@ class StandInEngine:
     dies_after: int = 1
     deaths: int = 0
     other_ids: bool = False
+    other_apis: bool = False
     staging_bytes: int = 1 << 20
     seen: list[Seen] = field(default_factory=list)
     loaded: list[int] = field(default_factory=list)
@@ -158,7 +163,11 @@ class StandInEngine:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
+        for path in (stand_in_apis.RESPONSES, stand_in_apis.MESSAGES):
+            app.router.add_post(path, self._generate)
+        app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
         app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/detokenize", self._detokenize)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
@@ -190,7 +199,14 @@ class StandInEngine:
 
     def generated(self) -> list[Seen]:
         """What came besides the gateway's questions about token ids."""
-        return [s for s in self.seen if s.path.startswith("/v1/") and not s.body.get("return_token_ids")]
+        asks = ("return_token_ids", "enable_response_messages")
+        return [
+            s
+            for s in self.seen
+            if s.path.startswith("/v1/")
+            and s.path != "/v1/messages/count_tokens"
+            and not any(s.body.get(field) for field in asks)
+        ]
 
     async def _health(self, _request: web.Request) -> web.Response:
         return web.Response()
@@ -201,7 +217,7 @@ class StandInEngine:
             f'vllm:cache_config_info{{block_size="{BLOCK_TOKENS}",engine="0",kv_cache_size_tokens="64000"}} 1.0\n'
         )
 
-    def _ids(self, body: dict[str, Any]) -> list[int]:
+    def _ids(self, body: dict[str, Any], path: str = "") -> list[int]:
         given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
         if given is not None and "messages" in body:
             return list(given)
@@ -226,7 +242,8 @@ class StandInEngine:
                 add_generation_prompt=True,
             )
         ids: list[int] = self.tokenizer.encode(text).ids
-        return [*ids, 7] if self.other_ids else ids
+        is_other = self.other_apis and path.startswith((stand_in_apis.RESPONSES, stand_in_apis.MESSAGES))
+        return [*ids, 7] if self.other_ids or is_other else ids
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -234,10 +251,21 @@ class StandInEngine:
         ids = self._ids(body)
         return web.json_response({"count": len(ids), "max_model_len": 0, "tokens": ids})
 
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.seen.append(Seen(request.path, dict(request.headers), body))
+        ids = self._ids(stand_in_apis.as_chat(request.path, body), request.path)
+        return web.json_response({"input_tokens": len(ids)})
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.seen.append(Seen(request.path, dict(request.headers), body))
+        return web.json_response({"prompt": self.tokenizer.decode(body["tokens"])})
+
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.seen.append(Seen(request.path, dict(request.headers), body))
-        ids = self._ids(body)
+        ids = self._ids(stand_in_apis.as_chat(request.path, body), request.path)
         try:
             return await self._answered(request, body, ids)
         except asyncio.CancelledError:
@@ -275,9 +303,34 @@ class StandInEngine:
                 await response.prepare(request)
                 await response.write(b'{"id": ')
                 await self._die(request)
+        if request.path in (stand_in_apis.RESPONSES, stand_in_apis.MESSAGES):
+            return await self._answered_otherwise(request, body, ids)
         if not body.get("stream"):
             return web.json_response(self._whole_answer(body, ids))
         return await self._streamed(request, body, ids)
+
+    async def _answered_otherwise(
+        self, request: web.Request, body: dict[str, Any], ids: list[int]
+    ) -> web.StreamResponse:
+        path, limit = request.path, stand_in_apis.answer_limit(request.path, body)
+        text = answer_text(ids, limit or ANSWER_TOKENS)
+        if not body.get("stream"):
+            return web.json_response(stand_in_apis.whole(path, body, ids, text))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+
+        async def ends_before(index: int) -> bool:
+            await asyncio.sleep(self.chunk_s)
+            if self.dies == "error-event" and index == self.dies_after:
+                error = b'{"type":"error","error":{"type":"internal_error","message":"EngineDeadError"}}'
+                await response.write(b"event: error\ndata: %b\n\n" % error)
+                return True
+            return (
+                bool(self.dies) and index == self.dies_after and await self._fail_in_stream(request, response)
+            )
+
+        await stand_in_apis.write(response, stand_in_apis.events(path, body, ids, text), ends_before)
+        return response
 
     def _whole_answer(self, body: dict[str, Any], ids: list[int]) -> dict[str, Any]:
         count = body.get("max_tokens") or ANSWER_TOKENS

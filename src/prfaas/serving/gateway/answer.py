@@ -9,26 +9,21 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import orjson
 from aiohttp import HttpVersion11, web
 
 from prfaas.serving.gateway.bodies import without_transfer_params
+from prfaas.serving.gateway.dialects import END_OF_EVENT, OPENAI, Dialect
 from prfaas.serving.gateway.http_pool import EngineResponse
 from prfaas.serving.gateway.metrics import Metrics
+from prfaas.serving.gateway.prompts import Endpoint
 from prfaas.serving.gateway.request_log import RequestRecord
 
 EVENT_STREAM = "text/event-stream"
-END_OF_EVENT = b"\n\n"
-LAST_EVENT = b"data: [DONE]\n\n"
-DATA = b"data: "
-# vLLM ends a stream like this when its engine has died and its HTTP server lives. Quotes inside of generated text
-# are escaped, so these bytes can only begin such an event.
-_ERROR = b'data: {"error":'
 # Events that are longer are passed on in pieces.
 _LONGEST_EVENT_BYTES = 1 << 20
 
 # In generated text the quotes would be escaped. The usage stands at the end.
-_ANSWER_TOKENS = re.compile(rb'"completion_tokens":\s?(\d+)')
+_ANSWER_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s?(\d+)')
 _USAGE_BYTES = 2048
 # With so much unsent to one client, its engine's stream waits.
 _UNSENT_BYTES = 64 << 10
@@ -73,12 +68,25 @@ class EventStream:
     Nothing is parsed: a relayed piece costs microseconds. Only an engine's own failure is held back.
     """
 
-    __slots__ = ("_instance", "_partial", "_passes_parts", "_response", "ended", "failure")
+    __slots__ = (
+        "_dialect",
+        "_error_mark",
+        "_instance",
+        "_is_ending",
+        "_partial",
+        "_passes_parts",
+        "_response",
+        "ended",
+        "failure",
+    )
 
-    def __init__(self, response: EngineResponse, instance: str) -> None:
+    def __init__(self, response: EngineResponse, instance: str, dialect: Dialect = OPENAI) -> None:
         """`instance`: the engine's name, for messages."""
         self._response = response
         self._instance = instance
+        self._dialect = dialect
+        self._error_mark = dialect.error_mark
+        self._is_ending = False
         self._partial = b""
         self._passes_parts = False
         self.ended = False
@@ -125,11 +133,13 @@ class EventStream:
         """What may be passed on now that `chunk` has come: events as far as they are whole."""
         if self._partial or self._passes_parts or not chunk.endswith(END_OF_EVENT):
             chunk = self._whole_events(chunk)
-        if _ERROR in chunk:
+        if self._error_mark in chunk:
             chunk = self._before_failure(chunk)
-        if chunk:
-            self.ended = chunk.endswith(LAST_EVENT)
-        return chunk
+        # The last event too may be so long that it passes in parts.
+        if chunk and (self._is_ending or self._dialect.ends(chunk)):
+            self._is_ending = True
+            self.ended = chunk.endswith(END_OF_EVENT)
+        return self._dialect.cleaned(chunk) if self._dialect.nests_params else chunk
 
     def _whole_events(self, chunk: bytes) -> bytes:
         chunk = self._partial + chunk
@@ -143,13 +153,10 @@ class EventStream:
         return chunk[:end]
 
     def _before_failure(self, chunk: bytes) -> bytes:
-        begin = chunk.find(_ERROR)
+        begin = chunk.find(self._error_mark)
         event = chunk[begin : chunk.find(END_OF_EVENT, begin) + len(END_OF_EVENT)]
-        try:
-            code = orjson.loads(event[len(DATA) :])["error"]["code"]
-        except (orjson.JSONDecodeError, KeyError, TypeError):
-            return chunk
-        if not isinstance(code, int) or code < 500:
+        status = self._dialect.status_in(event)
+        if status is None or status < 500:
             return chunk
         self.failure = event
         return chunk[:begin]
@@ -167,9 +174,9 @@ async def read_whole(response: EngineResponse, instance: str, record: RequestRec
 
 def note_answer_tokens(record: RequestRecord, piece: bytes) -> None:
     """Record how many tokens were generated, if the last piece of an answer says so."""
-    found = _ANSWER_TOKENS.search(piece, max(len(piece) - _USAGE_BYTES, 0))
-    if found is not None:
-        record.answer_tokens = int(found.group(1))
+    found = _ANSWER_TOKENS.findall(piece, max(len(piece) - _USAGE_BYTES, 0))
+    if found:
+        record.answer_tokens = int(found[-1])
 
 
 def _died(instance: str, error: BaseException) -> DecodeFailedError:
@@ -228,6 +235,8 @@ class ResponseWriter:
         self._metrics = metrics
         self._response: web.StreamResponse | None = None
         self.kept = kept
+        self.latest = b""
+        """The events that were written last."""
 
     @property
     def begun(self) -> bool:
@@ -248,6 +257,7 @@ class ResponseWriter:
                 self._response.enable_chunked_encoding()
             await self._response.prepare(self._http)
         self.kept.add(chunk)
+        self.latest = chunk
         await self._response.write(chunk)
 
     async def relay(self, stream: EventStream, content_type: str) -> bytes:
@@ -260,12 +270,12 @@ class ResponseWriter:
             DecodeFailedError: the engine has failed.
             ConnectionResetError: the client has left.
         """
-        before, last = b"", b""
+        before = b""
         transport = self._http.transport
 
         def write_now(events: bytes) -> bool:
-            nonlocal before, last
-            before, last = last, events
+            nonlocal before
+            before, self.latest = self.latest, events
             self.kept.add(events)
             assert transport is not None
             transport.write(b"%x\r\n%b\r\n" % (len(events), events))
@@ -273,12 +283,12 @@ class ResponseWriter:
             return transport.get_write_buffer_size() < _UNSENT_BYTES and not transport.is_closing()
 
         while events := await stream.read():
+            before = self.latest
             await self.write(events, content_type)
-            before, last = last, events
             assert self._response is not None
             if self._response.chunked and transport is not None and not transport.is_closing():
                 await stream.pump(write_now)
-        return before[-len(last) - 1024 :] + last
+        return before[-len(self.latest) - 1024 :] + self.latest
 
     async def end(self) -> web.StreamResponse:
         """End the stream."""
@@ -293,6 +303,8 @@ class ResponseWriter:
         return web.Response(status=answer.status, body=answer.body, headers=headers)
 
     def _note_first_byte(self) -> None:
+        if not Endpoint(self._record.endpoint).generates:
+            return
         ttft_s = time.perf_counter() - self._record.began_s
         self._record.steps_s["first_byte"] = ttft_s
         self._metrics.ttft_seconds.labels(self._record.route).observe(ttft_s)

@@ -16,6 +16,7 @@ from prfaas.serving.gateway.answer import (
 )
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, decode_body
 from prfaas.serving.gateway.context import GatewayContext
+from prfaas.serving.gateway.dialects import dialect_of
 from prfaas.serving.gateway.engine_client import EngineCallError
 from prfaas.serving.gateway.http_pool import EngineResponse
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
@@ -51,7 +52,8 @@ class Decoder:
         async with self.open(request, prepared) as answer:
             kind = answer.content_type
             if kind.startswith(EVENT_STREAM):
-                end = await writer.relay(EventStream(answer, prepared.decode), kind)
+                stream = EventStream(answer, prepared.decode, dialect_of(request.endpoint))
+                end = await writer.relay(stream, kind)
                 note_answer_tokens(request.record, end)
                 return await writer.end()
             whole = await read_whole(answer, prepared.decode, request.record)

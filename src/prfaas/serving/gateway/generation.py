@@ -21,7 +21,7 @@ RECORD = web.RequestKey("prfaas_record", RequestRecord)
 
 
 class Generation:
-    """Serves `/v1/completions` and `/v1/chat/completions`. `handle` is the whole way of a request."""
+    """Serves whatever an engine answers (`Endpoint`). `handle` is the whole way of a request."""
 
     def __init__(
         self,
@@ -95,7 +95,11 @@ class Generation:
     def _keep_bytes(self, request: ServingRequest, prepared: PreparedRequest) -> int:
         """What to keep of the answer's stream, in case another engine must continue it."""
         is_exact = prepared.prompt is not None and prepared.prompt.exact
-        return self._context.options.kept_answer_bytes if is_exact and can_resume(request.body) else 0
+        return (
+            self._context.options.kept_answer_bytes
+            if is_exact and can_resume(request.endpoint, request.body)
+            else 0
+        )
 
     async def _decode(
         self,

@@ -4,6 +4,7 @@ import ipaddress
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -13,6 +14,7 @@ from prfaas.core.kv import KvModel
 from prfaas.serving.gateway.bodies import ApiError, Json, error_body
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.control_plane import ControlPlane
+from prfaas.serving.gateway.dialects import dialect_of_path
 from prfaas.serving.gateway.generation import RECORD, Generation
 from prfaas.serving.gateway.prompts import Endpoint
 from prfaas.serving.gateway.request_log import RequestLog, explain
@@ -46,16 +48,10 @@ class Routes:
         app.router.add_get("/v1/models", self._models, allow_head=False)
         app.router.add_get("/health", self._get_health, allow_head=False)
         app.router.add_get("/metrics", self._get_metrics, allow_head=False)
-        app.router.add_post(Endpoint.COMPLETIONS.path, self._completions)
-        app.router.add_post(Endpoint.CHAT.path, self._chat)
+        for endpoint in Endpoint:
+            app.router.add_post(endpoint.path, partial(self._generation.handle, endpoint=endpoint))
         self._inspection.add_routes(app)
         return app
-
-    async def _completions(self, http: web.Request) -> web.StreamResponse:
-        return await self._generation.handle(http, Endpoint.COMPLETIONS)
-
-    async def _chat(self, http: web.Request) -> web.StreamResponse:
-        return await self._generation.handle(http, Endpoint.CHAT)
 
     async def _models(self, _request: web.Request) -> web.Response:
         cards = [self._card(self._model.served_name, None)]
@@ -181,4 +177,5 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 def _refusal(request: web.Request, status: int, body: bytes) -> web.Response:
     record = request.get(RECORD)
     headers = record.headers() if record is not None else {}
+    body = dialect_of_path(request.path).refusal(body)
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)

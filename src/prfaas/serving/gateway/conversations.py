@@ -1,0 +1,217 @@
+"""The conversation in a body of `/v1/responses` or `/v1/messages`, as vLLM makes a chat of it before it renders it.
+
+Read from vLLM 0.32: `construct_input_messages` (entrypoints/openai/responses/utils.py) and
+`to_chat_completion_request` (entrypoints/anthropic/serving.py). What depends on the engine's settings is left to it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from prfaas.serving.gateway.bodies import ApiError, Json
+
+_UNCONVERTED = "unconverted"
+# Claude Code begins its system prompt with a block of this, which changes with every request. vLLM leaves it out.
+_BILLING_HEADER = "x-anthropic-billing-header"
+
+
+class NoConversationError(Exception):
+    """The body goes to the decode engine as it is."""
+
+    def __init__(self, reason: str) -> None:
+        """`reason`: why, in one word."""
+        super().__init__(reason)
+        self.reason = reason
+
+
+def responses_chat(body: Mapping[str, Any]) -> Json:
+    """The chat completion that renders to the prompt of a `/v1/responses` body.
+
+    Raises:
+        ApiError: 400, when the body names what only one engine knows.
+        NoConversationError: it is more than text.
+    """
+    for field in ("previous_response_id", "background"):
+        if body.get(field):
+            sentence = (
+                f"`{field}` is not served here: what an engine stores, the other engines do not know. "
+                "Send the whole conversation in `input`, and wait for its answer."
+            )
+            raise ApiError(400, sentence, param=field)
+    if body.get("truncation") not in (None, "disabled"):
+        raise NoConversationError("truncation")
+    if body.get("tools") or body.get("prompt") or body.get("previous_input_messages"):
+        raise NoConversationError(_UNCONVERTED)
+    instructions, said = body.get("instructions"), body.get("input")
+    if not isinstance(instructions, str | None) or not said or not isinstance(said, str | list):
+        raise NoConversationError("malformed")
+    messages: list[Json] = [{"role": "system", "content": instructions}] if instructions else []
+    if isinstance(said, str):
+        messages.append({"role": "user", "content": said})
+    else:
+        messages += map(_item_message, said)
+    chat: Json = {"messages": messages}
+    if body.get("reasoning") is not None:
+        chat["reasoning_effort"] = _fields(body["reasoning"]).get("effort")
+    return chat | _template_kwargs(body)
+
+
+def _item_message(item: object) -> Json:
+    fields = _fields(item)
+    content, is_assistant = fields.get("content"), fields.get("role") == "assistant"
+    known = {"type", "role", "content"} | ({"id", "status"} if is_assistant else set())
+    if fields.keys() - known or fields.get("type", "message") != "message":
+        raise NoConversationError(_UNCONVERTED)
+    # What is not complete, vLLM continues.
+    if fields.get("status", "completed") != "completed":
+        raise NoConversationError(_UNCONVERTED)
+    if not isinstance(content, str):
+        texts = _texts(content, "output_text" if is_assistant else "input_text")
+        # Of an answer vLLM takes the first part alone, and only where the item says what it is.
+        if is_assistant and (len(texts) != 1 or "type" not in fields):
+            raise NoConversationError(_UNCONVERTED)
+        content = texts[0] if is_assistant else [{"type": "text", "text": text} for text in texts]
+    return {"role": fields.get("role"), "content": content}
+
+
+def messages_chat(body: Mapping[str, Any]) -> Json:
+    """The chat completion that renders to the prompt of a `/v1/messages` body.
+
+    Raises:
+        NoConversationError: it has media, or what only the engine can turn into a prompt.
+    """
+    thinking = _fields(body.get("thinking") or {})
+    # What switches thinking off depends on the model and on a setting of the engine.
+    if thinking.get("type") == "disabled":
+        raise NoConversationError(_UNCONVERTED)
+    messages: list[Json] = []
+    if body.get("system"):
+        _add_system(body["system"], messages)
+    said = body.get("messages")
+    if not isinstance(said, list) or not said:
+        raise NoConversationError("malformed")
+    for message in said:
+        _add_message(_fields(message), messages)
+    chat: Json = {"messages": messages}
+    if body.get("tools") is not None:
+        if not isinstance(body["tools"], list):
+            raise NoConversationError("malformed")
+        chat["tools"] = [_tool(_fields(tool)) for tool in body["tools"]]
+        chat["tool_choice"] = _fields(body.get("tool_choice") or {"type": "auto"}).get("type")
+    effort = _fields(body.get("output_config") or {}).get("effort")
+    if effort is not None:
+        chat["reasoning_effort"] = effort
+    return chat | _template_kwargs(body)
+
+
+def _add_system(system: object, messages: list[Json]) -> None:
+    if not isinstance(system, str):
+        texts = _texts(system, "text")
+        system = "".join(text for text in texts if not text.startswith(_BILLING_HEADER))
+    if system:
+        messages.append({"role": "system", "content": system})
+
+
+def _add_message(message: Json, messages: list[Json]) -> None:
+    role, content = message.get("role"), message.get("content")
+    # Whether instructions within a conversation are moved to its beginning depends on the template.
+    if role not in ("user", "assistant"):
+        raise NoConversationError(_UNCONVERTED)
+    made: Json = {"role": role}
+    if isinstance(content, str):
+        made["content"] = content
+    elif isinstance(content, list):
+        _add_blocks([_fields(block) for block in content], made, messages)
+    else:
+        raise NoConversationError("malformed")
+    if role == "assistant" or "content" in made:
+        messages.append(made)
+
+
+def _add_blocks(blocks: Sequence[Json], made: Json, messages: list[Json]) -> None:
+    """Put blocks of one message into `made`; results of tools become messages before it."""
+    texts, calls, thoughts = [], [], []
+    for block in blocks:
+        match made["role"], block.get("type"):
+            case _, "text":
+                texts.append(_string(block, "text"))
+            case "assistant", "tool_use":
+                calls.append(_tool_call(block))
+            case "assistant", "thinking":
+                thoughts.append(_string(block, "thinking"))
+            case "assistant", "redacted_thinking":
+                pass
+            case "user", "tool_result":
+                messages.append(_tool_result(block))
+            case _, "image" | "document":
+                raise NoConversationError("media")
+            case _:
+                raise NoConversationError(_UNCONVERTED)
+    texts = [text for text in texts if text]
+    if thoughts:
+        made["reasoning"] = "".join(thoughts)
+    if calls:
+        made["tool_calls"] = calls
+    if len(texts) == 1:
+        made["content"] = texts[0]
+    elif texts:
+        made["content"] = [{"type": "text", "text": text} for text in texts]
+
+
+def _tool_call(block: Json) -> Json:
+    arguments = json.dumps(_fields(block.get("input") or {}))
+    function = {"name": _string(block, "name"), "arguments": arguments}
+    return {"id": _string(block, "id"), "type": "function", "function": function}
+
+
+def _tool_result(block: Json) -> Json:
+    content = block.get("content") or ""
+    if not isinstance(content, str):
+        content = "\n".join(_texts(content, "text"))
+    return {"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": content}
+
+
+def _tool(tool: Json) -> Json:
+    schema = _fields(tool.get("input_schema"))
+    return {
+        "type": "function",
+        "function": {
+            "name": _string(tool, "name"),
+            "description": tool.get("description"),
+            "parameters": schema if "type" in schema else schema | {"type": "object"},
+            "strict": tool.get("strict"),
+            "defer_loading": tool.get("defer_loading"),
+        },
+    }
+
+
+def _template_kwargs(body: Mapping[str, Any]) -> Json:
+    kwargs = body.get("chat_template_kwargs")
+    return {} if kwargs is None else {"chat_template_kwargs": _fields(kwargs)}
+
+
+def _texts(parts: object, kind: str) -> list[str]:
+    """The texts of a list of nothing but parts of this kind."""
+    if not isinstance(parts, list):
+        raise NoConversationError("malformed")
+    fields = [_fields(part) for part in parts]
+    if any(part.get("type") != kind for part in fields):
+        raise NoConversationError("media" if _has_media(fields) else _UNCONVERTED)
+    return [_string(part, "text") for part in fields]
+
+
+def _has_media(parts: Sequence[Json]) -> bool:
+    return any(part.get("type") in ("image", "document", "input_image", "input_file") for part in parts)
+
+
+def _fields(value: object) -> Json:
+    if not isinstance(value, dict):
+        raise NoConversationError("malformed")
+    return value
+
+
+def _string(fields: Json, name: str) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str):
+        raise NoConversationError("malformed")
+    return value
