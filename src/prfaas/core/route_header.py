@@ -82,6 +82,10 @@ class RouteHeader:
             parts.append(f"reason={self.reason}")
         return "; ".join(parts)
 
+    def without_details(self) -> str:
+        """The route and its reason alone: nothing that depends on what others have sent, nor on the load."""
+        return self.route if self.reason is None else f"{self.route}; reason={self.reason}"
+
     @classmethod
     def parse(cls, text: str) -> "RouteHeader":
         """The reverse of `encode`, for a header in which any field but the route may be missing.

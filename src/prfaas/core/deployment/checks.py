@@ -292,9 +292,9 @@ def _ports_of(instance: InstanceSection) -> Iterator[tuple[str, int]]:
 
 def admin_port(file: DeploymentFile) -> int:
     """Where operators connect: the file's port, or the next one after the gateway's that nothing of the file uses."""
-    gateway = file.gateway
-    if gateway.admin.port is not None:
-        return gateway.admin.port
+    gateway, given = file.gateway, file.gateway.admin.port
+    if given is not None:
+        return int(given)
     used = {port for _, _, instance in _instances(file) for _, port in _ports_of(instance)}
     after, before = range(gateway.port + 1, 65536), range(gateway.port - 1, 0, -1)
     return next(port for port in (*after, *before) if port not in used)

@@ -233,6 +233,7 @@ class ResponseWriter:
             self._response = web.StreamResponse(headers=headers)
             await self._response.prepare(self._http)
         self.kept.add(chunk)
+        self._record.answer_events += chunk.count(END_OF_EVENT)
         await self._response.write(chunk)
 
     async def end(self) -> web.StreamResponse:
@@ -250,6 +251,7 @@ class ResponseWriter:
     def _note_first_byte(self) -> None:
         ttft_s = time.perf_counter() - self._record.began_s
         self._record.steps_s["first_byte"] = ttft_s
+        self._record.waits_for = None
         self._metrics.ttft_seconds.labels(self._record.route).observe(ttft_s)
 
 
