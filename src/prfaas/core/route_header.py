@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 ROUTE_HEADER = "x-prfaas-route"
+REQUEST_ID_HEADER = "X-Request-Id"
 
 _ROUTES = ("local", "offload")
 

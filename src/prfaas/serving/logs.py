@@ -74,22 +74,18 @@ def set_up_logging(
     handler = _PrfaasHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(_JsonFormatter() if settings.format == "json" else _TextFormatter())
     handler.addFilter(RepeatFilter())
-    ours = logging.getLogger("prfaas")
-    ours.setLevel(settings.level.upper())
-    _attach(ours, handler)
-    ours.propagate = False
-    if whole_process:
-        root = logging.getLogger()
-        root.setLevel(max(logging.WARNING, ours.level))
-        _attach(root, handler)
-    return handler
-
-
-def _attach(logger: logging.Logger, handler: logging.Handler) -> None:
-    for earlier in logger.handlers[:]:
-        if isinstance(earlier, _PrfaasHandler):
+    ours, root = logging.getLogger("prfaas"), logging.getLogger()
+    for logger in (ours, root):
+        for earlier in [each for each in logger.handlers if isinstance(each, _PrfaasHandler)]:
             logger.removeHandler(earlier)
-    logger.addHandler(handler)
+    ours.setLevel(settings.level.upper())
+    ours.propagate = whole_process
+    if whole_process:
+        root.setLevel(max(logging.WARNING, ours.level))
+        root.addHandler(handler)
+    else:
+        ours.addHandler(handler)
+    return handler
 
 
 class _PrfaasHandler(logging.StreamHandler[IO[str]]):

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 from prometheus_client import CollectorRegistry
 
+from prfaas.serving.gateway.admin import may_ask
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request_log import RequestLog, RequestRecord
-from prfaas.serving.gateway.admin import may_ask
 
 from .world import World
 

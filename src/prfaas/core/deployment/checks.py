@@ -297,7 +297,8 @@ def admin_port(file: DeploymentFile) -> int:
         return int(given)
     used = {port for _, _, instance in _instances(file) for _, port in _ports_of(instance)}
     after, before = range(gateway.port + 1, 65536), range(gateway.port - 1, 0, -1)
-    return next(port for port in (*after, *before) if port not in used)
+    free: int = next(port for port in (*after, *before) if port not in used)
+    return free
 
 
 def _same_host(one: str, other: str) -> bool:

@@ -123,6 +123,8 @@ def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deploy
             prefix_cache_retention_tokens=engine.prefix_cache_retention_tokens,
             extra_args=tuple(engine.extra_args),
             env=dict(engine.env),
+            log_bytes=engine.log_size,
+            log_files=engine.log_files,
         ),
         transfer=TransferLimits(**file.transfer.model_dump()),
         control=ControlConfig(**file.control.model_dump()),

@@ -234,6 +234,8 @@ class EngineSection(_Section):
     prefix_cache_retention_tokens: Annotated[int, Field(ge=0)] | None = None
     extra_args: list[Arg] = []
     env: dict[EnvName, EnvValue] = {}
+    log_size: Annotated[Size, Field(ge=64 * 1024)] = 64 * MIB
+    log_files: Annotated[int, Field(ge=1, le=1000)] = 3
 
 
 class TransferSection(_Section):

@@ -234,6 +234,10 @@ class EngineConfig:
     extra_args: tuple[str, ...]
     """Further arguments of `vllm serve`."""
     env: Mapping[str, str]
+    log_bytes: int = 64 << 20
+    """An engine's log of more becomes an earlier part of it."""
+    log_files: int = 3
+    """So many earlier parts are kept."""
 
 
 @dataclass(frozen=True, slots=True)

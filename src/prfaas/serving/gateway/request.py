@@ -11,13 +11,13 @@ from aiohttp import web
 
 from prfaas.core.deployment import ModelRef, RouteDetail
 from prfaas.core.prefix import PromptChains
-from prfaas.core.route_header import RouteHeader
+from prfaas.core.route_header import REQUEST_ID_HEADER, RouteHeader
 from prfaas.core.scheduling import Decision, Route
 from prfaas.serving.gateway.bodies import ApiError, Json, parse_body, strip_owned
 from prfaas.serving.gateway.context import ThreadOffload
 from prfaas.serving.gateway.kv_transfer import TransferDone
 from prfaas.serving.gateway.prompts import Endpoint, Prompt, prompt_of, samples_of
-from prfaas.serving.gateway.request_log import REQUEST_ID_HEADER, RequestRecord, WaitsFor
+from prfaas.serving.gateway.request_log import RequestRecord, WaitsFor
 
 # The only client headers that an engine sees, and only in this form.
 _TRACE_HEADERS = {

@@ -15,14 +15,12 @@ from aiohttp import web
 
 from prfaas.core.deployment import Deployment
 from prfaas.core.kv import KvModel
-from prfaas.core.route_header import ROUTE_HEADER, RouteHeader
+from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeader
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError
 from prfaas.serving.gateway.bodies import ApiError, Json
 from prfaas.serving.gateway.kv_transfer import TransferredBytes
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.logs import REQUEST_ID
-
-REQUEST_ID_HEADER = "X-Request-Id"
 
 _REFUSALS = {
     404: "unknown-model",
