@@ -223,7 +223,8 @@ def test_one_line_per_request(setting: Setting) -> None:
     request_id = setting.runner.run(complete(setting.world, [5, *IDS]))
     (line,) = [each for each in setting.log.getvalue().splitlines() if " prfaas.access " in each]
     shape = (
-        rf"\S+ info prfaas.access request_id={request_id} peer=127.0.0.1 answered method=POST path=/v1/completions status=200 route=offload "
+        rf"\S+ info prfaas.access request_id={request_id} peer=127.0.0.1 answered "
+        r"method=POST path=/v1/completions status=200 route=offload "
         r"outcome=ok prompt_tokens=301 answer_tokens=16 ttft_s=0\.\d+ duration_s=0\.\d+"
     )
     assert re.fullmatch(shape, line), line
