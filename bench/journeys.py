@@ -452,7 +452,7 @@ def gateway(source: Path, document: Json, home: Path, log_path: Path) -> Iterato
 
 def deployment() -> Json:
     """One PrfaaS and one PD cluster of two stand-ins each; no loop of the scheduler acts without an event."""
-    ports = free_ports(9)
+    ports = free_ports(10)
 
     def cluster(name: str, kind: str, profile: str, roles: Sequence[str]) -> Json:
         instances = [

@@ -75,7 +75,7 @@ def write_deployment(
             {"source": "far", "target": "home", "bandwidth": "4 Gbit/s", "connections": 2},
             {"source": "home", "target": "far", "bandwidth": "4 Gbit/s", "connections": 1},
         ],
-        "gateway": {"host": "127.0.0.1", "port": next(ports), "route_header": "full"},
+        "gateway": {"host": "127.0.0.1", "port": next(ports)},
         "engine": {
             "max_num_batched_tokens": 1024,
             "max_num_seqs": 8,
