@@ -192,12 +192,15 @@ class KeptStream:
         self._limit_bytes = limit_bytes
         self._chunks: list[bytes] | None = [] if limit_bytes else None
         self._kept_bytes = 0
+        self.events = 0
+        """How many were written."""
         self.torn = False
         """Whether what was written ends within an event."""
 
     def add(self, chunk: bytes) -> None:
         """`chunk` is written next: whole events, or a piece of one that is too long to be kept."""
         self.torn = not chunk.endswith(END_OF_EVENT)
+        self.events += chunk.count(END_OF_EVENT)
         if self._chunks is None:
             return
         beyond = self._kept_bytes + len(chunk) > self._limit_bytes or len(chunk) > self._budget.left_bytes
@@ -248,7 +251,6 @@ class ResponseWriter:
                 self._response.enable_chunked_encoding()
             await self._response.prepare(self._http)
         self.kept.add(chunk)
-        self._record.answer_events += chunk.count(END_OF_EVENT)
         await self._response.write(chunk)
 
     async def relay(self, stream: EventStream, content_type: str) -> bytes:
@@ -309,4 +311,5 @@ def writing(
     try:
         yield ResponseWriter(http, record, metrics, kept)
     finally:
+        record.answer_events = kept.events
         kept.drop()

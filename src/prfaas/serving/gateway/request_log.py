@@ -81,7 +81,7 @@ class RequestRecord:
     route: str = "none"
     waits_for: WaitsFor | None = WaitsFor.BODY
     answer_events: int = 0
-    """Events of its stream so far."""
+    """Events of its stream, known at its end."""
     prefix_moved: TransferredBytes | None = None
     """What the cache transfer before the prefill moved."""
     prefix_outcome: str | None = None
