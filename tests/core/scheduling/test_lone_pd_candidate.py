@@ -21,9 +21,10 @@ def test_it_is_the_same_candidate_or_none(case: tuple[View, RoutingRequest]) -> 
         return
     general = pd_candidate_of(request, view, cluster, decode, prefill_candidates(request, view))
     if lone is None:
-        # Out of the ordinary: somebody is to be avoided, nobody well decodes or prefills, or one does both.
+        # Out of the ordinary: somebody is avoided or kept apart, nobody well decodes or prefills, or one does both.
         assert (
             view.avoid
+            or view.blocked
             or general.local_reason
             or general.local.instance is decode
             or decode.prefills

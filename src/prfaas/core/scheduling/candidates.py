@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from prfaas.core.scheduling.decision import CacheTransfer, RoutingRequest
 from prfaas.core.scheduling.view import (
+    ClusterKind,
     ClusterView,
     InstanceView,
     LinkView,
@@ -216,6 +217,17 @@ def least_queued(request: RoutingRequest, cluster: ClusterView, view: View) -> B
 def prefillers(cluster: ClusterView, view: View) -> list[InstanceView]:
     """The instances of `cluster` that may be given prefills."""
     return [each for each in cluster.instances if each.takes_prefills and each.name not in view.avoid]
+
+
+def is_kept_apart(view: View, decode: InstanceView, kind: ClusterKind) -> bool:
+    """Whether an instance that may prefill gets nothing only because `decode` takes no KV from it."""
+    unable = {producer for producer, consumer in view.blocked if consumer == decode.name}
+    return any(
+        each.name in unable
+        for cluster in view.clusters.values()
+        if unable and cluster.kind == kind and (kind == "prfaas" or cluster.name == decode.cluster)
+        for each in prefillers(cluster, view)
+    )
 
 
 def decode_choices(request: RoutingRequest, view: View) -> list[tuple[ClusterView, InstanceView]]:

@@ -16,6 +16,7 @@ from prfaas.core.scheduling.candidates import (
     abundant_link,
     best_candidate,
     decode_choices,
+    is_kept_apart,
     kv_bytes_to,
     least_loaded,
     least_queued,
@@ -73,6 +74,8 @@ class PdCandidate:
     """The long-term threshold, infinite where there is none."""
     sources: list[PrefixSource]
     """The longest prefix of every cluster that holds any, the longest first."""
+    is_kept_apart: bool = False
+    """There is a PrfaaS instance that could prefill if the decode instance took its KV."""
 
     def reason_to_stay(self, *, long: bool) -> str:
         """One word for why the request is prefilled here; `long`: although it is longer than the threshold."""
@@ -82,7 +85,9 @@ class PdCandidate:
             return "short"
         if self.remotes:
             return "busy-prfaas"
-        return "no-link" if self.has_prfaas else "no-prfaas-instance"
+        if self.has_prfaas:
+            return "no-link"
+        return "incompatible" if self.is_kept_apart else "no-prfaas-instance"
 
 
 @dataclass(slots=True)
@@ -134,7 +139,7 @@ def lone_pd_candidate(request: RoutingRequest, view: View) -> PdCandidate | None
             return None
         else:
             home = cluster
-    if home is None or view.avoid:
+    if home is None or view.avoid or view.blocked:
         return None
     own = least_queued(request, home, view)
     decode = least_loaded(home.instances)
@@ -173,9 +178,12 @@ def pd_candidate_of(
             remotes.append((node, link))
     least_wait_s = local.start_s if own is None else own.least_wait_s
     threshold = view.threshold_tokens.get(cluster.name, math.inf)
-    has_prfaas = bool(prefill.far)
+    far = bool(prefill.far)
+    apart = bool(view.blocked) and not far and is_kept_apart(view, decode, "prfaas")
+    if view.blocked and reason == "no-prefill-instance" and is_kept_apart(view, decode, "pd"):
+        reason = "incompatible"
     return PdCandidate(
-        cluster, decode, local, reason, held_tokens, least_wait_s, remotes, has_prfaas, threshold, sources
+        cluster, decode, local, reason, held_tokens, least_wait_s, remotes, far, threshold, sources, apart
     )
 
 
@@ -289,6 +297,8 @@ def _best_source(
     for source in pd.sources:
         if source.held_tokens <= option.reusable_tokens:
             return None
+        if view.blocked and (source.holder.name, option.instance.name) in view.blocked:
+            continue
         link = abundant_link(view, source.cluster.name, option.cluster.name, marks)
         if link is not None:
             return source, link
@@ -332,24 +342,27 @@ def route(
     decoders = decode_choices(request, view)
     if request.num_tokens <= 1:
         return single_token(request, view, decoders)
-    prefill = prefill_candidates(request, view)
+    shared = None if view.blocked else prefill_candidates(request, view)
+
+    def candidate(cluster: ClusterView, decode: InstanceView, *, caches_move: bool) -> PdCandidate:
+        prefill = shared or prefill_candidates(request, view.towards(decode.name))
+        return pd_candidate_of(request, view, cluster, decode, prefill, caches_move=caches_move)
+
     if len(decoders) == 1:
         cluster, decode = decoders[0]
-        pd = pd_candidate_of(request, view, cluster, decode, prefill)
+        pd = candidate(cluster, decode, caches_move=True)
         return decision_of(request, view, decode, choose(request, view, pd))
     best: Choice | None = None
     full, least, lightest = True, math.inf, math.inf
     for here, decoder in decoders:
-        choice = choose(
-            request, view, pd_candidate_of(request, view, here, decoder, prefill, caches_move=False)
-        )
+        choice = choose(request, view, candidate(here, decoder, caches_move=False))
         load = load_of(decoder)
         if best is None or (load >= 1.0, choice.cost, load) < (full, least, lightest):
             best, cluster, decode = choice, here, decoder
             full, least, lightest = load >= 1.0, choice.cost, load
     assert best is not None  # there is at least one
     if request.held:
-        best = choose(request, view, pd_candidate_of(request, view, cluster, decode, prefill))
+        best = choose(request, view, candidate(cluster, decode, caches_move=True))
     return decision_of(request, view, decode, best)
 
 
