@@ -7,14 +7,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
 
 from prfaas.core.scheduling.candidates import (
     AbundanceMarks,
     BestCandidate,
     PrefillCandidate,
+    PrefillCandidates,
+    PrefixSource,
+    able_to_send,
     abundant_link,
-    best_candidate,
     decode_choices,
     is_kept_apart,
     kv_bytes_to,
@@ -22,6 +23,7 @@ from prfaas.core.scheduling.candidates import (
     least_queued,
     load_of,
     prefill_by,
+    prefill_candidates,
     streamed,
     streamed_s,
     usable_link,
@@ -29,16 +31,6 @@ from prfaas.core.scheduling.candidates import (
 from prfaas.core.scheduling.decision import CacheTransfer, Decision, Route, RoutingRequest
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
 from prfaas.core.units import BITS_PER_BYTE
-
-
-class PrefixSource(Protocol):
-    """The longest prefix of a request in one cluster. A `BestCandidate` is one."""
-
-    cluster: ClusterView
-    holder: InstanceView
-    """The instance that holds it."""
-    held_tokens: int
-    """Its length."""
 
 
 @dataclass(slots=True)
@@ -90,38 +82,6 @@ class PdCandidate:
         return "incompatible" if self.is_kept_apart else "no-prfaas-instance"
 
 
-@dataclass(slots=True)
-class PrefillCandidates:
-    """The instance of every cluster that would prefill, and the prefixes that clusters hold."""
-
-    own: dict[str, BestCandidate]
-    """By PD cluster."""
-    far: list[BestCandidate]
-    """Those of PrfaaS clusters."""
-    sources: list[PrefixSource]
-    """The longest prefix of every cluster that holds any, the longest first."""
-
-
-def prefill_candidates(request: RoutingRequest, view: View) -> PrefillCandidates:
-    """The candidates of all clusters with an instance that may prefill."""
-    own: dict[str, BestCandidate] = {}
-    far: list[BestCandidate] = []
-    sources: list[PrefixSource] = []
-    for cluster in view.clusters.values():
-        node = best_candidate(request, cluster, view)
-        if node is None:
-            continue
-        if cluster.kind == "pd":
-            own[cluster.name] = node
-        else:
-            far.append(node)
-        if node.held_tokens:
-            sources.append(node)
-    if len(sources) > 1:
-        sources.sort(key=_by_tokens, reverse=True)
-    return PrefillCandidates(own, far, sources)
-
-
 def lone_pd_candidate(request: RoutingRequest, view: View) -> PdCandidate | None:
     """The candidate of the only PD cluster for a prompt of which no instance holds anything.
 
@@ -161,16 +121,10 @@ def pd_candidate_of(
     cluster: ClusterView,
     decode: InstanceView,
     prefill: PrefillCandidates,
-    *,
-    caches_move: bool = True,
 ) -> PdCandidate:
-    """The PD cluster `cluster`, given who would decode there; without `sources` unless `caches_move`."""
+    """The PD cluster `cluster`, given who would decode there; without `sources`: caches stay where they are."""
     own = prefill.own.get(cluster.name)
     local, reason, held_tokens = _local(request, view, cluster, decode, own)
-    sources = prefill.sources if caches_move else []
-    if caches_move and held_tokens > (0 if own is None else own.held_tokens):
-        sources = [*sources, _AtDecode(cluster, decode, held_tokens)]
-        sources.sort(key=_by_tokens, reverse=True)
     remotes = []
     for node in prefill.far:
         link = usable_link(view, node.cluster.name, cluster.name)
@@ -183,8 +137,17 @@ def pd_candidate_of(
     if view.blocked and reason == "no-prefill-instance" and is_kept_apart(view, decode, "pd"):
         reason = "incompatible"
     return PdCandidate(
-        cluster, decode, local, reason, held_tokens, least_wait_s, remotes, far, threshold, sources, apart
+        cluster, decode, local, reason, held_tokens, least_wait_s, remotes, far, threshold, [], apart
     )
+
+
+def let_caches_move(pd: PdCandidate, prefill: PrefillCandidates) -> None:
+    """Give `pd` the prefixes of all clusters, its decode instance's among them where that is its cluster's longest."""
+    own = prefill.own.get(pd.cluster.name)
+    pd.sources = prefill.sources
+    if pd.held_tokens > (0 if own is None else own.held_tokens):
+        pd.sources = [*prefill.sources, _AtDecode(pd.cluster, pd.decode, pd.held_tokens)]
+        pd.sources.sort(key=_by_tokens, reverse=True)
 
 
 def _local(
@@ -342,28 +305,27 @@ def route(
     decoders = decode_choices(request, view)
     if request.num_tokens <= 1:
         return single_token(request, view, decoders)
-    shared = None if view.blocked else prefill_candidates(request, view)
-
-    def candidate(cluster: ClusterView, decode: InstanceView, *, caches_move: bool) -> PdCandidate:
-        prefill = shared or prefill_candidates(request, view.towards(decode.name))
-        return pd_candidate_of(request, view, cluster, decode, prefill, caches_move=caches_move)
-
-    if len(decoders) == 1:
-        cluster, decode = decoders[0]
-        pd = candidate(cluster, decode, caches_move=True)
-        return decision_of(request, view, decode, choose(request, view, pd))
+    prefill = prefill_candidates(request, view)
+    chosen: PdCandidate | None = None
     best: Choice | None = None
-    full, least, lightest = True, math.inf, math.inf
-    for here, decoder in decoders:
-        choice = choose(request, view, candidate(here, decoder, caches_move=False))
-        load = load_of(decoder)
-        if best is None or (load >= 1.0, choice.cost, load) < (full, least, lightest):
-            best, cluster, decode = choice, here, decoder
-            full, least, lightest = load >= 1.0, choice.cost, load
-    assert best is not None  # there is at least one
-    if request.held:
-        best = choose(request, view, candidate(cluster, decode, caches_move=True))
-    return decision_of(request, view, decode, best)
+    if len(decoders) == 1:
+        here = able_to_send(request, view, decoders[0][1], prefill)
+        chosen = pd_candidate_of(request, view, *decoders[0], here)
+    else:
+        full, least, lightest = True, math.inf, math.inf
+        for cluster, decode in decoders:
+            able = able_to_send(request, view, decode, prefill)
+            pd = pd_candidate_of(request, view, cluster, decode, able)
+            choice = choose(request, view, pd)
+            load = load_of(decode)
+            if chosen is None or (load >= 1.0, choice.cost, load) < (full, least, lightest):
+                best, chosen, here = choice, pd, able
+                full, least, lightest = load >= 1.0, choice.cost, load
+        assert chosen is not None  # there is at least one
+    if best is None or request.held:
+        let_caches_move(chosen, here)
+        best = choose(request, view, chosen)
+    return decision_of(request, view, chosen.decode, best)
 
 
 def soonest_remote(
@@ -371,15 +333,24 @@ def soonest_remote(
 ) -> PrefillCandidate:
     """Of `remotes`, at least one, the one with the least predicted TTFT."""
     kv_bytes = kv_bytes_to(request, view, pd.decode)
-    best: PrefillCandidate | None = None
+    now_s, kv_bits = view.now_s, BITS_PER_BYTE * kv_bytes
+    chosen: tuple[BestCandidate, LinkView] | None = None
+    least_s = math.inf
     for node, link in remotes:
         # No KV arrives before it has been computed.
-        if best is None or node.ttft_s < best.ttft_s:
-            option = streamed(node, link, view.now_s, kv_bytes)
-            if best is None or option.ttft_s < best.ttft_s:
-                best = option
-    assert best is not None  # there is at least one
-    return best
+        if chosen is None or node.ttft_s < least_s:
+            wait_s = link.drained_s - now_s
+            ttft_s = streamed_s(
+                node.start_s,
+                node.prefill_s,
+                wait_s if wait_s > 0.0 else 0.0,
+                kv_bits / link.capacity_bits_per_s,
+                link.rtt_s,
+            )
+            if chosen is None or ttft_s < least_s:
+                chosen, least_s = (node, link), ttft_s
+    assert chosen is not None  # there is at least one
+    return streamed(*chosen, now_s, kv_bytes)
 
 
 def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choice: Choice) -> Decision:
