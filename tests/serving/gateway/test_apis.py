@@ -82,7 +82,7 @@ def test_a_stream_keeps_its_own_form_and_end(in_world: InWorld, path: str) -> No
         if path == RESPONSES:
             assert events[-1]["response"]["kv_transfer_params"] is None
         assert world.plane.suspected == []
-        record = await world.client.get(f"/prfaas/requests/{headers['X-Request-Id']}")
+        record = await world.admin.get(f"/prfaas/requests/{headers['X-Request-Id']}")
         assert (await record.json())["answer_tokens"] == 9
 
     in_world(body)

@@ -15,7 +15,6 @@ from prfaas.serving.gateway.bodies import without_transfer_params
 from prfaas.serving.gateway.dialects import END_OF_EVENT, OPENAI, Dialect
 from prfaas.serving.gateway.http_pool import EngineResponse
 from prfaas.serving.gateway.metrics import Metrics
-from prfaas.serving.gateway.prompts import Endpoint
 from prfaas.serving.gateway.request_log import RequestRecord
 
 EVENT_STREAM = "text/event-stream"
@@ -70,6 +69,7 @@ class EventStream:
 
     __slots__ = (
         "_dialect",
+        "_ends",
         "_error_mark",
         "_instance",
         "_is_ending",
@@ -85,6 +85,7 @@ class EventStream:
         self._response = response
         self._instance = instance
         self._dialect = dialect
+        self._ends = dialect.ends
         self._error_mark = dialect.error_mark
         self._is_ending = False
         self._partial = b""
@@ -136,7 +137,7 @@ class EventStream:
         if self._error_mark in chunk:
             chunk = self._before_failure(chunk)
         # The last event too may be so long that it passes in parts.
-        if chunk and (self._is_ending or self._dialect.ends(chunk)):
+        if chunk and (self._is_ending or self._ends(chunk)):
             self._is_ending = True
             self.ended = chunk.endswith(END_OF_EVENT)
         return self._dialect.cleaned(chunk) if self._dialect.nests_params else chunk
@@ -199,12 +200,15 @@ class KeptStream:
         self._limit_bytes = limit_bytes
         self._chunks: list[bytes] | None = [] if limit_bytes else None
         self._kept_bytes = 0
+        self.events = 0
+        """How many were written."""
         self.torn = False
         """Whether what was written ends within an event."""
 
     def add(self, chunk: bytes) -> None:
         """`chunk` is written next: whole events, or a piece of one that is too long to be kept."""
         self.torn = not chunk.endswith(END_OF_EVENT)
+        self.events += chunk.count(END_OF_EVENT)
         if self._chunks is None:
             return
         beyond = self._kept_bytes + len(chunk) > self._limit_bytes or len(chunk) > self._budget.left_bytes
@@ -303,11 +307,12 @@ class ResponseWriter:
         return web.Response(status=answer.status, body=answer.body, headers=headers)
 
     def _note_first_byte(self) -> None:
-        if not Endpoint(self._record.endpoint).generates:
-            return
         ttft_s = time.perf_counter() - self._record.began_s
         self._record.steps_s["first_byte"] = ttft_s
-        self._metrics.ttft_seconds.labels(self._record.route).observe(ttft_s)
+        self._record.waits_for = None
+        # Without a route nothing was generated.
+        if self._record.route_header is not None:
+            self._metrics.ttft_seconds.labels(self._record.route).observe(ttft_s)
 
 
 @contextlib.contextmanager
@@ -319,4 +324,5 @@ def writing(
     try:
         yield ResponseWriter(http, record, metrics, kept)
     finally:
+        record.answer_events = kept.events
         kept.drop()

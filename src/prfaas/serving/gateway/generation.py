@@ -95,11 +95,8 @@ class Generation:
     def _keep_bytes(self, request: ServingRequest, prepared: PreparedRequest) -> int:
         """What to keep of the answer's stream, in case another engine must continue it."""
         is_exact = prepared.prompt is not None and prepared.prompt.exact
-        return (
-            self._context.options.kept_answer_bytes
-            if is_exact and can_resume(request.endpoint, request.body)
-            else 0
-        )
+        resumes = is_exact and can_resume(request.endpoint, request.body)
+        return self._context.options.kept_answer_bytes if resumes else 0
 
     async def _decode(
         self,
@@ -115,7 +112,8 @@ class Generation:
         """
         failed: list[str] = []
         while True:
-            request.record.route, request.record.route_header = str(prepared.route), prepared.header()
+            if request.endpoint.generates:
+                request.record.sent(prepared.header())
             try:
                 return await self._decoder.relay(request, prepared, writer)
             except DecodeFailedError as failure:
