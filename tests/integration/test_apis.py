@@ -157,6 +157,31 @@ def test_a_long_message_with_tools_is_offloaded_too(stack: Stack) -> None:
     assert answer.route["route"] == "offload" and loaded_bytes > 0
 
 
+def test_a_long_response_with_tools_is_offloaded_too(stack: Stack) -> None:
+    body = {
+        "input": [
+            {"role": "user", "content": words(4)},
+            {"type": "function_call", "call_id": "c1", "name": "pick", "arguments": '{"colour": "red"}'},
+            {"type": "function_call_output", "call_id": "c1", "output": "ok"},
+            {"role": "user", "content": "Again."},
+        ],
+        "tools": [
+            {
+                "type": "function",
+                "name": "pick",
+                "description": TOOL["description"],
+                "parameters": TOOL["input_schema"],
+                "strict": None,
+            }
+        ],
+        "max_output_tokens": TOKENS,
+        "temperature": 0,
+    }
+    answer, loaded_bytes = ask(stack, "/v1/responses", body, "response with tools")
+    assert answer.status == 200, answer.body
+    assert answer.route["route"] == "offload" and loaded_bytes > 0
+
+
 def test_refusals_have_the_form_of_their_api(stack: Stack) -> None:
     ours, _ = ask(stack, "/v1/responses", {"input": "x", "previous_response_id": "resp_1"}, "refused")
     assert ours.status == 400 and ours.body["error"]["param"] == "previous_response_id"

@@ -199,7 +199,7 @@ def test_whole_answers_keep_no_transfer_parameters(in_world: InWorld, path: str)
 @BOTH
 def test_what_only_the_engine_can_render_is_forwarded(in_world: InWorld, path: str) -> None:
     async def body(world: World) -> None:
-        tools = {"tools": [{"type": "function", "name": "f"}]}
+        tools = {"tools": [{"type": "web_search"}]}
         thinking = {"thinking": {"type": "disabled"}}
         response, _ = await world.post(path, BODIES[path] | (tools if path == RESPONSES else thinking))
         assert response.status == 200 and route_of(response)["reason"] == "unconverted"

@@ -46,6 +46,27 @@ def test_what_changes_with_every_request_is_left_out_of_a_system_prompt() -> Non
     assert message(USER, system=system).plain == (("system", "s"), ("user", "hello"))
 
 
+def test_an_answer_in_several_items_is_one_message() -> None:
+    thought = {
+        "type": "reasoning",
+        "id": "rs_1",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": "t"}],
+    }
+    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}", "id": "fc_1"}
+    output = {"type": "function_call_output", "call_id": "c1", "output": "ok"}
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+    prompt = response([USER, thought, ANSWER, call, call, output], tools=[tool])
+    assert isinstance(prompt, ChatPrompt) and prompt.plain is None
+    made = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    assert prompt.request["messages"] == [
+        USER,
+        {"role": "assistant", "reasoning": "t", "content": "hi", "tool_calls": [made, made]},
+        {"role": "tool", "tool_call_id": "c1", "content": "ok"},
+    ]
+    assert prompt.request["tools"][0]["function"]["strict"] is True
+
+
 def test_tools_are_the_engines_to_render_from_the_same_chat() -> None:
     call = {"type": "tool_use", "id": "t1", "name": "f", "input": {"x": "é"}}
     result = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "ok"}]}
@@ -73,8 +94,9 @@ def test_tools_are_the_engines_to_render_from_the_same_chat() -> None:
         ("truncation", "x", {"truncation": "auto"}),
         ("unconverted", "x", {"previous_input_messages": [{}]}),
         ("unconverted", "x", {"prompt": {"id": "p"}}),
-        ("unconverted", [USER, {"type": "reasoning", "summary": []}], {}),
-        ("unconverted", [USER, {"type": "function_call_output", "call_id": "c", "output": "x"}], {}),
+        ("unconverted", [USER, {"type": "reasoning", "summary": [], "encrypted_content": "x"}], {}),
+        ("unconverted", [USER, {"type": "file_search_call", "id": "x"}], {}),
+        ("malformed", [USER, {"type": "function_call_output", "call_id": "c", "output": [1]}], {}),
         ("unconverted", [USER, ANSWER | {"status": "incomplete"}], {}),
         ("unconverted", [ANSWER | {"content": ANSWER["content"] * 2}], {}),
         ("unconverted", [USER | {"name": "x"}], {}),

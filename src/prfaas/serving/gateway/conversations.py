@@ -40,38 +40,88 @@ def responses_chat(body: Mapping[str, Any]) -> Json:
             raise ApiError(400, sentence, param=field)
     if body.get("truncation") not in (None, "disabled"):
         raise NoConversationError("truncation")
-    if body.get("tools") or body.get("prompt") or body.get("previous_input_messages"):
+    if body.get("prompt") or body.get("previous_input_messages"):
         raise NoConversationError(_UNCONVERTED)
     instructions, said = body.get("instructions"), body.get("input")
     if not isinstance(instructions, str | None) or not said or not isinstance(said, str | list):
         raise NoConversationError("malformed")
-    messages: list[Json] = [{"role": "system", "content": instructions}] if instructions else []
-    if isinstance(said, str):
-        messages.append({"role": "user", "content": said})
-    else:
-        messages += map(_item_message, said)
+    messages: list[Json] = [{"role": "user", "content": said}] if isinstance(said, str) else []
+    for item in said if isinstance(said, list) else ():
+        _add_item(_fields(item), messages)
+    if instructions:
+        messages.insert(0, {"role": "system", "content": instructions})
     chat: Json = {"messages": messages}
+    if body.get("tools"):
+        if not isinstance(body["tools"], list):
+            raise NoConversationError("malformed")
+        chat["tools"] = [_function_tool(_fields(tool)) for tool in body["tools"]]
+        chat["tool_choice"] = body.get("tool_choice") or "auto"
     if body.get("reasoning") is not None:
         chat["reasoning_effort"] = _fields(body["reasoning"]).get("effort")
     return chat | _template_kwargs(body)
 
 
-def _item_message(item: object) -> Json:
-    fields = _fields(item)
-    content, is_assistant = fields.get("content"), fields.get("role") == "assistant"
-    known = {"type", "role", "content"} | ({"id", "status"} if is_assistant else set())
-    if fields.keys() - known or fields.get("type", "message") != "message":
-        raise NoConversationError(_UNCONVERTED)
+def _add_item(item: Json, messages: list[Json]) -> None:
+    """Make a message of one item of an input, or make it a part of the answer before it."""
     # What is not complete, vLLM continues.
-    if fields.get("status", "completed") != "completed":
+    if item.get("status") not in (None, "completed"):
         raise NoConversationError(_UNCONVERTED)
-    if not isinstance(content, str):
-        texts = _texts(content, "output_text" if is_assistant else "input_text")
-        # Of an answer vLLM takes the first part alone, and only where the item says what it is.
-        if is_assistant and (len(texts) != 1 or "type" not in fields):
+    match item.get("type", "message"), item.get("role"):
+        case "message", "assistant":
+            _continue_answer("content", _answer_text(item), messages)
+        case "message", role:
+            content = item.get("content")
+            if item.keys() - {"type", "role", "content"}:
+                raise NoConversationError(_UNCONVERTED)
+            if not isinstance(content, str):
+                content = [{"type": "text", "text": text} for text in _texts(content, "input_text")]
+            messages.append({"role": role, "content": content})
+        case "reasoning", _:
+            _continue_answer("reasoning", _thought(item), messages)
+        case "function_call", _ if not item.get("namespace"):
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant"})
+            messages[-1].setdefault("tool_calls", []).append(
+                _call(_string(item, "call_id"), _string(item, "name"), _string(item, "arguments"))
+            )
+        case "function_call_output", _:
+            said = {"tool_call_id": _string(item, "call_id"), "content": _string(item, "output")}
+            messages.append({"role": "tool", **said})
+        case _:
             raise NoConversationError(_UNCONVERTED)
-        content = texts[0] if is_assistant else [{"type": "text", "text": text} for text in texts]
-    return {"role": fields.get("role"), "content": content}
+
+
+def _continue_answer(field: str, text: str, messages: list[Json]) -> None:
+    if messages and messages[-1]["role"] == "assistant" and messages[-1].get(field) is None:
+        messages[-1][field] = text
+    else:
+        messages.append({"role": "assistant", field: text})
+
+
+def _answer_text(item: Json) -> str:
+    content = item.get("content")
+    if isinstance(content, str):
+        return content
+    texts = _texts(content, "output_text")
+    # Of an answer vLLM takes the first part alone, and only where the item says what it is.
+    if len(texts) != 1 or "type" not in item:
+        raise NoConversationError(_UNCONVERTED)
+    return texts[0]
+
+
+def _thought(item: Json) -> str:
+    if item.get("encrypted_content"):
+        raise NoConversationError(_UNCONVERTED)
+    for field, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
+        if item.get(field):
+            return _texts(item[field], kind)[0]
+    return ""
+
+
+def _function_tool(tool: Json) -> Json:
+    if tool.get("type") != "function":
+        raise NoConversationError(_UNCONVERTED)
+    return _function(tool, tool.get("parameters"))
 
 
 def messages_chat(body: Mapping[str, Any]) -> Json:
@@ -160,8 +210,11 @@ def _add_blocks(blocks: Sequence[Json], made: Json, messages: list[Json]) -> Non
 
 def _tool_call(block: Json) -> Json:
     arguments = json.dumps(_fields(block.get("input") or {}))
-    function = {"name": _string(block, "name"), "arguments": arguments}
-    return {"id": _string(block, "id"), "type": "function", "function": function}
+    return _call(_string(block, "id"), _string(block, "name"), arguments)
+
+
+def _call(number: str, name: str, arguments: str) -> Json:
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _tool_result(block: Json) -> Json:
@@ -173,16 +226,17 @@ def _tool_result(block: Json) -> Json:
 
 def _tool(tool: Json) -> Json:
     schema = _fields(tool.get("input_schema"))
-    return {
-        "type": "function",
-        "function": {
-            "name": _string(tool, "name"),
-            "description": tool.get("description"),
-            "parameters": schema if "type" in schema else schema | {"type": "object"},
-            "strict": tool.get("strict"),
-            "defer_loading": tool.get("defer_loading"),
-        },
+    return _function(tool, schema if "type" in schema else schema | {"type": "object"})
+
+
+def _function(tool: Json, parameters: Any) -> Json:
+    function = {
+        "name": _string(tool, "name"),
+        "description": tool.get("description"),
+        "parameters": parameters,
     }
+    more = {name: tool[name] for name in ("strict", "defer_loading") if tool.get(name) is not None}
+    return {"type": "function", "function": function | more}
 
 
 def _template_kwargs(body: Mapping[str, Any]) -> Json:

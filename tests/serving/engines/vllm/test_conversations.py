@@ -1,5 +1,6 @@
 """The gateway makes the same chat of responses and messages as vLLM itself does."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -72,7 +73,8 @@ def test_messages_become_the_chat_that_vllm_makes_of_them(said: list[Any], optio
 
     body = {"model": "m", "max_tokens": 2048, "messages": said, **options}
     chat = messages_chat(body)
-    theirs = AnthropicServingMessages.to_chat_completion_request(AnthropicMessagesRequest(**body))
+    asked = AnthropicMessagesRequest(**copy.deepcopy(body))
+    theirs = AnthropicServingMessages.to_chat_completion_request(asked)
     assert plain(chat["messages"]) == plain(theirs.messages)
     assert (chat.get("tools") is None) == (theirs.tools is None)
     if theirs.tools is not None:
@@ -82,6 +84,13 @@ def test_messages_become_the_chat_that_vllm_makes_of_them(said: list[Any], optio
 
 
 PART = st.builds(lambda text: {"type": "input_text", "text": text}, TEXTS)
+FUNCTION = st.builds(
+    lambda strict, more: (
+        {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": strict} | more
+    ),
+    st.sampled_from([None, True]),
+    st.sampled_from([{}, {"description": "d"}]),
+)
 ITEM = st.one_of(
     st.builds(
         lambda role, content, kind: {"role": role, "content": content, **kind},
@@ -90,6 +99,21 @@ ITEM = st.one_of(
         st.sampled_from([{}, {"type": "message"}]),
     ),
     st.builds(lambda text: {"role": "assistant", "content": text}, TEXTS),
+    st.builds(
+        lambda number: {"type": "function_call", "call_id": number, "name": "f", "arguments": "{}"}, IDS
+    ),
+    st.builds(
+        lambda number, text: {"type": "function_call_output", "call_id": number, "output": text}, IDS, TEXTS
+    ),
+    st.builds(
+        lambda texts, summary: {
+            "type": "reasoning",
+            "summary": [{"type": "summary_text", "text": text} for text in summary],
+            "content": [{"type": "reasoning_text", "text": text} for text in texts],
+        },
+        st.lists(TEXTS, max_size=2),
+        st.lists(TEXTS, max_size=2),
+    ),
     st.builds(
         lambda text, more: {
             "type": "message",
@@ -103,21 +127,25 @@ ITEM = st.one_of(
 
 
 @settings(deadline=None, max_examples=300)
-@given(TEXTS | st.lists(ITEM, min_size=1, max_size=4), st.none() | TEXTS)
-def test_responses_become_the_chat_that_vllm_makes_of_them(said: Any, instructions: str | None) -> None:
+@given(TEXTS | st.lists(ITEM, min_size=1, max_size=5), st.none() | TEXTS, st.lists(FUNCTION, max_size=2))
+def test_responses_become_the_chat_that_vllm_makes_of_them(
+    said: Any, instructions: str | None, tools: list[Any]
+) -> None:
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
     from vllm.entrypoints.openai.responses.utils import (
         construct_input_messages,
+        construct_tool_dicts,
         should_continue_final_message,
     )
 
-    body = {"model": "m", "input": said, "instructions": instructions}
+    body = {"model": "m", "input": said, "instructions": instructions, "tools": tools}
     try:
         chat = responses_chat(body)
     except NoConversationError:
         assert not said
         return
-    theirs = ResponsesRequest(**body)
+    theirs = ResponsesRequest(**copy.deepcopy(body))
+    assert chat.get("tools") == construct_tool_dicts(theirs.tools, theirs.tool_choice)
     made = construct_input_messages(request_instructions=theirs.instructions, request_input=theirs.input)
     assert plain(chat["messages"]) == plain(made)
     assert not should_continue_final_message(theirs.input)
