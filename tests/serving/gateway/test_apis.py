@@ -1,9 +1,12 @@
 """`/v1/responses`, `/v1/messages` and the tokenizer's routes: prefilled elsewhere if possible, each in its form."""
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
+
+from prfaas.serving.transport.ticket import Ticket
 
 from .stand_in import answer_text
 from .stand_in_apis import MESSAGES, RESPONSES, parsed
@@ -105,13 +108,16 @@ def test_what_has_not_begun_comes_from_another_engine(in_world: InWorld, path: s
 
 
 @BOTH
+@pytest.mark.parametrize("dies_after", [0, 4])
 @pytest.mark.parametrize("fault", ["mid-stream", "mid-event", "error-event", "early-end"])
-def test_a_stream_that_breaks_ends_with_an_error_of_its_api(in_world: InWorld, path: str, fault: str) -> None:
+def test_a_stream_that_breaks_ends_with_an_error_of_its_api(
+    in_world: InWorld, path: str, fault: str, dies_after: int
+) -> None:
     async def body(world: World) -> None:
         ids = prompt_of(world)
-        world.decode.dies, world.decode.dies_after = fault, 4
+        world.decode.dies, world.decode.dies_after = fault, dies_after
         _, events = await stream(world, path, **{LIMITS[path]: 9})
-        assert streamed_text(events) == answer_text(ids, 4)
+        assert streamed_text(events) == answer_text(ids, dies_after)
         last = events[-1]
         assert last["type"] == "error"
         if fault != "error-event" and path == MESSAGES:
@@ -236,8 +242,10 @@ def test_n_is_no_field_of_these(in_world: InWorld, path: str) -> None:
     async def body(world: World) -> None:
         response, _ = await world.post(path, BODIES[path] | {"n": 3})
         assert response.status == 200 and route_of(response)["route"] == "offload"
+        sealed = world.decode.generated()[0].body["kv_transfer_params"]["prfaas"]
+        # Staging that waits for two more loads would be held until its time to live.
+        assert Ticket.unseal(sealed, world.decode.key, time.time()).uses == 1
 
-    # `settled` finds staging that waits for two more loads.
     in_world(body)
 
 

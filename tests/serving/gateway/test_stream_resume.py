@@ -80,6 +80,12 @@ def test_anything_else_may_not(field: dict[str, Any]) -> None:
     assert not can_resume(Endpoint.COMPLETIONS, PLAIN | field)
 
 
+def test_streams_of_other_apis_are_not_resumed() -> None:
+    body = {"model": "m", "messages": [], "max_tokens": 5, "stream": True}
+    assert can_resume(Endpoint.CHAT, body)
+    assert not can_resume(Endpoint.MESSAGES, body) and not can_resume(Endpoint.RESPONSES, body)
+
+
 @given(st.text(min_size=1), st.one_of(st.booleans(), st.integers(), st.text(), st.lists(st.integers())))
 def test_an_unknown_field_with_a_value_may_not(name: str, value: Any) -> None:
     body = {"stream": True, "prompt": "x"}
