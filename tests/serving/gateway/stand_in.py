@@ -165,11 +165,14 @@ class StandInEngine:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
-        for path in (stand_in_apis.RESPONSES, stand_in_apis.MESSAGES):
-            app.router.add_post(path, self._generate)
-        app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
-        app.router.add_post("/tokenize", self._tokenize)
-        app.router.add_post("/detokenize", self._detokenize)
+        for path, handler in (
+            (stand_in_apis.RESPONSES, self._generate),
+            (stand_in_apis.MESSAGES, self._generate),
+            ("/v1/messages/count_tokens", self._count_tokens),
+            ("/tokenize", self._tokenize),
+            ("/detokenize", self._detokenize),
+        ):
+            app.router.add_post(path, stand_in_apis.refusing(handler))
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)

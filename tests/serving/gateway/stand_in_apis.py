@@ -1,12 +1,27 @@
 """What the stand-in says on `/v1/responses` and `/v1/messages`: the bodies and events of vLLM 0.32, in small."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from aiohttp import web
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def refusing(handler: Handler) -> Handler:
+    """What a handler can't read is refused."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            return web.json_response({"error": {"message": type(error).__name__, "code": 400}}, status=400)
+
+    return handle
 
 
 def as_chat(path: str, body: dict[str, Any]) -> dict[str, Any]:
