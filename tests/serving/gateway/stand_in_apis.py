@@ -116,9 +116,10 @@ def _responses_events(body: dict[str, Any], ids: list[int], text: str) -> Iterat
 
     yield event("response.created", response=_response("in_progress", "", None))
     yield event("response.in_progress", response=_response("in_progress", "", None))
-    yield event("response.output_item.added", output_index=0, item={"type": "message", "id": "msg_x"})
-    for character in text:
-        yield event("response.output_text.delta", True, item_id="msg_x", delta=character)
+    # vLLM says that there is a message when it has the first token of it.
+    yield event("response.output_item.added", True, output_index=0, item={"type": "message", "id": "msg_x"})
+    for index, character in enumerate(text):
+        yield event("response.output_text.delta", index > 0, item_id="msg_x", delta=character)
     yield event("response.output_text.done", item_id="msg_x", text=text)
     usage = {"input_tokens": len(ids), "output_tokens": len(text)}
     params = {"leaked": "secret"} if body.get("leak") else None

@@ -108,7 +108,7 @@ def test_what_has_not_begun_comes_from_another_engine(in_world: InWorld, path: s
 
 
 @BOTH
-@pytest.mark.parametrize("dies_after", [0, 4])
+@pytest.mark.parametrize("dies_after", [1, 4])
 @pytest.mark.parametrize("fault", ["mid-stream", "mid-event", "error-event", "early-end"])
 def test_a_stream_that_breaks_ends_with_an_error_of_its_api(
     in_world: InWorld, path: str, fault: str, dies_after: int
@@ -127,6 +127,17 @@ def test_a_stream_that_breaks_ends_with_an_error_of_its_api(
             assert last["sequence_number"] == events[-2]["sequence_number"] + 1
         assert await world.metric('prfaas_gateway_continuations_total{outcome="parameters"}') == 1
         assert world.plane.suspected == ([] if fault == "error-event" else [("decode", True)])
+
+    in_world(body, spare=True)
+
+
+def test_what_comes_before_the_first_token_binds_no_stream_to_its_engine(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        ids = prompt_of(world)
+        world.decode.dies, world.decode.dies_after = "mid-stream", 0
+        _, events = await stream(world, RESPONSES, max_output_tokens=9)
+        assert streamed_text(events) == answer_text(ids, 9)
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
 
     in_world(body, spare=True)
 

@@ -71,8 +71,10 @@ class EventStream:
         "_dialect",
         "_ends",
         "_error_mark",
+        "_held",
         "_instance",
         "_is_ending",
+        "_is_preface",
         "_partial",
         "_passes_parts",
         "_response",
@@ -88,6 +90,8 @@ class EventStream:
         self._ends = dialect.ends
         self._error_mark = dialect.error_mark
         self._is_ending = False
+        self._is_preface = dialect.is_preface
+        self._held = b""
         self._partial = b""
         self._passes_parts = False
         self.ended = False
@@ -136,6 +140,12 @@ class EventStream:
             chunk = self._whole_events(chunk)
         if self._error_mark in chunk:
             chunk = self._before_failure(chunk)
+        # Until something is generated another engine may answer in place of this one.
+        if self._is_preface is not None:
+            self._held += chunk
+            if self._is_preface(self._held):
+                return b""
+            chunk, self._held, self._is_preface = self._held, b"", None
         # The last event too may be so long that it passes in parts.
         if chunk and (self._is_ending or self._ends(chunk)):
             self._is_ending = True

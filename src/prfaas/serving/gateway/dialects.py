@@ -17,6 +17,7 @@ LAST_EVENT = b"data: [DONE]\n\n"
 # A line of this begins an event: generated text is inside of JSON, where line ends are escaped.
 _ERROR_LINE = b"event: error\n"
 _RESPONSE_ENDS = re.compile(rb"event: response\.(?:completed|incomplete|failed)\n")
+_RESPONSE_PREFACE = re.compile(rb"(?:event: response\.(?:created|queued|in_progress)\ndata: [^\n]*\n\n)*")
 _SEQUENCE_NUMBER = re.compile(rb'"sequence_number":\s?(\d+)')
 _PARAMS = b'_transfer_params":{'
 
@@ -33,7 +34,9 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 # vLLM 0.32 says "internal_error" of every failure in a stream; these are a client's fault for certain.
-_CLIENT_FAULTS = frozenset({"invalid_request_error", "BadRequestError", "NotFoundError"})
+_CLIENT_FAULTS = frozenset(
+    {"BadRequestError", "NotFoundError", *(kind for status, kind in _ANTHROPIC_TYPES.items() if status < 500)}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,8 @@ class Dialect:
     """An event that ends a stream with an error, from the status, a sentence, and the events before it."""
     refusal: Callable[[bytes], bytes]
     """An error answer in OpenAI's form (`error_body`), in this API's form."""
+    is_preface: Callable[[bytes], object] | None = None
+    """Whether some events are only such as come before anything is generated; None: there are none of these."""
     nests_params: bool = False
     """Whether events carry a whole answer, which may have an engine's transfer parameters in it."""
 
@@ -128,6 +133,7 @@ RESPONSES = Dialect(
     error_status=_named_status,
     error_event=_responses_event,
     refusal=lambda body: body,
+    is_preface=_RESPONSE_PREFACE.fullmatch,
     nests_params=True,
 )
 ANTHROPIC = Dialect(
