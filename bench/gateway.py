@@ -49,6 +49,7 @@ from gateway_peers import bare_relay, vllm_router
 from prfaas.core.deployment import Deployment, Routing
 from prfaas.serving.gateway.tokenizers import encoder_of
 from prfaas.serving.live import serve_live
+from prfaas.serving.logs import LogSettings, set_up_logging
 from prfaas.serving.transport.ticket import create_key
 
 # The stand-in engine is the tests'; the product has none.
@@ -115,7 +116,8 @@ def gateway_process(deployment: Deployment, pipe: Connection) -> None:
             while True:
                 loop.call_soon_threadsafe(watch.start if pipe.recv() else lambda: pipe.send(watch.stop()))
 
-        # As the command line does.
+        # As the command line does: with a line of log per request.
+        set_up_logging(LogSettings(), whole_process=True, stream=Path(os.devnull).open("w"))
         gc.collect()
         gc.freeze()
         await serve_live(deployment, ready=ready)

@@ -8,6 +8,7 @@ are left out.
 """
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -160,13 +161,18 @@ def one_line(text: str) -> str:
     )
 
 
+@functools.lru_cache(maxsize=4)
+def _second(unix_s: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(unix_s))
+
+
 class _LineFormatter(logging.Formatter):
     """The parts that both forms have."""
 
     def parts(self, record: logging.LogRecord) -> dict[str, object]:
         """Everything that is known of a record, in the order of a line."""
         told: dict[str, object] = {
-            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
+            "time": f"{_second(int(record.created))}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
         }
@@ -199,8 +205,9 @@ def _word(value: object) -> str:
     """A value in a line of text, in quotes where it could pass for something else."""
     if value is None:
         return "-"
-    text = str(value)
-    return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
+    if not isinstance(value, str):
+        return str(value)
+    return value if _PLAIN.fullmatch(value) else json.dumps(value, ensure_ascii=False)
 
 
 class _TextFormatter(_LineFormatter):
