@@ -130,6 +130,7 @@ class StandInEngine:
     dies_after: int = 1
     deaths: int = 0
     other_ids: bool = False
+    layout: str = "ids"
     staging_bytes: int = 1 << 20
     seen: list[Seen] = field(default_factory=list)
     loaded: list[int] = field(default_factory=list)
@@ -149,12 +150,13 @@ class StandInEngine:
             port=0,
             arena=self.arena,
             layout=IdLayout(),
-            fingerprint={"layout": "ids"},
+            fingerprint={"layout": self.layout},
             producers=[f"{producer}/0" for producer in self.producers],
+            sender_telemetry=lambda: {"links": {}} if self.sender is None else self.sender.telemetry(),
         )
+        self.sender: Sender | None = None
         self.receiver.start()
         self.kv_port = self.receiver.port
-        self.sender: Sender | None = None
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
@@ -175,7 +177,7 @@ class StandInEngine:
                 c.name: Peer(f"{c.name}/0", "127.0.0.1", c.kv_port, "link", 2, None, on_demand=i > 0)
                 for i, c in enumerate(consumers)
             },
-            fingerprint={"layout": "ids"},
+            fingerprint={"layout": self.layout},
         )
         self.sender.start()
 
