@@ -55,7 +55,7 @@ def test_refusals_by_reason(in_world: InWorld) -> None:
         world.plane.suspect("decode", "made to fail")
         await world.post("/v1/completions", {"prompt": "x"})
         reasons = [
-            await world.metric(f'prfaas_gateway_refusals_total{{reason="{reason}"}}')
+            await world.metric(f'prfaas_gateway_refused_total{{reason="{reason}"}}')
             for reason in ("invalid", "unknown-model", "unavailable")
         ]
         assert reasons == [1, 1, 1]

@@ -191,10 +191,10 @@ class Metrics:
                 registry=registry,
             )
         )
-        self.refusals = CachedLabels(
+        self.refused = CachedLabels(
             Counter(
-                "prfaas_gateway_refusals",
-                "Generating requests that the gateway refused itself, by reason.",
+                "prfaas_gateway_refused",
+                "Generating requests that got a refusal in place of an answer, by reason.",
                 ("reason",),
                 registry=registry,
             )
