@@ -213,6 +213,22 @@ class Metrics:
             buckets=_LAG_SECONDS,
             registry=registry,
         )
+        self.staging_used_bytes = CachedLabels(
+            Gauge(
+                "prfaas_gateway_staging_used_bytes",
+                "Memory of an instance in which KV waits for its request.",
+                ("instance",),
+                registry=registry,
+            )
+        )
+        self.staging_bytes = CachedLabels(
+            Gauge(
+                "prfaas_gateway_staging_bytes",
+                "Memory that an instance has for KV that waits.",
+                ("instance",),
+                registry=registry,
+            )
+        )
         build = Gauge(
             "prfaas_build_info", "1; the labels say what runs.", ("version", "python"), registry=registry
         )

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 OBSERVER_NAME = "gateway"
 _INTRODUCTION_RETRY_S = 2.0
 _LOOP_WATCH_S = 0.2
+_STAGING_WATCH_S = 2.0
+_STAGING_ANSWER_S = 1.0
 
 
 class Gateway:
@@ -114,6 +116,14 @@ class Gateway:
             due_s = clock() + _LOOP_WATCH_S
             await asyncio.sleep(_LOOP_WATCH_S)
             self._metrics.loop_lag_seconds.observe(max(clock() - due_s, 0.0))
+
+    async def watch_staging(self) -> None:
+        """Ask how much staging is in use, until cancelled."""
+        while True:
+            await asyncio.sleep(_STAGING_WATCH_S)
+            for name, use in (await self._transfers.staging(_STAGING_ANSWER_S)).items():
+                self._metrics.staging_used_bytes.labels(name).set(use.used_bytes)
+                self._metrics.staging_bytes.labels(name).set(use.total_bytes)
 
     async def _introduced(self, decode: Instance) -> bool:
         try:
@@ -202,6 +212,7 @@ async def _serve(
             asyncio.create_task(plane.run()),
             asyncio.create_task(gateway.introduce()),
             asyncio.create_task(gateway.watch_loop()),
+            asyncio.create_task(gateway.watch_staging()),
         ]
         if ready is not None:
             ready(port)
