@@ -13,6 +13,8 @@ import json
 import logging
 import os
 import re
+import select
+import stat
 import sys
 import threading
 import time
@@ -37,7 +39,8 @@ PEER: ContextVar[str | None] = ContextVar("prfaas_peer", default=None)
 """Address of who sent it."""
 
 _PLAIN = re.compile(r'[^\s"=]+')
-_MAX_CHARACTERS = 2000
+# A pipe that has room takes 4096 bytes without waiting.
+_MAX_CHARACTERS = 800
 _BURST = 5
 _WINDOW_S = 10.0
 _MAX_KINDS = 1000
@@ -90,7 +93,33 @@ def set_up_logging(
 
 
 class _PrfaasHandler(logging.StreamHandler[IO[str]]):
-    """Known by its class, so that a second set-up finds it."""
+    """Known by its class, so that a second set-up finds it.
+
+    It never waits for who reads: a pipe that nobody empties, or a terminal that is stopped, must not stop the event
+    loop. Lines that find no room are counted.
+    """
+
+    def __init__(self, stream: IO[str]) -> None:
+        super().__init__(stream)
+        self._room: select.poll | None = None
+        self._lost_lines = 0
+        # Streams in memory have no file, and files on disks always have room.
+        with contextlib.suppress(OSError, ValueError):
+            file = stream.fileno()
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                self._room = select.poll()
+                self._room.register(file, select.POLLOUT)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record, if there is room."""
+        if self._room is not None and not self._room.poll(0):
+            self._lost_lines += 1
+            return
+        if self._lost_lines:
+            lost, self._lost_lines = self._lost_lines, 0
+            text = "%d lines before this one were lost: nobody read them"
+            super().emit(logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (lost,), None))
+        super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Python's own would print the record's arguments as they are."""
