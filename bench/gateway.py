@@ -117,10 +117,11 @@ def gateway_process(deployment: Deployment, pipe: Connection) -> None:
                 loop.call_soon_threadsafe(watch.start if pipe.recv() else lambda: pipe.send(watch.stop()))
 
         # As the command line does: with a line of log per request.
-        set_up_logging(LogSettings(), whole_process=True, stream=Path(os.devnull).open("w"))
-        gc.collect()
-        gc.freeze()
-        await serve_live(deployment, ready=ready)
+        with Path(os.devnull).open("w") as nowhere:
+            set_up_logging(LogSettings(), whole_process=True, stream=nowhere)
+            gc.collect()
+            gc.freeze()
+            await serve_live(deployment, ready=ready)
 
     uvloop.run(serve())
 

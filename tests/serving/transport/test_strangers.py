@@ -1,5 +1,6 @@
 """Whoever lacks the key keeps nobody out, forges no log line and uses up neither threads nor file descriptors."""
 
+import io
 import logging
 import resource
 import socket
@@ -11,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+from prfaas.serving.logs import LogSettings, set_up_logging
 from prfaas.serving.transport import HandshakeError
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, ClientHello, greet
 from prfaas.serving.transport.sockets import ConnectionEnded, receive_control
@@ -234,3 +236,17 @@ def test_half_a_header_then_silence(make_world: MakeWorld) -> None:
     with connected(world) as sock:
         sock.sendall(hello().frame()[: HEADER_BYTES // 2])
         assert is_closed(sock)
+
+
+def test_log_lines_have_the_peers_address(world: World) -> None:
+    stream = io.StringIO()
+    ours = logging.getLogger("prfaas")
+    before = (ours.handlers[:], ours.level, ours.propagate)
+    set_up_logging(LogSettings(), stream=stream)
+    try:
+        with connected(world) as sock, pytest.raises(HandshakeError):
+            greet(sock, hello(name="no name"))
+        await_true(lambda: bool(stream.getvalue()), 5.0, lambda: "logged")
+    finally:
+        ours.handlers[:], ours.level, ours.propagate = before
+    assert " peer=127.0.0.1 " in stream.getvalue()

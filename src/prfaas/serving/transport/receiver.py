@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+from prfaas.serving.logs import PEER
 from prfaas.serving.transport.handshake import (
     Fingerprint,
     HandshakeError,
@@ -236,6 +237,8 @@ class Receiver:
         )
 
         def serve() -> None:
+            # This thread is the connection's own.
+            PEER.set(address)
             try:
                 connection.serve()
             finally:
