@@ -261,7 +261,10 @@ class StandInEngine:
             if self.hangs:
                 await asyncio.Event().wait()
             if self.fails is not None:
-                return web.json_response({"error": {"message": "made to fail"}}, status=self.fails)
+                # As engines do, it quotes what it was asked.
+                return web.json_response(
+                    {"error": {"message": f"made to fail: {json.dumps(body)}"}}, status=self.fails
+                )
             assert ticket is not None and len(ids) == ticket.num_tokens
             assert ticket.prompt_digest == digest(body, ids)
             if self.sends:
@@ -271,7 +274,9 @@ class StandInEngine:
         if not sends and self.dies is not None:
             self.deaths += 1
             if self.dies == "http-500":
-                return web.json_response({"error": {"message": "EngineDeadError"}}, status=500)
+                return web.json_response(
+                    {"error": {"message": f"EngineDeadError: {json.dumps(body)}"}}, status=500
+                )
             if self.dies == "in-body" and not body.get("stream"):
                 response = web.StreamResponse(headers={"Content-Length": "1000"})
                 await response.prepare(request)

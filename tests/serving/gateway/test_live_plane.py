@@ -25,7 +25,7 @@ def test_prompts_go_where_the_threshold_sends_them(in_world: InWorld) -> None:
             ("local", "local", "100"),
         ]
         assert all(float(r["predicted_ttft_s"]) >= 0 for r in routes)
-        async with world.client.get("/prfaas/state") as page:
+        async with world.admin.get("/prfaas/state") as page:
             state = await page.json()
         assert state["routes"] == {"local": {"short": 1}, "offload": {"long": 1}}
         async with world.client.get("/health") as health:
