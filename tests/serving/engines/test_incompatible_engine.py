@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from synthetic_world import MODEL, random_ids, write_deployment
+from synthetic_world import MODEL, free_ports, random_ids, write_deployment
 
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.serving.engines.running import RunningEngines, answers_health
@@ -37,6 +37,7 @@ def deployment(tmp_path: Path) -> Deployment:
     """One PD cluster; every prompt is offloaded that can be."""
     made = write_deployment(tmp_path, speedup=200.0)
     document = json.loads(made.path.read_text()) | {"routing": {"policy": "offload_all"}}
+    document["gateway"] |= {"route_header": "full", "admin": {"port": free_ports(1)[0]}}
     document["clusters"] = [each for each in document["clusters"] if each["name"] != "other"]
     made.path.write_text(json.dumps(document))
     return load_deployment(made.path, state_dir=tmp_path)
@@ -60,8 +61,9 @@ def odd_engine(deployment: Deployment) -> Iterator[None]:
 class Client:
     """Talks to a gateway."""
 
-    def __init__(self, http: aiohttp.ClientSession) -> None:
+    def __init__(self, http: aiohttp.ClientSession, admin_url: str) -> None:
         self._http = http
+        self._admin_url = admin_url
 
     async def ask(self, seed: int) -> tuple[dict[str, str], Any]:
         body = {"model": MODEL, "prompt": random_ids(3000, seed), "max_tokens": 8, "return_token_ids": True}
@@ -72,7 +74,7 @@ class Client:
             return told, (await response.json())["choices"][0]["token_ids"]
 
     async def state(self) -> Any:
-        async with self._http.get("/prfaas/state") as page:
+        async with self._http.get(f"{self._admin_url}/prfaas/state") as page:
             return await page.json()
 
     async def pairs(self) -> set[tuple[str, str]]:
@@ -91,9 +93,9 @@ def test_it_is_gone_around_named_and_found_when_it_is_repaired(deployment: Deplo
     async def check() -> None:
         port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         gateway = asyncio.create_task(serve_live(deployment, ready=port.set_result))
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{await port}") as http:
+        async with aiohttp.ClientSession(base_url=f"http://127.0.0.1:{await port}") as http:
             try:
-                await use(Client(http))
+                await use(Client(http, deployment.gateway.admin.url))
             finally:
                 gateway.cancel()
                 with suppress(asyncio.CancelledError):
