@@ -99,5 +99,9 @@ def test_an_engine_of_another_layout_costs_one_attempt_each_and_takes_nobody_out
         assert world.live.state()["routes"]["local"].get("incompatible", 0) > 0
         assert world.live.state()["routes"]["offload"]["long"] > 0
         assert world.live.state()["links"]["far->pd"]["up"]
+        async with asyncio.timeout(60):
+            # Gauges are written once a second.
+            while await world.metric("prfaas_control_incompatible_pairs") < 1:
+                await asyncio.sleep(0.1)
 
     in_world(body, spare=True, live=True, layout="other")
