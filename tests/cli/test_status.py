@@ -25,6 +25,7 @@ from prfaas.serving.gateway.kv_transfer import TransferredBytes
 from prfaas.serving.gateway.request_log import RequestRecord, explain
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "local.yaml"
+REJECTION = "KV layout differs in 'block_tokens': home-decode-0/0 has '16', east-prefill-0/0 has '32'"
 ID = "0c5f1f0a5fd14a3d9c2a5f2f8f6e4b1d"
 
 
@@ -45,6 +46,8 @@ def state(deployment: Deployment) -> dict[str, Any]:
                 plane.route(length, plane.chains(range(length), "", ""))
                 plane.observe(length, length)
             plane.suspect("home-prefill-0", "made to fail")
+            plane.compatibility._rejected["east-prefill-0", 0] = {"home-decode-0": REJECTION}
+            plane.compatibility._conclude()
             told: dict[str, Any] = json.loads(json.dumps(plane.state()))
             return told
         finally:
@@ -144,6 +147,8 @@ def test_status_shows_all_there_is(
     ):
         assert word in shown
     assert "home-prefill-0 is out of routing: made to fail" in " ".join(shown.split())
+    apart = f"east-prefill-0 sends nothing to home-decode-0 until one of them restarts: {REJECTION}"
+    assert apart in " ".join(shown.split())
     for word in ("prfaas-east->home", "60 Mbit/s", "offload", "long", "67%", "33%"):
         assert word in shown
 

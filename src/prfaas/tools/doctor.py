@@ -5,7 +5,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -180,39 +180,57 @@ async def _check_kv_ports(deployment: Deployment, instance: Instance) -> list[Fi
     except KeyFileError:
         # Its own finding says so; without the key nothing can be asked here.
         return []
-    return list(
-        await asyncio.gather(
-            *(_check_kv_port(deployment, instance, rank, key) for rank in range(instance.tensor_parallel))
-        )
+    per_rank = await asyncio.gather(
+        *(_check_kv_port(deployment, instance, rank, key) for rank in range(instance.tensor_parallel))
     )
+    return [finding for findings in per_rank for finding in findings]
 
 
-async def _check_kv_port(deployment: Deployment, instance: Instance, rank: int, key: bytes) -> Finding:
+async def _check_kv_port(deployment: Deployment, instance: Instance, rank: int, key: bytes) -> list[Finding]:
     name = f"{instance.name}/{rank}"
     subject = f"KV port {name}"
     expected = _expected_connections(deployment, instance)
     observer = Observer("prfaas-doctor", key, instance.host, instance.kv_port + rank, name)
     try:
         async with asyncio.timeout(_KV_TIMEOUT_S + _SETTLE_S):
-            connected = await _settled_connections(observer, sum(expected.values()))
+            stats = await _settled_stats(observer, sum(expected.values()))
     except (OSError, TimeoutError) as error:
-        return problem(
-            subject,
-            str(error) or f"{instance.host}:{instance.kv_port + rank} does not answer",
-            "open the port in firewalls, and see that both machines have the same key file and deployment file",
-        )
+        return [
+            problem(
+                subject,
+                str(error) or f"{instance.host}:{instance.kv_port + rank} does not answer",
+                "open the port in firewalls, and see that both machines have the same key file and deployment file",
+            )
+        ]
     finally:
         await observer.close()
-    if connected < sum(expected.values()):
-        sources = ", ".join(expected)
+    return [judge_connections(subject, expected, stats), *judge_rejections(name, stats)]
+
+
+def judge_connections(subject: str, expected: Mapping[str, int], stats: Mapping[str, Any]) -> Finding:
+    """Whether the producers of `expected`, name → connections, are connected to a KV port that told its `stats`."""
+    connected, wanted, sources = stats["producer_connections"], sum(expected.values()), ", ".join(expected)
+    if connected < wanted:
         return problem(
             subject,
-            f"has {connected} of {sum(expected.values())} connections from {sources}",
+            f"has {connected} of {wanted} connections from {sources}",
             f"see the logs of {sources}: not running, a closed port, or another model, vLLM or KV layout",
         )
     if not expected:
         return ok(subject, "is authenticated; nobody sends there")
-    return ok(subject, f"is authenticated, {connected} connections from {', '.join(expected)}")
+    return ok(subject, f"is authenticated, {connected} connections from {sources}")
+
+
+def judge_rejections(name: str, stats: Mapping[str, Any]) -> list[Finding]:
+    """Who will not take KV from the rank `name`, in the words of the rejection."""
+    return [
+        problem(
+            f"KV of {name} for {peer}",
+            str(sentence),
+            "start both with the same model, engine settings, vLLM, key and deployment file; within 30 s they connect",
+        )
+        for peer, sentence in stats["sender"].get("rejected", {}).items()
+    ]
 
 
 def _expected_connections(deployment: Deployment, instance: Instance) -> dict[str, int]:
@@ -225,13 +243,13 @@ def _expected_connections(deployment: Deployment, instance: Instance) -> dict[st
     }
 
 
-async def _settled_connections(observer: Observer, expected: int) -> int:
+async def _settled_stats(observer: Observer, expected: int) -> dict[str, Any]:
     """Producers connect ahead of time, and again when a connection is lost: give them a moment."""
     deadline_s = asyncio.get_running_loop().time() + _SETTLE_S
     while True:
-        connected = int((await observer.stats())["producer_connections"])
-        if connected >= expected or asyncio.get_running_loop().time() > deadline_s:
-            return connected
+        stats = await observer.stats()
+        if stats["producer_connections"] >= expected or asyncio.get_running_loop().time() > deadline_s:
+            return stats
         await asyncio.sleep(0.5)
 
 

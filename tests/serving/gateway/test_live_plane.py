@@ -8,11 +8,12 @@ import pytest
 from prfaas.serving.gateway.control_plane import ControlPlane
 
 from .stand_in import answer_text
-from .world import World
+from .world import World, route_of
 
 InWorld = Callable[..., None]
 LONG = list(range(50, 250)) * 5
 SHORT = list(range(60, 90))
+SENTENCE = "KV layout differs in 'layout': decode/0 has 'other', remote/0 has 'ids'"
 
 
 def test_prompts_go_where_the_threshold_sends_them(in_world: InWorld) -> None:
@@ -76,7 +77,14 @@ def test_an_engine_of_another_layout_costs_one_attempt_each_and_takes_nobody_out
         assert world.live is not None
         for number in range(12):
             prompt = [number + 1, *LONG]
-            route, answer = await world.complete(prompt)
+            response, answer = await world.post("/v1/completions", {"model": "stand-in", "prompt": prompt})
+            route = route_of(response)
+            if route["reason"] == "incompatible":
+                async with world.admin.get(f"/prfaas/requests/{response.headers['X-Request-Id']}") as page:
+                    told = [note["what"] for note in (await page.json())["notes"]]
+                assert (
+                    f"remote may send nothing to decode: decode/0 rejected the connection: {SENTENCE}" in told
+                )
             assert answer["choices"][0]["text"] == answer_text(prompt)
             # Only an attempt of a pair that nobody had tried before may fail, and for this reason alone.
             assert route.get("fallback", "incompatible") == "incompatible"
@@ -86,11 +94,14 @@ def test_an_engine_of_another_layout_costs_one_attempt_each_and_takes_nobody_out
         (far,) = [each for each in world.live.state()["incompatible"] if each["producer"] == "remote"]
         assert (far["consumer"], far["reason"]) == (
             "decode",
-            "decode/0 rejected the connection: "
-            "KV layout differs in 'layout': decode/0 has 'other', remote/0 has 'ids'",
+            f"decode/0 rejected the connection: {SENTENCE}",
         )
         assert world.live.state()["routes"]["local"].get("incompatible", 0) > 0
         assert world.live.state()["routes"]["offload"]["long"] > 0
         assert world.live.state()["links"]["far->pd"]["up"]
+        async with asyncio.timeout(60):
+            # Gauges are written once a second.
+            while await world.metric("prfaas_control_incompatible_pairs") < 1:
+                await asyncio.sleep(0.1)
 
     in_world(body, spare=True, live=True, layout="other")

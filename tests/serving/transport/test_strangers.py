@@ -18,7 +18,7 @@ from prfaas.serving.transport.handshake import ROLE_PRODUCER, ClientHello, greet
 from prfaas.serving.transport.sockets import ConnectionEnded, receive_control
 from prfaas.serving.transport.wire import HEADER_BYTES, FrameType, pack_control, pack_header
 
-from .harness import FAST_RECEIVER, FINGERPRINT, KEY, World, await_over, await_true, our_threads
+from .harness import FAST_RECEIVER, FAST_SENDER, FINGERPRINT, KEY, World, await_over, await_true, our_threads
 
 MakeWorld = Callable[..., World]
 
@@ -250,3 +250,20 @@ def test_log_lines_have_the_peers_address(world: World) -> None:
     finally:
         ours.handlers[:], ours.level, ours.propagate = before
     assert " peer=127.0.0.1 " in stream.getvalue()
+
+
+def test_a_dead_machine_is_noticed_by_the_kernel_as_soon_as_set(make_world: MakeWorld) -> None:
+    set_to = {"user_timeout_s": 7.0, "keepalive_s": 6.0}
+    world = make_world(
+        connections=1,
+        receiver_options=replace(FAST_RECEIVER, **set_to),
+        sender_options=replace(FAST_SENDER, **set_to),
+    )
+    await_true(lambda: world.receiver.stats()["connections"] == 1, 5.0, lambda: "up")
+    (received,) = world.receiver._connections
+    (sent,) = world.sender._connections["c/0"]
+    assert sent._sock is not None
+    for sock in (received._sock, sent._sock):
+        options = [socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL]
+        assert [sock.getsockopt(socket.IPPROTO_TCP, each) for each in options] == [7000, 6, 2]
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

@@ -249,6 +249,10 @@ class TransferLimits:
     staging_wait_s: float
     staging_ttl_s: float
     progress_deadline_s: float
+    user_timeout_s: float = 10.0
+    """TCP_USER_TIMEOUT of KV connections: bytes that are unacknowledged so long end one."""
+    keepalive_s: float = 10.0
+    """A silent KV connection is probed by TCP after that time."""
 
 
 @dataclass(frozen=True, slots=True)

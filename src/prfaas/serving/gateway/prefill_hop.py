@@ -175,12 +175,16 @@ class PrefillHop:
         """Wait for the transfer to be opened. Raises TransferFailedError as soon as it is known that it cannot be."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + self._options.announce_grace_s
-        while not arrival.done() and not self._transfers.announced(spec.consumer, ticket.transfer_id):
-            _check_compatible(await self._plane.ask_incompatible(spec.producer, spec.consumer))
+        _check_compatible(self._plane.incompatible(spec.producer, spec.consumer))
+        while not self._transfers.announced(spec.consumer, ticket.transfer_id):
             left_s = until_s - loop.time()
+            # Not asked at once: most transfers are announced in a moment, and this would hold them up.
+            await asyncio.wait((arrival,), timeout=min(_ASK_PRODUCER_S, max(left_s, 0.0)))
+            if arrival.done():
+                break
+            _check_compatible(await self._plane.ask_incompatible(spec.producer, spec.consumer))
             if left_s <= 0:
                 return False
-            await asyncio.wait((arrival,), timeout=min(_ASK_PRODUCER_S, left_s))
         return True
 
     def _deadline_s(self, spec: TransferSpec) -> float:
