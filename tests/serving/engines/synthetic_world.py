@@ -138,8 +138,17 @@ class World:
         (value,) = [line.split()[-1] for line in lines if line.startswith(f"vllm:{series}{{")]
         return float(value)
 
-    async def complete(self, name: str, ids: Sequence[int], *tickets: str, **fields: Any) -> Answer:
-        params = dict(zip(("prfaas", "prfaas_from"), tickets, strict=False))
+    async def complete(
+        self,
+        name: str,
+        ids: Sequence[int],
+        *tickets: str,
+        cached_elsewhere: int | None = None,
+        **fields: Any,
+    ) -> Answer:
+        params: dict[str, Any] = dict(zip(("prfaas", "prfaas_from"), tickets, strict=False))
+        if cached_elsewhere is not None:
+            params |= {"do_remote_prefill": True, "remote_prefill_cached_tokens": cached_elsewhere}
         body = {"prompt": list(ids), "max_tokens": 24, "return_token_ids": True, **fields}
         return await self.post(name, "/v1/completions", body | {"kv_transfer_params": params})
 

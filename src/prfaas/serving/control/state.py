@@ -67,9 +67,7 @@ def state_of(plane: Overview, now_s: float) -> Json:
             cluster.name: {
                 "kind": cluster.kind,
                 "hardware": cluster.hardware,
-                "threshold_tokens": json_tokens(cluster_state.view.threshold_tokens[cluster.name])
-                if cluster.name in cluster_state.view.threshold_tokens
-                else None,
+                "threshold_tokens": _threshold(cluster_state, cluster.name),
                 "waiting_prefills": plane.prefill_admission.waiting(cluster.name),
                 "instances": {
                     instance.name: _instance(plane, instance, event_feed, now_s)
@@ -99,6 +97,11 @@ def state_of(plane: Overview, now_s: float) -> Json:
         },
         "rebalancing": plane.hot_prefixes.state(now_s),
     }
+
+
+def _threshold(cluster_state: ClusterState, cluster: str) -> float | None:
+    tokens = cluster_state.view.threshold_tokens.get(cluster)
+    return None if tokens is None else json_tokens(tokens)
 
 
 def _instance(plane: Overview, instance: Instance, event_feed: Mapping[str, Json], now_s: float) -> Json:
