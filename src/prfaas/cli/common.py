@@ -156,14 +156,24 @@ DeploymentPath = Annotated[
 InstanceName = Annotated[
     str, typer.Argument(metavar="NAME", help="An instance's name in the deployment file.")
 ]
-StartTimeout = Annotated[
+ReadyTimeout = Annotated[
     float | None,
     typer.Option(
-        "--start-timeout",
+        "--ready-timeout",
         metavar="SECONDS",
         min=1.0,
         help="Give engines up that are not ready by then; default: 1200.",
         show_default=False,
+    ),
+]
+DRAIN_TIMEOUT_S = 30.0
+DrainTimeout = Annotated[
+    float,
+    typer.Option(
+        "--drain-timeout",
+        metavar="SECONDS",
+        min=0.0,
+        help="After a first SIGTERM or Ctrl-C, let running requests go on so long; a second one ends them.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document in place of text.")]

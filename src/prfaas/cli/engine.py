@@ -23,6 +23,7 @@ def engine(
 
     Example: prfaas engine examples/local.yaml home-decode-0 --print
     """
+    from prfaas.cli.serve import allow_descriptors
     from prfaas.core.deployment import SYNTHETIC, load_deployment
     from prfaas.serving.engines.command import synthetic_command, vllm_command
     from prfaas.serving.engines.preparation import ensure_key, ensure_model, ensure_vllm
@@ -44,4 +45,5 @@ def engine(
     if not is_synthetic:
         ensure_vllm()
     ensure_key(loaded)
+    allow_descriptors()
     os.execve(command.argv[0], command.argv, command.environment())

@@ -26,7 +26,7 @@ from prfaas.core.deployment import (
 from prfaas.core.kv import model_from_directory
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of
-from prfaas.serving.gateway import GatewayOptions, serve_gateway
+from prfaas.serving.gateway import Draining, GatewayOptions, serve_gateway
 from prfaas.serving.transport.ticket import create_key
 
 from .fixed_plane import FixedPlane
@@ -143,6 +143,7 @@ async def running_world(
     third: bool = False,
     live: bool = False,
     tenant_header: str | None = None,
+    draining: Draining | None = None,
     **decode: Any,
 ) -> AsyncIterator[World]:
     """`spare`, `third`: with more decode instances, taken when the first one is out; `decode`: its fields.
@@ -174,6 +175,7 @@ async def running_world(
         ready=port.set_result,
         options=options,
         registry=registry,
+        draining=draining,
     )
     gateway = asyncio.create_task(served)
     done, _ = await asyncio.wait({gateway, port}, return_when=asyncio.FIRST_COMPLETED)

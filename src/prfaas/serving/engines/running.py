@@ -4,7 +4,7 @@ import contextlib
 import http.client
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -86,7 +86,18 @@ class RunningEngines:
             EngineError: vLLM, the model or a port is missing, or the engine runs already.
             KeyFileError: the key can't be used.
         """
-        names = self.names if name is None else (name,)
+        self._launch(self.names if name is None else (name,))
+
+    def restart(self, names: Collection[str]) -> None:
+        """Start engines again that have ended; stand-ins among them share processes as at first. Returns at once.
+
+        Raises:
+            EngineError: as `start`; none of them has been started then, and all others go on.
+            KeyFileError: the key can't be used.
+        """
+        self._launch([name for name in self.names if name in names])
+
+    def _launch(self, names: Sequence[str]) -> None:
         instances = [self.deployment.instance(each) for each in names]
         if self._command is None and not all(map(self._is_synthetic, instances)):
             ensure_vllm()
@@ -97,11 +108,18 @@ class RunningEngines:
         ensure_key(self.deployment)
         if self._watchdog is None:
             self._watchdog = Watchdog()
+        launched: list[str] = []
         try:
             for together, command in self._commands(instances):
                 self._start_process(together, command)
+                launched += together
         except BaseException:
-            self.stop()
+            for name in launched:
+                group = self._groups.pop(name)
+                group.kill()
+                self._forget(group)
+            if not self._groups:
+                self.stop()
             raise
 
     def wait_ready(
@@ -192,6 +210,12 @@ class RunningEngines:
     def exit_status(self, name: str) -> int | None:
         """An engine's exit code, or minus the signal that ended it; None while it runs."""
         return -signal.SIGKILL if name in self._killed else self._group(name).exit_status
+
+    def ended_how(self, name: str) -> str:
+        """How an engine that has ended did so, and where to read more."""
+        status = self.exit_status(name)
+        how = f"signal {-status}" if status is not None and status < 0 else f"exit code {status}"
+        return f"{how}; see {self.log_path(name)}"
 
     def log_path(self, name: str) -> Path:
         """Where an engine's output goes."""

@@ -8,6 +8,7 @@ Long arrays of token ids are never made into Python's integers, nor written anew
 list, checking each and writing the list again takes three times as long.
 """
 
+import math
 import secrets
 from array import array
 from collections.abc import Mapping, Sequence
@@ -29,11 +30,22 @@ from prfaas.serving.transport.ticket import (
 class ApiError(Exception):
     """An error answer for the client: HTTP status, one sentence, and the parameter that it is about."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        """`retry_after_s`: when the same request may be taken; None: nothing is known of that."""
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
+        self.retry_after_s = retry_after_s
+
+    def headers(self) -> dict[str, str]:
+        """What belongs into the answer's head."""
+        if self.retry_after_s is None:
+            return {}
+        # RFC 9110 (10.2.3) knows whole seconds only.
+        return {"Retry-After": str(max(math.ceil(self.retry_after_s), 1))}
 
     def body(self) -> bytes:
         """`{"error": {"message", "type", "param", "code"}}`, the types as vLLM names them."""

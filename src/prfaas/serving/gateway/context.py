@@ -6,7 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
+from prfaas.serving.descriptors import DescriptorBudget
 from prfaas.serving.gateway.control_plane import ControlPlane
+from prfaas.serving.gateway.draining import Draining
 from prfaas.serving.gateway.engine_client import EngineClient
 from prfaas.serving.gateway.metrics import Metrics
 
@@ -74,3 +76,5 @@ class GatewayContext:
     """For JSON bodies and hashes of long prompts."""
     max_model_len: int
     """Tokens of a prompt and its answer together, at most."""
+    draining: Draining
+    descriptors: DescriptorBudget

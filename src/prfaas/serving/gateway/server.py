@@ -13,9 +13,11 @@ from prometheus_client import CollectorRegistry
 
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.kv import KvModel
+from prfaas.serving.descriptors import DescriptorBudget, raise_descriptor_limit
 from prfaas.serving.gateway.context import GatewayContext, GatewayOptions, ThreadOffload
 from prfaas.serving.gateway.control_plane import ControlPlane
 from prfaas.serving.gateway.decode import Decoder
+from prfaas.serving.gateway.draining import Draining
 from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
 from prfaas.serving.gateway.generation import Generation
 from prfaas.serving.gateway.kv_transfer import KvTransfers
@@ -35,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 OBSERVER_NAME = "gateway"
 _INTRODUCTION_RETRY_S = 2.0
+_OWN_DESCRIPTORS = 64
+_DESCRIPTORS_PER_RANK = 8
 
 
 class Gateway:
@@ -47,6 +51,7 @@ class Gateway:
         kv_model: KvModel | None,
         options: GatewayOptions,
         registry: CollectorRegistry,
+        draining: Draining,
     ) -> None:
         """Raises KeyFileError when the deployment's key can't be read."""
         key = load_key(deployment.security.key_file)
@@ -60,8 +65,17 @@ class Gateway:
             connect_timeout_s=options.connect_timeout_s, keepalive_s=options.engine_keepalive_s
         )
         self._transfers = _transfers(deployment.instances, key)
+        self.descriptors = DescriptorBudget(raise_descriptor_limit(), _reserved_descriptors(deployment))
+        logger.info("file descriptors: %d at most", self.descriptors.limit)
         context = GatewayContext(
-            plane, self._client, Metrics(registry), options, self._json_threads, model.max_model_len
+            plane,
+            self._client,
+            Metrics(registry),
+            options,
+            self._json_threads,
+            model.max_model_len,
+            draining,
+            self.descriptors,
         )
         local = LocalTokenizer.of_model(model.path, self._tokenizer_threads)
         self._tokenization = Tokenization(local, model.served_name, context)
@@ -111,6 +125,12 @@ class Gateway:
         self._tokenizer_threads.close()
 
 
+def _reserved_descriptors(deployment: Deployment) -> int:
+    """What is open however few requests there are: files, and per rank observers, probes and event sockets."""
+    ranks = sum(instance.tensor_parallel for instance in deployment.instances)
+    return _OWN_DESCRIPTORS + _DESCRIPTORS_PER_RANK * ranks
+
+
 def _transfers(instances: tuple[Instance, ...], key: bytes) -> KvTransfers:
     """One observer per instance and rank, since any of them may be sent to. They connect when first used."""
     return KvTransfers(
@@ -138,6 +158,7 @@ async def serve_gateway(
     ready: Callable[[int], None] | None = None,
     options: GatewayOptions | None = None,
     registry: CollectorRegistry | None = None,
+    draining: Draining | None = None,
 ) -> None:
     """Serve `deployment`'s gateway until cancelled. Engines may be started before or after.
 
@@ -146,6 +167,7 @@ async def serve_gateway(
         kv_model: the model's KV; None where its size is unknown.
         ready: called with the bound port once clients can connect.
         registry: what `GET /metrics` shows besides the gateway's own series.
+        draining: lets the caller end the gateway without cutting what is open; None: it can only be cancelled.
 
     Raises:
         KeyFileError: the deployment's key can't be read.
@@ -153,7 +175,12 @@ async def serve_gateway(
     """
     try:
         gateway = Gateway(
-            deployment, plane, kv_model, options or GatewayOptions(), registry or CollectorRegistry()
+            deployment,
+            plane,
+            kv_model,
+            options or GatewayOptions(),
+            registry or CollectorRegistry(),
+            draining or Draining(),
         )
         await _serve(deployment, plane, gateway, ready)
     finally:
@@ -178,6 +205,9 @@ async def _serve(
     background: list[asyncio.Task[None]] = []
     try:
         await runner.setup()
+        server = runner.server
+        assert server is not None
+        gateway.descriptors.connections = lambda: len(server.connections)
         site = web.TCPSite(runner, deployment.gateway.host, deployment.gateway.port, backlog=1024)
         await site.start()
         background.append(asyncio.create_task(plane.run()))
