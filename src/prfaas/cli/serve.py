@@ -124,5 +124,5 @@ async def _end(gateway: "asyncio.Task[None]", draining: "Draining", within_s: fl
         what = "1 request is" if count == 1 else f"{count} requests are"
         typer.echo(f"draining: {what} open and may go on for {within_s:g} s; again to end at once", err=True)
     if not await draining.settled(within_s):
-        typer.echo(f"{draining.open_requests} requests were cut after {within_s:g} s", err=True)
+        typer.echo(f"requests cut after {within_s:g} s: {draining.open_requests}", err=True)
     gateway.cancel()
