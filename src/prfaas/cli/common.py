@@ -192,7 +192,7 @@ def gateway_url(where: str) -> str:
     return load_deployment(Path(where)).gateway.url
 
 
-def fetch(url: str, path: str) -> dict[str, Any]:
+def fetch(url: str, path: str, method: str = "GET") -> dict[str, Any]:
     """The JSON object at `url` + `path`.
 
     Raises:
@@ -206,7 +206,8 @@ def fetch(url: str, path: str) -> dict[str, Any]:
     # Environments with a proxy for the outside would send it questions about this machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(url + path, timeout=_TIMEOUT_S) as response:
+        request = urllib.request.Request(url + path, method=method)
+        with opener.open(request, timeout=_TIMEOUT_S) as response:
             document = json.loads(response.read(_MAX_BYTES))
     except urllib.error.HTTPError as error:
         raise CliError(

@@ -23,8 +23,8 @@ def engine(
 
     Example: prfaas engine examples/local.yaml home-decode-0 --print
     """
-    from prfaas.cli.serve import allow_descriptors
     from prfaas.core.deployment import SYNTHETIC, load_deployment
+    from prfaas.serving.descriptors import raise_descriptor_limit
     from prfaas.serving.engines.command import synthetic_command, vllm_command
     from prfaas.serving.engines.preparation import ensure_key, ensure_model, ensure_vllm
 
@@ -45,5 +45,5 @@ def engine(
     if not is_synthetic:
         ensure_vllm()
     ensure_key(loaded)
-    allow_descriptors()
+    typer.echo(f"open files: {raise_descriptor_limit():,} at most", err=True)
     os.execve(command.argv[0], command.argv, command.environment())

@@ -22,25 +22,19 @@ def serve(deployment: DeploymentPath, drain_timeout_s: DrainTimeout = DRAIN_TIME
     Example: prfaas serve examples/local.yaml
     """
     from prfaas.core.deployment import load_deployment
+    from prfaas.serving.descriptors import raise_descriptor_limit
     from prfaas.serving.engines.preparation import ensure_key, ensure_model
 
     loaded = load_deployment(deployment)
     if loaded.model.tiny is not None:
         ensure_model(loaded)
     ensure_key(loaded)
-    allow_descriptors()
+    typer.echo(f"open files: {raise_descriptor_limit():,} at most", err=True)
     run_gateway(
         loaded,
         ready=lambda _port: typer.echo(f"ready: {loaded.gateway.url}/v1"),
         drain_timeout_s=drain_timeout_s,
     )
-
-
-def allow_descriptors() -> None:
-    """Raise the limit of open files for this process and its children, and say it."""
-    from prfaas.serving.descriptors import raise_descriptor_limit
-
-    typer.echo(f"open files: {raise_descriptor_limit():,} at most", err=True)
 
 
 def run_gateway(

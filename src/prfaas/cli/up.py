@@ -34,19 +34,20 @@ def up(
 
     Example: prfaas up examples/local.yaml
     """
-    from prfaas.cli.serve import allow_descriptors, check_gateway_port, run_gateway
+    from prfaas.cli.serve import check_gateway_port, run_gateway
     from prfaas.core.deployment import load_deployment
+    from prfaas.serving.descriptors import raise_descriptor_limit
     from prfaas.serving.engines.running import READY_TIMEOUT_S, RunningEngines
     from prfaas.serving.engines.supervisor import EngineSupervisor, RestartLimits
 
     loaded = load_deployment(deployment)
     check_gateway_port(loaded)
-    allow_descriptors()
+    open_files = raise_descriptor_limit()
     timeout_s = ready_timeout_s or READY_TIMEOUT_S
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         with RunningEngines(loaded) as engines:
-            typer.echo(f"logs: {loaded.logs_dir}", err=True)
+            typer.echo(f"logs: {loaded.logs_dir}; open files: {open_files:,} at most", err=True)
             with shown_progress(engines) as lines:
                 engines.wait_ready(timeout_s, on_progress=lines.show)
             supervisor = EngineSupervisor(

@@ -67,7 +67,11 @@ def running_up(deployment: Deployment, *options: str) -> Iterator[Up]:
     command = [sys.executable, "-m", "prfaas.cli.main", "up", str(deployment.path), *options]
     with errors.open("w") as told:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=told, text=True, env={**os.environ, "PRFAAS_HOME": str(home)}
+            command,
+            stdout=subprocess.PIPE,
+            stderr=told,
+            text=True,
+            env={**os.environ, "PRFAAS_HOME": str(home)},
         )
     try:
         assert process.stdout is not None

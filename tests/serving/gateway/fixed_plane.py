@@ -59,6 +59,7 @@ class FixedPlane:
         self.measured: list[str] = []
         self.suspected: list[tuple[str, bool]] = []
         self.own_prefills: list[int] = []
+        self.drained: list[tuple[str, bool]] = []
         self.closed = False
 
     @property
@@ -168,6 +169,9 @@ class FixedPlane:
         self._suspects[name] = asyncio.get_running_loop().time() + self._suspect_s
         if lost_cache:
             self._held[name].clear()
+
+    def drain(self, name: str, *, wanted: bool) -> None:
+        self.drained.append((name, wanted))
 
     def is_up(self, name: str) -> bool:
         return name not in self._suspects

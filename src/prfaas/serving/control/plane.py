@@ -233,6 +233,14 @@ class LivePlane:
         """A request failed at `name`: out of routing until a probe is good."""
         self.health.suspect(name, reason, lost_cache=lost_cache)
 
+    def drain(self, name: str, *, wanted: bool) -> None:
+        """Let nothing new go to an instance from now on, or let it take part again."""
+        instance = self.cluster_state.instance(name)
+        if instance.closed != wanted:
+            instance.closed = wanted
+            self.prefill_admission.changed(name)
+            self.thresholds.ask("roles")
+
     def state(self) -> dict[str, Any]:
         """The deployment as it is now, ready for JSON."""
         return state_of(self._overview, self._clock())

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from prfaas.core.deployment import Deployment, Instance, Link
 from prfaas.core.scheduling import InstanceView, Route
@@ -112,6 +112,7 @@ def _instance(plane: Overview, instance: Instance, event_feed: Mapping[str, Json
         "role": role_of(view),
         "draining": view.draining,
         "healthy": view.healthy,
+        "drain": drain_state(view, meter),
         "suspicion": plane.health.reason(instance.name),
         "in_flight": view.in_flight,
         "queue": cluster_state.open_prefills(instance.name),
@@ -123,6 +124,15 @@ def _instance(plane: Overview, instance: Instance, event_feed: Mapping[str, Json
         "engine": _engine(meter),
         "events": event_feed.get(instance.name),
     }
+
+
+def drain_state(view: InstanceView, meter: EngineMeter) -> Literal["draining", "drained"] | None:
+    """How far an operator's drain is: drained once nothing is open there, not even another gateway's work."""
+    if not view.closed:
+        return None
+    newest = meter.newest
+    is_idle = view.in_flight == 0 and (newest is None or newest.running + newest.waiting == 0)
+    return "drained" if is_idle else "draining"
 
 
 def _engine(meter: EngineMeter) -> Json | None:

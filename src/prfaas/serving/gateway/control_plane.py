@@ -83,6 +83,10 @@ class ControlPlane(Protocol):
         """
         ...
 
+    def drain(self, name: str, *, wanted: bool) -> None:
+        """Let nothing new go to the instance called `name`, which the deployment has; or let it take part again."""
+        ...
+
     def state(self) -> dict[str, Any]:
         """The deployment as it is now, ready for JSON: what `GET /prfaas/state` answers.
 

@@ -99,6 +99,7 @@ class Inspection:
     ) -> None:
         """`kv_model`: None where the size of the model's KV is unknown."""
         self._deployment = deployment
+        self._names = [instance.name for instance in deployment.instances]
         self._kv_model = kv_model
         self._plane = plane
         self._log = log
@@ -106,6 +107,8 @@ class Inspection:
     def add_routes(self, app: web.Application) -> None:
         app.router.add_get("/prfaas/state", self._state, allow_head=False)
         app.router.add_get("/prfaas/requests/{request_id}", self._request, allow_head=False)
+        app.router.add_post("/prfaas/instances/{name}/drain", self._drain)
+        app.router.add_post("/prfaas/instances/{name}/undrain", self._undrain)
 
     async def _state(self, request: web.Request) -> web.Response:
         self._check_host(request)
@@ -118,6 +121,22 @@ class Inspection:
         if record is None:
             raise ApiError(404, f"No request {request_id[:64]} is among the last {self._log.capacity}.")
         return web.json_response(explain(record, self._deployment, self._kv_model))
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        return self._drained(request, wanted=True)
+
+    async def _undrain(self, request: web.Request) -> web.Response:
+        return self._drained(request, wanted=False)
+
+    def _drained(self, request: web.Request, *, wanted: bool) -> web.Response:
+        self._check_host(request)
+        if "Origin" in request.headers:
+            raise ApiError(403, "A web page must not change the deployment.")
+        name = request.match_info["name"]
+        if name not in self._names:
+            raise ApiError(404, f"No instance is called {name[:64]}; there are {', '.join(self._names)}.")
+        self._plane.drain(name, wanted=wanted)
+        return web.json_response(instances_of(self._plane.state())[name])
 
     def _check_host(self, request: web.Request) -> None:
         """Refuse a web page whose own name resolves to this address (DNS rebinding)."""
