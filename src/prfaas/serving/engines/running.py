@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from prfaas.core.deployment import SYNTHETIC, Deployment, Instance
+from prfaas.core.deployment import Deployment, Instance
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.command import EngineCommand, synthetic_command, vllm_command
 from prfaas.serving.engines.preparation import ensure_key, ensure_model, ensure_vllm, port_problem
@@ -99,7 +99,7 @@ class RunningEngines:
 
     def _launch(self, names: Sequence[str]) -> None:
         instances = [self.deployment.instance(each) for each in names]
-        if self._command is None and not all(map(self._is_synthetic, instances)):
+        if self._command is None and not all(map(self.deployment.is_synthetic, instances)):
             ensure_vllm()
         for instance in instances:
             self._check_startable(instance)
@@ -241,14 +241,11 @@ class RunningEngines:
             if problem is not None:
                 raise EngineError(f"engine {instance.name} can't start: {problem}")
 
-    def _is_synthetic(self, instance: Instance) -> bool:
-        return self.deployment.cluster_of(instance).hardware == SYNTHETIC
-
     def _commands(self, instances: Sequence[Instance]) -> Iterator[tuple[Sequence[str], EngineCommand]]:
         """Each process to start, with the names of the instances in it."""
         stand_ins = []
         for instance in instances:
-            if self._command is None and self._is_synthetic(instance):
+            if self._command is None and self.deployment.is_synthetic(instance):
                 stand_ins.append(instance.name)
             else:
                 build = self._command or vllm_command

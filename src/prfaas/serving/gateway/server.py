@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.kv import KvModel
@@ -61,6 +61,8 @@ class Gateway:
         self._decoders = sorted(can_decode, key=lambda i: not i.has_role("decode"))
         self._json_threads = ThreadOffload(1, options.inline_json_bytes)
         self._tokenizer_threads = ThreadOffload(options.tokenizer_threads, options.inline_text_chars)
+        # Standard series: CPU time, memory, file descriptors.
+        ProcessCollector(registry=registry)
         self._client = EngineClient(
             connect_timeout_s=options.connect_timeout_s, keepalive_s=options.engine_keepalive_s
         )

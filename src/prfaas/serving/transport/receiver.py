@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+from prfaas import __version__
 from prfaas.serving.transport.handshake import Fingerprint, PeerIdentity, welcome
 from prfaas.serving.transport.incoming import RegionLayout
 from prfaas.serving.transport.options import ReceiverOptions
@@ -135,6 +136,7 @@ class Receiver:
         roles = [each.identity.role for each in connections if each.identity is not None]
         return self._table.stats() | {
             "name": self.name,
+            "version": __version__,
             "connections": len(connections),
             "producer_connections": roles.count("producer"),
             "observer_connections": roles.count("observer"),

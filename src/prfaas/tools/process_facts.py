@@ -1,0 +1,154 @@
+"""What engines and the gateway tell of their processes: clock, file descriptors, version; and what is wrong there."""
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+
+import aiohttp
+
+from prfaas import __version__
+from prfaas.serving.gateway import GatewayOptions
+from prfaas.tools.finding import Finding, ok, problem
+
+_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
+_MOST_BYTES = 8 << 20
+_OPEN = re.compile(rb"^process_open_fds(?:\{[^\n]*\})? (\S+)", re.MULTILINE)
+_MOST = re.compile(rb"^process_max_fds(?:\{[^\n]*\})? (\S+)", re.MULTILINE)
+# Every stream, transfer and idle client has one; below this, usual load ends in refusals.
+_LEAST_DESCRIPTORS = 4096
+_FULL = 0.8
+# The Date header has whole seconds.
+_DATE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessFacts:
+    """Of one process, as far as it tells."""
+
+    name: str
+    """For messages: "the gateway", "engine NAME"."""
+    ahead_s: float | None = None
+    """Its clock less this machine's; None: it does not tell."""
+    open_descriptors: int | None = None
+    max_descriptors: int | None = None
+    prfaas_version: str | None = None
+    """Of its plugin, or of the gateway."""
+
+
+async def process_facts(
+    session: aiohttp.ClientSession,
+    name: str,
+    url: str,
+    *,
+    version: str | None = None,
+    now_s: Callable[[], float] = time.time,
+) -> ProcessFacts:
+    """Ask `url`/metrics. What can't be read is None: whether the process answers at all is another check.
+
+    Args:
+        session: how to ask.
+        name: for messages.
+        url: base of the server's pages.
+        version: the prfaas that runs there, if that is known.
+        now_s: Unix time.
+    """
+    begun_s = now_s()
+    try:
+        async with session.get(f"{url}/metrics", timeout=_TIMEOUT) as response:
+            between_s = (begun_s + now_s()) / 2
+            date = response.headers.get("Date")
+            text = await response.content.read(_MOST_BYTES) if response.status == 200 else b""
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return ProcessFacts(name, prfaas_version=version)
+    return ProcessFacts(name, _ahead_s(date, between_s), _count(_OPEN, text), _count(_MOST, text), version)
+
+
+def _ahead_s(date: str | None, now_s: float) -> float | None:
+    try:
+        return None if date is None else parsedate_to_datetime(date).timestamp() + _DATE_S / 2 - now_s
+    except (ValueError, OverflowError):
+        return None
+
+
+def _count(series: re.Pattern[bytes], text: bytes) -> int | None:
+    found = series.search(text)
+    try:
+        return int(float(found.group(1))) if found is not None else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def check_clocks(engines: Sequence[ProcessFacts], gateway: ProcessFacts, now_s: float) -> list[Finding]:
+    """Whether tickets, which the gateway dates, are good at the engines for as long as they are meant to be.
+
+    Args:
+        engines: all that tell.
+        gateway: compared with; this machine's clock stands in for one that does not tell.
+        now_s: Unix time here.
+    """
+    options = GatewayOptions()
+    lifetime_s = options.ticket_lifetime_s
+    # A ticket must outlive the longest prefill; one of a clock that is behind would live for as much longer.
+    most_s = lifetime_s - options.prefill_timeout_s
+    base_s = gateway.ahead_s or 0.0
+    base = gateway.name if gateway.ahead_s is not None else "this machine"
+    found = []
+    offsets = [(each, each.ahead_s - base_s) for each in engines if each.ahead_s is not None]
+    for each, skew_s in offsets:
+        if abs(skew_s) > most_s:
+            found.append(
+                problem(
+                    "clocks",
+                    f"{each.name} says {_clock(now_s + base_s + skew_s)}, {base} says {_clock(now_s + base_s)}: "
+                    f"{abs(skew_s):.0f} s {'ahead' if skew_s > 0 else 'behind'}, and tickets are good for "
+                    f"{lifetime_s:.0f} s by the clock of the gateway",
+                    "set the clocks of both machines, for example with chrony or systemd-timesyncd",
+                )
+            )
+    if offsets and not found:
+        furthest = max(abs(skew_s) for _, skew_s in offsets)
+        found.append(ok("clocks", f"engines are within {max(furthest, _DATE_S):.0f} s of {base}"))
+    return found
+
+
+def _clock(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).isoformat(sep=" ", timespec="seconds")
+
+
+def check_descriptors(processes: Sequence[ProcessFacts]) -> list[Finding]:
+    """Whether processes may open enough file descriptors, and have enough left."""
+    found, shares = [], []
+    for each in processes:
+        if each.open_descriptors is None or not each.max_descriptors:
+            continue
+        shares.append(each.open_descriptors / each.max_descriptors)
+        text = f"{each.name} has {each.open_descriptors:,} of {each.max_descriptors:,} open"
+        if shares[-1] > _FULL:
+            mend = "raise the limit where it is started (ulimit -n, LimitNOFILE), or spread the load"
+        elif each.max_descriptors < _LEAST_DESCRIPTORS:
+            text = f"{each.name} may have only {each.max_descriptors:,}; every stream and transfer takes one"
+            mend = f"allow {_LEAST_DESCRIPTORS:,} or more where it is started (ulimit -Hn, LimitNOFILE)"
+        else:
+            continue
+        found.append(problem("file descriptors", text, mend))
+    if shares and not found:
+        found.append(ok("file descriptors", f"at most {max(shares):.0%} of any process's limit are open"))
+    return found
+
+
+def check_versions(processes: Sequence[ProcessFacts]) -> list[Finding]:
+    """Whether all run the prfaas that is installed here."""
+    told = [each for each in processes if each.prfaas_version is not None]
+    found = [
+        problem(
+            "versions",
+            f"{each.name} runs prfaas {each.prfaas_version}, here it is {__version__}",
+            "install one version on all machines, then start it again",
+        )
+        for each in told
+        if each.prfaas_version != __version__
+    ]
+    return found or ([ok("versions", f"all that tell run prfaas {__version__}")] if told else [])
