@@ -4,11 +4,12 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,62 @@ def running_up(deployment: Deployment, *options: str) -> Iterator[Up]:
     finally:
         process.kill()
         process.communicate()
+
+
+@contextmanager
+def running_serve(deployment: Deployment, most_descriptors: int) -> Iterator[Up]:
+    """`prfaas serve` without engines, in a process that may have only so many file descriptors."""
+    home = deployment.path.parent
+    errors = home / "errors.txt"
+    code = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({most_descriptors},) * 2)\n"
+        "from prfaas.cli.main import main; main()"
+    )
+    with errors.open("w") as told:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, "serve", str(deployment.path)],
+            stdout=subprocess.PIPE,
+            stderr=told,
+            text=True,
+            env={**os.environ, "PRFAAS_HOME": str(home)},
+        )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("ready: "), errors.read_text()
+        yield Up(deployment, process, errors)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.slow
+def test_a_gateway_refuses_before_it_runs_out_of_descriptors(deployment: Deployment) -> None:
+    address = (deployment.gateway.host, deployment.gateway.port)
+    # 64 and 8 per engine are reserved, which leaves 34.
+    with running_serve(deployment, 154) as serve, ExitStack() as idle:
+        assert "open files: 154 at most" in serve.told()
+        first = serve.post()
+        assert (first.status, first.getheader("Retry-After")) == (503, None)
+        for _ in range(40):
+            idle.enter_context(socket.create_connection(address))
+        time.sleep(0.2)
+        refused = serve.post()
+        assert (refused.status, refused.getheader("Retry-After")) == (503, "1")
+        assert b"no file descriptors left for another request (limit 154)" in refused.read()
+        # More than it can have: it must neither spin nor end.
+        for _ in range(160):
+            with suppress(OSError):
+                idle.enter_context(socket.create_connection(address))
+        before_s = cpu_s(serve.process.pid)
+        time.sleep(2)
+        assert cpu_s(serve.process.pid) - before_s < 1
+        idle.close()
+        serve.await_true(lambda: serve.post().getheader("Retry-After") is None)
 
 
 def is_gone(pid: int) -> bool:

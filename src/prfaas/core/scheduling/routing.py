@@ -75,10 +75,7 @@ class PdCandidate:
     """The longest prefix of every cluster that holds any, the longest first."""
 
     def reason_to_stay(self, *, long: bool) -> str:
-        """One word for why the request is prefilled here; `long`: although it is longer than the threshold.
-
-        "busy-prfaas" holds for queues and links alike; a policy that can tell them apart may say "slow-link".
-        """
+        """One word for why the request is prefilled here; `long`: although it is longer than the threshold."""
         if self.local_reason:
             return self.local_reason
         if not long:
