@@ -29,6 +29,7 @@ from prfaas.serving.engines.vllm.stats import ConnectorPromMetrics, ConnectorSta
 from prfaas.serving.transport.ticket import load_key
 
 if TYPE_CHECKING:
+    from vllm.config.kv_transfer import KVTransferConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -97,6 +98,11 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """`save_kv_layer` must run at every step, which a whole replayed graph would skip."""
         return True
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:
+        """False: transfers read and write the blocks where they lay when the engine started (asked by vLLM 0.33)."""
+        return False
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
         """All groups are loaded; zeroing one of their pages would race with the load."""
