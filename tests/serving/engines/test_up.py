@@ -60,6 +60,10 @@ class Up:
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         return connection.getresponse()
 
+    def cached_tokens(self, prompt: list[int]) -> int:
+        usage = json.load(self.post(prompt=prompt))["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
 
 @contextmanager
 def running_up(deployment: Deployment, *options: str) -> Iterator[Up]:
@@ -153,6 +157,8 @@ def test_engines_that_are_killed_come_back_and_serve(deployment: Deployment) -> 
         assert "open files: " in up.told()
         (engines,) = up.engine_pids()
         assert up.post().status == 200
+        cached = [up.cached_tokens(random_ids(15_000, 3)) for _ in range(2)]
+        assert cached[0] == 0 and cached[1] > 14_000
         os.kill(engines, signal.SIGKILL)
         up.await_true(lambda: f"engine {deployment.instances[0].name} is ready again" in up.told())
         assert "(signal 9; see " in up.told() and "restart 1 of 2 in 1 s" in up.told()

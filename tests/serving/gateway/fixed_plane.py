@@ -181,7 +181,7 @@ class FixedPlane:
             "clusters": {
                 cluster.name: {
                     "instances": {
-                        i.name: {"role": "+".join(i.roles), "healthy": self.is_up(i.name)}
+                        i.name: {"role": "+".join(i.roles), "healthy": self.is_up(i.name), "drain": None}
                         for i in cluster.instances
                     }
                 }

@@ -91,7 +91,7 @@ class ControlPlane(Protocol):
         """The deployment as it is now, ready for JSON: what `GET /prfaas/state` answers.
 
         `state()["clusters"][cluster]["instances"][name]` has at least `role` ("prefill", "decode" or both with a
-        "+") and `healthy`, from which `GET /health` is made.
+        "+"), `healthy` and `drain` (None, "draining" or "drained"), from which `GET /health` is made.
         """
         ...
 

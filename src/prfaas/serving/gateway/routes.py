@@ -75,7 +75,9 @@ class Routes:
 
     async def _get_health(self, _request: web.Request) -> web.Response:
         instances = instances_of(self._plane.state())
-        serving = any("decode" in i["role"] and i["healthy"] for i in instances.values())
+        serving = any(
+            "decode" in i["role"] and i["healthy"] and i["drain"] is None for i in instances.values()
+        )
         return web.json_response(
             {
                 "status": "ok" if serving else "no decode instance answers",
