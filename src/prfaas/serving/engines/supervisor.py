@@ -1,6 +1,7 @@
 """Starts engines again that have ended: later each time, and not for ever."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ class EngineSupervisor:
         now_s = self._clock()
         due = [name for name, each in self._watched.items() if each.due_s is not None and each.due_s <= now_s]
         if due:
-            self._start(due)
+            await self._start(due)
         for name, each in self._watched.items():
             if each.started_s is not None and each.due_s is None:
                 await self._ask(name, each)
@@ -129,13 +130,14 @@ class EngineSupervisor:
             f"engine {name} has ended ({how}); restart {each.restarts} of {self._limits.most} in {wait_s:g} s"
         )
 
-    def _start(self, due: Collection[str]) -> None:
+    async def _start(self, due: Collection[str]) -> None:
         """All that are due together: stand-ins that shared a process share one again."""
         for name in due:
             self._watched[name].due_s = None
             self._watched[name].started_s = self._clock()
         try:
-            self._engines.restart(due)
+            # In a thread: the gateway serves in this one.
+            await asyncio.to_thread(self._engines.restart, due)
         except (EngineError, KeyFileError, OSError) as error:
             self._tell(f"no restart of {', '.join(due)}: {error}")
 
@@ -146,4 +148,5 @@ class EngineSupervisor:
             each.started_s, each.sound_s = None, self._clock() + self._limits.steady_s
         elif self._clock() - each.started_s > self._limits.ready_timeout_s and self._engines.is_running(name):
             self._tell(f"engine {name} is not ready {self._limits.ready_timeout_s:g} s after its restart")
-            self._engines.kill(name)
+            with contextlib.suppress(EngineError):
+                await asyncio.to_thread(self._engines.kill, name)
