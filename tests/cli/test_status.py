@@ -100,6 +100,8 @@ def deployment(tmp_path: Path) -> Deployment:
 asked: list[tuple[str, str]] = []
 """What was to be drained or undrained."""
 
+bearers: list[str | None] = []
+
 
 @pytest.fixture
 def url(deployment: Deployment) -> Iterator[str]:
@@ -112,6 +114,7 @@ def url(deployment: Deployment) -> Iterator[str]:
 
     class Pages(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            bearers.append(self.headers["Authorization"])
             found = pages.get(self.path)
             body = json.dumps(found or {"error": {"message": f"No page {self.path}."}}).encode()
             self.send_response(200 if found else 404)
@@ -177,6 +180,23 @@ def test_drain_waits_until_the_work_has_ended(
     assert run(monkeypatch, "undrain", "home-decode-0", url) == 0
     assert capsys.readouterr().out == "home-decode-0 takes part again\n"
     assert asked == [("home-decode-0", "drain")] * 3 + [("home-decode-0", "undrain")]
+
+
+def test_operators_show_their_token(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "token").write_text("0123456789abcdef")
+    (tmp_path / "token").chmod(0o600)
+    port = url.rpartition(":")[2]
+    text = EXAMPLE.read_text().replace(
+        "port: 8000", f"port: 8000\n  admin: {{port: {port}, token_file: {tmp_path}/token}}"
+    )
+    (tmp_path / "d.yaml").write_text(text)
+    bearers.clear()
+    assert run(monkeypatch, "status", tmp_path / "d.yaml") == 0
+    assert run(monkeypatch, "explain", ID, url, "--token-file", tmp_path / "token") == 0
+    assert run(monkeypatch, "status", url) == 0
+    assert bearers == ["Bearer 0123456789abcdef"] * 2 + [None]
 
 
 def test_status_as_json_is_the_gateways_own(

@@ -60,8 +60,9 @@ def _diagnose(path: "Path", probe: bool) -> "list[Finding]":
 async def _ask(deployment: "Deployment", probe: bool) -> "list[Finding]":
     import aiohttp
 
-    from prfaas.tools.doctor import check_disaggregation, check_engines, check_gateway, check_processes
+    from prfaas.tools.doctor import check_disaggregation, check_engines, check_gateway
     from prfaas.tools.finding import any_problem
+    from prfaas.tools.process_facts import check_processes
 
     async with aiohttp.ClientSession() as session:
         findings = await check_engines(deployment, session)

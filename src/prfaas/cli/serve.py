@@ -5,7 +5,14 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from prfaas.cli.common import DRAIN_TIMEOUT_S, CliError, DeploymentPath, DrainTimeout
+from prfaas.cli.common import (
+    DRAIN_TIMEOUT_S,
+    CliError,
+    DeploymentPath,
+    DrainTimeout,
+    LogFormatOption,
+    LogLevelOption,
+)
 
 if TYPE_CHECKING:
     import asyncio
@@ -14,22 +21,27 @@ if TYPE_CHECKING:
     from prfaas.serving.gateway import Draining
 
 
-def serve(deployment: DeploymentPath, drain_timeout_s: DrainTimeout = DRAIN_TIMEOUT_S) -> None:
+def serve(
+    deployment: DeploymentPath,
+    drain_timeout_s: DrainTimeout = DRAIN_TIMEOUT_S,
+    log_format: LogFormatOption = None,
+    log_level: LogLevelOption = None,
+) -> None:
     """Run the gateway of a deployment whose engines are started elsewhere, until Ctrl-C.
 
     SIGTERM or Ctrl-C lets running requests end first; a second one ends them at once.
 
     Example: prfaas serve examples/local.yaml
     """
+    from prfaas.cli.common import log_settings, write_logs
     from prfaas.core.deployment import load_deployment
-    from prfaas.serving.descriptors import raise_descriptor_limit
     from prfaas.serving.engines.preparation import ensure_key, ensure_model
 
     loaded = load_deployment(deployment)
+    write_logs(log_settings(log_format, log_level))
     if loaded.model.tiny is not None:
         ensure_model(loaded)
     ensure_key(loaded)
-    typer.echo(f"open files: {raise_descriptor_limit():,} at most", err=True)
     run_gateway(
         loaded,
         ready=lambda _port: typer.echo(f"ready: {loaded.gateway.url}/v1"),
@@ -62,13 +74,19 @@ def check_gateway_port(deployment: "Deployment") -> None:
     """Refuse early what would fail late, after engines have taken a minute to start.
 
     Raises:
-        CliError: the gateway's address can't be listened on.
+        CliError: an address of the gateway can't be listened on.
+        AdminTokenError: the operators' token can't be read.
     """
+    from prfaas.serving.admin_token import load_token
     from prfaas.serving.engines.preparation import port_problem
 
-    problem = port_problem(deployment.gateway.host, deployment.gateway.port)
-    if problem is not None:
-        raise CliError(f"gateway of {deployment.path}: {problem}; free it or change gateway.port")
+    gateway, admin = deployment.gateway, deployment.gateway.admin
+    for host, port, field in ((gateway.host, gateway.port, "port"), (admin.host, admin.port, "admin.port")):
+        problem = port_problem(host, port)
+        if problem is not None:
+            raise CliError(f"gateway of {deployment.path}: {problem}; free it or change gateway.{field}")
+    if admin.token_file is not None:
+        load_token(admin.token_file)
 
 
 async def _serve(

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prfaas.cli.common import DRAIN_TIMEOUT_S, DeploymentPath, DrainTimeout, ReadyTimeout
+from prfaas.cli.common import (
+    DRAIN_TIMEOUT_S,
+    DeploymentPath,
+    DrainTimeout,
+    LogFormatOption,
+    LogLevelOption,
+    ReadyTimeout,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,6 +32,8 @@ def up(
         typer.Option(metavar="N", min=0, help="Start an engine that ends again, at most so often in a row."),
     ] = 5,
     drain_timeout_s: DrainTimeout = DRAIN_TIMEOUT_S,
+    log_format: LogFormatOption = None,
+    log_level: LogLevelOption = None,
 ) -> None:
     """Start the engines and the gateway of a one-machine deployment; Ctrl-C ends everything.
 
@@ -34,6 +43,7 @@ def up(
 
     Example: prfaas up examples/local.yaml
     """
+    from prfaas.cli.common import log_settings, write_logs
     from prfaas.cli.serve import check_gateway_port, run_gateway
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.descriptors import raise_descriptor_limit
@@ -44,6 +54,7 @@ def up(
     check_gateway_port(loaded)
     open_files = raise_descriptor_limit()
     timeout_s = ready_timeout_s or READY_TIMEOUT_S
+    write_logs(log_settings(log_format, log_level))
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         with RunningEngines(loaded) as engines:

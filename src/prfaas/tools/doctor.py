@@ -5,28 +5,22 @@ import json
 import math
 import random
 import re
-import time
 from collections.abc import Sequence
+from typing import Any
 
 import aiohttp
 
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.kv import ConfigError, model_from_directory
-from prfaas.core.route_header import ROUTE_HEADER, RouteHeader
+from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeader
 from prfaas.core.units import format_bytes
+from prfaas.serving.admin_token import AdminTokenError, load_token
 from prfaas.serving.engines.preparation import is_on_one_machine
 from prfaas.serving.engines.synthetic import VERSION as SYNTHETIC_VERSION
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import KeyFileError, load_key
 from prfaas.tools.finding import Finding, ok, problem
-from prfaas.tools.http_client import get_json, served_models
-from prfaas.tools.process_facts import (
-    ProcessFacts,
-    check_clocks,
-    check_descriptors,
-    check_versions,
-    process_facts,
-)
+from prfaas.tools.http_client import AnswerError, get_json, served_models
 
 OLDEST_VLLM = (0, 32)
 
@@ -128,41 +122,6 @@ async def _check_engine(
     findings.append(await _check_served(deployment, instance, session))
     findings += await _check_kv_ports(deployment, instance)
     return findings, version
-
-
-async def check_processes(deployment: Deployment, session: aiohttp.ClientSession) -> list[Finding]:
-    """Clocks, file descriptors and versions of prfaas, of all that answer."""
-
-    async def engine_facts(instance: Instance) -> ProcessFacts:
-        version = await _plugin_version(deployment, instance)
-        return await process_facts(session, f"engine {instance.name}", instance.url, version=version)
-
-    gateway, *engines = await asyncio.gather(
-        process_facts(session, "the gateway", deployment.gateway.url),
-        *map(engine_facts, deployment.instances),
-    )
-    return [
-        *check_clocks(engines, gateway, time.time()),
-        *check_descriptors([gateway, *engines]),
-        *check_versions([gateway, *engines]),
-    ]
-
-
-async def _plugin_version(deployment: Deployment, instance: Instance) -> str | None:
-    """The prfaas that an engine runs, by its KV port; None where that does not tell."""
-    try:
-        key = load_key(deployment.security.key_file)
-    except KeyFileError:
-        return None
-    observer = Observer("prfaas-doctor", key, instance.host, instance.kv_port, f"{instance.name}/0")
-    try:
-        async with asyncio.timeout(_KV_TIMEOUT_S):
-            version = (await observer.stats()).get("version")
-    except (OSError, TimeoutError):
-        return None
-    finally:
-        await observer.close()
-    return None if version is None else str(version)
 
 
 async def _check_version(
@@ -308,6 +267,7 @@ async def check_disaggregation(deployment: Deployment, session: aiohttp.ClientSe
     try:
         async with session.post(url, json=body, timeout=_PROBE_TIMEOUT) as response:
             status, header, text = response.status, response.headers.get(ROUTE_HEADER), await response.text()
+            request_id = response.headers.get(REQUEST_ID_HEADER, "")
     except (aiohttp.ClientError, TimeoutError) as error:
         text = f"a prompt of {length} tokens got no answer ({type(error).__name__})"
         return problem(subject, text, "see the logs of the gateway and the engines")
@@ -316,6 +276,17 @@ async def check_disaggregation(deployment: Deployment, session: aiohttp.ClientSe
         return problem(subject, text, "see the logs of the gateway and the engines")
     try:
         route = RouteHeader.parse(header)
+        if not route.prefill:
+            # Clients are told no more than the route.
+            told = await _operators_page(deployment, session, f"/prfaas/requests/{request_id}")
+            route = RouteHeader.parse(str(told["route"]))
+    except (aiohttp.ClientError, TimeoutError, KeyError, AnswerError, AdminTokenError) as error:
+        admin = deployment.gateway.admin.url
+        return problem(
+            subject,
+            f"a prompt of {length} tokens was answered, but {admin} does not say how ({error})",
+            "run doctor on the gateway's machine, or see gateway.admin in the deployment file",
+        )
     except ValueError as error:
         return problem(
             subject, str(error), f"see what runs at {deployment.gateway.url}; it must be this prfaas"
@@ -360,14 +331,22 @@ def expected_route(deployment: Deployment, length: int, threshold_tokens: float)
 async def _threshold_tokens(deployment: Deployment, session: aiohttp.ClientSession) -> float:
     """Above how many tokens every PD cluster offloads now, by the gateway's word; infinite if one never does."""
     try:
-        async with session.get(f"{deployment.gateway.url}/prfaas/state", timeout=_HEALTH_TIMEOUT) as response:
-            clusters = (await response.json())["clusters"] if response.status == 200 else {}
+        clusters = (await _operators_page(deployment, session, "/prfaas/state"))["clusters"]
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError):
         clusters = {}
     told = [clusters[c.name].get("threshold_tokens") for c in deployment.pd_clusters if c.name in clusters]
     if not told:
         return deployment.routing.threshold_tokens or math.inf
     return max(math.inf if tokens is None else tokens for tokens in told)
+
+
+async def _operators_page(
+    deployment: Deployment, session: aiohttp.ClientSession, path: str
+) -> dict[str, Any]:
+    """A JSON page of the gateway's operators. Raises what `get_json` raises, and AdminTokenError."""
+    admin = deployment.gateway.admin
+    headers = {} if admin.token_file is None else {"Authorization": f"Bearer {load_token(admin.token_file)}"}
+    return await get_json(session, f"{admin.url}{path}", timeout_s=_TIMEOUT_S, headers=headers)
 
 
 def _must_move(deployment: Deployment, expected: str) -> bool:

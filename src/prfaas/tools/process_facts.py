@@ -1,8 +1,10 @@
 """What engines and the gateway tell of their processes: clock, file descriptors, version; and what is wrong there."""
 
+import asyncio
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -10,10 +12,16 @@ from email.utils import parsedate_to_datetime
 import aiohttp
 
 from prfaas import __version__
+from prfaas.core.deployment import Deployment, Instance
+from prfaas.serving.admin_token import AdminTokenError, load_token
 from prfaas.serving.gateway import GatewayOptions
+from prfaas.serving.transport.observer import Observer
+from prfaas.serving.transport.ticket import KeyFileError, load_key
 from prfaas.tools.finding import Finding, ok, problem
+from prfaas.tools.http_client import get_json
 
-_TIMEOUT = aiohttp.ClientTimeout(total=10.0)
+_TIMEOUT_S = 6.0
+_TIMEOUT = aiohttp.ClientTimeout(total=_TIMEOUT_S)
 _MOST_BYTES = 8 << 20
 _OPEN = re.compile(rb"^process_open_fds(?:\{[^\n]*\})? (\S+)", re.MULTILINE)
 _MOST = re.compile(rb"^process_max_fds(?:\{[^\n]*\})? (\S+)", re.MULTILINE)
@@ -38,12 +46,62 @@ class ProcessFacts:
     """Of its plugin, or of the gateway."""
 
 
+async def check_processes(deployment: Deployment, session: aiohttp.ClientSession) -> list[Finding]:
+    """Clocks, file descriptors and versions of prfaas, of all that answer."""
+
+    async def engine_facts(instance: Instance) -> ProcessFacts:
+        version = await _plugin_version(deployment, instance)
+        return await process_facts(session, f"engine {instance.name}", instance.url, version=version)
+
+    gateway, *engines = await asyncio.gather(
+        _gateway_facts(deployment, session), *map(engine_facts, deployment.instances)
+    )
+    return [
+        *check_clocks(engines, gateway, time.time()),
+        *check_descriptors([gateway, *engines]),
+        *check_versions([gateway, *engines]),
+    ]
+
+
+async def _gateway_facts(deployment: Deployment, session: aiohttp.ClientSession) -> ProcessFacts:
+    name, admin, version, headers = "the gateway", deployment.gateway.admin, None, {}
+    with suppress(aiohttp.ClientError, TimeoutError, ValueError, KeyError):
+        document = await get_json(session, f"{deployment.gateway.url}/version", timeout_s=_TIMEOUT_S)
+        version = str(document["version"])
+    with suppress(AdminTokenError):
+        if admin.token_file is not None:
+            headers = {"Authorization": f"Bearer {load_token(admin.token_file)}"}
+    facts = await process_facts(session, name, admin.url, version=version, headers=headers)
+    if facts.ahead_s is None:
+        # The operators' port may be out of reach from here; the clients' port has no metrics, but a date.
+        facts = await process_facts(session, name, deployment.gateway.url, version=version)
+    return facts
+
+
+async def _plugin_version(deployment: Deployment, instance: Instance) -> str | None:
+    """The prfaas that an engine runs, by its KV port; None where that does not tell."""
+    try:
+        key = load_key(deployment.security.key_file)
+    except KeyFileError:
+        return None
+    observer = Observer("prfaas-doctor", key, instance.host, instance.kv_port, f"{instance.name}/0")
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            version = (await observer.stats()).get("version")
+    except (OSError, TimeoutError):
+        return None
+    finally:
+        await observer.close()
+    return None if version is None else str(version)
+
+
 async def process_facts(
     session: aiohttp.ClientSession,
     name: str,
     url: str,
     *,
     version: str | None = None,
+    headers: Mapping[str, str] | None = None,
     now_s: Callable[[], float] = time.time,
 ) -> ProcessFacts:
     """Ask `url`/metrics. What can't be read is None: whether the process answers at all is another check.
@@ -53,11 +111,12 @@ async def process_facts(
         name: for messages.
         url: base of the server's pages.
         version: the prfaas that runs there, if that is known.
+        headers: of the request.
         now_s: Unix time.
     """
     begun_s = now_s()
     try:
-        async with session.get(f"{url}/metrics", timeout=_TIMEOUT) as response:
+        async with session.get(f"{url}/metrics", timeout=_TIMEOUT, headers=headers) as response:
             between_s = (begun_s + now_s()) / 2
             date = response.headers.get("Date")
             text = await response.content.read(_MOST_BYTES) if response.status == 200 else b""

@@ -45,7 +45,7 @@ def write_deployment(
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(tiny_config(model)))
     write_tokenizer(directory, 65536)
-    ports = iter(free_ports(16))
+    ports = iter(free_ports(17))
     clusters = [
         {
             "name": cluster,
@@ -75,7 +75,7 @@ def write_deployment(
             {"source": "far", "target": "home", "bandwidth": "4 Gbit/s", "connections": 2},
             {"source": "home", "target": "far", "bandwidth": "4 Gbit/s", "connections": 1},
         ],
-        "gateway": {"host": "127.0.0.1", "port": next(ports)},
+        "gateway": {"host": "127.0.0.1", "port": next(ports), "admin": {"port": next(ports)}},
         "engine": {
             "max_num_batched_tokens": 1024,
             "max_num_seqs": 8,

@@ -124,7 +124,7 @@ def test_a_gateway_refuses_before_it_runs_out_of_descriptors(deployment: Deploym
     address = (deployment.gateway.host, deployment.gateway.port)
     # 64 and 8 per engine are reserved, which leaves 34.
     with running_serve(deployment, 154) as serve, ExitStack() as idle:
-        assert "open files: 154 at most" in serve.told()
+        assert "file descriptors: 154 at most" in serve.told()
         first = serve.post()
         assert (first.status, first.getheader("Retry-After")) == (503, None)
         for _ in range(40):

@@ -26,6 +26,7 @@ from prfaas.serving.engines.vllm.layout import read_groups
 from prfaas.serving.engines.vllm.metadata import TransferMetadata
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
 from prfaas.serving.engines.vllm.stats import ConnectorPromMetrics, ConnectorStats
+from prfaas.serving.logs import LogSettings, set_up_logging
 from prfaas.serving.transport.ticket import load_key
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        # vLLM has no handler for our loggers, and would write warnings bare and nothing below them.
+        set_up_logging(LogSettings.of_environment())
         logger.info("file descriptors: %d at most", raise_descriptor_limit())
         self._settings = ConnectorSettings.parse(self._kv_transfer_config.kv_connector_extra_config)
         self._key = load_key(self._settings.key_file)
