@@ -61,7 +61,7 @@ def test_an_incompatible_pair_costs_no_grace_and_blames_nobody(in_world: InWorld
         # Known now: the next one does not even prefill there, however it was decided for.
         response, _ = await world.post("/v1/completions", {"model": "stand-in", "prompt": [9, *LONG]})
         assert route_of(response)["fallback"] == "incompatible" and len(world.remote.generated()) == 1
-        async with world.client.get(f"/prfaas/requests/{response.headers['X-Request-Id']}") as page:
+        async with world.admin.get(f"/prfaas/requests/{response.headers['X-Request-Id']}") as page:
             (note,) = (await page.json())["notes"]
         assert note["what"] == f"remote and decode are incompatible: {sentence}"
 
