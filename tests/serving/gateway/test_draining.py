@@ -51,6 +51,9 @@ def test_streams_end_and_new_requests_are_refused(tmp_path: Path) -> None:
                 assert (response.status, response.headers["Retry-After"]) == (503, "5")
                 assert "about to end" in answer["error"]["message"]
                 assert "X-Request-Id" in response.headers
+                for path, status in (("/ready", 503), ("/health", 200)):
+                    async with world.client.get(path) as page:
+                        assert page.status == status
                 assert not await draining.settled(0)
                 assert (await stream.read()).endswith(b"data: [DONE]\n\n")
             assert await draining.settled(5)
