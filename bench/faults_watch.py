@@ -247,7 +247,7 @@ def _half_closed(stack: FaultStack) -> int:
 
 
 def left_processes(home: Path) -> list[str]:
-    """Processes that name `home` in their command line."""
+    """Engines and gateways of files in `home`."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -255,7 +255,7 @@ def left_processes(home: Path) -> list[str]:
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
                 continue
-            if str(home) in command:
+            if "-m prfaas." in command and str(home) in command:
                 found.append(f"process {entry.name} still runs: {command[:100]}")
     return found
 
