@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from prfaas.core.prefix.block_tree import BlockTree, Reach, StateEnds
 from prfaas.core.prefix.events import Cleared, Event, StoredBlocks
@@ -9,8 +10,8 @@ from prfaas.core.prefix.hashing import Hashers, PromptChains, TokenIds
 from prfaas.core.prefix.instance_blocks import InstanceBlocks
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
+# Not a frozen dataclass: that takes three times as long to make, and a lookup makes one for every length.
+class PrefixHit(NamedTuple):
     """What one instance holds of one prompt, in tokens."""
 
     reusable_tokens: int
@@ -135,6 +136,13 @@ class GlobalIndex:
         for block_tokens, chain in chains.by_block_tokens.items():
             lengths = self._tree.lengths(chain) if chain else []
             if not lengths:
+                continue
+            if not (self._stateful_bits or self._windowed_bits):
+                # Attention alone: what is held is reusable. `_reaches` and `_names_of` in line, for half the time.
+                for holders, end in lengths:
+                    value = PrefixHit(end * block_tokens, end * block_tokens)
+                    for name in self._names.get(holders) or self._names_of(holders):
+                        hits[name] = value
                 continue
             for reach in self._reaches(chain, lengths):
                 value = PrefixHit(reach.reusable_blocks * block_tokens, reach.attention_blocks * block_tokens)

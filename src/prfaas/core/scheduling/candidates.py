@@ -69,10 +69,7 @@ def streamed(option: PrefillCandidate, link: LinkView, now_s: float, kv_bytes: i
     if link_wait_s < 0.0:
         link_wait_s = 0.0
     start_s, prefill_s = option.start_s, option.prefill_s
-    # `streamed_s` in line: this is asked for every long prompt.
-    computed_s = start_s + prefill_s
-    sent_s = (start_s if start_s > link_wait_s else link_wait_s) + link_s
-    ttft_s = (computed_s if computed_s > sent_s else sent_s) + link.rtt_s
+    ttft_s = streamed_s(start_s, prefill_s, link_wait_s, link_s, link.rtt_s)
     return PrefillCandidate(
         option.cluster,
         option.instance,
@@ -127,7 +124,7 @@ def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) ->
     done_s = wait_s = prefill_s = seconds = least_wait_s = math.inf
     # `reusable_at` in line: this loop is most of a decision's time.
     for instance in cluster.instances:
-        if not instance.takes_prefills or instance.name in avoid:
+        if not instance.takes_prefills or (avoid and instance.name in avoid):
             continue
         queue_s = instance.busy_until_s - now_s
         if queue_s < 0.0:

@@ -156,16 +156,10 @@ def pd_candidate_of(
     cluster: ClusterView,
     decode: InstanceView,
     prefill: PrefillCandidates,
-    *,
-    caches_move: bool = True,
 ) -> PdCandidate:
-    """The PD cluster `cluster`, given who would decode there; without `sources` unless `caches_move`."""
+    """The PD cluster `cluster`, given who would decode there; without `sources`: caches stay where they are."""
     own = prefill.own.get(cluster.name)
     local, reason, held_tokens = _local(request, view, cluster, decode, own)
-    sources = prefill.sources if caches_move else []
-    if caches_move and held_tokens > (0 if own is None else own.held_tokens):
-        sources = [*sources, _AtDecode(cluster, decode, held_tokens)]
-        sources.sort(key=_by_tokens, reverse=True)
     remotes = []
     for node in prefill.far:
         link = usable_link(view, node.cluster.name, cluster.name)
@@ -175,8 +169,17 @@ def pd_candidate_of(
     threshold = view.threshold_tokens.get(cluster.name, math.inf)
     has_prfaas = bool(prefill.far)
     return PdCandidate(
-        cluster, decode, local, reason, held_tokens, least_wait_s, remotes, has_prfaas, threshold, sources
+        cluster, decode, local, reason, held_tokens, least_wait_s, remotes, has_prfaas, threshold, []
     )
+
+
+def let_caches_move(pd: PdCandidate, prefill: PrefillCandidates) -> None:
+    """Give `pd` the prefixes of all clusters, its decode instance's among them where that is its cluster's longest."""
+    own = prefill.own.get(pd.cluster.name)
+    pd.sources = prefill.sources
+    if pd.held_tokens > (0 if own is None else own.held_tokens):
+        pd.sources = [*prefill.sources, _AtDecode(pd.cluster, pd.decode, pd.held_tokens)]
+        pd.sources.sort(key=_by_tokens, reverse=True)
 
 
 def _local(
@@ -333,24 +336,24 @@ def route(
     if request.num_tokens <= 1:
         return single_token(request, view, decoders)
     prefill = prefill_candidates(request, view)
-    if len(decoders) == 1:
-        cluster, decode = decoders[0]
-        pd = pd_candidate_of(request, view, cluster, decode, prefill)
-        return decision_of(request, view, decode, choose(request, view, pd))
+    chosen: PdCandidate | None = None
     best: Choice | None = None
-    full, least, lightest = True, math.inf, math.inf
-    for here, decoder in decoders:
-        choice = choose(
-            request, view, pd_candidate_of(request, view, here, decoder, prefill, caches_move=False)
-        )
-        load = load_of(decoder)
-        if best is None or (load >= 1.0, choice.cost, load) < (full, least, lightest):
-            best, cluster, decode = choice, here, decoder
-            full, least, lightest = load >= 1.0, choice.cost, load
-    assert best is not None  # there is at least one
-    if request.held:
-        best = choose(request, view, pd_candidate_of(request, view, cluster, decode, prefill))
-    return decision_of(request, view, decode, best)
+    if len(decoders) == 1:
+        chosen = pd_candidate_of(request, view, *decoders[0], prefill)
+    else:
+        full, least, lightest = True, math.inf, math.inf
+        for cluster, decode in decoders:
+            pd = pd_candidate_of(request, view, cluster, decode, prefill)
+            choice = choose(request, view, pd)
+            load = load_of(decode)
+            if chosen is None or (load >= 1.0, choice.cost, load) < (full, least, lightest):
+                best, chosen = choice, pd
+                full, least, lightest = load >= 1.0, choice.cost, load
+        assert chosen is not None  # there is at least one
+    if best is None or request.held:
+        let_caches_move(chosen, prefill)
+        best = choose(request, view, chosen)
+    return decision_of(request, view, chosen.decode, best)
 
 
 def soonest_remote(
@@ -358,15 +361,24 @@ def soonest_remote(
 ) -> PrefillCandidate:
     """Of `remotes`, at least one, the one with the least predicted TTFT."""
     kv_bytes = kv_bytes_to(request, view, pd.decode)
-    best: PrefillCandidate | None = None
+    now_s, kv_bits = view.now_s, BITS_PER_BYTE * kv_bytes
+    chosen: tuple[BestCandidate, LinkView] | None = None
+    least_s = math.inf
     for node, link in remotes:
         # No KV arrives before it has been computed.
-        if best is None or node.ttft_s < best.ttft_s:
-            option = streamed(node, link, view.now_s, kv_bytes)
-            if best is None or option.ttft_s < best.ttft_s:
-                best = option
-    assert best is not None  # there is at least one
-    return best
+        if chosen is None or node.ttft_s < least_s:
+            wait_s = link.drained_s - now_s
+            ttft_s = streamed_s(
+                node.start_s,
+                node.prefill_s,
+                wait_s if wait_s > 0.0 else 0.0,
+                kv_bits / link.capacity_bits_per_s,
+                link.rtt_s,
+            )
+            if chosen is None or ttft_s < least_s:
+                chosen, least_s = (node, link), ttft_s
+    assert chosen is not None  # there is at least one
+    return streamed(*chosen, now_s, kv_bytes)
 
 
 def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choice: Choice) -> Decision:
