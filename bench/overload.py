@@ -64,7 +64,7 @@ class Shape:
 
 
 SHAPES = {
-    "streams": Shape(60, STREAM_TOKENS, 1.0, 4096),
+    "streams": Shape(80, STREAM_TOKENS, 1.0, 4096),
     "prefill": Shape(8000, 24, 5.0, 64),
     "decode": Shape(300, 160, 2.0, 20),
 }
