@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -35,12 +35,19 @@ _PREFILLS, _HOME_PREFILLS, _DECODES = 4, 1, 4
 _T = TypeVar("_T")
 
 
+def free_ports(count: int) -> list[int]:
+    """Neighbours that nobody listens on, below those that the kernel gives to connections: a port is free again
+    when its server is started again."""
+    while True:
+        first = random.randrange(10_000, 32_000 - count)
+        chosen = range(first, first + count)
+        if not any(port_problem("127.0.0.1", port) for port in chosen):
+            return list(chosen)
+
+
 def write_deployments(home: Path) -> tuple[Deployment, Deployment]:
     """The deployment, and the same one with a model whose KV blocks have another size."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2 * 9 + 2)]
-    ports = iter([each.getsockname()[1] for each in sockets])
-    for each in sockets:
-        each.close()
+    ports = iter(free_ports(2 * (_PREFILLS + _HOME_PREFILLS + _DECODES) + 2))
 
     def cluster(name: str, kind: str, profile: str, *groups: tuple[str, int]) -> dict[str, Any]:
         instances = [

@@ -20,7 +20,6 @@ import json
 import math
 import os
 import random
-import socket
 import statistics
 import sys
 import tempfile
@@ -38,6 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from burst_deployment import running
+from faults_stack import free_ports
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.sse import SseParser
 
@@ -47,7 +47,7 @@ REFERENCES = (0.9, 1.0)
 OVERLOAD = 2.0
 LEAST_GOODPUT = 0.9
 DEADLINE_S = 10.0
-STREAM_TOKENS = 24
+STREAM_TOKENS = 48
 _PREFILLS, _DECODES = 2, 2
 _HEADERS = {"Content-Type": "application/json"}
 
@@ -64,7 +64,7 @@ class Shape:
 
 
 SHAPES = {
-    "streams": Shape(80, STREAM_TOKENS, 1.0, 4096),
+    "streams": Shape(80, STREAM_TOKENS, 0.25, 4096),
     "prefill": Shape(8000, 24, 5.0, 64),
     "decode": Shape(300, 160, 2.0, 20),
 }
@@ -143,10 +143,9 @@ class Found:
 
 def write_deployment(home: Path, shape: Shape) -> Deployment:
     """Two engines for each of: prefill elsewhere, prefill at home, decode."""
-    # The gateway's port, and the one after it for its operators.
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        base = probe.getsockname()[1]
-    ports = iter(range(base + 2 if base < 60_000 else base - 100, 1 << 16))
+    # The one after the gateway's is for its operators.
+    base, _, *others = free_ports(2 + 2 * (2 * _PREFILLS + _DECODES))
+    ports = iter(others)
 
     def instances(cluster: str, *groups: tuple[str, int]) -> list[dict[str, Any]]:
         return [
@@ -293,7 +292,7 @@ async def all_at_once(deployment: Deployment, shape: Shape, count: int) -> Found
         client = Client(deployment.gateway.url, shape, session)
         bodies = [client.body() for _ in range(count)]
         now_s = time.monotonic()
-        asked = await asyncio.gather(*(client.ask(body, now_s, {}, 120.0) for body in bodies))
+        asked = await asyncio.gather(*(client.ask(body, now_s, {}, 240.0) for body in bodies))
         return Found("streams", 0.0, count, time.monotonic() - now_s, asked, client.most_open)
 
 
