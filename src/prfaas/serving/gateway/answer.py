@@ -192,12 +192,15 @@ class KeptStream:
         self._limit_bytes = limit_bytes
         self._chunks: list[bytes] | None = [] if limit_bytes else None
         self._kept_bytes = 0
+        self.events = 0
+        """How many were written."""
         self.torn = False
         """Whether what was written ends within an event."""
 
     def add(self, chunk: bytes) -> None:
         """`chunk` is written next: whole events, or a piece of one that is too long to be kept."""
         self.torn = not chunk.endswith(END_OF_EVENT)
+        self.events += chunk.count(END_OF_EVENT)
         if self._chunks is None:
             return
         beyond = self._kept_bytes + len(chunk) > self._limit_bytes or len(chunk) > self._budget.left_bytes
@@ -295,6 +298,7 @@ class ResponseWriter:
     def _note_first_byte(self) -> None:
         ttft_s = time.perf_counter() - self._record.began_s
         self._record.steps_s["first_byte"] = ttft_s
+        self._record.waits_for = None
         self._metrics.ttft_seconds.labels(self._record.route).observe(ttft_s)
 
 
@@ -307,4 +311,5 @@ def writing(
     try:
         yield ResponseWriter(http, record, metrics, kept)
     finally:
+        record.answer_events = kept.events
         kept.drop()
