@@ -82,7 +82,7 @@ def write_deployments(home: Path) -> tuple[Deployment, Deployment]:
         ],
         # Roles stay as they are: what leaves routing has left it for a fault.
         "control": {"allocation": False},
-        "gateway": {"host": "127.0.0.1", "port": next(ports)},
+        "gateway": {"host": "127.0.0.1", "port": next(ports), "admin": {"port": next(ports)}},
         "engine": {
             "max_num_batched_tokens": 2048,
             "max_num_seqs": 32,
@@ -136,7 +136,7 @@ class FaultStack:
     @property
     def admin_url(self) -> str:
         """Where the gateway answers its operators."""
-        return getattr(self.deployment.gateway, "admin_url", None) or self.gateway_url
+        return self.deployment.gateway.admin.url
 
     @property
     def gateway_pid(self) -> int:
@@ -237,7 +237,8 @@ class FaultStack:
 
     def ports(self) -> list[tuple[str, int]]:
         """All that engines and gateway listen on."""
-        found = [(self.deployment.gateway.host, self.deployment.gateway.port)]
+        gateway = self.deployment.gateway
+        found = [(gateway.host, gateway.port), (gateway.admin.host, gateway.admin.port)]
         for each in self.deployment.instances:
             found += [(each.host, each.http_port), (each.host, each.kv_port)]
         return found

@@ -143,8 +143,7 @@ class Found:
 
 def write_deployment(home: Path, shape: Shape) -> Deployment:
     """Two engines for each of: prefill elsewhere, prefill at home, decode."""
-    # The one after the gateway's is for its operators.
-    base, _, *others = free_ports(2 + 2 * (2 * _PREFILLS + _DECODES))
+    port, admin_port, *others = free_ports(2 + 2 * (2 * _PREFILLS + _DECODES))
     ports = iter(others)
 
     def instances(cluster: str, *groups: tuple[str, int]) -> list[dict[str, Any]]:
@@ -194,7 +193,7 @@ def write_deployment(home: Path, shape: Shape) -> Deployment:
         ],
         "links": [{"source": "far", "target": "home", "bandwidth": "4 Gbit/s", "connections": 2}],
         "control": {"allocation": False},
-        "gateway": {"host": "127.0.0.1", "port": base},
+        "gateway": {"host": "127.0.0.1", "port": port, "admin": {"port": admin_port}},
         "engine": {
             "max_num_batched_tokens": 2048,
             "max_num_seqs": shape.slots,
