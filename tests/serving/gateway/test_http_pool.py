@@ -11,7 +11,8 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.gateway.http_pool import AnswerCutError, EngineResponse, HttpPool
+from prfaas.serving.gateway.answer_errors import AnswerCutError, AnswerLateError, ServerSilentError
+from prfaas.serving.gateway.http_pool import EngineResponse, HttpPool
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

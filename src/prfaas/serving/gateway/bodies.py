@@ -24,11 +24,15 @@ from prfaas.serving.transport.ticket import PREFIX_TICKET_PARAMETER, TICKET_PARA
 class ApiError(Exception):
     """An error answer for the client: HTTP status, one sentence, and the parameter that it is about."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, retry_after_s: int | None = None
+    ) -> None:
+        """`retry_after_s`: when the same request may be answered; None: not to be said."""
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
+        self.retry_after_s = retry_after_s
 
     def body(self) -> bytes:
         """`{"error": {"message", "type", "param", "code"}}`, the types as vLLM names them."""

@@ -5,29 +5,58 @@ need: TLS, redirects, cookies, proxies, compression, pipelining, upgrades.
 """
 
 import asyncio
+import math
+import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import httptools
 
+from prfaas.serving.gateway.answer_errors import AnswerCutError, AnswerLateError, ServerSilentError
+from prfaas.serving.own_process import on_time_timeout
+from prfaas.serving.transport.sockets import keep_alive
+
+# What an engine's kernel has not acknowledged for so long is lost. Frozen processes acknowledge, dead machines don't.
+_USER_TIMEOUT_S = 30.0
+# A connection may lose its first packet, or meet a full queue of connections to accept.
+_CONNECT_ATTEMPTS = 2
+_SHORTEST_SWEEP_S, _LONGEST_SWEEP_S = 0.02, 5.0
 _MAX_HEAD_BYTES = 64 << 10
 # With so much of an answer waiting to be taken, no more is read from the network.
 _MAX_WAITING_BYTES = 256 << 10
 
 
-class AnswerCutError(ConnectionError):
-    """The connection ended, or what came was not HTTP, before the answer was complete."""
-
-
 class HttpPool:
     """Connections to any number of servers, kept for `keepalive_s` after use. Use it from one event loop only."""
 
-    def __init__(self, *, connect_timeout_s: float, keepalive_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        connect_timeout_s: float,
+        keepalive_s: float,
+        first_byte_s: float = math.inf,
+        idle_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Make a pool without connections.
+
+        Args:
+            connect_timeout_s: for one of two attempts to connect.
+            keepalive_s: how long a connection is kept without use.
+            first_byte_s: from a request to the first byte of its answer, at most.
+            idle_s: between two pieces of an answer, at most. While we do not read it, no time passes.
+            clock: what the limits are measured by.
+        """
         self._connect_timeout_s = connect_timeout_s
         self._keepalive_s = keepalive_s
+        self._first_byte_s = first_byte_s
+        self._idle_s = idle_s
+        self.clock = clock
         self._idle: dict[tuple[str, int], deque[_Connection]] = {}
         self._open: set[_Connection] = set()
+        self._barred: dict[tuple[str, int], str] = {}
+        self._sweeping: asyncio.TimerHandle | None = None
 
     async def request(
         self,
@@ -45,24 +74,46 @@ class HttpPool:
 
         Raises:
             OSError: there is no answer (AnswerCutError among others).
-            TimeoutError: no connection within the limit.
+            TimeoutError: no connection within the limit, twice.
             ValueError: a header contains a line break.
         """
         head = _head(method, host, port, path, headers, len(body))
+        self._check(host, port)
         kept = self._kept(host, port)
         if kept is not None:
             try:
                 return await kept.exchange(head, body)
+            except (ServerSilentError, AnswerLateError):
+                raise
             except AnswerCutError:
                 if kept.heard:
                     raise
         fresh = await self._connect(host, port)
         return await fresh.exchange(head, body)
 
+    def bar(self, host: str, port: int, reason: str) -> None:
+        """The server is frozen: cut what is open there, and refuse what comes, until `unbar`."""
+        peer = (host, port)
+        self._barred[peer] = reason
+        for connection in tuple(self._open):
+            if connection.peer == peer:
+                connection.abort(ServerSilentError(reason))
+
+    def unbar(self, host: str, port: int) -> None:
+        """The server answers again."""
+        self._barred.pop((host, port), None)
+
     def close(self) -> None:
         """End all connections; answers that are being read are cut."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
         for connection in tuple(self._open):
-            connection.abort("the pool was closed")
+            connection.abort(AnswerCutError("the pool was closed"))
+
+    def _check(self, host: str, port: int) -> None:
+        reason = self._barred.get((host, port))
+        if reason is not None:
+            raise ServerSilentError(reason)
 
     def keep(self, connection: "_Connection") -> None:
         """`connection` has done its work and can be used again."""
@@ -83,9 +134,9 @@ class HttpPool:
         latest = idle.pop()
         stale_s = latest.loop.time() - self._keepalive_s
         while idle and idle[0].used_s < stale_s:
-            idle.popleft().abort("idle for too long")
+            idle.popleft().abort(AnswerCutError("idle for too long"))
         if latest.used_s < stale_s:
-            latest.abort("idle for too long")
+            latest.abort(AnswerCutError("idle for too long"))
             return None
         return latest
 
@@ -93,10 +144,34 @@ class HttpPool:
         loop = asyncio.get_running_loop()
         peer = (host, port)
         self._idle.setdefault(peer, deque())
-        async with asyncio.timeout(self._connect_timeout_s):
-            _, connection = await loop.create_connection(lambda: _Connection(loop, self, peer), host, port)
+        for attempt in range(_CONNECT_ATTEMPTS):
+            try:
+                async with on_time_timeout(self._connect_timeout_s, self.clock):
+                    _, connection = await loop.create_connection(
+                        lambda: _Connection(loop, self, peer), host, port
+                    )
+                break
+            except TimeoutError:
+                if attempt + 1 == _CONNECT_ATTEMPTS:
+                    raise
         self._open.add(connection)
+        if peer in self._barred:
+            connection.abort(ServerSilentError(self._barred[peer]))
+            self._check(host, port)
+        if self._sweeping is None:
+            self._sweep()
         return connection
+
+    def _sweep(self) -> None:
+        """End the exchanges in which nothing has come for too long; again and again while anything is open."""
+        now_s = self.clock()
+        for connection in tuple(self._open):
+            connection.check(now_s, self._first_byte_s, self._idle_s)
+        self._sweeping = None
+        shortest_s = min(self._first_byte_s, self._idle_s)
+        if self._open and shortest_s < math.inf:
+            period_s = min(max(shortest_s / 4, _SHORTEST_SWEEP_S), _LONGEST_SWEEP_S)
+            self._sweeping = asyncio.get_running_loop().call_later(period_s, self._sweep)
 
 
 class EngineResponse:
@@ -164,7 +239,7 @@ class EngineResponse:
     def close(self) -> None:
         """Close the connection if the answer is not complete, which makes vLLM abort the request."""
         if not self.complete and self._error is None:
-            self._connection.abort("the answer was closed")
+            self._connection.abort(AnswerCutError("the answer was closed"))
 
     def feed(self, chunk: bytes) -> None:
         """A piece of the body has come."""
@@ -203,10 +278,12 @@ class _Connection(asyncio.Protocol):
         self._begun: asyncio.Future[EngineResponse] | None = None
         self._head_bytes = 0
         self._keeps_alive = False
+        self._heard_s = 0.0
 
     async def exchange(self, head: bytes, body: bytes) -> EngineResponse:
         """Send a request; its answer once the head has come. Raises AnswerCutError."""
         self.heard, self._head_bytes = False, 0
+        self._heard_s = self._pool.clock()
         self._answer = EngineResponse(self)
         begun: asyncio.Future[EngineResponse] = self.loop.create_future()
         self._begun = begun
@@ -216,15 +293,23 @@ class _Connection(asyncio.Protocol):
         try:
             return await begun
         except BaseException:
-            self.abort("the request was given up")
+            self.abort(AnswerCutError("the request was given up"))
             raise
 
-    def abort(self, reason: str) -> None:
+    def abort(self, error: AnswerCutError) -> None:
         """End the connection, and with it what is under way."""
         if self._open:
             self._open = False
             self._transport.abort()
-        self._cut(AnswerCutError(reason))
+        self._cut(error)
+
+    def check(self, now_s: float, first_byte_s: float, idle_s: float) -> None:
+        """End the exchange if nothing has come for too long."""
+        if self._answer is None or self._paused:
+            return
+        reason, limit_s = ("idle", idle_s) if self._answer.status else ("first-byte", first_byte_s)
+        if now_s - self._heard_s > limit_s:
+            self.abort(AnswerLateError(reason, limit_s))
 
     def pause(self) -> None:
         if self._open and not self._paused:
@@ -234,29 +319,31 @@ class _Connection(asyncio.Protocol):
     def resume(self) -> None:
         if self._paused and self._open:
             self._paused = False
+            self._heard_s = self._pool.clock()
             self._transport.resume_reading()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._open = True
+        keep_alive(transport.get_extra_info("socket"), user_timeout_s=_USER_TIMEOUT_S)
 
     def data_received(self, data: bytes) -> None:
-        self.heard = True
+        self.heard, self._heard_s = True, self._pool.clock()
         answer = self._answer
         if answer is None:
-            self.abort("the server sent something without a request")
+            self.abort(AnswerCutError("the server sent something without a request"))
             return
         if not answer.status:
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self.abort(f"what came is not an HTTP answer: {error}")
+            self.abort(AnswerCutError(f"what came is not an HTTP answer: {error}"))
             return
         if self._answer is None:
             self._reuse()
         elif not answer.status and self._head_bytes > _MAX_HEAD_BYTES:
-            self.abort(f"the answer's head has more than {_MAX_HEAD_BYTES} bytes")
+            self.abort(AnswerCutError(f"the answer's head has more than {_MAX_HEAD_BYTES} bytes"))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._open = False
@@ -264,7 +351,10 @@ class _Connection(asyncio.Protocol):
         if answer is not None and error is None and _lasts_to_the_end(answer):
             self._answer = None
             answer.end()
-        self._cut(AnswerCutError(str(error) if error is not None else "the server closed the connection"))
+        text = "the server closed the connection" if error is None else str(error)
+        # Without TimeoutError: what ends by TCP's own limits was a silent machine or a broken way.
+        by_server = error is None or isinstance(error, ConnectionError)
+        self._cut(AnswerCutError(text, by_server=by_server))
         self._pool.forget(self)
 
     def on_message_begin(self) -> None:
@@ -308,7 +398,7 @@ class _Connection(asyncio.Protocol):
             self.used_s = self.loop.time()
             self._pool.keep(self)
         else:
-            self.abort("the server keeps no connection")
+            self.abort(AnswerCutError("the server keeps no connection"))
 
     def _cut(self, error: AnswerCutError) -> None:
         answer, self._answer = self._answer, None

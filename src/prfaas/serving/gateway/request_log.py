@@ -126,7 +126,7 @@ class RequestLog:
             raise
         except NoDecodeInstanceError:
             record.status, record.outcome = 503, "engine_error"
-            raise ApiError(503, "No decode instance is available.") from None
+            raise ApiError(503, "No decode instance is available.", retry_after_s=1) from None
         except (asyncio.CancelledError, ConnectionResetError):
             record.outcome = "cancelled"
             raise

@@ -162,7 +162,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except ApiError as error:
-        return _refusal(request, error.status, error.body())
+        return _refusal(request, error.status, error.body(), error.retry_after_s)
     except web.HTTPException as error:
         sentence = {
             404: f"There is no {request.method} {request.path[:200]} here.",
@@ -178,7 +178,11 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _refusal(request, 500, error_body(500, sentence))
 
 
-def _refusal(request: web.Request, status: int, body: bytes) -> web.Response:
+def _refusal(
+    request: web.Request, status: int, body: bytes, retry_after_s: int | None = None
+) -> web.Response:
     record = request.get(RECORD)
-    headers = record.headers() if record is not None else {}
+    headers = dict(record.headers()) if record is not None else {}
+    if retry_after_s is not None:
+        headers["Retry-After"] = str(retry_after_s)
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)
