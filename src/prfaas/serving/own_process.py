@@ -62,6 +62,7 @@ async def on_time_timeout(limit_s: float, clock: Callable[[], float]) -> AsyncIt
     """
     loop = asyncio.get_running_loop()
     end_s = clock() + limit_s
+    alarm: asyncio.TimerHandle
     async with asyncio.timeout(None) as timeout:
 
         def look() -> None:

@@ -110,7 +110,7 @@ def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deploy
         links=links_of(file),
         routing=_routing(file),
         slo=slo_of(file),
-        gateway=GatewayConfig(file.gateway.host, file.gateway.port),
+        gateway=GatewayConfig(**file.gateway.model_dump()),
         security=Security(
             state_dir / file.name / Path(file.security.key_file).expanduser(), file.security.tenant_header
         ),

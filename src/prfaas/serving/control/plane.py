@@ -17,18 +17,20 @@ from prfaas.core.prefix.events import EventBatch
 from prfaas.core.scheduling import Decision, Policy, RoutingRequest, policy_named
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.serving.control.cluster_state import Clock, ClusterState, OpenPrefill
-from prfaas.serving.control.engine_monitor import EngineAccess, EngineHttp, EngineMonitor
+from prfaas.serving.control.engine_monitor import EngineAccess, EngineHttp, EngineMonitor, EngineReading
 from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.hot_prefixes import HotPrefixes
 from prfaas.serving.control.kv_events import EventFeed
-from prfaas.serving.control.link_monitor import LinkMonitor, LinkObserver, observer_of
+from prfaas.serving.control.link_monitor import LinkMonitor, observer_of
 from prfaas.serving.control.metrics import ControlMetrics, GaugeWriter
 from prfaas.serving.control.planning_inputs import LiveFacts, service_curves, view_of
 from prfaas.serving.control.prefill_admission import PrefillAdmission
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
+from prfaas.serving.control.pulse import KvPort
 from prfaas.serving.control.role_allocation import RoleAllocation, RoleChange, RoleChanges, stage_utilisation
 from prfaas.serving.control.state import Overview, Routed, state_of
 from prfaas.serving.control.thresholds import Thresholds
+from prfaas.serving.own_process import LoopClock
 
 
 class LivePlane:
@@ -46,7 +48,7 @@ class LivePlane:
         *,
         clock: Clock = time.monotonic,
         http: EngineAccess | None = None,
-        sender_of: Callable[[Instance, int], LinkObserver] | None = None,
+        sender_of: Callable[[Instance, int], KvPort] | None = None,
     ) -> None:
         """Put the parts together.
 
@@ -57,13 +59,15 @@ class LivePlane:
             kv_model: of the deployment's model, as `planning_inputs.kv_model_of` loads it; None: unknown.
             clock: seconds that never go back.
             http: how engines are asked for /health and /metrics; None: over the network.
-            sender_of: how the sender of an instance's rank is asked for its links; None: over the network.
+            sender_of: how the KV port of an instance's rank is asked for its links; None: over the network.
         """
         self.deployment = deployment
         self._routed = Routed()
         self._clock = clock
         self._instances = {instance.name: instance for instance in deployment.instances}
         self._http: EngineAccess = http or EngineHttp()
+        self.loop_clock = LoopClock()
+        self._listeners: list[Callable[[str, str | None], None]] = []
         self._policy = _policy(deployment)
         self._local = policy_named("local_only")
         self.metrics = ControlMetrics(registry)
@@ -101,15 +105,25 @@ class LivePlane:
             self.cluster_state,
             clock=clock,
             on_restart=lambda name: self._lost_cache(name, "new-process"),
-            on_reading=self.prefix_knowledge.learn,
+            on_reading=self._on_reading,
         )
+        kv_port_of = sender_of or observer_of(key)
+        # One connection to each KV port, for what the control plane asks there.
+        self._kv_ports = {
+            instance.name: tuple(kv_port_of(instance, rank) for rank in range(instance.tensor_parallel))
+            for instance in deployment.instances
+        }
         self.health = HealthWatch(
             deployment,
             self._http,
+            self._kv_ports,
             self.cluster_state,
             clock=clock,
+            loop_clock=self.loop_clock,
+            stuck_s=lambda name: self.engines.meters[name].stuck_s,
             on_lost_cache=lambda name: self._lost_cache(name, "died"),
             on_change=self._on_health,
+            on_frozen=self._on_frozen,
         )
         self.window = LengthWindow(deployment.control.window_s)
         facts = LiveFacts(deployment, kv_model, self.cluster_state, self._curves, self.engines.meters)
@@ -118,10 +132,11 @@ class LivePlane:
         )
         self.links = LinkMonitor(
             deployment,
-            sender_of or observer_of(key),
+            lambda instance, rank: self._kv_ports[instance.name][rank],
             self.cluster_state,
             clock=clock,
             on_change=self.thresholds.ask_for_link,
+            on_answer=self.health.pulse.heard_kv,
         )
         self.role_changes = RoleChanges(
             self.cluster_state,
@@ -210,8 +225,8 @@ class LivePlane:
             with self.cluster_state.prefilling(decision) as prefill:
                 yield prefill
         except Exception:
-            # The producer is suspected and still lives: so the link failed. After a client's fault it is no suspect.
-            if self.health.is_suspect(decision.prefill) and not self.health.is_dead(decision.prefill):
+            # The producer is suspected, lives and answers: so the link failed. After a client's fault it is no suspect.
+            if self.health.has_failed(decision.prefill):
                 self.links.failed(pair)
             raise
         if prefill.is_measured:
@@ -233,6 +248,15 @@ class LivePlane:
         """A request failed at `name`: out of routing until a probe is good."""
         self.health.suspect(name, reason, lost_cache=lost_cache)
 
+    def listen(self, listener: Callable[[str, str | None], None]) -> None:
+        """Have `listener` told who is frozen, and who is not any more. See `gateway.control_plane`."""
+        self._listeners.append(listener)
+
+    @property
+    def loop_lag_s(self) -> float:
+        """How late the event loop has been lately, at worst."""
+        return self.loop_clock.lag_s
+
     def state(self) -> dict[str, Any]:
         """The deployment as it is now, ready for JSON."""
         return state_of(self._overview, self._clock())
@@ -241,6 +265,7 @@ class LivePlane:
         """All loops, until cancelled."""
         async with asyncio.TaskGroup() as group:
             for loop in (
+                self.loop_clock,
                 self.event_feed,
                 self.links,
                 self.engines,
@@ -255,6 +280,8 @@ class LivePlane:
     async def close(self) -> None:
         """Give back connections; after `run` has ended."""
         await self.links.close()
+        ports = (port for ranks in self._kv_ports.values() for port in ranks)
+        await asyncio.gather(*(port.close() for port in ports), return_exceptions=True)
         await self._http.close()
 
     def _apply(self, name: str, batch: EventBatch) -> None:
@@ -280,6 +307,14 @@ class LivePlane:
             self.metrics.suspicions.labels(name).inc()
         self.prefill_admission.changed(name)
         self.thresholds.ask("roles")
+
+    def _on_frozen(self, name: str, reason: str | None) -> None:
+        for listener in self._listeners:
+            listener(name, reason)
+
+    def _on_reading(self, instance: Instance, reading: EngineReading) -> None:
+        self.health.pulse.heard_http(instance.name)
+        self.prefix_knowledge.learn(instance, reading)
 
     def _on_threshold(self, cluster: str, reason: str) -> None:
         self.metrics.threshold_changes.labels(cluster, reason).inc()

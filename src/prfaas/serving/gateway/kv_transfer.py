@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.wire import TransferPhase, TransferStatus
@@ -75,6 +75,8 @@ class Watcher(Protocol):
 
     async def abandon(self, transfer_id: bytes, reason: str) -> None: ...
 
+    async def stats(self) -> dict[str, Any]: ...
+
     async def close(self) -> None: ...
 
 
@@ -124,6 +126,16 @@ class KvTransfers:
             except (OSError, TimeoutError) as error:
                 # The consumer's own time to live frees the staging then.
                 logger.info("could not abandon a transfer at %s: %s", consumer, error)
+
+    async def answers(self, consumer: str, timeout_s: float) -> bool:
+        """Whether every rank of `consumer` answers now. What it has told before is known then."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                for watcher in self._watchers[consumer]:
+                    await watcher.stats()
+        except (OSError, TimeoutError):
+            return False
+        return True
 
     async def close(self) -> None:
         for ranks in self._watchers.values():
