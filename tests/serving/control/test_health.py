@@ -122,19 +122,20 @@ def test_a_refused_probe_is_a_death(watched: Watched) -> None:
 
 
 def test_who_is_heard_is_asked_for_its_health_now_and_then(watched: Watched) -> None:
-    for _ in range(4):
+    for _ in range(9):
         for name in watched.ports:
             watched.watch.pulse.heard_http(name)
             watched.watch.pulse.heard_kv(name, 0)
-        watched.probe(0.9)
+        watched.probe(0.5)
         assert watched.http.probed == []
     for name in watched.ports:
         watched.watch.pulse.heard_http(name)
         watched.watch.pulse.heard_kv(name, 0)
-    watched.probe(0.9)
-    watched.probe(0.9)
+    watched.probe(0.5)
     assert len(watched.http.probed) == 6
-    # What its links say is as good as an answer: nobody's port is asked twice.
+    # What its links say is as good as an answer: it is asked once nothing is heard.
+    assert {port.asked for port in watched.ports.values()} == {0}
+    watched.probe(0.2)
     assert {port.asked for port in watched.ports.values()} == {1}
 
 

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from prfaas.core.deployment import (
     Cluster,
+    ControlConfig,
     Deployment,
     EngineConfig,
     GatewayConfig,
@@ -106,7 +107,12 @@ def route_of(response: aiohttp.ClientResponse) -> dict[str, str]:
 
 
 def deployment_of(
-    home: Path, engines: dict[str, StandInEngine], model_dir: Path, tenant_header: str | None = None
+    home: Path,
+    engines: dict[str, StandInEngine],
+    model_dir: Path,
+    tenant_header: str | None = None,
+    gateway: dict[str, float] | None = None,
+    control: ControlConfig = ControlConfig(),
 ) -> Deployment:
     """A far cluster with `remote`, and one with all others, which decode if they are not called `local`."""
 
@@ -127,10 +133,11 @@ def deployment_of(
         links=(Link("far", "pd", 1e9, 2), Link("pd", "far", 1e9, 2)),
         routing=Routing("static_threshold", THRESHOLD_TOKENS),
         slo=Slo(None, None),
-        gateway=GatewayConfig("127.0.0.1", 0),
+        gateway=GatewayConfig("127.0.0.1", 0, **(gateway or {})),
         security=Security(home / "key", tenant_header),
         engine=EngineConfig(2048, 16, 1, 1 << 20, 1 << 16, None, (), {}),
         transfer=TransferLimits(60.0, 30.0, 20.0, 60.0, 8.0),
+        control=control,
     )
 
 
@@ -143,11 +150,13 @@ async def running_world(
     third: bool = False,
     live: bool = False,
     tenant_header: str | None = None,
+    gateway: dict[str, float] | None = None,
+    control: ControlConfig = ControlConfig(),
     **decode: Any,
 ) -> AsyncIterator[World]:
     """`spare`, `third`: with more decode instances, taken when the first one is out; `decode`: its fields.
 
-    `live`: with the real control plane in place of the tests'.
+    `live`: with the real control plane in place of the tests'. `gateway`, `control`: settings of the deployment.
     """
     model_dir = write_tokenizer(home / "model")
     key = create_key(home / "key")
@@ -162,7 +171,7 @@ async def running_world(
     for name in ("remote", "local"):
         engines[name].connect([engines[n] for n in reversed(names) if n != name])
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    deployment = deployment_of(home, engines, model_dir, tenant_header)
+    deployment = deployment_of(home, engines, model_dir, tenant_header, gateway, control)
     plane = FixedPlane(deployment)
     plane.prefers = "decode"
     registry = CollectorRegistry()
@@ -175,23 +184,23 @@ async def running_world(
         options=options,
         registry=registry,
     )
-    gateway = asyncio.create_task(served)
-    done, _ = await asyncio.wait({gateway, port}, return_when=asyncio.FIRST_COMPLETED)
-    if gateway in done:
-        gateway.result()
+    serving = asyncio.create_task(served)
+    done, _ = await asyncio.wait({serving, port}, return_when=asyncio.FIRST_COMPLETED)
+    if serving in done:
+        serving.result()
     client = aiohttp.ClientSession(f"http://127.0.0.1:{port.result()}")
     try:
         yield World(
             **{"spare": None, "third": None} | engines,  # type: ignore[arg-type]
             client=client,
-            gateway=gateway,
+            gateway=serving,
             plane=plane,
             live=live_plane,
         )
     finally:
         await client.close()
-        gateway.cancel()
-        await asyncio.gather(gateway, return_exceptions=True)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
         assert plane.closed is not live
         for engine in engines.values():
             await engine.stop()

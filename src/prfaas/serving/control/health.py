@@ -15,6 +15,9 @@ from prfaas.serving.control.pulse import KvPort, Pulse
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.2
+# A way is asked so often before its silence counts; at least every second.
+_ASKED_IN_SILENCE = 4
+_ASK_S = 1.0
 # An engine that has just failed a request may still answer its /health.
 SUSPECT_AT_LEAST_S = 3.0
 
@@ -84,7 +87,14 @@ class HealthWatch:
         self._on_change = on_change
         self._on_frozen = on_frozen
         self._suspects: dict[str, _Suspicion] = {}
-        self.pulse = Pulse(deployment.instances, http, kv_ports, clock=loop_clock, on_health=self._probed)
+        self.pulse = Pulse(
+            deployment.instances,
+            http,
+            kv_ports,
+            ask_s=min(_ASK_S, self._silence_s / _ASKED_IN_SILENCE),
+            clock=loop_clock,
+            on_health=self._probed,
+        )
 
     def suspect(self, name: str, reason: str, *, lost_cache: bool = False) -> None:
         """A request or a probe failed at `name`."""
@@ -132,7 +142,7 @@ class HealthWatch:
             await asyncio.gather(*asked, return_exceptions=True)
 
     def due(self) -> list[Coroutine[Any, Any, None]]:
-        """The questions that are to be asked now: suspects every second, the others as far as nothing is heard."""
+        """The questions that are to be asked now: suspects again and again, the others where nothing is heard."""
         return self.pulse.due(self._names, self.is_suspect)
 
     def judge(self) -> None:

@@ -11,7 +11,6 @@ from prfaas.serving.control.engine_monitor import EngineAccess
 from prfaas.serving.own_process import lacks_descriptors, on_time_timeout
 from prfaas.serving.transport.handshake import HandshakeError
 
-ASK_S = 1.0
 _ANSWER_S = 2.0
 # By the clock on the wall, however late the loop is.
 _LONGEST_ANSWER_S = 60.0
@@ -39,7 +38,7 @@ class _Way:
 
 
 class Pulse:
-    """Asks every way that has not been heard for a second. What others hear of an instance counts as well.
+    """Asks every way that has not been heard for `ask_s`. What others hear of an instance counts as well.
 
     Time is that of the gateway's own event loop while it is on time, so a late loop makes nobody silent.
     """
@@ -50,11 +49,13 @@ class Pulse:
         http: EngineAccess,
         kv_ports: Mapping[str, Sequence[KvPort]],
         *,
+        ask_s: float,
         clock: Clock,
         on_health: Callable[[str, bool], None],
     ) -> None:
         """`on_health(instance, good)`: its /health was answered, or its HTTP port refused."""
         self._http = http
+        self._ask_s = ask_s
         self._clock = clock
         self._on_health = on_health
         self._ways = {
@@ -89,15 +90,19 @@ class Pulse:
     def due(self, names: Iterable[str], urgent: Callable[[str], bool]) -> list[Coroutine[Any, Any, None]]:
         """The questions that are to be asked now.
 
-        `urgent(instance)`: every way is to be asked every second, also one that is heard.
+        `urgent(instance)`: every way is to be asked every `ask_s`, also one that is heard.
         """
         now_s = self._clock()
         return [
             self._ask(way)
             for name in names
             for way in self._ways[name]
-            if not way.asking and now_s >= _next_s(way, urgent=urgent(name))
+            if not way.asking and now_s >= self._next_s(way, urgent=urgent(name))
         ]
+
+    def _next_s(self, way: _Way, *, urgent: bool) -> float:
+        next_s = way.asked_s + self._ask_s
+        return next_s if urgent else max(next_s, min(way.heard_s + self._ask_s, way.asked_s + way.longest_s))
 
     def _way(self, label: str, ask: Callable[[], Awaitable[None]], longest_s: float) -> _Way:
         now_s = self._clock()
@@ -134,12 +139,6 @@ class Pulse:
                 way.heard_s = self._clock()
         finally:
             way.asking = False
-
-
-def _next_s(way: _Way, *, urgent: bool) -> float:
-    if urgent:
-        return way.asked_s + ASK_S
-    return max(way.asked_s + ASK_S, min(way.heard_s + ASK_S, way.asked_s + way.longest_s))
 
 
 def _port_label(rank: int, ranks: int) -> str:
