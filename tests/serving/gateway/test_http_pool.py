@@ -13,7 +13,7 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.gateway.answer_errors import AnswerCutError, AnswerLateError, ServerSilentError
+from prfaas.serving.gateway.http_exchange import AnswerCutError, AnswerLateError, ServerSilentError
 from prfaas.serving.gateway.http_pool import EngineResponse, HttpPool
 from prfaas.serving.own_process import LoopClock, on_time_timeout
 
@@ -396,7 +396,7 @@ def test_a_barred_server_is_not_waited_for() -> None:
                 await post(pool, port)
             assert server.connections == 3
             server.script = says(SMALL)
-            pool.unbar("127.0.0.1", port)
+            pool.bar("127.0.0.1", port, None)
             assert await (await post(pool, port)).read() == b"hello"
 
     uvloop.run(body())

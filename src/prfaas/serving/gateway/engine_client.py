@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from prfaas.core.deployment import Instance
-from prfaas.serving.gateway.answer_errors import AnswerCutError, AnswerLateError, ServerSilentError
+from prfaas.serving.gateway.http_exchange import AnswerCutError, AnswerLateError, ServerSilentError
 from prfaas.serving.gateway.http_pool import EngineResponse, HttpPool
 from prfaas.serving.own_process import lacks_descriptors
 
@@ -79,10 +79,7 @@ class EngineClient:
 
     def bar(self, instance: Instance, reason: str | None) -> None:
         """The instance is frozen: end every call to it, and those to come. None: it answers again."""
-        if reason is None:
-            self._pool.unbar(instance.host, instance.http_port)
-        else:
-            self._pool.bar(instance.host, instance.http_port, reason)
+        self._pool.bar(instance.host, instance.http_port, reason)
 
     async def close(self) -> None:
         """End all connections."""

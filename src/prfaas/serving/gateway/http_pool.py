@@ -13,7 +13,12 @@ from typing import cast
 
 import httptools
 
-from prfaas.serving.gateway.answer_errors import AnswerCutError, AnswerLateError, ServerSilentError
+from prfaas.serving.gateway.http_exchange import (
+    AnswerCutError,
+    AnswerLateError,
+    ServerSilentError,
+    request_head,
+)
 from prfaas.serving.own_process import on_time_timeout
 from prfaas.serving.transport.sockets import keep_alive
 
@@ -77,8 +82,10 @@ class HttpPool:
             TimeoutError: no connection within the limit, twice.
             ValueError: a header contains a line break.
         """
-        head = _head(method, host, port, path, headers, len(body))
-        self._check(host, port)
+        head = request_head(method, host, port, path, headers, len(body))
+        barred = self._barred.get((host, port))
+        if barred is not None:
+            raise ServerSilentError(barred)
         kept = self._kept(host, port)
         if kept is not None:
             try:
@@ -91,17 +98,16 @@ class HttpPool:
         fresh = await self._connect(host, port)
         return await fresh.exchange(head, body)
 
-    def bar(self, host: str, port: int, reason: str) -> None:
-        """The server is frozen: cut what is open there, and refuse what comes, until `unbar`."""
+    def bar(self, host: str, port: int, reason: str | None) -> None:
+        """The server is frozen: cut what is open there, and refuse what comes. None: it answers again."""
         peer = (host, port)
+        if reason is None:
+            self._barred.pop(peer, None)
+            return
         self._barred[peer] = reason
         for connection in tuple(self._open):
             if connection.peer == peer:
                 connection.abort(ServerSilentError(reason))
-
-    def unbar(self, host: str, port: int) -> None:
-        """The server answers again."""
-        self._barred.pop((host, port), None)
 
     def close(self) -> None:
         """End all connections; answers that are being read are cut."""
@@ -109,11 +115,6 @@ class HttpPool:
             self._sweeping.cancel()
         for connection in tuple(self._open):
             connection.abort(AnswerCutError("the pool was closed"))
-
-    def _check(self, host: str, port: int) -> None:
-        reason = self._barred.get((host, port))
-        if reason is not None:
-            raise ServerSilentError(reason)
 
     def keep(self, connection: "_Connection") -> None:
         """`connection` has done its work and can be used again."""
@@ -157,7 +158,7 @@ class HttpPool:
         self._open.add(connection)
         if peer in self._barred:
             connection.abort(ServerSilentError(self._barred[peer]))
-            self._check(host, port)
+            raise ServerSilentError(self._barred[peer])
         if self._sweeping is None:
             self._sweep()
         return connection
@@ -412,14 +413,3 @@ def _lasts_to_the_end(answer: EngineResponse) -> bool:
     """Whether only the connection's end tells where the body ends."""
     framed = answer.header(b"content-length") is not None or answer.header(b"transfer-encoding") is not None
     return bool(answer.status) and not framed
-
-
-def _head(method: str, host: str, port: int, path: str, headers: Mapping[str, str], body_bytes: int) -> bytes:
-    lines = [f"{name}: {value}\r\n" for name, value in headers.items()]
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    length = f"Content-Length: {body_bytes}\r\n" if body_bytes or method == "POST" else ""
-    text = f"{method} {path} HTTP/1.1\r\nHost: {address}\r\n{length}{''.join(lines)}\r\n"
-    # More line feeds than lines: a value contains one.
-    if text.count("\n") != len(lines) + (4 if length else 3) or text.count("\r") != text.count("\n"):
-        raise ValueError("a request header contains a line break")
-    return text.encode("latin-1")
