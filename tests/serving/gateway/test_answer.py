@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.serving.gateway.answer import DATA, END_OF_EVENT, LAST_EVENT, EventStream, KeepBudget, KeptStream
-from prfaas.serving.gateway.http_pool import EngineResponse
+from prfaas.serving.gateway.http_exchange import EngineResponse
 
 EVENTS = st.lists(
     st.one_of(

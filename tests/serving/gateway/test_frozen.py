@@ -14,7 +14,7 @@ from prfaas.core.deployment import ControlConfig
 from prfaas.serving.gateway.http_pool import HttpPool
 
 from .stand_in import answer_text
-from .world import OPTIONS, World
+from .world import GATEWAY, OPTIONS, World
 
 InWorld = Callable[..., None]
 LONG = list(range(50, 250)) * 5
@@ -161,7 +161,7 @@ def test_an_answer_has_limits_of_its_own(in_world: InWorld, point: str, reason: 
         # It lives, so it keeps its cache.
         assert world.plane.suspected == [("decode", False)]
 
-    in_world(body, spare=True, gateway={"first_byte_s": 0.3, "idle_s": 0.3})
+    in_world(body, spare=True, gateway_config=replace(GATEWAY, first_byte_s=0.3, idle_s=0.3))
 
 
 def test_no_descriptor_is_the_gateways_own_trouble(

@@ -13,8 +13,13 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.gateway.http_exchange import AnswerCutError, AnswerLateError, ServerSilentError
-from prfaas.serving.gateway.http_pool import EngineResponse, HttpPool
+from prfaas.serving.gateway.http_exchange import (
+    AnswerCutError,
+    AnswerLateError,
+    EngineResponse,
+    ServerSilentError,
+)
+from prfaas.serving.gateway.http_pool import HttpPool
 from prfaas.serving.own_process import LoopClock, on_time_timeout
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -497,3 +502,35 @@ def test_time_in_which_the_loop_stood_still_is_no_time_to_connect() -> None:
 
     asyncio.run(body())
     uvloop.run(body())
+
+
+def test_a_pump_gets_what_waits_and_what_comes_until_it_has_enough(
+    loop_run: Callable[[Coroutine[Any, Any, None]], None],
+) -> None:
+    async def body() -> None:
+        async with serving(says(*(CHUNKED[at : at + 1] for at in range(len(CHUNKED))))) as (_, pool, port):
+            answer = await post(pool, port)
+            taken: list[bytes] = []
+
+            def sink(piece: bytes) -> bool:
+                taken.append(piece)
+                return b"".join(taken) != b"hello w"
+
+            await answer.pump(sink)
+            assert b"".join(taken) == b"hello w"
+            assert await answer.read() == b"orld"
+            await answer.pump(sink)
+            assert b"".join(taken) == b"hello w"
+
+    loop_run(body())
+
+
+def test_a_pump_ends_with_the_connection(loop_run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+    async def body() -> None:
+        async with serving(says(CHUNKED[:-15], abort=True)) as (_, pool, port):
+            answer = await post(pool, port)
+            await answer.pump(lambda _: True)
+            with pytest.raises(AnswerCutError):
+                await answer.readany()
+
+    loop_run(body())

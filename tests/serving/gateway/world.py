@@ -39,6 +39,7 @@ OPTIONS = GatewayOptions(
     prefill_timeout_s=10.0,
 )
 THRESHOLD_TOKENS = 100
+GATEWAY = GatewayConfig("127.0.0.1", 0, route_header="full")
 
 
 @dataclass
@@ -49,6 +50,7 @@ class World:
     spare: StandInEngine | None
     third: StandInEngine | None
     client: aiohttp.ClientSession
+    admin: aiohttp.ClientSession
     gateway: asyncio.Task[None]
     plane: FixedPlane
     live: LivePlane | None
@@ -80,7 +82,7 @@ class World:
         return route_of(response), answer
 
     async def metric(self, series: str) -> float:
-        async with self.client.get("/metrics") as response:
+        async with self.admin.get("/metrics") as response:
             lines = (await response.text()).splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(series))
 
@@ -111,7 +113,7 @@ def deployment_of(
     engines: dict[str, StandInEngine],
     model_dir: Path,
     tenant_header: str | None = None,
-    gateway: dict[str, float] | None = None,
+    gateway: GatewayConfig = GATEWAY,
     control: ControlConfig = ControlConfig(),
 ) -> Deployment:
     """A far cluster with `remote`, and one with all others, which decode if they are not called `local`."""
@@ -133,7 +135,7 @@ def deployment_of(
         links=(Link("far", "pd", 1e9, 2), Link("pd", "far", 1e9, 2)),
         routing=Routing("static_threshold", THRESHOLD_TOKENS),
         slo=Slo(None, None),
-        gateway=GatewayConfig("127.0.0.1", 0, **(gateway or {})),
+        gateway=gateway,
         security=Security(home / "key", tenant_header),
         engine=EngineConfig(2048, 16, 1, 1 << 20, 1 << 16, None, (), {}),
         transfer=TransferLimits(60.0, 30.0, 20.0, 60.0, 8.0),
@@ -150,13 +152,13 @@ async def running_world(
     third: bool = False,
     live: bool = False,
     tenant_header: str | None = None,
-    gateway: dict[str, float] | None = None,
+    gateway_config: GatewayConfig = GATEWAY,
     control: ControlConfig = ControlConfig(),
     **decode: Any,
 ) -> AsyncIterator[World]:
     """`spare`, `third`: with more decode instances, taken when the first one is out; `decode`: its fields.
 
-    `live`: with the real control plane in place of the tests'. `gateway`, `control`: settings of the deployment.
+    `live`: with the real control plane in place of the tests'.
     """
     model_dir = write_tokenizer(home / "model")
     key = create_key(home / "key")
@@ -171,7 +173,8 @@ async def running_world(
     for name in ("remote", "local"):
         engines[name].connect([engines[n] for n in reversed(names) if n != name])
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    deployment = deployment_of(home, engines, model_dir, tenant_header, gateway, control)
+    admin_port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    deployment = deployment_of(home, engines, model_dir, tenant_header, gateway_config, control)
     plane = FixedPlane(deployment)
     plane.prefers = "decode"
     registry = CollectorRegistry()
@@ -181,26 +184,30 @@ async def running_world(
         live_plane or plane,
         kv_model=model_from_directory(model_dir),
         ready=port.set_result,
+        admin_ready=admin_port.set_result,
         options=options,
         registry=registry,
     )
-    serving = asyncio.create_task(served)
-    done, _ = await asyncio.wait({serving, port}, return_when=asyncio.FIRST_COMPLETED)
-    if serving in done:
-        serving.result()
+    gateway = asyncio.create_task(served)
+    done, _ = await asyncio.wait({gateway, port}, return_when=asyncio.FIRST_COMPLETED)
+    if gateway in done:
+        gateway.result()
     client = aiohttp.ClientSession(f"http://127.0.0.1:{port.result()}")
+    admin = aiohttp.ClientSession(f"http://127.0.0.1:{admin_port.result()}")
     try:
         yield World(
             **{"spare": None, "third": None} | engines,  # type: ignore[arg-type]
             client=client,
-            gateway=serving,
+            admin=admin,
+            gateway=gateway,
             plane=plane,
             live=live_plane,
         )
     finally:
         await client.close()
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
+        await admin.close()
+        gateway.cancel()
+        await asyncio.gather(gateway, return_exceptions=True)
         assert plane.closed is not live
         for engine in engines.values():
             await engine.stop()

@@ -17,6 +17,7 @@ from prfaas.core.prefix.events import EventBatch
 from prfaas.core.scheduling import Decision, Policy, RoutingRequest, policy_named
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.serving.control.cluster_state import Clock, ClusterState, OpenPrefill
+from prfaas.serving.control.compatibility import Compatibility
 from prfaas.serving.control.engine_monitor import EngineAccess, EngineHttp, EngineMonitor, EngineReading
 from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.hot_prefixes import HotPrefixes
@@ -130,6 +131,7 @@ class LivePlane:
         self.thresholds = Thresholds(
             deployment, self.cluster_state, facts, self.window, clock=clock, on_change=self._on_threshold
         )
+        self.compatibility = Compatibility(deployment, self._kv_ports, self.cluster_state)
         self.links = LinkMonitor(
             deployment,
             lambda instance, rank: self._kv_ports[instance.name][rank],
@@ -160,6 +162,7 @@ class LivePlane:
             self.prefix_knowledge,
             self.event_feed,
             self.links,
+            self.compatibility,
             self.engines,
             self.health,
             self.window,
@@ -257,6 +260,15 @@ class LivePlane:
         """How late the event loop has been lately, at worst."""
         return self.loop_clock.lag_s
 
+    def incompatible(self, producer: str, consumer: str) -> str | None:
+        """Why one takes no KV from the other, as far as it is known. See `gateway.control_plane`."""
+        return self.compatibility.reason(producer, consumer)
+
+    async def ask_incompatible(self, producer: str, consumer: str) -> str | None:
+        """The same, after the producer was asked."""
+        await self.compatibility.ask(producer)
+        return self.compatibility.reason(producer, consumer)
+
     def state(self) -> dict[str, Any]:
         """The deployment as it is now, ready for JSON."""
         return state_of(self._overview, self._clock())
@@ -268,6 +280,7 @@ class LivePlane:
                 self.loop_clock,
                 self.event_feed,
                 self.links,
+                self.compatibility,
                 self.engines,
                 self.health,
                 self.thresholds,

@@ -10,8 +10,13 @@ from typing import Any
 import orjson
 
 from prfaas.core.deployment import Instance
-from prfaas.serving.gateway.http_exchange import AnswerCutError, AnswerLateError, ServerSilentError
-from prfaas.serving.gateway.http_pool import EngineResponse, HttpPool
+from prfaas.serving.gateway.http_exchange import (
+    AnswerCutError,
+    AnswerLateError,
+    EngineResponse,
+    ServerSilentError,
+)
+from prfaas.serving.gateway.http_pool import HttpPool
 from prfaas.serving.own_process import lacks_descriptors
 
 FROZEN = "frozen"
@@ -116,7 +121,8 @@ class EngineClient:
         except TimeoutError:
             raise EngineCallError(instance.name, "deadline", f"no answer within {timeout_s:g} s") from None
         if answer.status != 200:
-            detail = whole[:500].decode(errors="replace")
+            # Not its words: they may quote the prompt, and this text is logged.
+            detail = f"answered {path} with {answer.status}"
             raise EngineCallError(instance.name, f"http-{answer.status}", detail, answer.status)
         return whole
 

@@ -16,6 +16,7 @@ import httptools
 from prfaas.serving.gateway.http_exchange import (
     AnswerCutError,
     AnswerLateError,
+    EngineResponse,
     ServerSilentError,
     request_head,
 )
@@ -28,8 +29,6 @@ _USER_TIMEOUT_S = 30.0
 _CONNECT_ATTEMPTS = 2
 _SHORTEST_SWEEP_S, _LONGEST_SWEEP_S = 0.02, 5.0
 _MAX_HEAD_BYTES = 64 << 10
-# With so much of an answer waiting to be taken, no more is read from the network.
-_MAX_WAITING_BYTES = 256 << 10
 
 
 class HttpPool:
@@ -71,7 +70,7 @@ class HttpPool:
         path: str,
         headers: Mapping[str, str],
         body: bytes = b"",
-    ) -> "EngineResponse":
+    ) -> EngineResponse:
         """Send a request, over a new connection if the server has closed the kept one.
 
         Returns:
@@ -173,91 +172,6 @@ class HttpPool:
         if self._open and shortest_s < math.inf:
             period_s = min(max(shortest_s / 4, _SHORTEST_SWEEP_S), _LONGEST_SWEEP_S)
             self._sweeping = asyncio.get_running_loop().call_later(period_s, self._sweep)
-
-
-class EngineResponse:
-    """One response whose head has come. Take its body with `readany` or `read`, from one task."""
-
-    __slots__ = (
-        "_chunks",
-        "_connection",
-        "_error",
-        "_waiter",
-        "_waiting_bytes",
-        "complete",
-        "raw_headers",
-        "status",
-    )
-
-    def __init__(self, connection: "_Connection") -> None:
-        self.status = 0
-        self.raw_headers: list[tuple[bytes, bytes]] = []
-        self.complete = False
-        """Whether the whole body has come. It may not have been taken yet."""
-        self._connection = connection
-        self._chunks: deque[bytes] = deque()
-        self._waiting_bytes = 0
-        self._waiter: asyncio.Future[None] | None = None
-        self._error: AnswerCutError | None = None
-
-    @property
-    def content_type(self) -> str:
-        """JSON when the engine doesn't say."""
-        return self.header(b"content-type") or "application/json"
-
-    def header(self, name: bytes) -> str | None:
-        """The value of a header, by its lower-case name; None if there is none."""
-        for given, value in self.raw_headers:
-            if len(given) == len(name) and given.lower() == name:
-                return value.decode("latin-1")
-        return None
-
-    async def readany(self) -> bytes:
-        """What of the body has come since the last call, at least a byte; b"" at its end. Raises AnswerCutError."""
-        if not self._chunks and not self.complete and self._error is None:
-            self._waiter = self._connection.loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        if self._chunks:
-            taken = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
-            self._chunks.clear()
-            self._waiting_bytes = 0
-            self._connection.resume()
-            return taken
-        if self._error is not None:
-            raise self._error
-        return b""
-
-    async def read(self) -> bytes:
-        """The rest of the body. Raises AnswerCutError."""
-        parts = []
-        while part := await self.readany():
-            parts.append(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def close(self) -> None:
-        """Close the connection if the answer is not complete, which makes vLLM abort the request."""
-        if not self.complete and self._error is None:
-            self._connection.abort(AnswerCutError("the answer was closed"))
-
-    def feed(self, chunk: bytes) -> None:
-        """A piece of the body has come."""
-        self._chunks.append(chunk)
-        self._waiting_bytes += len(chunk)
-        if self._waiting_bytes > _MAX_WAITING_BYTES:
-            self._connection.pause()
-        self._wake()
-
-    def end(self, error: AnswerCutError | None = None) -> None:
-        """No more will come: the answer is complete, or cut by `error`."""
-        self.complete, self._error = error is None, error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class _Connection(asyncio.Protocol):

@@ -21,13 +21,17 @@ from prfaas.serving.transport.ticket import Ticket, prompt_digest
 
 logger = logging.getLogger(__name__)
 
+INCOMPATIBLE = "incompatible"
 _CONSUMER_FROZEN = "consumer-frozen"
 _CONSUMER_SILENT = "consumer-silent"
-# The control plane knows of a frozen engine, and finds out by itself whether an unreachable one lives.
-_BLAMES_NOBODY = (FROZEN, _CONSUMER_FROZEN, "consumer-unreachable")
+# The control plane knows of a frozen engine, and finds out by itself whether an unreachable one lives. Two that are
+# incompatible are well, each of them.
+_BLAMES_NOBODY = (FROZEN, INCOMPATIBLE, _CONSUMER_FROZEN, "consumer-unreachable")
 _HOPELESS = (_CONSUMER_FROZEN, _CONSUMER_SILENT, "consumer-unreachable")
 # How long a consumer may take to answer before it is blamed in place of the producer.
 _ASK_CONSUMER_S = 1.0
+# While a transfer is not announced, its producer is asked that often whether it may send at all.
+_ASK_PRODUCER_S = 0.25
 # Links are shared, and headers, retransmission and a link slower than stated all come on top.
 _SLACK = 4.0
 
@@ -98,6 +102,8 @@ class PrefillHop:
                 self.abandon(ticket, str(failure) if failure is not None else "the request was cancelled")
         if done is None:
             assert failure is not None
+            if failure.reason == INCOMPATIBLE:
+                request.record.note(f"{spec.producer} and {spec.consumer} are incompatible: {failure}")
             raise self._report(spec, failure)
         return done
 
@@ -145,6 +151,7 @@ class PrefillHop:
         late_s = self._deadline_s(spec)
         self._check_frozen(spec)
         prefill_timeout_s = self._options.prefill_timeout_s
+        _check_compatible(self._plane.incompatible(spec.producer, spec.consumer))
 
         async def prefill() -> float:
             producer = self._plane.instance(spec.producer)
@@ -189,8 +196,7 @@ class PrefillHop:
         """The prefill has answered: see that the transfer ends in time. Raises TransferFailedError."""
         if arrival.done():
             return
-        await asyncio.wait((arrival,), timeout=self._options.announce_grace_s)
-        if not arrival.done() and not self._transfers.announced(spec.consumer, ticket.transfer_id):
+        if not await self._is_announced(spec, ticket, arrival):
             await self._ask_consumer(spec)
             if not arrival.done() and not self._transfers.announced(spec.consumer, ticket.transfer_id):
                 raise TransferFailedError(
@@ -206,6 +212,20 @@ class PrefillHop:
         """Before the producer is blamed for what a consumer has not told. Raises TransferFailedError."""
         if not await self._transfers.answers(spec.consumer, _ASK_CONSUMER_S):
             raise TransferFailedError(_CONSUMER_SILENT, f"the KV port of {spec.consumer} does not answer")
+
+    async def _is_announced(
+        self, spec: TransferSpec, ticket: Ticket, arrival: "asyncio.Task[TransferredBytes]"
+    ) -> bool:
+        """Wait for the transfer to be opened. Raises TransferFailedError as soon as it is known that it cannot be."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + self._options.announce_grace_s
+        while not arrival.done() and not self._transfers.announced(spec.consumer, ticket.transfer_id):
+            _check_compatible(await self._plane.ask_incompatible(spec.producer, spec.consumer))
+            left_s = until_s - loop.time()
+            if left_s <= 0:
+                return False
+            await asyncio.wait((arrival,), timeout=min(_ASK_PRODUCER_S, left_s))
+        return True
 
     def _deadline_s(self, spec: TransferSpec) -> float:
         """Seconds after the prefill's end at which a transfer is given up: grace, and what the bandwidth explains.
@@ -233,6 +253,11 @@ class PrefillHop:
             self._plane.suspect(spec.producer, str(failure))
         # No other producer could reach such a consumer either; it prefills, if it lives.
         return HopFailedError(failure.reason, hopeless=failure.reason in _HOPELESS)
+
+
+def _check_compatible(rejection: str | None) -> None:
+    if rejection is not None:
+        raise TransferFailedError(INCOMPATIBLE, rejection)
 
 
 async def _end(*tasks: "asyncio.Task[Any]") -> None:
