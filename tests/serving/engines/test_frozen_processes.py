@@ -28,6 +28,7 @@ def deployment(tmp_path: Path) -> Deployment:
     path = write_deployment(tmp_path, speedup=2.0).path
     document = json.loads(path.read_text())
     document["clusters"] = [each for each in document["clusters"] if each["name"] != "other"]
+    document["gateway"]["route_header"] = "full"
     document["routing"] = {"policy": "static_threshold", "threshold_tokens": THRESHOLD_TOKENS}
     path.write_text(json.dumps(document))
     return load_deployment(path, state_dir=tmp_path)
@@ -49,10 +50,12 @@ class Client:
     """A client of the gateway, which also looks at its state all the time."""
 
     session: aiohttp.ClientSession
+    url: str
+    state_url: str
     unhealthy: dict[str, str] = field(default_factory=dict)
 
     async def instances(self) -> dict[str, Any]:
-        async with self.session.get("/prfaas/state") as response:
+        async with self.session.get(self.state_url) as response:
             state = await response.json()
         return {
             name: each
@@ -77,7 +80,7 @@ class Client:
     async def stream(self, ids: list[int], begun: "asyncio.Queue[str] | None" = None) -> tuple[str, str]:
         """The route, and the text of a stream that must end well."""
         asked = {"model": MODEL, "prompt": ids, "max_tokens": TOKENS, "stream": True, "temperature": 0}
-        async with self.session.post("/v1/completions", json=asked) as response:
+        async with self.session.post(self.url + "/v1/completions", json=asked) as response:
             assert response.status == 200, await response.text()
             route = response.headers["x-prfaas-route"]
             raw = await response.content.readany()
@@ -97,8 +100,9 @@ async def served(deployment: Deployment) -> AsyncIterator[Client]:
     try:
         await asyncio.wait((gateway, port), return_when=asyncio.FIRST_COMPLETED)
         timeout = aiohttp.ClientTimeout(total=90)
-        async with aiohttp.ClientSession(f"http://127.0.0.1:{port.result()}", timeout=timeout) as session:
-            client = Client(session)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            gateway_config = deployment.gateway
+            client = Client(session, gateway_config.url, gateway_config.admin.url + "/prfaas/state")
             for name in await client.instances():
                 await client.until_healthy(name, True, 60)
             await asyncio.sleep(1.0)
