@@ -13,7 +13,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from synthetic_world import MODEL, random_ids, write_deployment
+from synthetic_world import MODEL, free_ports, random_ids, write_deployment
 
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.serving.engines.running import RunningEngines
@@ -28,7 +28,7 @@ def deployment(tmp_path: Path) -> Deployment:
     path = write_deployment(tmp_path, speedup=2.0).path
     document = json.loads(path.read_text())
     document["clusters"] = [each for each in document["clusters"] if each["name"] != "other"]
-    document["gateway"]["route_header"] = "full"
+    document["gateway"] |= {"route_header": "full", "admin": {"port": free_ports(1)[0]}}
     document["routing"] = {"policy": "static_threshold", "threshold_tokens": THRESHOLD_TOKENS}
     path.write_text(json.dumps(document))
     return load_deployment(path, state_dir=tmp_path)
@@ -98,7 +98,9 @@ async def served(deployment: Deployment) -> AsyncIterator[Client]:
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     gateway = asyncio.create_task(serve_live(deployment, ready=port.set_result))
     try:
-        await asyncio.wait((gateway, port), return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait((gateway, port), return_when=asyncio.FIRST_COMPLETED)
+        if gateway in done:
+            gateway.result()
         timeout = aiohttp.ClientTimeout(total=90)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             gateway_config = deployment.gateway
