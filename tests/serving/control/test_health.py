@@ -63,7 +63,7 @@ class Watched:
     def probe(self, seconds: float = 1.0, *, late: bool = False) -> None:
         """Time passes, in which the loop was late or not; then everybody is asked and judged."""
         self.clock.now_s += seconds
-        self.loop_clock.now_s += 0.1 if late else seconds
+        self.loop_clock.now_s += 0.25 if late else seconds
         self.http.probed.clear()
 
         async def ask() -> None:
@@ -188,7 +188,7 @@ def test_time_in_which_the_loop_was_late_makes_nobody_silent(watched: Watched) -
     for name in watched.ports:
         watched.http.healthy[name] = None
         watched.ports[name].error = ""
-    for _ in range(20):
+    for _ in range(9):
         watched.probe(3.0, late=True)
     assert watched.changes == [] and watched.lost == []
     for _ in range(3):
@@ -253,5 +253,5 @@ def test_the_loops_clock_counts_no_late_time(ticks: list[float]) -> None:
     for passed_s in ticks:
         clock.now_s += passed_s
         loop_clock.tick()
-    assert loop_clock() == pytest.approx(sum(min(passed_s, 0.1) for passed_s in ticks))
+    assert loop_clock() == pytest.approx(sum(min(passed_s, 0.25) for passed_s in ticks))
     assert loop_clock.lag_s == pytest.approx(max([*ticks, 0.05]) - 0.05)
