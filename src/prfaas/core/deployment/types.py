@@ -200,15 +200,15 @@ class GatewayConfig:
 
     host: str
     port: int
-    first_byte_s: float = 1800.0
-    """How long an engine may take until its answer begins."""
-    idle_s: float = 600.0
-    """How long an answer that has begun may pause."""
     admin: AdminConfig = AdminConfig("127.0.0.1", 0)
     hosts: tuple[str, ...] = ()
     """Further names by which operators may call the gateway: a load balancer's, or a Kubernetes Service's."""
     route_header: RouteDetail = "short"
     """Whether `x-prfaas-route` tells every client the numbers that decided (`full`), or only a named tenant."""
+    first_byte_s: float = 1800.0
+    """How long an engine may take until its answer begins."""
+    idle_s: float = 600.0
+    """How long an answer that has begun may pause."""
 
     @property
     def url(self) -> str:
