@@ -147,6 +147,19 @@ def test_an_engine_that_runs_and_does_not_move_is_stuck() -> None:
         assert meter.stuck_s == (0 if "running" in moved else 10)
 
 
+def test_new_requests_are_no_progress() -> None:
+    meter = EngineMeter(60.0)
+    for now_s in range(70):
+        arriving = {
+            "running": 1 + now_s,
+            "waiting": now_s,
+            "kv_usage": now_s / 100,
+            "prefix_queries": 9.0 * now_s,
+        }
+        meter.add(dataclasses.replace(ABSENT, **arriving), float(now_s))  # type: ignore[arg-type]
+    assert meter.stuck_s == 69
+
+
 def test_a_new_process_is_not_stuck() -> None:
     meter = EngineMeter(60.0)
     old = dataclasses.replace(ABSENT, running=3, started_at_s=1.0)

@@ -62,16 +62,15 @@ class EngineReading:
     tokens: float = 0.0
     """Prompt tokens and generated ones."""
 
-    @property
-    def progress(self) -> tuple[float, ...]:
-        """Something of it changes whenever the engine gets on with its work: every engine step moves one."""
-        return (
-            self.tokens,
-            self.token_gaps,
-            self.output_tokens,
-            self.outputs,
-            self.prefix_queries,
-            self.kv_usage,
+    def got_on(self, before: "EngineReading") -> bool:
+        """Whether the engine has got on with its work since the reading `before`."""
+        # A prompt that is prefilled in many steps only takes up more of the cache meanwhile. So does a new request.
+        filled = self.kv_usage != before.kv_usage and self.running == before.running
+        return filled or (self.tokens, self.token_gaps, self.output_tokens, self.outputs) != (
+            before.tokens,
+            before.token_gaps,
+            before.output_tokens,
+            before.outputs,
         )
 
 
@@ -139,7 +138,7 @@ class EngineMeter:
         """One more reading; True if the engine is another process than at the last one."""
         newest = self.newest
         restarted = newest is not None and _is_another(newest, reading)
-        if newest is None or restarted or not reading.running or reading.progress != newest.progress:
+        if newest is None or restarted or not reading.running or reading.got_on(newest):
             self._moved_s = now_s
         if restarted:
             self._readings.clear()
