@@ -11,6 +11,7 @@ from prfaas.serving.gateway.answer import DecodeFailedError, KeepBudget, Respons
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.decode import MAX_ANSWERING_ATTEMPTS, Decoder
+from prfaas.serving.gateway.engine_client import OWN_RESOURCES
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.prompts import DirectPrompt, Endpoint
 from prfaas.serving.gateway.request import PreparedRequest, RequestParser, ServingRequest, TokenizedPrompt
@@ -139,7 +140,7 @@ class Generation:
                 if another is None and failure.answer is not None:
                     return writer.send(failure.answer)
                 if another is None:
-                    raise ApiError(503, f"The decode instance {failed[-1]} does not answer.") from None
+                    raise _unanswered(failure, failed[-1]) from None
                 prepared = another
 
     async def _reroute(
@@ -150,6 +151,8 @@ class Generation:
         failed: Collection[str],
     ) -> PreparedRequest | None:
         """The same request made ready for another decode engine; None when there is none or enough have failed."""
+        if failure.reason == OWN_RESOURCES:
+            return None
         attempts = self._context.options.decode_attempts if failure.lost else MAX_ANSWERING_ATTEMPTS
         if len(failed) >= attempts:
             return None
@@ -157,3 +160,9 @@ class Generation:
             return await self._prefill.prepare_again(request, prompt, avoid=failed)
         except NoDecodeInstanceError:
             return None
+
+
+def _unanswered(failure: DecodeFailedError, decode: str) -> ApiError:
+    if failure.reason == OWN_RESOURCES:
+        return ApiError(503, "The gateway has no file descriptor left; try again.", retry_after_s=1)
+    return ApiError(503, f"The decode instance {decode} does not answer.", retry_after_s=1)
