@@ -18,6 +18,7 @@ from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.kv import model_from_directory
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
 from prfaas.serving.control.planning_inputs import kv_facts
+from prfaas.serving.own_process import LoopClock
 
 BLOCK_TOKENS = 256
 
@@ -61,7 +62,18 @@ class FixedPlane:
         self.rejections: dict[tuple[str, str], str] = {}
         self.asked: list[tuple[str, str]] = []
         self.own_prefills: list[int] = []
+        self.drained: list[tuple[str, bool]] = []
         self.closed = False
+        self.loop_clock = LoopClock()
+        self._listeners: list[Callable[[str, str | None], None]] = []
+
+    def listen(self, listener: Callable[[str, str | None], None]) -> None:
+        self._listeners.append(listener)
+
+    def freeze(self, name: str, reason: str | None = "frozen: made to be") -> None:
+        """Judge an instance frozen; with None: not any more. It stays in routing."""
+        for listener in self._listeners:
+            listener(name, reason)
 
     @property
     def busy(self) -> int:
@@ -171,6 +183,9 @@ class FixedPlane:
         if lost_cache:
             self._held[name].clear()
 
+    def drain(self, name: str, *, wanted: bool) -> None:
+        self.drained.append((name, wanted))
+
     def incompatible(self, producer: str, consumer: str) -> str | None:
         # What only a producer knows yet is not known here before it was asked.
         return self.rejections.get((producer, consumer)) if (producer, consumer) in self.asked else None
@@ -187,7 +202,7 @@ class FixedPlane:
             "clusters": {
                 cluster.name: {
                     "instances": {
-                        i.name: {"role": "+".join(i.roles), "healthy": self.is_up(i.name)}
+                        i.name: {"role": "+".join(i.roles), "healthy": self.is_up(i.name), "drain": None}
                         for i in cluster.instances
                     }
                 }
@@ -197,6 +212,9 @@ class FixedPlane:
 
     async def run(self) -> None:
         """Probes suspects until cancelled."""
+        await asyncio.gather(self.loop_clock.run(), self._probe())
+
+    async def _probe(self) -> None:
         loop = asyncio.get_running_loop()
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as session:
             while True:

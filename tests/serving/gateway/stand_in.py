@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import itertools
 import json
+import socket
 import time
 from array import array
 from collections.abc import Iterator, Sequence
@@ -116,7 +117,8 @@ class StandInEngine:
 
     `dies`: at which point of decoding it loses its connection ("before-headers", "after-headers", "in-body",
     "mid-stream", "mid-event"), or says that it failed ("http-500", "error-event", "early-end"); streams after
-    `dies_after` tokens. `deaths`: how often yet.
+    `dies_after` tokens. `deaths`: how often yet. `freezes`: in place of dying it says nothing more over HTTP until
+    `frozen` is false again. `mute`: its KV port accepts connections and never says a word.
     """
 
     name: str
@@ -133,6 +135,9 @@ class StandInEngine:
     dies: str | None = None
     dies_after: int = 1
     deaths: int = 0
+    freezes: bool = False
+    frozen: bool = False
+    mute: bool = False
     other_ids: bool = False
     other_apis: bool = False
     layout: str = "ids"
@@ -162,6 +167,9 @@ class StandInEngine:
         self.sender: Sender | None = None
         self.receiver.start()
         self.kv_port = self.receiver.port
+        self.mute_port = socket.create_server(("127.0.0.1", 0))
+        if self.mute:
+            self.kv_port = self.mute_port.getsockname()[1]
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
@@ -201,6 +209,11 @@ class StandInEngine:
         if self.sender is not None:
             await asyncio.to_thread(self.sender.close)
         await asyncio.to_thread(self.receiver.close)
+        self.mute_port.close()
+
+    async def thawed(self) -> None:
+        while self.frozen:
+            await asyncio.sleep(0.01)
 
     def generated(self) -> list[Seen]:
         """What came besides the gateway's questions about token ids."""
@@ -214,9 +227,11 @@ class StandInEngine:
         ]
 
     async def _health(self, _request: web.Request) -> web.Response:
+        await self.thawed()
         return web.Response()
 
     async def _metrics(self, _request: web.Request) -> web.Response:
+        await self.thawed()
         return web.Response(
             text="# HELP vllm:cache_config_info x\n"
             f'vllm:cache_config_info{{block_size="{BLOCK_TOKENS}",engine="0",kv_cache_size_tokens="64000"}} 1.0\n'
@@ -268,6 +283,7 @@ class StandInEngine:
         return web.json_response({"prompt": self.tokenizer.decode(body["tokens"])})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
+        await self.thawed()
         body = await request.json()
         self.seen.append(Seen(request.path, dict(request.headers), body))
         ids = self._ids(stand_in_apis.as_chat(request.path, body), request.path)
@@ -408,7 +424,10 @@ class StandInEngine:
 
     async def _die(self, request: web.Request) -> None:
         assert request.transport is not None
-        request.transport.abort()
+        if self.freezes:
+            self.frozen = True
+        else:
+            request.transport.abort()
         await asyncio.Event().wait()
 
     def _ticket(self, sealed: str | None) -> Ticket | None:

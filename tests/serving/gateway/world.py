@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from prfaas.core.deployment import (
     Cluster,
+    ControlConfig,
     Deployment,
     EngineConfig,
     GatewayConfig,
@@ -26,7 +27,7 @@ from prfaas.core.deployment import (
 from prfaas.core.kv import model_from_directory
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of
-from prfaas.serving.gateway import GatewayOptions, serve_gateway
+from prfaas.serving.gateway import Draining, GatewayOptions, serve_gateway
 from prfaas.serving.transport.ticket import create_key
 
 from .fixed_plane import FixedPlane
@@ -113,6 +114,7 @@ def deployment_of(
     model_dir: Path,
     tenant_header: str | None = None,
     gateway: GatewayConfig = GATEWAY,
+    control: ControlConfig = ControlConfig(),
 ) -> Deployment:
     """A far cluster with `remote`, and one with all others, which decode if they are not called `local`."""
 
@@ -137,6 +139,7 @@ def deployment_of(
         security=Security(home / "key", tenant_header),
         engine=EngineConfig(2048, 16, 1, 1 << 20, 1 << 16, None, (), {}),
         transfer=TransferLimits(60.0, 30.0, 20.0, 60.0, 8.0),
+        control=control,
     )
 
 
@@ -149,7 +152,9 @@ async def running_world(
     third: bool = False,
     live: bool = False,
     tenant_header: str | None = None,
+    draining: Draining | None = None,
     gateway_config: GatewayConfig = GATEWAY,
+    control: ControlConfig = ControlConfig(),
     **decode: Any,
 ) -> AsyncIterator[World]:
     """`spare`, `third`: with more decode instances, taken when the first one is out; `decode`: its fields.
@@ -170,7 +175,7 @@ async def running_world(
         engines[name].connect([engines[n] for n in reversed(names) if n != name])
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     admin_port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    deployment = deployment_of(home, engines, model_dir, tenant_header, gateway_config)
+    deployment = deployment_of(home, engines, model_dir, tenant_header, gateway_config, control)
     plane = FixedPlane(deployment)
     plane.prefers = "decode"
     registry = CollectorRegistry()
@@ -183,6 +188,7 @@ async def running_world(
         admin_ready=admin_port.set_result,
         options=options,
         registry=registry,
+        draining=draining,
     )
     gateway = asyncio.create_task(served)
     done, _ = await asyncio.wait({gateway, port}, return_when=asyncio.FIRST_COMPLETED)

@@ -163,6 +163,8 @@ class ControlSection(_Section):
     allocation_period_s: Seconds = 60.0
     window_s: Seconds = 600.0
     stale_after_s: Seconds = 5.0
+    silence_s: Seconds = 2.5
+    stall_s: Seconds = 60.0
     allocation: bool = True
 
 
@@ -211,6 +213,8 @@ class GatewaySection(_Section):
 
     host: Text = "127.0.0.1"
     port: Port = 8000
+    first_byte_s: Seconds = 1800.0
+    idle_s: Seconds = 600.0
     admin: AdminSection = AdminSection()
     hosts: list[HostName] = []
     route_header: RouteDetail = "short"
@@ -246,6 +250,8 @@ class TransferSection(_Section):
     staging_wait_s: Seconds = 20.0
     staging_ttl_s: Seconds = 60.0
     progress_deadline_s: Seconds = 8.0
+    user_timeout_s: Seconds = 10.0
+    keepalive_s: Annotated[Seconds, Field(ge=1)] = 10.0
 
 
 class DeploymentFile(_Section):

@@ -25,6 +25,8 @@ Policy = Literal[
 RouteDetail = Literal["short", "full"]
 
 INTRA_CLUSTER_CONNECTIONS = 4
+# Stand-ins of one cluster mostly share a process: more connections would only be more threads.
+SYNTHETIC_CONNECTIONS = 1
 
 SYNTHETIC = "synthetic"
 """The `hardware` of clusters whose engines are stand-ins: for load and fault tests, never for answers."""
@@ -157,6 +159,10 @@ class ControlConfig:
     """Thresholds and roles are chosen for the traffic of so long."""
     stale_after_s: float = 5.0
     """Facts that are older are not used."""
+    silence_s: float = 2.5
+    """An engine whose HTTP server or KV port has not answered for so long is frozen."""
+    stall_s: float = 60.0
+    """An engine with running requests and without progress for so long is stalled."""
     allocation: bool = True
     """Whether instances of pd clusters change their roles."""
 
@@ -201,6 +207,10 @@ class GatewayConfig:
     """Further names by which operators may call the gateway: a load balancer's, or a Kubernetes Service's."""
     route_header: RouteDetail = "short"
     """Whether `x-prfaas-route` tells every client the numbers that decided (`full`), or only a named tenant."""
+    first_byte_s: float = 1800.0
+    """How long an engine may take until its answer begins."""
+    idle_s: float = 600.0
+    """How long an answer that has begun may pause."""
 
     @property
     def url(self) -> str:
@@ -249,6 +259,10 @@ class TransferLimits:
     staging_wait_s: float
     staging_ttl_s: float
     progress_deadline_s: float
+    user_timeout_s: float = 10.0
+    """TCP_USER_TIMEOUT of KV connections: bytes that are unacknowledged so long end one."""
+    keepalive_s: float = 10.0
+    """A silent KV connection is probed by TCP after that time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +353,10 @@ class Deployment:
             and self.link(cluster.name, pd_cluster) is not None
         )
 
+    def is_synthetic(self, instance: Instance) -> bool:
+        """True if the instance is a stand-in, which runs no model."""
+        return self.cluster_of(instance).hardware == SYNTHETIC
+
     def can_decode(self, instance: Instance) -> bool:
         """True if the instance may be given decode work, now or after a change of its role."""
         return self.cluster_of(instance).kind == "pd"
@@ -350,13 +368,14 @@ class Deployment:
         sends.
         """
         peers = []
+        inside = SYNTHETIC_CONNECTIONS if self.is_synthetic(instance) else INTRA_CLUSTER_CONNECTIONS
         for target in self.instances:
             if target.name == instance.name:
                 continue
             on_demand = not (instance.has_role("prefill") and target.has_role("decode"))
             if target.cluster == instance.cluster:
                 if self.can_decode(target):
-                    peers.append(KvPeer(target, target.cluster, INTRA_CLUSTER_CONNECTIONS, None, on_demand))
+                    peers.append(KvPeer(target, target.cluster, inside, None, on_demand))
             elif (link := self.link(instance.cluster, target.cluster)) is not None:
                 share = self.share_bits_per_s(link)
                 peers.append(KvPeer(target, link.name, link.connections, share, on_demand))

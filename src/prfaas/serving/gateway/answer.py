@@ -8,12 +8,14 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Self
 
 from aiohttp import HttpVersion11, web
 
 from prfaas.serving.gateway.bodies import without_transfer_params
 from prfaas.serving.gateway.dialects import END_OF_EVENT, OPENAI, Dialect
-from prfaas.serving.gateway.http_pool import EngineResponse
+from prfaas.serving.gateway.engine_client import Blame, EngineCallError, failed_call
+from prfaas.serving.gateway.http_exchange import EngineResponse
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request_log import RequestRecord
 
@@ -23,6 +25,7 @@ _LONGEST_EVENT_BYTES = 1 << 20
 
 # In generated text the quotes would be escaped. The usage stands at the end.
 _ANSWER_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s?(\d+)')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens":\s?(\d{1,9})')
 _USAGE_BYTES = 2048
 # With so much unsent to one client, its engine's stream waits.
 _UNSENT_BYTES = 64 << 10
@@ -46,10 +49,11 @@ class DecodeFailedError(Exception):
         detail: str,
         *,
         lost: bool,
+        blame: Blame = Blame.NONE,
         answer: WholeAnswer | None = None,
         event: bytes | None = None,
     ) -> None:
-        """`reason`: one word. `lost`: the engine is gone, not only this answer.
+        """`reason`: one word. `lost`: the engine is gone or silent, not only this answer.
 
         `answer`: the engine's error answer, for the client when no other engine can answer. `event`: the same in a
         stream.
@@ -57,8 +61,14 @@ class DecodeFailedError(Exception):
         super().__init__(detail)
         self.reason = reason
         self.lost = lost
+        self.blame = blame
         self.answer = answer
         self.event = event
+
+    @classmethod
+    def of_call(cls, error: EngineCallError) -> Self:
+        """The engine could not be asked, or did not end its answer."""
+        return cls(error.reason, str(error), lost=True, blame=error.blame)
 
 
 class EventStream:
@@ -112,9 +122,10 @@ class EventStream:
             try:
                 chunk = await self._response.readany()
             except OSError as error:
-                raise _died(self._instance, error) from error
+                raise _broken(self._instance, error) from error
             if not chunk:
-                raise DecodeFailedError("died", f"{self._instance} ended its stream early", lost=True)
+                detail = f"{self._instance} ended its stream early"
+                raise DecodeFailedError("died", detail, lost=True, blame=Blame.FAILED)
             events = self.take(chunk)
             if events:
                 return events
@@ -178,7 +189,7 @@ async def read_whole(response: EngineResponse, instance: str, record: RequestRec
     try:
         body = await response.read()
     except OSError as error:
-        raise _died(instance, error) from error
+        raise _broken(instance, error) from error
     note_answer_tokens(record, body)
     return WholeAnswer(response.status, without_transfer_params(body), response.content_type)
 
@@ -190,8 +201,14 @@ def note_answer_tokens(record: RequestRecord, piece: bytes) -> None:
         record.answer_tokens = int(found[-1])
 
 
-def _died(instance: str, error: BaseException) -> DecodeFailedError:
-    return DecodeFailedError("died", f"{instance}: {type(error).__name__}: {error}", lost=True)
+def cached_tokens_of(answer: bytes) -> int | None:
+    """Tokens of the prompt that the engine reused, by the usage of a whole answer; None if it does not say."""
+    found = _CACHED_TOKENS.search(answer, max(len(answer) - _USAGE_BYTES, 0))
+    return int(found.group(1)) if found is not None else None
+
+
+def _broken(instance: str, error: OSError) -> DecodeFailedError:
+    return DecodeFailedError.of_call(failed_call(instance, error, begun=True))
 
 
 @dataclass(slots=True)
@@ -210,15 +227,15 @@ class KeptStream:
         self._limit_bytes = limit_bytes
         self._chunks: list[bytes] | None = [] if limit_bytes else None
         self._kept_bytes = 0
-        self.events = 0
-        """How many were written."""
+        self._lines = 0
         self.torn = False
         """Whether what was written ends within an event."""
 
     def add(self, chunk: bytes) -> None:
         """`chunk` is written next: whole events, or a piece of one that is too long to be kept."""
         self.torn = not chunk.endswith(END_OF_EVENT)
-        self.events += chunk.count(END_OF_EVENT)
+        # An event is a line and an empty one. To count one byte is the cheapest, and this is done for every chunk.
+        self._lines += chunk.count(b"\n")
         if self._chunks is None:
             return
         beyond = self._kept_bytes + len(chunk) > self._limit_bytes or len(chunk) > self._budget.left_bytes
@@ -228,6 +245,11 @@ class KeptStream:
         self._chunks.append(chunk)
         self._kept_bytes += len(chunk)
         self._budget.left_bytes -= len(chunk)
+
+    @property
+    def events(self) -> int:
+        """How many were written."""
+        return self._lines // 2
 
     def written(self) -> bytes | None:
         """All that was written; None if it was not kept."""

@@ -17,8 +17,8 @@ from prfaas.serving.gateway.answer import (
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, decode_body
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.dialects import dialect_of
-from prfaas.serving.gateway.engine_client import EngineCallError
-from prfaas.serving.gateway.http_pool import EngineResponse
+from prfaas.serving.gateway.engine_client import Blame, EngineCallError
+from prfaas.serving.gateway.http_exchange import EngineResponse
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.request import PreparedRequest, ServingRequest
 
@@ -83,6 +83,7 @@ class Decoder:
                 prepared.transfer.sealed if prepared.transfer is not None else None,
                 reuse_ids,
                 request.salt,
+                prepared.cached_tokens,
             )
             with self._plane.decoding(prepared.decode, prepared.own_prefill_tokens):
                 answer = await self._ask(request, prepared, body)
@@ -105,12 +106,12 @@ class Decoder:
         self._metrics.decode_failures.labels(failure.reason).inc()
         request.record.note(f"{prepared.decode} failed: {failure.reason}")
         # The request itself may be what makes an engine answer with an error. That must not take engines out.
-        if failure.lost:
-            self._plane.suspect(prepared.decode, str(failure), lost_cache=True)
+        if failure.blame is not Blame.NONE:
+            self._plane.suspect(prepared.decode, str(failure), lost_cache=failure.blame is Blame.DEAD)
 
     async def _ask(self, request: ServingRequest, prepared: PreparedRequest, body: bytes) -> EngineResponse:
         instance = self._plane.instance(prepared.decode)
         try:
             return await self._client.open(instance, request.endpoint.path, body, request.headers)
         except EngineCallError as error:
-            raise DecodeFailedError(error.reason, str(error), lost=True) from error
+            raise DecodeFailedError.of_call(error) from error

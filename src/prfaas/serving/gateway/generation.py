@@ -1,7 +1,8 @@
 """The way of one generating request through the gateway, from its body to its record."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 from aiohttp import web
 
@@ -10,12 +11,15 @@ from prfaas.serving.gateway.answer import DecodeFailedError, KeepBudget, Respons
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.decode import MAX_ANSWERING_ATTEMPTS, Decoder
+from prfaas.serving.gateway.engine_client import OWN_RESOURCES
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.prompts import DirectPrompt, Endpoint
 from prfaas.serving.gateway.request import PreparedRequest, RequestParser, ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.request_log import RequestLog, RequestRecord
 from prfaas.serving.gateway.stream_resume import StreamResume, can_resume
 from prfaas.serving.gateway.tokenization import Tokenization
+
+_DESCRIPTORS_RETRY_S = 1.0
 
 RECORD = web.RequestKey("prfaas_record", RequestRecord)
 
@@ -52,8 +56,7 @@ class Generation:
         Raises:
             ApiError: what the client is to read in place of an answer.
         """
-        with self._log.recording(str(endpoint)) as record:
-            http[RECORD] = record
+        with self._log.recording(str(endpoint)) as record, self._taken(http, record):
             # 1. Parse and check: what the client wants, less what could steer an engine.
             request = await self._parser.parse(http, endpoint, record)
             # 2. The prompt's token ids, as the engine makes them, and the hashes of its blocks.
@@ -70,6 +73,20 @@ class Generation:
             # 6. Record. `recording` adds the times, and the outcome where an exception ended the request.
             record.answered(response.status)
             return response
+
+    @contextmanager
+    def _taken(self, http: web.Request, record: RequestRecord) -> Iterator[None]:
+        """While a request is open, if the gateway can take it. Raises ApiError."""
+        http[RECORD] = record
+        draining, descriptors = self._context.draining, self._context.descriptors
+        with draining.request():
+            if not descriptors.has_room(draining.open_requests):
+                raise ApiError(
+                    503,
+                    f"The gateway has no file descriptors left for another request (limit {descriptors.limit}).",
+                    retry_after_s=_DESCRIPTORS_RETRY_S,
+                )
+            yield
 
     def _decide(self, record: RequestRecord, prompt: TokenizedPrompt | DirectPrompt) -> Decision:
         """Where the request goes. Raises NoDecodeInstanceError.
@@ -125,7 +142,7 @@ class Generation:
                 if another is None and failure.answer is not None:
                     return writer.send(failure.answer)
                 if another is None:
-                    raise ApiError(503, f"The decode instance {failed[-1]} does not answer.") from None
+                    raise _unanswered(failure, failed[-1]) from None
                 prepared = another
 
     async def _reroute(
@@ -136,6 +153,8 @@ class Generation:
         failed: Collection[str],
     ) -> PreparedRequest | None:
         """The same request made ready for another decode engine; None when there is none or enough have failed."""
+        if failure.reason == OWN_RESOURCES:
+            return None
         attempts = self._context.options.decode_attempts if failure.lost else MAX_ANSWERING_ATTEMPTS
         if len(failed) >= attempts:
             return None
@@ -143,3 +162,9 @@ class Generation:
             return await self._prefill.prepare_again(request, prompt, avoid=failed)
         except NoDecodeInstanceError:
             return None
+
+
+def _unanswered(failure: DecodeFailedError, decode: str) -> ApiError:
+    if failure.reason == OWN_RESOURCES:
+        return ApiError(503, "The gateway has no file descriptor left; try again.", retry_after_s=1)
+    return ApiError(503, f"The decode instance {decode} does not answer.", retry_after_s=1)
