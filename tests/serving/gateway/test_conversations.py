@@ -11,7 +11,7 @@ from prfaas.serving.gateway.conversations import NoConversationError, messages_c
 from prfaas.serving.gateway.prompts import ChatPrompt, DirectPrompt, Endpoint, prompt_of
 
 USER = {"role": "user", "content": "hello"}
-ANSWER = {
+ANSWER: dict[str, Any] = {
     "type": "message",
     "id": "msg_1",
     "role": "assistant",
