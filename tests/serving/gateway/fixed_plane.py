@@ -1,6 +1,6 @@
 """A control plane for tests of the gateway only: a fixed threshold, a record of what went where, /health probes.
 
-It counts what it is told, so that tests can see that the gateway tells it everything exactly once.
+`waits_s`: what it predicts for everything. It counts what it is told, so that tests can see that the gateway tells it everything exactly once.
 """
 
 import asyncio
@@ -59,6 +59,7 @@ class FixedPlane:
         self.measured: list[str] = []
         self.suspected: list[tuple[str, bool]] = []
         self.own_prefills: list[int] = []
+        self.waits_s = 0.0
         self.closed = False
 
     @property
@@ -127,6 +128,9 @@ class FixedPlane:
     def _held_tokens(self, name: str, chains: Chains | None) -> int:
         hashes = chains.hashes if chains is not None else ()
         return BLOCK_TOKENS * sum(1 for _ in itertools.takewhile(self._held[name].__contains__, hashes))
+
+    def wait_s(self, decision: Decision | None) -> float:
+        return self.waits_s
 
     def instance(self, name: str) -> Instance:
         return self._instances[name]

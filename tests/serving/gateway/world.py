@@ -15,6 +15,7 @@ from prfaas.core.deployment import (
     Deployment,
     EngineConfig,
     GatewayConfig,
+    GatewayLimits,
     Instance,
     Link,
     ModelRef,
@@ -106,7 +107,13 @@ def route_of(response: aiohttp.ClientResponse) -> dict[str, str]:
 
 
 def deployment_of(
-    home: Path, engines: dict[str, StandInEngine], model_dir: Path, tenant_header: str | None = None
+    home: Path,
+    engines: dict[str, StandInEngine],
+    model_dir: Path,
+    tenant_header: str | None = None,
+    *,
+    hardware: str = "any",
+    limits: GatewayLimits = GatewayLimits(),
 ) -> Deployment:
     """A far cluster with `remote`, and one with all others, which decode if they are not called `local`."""
 
@@ -121,13 +128,13 @@ def deployment_of(
         state_dir=home,
         model=ModelRef("stand-in", 4000, model_dir, None, {"poet": home / "poet"}),
         clusters=(
-            Cluster("far", "prfaas", "cpu", (instance("remote", "far", "prefill"),)),
-            Cluster("pd", "pd", "cpu", (instance("local", "pd", "prefill"), *decoders)),
+            Cluster("far", "prfaas", "any", (instance("remote", "far", "prefill"),)),
+            Cluster("pd", "pd", hardware, (instance("local", "pd", "prefill"), *decoders)),
         ),
         links=(Link("far", "pd", 1e9, 2), Link("pd", "far", 1e9, 2)),
         routing=Routing("static_threshold", THRESHOLD_TOKENS),
         slo=Slo(None, None),
-        gateway=GatewayConfig("127.0.0.1", 0),
+        gateway=GatewayConfig("127.0.0.1", 0, limits),
         security=Security(home / "key", tenant_header),
         engine=EngineConfig(2048, 16, 1, 1 << 20, 1 << 16, None, (), {}),
         transfer=TransferLimits(60.0, 30.0, 20.0, 60.0, 8.0),
@@ -143,6 +150,8 @@ async def running_world(
     third: bool = False,
     live: bool = False,
     tenant_header: str | None = None,
+    hardware: str = "any",
+    limits: GatewayLimits = GatewayLimits(),
     **decode: Any,
 ) -> AsyncIterator[World]:
     """`spare`, `third`: with more decode instances, taken when the first one is out; `decode`: its fields.
@@ -162,7 +171,9 @@ async def running_world(
     for name in ("remote", "local"):
         engines[name].connect([engines[n] for n in reversed(names) if n != name])
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    deployment = deployment_of(home, engines, model_dir, tenant_header)
+    deployment = deployment_of(
+        home, engines, model_dir, tenant_header, hardware=hardware, limits=limits
+    )
     plane = FixedPlane(deployment)
     plane.prefers = "decode"
     registry = CollectorRegistry()

@@ -13,6 +13,7 @@ from prfaas.core.deployment.planned import (
     UniformLengths,
     WorkloadSpec,
 )
+from prfaas.core.deployment.limits import GatewayLimits
 from prfaas.core.deployment.source import DeploymentError
 from prfaas.core.deployment.types import (
     SYNTHETIC,
@@ -46,6 +47,7 @@ __all__ = [
     "EventsEndpoint",
     "FixedLengths",
     "GatewayConfig",
+    "GatewayLimits",
     "Instance",
     "KvPeer",
     "LengthsSpec",

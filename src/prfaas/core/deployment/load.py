@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from prfaas.core.deployment.checks import check_to_plan, check_to_run
+from prfaas.core.deployment.limits import GatewayLimits
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
     FixedLengths,
@@ -110,7 +111,7 @@ def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deploy
         links=links_of(file),
         routing=_routing(file),
         slo=slo_of(file),
-        gateway=GatewayConfig(file.gateway.host, file.gateway.port),
+        gateway=_gateway(file),
         security=Security(
             state_dir / file.name / Path(file.security.key_file).expanduser(), file.security.tenant_header
         ),
@@ -126,6 +127,15 @@ def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deploy
         ),
         transfer=TransferLimits(**file.transfer.model_dump()),
         control=ControlConfig(**file.control.model_dump()),
+    )
+
+
+def _gateway(file: DeploymentFile) -> GatewayConfig:
+    limits = file.gateway.limits
+    return GatewayConfig(
+        file.gateway.host,
+        file.gateway.port,
+        GatewayLimits(limits.requests, limits.queue_s, limits.bodies, limits.body_values),
     )
 
 

@@ -190,11 +190,21 @@ class WorkloadSection(_Section):
     load: Annotated[float, Field(gt=0, lt=1)] = 0.7
 
 
+class LimitsSection(_Section):
+    """What the gateway takes on at most."""
+
+    requests: Positive = 8192
+    queue_s: Seconds = 60.0
+    bodies: Annotated[Size, Field(ge=MIB)] = GIB
+    body_values: Positive = 1_000_000
+
+
 class GatewaySection(_Section):
-    """Where clients connect."""
+    """Where clients connect, and how much they get."""
 
     host: Text = "127.0.0.1"
     port: Port = 8000
+    limits: Annotated[LimitsSection, _SECTION] = LimitsSection()
 
 
 class SecuritySection(_Section):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from prfaas.core.deployment.limits import GatewayLimits
 from prfaas.core.deployment.source import DeploymentError
 from prfaas.core.latency import LatencyProfile
 
@@ -202,6 +203,7 @@ class GatewayConfig:
 
     host: str
     port: int
+    limits: GatewayLimits = GatewayLimits()
 
     @property
     def url(self) -> str:

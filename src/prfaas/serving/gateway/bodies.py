@@ -8,6 +8,7 @@ Long arrays of token ids are never made into Python's integers, nor written anew
 list, checking each and writing the list again takes three times as long.
 """
 
+import math
 import secrets
 from array import array
 from collections.abc import Mapping, Sequence
@@ -24,11 +25,22 @@ from prfaas.serving.transport.ticket import PREFIX_TICKET_PARAMETER, TICKET_PARA
 class ApiError(Exception):
     """An error answer for the client: HTTP status, one sentence, and the parameter that it is about."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        """`retry_after_s`: when the same request may be taken; None: nothing is known of that."""
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
+        self.retry_after_s = retry_after_s
+
+    def headers(self) -> dict[str, str]:
+        """What belongs into the answer's head."""
+        if self.retry_after_s is None:
+            return {}
+        # RFC 9110 (10.2.3) knows whole seconds only.
+        return {"Retry-After": str(max(math.ceil(self.retry_after_s), 1))}
 
     def body(self) -> bytes:
         """`{"error": {"message", "type", "param", "code"}}`, the types as vLLM names them."""
@@ -43,6 +55,9 @@ def error_body(status: int, message: str, param: str | None = None) -> bytes:
 
 
 Json = dict[str, Any]
+
+MOST_VALUES = 1_000_000
+_BEFORE_VALUES = (b",", b"[", b"{")
 
 # Compared after `_normal`: engines read exact names, but a name that only looks like one of these has no
 # business here.
@@ -59,21 +74,29 @@ OWNED_FIELDS = frozenset(
     }
 )
 OWNED_PREFIXES = ("bootstrap_", "x_prfaas", "prfaas")
+# What vLLM 0.32 takes from a request's extra arguments and acts on as an engine does (`v1/request.py`): the two
+# transfers above, and how its prefix cache is reported. "full" has it announce cache hits as if they were new blocks.
+STEERING_ARGS = OWNED_FIELDS | {"kv_cache_report_mode"}
 # Objects whose content an engine merges into its own parameters; anywhere else (messages, tools, JSON
 # schemas) the same words are the client's data.
 _STEERING_CONTAINERS = frozenset({"vllm_xargs", "sampling_params", "extra_body"})
 _MAX_DEPTH = 64
 
 
-def parse_body(raw: bytes) -> Json:
+def parse_body(raw: bytes, most_values: int = MOST_VALUES) -> Json:
     """The JSON object in `raw`. Its "prompt" is WrittenIds if that is a long list of token ids.
 
+    Args:
+        most_values: other JSON values that it may have. Each becomes an object of Python, whose making nothing can
+            interrupt: 40 MB of short strings take 1.5 GB and hold the whole gateway up for 3 s.
+
     Raises:
-        ApiError: 400, when it is no JSON object.
+        ApiError: 400, when it is no JSON object; 413, when it has more values.
     """
     try:
-        body = parse_with_ids(raw) if len(raw) >= MIN_BYTES else None
+        body = parse_with_ids(raw, most_values) if len(raw) >= MIN_BYTES else None
         if body is None:
+            check_values(raw, most_values)
             body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise ApiError(400, f"The request body is not valid JSON: {error}.") from None
@@ -90,10 +113,27 @@ def dump_body(body: Mapping[str, Any]) -> bytes:
         raise ApiError(400, "The request body is nested too deeply.") from None
 
 
+def check_values(raw: bytes, most_values: int) -> None:
+    """Raises ApiError 413 when the JSON in `raw` has more than `most_values` values."""
+    # Every value follows one of these. In text they are many too, but counting all of them costs next to nothing.
+    if sum(map(raw.count, _BEFORE_VALUES)) <= most_values:
+        return
+    # A backslash escapes only inside strings, where each run of them begins with the first.
+    plain = np.frombuffer(raw.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
+    in_string = np.bitwise_xor.accumulate((plain == _QUOTE).view(np.uint8)).view(np.bool_)
+    begins = (plain == _COMMA) | (plain == _OPEN_LIST) | (plain == _OPEN_OBJECT)
+    if int(np.count_nonzero(begins & ~in_string)) > most_values:
+        raise ApiError(413, f"The request body has more than {most_values} JSON values; send less in one request.")
+
+
 def strip_owned(body: Json) -> Json:
-    """`body` without the fields that could steer an engine, at the top and inside containers vLLM merges."""
+    """`body` without the fields that could steer an engine.
+
+    Raises:
+        ApiError: 400, when such a field is inside a container whose content vLLM merges into its own parameters.
+    """
     return {
-        key: _cleaned(value, 0) if _normal(key) in _STEERING_CONTAINERS else value
+        key: _checked_args(value, key, 0) if _normal(key) in _STEERING_CONTAINERS else value
         for key, value in body.items()
         if not _owned(key)
     }
@@ -184,13 +224,19 @@ def _owned(name: str) -> bool:
     return normal in OWNED_FIELDS or normal.startswith(OWNED_PREFIXES)
 
 
-def _cleaned(value: Any, depth: int) -> Any:
+def _checked_args(value: Any, path: str, depth: int) -> Any:
     if depth > _MAX_DEPTH:
         raise ApiError(400, "The request body is nested too deeply.")
     if isinstance(value, dict):
-        return {key: _cleaned(inner, depth + 1) for key, inner in value.items() if not _owned(key)}
-    if isinstance(value, list):
-        return [_cleaned(inner, depth + 1) for inner in value]
+        for key, inner in value.items():
+            where = f"{path}.{key}"
+            if _owned(key) or _normal(key) in STEERING_ARGS:
+                sentence = f"`{where[:200]}` steers the engine, which clients can't do; leave it out."
+                raise ApiError(400, sentence, param=where[:200])
+            _checked_args(inner, where, depth + 1)
+    elif isinstance(value, list):
+        for inner in value:
+            _checked_args(inner, path, depth + 1)
     return value
 
 
@@ -210,7 +256,7 @@ MIN_BYTES = 8 << 10
 _PIECE_BYTES = 64 << 10
 _KEY = b'"prompt"'
 _SPACE = b" \t\r\n"
-_ZERO, _COMMA = np.uint8(ord("0")), np.uint8(ord(","))
+_ZERO, _COMMA, _QUOTE, _OPEN_LIST, _OPEN_OBJECT = (np.uint8(ord(each)) for each in '0,"[{')
 _TRUE = np.array([True])
 # Stands in for the ids while the rest is parsed. No client can know it, so only our cut can have put it there.
 _STAND_IN = secrets.token_hex(16)
@@ -224,11 +270,11 @@ class WrittenIds:
     json: bytes
 
 
-def parse_with_ids(raw: bytes) -> object | None:
+def parse_with_ids(raw: bytes, most_values: int = MOST_VALUES) -> object | None:
     """What `orjson.loads(raw)` gives, with the array of ids under the top-level key "prompt" as WrittenIds.
 
     None where that can't be had this way (no such array, other numbers in it, an odd spelling): parse it plainly then.
-    Raises orjson.JSONDecodeError when `raw` is not JSON.
+    Raises orjson.JSONDecodeError when `raw` is not JSON, and ApiError 413 when it has more values besides the ids.
     """
     key = raw.find(_KEY)
     colon = _skip_space(raw, key + len(_KEY))
@@ -239,7 +285,9 @@ def parse_with_ids(raw: bytes) -> object | None:
     written = _parse(raw[start + 1 : end]) if end > 0 else None
     if written is None:
         return None
-    body = orjson.loads(b'%b"%b"%b' % (raw[:start], _STAND_IN.encode(), raw[end + 1 :]))
+    rest = b'%b"%b"%b' % (raw[:start], _STAND_IN.encode(), raw[end + 1 :])
+    check_values(rest, most_values)
+    body = orjson.loads(rest)
     # Anything else than the effective "prompt" of the top level was cut: nested, or given twice.
     if not isinstance(body, dict) or body.get("prompt") != _STAND_IN:
         return None

@@ -6,16 +6,24 @@ from collections.abc import Collection
 from aiohttp import web
 
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError
+from prfaas.serving.gateway.admission import Admission, DeadlinePassedError
 from prfaas.serving.gateway.answer import DecodeFailedError, KeepBudget, ResponseWriter, writing
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.decode import MAX_ANSWERING_ATTEMPTS, Decoder
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.prompts import DirectPrompt, Endpoint
-from prfaas.serving.gateway.request import PreparedRequest, RequestParser, ServingRequest, TokenizedPrompt
+from prfaas.serving.gateway.request import (
+    PreparedRequest,
+    RequestParser,
+    ServingRequest,
+    Tenants,
+    TokenizedPrompt,
+)
 from prfaas.serving.gateway.request_log import RequestLog, RequestRecord
 from prfaas.serving.gateway.stream_resume import StreamResume, can_resume
 from prfaas.serving.gateway.tokenization import Tokenization
+from prfaas.serving.gateway.validation import Validation
 
 RECORD = web.RequestKey("prfaas_record", RequestRecord)
 
@@ -27,16 +35,22 @@ class Generation:
         self,
         context: GatewayContext,
         *,
+        tenants: Tenants,
+        admission: Admission,
         parser: RequestParser,
         tokenization: Tokenization,
+        validation: Validation,
         prefill: PrefillOrchestrator,
         decoder: Decoder,
         resume: StreamResume,
         log: RequestLog,
     ) -> None:
         self._context = context
+        self._tenants = tenants
+        self._admission = admission
         self._parser = parser
         self._tokenization = tokenization
+        self._validation = validation
         self._prefill = prefill
         self._decoder = decoder
         self._resume = resume
@@ -54,20 +68,33 @@ class Generation:
         """
         with self._log.recording(str(endpoint)) as record:
             http[RECORD] = record
-            # 1. Parse and check: what the client wants, less what could steer an engine.
-            request = await self._parser.parse(http, endpoint, record)
-            # 2. The prompt's token ids, as the engine makes them, and the hashes of its blocks.
-            prompt = await self._tokenization.tokenize(request)
-            # 3. Decide who prefills and who decodes.
-            decision = self._decide(record, prompt)
-            # 4. Prefill there and move the KV. If that fails, the decode engine prefills.
-            prepared = await self._prefill.prepare(request, prompt, decision)
-            self._count_uncached(prepared)
-            # 5. Decode and relay. If an engine fails, another one decodes.
-            keep_bytes = self._keep_bytes(request, prepared)
-            with writing(http, record, self._context.metrics, self._budget, keep_bytes) as writer:
-                response = await self._decode(request, prompt, prepared, writer)
-            # 6. Record. `recording` adds the times, and the outcome where an exception ended the request.
+            salt = self._tenants.salt(http.headers)
+            # 1. Take it on, or refuse it before its body is read.
+            with self._admission.admitted(salt, http.headers, http.content_length) as admitted:
+                async with admitted.in_time():
+                    # 2. Parse and check: what the client wants, less what could steer an engine.
+                    request = await self._parser.parse(http, endpoint, record, salt, admitted.hold)
+                    # 3. The prompt's token ids, as the engine makes them, and the hashes of its blocks.
+                    prompt = await self._tokenization.tokenize(request)
+                    # 4. Decide who prefills and who decodes, and whether the wait there is bearable.
+                    decision = self._decide(record, prompt)
+                    admitted.check(decision)
+                    # 5. Before KV moves: would the decode engine take the request at all?
+                    prompt = await self._validation.checked(request, prompt, decision)
+                    # 6. Prefill there and move the KV. If that fails, the decode engine prefills.
+                    prepared = await self._prefill.prepare(request, prompt, decision)
+                    self._count_uncached(prepared)
+                # 7. Decode and relay. If an engine fails, another one decodes.
+                keep_bytes = self._keep_bytes(request, prepared)
+                with writing(http, record, self._context.metrics, self._budget, keep_bytes) as writer:
+                    try:
+                        async with admitted.in_time():
+                            response = await self._decode(request, prompt, prepared, writer)
+                    except DeadlinePassedError as late:
+                        if not writer.begun:
+                            raise
+                        response = await writer.fail(late.body())
+            # 8. Record. `recording` adds the times, and the outcome where an exception ended the request.
             record.answered(response.status)
             return response
 

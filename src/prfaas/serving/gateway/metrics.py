@@ -116,6 +116,14 @@ class Metrics:
                 registry=registry,
             )
         )
+        self.refused = CachedLabels(
+            Counter(
+                "prfaas_gateway_refused",
+                "Requests refused for load or time, or by the decode engine before or after a transfer, by reason.",
+                ("reason",),
+                registry=registry,
+            )
+        )
         self.ttft_seconds = CachedLabels(
             Histogram(
                 "prfaas_gateway_ttft_seconds",

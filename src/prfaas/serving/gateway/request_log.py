@@ -65,6 +65,8 @@ class RequestRecord:
     """What went wrong, with the seconds since the arrival."""
     broken: bool = False
     """Whether its stream ended with an error."""
+    refused_status: int | None = None
+    """The decode engine's status where it refused the request; a stream that says so has status 200 itself."""
     status: int | None = None
     outcome: str = "under way"
 
@@ -90,7 +92,8 @@ class RequestRecord:
 
     def answered(self, status: int) -> None:
         """The client has an answer with this HTTP status."""
-        self.status, self.outcome = status, "engine_error" if self.broken else _outcome(status)
+        outcome = _outcome(self.refused_status or status)
+        self.status, self.outcome = status, "engine_error" if self.broken else outcome
 
     def headers(self) -> dict[str, str]:
         """What every answer tells the client about its way, as far as it is known."""

@@ -4,6 +4,7 @@ import ipaddress
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from aiohttp import web
@@ -162,7 +163,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except ApiError as error:
-        return _refusal(request, error.status, error.body())
+        return _refusal(request, error.status, error.body(), error.headers())
     except web.HTTPException as error:
         sentence = {
             404: f"There is no {request.method} {request.path[:200]} here.",
@@ -178,7 +179,9 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _refusal(request, 500, error_body(500, sentence))
 
 
-def _refusal(request: web.Request, status: int, body: bytes) -> web.Response:
+def _refusal(
+    request: web.Request, status: int, body: bytes, more_headers: Mapping[str, str] = MappingProxyType({})
+) -> web.Response:
     record = request.get(RECORD)
-    headers = record.headers() if record is not None else {}
+    headers = {**(record.headers() if record is not None else {}), **more_headers}
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)

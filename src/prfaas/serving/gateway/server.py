@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.kv import KvModel
+from prfaas.serving.gateway.admission import Admission
 from prfaas.serving.gateway.context import GatewayContext, GatewayOptions, ThreadOffload
 from prfaas.serving.gateway.control_plane import ControlPlane
 from prfaas.serving.gateway.decode import Decoder
@@ -28,6 +29,7 @@ from prfaas.serving.gateway.routes import Inspection, Routes
 from prfaas.serving.gateway.stream_resume import StreamResume
 from prfaas.serving.gateway.tokenization import LocalTokenizer, Tokenization
 from prfaas.serving.gateway.transcript import AnswerText
+from prfaas.serving.gateway.validation import Validation
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import load_key
 
@@ -71,8 +73,11 @@ class Gateway:
         log = RequestLog(options.kept_records, context.metrics)
         generation = Generation(
             context,
-            parser=RequestParser(model, Tenants(key, deployment.security.tenant_header), self._json_threads),
+            tenants=Tenants(key, deployment.security.tenant_header),
+            admission=Admission(deployment.gateway.limits, plane, context.metrics),
+            parser=RequestParser(deployment, options, self._json_threads),
             tokenization=self._tokenization,
+            validation=Validation(context),
             prefill=prefill,
             decoder=decoder,
             resume=StreamResume(
