@@ -133,6 +133,7 @@ class StandInEngine:
     dies_after: int = 1
     deaths: int = 0
     refuses_in_stream: bool = True
+    refuses_user: bool = False
     other_ids: bool = False
     staging_bytes: int = 1 << 20
     seen: list[Seen] = field(default_factory=list)
@@ -255,7 +256,7 @@ class StandInEngine:
     async def _answered(
         self, request: web.Request, body: dict[str, Any], ids: list[int]
     ) -> web.StreamResponse:
-        refusal = refusal_of(body)
+        refusal = refusal_of(body) or ("no such user" if self.refuses_user and body.get("user") else None)
         if refusal is not None:
             error = {"message": refusal, "type": "BadRequestError", "param": None, "code": 400}
             if not (body.get("stream") and self.refuses_in_stream):

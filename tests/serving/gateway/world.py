@@ -171,9 +171,7 @@ async def running_world(
     for name in ("remote", "local"):
         engines[name].connect([engines[n] for n in reversed(names) if n != name])
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    deployment = deployment_of(
-        home, engines, model_dir, tenant_header, hardware=hardware, limits=limits
-    )
+    deployment = deployment_of(home, engines, model_dir, tenant_header, hardware=hardware, limits=limits)
     plane = FixedPlane(deployment)
     plane.prefers = "decode"
     registry = CollectorRegistry()

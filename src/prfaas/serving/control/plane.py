@@ -77,9 +77,7 @@ class LivePlane:
             for instance in deployment.instances
             if (endpoint := deployment.events_endpoint(instance)) is not None
         }
-        self.waits = PredictedWaits(
-            self.cluster_state, seats=deployment.engine.max_num_seqs, clock=clock
-        )
+        self.waits = PredictedWaits(self.cluster_state, seats=deployment.engine.max_num_seqs, clock=clock)
         seed = _seed(key)
         self.prefix_knowledge = PrefixKnowledge(
             GlobalIndex(

@@ -148,7 +148,9 @@ class Admission:
 
     def _check_queue(self, wait_s: float) -> None:
         if wait_s > self._limits.queue_s:
-            sentence = f"The work that is queued already takes {wait_s:.0f} s, more than {self._limits.queue_s:g} s."
+            sentence = (
+                f"The work that is queued already takes {wait_s:.0f} s, more than {self._limits.queue_s:g} s."
+            )
             raise self._refusal("queue", sentence, wait_s - self._limits.queue_s)
 
     def _check_deadline(self, predicted_s: float, left_s: float) -> None:

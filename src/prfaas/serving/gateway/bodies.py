@@ -123,7 +123,9 @@ def check_values(raw: bytes, most_values: int) -> None:
     in_string = np.bitwise_xor.accumulate((plain == _QUOTE).view(np.uint8)).view(np.bool_)
     begins = (plain == _COMMA) | (plain == _OPEN_LIST) | (plain == _OPEN_OBJECT)
     if int(np.count_nonzero(begins & ~in_string)) > most_values:
-        raise ApiError(413, f"The request body has more than {most_values} JSON values; send less in one request.")
+        raise ApiError(
+            413, f"The request body has more than {most_values} JSON values; send less in one request."
+        )
 
 
 def strip_owned(body: Json) -> Json:
