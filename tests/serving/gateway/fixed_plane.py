@@ -1,6 +1,6 @@
 """A control plane for tests of the gateway only: a fixed threshold, a record of what went where, /health probes.
 
-`waits_s`: what it predicts for everything. It counts what it is told, so that tests can see that the gateway tells it everything exactly once.
+It counts what it is told, so that tests can see that the gateway tells it everything exactly once.
 """
 
 import asyncio
@@ -39,7 +39,10 @@ class FixedWork:
 
 
 class FixedPlane:
-    """`prefers`: a decode instance that is taken first. `edit`: changes decisions before they are given out."""
+    """`prefers`: a decode instance that is taken first. `edit`: changes decisions before they are given out.
+
+    `waits_s`: what it predicts for everything.
+    """
 
     def __init__(
         self, deployment: Deployment, *, probe_s: float = 0.1, suspect_s: float = 0.2, can_skip: bool = True

@@ -4,6 +4,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from prfaas.core.deployment import GatewayLimits
 from prfaas.core.scheduling import Decision, Route
-from prfaas.serving.gateway.admission import AdmittedRequest, Admission, timeout_of
+from prfaas.serving.gateway.admission import Admission, AdmittedRequest, timeout_of
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.metrics import Metrics
 
@@ -115,18 +116,15 @@ TestAdmissionMachine.settings = settings(max_examples=60, stateful_step_count=40
 
 def test_a_tenant_gives_way_when_another_one_comes() -> None:
     limits, _, metrics = admission()
-    with limits.admitted("a", NO_HEADERS, 0):
-        entered = [limits.admitted("a", NO_HEADERS, 0) for _ in range(7)]
-        for each in entered:
-            each.__enter__()
+    with ExitStack() as open_:
+        for _ in range(8):
+            open_.enter_context(limits.admitted("a", NO_HEADERS, 0))
         # Alone it may have everything; beside another one only as much as that one.
-        with limits.admitted("b", NO_HEADERS, 0):
-            with pytest.raises(ApiError, match="tenant"), limits.admitted("a", NO_HEADERS, 0):
-                pass
-        with limits.admitted("a", NO_HEADERS, 0):
-            pass
-        for each in entered:
-            each.__exit__(None, None, None)
+        with ExitStack() as other:
+            other.enter_context(limits.admitted("b", NO_HEADERS, 0))
+            with pytest.raises(ApiError, match="tenant"):
+                other.enter_context(limits.admitted("a", NO_HEADERS, 0))
+        open_.enter_context(limits.admitted("a", NO_HEADERS, 0))
     assert refused(metrics, "share") == 1
 
 

@@ -1,5 +1,6 @@
 """The one YAML file a user writes, read into frozen typed objects."""
 
+from prfaas.core.deployment.limits import GatewayLimits
 from prfaas.core.deployment.load import default_state_dir, load_deployment, load_planned
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
@@ -13,7 +14,6 @@ from prfaas.core.deployment.planned import (
     UniformLengths,
     WorkloadSpec,
 )
-from prfaas.core.deployment.limits import GatewayLimits
 from prfaas.core.deployment.source import DeploymentError
 from prfaas.core.deployment.types import (
     SYNTHETIC,

@@ -203,7 +203,7 @@ class GatewayConfig:
 
     host: str
     port: int
-    limits: GatewayLimits = GatewayLimits()
+    limits: GatewayLimits = field(default_factory=GatewayLimits)
 
     @property
     def url(self) -> str:

@@ -372,7 +372,7 @@ def soonest_remote(
 
 
 def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choice: Choice) -> Decision:
-    """The choice with everything that is needed to carry it out. Without a hop, where that costs more than it spares."""
+    """The choice with everything that is needed to carry it out; without a hop that costs more than it spares."""
     option, reason = choice.option, choice.reason
     if request.num_tokens <= LONGEST_TINY_TOKENS:
         here = prefill_without_hop(request, view, decode, option)

@@ -155,7 +155,9 @@ class Admission:
 
     def _check_deadline(self, predicted_s: float, left_s: float) -> None:
         if predicted_s > left_s:
-            sentence = f"An answer can't begin before {predicted_s:.1f} s from now; {TIMEOUT_HEADER} leaves {left_s:.1f} s."
+            sentence = (
+                f"An answer would begin in {predicted_s:.1f} s; {TIMEOUT_HEADER} leaves {left_s:.1f} s."
+            )
             raise self._refusal("deadline", sentence, predicted_s - left_s)
 
     def _check_bytes(self, tenant: str, nbytes: int, others: int) -> None:

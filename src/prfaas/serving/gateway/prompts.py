@@ -60,7 +60,7 @@ Prompt = TokenPrompt | TextPrompt | ChatPrompt | DirectPrompt
 
 
 def prompt_of(endpoint: Endpoint, body: Mapping[str, Any]) -> Prompt:
-    """The prompt in `body`. Anything malformed is a DirectPrompt: the decode engine then refuses it in its own words."""
+    """The prompt in `body`. What is malformed is a DirectPrompt: the decode engine refuses it in its own words."""
     if not isinstance(body.get("model", ""), str | None):
         return DirectPrompt("malformed")
     prompt = _chat_prompt(body) if endpoint is Endpoint.CHAT else _completion_prompt(body)
