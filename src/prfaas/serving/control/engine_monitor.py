@@ -55,6 +55,8 @@ class EngineReading:
     """Unix time of the process's start."""
     block_tokens: int | None
     cache_tokens: int | None
+    cache_blocks: int | None = None
+    """Blocks of the engine, of all its KV groups together."""
 
 
 def read_exposition(text: bytes) -> EngineReading:
@@ -87,6 +89,7 @@ def read_exposition(text: bytes) -> EngineReading:
         started_at_s=sums["process_start_time_seconds"] if "process_start_time_seconds" in seen else None,
         block_tokens=block_tokens,
         cache_tokens=cache_tokens,
+        cache_blocks=blocks,
     )
 
 
