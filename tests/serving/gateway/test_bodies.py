@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prfaas.serving.gateway import bodies
 from prfaas.serving.gateway.bodies import (
     ApiError,
     check_values,
@@ -180,11 +181,15 @@ JSONS = st.recursive(
 
 
 @settings(deadline=None)
-@given(JSONS, st.integers(0, 40))
-def test_bodies_with_too_many_values_are_refused_before_they_become_objects(value: Any, most: int) -> None:
+@given(JSONS, st.integers(0, 40), st.integers(1, 9))
+def test_bodies_with_too_many_values_are_refused_before_they_become_objects(
+    value: Any, most: int, piece_bytes: int
+) -> None:
     raw = orjson.dumps(value)
     try:
-        check_values(raw, most)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(bodies, "_SCANNED_BYTES", piece_bytes)
+            check_values(raw, most)
     except ApiError as error:
         assert error.status == 413 and _values(value) - 1 + _empty(value) > most
     else:
