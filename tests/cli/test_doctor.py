@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
@@ -13,9 +14,10 @@ import pytest
 from aiohttp import web
 
 from prfaas.cli import main as cli
-from prfaas.core.deployment import Deployment, Policy, load_deployment
+from prfaas.core.deployment import AdminConfig, Deployment, Policy, load_deployment
 from prfaas.core.route_header import RouteHeader
 from prfaas.serving.engines.preparation import ensure_key
+from prfaas.serving.transport import Peer, Sender
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.staging import StagingArena
 from prfaas.serving.transport.ticket import load_key
@@ -137,6 +139,31 @@ def test_healthy_engines_whose_producers_are_not_connected(
         "KV port home-decode-0/0": "has 0 of 8 connections from east-prefill-0, home-prefill-0"
     }
     assert "KV port east-prefill-0/0" in {finding.subject for finding in findings}
+
+
+def test_a_rejection_is_quoted(
+    deployment: Deployment, receivers: list[Receiver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = load_key(deployment.security.key_file)
+    target = next(r for r in receivers if r.name == "home-decode-0/0")
+    peer = Peer(target.name, "127.0.0.1", target.port, "link", 1, None)
+    sender = Sender(
+        name="east-prefill-0/0", key=key, peers={target.name: peer}, fingerprint={"block_tokens": "32"}
+    )
+    east = next(r for r in receivers if r.name == "east-prefill-0/0")
+    east._sender_telemetry = sender.telemetry
+    sender.start()
+    try:
+        deadline_s = time.monotonic() + 60
+        while not sender.telemetry()["rejected"] and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        findings = ask_engines(deployment, receivers, monkeypatch, *[vllm_routes()] * 3)
+    finally:
+        sender.close()
+    assert problems(findings)["KV of east-prefill-0/0 for home-decode-0/0"] == (
+        "home-decode-0/0 rejected the connection: "
+        "KV layout differs in 'block_tokens': home-decode-0/0 has None, east-prefill-0/0 has '32'"
+    )
 
 
 def test_engines_of_other_kinds(
@@ -280,7 +307,8 @@ def test_the_probe_is_over_the_threshold_and_unseen(deployment: Deployment) -> N
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
-            gateway = replace(deployment.gateway, port=runner.addresses[0][1])
+            port = runner.addresses[0][1]
+            gateway = replace(deployment.gateway, port=port, admin=AdminConfig("127.0.0.1", port))
             async with aiohttp.ClientSession() as session:
                 return [
                     await check_disaggregation(replace(deployment, gateway=gateway), session)

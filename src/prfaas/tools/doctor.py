@@ -5,20 +5,21 @@ import json
 import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import aiohttp
 
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.kv import ConfigError, model_from_directory
-from prfaas.core.route_header import ROUTE_HEADER, RouteHeader
+from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeader
 from prfaas.core.units import format_bytes
+from prfaas.serving.admin_token import AdminTokenError, load_token
 from prfaas.serving.engines.preparation import is_on_one_machine
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import KeyFileError, load_key
-from prfaas.tools.http_client import get_json, served_models
+from prfaas.tools.http_client import AnswerError, get_json, served_models
 
 OLDEST_VLLM = (0, 32)
 
@@ -179,39 +180,57 @@ async def _check_kv_ports(deployment: Deployment, instance: Instance) -> list[Fi
     except KeyFileError:
         # Its own finding says so; without the key nothing can be asked here.
         return []
-    return list(
-        await asyncio.gather(
-            *(_check_kv_port(deployment, instance, rank, key) for rank in range(instance.tensor_parallel))
-        )
+    per_rank = await asyncio.gather(
+        *(_check_kv_port(deployment, instance, rank, key) for rank in range(instance.tensor_parallel))
     )
+    return [finding for findings in per_rank for finding in findings]
 
 
-async def _check_kv_port(deployment: Deployment, instance: Instance, rank: int, key: bytes) -> Finding:
+async def _check_kv_port(deployment: Deployment, instance: Instance, rank: int, key: bytes) -> list[Finding]:
     name = f"{instance.name}/{rank}"
     subject = f"KV port {name}"
     expected = _expected_connections(deployment, instance)
     observer = Observer("prfaas-doctor", key, instance.host, instance.kv_port + rank, name)
     try:
         async with asyncio.timeout(_KV_TIMEOUT_S + _SETTLE_S):
-            connected = await _settled_connections(observer, sum(expected.values()))
+            stats = await _settled_stats(observer, sum(expected.values()))
     except (OSError, TimeoutError) as error:
-        return problem(
-            subject,
-            str(error) or f"{instance.host}:{instance.kv_port + rank} does not answer",
-            "open the port in firewalls, and see that both machines have the same key file and deployment file",
-        )
+        return [
+            problem(
+                subject,
+                str(error) or f"{instance.host}:{instance.kv_port + rank} does not answer",
+                "open the port in firewalls, and see that both machines have the same key file and deployment file",
+            )
+        ]
     finally:
         await observer.close()
-    if connected < sum(expected.values()):
-        sources = ", ".join(expected)
+    return [judge_connections(subject, expected, stats), *judge_rejections(name, stats)]
+
+
+def judge_connections(subject: str, expected: Mapping[str, int], stats: Mapping[str, Any]) -> Finding:
+    """Whether the producers of `expected`, name → connections, are connected to a KV port that told its `stats`."""
+    connected, wanted, sources = stats["producer_connections"], sum(expected.values()), ", ".join(expected)
+    if connected < wanted:
         return problem(
             subject,
-            f"has {connected} of {sum(expected.values())} connections from {sources}",
+            f"has {connected} of {wanted} connections from {sources}",
             f"see the logs of {sources}: not running, a closed port, or another model, vLLM or KV layout",
         )
     if not expected:
         return ok(subject, "is authenticated; nobody sends there")
-    return ok(subject, f"is authenticated, {connected} connections from {', '.join(expected)}")
+    return ok(subject, f"is authenticated, {connected} connections from {sources}")
+
+
+def judge_rejections(name: str, stats: Mapping[str, Any]) -> list[Finding]:
+    """Who will not take KV from the rank `name`, in the words of the rejection."""
+    return [
+        problem(
+            f"KV of {name} for {peer}",
+            str(sentence),
+            "start both with the same model, engine settings, vLLM, key and deployment file; within 30 s they connect",
+        )
+        for peer, sentence in stats["sender"].get("rejected", {}).items()
+    ]
 
 
 def _expected_connections(deployment: Deployment, instance: Instance) -> dict[str, int]:
@@ -224,13 +243,13 @@ def _expected_connections(deployment: Deployment, instance: Instance) -> dict[st
     }
 
 
-async def _settled_connections(observer: Observer, expected: int) -> int:
+async def _settled_stats(observer: Observer, expected: int) -> dict[str, Any]:
     """Producers connect ahead of time, and again when a connection is lost: give them a moment."""
     deadline_s = asyncio.get_running_loop().time() + _SETTLE_S
     while True:
-        connected = int((await observer.stats())["producer_connections"])
-        if connected >= expected or asyncio.get_running_loop().time() > deadline_s:
-            return connected
+        stats = await observer.stats()
+        if stats["producer_connections"] >= expected or asyncio.get_running_loop().time() > deadline_s:
+            return stats
         await asyncio.sleep(0.5)
 
 
@@ -271,6 +290,7 @@ async def check_disaggregation(deployment: Deployment, session: aiohttp.ClientSe
     try:
         async with session.post(url, json=body, timeout=_PROBE_TIMEOUT) as response:
             status, header, text = response.status, response.headers.get(ROUTE_HEADER), await response.text()
+            request_id = response.headers.get(REQUEST_ID_HEADER, "")
     except (aiohttp.ClientError, TimeoutError) as error:
         text = f"a prompt of {length} tokens got no answer ({type(error).__name__})"
         return problem(subject, text, "see the logs of the gateway and the engines")
@@ -279,6 +299,17 @@ async def check_disaggregation(deployment: Deployment, session: aiohttp.ClientSe
         return problem(subject, text, "see the logs of the gateway and the engines")
     try:
         route = RouteHeader.parse(header)
+        if not route.prefill:
+            # Clients are told no more than the route.
+            told = await _operators_page(deployment, session, f"/prfaas/requests/{request_id}")
+            route = RouteHeader.parse(str(told["route"]))
+    except (aiohttp.ClientError, TimeoutError, KeyError, AnswerError, AdminTokenError) as error:
+        admin = deployment.gateway.admin.url
+        return problem(
+            subject,
+            f"a prompt of {length} tokens was answered, but {admin} does not say how ({error})",
+            "run doctor on the gateway's machine, or see gateway.admin in the deployment file",
+        )
     except ValueError as error:
         return problem(
             subject, str(error), f"see what runs at {deployment.gateway.url}; it must be this prfaas"
@@ -323,14 +354,22 @@ def expected_route(deployment: Deployment, length: int, threshold_tokens: float)
 async def _threshold_tokens(deployment: Deployment, session: aiohttp.ClientSession) -> float:
     """Above how many tokens every PD cluster offloads now, by the gateway's word; infinite if one never does."""
     try:
-        async with session.get(f"{deployment.gateway.url}/prfaas/state", timeout=_HEALTH_TIMEOUT) as response:
-            clusters = (await response.json())["clusters"] if response.status == 200 else {}
+        clusters = (await _operators_page(deployment, session, "/prfaas/state"))["clusters"]
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError):
         clusters = {}
     told = [clusters[c.name].get("threshold_tokens") for c in deployment.pd_clusters if c.name in clusters]
     if not told:
         return deployment.routing.threshold_tokens or math.inf
     return max(math.inf if tokens is None else tokens for tokens in told)
+
+
+async def _operators_page(
+    deployment: Deployment, session: aiohttp.ClientSession, path: str
+) -> dict[str, Any]:
+    """A JSON page of the gateway's operators. Raises what `get_json` raises, and AdminTokenError."""
+    admin = deployment.gateway.admin
+    headers = {} if admin.token_file is None else {"Authorization": f"Bearer {load_token(admin.token_file)}"}
+    return await get_json(session, f"{admin.url}{path}", timeout_s=_TIMEOUT_S, headers=headers)
 
 
 def _must_move(deployment: Deployment, expected: str) -> bool:

@@ -135,6 +135,7 @@ class StandInEngine:
     refuses_in_stream: bool = True
     refuses_user: bool = False
     other_ids: bool = False
+    layout: str = "ids"
     staging_bytes: int = 1 << 20
     seen: list[Seen] = field(default_factory=list)
     loaded: list[int] = field(default_factory=list)
@@ -154,12 +155,13 @@ class StandInEngine:
             port=0,
             arena=self.arena,
             layout=IdLayout(),
-            fingerprint={"layout": "ids"},
+            fingerprint={"layout": self.layout},
             producers=[f"{producer}/0" for producer in self.producers],
+            sender_telemetry=lambda: {"links": {}} if self.sender is None else self.sender.telemetry(),
         )
+        self.sender: Sender | None = None
         self.receiver.start()
         self.kv_port = self.receiver.port
-        self.sender: Sender | None = None
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
@@ -180,7 +182,7 @@ class StandInEngine:
                 c.name: Peer(f"{c.name}/0", "127.0.0.1", c.kv_port, "link", 2, None, on_demand=i > 0)
                 for i, c in enumerate(consumers)
             },
-            fingerprint={"layout": "ids"},
+            fingerprint={"layout": self.layout},
         )
         self.sender.start()
 
@@ -277,7 +279,10 @@ class StandInEngine:
             if self.hangs:
                 await asyncio.Event().wait()
             if self.fails is not None:
-                return web.json_response({"error": {"message": "made to fail"}}, status=self.fails)
+                # As engines do, it quotes what it was asked.
+                return web.json_response(
+                    {"error": {"message": f"made to fail: {json.dumps(body)}"}}, status=self.fails
+                )
             assert ticket is not None and len(ids) == ticket.num_tokens
             assert ticket.prompt_digest == digest(body, ids)
             if self.sends:
@@ -287,7 +292,9 @@ class StandInEngine:
         if not sends and self.dies is not None:
             self.deaths += 1
             if self.dies == "http-500":
-                return web.json_response({"error": {"message": "EngineDeadError"}}, status=500)
+                return web.json_response(
+                    {"error": {"message": f"EngineDeadError: {json.dumps(body)}"}}, status=500
+                )
             if self.dies == "in-body" and not body.get("stream"):
                 response = web.StreamResponse(headers={"Content-Length": "1000"})
                 await response.prepare(request)

@@ -8,11 +8,12 @@ import pytest
 from prfaas.serving.gateway.control_plane import ControlPlane
 
 from .stand_in import answer_text
-from .world import World
+from .world import World, route_of
 
 InWorld = Callable[..., None]
 LONG = list(range(50, 250)) * 5
 SHORT = list(range(60, 90))
+SENTENCE = "KV layout differs in 'layout': decode/0 has 'other', remote/0 has 'ids'"
 
 
 def test_prompts_go_where_the_threshold_sends_them(in_world: InWorld) -> None:
@@ -25,7 +26,7 @@ def test_prompts_go_where_the_threshold_sends_them(in_world: InWorld) -> None:
             ("local", "local", "100"),
         ]
         assert all(float(r["predicted_ttft_s"]) >= 0 for r in routes)
-        async with world.client.get("/prfaas/state") as page:
+        async with world.admin.get("/prfaas/state") as page:
             state = await page.json()
         assert state["routes"] == {"local": {"short": 1}, "offload": {"long": 1}}
         async with world.client.get("/health") as health:
@@ -69,3 +70,38 @@ def test_a_stream_goes_on_elsewhere(in_world: InWorld, fault: str) -> None:
         assert world.decode.deaths > 0
 
     in_world(body, spare=True, live=True)
+
+
+def test_an_engine_of_another_layout_costs_one_attempt_each_and_takes_nobody_out(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        assert world.live is not None
+        for number in range(12):
+            prompt = [number + 1, *LONG]
+            response, answer = await world.post("/v1/completions", {"model": "stand-in", "prompt": prompt})
+            route = route_of(response)
+            if route["reason"] == "incompatible":
+                async with world.admin.get(f"/prfaas/requests/{response.headers['X-Request-Id']}") as page:
+                    told = [note["what"] for note in (await page.json())["notes"]]
+                assert (
+                    f"remote may send nothing to decode: decode/0 rejected the connection: {SENTENCE}" in told
+                )
+            assert answer["choices"][0]["text"] == answer_text(prompt)
+            # Only an attempt of a pair that nobody had tried before may fail, and for this reason alone.
+            assert route.get("fallback", "incompatible") == "incompatible"
+            assert not any(world.live.health.is_suspect(name) for name in world.live.cluster_state.names)
+        assert await world.metric("prfaas_gateway_fallbacks_total") <= 2
+        # Some of the prompts went to the decode engine that takes no KV; it prefilled them itself.
+        (far,) = [each for each in world.live.state()["incompatible"] if each["producer"] == "remote"]
+        assert (far["consumer"], far["reason"]) == (
+            "decode",
+            f"decode/0 rejected the connection: {SENTENCE}",
+        )
+        assert world.live.state()["routes"]["local"].get("incompatible", 0) > 0
+        assert world.live.state()["routes"]["offload"]["long"] > 0
+        assert world.live.state()["links"]["far->pd"]["up"]
+        async with asyncio.timeout(60):
+            # Gauges are written once a second.
+            while await world.metric("prfaas_control_incompatible_pairs") < 1:
+                await asyncio.sleep(0.1)
+
+    in_world(body, spare=True, live=True, layout="other")

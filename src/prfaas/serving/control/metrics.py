@@ -50,6 +50,7 @@ class ControlMetrics:
         )
         self.instance_blocks = gauge("instance_blocks", "KV blocks indexed (or recorded) there.", "instance")
         self.suspicions = counter("suspicions", "Times an instance left routing.", "instance")
+        self.incompatible = gauge("incompatible_pairs", "Pairs of engines that exchange no KV.")
         self.link_up = gauge("link_up", "1 when the link is used.", "link")
         self.link_capacity = gauge("link_capacity_bits_per_second", "What the link can carry now.", "link")
         self.link_egress = gauge("link_egress_bits_per_second", "What it carried in the last 2 s.", "link")
@@ -123,6 +124,7 @@ class GaugeWriter:
                     metrics.feed_gaps.labels(name).set(instance["events"]["gaps"])
                     metrics.feed_replays.labels(name).set(instance["events"]["replays"])
                     metrics.feed_resyncs.labels(name).set(instance["events"]["resyncs"])
+        metrics.incompatible.set(len(state["incompatible"]))
         for name, link in state["links"].items():
             metrics.link_up.labels(name).set(link["up"])
             metrics.link_capacity.labels(name).set(link["capacity_bits_per_s"])

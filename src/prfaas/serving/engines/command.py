@@ -113,6 +113,8 @@ def kv_transfer_config(deployment: Deployment, instance: Instance) -> dict[str, 
             "staging_wait_s": limits.staging_wait_s,
             "staging_ttl_s": limits.staging_ttl_s,
             "progress_deadline_s": limits.progress_deadline_s,
+            "user_timeout_s": limits.user_timeout_s,
+            "keepalive_s": limits.keepalive_s,
         },
     }
 

@@ -16,7 +16,6 @@ from prfaas.core.deployment import GatewayLimits
 from prfaas.core.scheduling import Decision
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.control_plane import ControlPlane
-from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request import Headers
 
 TIMEOUT_HEADER = "x-request-timeout"
@@ -30,7 +29,8 @@ class DeadlinePassedError(ApiError):
     """The time that the client gave its request is over."""
 
     def __init__(self, timeout_s: float) -> None:
-        super().__init__(504, f"The request did not end within its {TIMEOUT_HEADER} of {timeout_s:g} s.")
+        sentence = f"The request did not end within its {TIMEOUT_HEADER} of {timeout_s:g} s."
+        super().__init__(504, sentence, reason="deadline-passed")
 
 
 class AdmittedRequest:
@@ -71,17 +71,15 @@ class AdmittedRequest:
         except TimeoutError:
             if not scope.expired():
                 raise
-            self._admission.count("deadline-passed")
             raise DeadlinePassedError(self._timeout_s) from None
 
 
 class Admission:
     """Counts what all open requests of one gateway hold. It belongs to the event loop's thread."""
 
-    def __init__(self, limits: GatewayLimits, plane: ControlPlane, metrics: Metrics) -> None:
+    def __init__(self, limits: GatewayLimits, plane: ControlPlane) -> None:
         self._limits = limits
         self._plane = plane
-        self._metrics = metrics
         self._open = 0
         self._bytes = 0
         self._open_of: Counter[str] = Counter()
@@ -129,10 +127,6 @@ class Admission:
             # It is no number where nothing could be predicted.
             self._check_deadline(max(wait_s, 0.0 if math.isnan(predicted_s) else predicted_s), left_s)
 
-    def count(self, reason: str) -> None:
-        """A request was refused."""
-        self._metrics.refused.labels(reason).inc()
-
     def _check_room(self, tenant: str, body_bytes: int, timeout_s: float) -> None:
         limits = self._limits
         if self._open >= limits.requests:
@@ -179,8 +173,7 @@ class Admission:
         return self._refusal("share", sentence, retry_after_s)
 
     def _refusal(self, reason: str, sentence: str, retry_after_s: float = 0.0) -> ApiError:
-        self.count(reason)
-        return ApiError(429, sentence, retry_after_s=max(retry_after_s, _LEAST_RETRY_S))
+        return ApiError(429, sentence, retry_after_s=max(retry_after_s, _LEAST_RETRY_S), reason=reason)
 
 
 def timeout_of(headers: Headers) -> float | None:

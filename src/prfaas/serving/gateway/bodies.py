@@ -26,14 +26,24 @@ class ApiError(Exception):
     """An error answer for the client: HTTP status, one sentence, and the parameter that it is about."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, retry_after_s: float | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        reason: str | None = None,
     ) -> None:
-        """`retry_after_s`: when the same request may be taken; None: nothing is known of that."""
+        """`retry_after_s`: when the same request may be taken; None: nothing is known of that.
+
+        `reason`: one word for metrics; None: what the status says.
+        """
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+        self.reason = reason
 
     def headers(self) -> dict[str, str]:
         """What belongs into the answer's head."""

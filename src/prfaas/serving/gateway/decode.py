@@ -52,12 +52,7 @@ class Decoder:
             kind = answer.content_type
             if kind.startswith(EVENT_STREAM):
                 stream = EventStream(answer, prepared.decode)
-                before, last = b"", b""
-                while events := await stream.read():
-                    await writer.write(events, kind)
-                    before, last = last, events
-                # The usage comes before the mark at the end.
-                note_answer_tokens(request.record, before[-len(last) - 1024 :] + last)
+                note_answer_tokens(request.record, await writer.relay(stream, kind))
                 if stream.refused_status is not None:
                     self._note_refusal(request, prepared, stream.refused_status)
                     self._prefill.abandon(prepared, "the decode engine refused the request in its stream")

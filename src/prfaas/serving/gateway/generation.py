@@ -5,6 +5,7 @@ from collections.abc import Collection
 
 from aiohttp import web
 
+from prfaas.core.deployment import RouteDetail
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError
 from prfaas.serving.gateway.admission import Admission, DeadlinePassedError
 from prfaas.serving.gateway.answer import DecodeFailedError, KeepBudget, ResponseWriter, writing
@@ -44,7 +45,10 @@ class Generation:
         decoder: Decoder,
         resume: StreamResume,
         log: RequestLog,
+        detail: RouteDetail,
     ) -> None:
+        """`detail`: what the route header tells clients that are no named tenant."""
+        self._tells_all = detail == "full"
         self._context = context
         self._tenants = tenants
         self._admission = admission
@@ -69,6 +73,8 @@ class Generation:
         with self._log.recording(str(endpoint)) as record:
             http[RECORD] = record
             salt = self._tenants.salt(http.headers)
+            # A named tenant's numbers are about prefixes under its own salt: they tell nothing of others' prompts.
+            record.tells_details = self._tells_all or self._tenants.names(http.headers)
             # 1. Take it on, or refuse it before its body is read.
             with self._admission.admitted(salt, http.headers, http.content_length) as admitted:
                 async with admitted.in_time():
@@ -93,6 +99,7 @@ class Generation:
                     except DeadlinePassedError as late:
                         if not writer.begun:
                             raise
+                        self._context.metrics.refused.labels("deadline-passed").inc()
                         response = await writer.fail(late.body())
             # 8. Record. `recording` adds the times, and the outcome where an exception ended the request.
             record.answered(response.status)
@@ -138,7 +145,7 @@ class Generation:
         """
         failed: list[str] = []
         while True:
-            request.record.route, request.record.route_header = str(prepared.route), prepared.header()
+            request.record.sent(prepared.header())
             try:
                 return await self._decoder.relay(request, prepared, writer)
             except DecodeFailedError as failure:

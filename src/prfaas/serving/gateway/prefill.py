@@ -8,10 +8,10 @@ from prfaas.core.deployment import Deployment
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.kv_transfer import TransferDone, TransferSpec
-from prfaas.serving.gateway.prefill_hop import HopFailedError, PrefillHop
+from prfaas.serving.gateway.prefill_hop import INCOMPATIBLE, HopFailedError, PrefillHop
 from prfaas.serving.gateway.prompts import DirectPrompt
 from prfaas.serving.gateway.request import PreparedRequest, ServingRequest, TokenizedPrompt
-from prfaas.serving.gateway.request_log import Attempt
+from prfaas.serving.gateway.request_log import Attempt, WaitsFor
 
 # Prefills elsewhere that one request may try before its decode engine prefills.
 _PREFILL_ATTEMPTS = 2
@@ -47,6 +47,8 @@ class PrefillOrchestrator:
         if isinstance(prompt, DirectPrompt):
             return self._direct(request, decision, prompt.reason)
         num_tokens = len(prompt.token_ids)
+        if decision.reason == INCOMPATIBLE:
+            self._note_rejections(request, decision.decode)
         failed = set(avoid)
         fallback: str | None = None
         for _ in range(_PREFILL_ATTEMPTS):
@@ -97,6 +99,12 @@ class PrefillOrchestrator:
         """The decode engine may never take the transfer: have its staging freed."""
         if prepared.transfer is not None:
             self._hop.abandon(prepared.transfer.ticket, reason)
+
+    def _note_rejections(self, request: ServingRequest, consumer: str) -> None:
+        for producer in self._staging_bytes:
+            why = self._plane.incompatible(producer, consumer)
+            if why is not None:
+                request.record.note(f"{producer} may send nothing to {consumer}: {why}")
 
     def _direct(self, request: ServingRequest, decision: Decision, reason: str) -> PreparedRequest:
         """The decode engine gets the request as it is; the prompt was not looked at."""
@@ -152,10 +160,12 @@ class PrefillOrchestrator:
         decision = _without_prefix_move(wanted, num_tokens, arrived=prefix is not None)
         done: TransferDone | None = None
         begun_s = time.perf_counter()
+        request.record.waits_for = WaitsFor.PREFILL_INSTANCE
         try:
             # 2. Wait until an instance of the cluster is free for the prefill.
             async with self._plane.admit(decision, prompt.chains) as decision:
                 request.record.since("turn", begun_s)
+                request.record.waits_for = WaitsFor.PREFILL
                 attempt.decision = decision
                 has_prefix = prefix is not None and decision.prefill == wanted.prefill
                 self._plane.expect(decision.prefill, prompt.chains)

@@ -11,13 +11,13 @@ from aiohttp import web
 
 from prfaas.core.deployment import Deployment
 from prfaas.core.prefix import PromptChains
-from prfaas.core.route_header import RouteHeader
+from prfaas.core.route_header import REQUEST_ID_HEADER, RouteHeader
 from prfaas.core.scheduling import Decision, Route
 from prfaas.serving.gateway.bodies import ApiError, Json, parse_body, strip_owned
 from prfaas.serving.gateway.context import GatewayOptions, ThreadOffload
 from prfaas.serving.gateway.kv_transfer import TransferDone
 from prfaas.serving.gateway.prompts import Endpoint, Prompt, prompt_of, samples_of
-from prfaas.serving.gateway.request_log import REQUEST_ID_HEADER, RequestRecord
+from prfaas.serving.gateway.request_log import RequestRecord, WaitsFor
 
 # The only client headers that an engine sees, and only in this form.
 _TRACE_HEADERS = {
@@ -87,8 +87,8 @@ class PreparedRequest:
     fallback: str | None = None
     """Why an earlier prefill elsewhere failed, in one word."""
 
-    def header(self) -> str:
-        """The value of the route header."""
+    def header(self) -> RouteHeader:
+        """What the route header tells."""
         decision, transfer, prefix = self.decision, self.transfer, self.prefix
         return RouteHeader(
             route=str(self.route),
@@ -106,7 +106,7 @@ class PreparedRequest:
             prefix_bytes=0 if prefix is None else prefix.moved.total_bytes,
             fallback=self.fallback,
             reason=self.reason,
-        ).encode()
+        )
 
 
 class Headers(Protocol):
@@ -122,6 +122,10 @@ class Tenants:
         """`header` names the tenant. None: all requests are one tenant's and share prefixes."""
         self._key = key
         self._header = header
+
+    def names(self, headers: Headers) -> bool:
+        """Whether a request says whose it is. Those that don't are one tenant's together."""
+        return self._header is not None and any(headers.getall(self._header, []))
 
     def salt(self, headers: Headers) -> str:
         """The tenant's salt: 32 hex digits, or "" when tenants are not told apart.
@@ -176,6 +180,7 @@ class RequestParser:
         record.model = adapter or self._model.served_name
         record.streamed = body.get("stream") is True
         record.since("read", record.began_s)
+        record.waits_for = WaitsFor.TOKENS
         return ServingRequest(
             endpoint=endpoint,
             body=body,

@@ -104,6 +104,8 @@ class Endpoints:
             fingerprint=marks,
             options=SenderOptions(
                 progress_deadline_s=limits.progress_deadline_s,
+                user_timeout_s=limits.user_timeout_s,
+                keepalive_s=limits.keepalive_s,
                 accept_deadline_s=limits.staging_wait_s + 10.0,
                 chunk_bytes=_CHUNK_BYTES,
             ),
@@ -122,6 +124,8 @@ class Endpoints:
                 staging_wait_s=limits.staging_wait_s,
                 ttl_s=limits.staging_ttl_s,
                 progress_deadline_s=limits.progress_deadline_s,
+                user_timeout_s=limits.user_timeout_s,
+                keepalive_s=limits.keepalive_s,
             ),
             sender_telemetry=self.sender.telemetry,
         )

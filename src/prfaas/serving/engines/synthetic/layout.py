@@ -141,7 +141,13 @@ class SyntheticLayout:
             for r in self.regions
         ]
         digest = hashlib.blake2b(json.dumps(regions).encode(), digest_size=8).hexdigest()
-        return {"engine": "synthetic", "model": model_name, "layers": len(regions), "pages": digest}
+        return {
+            "engine": "synthetic",
+            "model": model_name,
+            "block_tokens": ",".join(str(b) for b in sorted({r.group.block_tokens for r in self.regions})),
+            "layers": len(regions),
+            "pages": digest,
+        }
 
 
 def _of_group(

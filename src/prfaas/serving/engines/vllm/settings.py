@@ -54,6 +54,10 @@ class ConnectorSettings:
     """A transfer waits that long at most for staging."""
     progress_deadline_s: float = 8.0
     """A transfer that gets no byte through for that long fails."""
+    user_timeout_s: float = 10.0
+    """TCP_USER_TIMEOUT of KV connections."""
+    keepalive_s: float = 10.0
+    """A silent KV connection is probed by TCP after that time."""
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> "ConnectorSettings":
