@@ -3,6 +3,7 @@
 A stream passes as the bytes it came in, whole event by whole event. Nothing of it is parsed.
 """
 
+import asyncio
 import contextlib
 import re
 import time
@@ -28,6 +29,9 @@ DATA = b"data: "
 _ERROR = b'data: {"error":'
 # Events that are longer are passed on in pieces.
 _LONGEST_EVENT_BYTES = 1 << 20
+
+# How long a client that reads slowly is waited for with the last event of a stream whose time is over.
+_LAST_WORDS_S = 1.0
 
 # In generated text the quotes would be escaped. The usage stands at the end.
 _ANSWER_TOKENS = re.compile(rb'"completion_tokens":\s?(\d+)')
@@ -83,7 +87,7 @@ class EventStream:
     Nothing is parsed: a relayed piece costs microseconds. Only an engine's own failure is held back.
     """
 
-    __slots__ = ("_instance", "_partial", "_passes_parts", "_response", "ended", "failure")
+    __slots__ = ("_instance", "_partial", "_passes_parts", "_response", "ended", "failure", "refused_status")
 
     def __init__(self, response: EngineResponse, instance: str) -> None:
         """`instance`: the engine's name, for messages."""
@@ -95,6 +99,8 @@ class EventStream:
         """Whether the mark at the stream's end has come."""
         self.failure: bytes | None = None
         """The event, not passed on, in which the engine says that it failed (a code of 500 or more)."""
+        self.refused_status: int | None = None
+        """What an event of the stream says in place of a status: vLLM finds some faults after it has sent a 200."""
 
     async def read(self) -> bytes:
         """The next events; b"" at the stream's end.
@@ -161,6 +167,7 @@ class EventStream:
         except (orjson.JSONDecodeError, KeyError, TypeError):
             return chunk
         if not isinstance(code, int) or code < 500:
+            self.refused_status = code if isinstance(code, int) and code >= 400 else None
             return chunk
         self.failure = event
         return chunk[:begin]
@@ -274,6 +281,20 @@ class ResponseWriter:
             await self._response.prepare(self._http)
         self.kept.add(chunk)
         await self._response.write(chunk)
+
+    async def fail(self, error: bytes) -> web.StreamResponse:
+        """End the stream with an error; a client that takes nothing any more is cut off."""
+        assert self._response is not None
+        self._record.broken = True
+        event = DATA + error + END_OF_EVENT
+        try:
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self._response.write(END_OF_EVENT + event if self.kept.torn else event)
+                await self._response.write_eof()
+        except TimeoutError:
+            if self._http.transport is not None:
+                self._http.transport.abort()
+        return self._response
 
     async def relay(self, stream: EventStream, content_type: str) -> bytes:
         """Pass a whole stream on.
