@@ -40,7 +40,10 @@ class FixedWork:
 
 
 class FixedPlane:
-    """`prefers`: a decode instance that is taken first. `edit`: changes decisions before they are given out."""
+    """`prefers`: a decode instance that is taken first. `edit`: changes decisions before they are given out.
+
+    `waits_s`: what it predicts for everything.
+    """
 
     def __init__(
         self, deployment: Deployment, *, probe_s: float = 0.1, suspect_s: float = 0.2, can_skip: bool = True
@@ -63,6 +66,7 @@ class FixedPlane:
         self.asked: list[tuple[str, str]] = []
         self.own_prefills: list[int] = []
         self.drained: list[tuple[str, bool]] = []
+        self.waits_s = 0.0
         self.closed = False
         self.loop_clock = LoopClock()
         self._listeners: list[Callable[[str, str | None], None]] = []
@@ -141,6 +145,9 @@ class FixedPlane:
     def _held_tokens(self, name: str, chains: Chains | None) -> int:
         hashes = chains.hashes if chains is not None else ()
         return BLOCK_TOKENS * sum(1 for _ in itertools.takewhile(self._held[name].__contains__, hashes))
+
+    def wait_s(self, decision: Decision | None) -> float:
+        return self.waits_s
 
     def instance(self, name: str) -> Instance:
         return self._instances[name]

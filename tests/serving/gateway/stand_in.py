@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import itertools
 import json
+import re
 import socket
 import time
 from array import array
@@ -113,6 +114,8 @@ class StandInEngine:
     """`fails`: prefills answer with that status. `hangs`: prefills never answer. `chunks`: tokens of a streamed answer
     that no limit was given for.
 
+    `refuses_in_stream`: whether what is refused of a stream is said in it, as vLLM does for what it finds late.
+
     `other_apis`: it makes other prompts of other APIs' conversations than of chats.
 
     `dies`: at which point of decoding it loses its connection ("before-headers", "after-headers", "in-body",
@@ -138,6 +141,8 @@ class StandInEngine:
     freezes: bool = False
     frozen: bool = False
     mute: bool = False
+    refuses_in_stream: bool = True
+    refuses_user: bool = False
     other_ids: bool = False
     other_apis: bool = False
     layout: str = "ids"
@@ -237,6 +242,10 @@ class StandInEngine:
             f'vllm:cache_config_info{{block_size="{BLOCK_TOKENS}",engine="0",kv_cache_size_tokens="64000"}} 1.0\n'
         )
 
+    def asked(self) -> list[Seen]:
+        """The gateway's questions whether a request would be taken."""
+        return [s for s in self.generated() if s.body.get("max_tokens") == 1]
+
     def _ids(self, body: dict[str, Any], path: str = "") -> list[int]:
         given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
         if given is not None and "messages" in body:
@@ -286,7 +295,8 @@ class StandInEngine:
         await self.thawed()
         body = await request.json()
         self.seen.append(Seen(request.path, dict(request.headers), body))
-        ids = self._ids(stand_in_apis.as_chat(request.path, body), request.path)
+        body = stand_in_apis.as_chat(request.path, body)
+        ids = self._ids(body, request.path) if refusal_of(body) is None else []
         try:
             return await self._answered(request, body, ids)
         except asyncio.CancelledError:
@@ -296,6 +306,16 @@ class StandInEngine:
     async def _answered(
         self, request: web.Request, body: dict[str, Any], ids: list[int]
     ) -> web.StreamResponse:
+        refusal = refusal_of(body) or ("no such user" if self.refuses_user and body.get("user") else None)
+        if refusal is not None:
+            error = {"message": refusal, "type": "BadRequestError", "param": None, "code": 400}
+            is_late = self.refuses_in_stream and not stand_in_apis.speaks(request.path)
+            if not (body.get("stream") and is_late):
+                return web.json_response({"error": error}, status=400)
+            stream = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+            await stream.prepare(request)
+            await stream.write(b"data: " + json.dumps({"error": error}).encode() + b"\n\ndata: [DONE]\n\n")
+            return stream
         params = body.get("kv_transfer_params") or {}
         ticket, prefix = self._ticket(params.get("prfaas")), self._ticket(params.get("prfaas_from"))
         sends = ticket is not None and ticket.producer == self.name
@@ -329,7 +349,7 @@ class StandInEngine:
                 await response.prepare(request)
                 await response.write(b'{"id": ')
                 await self._die(request)
-        if request.path in (stand_in_apis.RESPONSES, stand_in_apis.MESSAGES):
+        if stand_in_apis.speaks(request.path):
             return await self._answered_otherwise(request, body, ids)
         if not body.get("stream"):
             return web.json_response(self._whole_answer(body, ids))
@@ -455,6 +475,28 @@ class StandInEngine:
         staged.free()
         assert received == kv_of(ids[ticket.skip_tokens : ticket.num_tokens])
         return ticket.num_tokens - ticket.skip_tokens
+
+
+def refusal_of(body: dict[str, Any]) -> str | None:
+    """Why vLLM would refuse a request, in words like its own; None if it would not."""
+    model, prompt = body.get("model"), body.get("prompt") or body.get("messages")
+    if model is not None and not isinstance(model, str):
+        return "1 validation error: model: Input should be a valid string"
+    if not prompt:
+        return "Either prompt or prompt_embeds must be provided and non-empty."
+    temperature = body.get("temperature")
+    if temperature is not None and not 0 <= temperature <= 2:
+        return f"temperature must be non-negative, got {temperature}."
+    if temperature == 0 and (body.get("n") or 1) > 1:
+        return f"n must be 1 when using greedy sampling, got {body['n']}."
+    tokens = body.get("max_tokens")
+    if tokens is not None and not 0 < tokens <= 4000:
+        return f"max_tokens={tokens} cannot be greater than max_model_len=4000."
+    try:
+        re.compile((body.get("structured_outputs") or {}).get("regex", ""))
+    except re.error as error:
+        return f"Failed to transform regex into an FSM: {error}"
+    return None
 
 
 def digest(body: dict[str, Any], ids: list[int]) -> bytes:

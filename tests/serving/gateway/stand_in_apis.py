@@ -9,6 +9,11 @@ from aiohttp import web
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 
 
+def speaks(path: str) -> bool:
+    """Whether a path is answered as these APIs do."""
+    return path in (RESPONSES, MESSAGES)
+
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 

@@ -239,9 +239,10 @@ def test_an_engine_with_other_prompts_gets_its_requests_whole(in_world: InWorld,
     in_world(body, other_apis=True)
 
 
-def test_an_answer_that_does_not_fit_is_the_engines_to_refuse(in_world: InWorld) -> None:
+@BOTH
+def test_an_answer_that_does_not_fit_is_the_engines_to_refuse(in_world: InWorld, path: str) -> None:
     async def body(world: World) -> None:
-        response, _ = await world.post(RESPONSES, BODIES[RESPONSES] | {"max_output_tokens": 3900})
+        response, _ = await world.post(path, BODIES[path] | {LIMITS[path]: 3900})
         assert route_of(response)["reason"] == "length"
         (seen,) = world.decode.generated()
         assert "kv_transfer_params" not in seen.body
@@ -254,7 +255,7 @@ def test_n_is_no_field_of_these(in_world: InWorld, path: str) -> None:
     async def body(world: World) -> None:
         response, _ = await world.post(path, BODIES[path] | {"n": 3})
         assert response.status == 200 and route_of(response)["route"] == "offload"
-        sealed = world.decode.generated()[0].body["kv_transfer_params"]["prfaas"]
+        sealed = world.decode.generated()[-1].body["kv_transfer_params"]["prfaas"]
         # Staging that waits for two more loads would be held until its time to live.
         assert Ticket.unseal(sealed, world.decode.key, time.time()).uses == 1
 
@@ -277,6 +278,24 @@ def test_tokenizer_routes_are_forwarded(in_world: InWorld) -> None:
         assert response.status == 404 and answer["error"]["param"] == "model"
 
     in_world(body, tenant_header="x-tenant")
+
+
+@BOTH
+def test_what_the_engine_would_refuse_is_refused_before_anything_moves(in_world: InWorld, path: str) -> None:
+    async def body(world: World) -> None:
+        wrong = BODIES[path] | {"temperature": -1, LIMITS[path]: 9}
+        for body in (wrong, wrong | {"stream": True}):
+            response, answer = await world.post(path, body)
+            assert response.status == 400 and "temperature" in answer["error"]["message"]
+        assert world.remote.generated() == [] and world.decode.loaded == []
+        # What is unusual, but taken, is asked about once.
+        for _ in range(2):
+            response, _ = await world.post(path, BODIES[path] | {"top_k": -1, "watermarking": True})
+            assert response.status == 200 and route_of(response)["route"] == "offload"
+        asked = [s for s in world.decode.generated() if s.body.get(LIMITS[path]) == 1]
+        assert len(asked) == 2 and all(s.body["kv_transfer_params"]["prompt_token_ids"] for s in asked)
+
+    in_world(body)
 
 
 def test_a_tenants_salt_goes_to_both_hops(in_world: InWorld) -> None:

@@ -25,7 +25,7 @@ def response(said: Any, **fields: Any) -> Any:
 
 
 def message(*said: Any, **fields: Any) -> Any:
-    return prompt_of(Endpoint.MESSAGES, {"messages": list(said), "max_tokens": 5, **fields})
+    return prompt_of(Endpoint.MESSAGES, {"model": "m", "messages": list(said), "max_tokens": 5, **fields})
 
 
 def test_plain_text_is_rendered_here() -> None:
@@ -122,6 +122,10 @@ def test_responses_that_are_more_than_text_are_forwarded(reason: str, said: Any,
         ("media", {"role": "user", "content": [{"type": "image", "source": {}}]}, {}),
         ("media", {"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}]}]}, {}),
         ("malformed", {"role": "user"}, {}),
+        ("malformed", USER, {"max_tokens": None}),
+        ("malformed", USER, {"max_tokens": 0}),
+        ("malformed", USER, {"model": ""}),
+        ("malformed", USER, {"thinking": {"type": "enabled", "budget_tokens": 5000}}),
         ("malformed", {"role": "user", "content": [{"type": "text"}]}, {}),
         ("malformed", "x", {}),
         ("malformed", USER, {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}),

@@ -160,7 +160,11 @@ def test_refusals_have_the_form_of_their_path() -> None:
 
 def test_an_engines_parameters_are_taken_out_of_events() -> None:
     stream = stream_of(RESPONSES)
-    leak: dict[str, Any] = {"output": [], "kv_transfer_params": {"host": "10.0.0.1"}, "ec_transfer_params": None}
+    leak: dict[str, Any] = {
+        "output": [],
+        "kv_transfer_params": {"host": "10.0.0.1"},
+        "ec_transfer_params": None,
+    }
     told = stream.take(
         event("response.output_text.delta", delta="a") + event("response.completed", response=leak)
     )

@@ -208,8 +208,17 @@ class AdminSection(_Section):
     token_file: Annotated[Text | None, _GIVEN] = None
 
 
+class LimitsSection(_Section):
+    """What the gateway takes on at most."""
+
+    requests: Positive = 8192
+    queue_s: Seconds = 60.0
+    bodies: Annotated[Size, Field(ge=MIB)] = GIB
+    body_values: Positive = 1_000_000
+
+
 class GatewaySection(_Section):
-    """Where clients and operators connect, and what clients are told."""
+    """Where clients and operators connect, what clients are told, and how much they get."""
 
     host: Text = "127.0.0.1"
     port: Port = 8000
@@ -218,6 +227,7 @@ class GatewaySection(_Section):
     admin: AdminSection = AdminSection()
     hosts: list[HostName] = []
     route_header: RouteDetail = "short"
+    limits: Annotated[LimitsSection, _SECTION] = LimitsSection()
 
 
 class SecuritySection(_Section):

@@ -13,6 +13,7 @@ from prfaas.core.deployment.addresses import (
     local_endpoint,
     tcp_endpoint,
 )
+from prfaas.core.deployment.limits import GatewayLimits
 from prfaas.core.deployment.source import DeploymentError
 from prfaas.core.latency import LatencyProfile
 
@@ -211,6 +212,7 @@ class GatewayConfig:
     """How long an engine may take until its answer begins."""
     idle_s: float = 600.0
     """How long an answer that has begun may pause."""
+    limits: GatewayLimits = field(default_factory=GatewayLimits)
 
     @property
     def url(self) -> str:

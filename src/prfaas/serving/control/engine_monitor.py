@@ -59,6 +59,8 @@ class EngineReading:
     """Unix time of the process's start."""
     block_tokens: int | None
     cache_tokens: int | None
+    cache_blocks: int | None = None
+    """Blocks of the engine, of all its KV groups together."""
     tokens: float = 0.0
     """Prompt tokens and generated ones."""
 
@@ -105,6 +107,7 @@ def read_exposition(text: bytes) -> EngineReading:
         block_tokens=block_tokens,
         cache_tokens=cache_tokens,
         tokens=sums["vllm:prompt_tokens_total"] + sums["vllm:generation_tokens_total"],
+        cache_blocks=blocks,
     )
 
 

@@ -31,6 +31,7 @@ from prfaas.serving.control.pulse import KvPort
 from prfaas.serving.control.role_allocation import RoleAllocation, RoleChange, RoleChanges, stage_utilisation
 from prfaas.serving.control.state import Overview, Routed, state_of
 from prfaas.serving.control.thresholds import Thresholds
+from prfaas.serving.control.waits import PredictedWaits
 from prfaas.serving.own_process import LoopClock
 
 
@@ -81,6 +82,7 @@ class LivePlane:
             for instance in deployment.instances
             if (endpoint := deployment.events_endpoint(instance)) is not None
         }
+        self.waits = PredictedWaits(self.cluster_state, seats=deployment.engine.max_num_seqs, clock=clock)
         seed = _seed(key)
         self.prefix_knowledge = PrefixKnowledge(
             GlobalIndex(
@@ -235,9 +237,13 @@ class LivePlane:
         if prefill.is_measured:
             self.links.succeeded(pair)
 
+    def wait_s(self, decision: Decision | None) -> float:
+        """What a request would wait. See `gateway.control_plane`."""
+        return self.waits.least() if decision is None else self.waits.of(decision)
+
     def decoding(self, name: str, prefill_tokens: int) -> AbstractContextManager[None]:
         """While a request is open at its decode instance. See `gateway.control_plane`."""
-        return self.cluster_state.decoding(name, prefill_tokens)
+        return self.waits.decoding(name, prefill_tokens)
 
     def expect(self, name: str, chains: PromptChains) -> None:
         """The instance will hold this prompt in a moment."""

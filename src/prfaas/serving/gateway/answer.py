@@ -3,6 +3,7 @@
 A stream passes as the bytes it came in, whole event by whole event. Nothing of it is parsed.
 """
 
+import asyncio
 import contextlib
 import re
 import time
@@ -12,7 +13,7 @@ from typing import Self
 
 from aiohttp import HttpVersion11, web
 
-from prfaas.serving.gateway.bodies import without_transfer_params
+from prfaas.serving.gateway.bodies import ApiError, without_transfer_params
 from prfaas.serving.gateway.dialects import END_OF_EVENT, OPENAI, Dialect
 from prfaas.serving.gateway.engine_client import Blame, EngineCallError, failed_call
 from prfaas.serving.gateway.http_exchange import EngineResponse
@@ -22,6 +23,9 @@ from prfaas.serving.gateway.request_log import RequestRecord
 EVENT_STREAM = "text/event-stream"
 # Events that are longer are passed on in pieces.
 _LONGEST_EVENT_BYTES = 1 << 20
+
+# How long a client that reads slowly is waited for with the last event of a stream whose time is over.
+_LAST_WORDS_S = 1.0
 
 # In generated text the quotes would be escaped. The usage stands at the end.
 _ANSWER_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s?(\d+)')
@@ -90,6 +94,7 @@ class EventStream:
         "_response",
         "ended",
         "failure",
+        "refused_status",
     )
 
     def __init__(self, response: EngineResponse, instance: str, dialect: Dialect = OPENAI) -> None:
@@ -108,6 +113,8 @@ class EventStream:
         """Whether the mark at the stream's end has come."""
         self.failure: bytes | None = None
         """The event, not passed on, in which the engine says that it failed (a code of 500 or more)."""
+        self.refused_status: int | None = None
+        """What an event of the stream says in place of a status: vLLM finds some faults after it has sent a 200."""
 
     async def read(self) -> bytes:
         """The next events; b"" at the stream's end.
@@ -179,6 +186,7 @@ class EventStream:
         event = chunk[begin : chunk.find(END_OF_EVENT, begin) + len(END_OF_EVENT)]
         status = self._dialect.status_in(event)
         if status is None or status < 500:
+            self.refused_status = status if status is not None and status >= 400 else None
             return chunk
         self.failure = event
         return chunk[:begin]
@@ -295,6 +303,20 @@ class ResponseWriter:
         self.kept.add(chunk)
         self.latest = chunk
         await self._response.write(chunk)
+
+    async def fail(self, error: ApiError, dialect: Dialect) -> web.StreamResponse:
+        """End the stream with an error; a client that takes nothing any more is cut off."""
+        assert self._response is not None
+        self._record.broken = True
+        event = dialect.error_event(error.status, error.message, self.latest)
+        try:
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self._response.write(END_OF_EVENT + event if self.kept.torn else event)
+                await self._response.write_eof()
+        except TimeoutError:
+            if self._http.transport is not None:
+                self._http.transport.abort()
+        return self._response
 
     async def relay(self, stream: EventStream, content_type: str) -> bytes:
         """Pass a whole stream on.

@@ -46,6 +46,13 @@ class ControlPlane(Protocol):
         """
         ...
 
+    def wait_s(self, decision: Decision | None) -> float:
+        """Seconds, as predicted, until the work of `decision` could begin at its prefill and its decode instance.
+
+        None: the least of all instances, which the next request waits at any rate.
+        """
+        ...
+
     def instance(self, name: str) -> Instance:
         """The instance called `name`, which a decision has named."""
         ...

@@ -11,6 +11,7 @@ from typing import Any
 from prfaas.serving.gateway.bodies import ApiError, Json
 
 _UNCONVERTED = "unconverted"
+_LEAST_BUDGET = 1024
 # Claude Code begins its system prompt with a block of this, which changes with every request. vLLM leaves it out.
 _BILLING_HEADER = "x-anthropic-billing-header"
 
@@ -130,7 +131,13 @@ def messages_chat(body: Mapping[str, Any]) -> Json:
     Raises:
         NoConversationError: it has media, or what only the engine can turn into a prompt.
     """
+    limit = body.get("max_tokens")
+    if not body.get("model") or type(limit) is not int or limit < 1:
+        raise NoConversationError("malformed")
     thinking = _fields(body.get("thinking") or {})
+    budget = thinking.get("budget_tokens")
+    if thinking.get("type") == "enabled" and not (type(budget) is int and _LEAST_BUDGET <= budget < limit):
+        raise NoConversationError("malformed")
     # What switches thinking off depends on the model and on a setting of the engine.
     if thinking.get("type") == "disabled":
         raise NoConversationError(_UNCONVERTED)

@@ -53,13 +53,17 @@ class Decoder:
             kind = answer.content_type
             if kind.startswith(EVENT_STREAM):
                 stream = EventStream(answer, prepared.decode, dialect_of(request.endpoint))
-                end = await writer.relay(stream, kind)
-                note_answer_tokens(request.record, end)
+                note_answer_tokens(request.record, await writer.relay(stream, kind))
+                if stream.refused_status is not None:
+                    self._note_refusal(request, prepared, stream.refused_status)
+                    self._prefill.abandon(prepared, "the decode engine refused the request in its stream")
                 return await writer.end()
             whole = await read_whole(answer, prepared.decode, request.record)
             if whole.status in _ENGINE_FAILURES:
                 reason, detail = f"http-{whole.status}", f"{prepared.decode} answered {whole.status}"
                 raise DecodeFailedError(reason, detail, lost=False, answer=whole)
+            if whole.status >= 400:
+                self._note_refusal(request, prepared, whole.status)
             return writer.send(whole)
 
     @asynccontextmanager
@@ -108,6 +112,11 @@ class Decoder:
         # The request itself may be what makes an engine answer with an error. That must not take engines out.
         if failure.blame is not Blame.NONE:
             self._plane.suspect(prepared.decode, str(failure), lost_cache=failure.blame is Blame.DEAD)
+
+    def _note_refusal(self, request: ServingRequest, prepared: PreparedRequest, status: int) -> None:
+        """The decode engine has refused the request: before KV was moved for it, or after."""
+        request.record.refused_status = status
+        self._metrics.refused.labels("engine" if prepared.transfer is None else "engine-late").inc()
 
     async def _ask(self, request: ServingRequest, prepared: PreparedRequest, body: bytes) -> EngineResponse:
         instance = self._plane.instance(prepared.decode)

@@ -16,6 +16,7 @@ from prfaas.core.kv import KvModel
 from prfaas.serving.admin_token import load_token
 from prfaas.serving.descriptors import DescriptorBudget, raise_descriptor_limit
 from prfaas.serving.gateway.admin import AdminRoutes
+from prfaas.serving.gateway.admission import Admission
 from prfaas.serving.gateway.context import GatewayContext, GatewayOptions, ThreadOffload
 from prfaas.serving.gateway.control_plane import ControlPlane
 from prfaas.serving.gateway.decode import Decoder
@@ -33,6 +34,7 @@ from prfaas.serving.gateway.routes import Routes
 from prfaas.serving.gateway.stream_resume import StreamResume
 from prfaas.serving.gateway.tokenization import LocalTokenizer, Tokenization
 from prfaas.serving.gateway.transcript import AnswerText
+from prfaas.serving.gateway.validation import Validation
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import load_key
 
@@ -101,13 +103,11 @@ class Gateway:
         log = RequestLog(options.kept_records, context.metrics)
         generation = Generation(
             context,
-            parser=RequestParser(
-                model,
-                Tenants(key, deployment.security.tenant_header),
-                self._json_threads,
-                deployment.gateway.route_header,
-            ),
+            tenants=Tenants(key, deployment.security.tenant_header),
+            admission=Admission(deployment.gateway.limits, plane),
+            parser=RequestParser(deployment, options, self._json_threads),
             tokenization=self._tokenization,
+            validation=Validation(context),
             prefill=prefill,
             decoder=decoder,
             resume=StreamResume(
@@ -118,6 +118,7 @@ class Gateway:
                 context=context,
             ),
             log=log,
+            detail=deployment.gateway.route_header,
         )
         self.routes = Routes(deployment, generation, context)
         token = None if token_file is None else load_token(token_file)

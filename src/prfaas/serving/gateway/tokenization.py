@@ -326,13 +326,16 @@ def _checked(ids: object, decode: Instance, trouble: str) -> "array[int]":
     return token_ids
 
 
+_ANSWER_LIMITS = {
+    Endpoint.CHAT: ("max_completion_tokens", "max_tokens"),
+    Endpoint.RESPONSES: ("max_output_tokens",),
+    Endpoint.MESSAGES: ("max_tokens",),
+}
+
+
 def _answer_limit(request: ServingRequest) -> int:
     """Tokens of answer for which vLLM wants room; where it is given ids, it would cut the answer short instead."""
-    names: tuple[str, ...] = ()
-    if request.endpoint is Endpoint.CHAT:
-        names = ("max_completion_tokens", "max_tokens")
-    elif request.endpoint is Endpoint.RESPONSES:
-        names = ("max_output_tokens",)
+    names = _ANSWER_LIMITS.get(request.endpoint, ())
     limit = next((request.body[name] for name in names if request.body.get(name) is not None), 0)
     return limit if type(limit) is int else 0
 
