@@ -130,7 +130,7 @@ def deployment_of(
         gateway=GatewayConfig("127.0.0.1", 0),
         security=Security(home / "key", tenant_header),
         engine=EngineConfig(2048, 16, 1, 1 << 20, 1 << 16, None, (), {}),
-        transfer=TransferLimits(60.0, 30.0, 20.0, 60.0, 8.0),
+        transfer=TransferLimits(60.0, 30.0, 20.0, 60.0, 8.0, page_digests=True),
     )
 
 

@@ -113,6 +113,7 @@ def kv_transfer_config(deployment: Deployment, instance: Instance) -> dict[str, 
             "staging_wait_s": limits.staging_wait_s,
             "staging_ttl_s": limits.staging_ttl_s,
             "progress_deadline_s": limits.progress_deadline_s,
+            "page_digests": limits.page_digests,
         },
     }
 

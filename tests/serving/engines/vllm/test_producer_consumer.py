@@ -109,10 +109,10 @@ def make_ends(lease_s: float = 20.0) -> Iterator[Ends]:
         host="127.0.0.1",
         port=0,
         arena=arena,
-        layout=home_layout,
+        layout=home_layout.digest_plan(0),
         fingerprint={"layers": 6},
         producers=["east/0"],
-        options=ReceiverOptions(reconnect_grace_s=0.3),
+        options=ReceiverOptions(reconnect_grace_s=0.3, uncounted_regions=1),
     )
     receiver.start()
     sender = Sender(
@@ -124,8 +124,8 @@ def make_ends(lease_s: float = 20.0) -> Iterator[Ends]:
     )
     sender.start()
     stats = ConnectorStats()
-    producing = KvProducer(east_layout, sender, lease_s, stats)
-    consuming = KvConsumer(home_layout, receiver, 2.0, 5.0, stats)
+    producing = KvProducer(east_layout, sender, lease_s, stats, east_layout.digest_plan(0))
+    consuming = KvConsumer(home_layout, receiver, 2.0, 5.0, stats, home_layout.digest_plan(0))
     try:
         yield Ends(east, home, producing, consuming, receiver, sender, arena)
     finally:
