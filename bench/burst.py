@@ -103,7 +103,7 @@ class Watch:
     async def run(self, started_s: float) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            async with self._session.get(f"{self._deployment.gateway.url}/prfaas/state") as response:
+            async with self._session.get(f"{self._deployment.gateway.admin.url}/prfaas/state") as response:
                 state = await response.json()
             self.conversions = state["roles"]["conversions"]
             pd = [cluster.name for cluster in self._deployment.pd_clusters]

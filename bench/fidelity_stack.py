@@ -114,7 +114,7 @@ def write_deployment(
         "links": [{"source": EAST, "target": HOME, "bandwidth": bandwidth, "connections": 4}],
         "routing": {"policy": policy},
         "control": {"threshold_period_s": 3600, "allocation": False},
-        "gateway": {"host": "127.0.0.1", "port": next(ports)},
+        "gateway": {"host": "127.0.0.1", "port": next(ports), "route_header": "full"},
         "engine": {
             "max_num_batched_tokens": chunk_tokens,
             "max_num_seqs": 16,

@@ -331,6 +331,7 @@ class Driver:
         self._session = session
         self._model = document["model"]["served_name"]
         self._gateway = f"http://127.0.0.1:{document['gateway']['port']}"
+        self._operators = f"http://127.0.0.1:{document['gateway']['admin']['port']}"
         self._engines = {
             instance["name"]: f"http://127.0.0.1:{instance['http_port']}"
             for cluster in document["clusters"]
@@ -409,7 +410,7 @@ class Driver:
             return response.headers.get("x-prfaas-route", "")
 
     async def _threshold_tokens(self) -> float | None:
-        async with self._session.get(f"{self._gateway}/prfaas/state") as response:
+        async with self._session.get(f"{self._operators}/prfaas/state") as response:
             state = await response.json()
         tokens: float | None = state["clusters"]["home"]["threshold_tokens"]
         return tokens
@@ -451,7 +452,7 @@ def gateway(source: Path, document: Json, home: Path, log_path: Path) -> Iterato
 
 def deployment() -> Json:
     """One PrfaaS and one PD cluster of two stand-ins each; no loop of the scheduler acts without an event."""
-    ports = free_ports(9)
+    ports = free_ports(10)
 
     def cluster(name: str, kind: str, profile: str, roles: Sequence[str]) -> Json:
         instances = [
@@ -476,7 +477,12 @@ def deployment() -> Json:
         ],
         "links": [{"source": "far", "target": "home", "bandwidth": "2 Gbit/s", "connections": 2}],
         "control": {"threshold_period_s": 3600, "allocation": False, "window_s": 150},
-        "gateway": {"host": "127.0.0.1", "port": next(ports)},
+        "gateway": {
+            "host": "127.0.0.1",
+            "port": next(ports),
+            "admin": {"port": next(ports)},
+            "route_header": "full",
+        },
         "engine": {
             "max_num_batched_tokens": 2048,
             "max_num_seqs": 20,

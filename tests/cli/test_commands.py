@@ -32,7 +32,7 @@ def dense_file(tmp_path: Path) -> Path:
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
     path = tmp_path / "dense.yaml"
     text = EXAMPLE.read_text().replace("tiny: qwen3-next", "path: m")
-    path.write_text(text.replace("port: 8000", f"port: {free_port()}"))
+    path.write_text(text.replace("port: 8000", f"port: {free_port()}\n  admin: {{port: {free_port()}}}"))
     return path
 
 
@@ -166,14 +166,42 @@ def test_serve_wants_the_key_of_a_deployment_on_several_machines(
 def test_a_taken_gateway_port_is_named_before_engines_start(
     dense_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    port = gateway_port(dense_file)
-    with socket.create_server(("127.0.0.1", port)):
-        for command in ("up", "serve"):
-            assert run(monkeypatch, command, dense_file) == 2
-            assert (
-                f"127.0.0.1:{port} is already in use; free it or change gateway.port"
-                in capsys.readouterr().err
-            )
+    gateway = load_deployment(dense_file).gateway
+    for port, field in ((gateway.port, "gateway.port"), (gateway.admin.port, "gateway.admin.port")):
+        with socket.create_server(("127.0.0.1", port)):
+            for command in ("up", "serve"):
+                assert run(monkeypatch, command, dense_file) == 2
+                assert (
+                    f"127.0.0.1:{port} is already in use; free it or change {field}\n"
+                    in capsys.readouterr().err
+                )
+
+
+def test_a_missing_token_is_one_sentence(
+    dense_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense_file.write_text(
+        dense_file.read_text().replace("admin: {", "admin: {host: 0.0.0.0, token_file: token, ")
+    )
+    for command in ("up", "serve", "status"):
+        assert run(monkeypatch, command, dense_file) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("prfaas: token file ") and error.count("\n") == 1
+        assert "openssl rand -hex 32" in error
+
+
+def test_how_logs_are_written(
+    dense_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--log-format", "json", "--log-level", "debug")
+    assert run(monkeypatch, "engine", dense_file, "home-decode-0", "--json", *options) == 0
+    env = json.loads(capsys.readouterr().out)["env"]
+    assert (env["PRFAAS_LOG_FORMAT"], env["PRFAAS_LOG_LEVEL"]) == ("json", "debug")
+    for command in (("serve", dense_file), ("up", dense_file), ("engine", dense_file, "home-decode-0")):
+        assert run(monkeypatch, *command, "--log-level", "loud") == 2
+        assert (
+            capsys.readouterr().err == 'prfaas: --log-level: "loud" is none of debug, info, warning, error\n'
+        )
 
 
 @pytest.mark.slow

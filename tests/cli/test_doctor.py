@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from prfaas.cli import main as cli
-from prfaas.core.deployment import Deployment, Policy, load_deployment
+from prfaas.core.deployment import AdminConfig, Deployment, Policy, load_deployment
 from prfaas.core.route_header import RouteHeader
 from prfaas.serving.engines.preparation import ensure_key
 from prfaas.serving.transport.receiver import Receiver
@@ -280,7 +280,8 @@ def test_the_probe_is_over_the_threshold_and_unseen(deployment: Deployment) -> N
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
-            gateway = replace(deployment.gateway, port=runner.addresses[0][1])
+            port = runner.addresses[0][1]
+            gateway = replace(deployment.gateway, port=port, admin=AdminConfig("127.0.0.1", port))
             async with aiohttp.ClientSession() as session:
                 return [
                     await check_disaggregation(replace(deployment, gateway=gateway), session)

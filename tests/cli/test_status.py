@@ -96,6 +96,9 @@ def deployment(tmp_path: Path) -> Deployment:
     return load_deployment(EXAMPLE, state_dir=tmp_path)
 
 
+bearers: list[str | None] = []
+
+
 @pytest.fixture
 def url(deployment: Deployment) -> Iterator[str]:
     pages: dict[str, Any] = {
@@ -105,6 +108,7 @@ def url(deployment: Deployment) -> Iterator[str]:
 
     class Pages(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            bearers.append(self.headers["Authorization"])
             found = pages.get(self.path)
             body = json.dumps(found or {"error": {"message": f"No page {self.path}."}}).encode()
             self.send_response(200 if found else 404)
@@ -142,6 +146,23 @@ def test_status_shows_all_there_is(
     assert "home-prefill-0 is out of routing: made to fail" in " ".join(shown.split())
     for word in ("prfaas-east->home", "60 Mbit/s", "offload", "long", "67%", "33%"):
         assert word in shown
+
+
+def test_operators_show_their_token(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "token").write_text("0123456789abcdef")
+    (tmp_path / "token").chmod(0o600)
+    port = url.rpartition(":")[2]
+    text = EXAMPLE.read_text().replace(
+        "port: 8000", f"port: 8000\n  admin: {{port: {port}, token_file: {tmp_path}/token}}"
+    )
+    (tmp_path / "d.yaml").write_text(text)
+    bearers.clear()
+    assert run(monkeypatch, "status", tmp_path / "d.yaml") == 0
+    assert run(monkeypatch, "explain", ID, url, "--token-file", tmp_path / "token") == 0
+    assert run(monkeypatch, "status", url) == 0
+    assert bearers == ["Bearer 0123456789abcdef"] * 2 + [None]
 
 
 def test_status_as_json_is_the_gateways_own(

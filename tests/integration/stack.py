@@ -63,7 +63,7 @@ def write_deployment(
     policy: str = "static_threshold",
 ) -> Path:
     """Three engines of the tiny Qwen3-Next: one PrfaaS prefill, one PD prefill, one PD decode."""
-    ports = free_ports(7)
+    ports = free_ports(8)
     names = (
         ("prfaas-east", "east-prefill-0", "prefill"),
         ("home", "home-prefill-0", "prefill"),
@@ -99,7 +99,12 @@ def write_deployment(
         "routing": {"policy": policy, "threshold_tokens": THRESHOLD_TOKENS},
         "control": {"threshold_period_s": 3600, "allocation": False},
         "security": {"tenant_header": TENANT_HEADER},
-        "gateway": {"host": "127.0.0.1", "port": ports[6]},
+        "gateway": {
+            "host": "127.0.0.1",
+            "port": ports[6],
+            "admin": {"port": ports[7]},
+            "route_header": "full",
+        },
         "engine": {
             "max_num_batched_tokens": 1024,
             "max_num_seqs": 16,
@@ -194,7 +199,9 @@ class Stack:
         return False
 
     def url(self, name: str, path: str) -> str:
-        """The URL of an instance's HTTP API, or the gateway's."""
+        """The URL of an instance's HTTP API, or the gateway's; operators' pages are on a port of their own."""
+        if name == "gateway" and path.startswith(("/prfaas/", "/metrics")):
+            return self.deployment.gateway.admin.url + path
         if name == "gateway":
             return f"http://127.0.0.1:{self.deployment.gateway.port}{path}"
         return f"http://127.0.0.1:{self.deployment.instance(name).http_port}{path}"

@@ -1,5 +1,6 @@
 """What the commands share: arguments, errors that end a command with one sentence, JSON and tables on stdout."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +10,8 @@ if TYPE_CHECKING:
     from urllib.error import HTTPError
 
     from rich.console import Console
+
+    from prfaas.serving.logs import LogSettings
 
 
 class CliError(Exception):
@@ -38,11 +41,12 @@ def sentence(error: Exception, command: str = "") -> str | None:
     from prfaas.core.latency import ProfileError
     from prfaas.core.planner import PlanError
     from prfaas.core.workload import WorkloadError
+    from prfaas.serving.admin_token import AdminTokenError
     from prfaas.serving.engines import EngineError
     from prfaas.serving.transport.ticket import KeyFileError
 
     known = (CliError, DeploymentError, EngineError, ConfigError, PlanError, ProfileError, KeyFileError)
-    if isinstance(error, (*known, WorkloadError)):
+    if isinstance(error, (*known, AdminTokenError, WorkloadError)):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         return _missing(error.name.split(".")[0], command)
@@ -166,6 +170,27 @@ StartTimeout = Annotated[
         show_default=False,
     ),
 ]
+LogFormatOption = Annotated[
+    str | None,
+    typer.Option("--log-format", help="text (default) or json, one object per line.", show_default=False),
+]
+LogLevelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--log-level",
+        help="debug, info (default), warning or error: what is less is left out.",
+        show_default=False,
+    ),
+]
+TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file",
+        metavar="FILE",
+        help="Where the operators' token is; default: what the deployment file says.",
+        show_default=False,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document in place of text.")]
 
 
@@ -173,17 +198,60 @@ _TIMEOUT_S = 10.0
 _MAX_BYTES = 64 << 20
 
 
-def gateway_url(where: str) -> str:
-    """The base of a gateway's HTTP API. Raises DeploymentError for a bad file."""
+def log_settings(log_format: str | None, log_level: str | None) -> "LogSettings":
+    """How to write logs: by the options, else by the environment.
+
+    Raises:
+        CliError: an option's word is unknown.
+    """
+    from prfaas.serving.logs import FORMATS, LEVELS, LogSettings
+
+    for option, value, known in (("--log-format", log_format, FORMATS), ("--log-level", log_level, LEVELS)):
+        if value is not None and value not in known:
+            raise CliError(f'{option}: "{value}" is none of {", ".join(known)}')
+    told = LogSettings.of_environment()
+    return LogSettings("json" if (log_format or told.format) == "json" else "text", log_level or told.level)
+
+
+def write_logs(settings: "LogSettings") -> None:
+    """Have this process and its children write their logs so."""
+    import os
+
+    from prfaas.serving.logs import set_up_logging
+
+    os.environ.update(settings.environment())
+    set_up_logging(settings, whole_process=True)
+
+
+@dataclass(frozen=True, slots=True)
+class AdminAddress:
+    """Where a gateway's operators connect, and the token that they show."""
+
+    url: str
+    token: str | None
+
+
+def admin_address(where: str, token_file: Path | None) -> AdminAddress:
+    """The operators' port of a deployment file's gateway, or at a URL.
+
+    Raises:
+        DeploymentError: a bad file.
+        AdminTokenError: the token's file can't be used.
+    """
+    from prfaas.serving.admin_token import load_token
+
     if where.startswith(("http://", "https://")):
-        return where.rstrip("/").removesuffix("/v1")
-    from prfaas.core.deployment import load_deployment
+        url = where.rstrip("/").removesuffix("/v1")
+    else:
+        from prfaas.core.deployment import load_deployment
 
-    return load_deployment(Path(where)).gateway.url
+        admin = load_deployment(Path(where)).gateway.admin
+        url, token_file = admin.url, token_file or admin.token_file
+    return AdminAddress(url, None if token_file is None else load_token(token_file))
 
 
-def fetch(url: str, path: str) -> dict[str, Any]:
-    """The JSON object at `url` + `path`.
+def fetch(admin: AdminAddress, path: str) -> dict[str, Any]:
+    """The JSON object that a gateway's operators get at `path`.
 
     Raises:
         CliError: nothing answers there, or not with such an object; the text is what the gateway says itself.
@@ -193,15 +261,19 @@ def fetch(url: str, path: str) -> dict[str, Any]:
     import urllib.error
     import urllib.request
 
+    url = admin.url
+    headers = {} if admin.token is None else {"Authorization": f"Bearer {admin.token}"}
     # Environments with a proxy for the outside would send it questions about this machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(url + path, timeout=_TIMEOUT_S) as response:
+        asked = urllib.request.Request(url + path, headers=headers)
+        with opener.open(asked, timeout=_TIMEOUT_S) as response:
             document = json.loads(response.read(_MAX_BYTES))
     except urllib.error.HTTPError as error:
-        raise CliError(
-            _said(error) or f"{url}{path} answered {error.code}; is it a prfaas gateway?"
-        ) from None
+        said = _said(error) or f"{url}{path} answered {error.code}; is it a prfaas gateway?"
+        if said.startswith("There is no GET"):
+            said += " Operators' pages are at gateway.admin, by default the port after the gateway's."
+        raise CliError(said) from None
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise CliError(f"no gateway answers at {url} ({reason}); start it: prfaas serve DEPLOYMENT") from None

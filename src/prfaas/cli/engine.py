@@ -2,11 +2,12 @@
 
 import os
 import shlex
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
-from prfaas.cli.common import AsJson, DeploymentPath, InstanceName
+from prfaas.cli.common import AsJson, DeploymentPath, InstanceName, LogFormatOption, LogLevelOption
 
 
 def engine(
@@ -15,6 +16,8 @@ def engine(
     print_only: Annotated[
         bool, typer.Option("--print", help="Print the exact command line and start nothing.")
     ] = False,
+    log_format: LogFormatOption = None,
+    log_level: LogLevelOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Start one engine of a deployment (a vLLM server, or a stand-in where hardware is synthetic), or print how.
@@ -23,6 +26,7 @@ def engine(
 
     Example: prfaas engine examples/local.yaml home-decode-0 --print
     """
+    from prfaas.cli.common import log_settings
     from prfaas.core.deployment import SYNTHETIC, load_deployment
     from prfaas.serving.engines.command import synthetic_command, vllm_command
     from prfaas.serving.engines.preparation import ensure_key, ensure_model, ensure_vllm
@@ -32,6 +36,9 @@ def engine(
     ensure_model(loaded)
     is_synthetic = loaded.cluster_of(instance).hardware == SYNTHETIC
     command = synthetic_command(loaded, [name]) if is_synthetic else vllm_command(loaded, instance)
+    if log_format is not None or log_level is not None:
+        logs = log_settings(log_format, log_level)
+        command = replace(command, env={**command.env, **logs.environment()})
     if as_json:
         import json
 

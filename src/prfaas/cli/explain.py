@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from prfaas.cli.common import AsJson
+from prfaas.cli.common import AsJson, TokenFile
 from prfaas.core.units import format_bytes, format_s
 
 Json = dict[str, Any]
@@ -109,7 +109,7 @@ def _steps(told: Json) -> Iterator[str]:
         yield f"It took: {', '.join(taken)}."
 
 
-_DEFAULT_URL = "http://127.0.0.1:8000"
+_DEFAULT_URL = "http://127.0.0.1:8001"
 
 
 def explain(
@@ -120,9 +120,12 @@ def explain(
     where: Annotated[
         str,
         typer.Argument(
-            metavar="[DEPLOYMENT|URL]", help="The deployment file, or the gateway's URL.", show_default=True
+            metavar="[DEPLOYMENT|URL]",
+            help="The deployment file, or the URL of the gateway's operators.",
+            show_default=True,
         ),
     ] = _DEFAULT_URL,
+    token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Say why a request was prefilled where it was, with the numbers that decided, and what happened on its way.
@@ -132,9 +135,9 @@ def explain(
     import json
     from urllib.parse import quote
 
-    from prfaas.cli.common import fetch, gateway_url
+    from prfaas.cli.common import admin_address, fetch
 
-    told = fetch(gateway_url(where), f"/prfaas/requests/{quote(request_id, safe='')}")
+    told = fetch(admin_address(where, token_file), f"/prfaas/requests/{quote(request_id, safe='')}")
     if as_json:
         typer.echo(json.dumps(told, indent=2))
     else:

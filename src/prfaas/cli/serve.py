@@ -5,21 +5,25 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from prfaas.cli.common import CliError, DeploymentPath
+from prfaas.cli.common import CliError, DeploymentPath, LogFormatOption, LogLevelOption
 
 if TYPE_CHECKING:
     from prfaas.core.deployment import Deployment
 
 
-def serve(deployment: DeploymentPath) -> None:
+def serve(
+    deployment: DeploymentPath, log_format: LogFormatOption = None, log_level: LogLevelOption = None
+) -> None:
     """Run the gateway of a deployment whose engines are started elsewhere, until Ctrl-C.
 
     Example: prfaas serve examples/local.yaml
     """
+    from prfaas.cli.common import log_settings, write_logs
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.engines.preparation import ensure_key, ensure_model
 
     loaded = load_deployment(deployment)
+    write_logs(log_settings(log_format, log_level))
     if loaded.model.tiny is not None:
         ensure_model(loaded)
     ensure_key(loaded)
@@ -49,13 +53,19 @@ def check_gateway_port(deployment: "Deployment") -> None:
     """Refuse early what would fail late, after engines have taken a minute to start.
 
     Raises:
-        CliError: the gateway's address can't be listened on.
+        CliError: an address of the gateway can't be listened on.
+        AdminTokenError: the operators' token can't be read.
     """
+    from prfaas.serving.admin_token import load_token
     from prfaas.serving.engines.preparation import port_problem
 
-    problem = port_problem(deployment.gateway.host, deployment.gateway.port)
-    if problem is not None:
-        raise CliError(f"gateway of {deployment.path}: {problem}; free it or change gateway.port")
+    gateway, admin = deployment.gateway, deployment.gateway.admin
+    for host, port, field in ((gateway.host, gateway.port, "port"), (admin.host, admin.port, "admin.port")):
+        problem = port_problem(host, port)
+        if problem is not None:
+            raise CliError(f"gateway of {deployment.path}: {problem}; free it or change gateway.{field}")
+    if admin.token_file is not None:
+        load_token(admin.token_file)
 
 
 async def _serve(

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from prfaas.cli.common import AsJson, console
+from prfaas.cli.common import AdminAddress, AsJson, TokenFile, console
 
 _PERIOD_S = 1.0
 _PATH = "/prfaas/state"
@@ -14,10 +14,12 @@ def status(
     where: Annotated[
         str,
         typer.Argument(
-            metavar="DEPLOYMENT|URL", help="The deployment file, or the gateway's URL (http://host:port)."
+            metavar="DEPLOYMENT|URL",
+            help="The deployment file, or the URL of the gateway's operators (gateway.admin).",
         ),
     ],
     watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until Ctrl-C.")] = False,
+    token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a running deployment: instances with roles and queues, links, thresholds, hit rates, routes.
@@ -28,20 +30,20 @@ def status(
     """
     import json
 
-    from prfaas.cli.common import fetch, gateway_url
+    from prfaas.cli.common import admin_address, fetch
 
-    url = gateway_url(where)
+    admin = admin_address(where, token_file)
     if watch:
-        _watch(url, as_json)
+        _watch(admin, as_json)
     elif as_json:
-        typer.echo(json.dumps(fetch(url, _PATH), indent=2))
+        typer.echo(json.dumps(fetch(admin, _PATH), indent=2))
     else:
         from prfaas.cli.status_tables import tables
 
-        console(150).print(tables(fetch(url, _PATH)))
+        console(150).print(tables(fetch(admin, _PATH)))
 
 
-def _watch(url: str, as_json: bool) -> None:
+def _watch(admin: AdminAddress, as_json: bool) -> None:
     import contextlib
     import json
     import time
@@ -55,7 +57,7 @@ def _watch(url: str, as_json: bool) -> None:
     with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as screen:
         live: Live | None = None
         while True:
-            state = fetch(url, _PATH)
+            state = fetch(admin, _PATH)
             if as_json:
                 typer.echo(json.dumps(state))
             elif not out.is_terminal:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from prfaas.cli.common import DeploymentPath, StartTimeout
+from prfaas.cli.common import DeploymentPath, LogFormatOption, LogLevelOption, StartTimeout
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 _WATCH_S = 1.0
 
 
-def up(deployment: DeploymentPath, start_timeout_s: StartTimeout = None) -> None:
+def up(
+    deployment: DeploymentPath,
+    start_timeout_s: StartTimeout = None,
+    log_format: LogFormatOption = None,
+    log_level: LogLevelOption = None,
+) -> None:
     """Start the engines and the gateway of a one-machine deployment; Ctrl-C ends everything.
 
     Each engine's output is in a log of its own, whose place is shown. "ready: URL" on stdout says that clients can
@@ -27,12 +32,14 @@ def up(deployment: DeploymentPath, start_timeout_s: StartTimeout = None) -> None
 
     Example: prfaas up examples/local.yaml
     """
+    from prfaas.cli.common import log_settings, write_logs
     from prfaas.cli.serve import check_gateway_port, run_gateway
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.engines.running import READY_TIMEOUT_S, RunningEngines
 
     loaded = load_deployment(deployment)
     check_gateway_port(loaded)
+    write_logs(log_settings(log_format, log_level))
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         with RunningEngines(loaded) as engines:

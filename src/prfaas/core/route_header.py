@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 ROUTE_HEADER = "x-prfaas-route"
+REQUEST_ID_HEADER = "X-Request-Id"
 
 _ROUTES = ("local", "offload")
 
@@ -81,6 +82,10 @@ class RouteHeader:
         if self.reason is not None:
             parts.append(f"reason={self.reason}")
         return "; ".join(parts)
+
+    def without_details(self) -> str:
+        """The route and its reason alone: nothing that depends on what others have sent, nor on the load."""
+        return self.route if self.reason is None else f"{self.route}; reason={self.reason}"
 
     @classmethod
     def parse(cls, text: str) -> "RouteHeader":

@@ -19,7 +19,8 @@ async def serve_live(deployment: Deployment, *, ready: Callable[[int], None] | N
 
     Raises:
         KeyFileError: the deployment's key can't be read.
-        OSError: the gateway's address can't be bound.
+        AdminTokenError: the operators' token can't be read.
+        OSError: an address of the gateway can't be bound.
     """
     kv_model = kv_model_of(deployment)
     registry = CollectorRegistry()

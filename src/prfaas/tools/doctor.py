@@ -7,18 +7,19 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import aiohttp
 
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.kv import ConfigError, model_from_directory
-from prfaas.core.route_header import ROUTE_HEADER, RouteHeader
+from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeader
 from prfaas.core.units import format_bytes
+from prfaas.serving.admin_token import AdminTokenError, load_token
 from prfaas.serving.engines.preparation import is_on_one_machine
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import KeyFileError, load_key
-from prfaas.tools.http_client import get_json, served_models
+from prfaas.tools.http_client import AnswerError, get_json, served_models
 
 OLDEST_VLLM = (0, 32)
 
@@ -271,6 +272,7 @@ async def check_disaggregation(deployment: Deployment, session: aiohttp.ClientSe
     try:
         async with session.post(url, json=body, timeout=_PROBE_TIMEOUT) as response:
             status, header, text = response.status, response.headers.get(ROUTE_HEADER), await response.text()
+            request_id = response.headers.get(REQUEST_ID_HEADER, "")
     except (aiohttp.ClientError, TimeoutError) as error:
         text = f"a prompt of {length} tokens got no answer ({type(error).__name__})"
         return problem(subject, text, "see the logs of the gateway and the engines")
@@ -279,6 +281,17 @@ async def check_disaggregation(deployment: Deployment, session: aiohttp.ClientSe
         return problem(subject, text, "see the logs of the gateway and the engines")
     try:
         route = RouteHeader.parse(header)
+        if not route.prefill:
+            # Clients are told no more than the route.
+            told = await _operators_page(deployment, session, f"/prfaas/requests/{request_id}")
+            route = RouteHeader.parse(str(told["route"]))
+    except (aiohttp.ClientError, TimeoutError, KeyError, AnswerError, AdminTokenError) as error:
+        admin = deployment.gateway.admin.url
+        return problem(
+            subject,
+            f"a prompt of {length} tokens was answered, but {admin} does not say how ({error})",
+            "run doctor on the gateway's machine, or see gateway.admin in the deployment file",
+        )
     except ValueError as error:
         return problem(
             subject, str(error), f"see what runs at {deployment.gateway.url}; it must be this prfaas"
@@ -323,14 +336,22 @@ def expected_route(deployment: Deployment, length: int, threshold_tokens: float)
 async def _threshold_tokens(deployment: Deployment, session: aiohttp.ClientSession) -> float:
     """Above how many tokens every PD cluster offloads now, by the gateway's word; infinite if one never does."""
     try:
-        async with session.get(f"{deployment.gateway.url}/prfaas/state", timeout=_HEALTH_TIMEOUT) as response:
-            clusters = (await response.json())["clusters"] if response.status == 200 else {}
+        clusters = (await _operators_page(deployment, session, "/prfaas/state"))["clusters"]
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError):
         clusters = {}
     told = [clusters[c.name].get("threshold_tokens") for c in deployment.pd_clusters if c.name in clusters]
     if not told:
         return deployment.routing.threshold_tokens or math.inf
     return max(math.inf if tokens is None else tokens for tokens in told)
+
+
+async def _operators_page(
+    deployment: Deployment, session: aiohttp.ClientSession, path: str
+) -> dict[str, Any]:
+    """A JSON page of the gateway's operators. Raises what `get_json` raises, and AdminTokenError."""
+    admin = deployment.gateway.admin
+    headers = {} if admin.token_file is None else {"Authorization": f"Bearer {load_token(admin.token_file)}"}
+    return await get_json(session, f"{admin.url}{path}", timeout_s=_TIMEOUT_S, headers=headers)
 
 
 def _must_move(deployment: Deployment, expected: str) -> bool:

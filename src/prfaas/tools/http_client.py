@@ -1,5 +1,6 @@
 """An OpenAI-compatible server as the tools ask it: JSON in, JSON out, and the models that it serves."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
@@ -23,7 +24,11 @@ def base_url(url: str) -> str:
 
 
 async def get_json(
-    session: aiohttp.ClientSession, url: str, *, timeout_s: float | None = None
+    session: aiohttp.ClientSession,
+    url: str,
+    *,
+    timeout_s: float | None = None,
+    headers: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The JSON object at `url`; without `timeout_s` the session's limits count.
 
@@ -33,7 +38,7 @@ async def get_json(
         aiohttp.ClientError, TimeoutError: no whole answer.
     """
     timeout = session.timeout if timeout_s is None else aiohttp.ClientTimeout(total=timeout_s)
-    async with session.get(url, timeout=timeout) as response:
+    async with session.get(url, timeout=timeout, headers=headers) as response:
         return await _json_of(response)
 
 

@@ -229,6 +229,27 @@ BAD = {
         replaced("host: 10.1.0.2", "host: localhost") + "gateway: {host: 0.0.0.0, port: 8100}\n",
         "30: clusters[1].instances[1].http_port: 8100 is already used by the gateway; give each",
     ),
+    "operators' port": (
+        replaced("host: 10.1.0.2", "host: localhost") + "gateway: {admin: {port: 8100}}\n",
+        "30: clusters[1].instances[1].http_port: 8100 is already used by the gateway's operators (gateway.admin);",
+    ),
+    "operators at the clients' port": (
+        GOOD + "gateway: {port: 8100, host: 0.0.0.0, admin: {port: 8100}}\n",
+        "40: gateway.admin.port: 8100 is already used by the gateway; take another",
+    ),
+    "operators without a token": (
+        GOOD + "gateway: {admin: {host: 0.0.0.0}}\n",
+        '40: gateway.admin.host: "0.0.0.0" is not this machine alone, so operators must show a token; add '
+        "gateway.admin.token_file",
+    ),
+    "a URL for a host name": (
+        GOOD + "gateway: {hosts: ['http://gate:8000']}\n",
+        "40: gateway.hosts[0]: 'http://gate:8000' is no host name; write it without \"http://\" and without a port",
+    ),
+    "an unknown detail": (
+        GOOD + "gateway: {route_header: long}\n",
+        '40: gateway.route_header: must be one of "short", "full", not "long"',
+    ),
     "ranks beyond the last port": (
         replaced("kv_port: 8200", "kv_port: 65533"),
         "15: clusters[0].instances[0].kv_port: 65533 leaves no room for 4 ranks; take one up to 65532",
@@ -408,3 +429,23 @@ def test_what_the_scheduler_is_told(tmp_path: Path) -> None:
     )
     assert (deployment.routing.policy, deployment.routing.threshold_tokens) == ("tilted", None)
     assert (deployment.control.allocation, deployment.control.threshold_period_s) == (False, 30.0)
+
+
+def test_where_operators_connect(tmp_path: Path) -> None:
+    gateway = load(tmp_path, GOOD).gateway
+    assert gateway.route_header == "short" and gateway.hosts == ()
+    assert (gateway.admin.url, gateway.admin.token_file) == ("http://127.0.0.1:8001", None)
+    # The next port that nothing of the file uses: KV ports 8200 to 8203 and HTTP port 8100.
+    for port, admin_port in ((8199, 8204), (8201, 8204), (8099, 8101), (65535, 65534)):
+        assert load(tmp_path, f"{GOOD}gateway: {{port: {port}}}\n").gateway.admin.port == admin_port
+    named = "gateway: {admin: {host: 0.0.0.0, port: 9000, token_file: token}, hosts: [Prfaas.LLM.svc]}\n"
+    gateway = load(tmp_path, GOOD + named).gateway
+    assert gateway.admin.url == "http://127.0.0.1:9000" and gateway.hosts == ("prfaas.llm.svc",)
+    assert gateway.admin.token_file == tmp_path / "state" / "two-sites" / "token"
+
+
+def test_logs_of_engines(tmp_path: Path) -> None:
+    engine = load(tmp_path, GOOD).engine
+    assert (engine.log_bytes, engine.log_files) == (64 << 20, 3)
+    engine = load(tmp_path, GOOD + "engine: {log_size: 1 MiB, log_files: 9}\n").engine
+    assert (engine.log_bytes, engine.log_files) == (1 << 20, 9)

@@ -12,7 +12,7 @@ from random import Random
 import msgspec
 
 Prefix = tuple[int, ...]
-Key = tuple[str, str, Prefix]  # salt, adapter, tokens
+Key = tuple[str, str, Prefix]  # salt, adapter, tokens that the hash covers
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,19 @@ class Shape:
     state_blocks: int = 1
     windows: tuple[int, ...] = ()
     window_blocks: int = 1
+    lookahead: int = 0
 
     @property
     def attention_group(self) -> int:
         return self.linear_groups
+
+    def covered(self, prompt: Prefix, end: int) -> Prefix:
+        """What the hash of the block that ends at `end` covers."""
+        return prompt[: end + self.lookahead]
+
+    def hashed_tokens(self, prompt: Prefix) -> int:
+        """Tokens of the prompt's blocks that have a hash."""
+        return max(len(prompt) - self.lookahead, 0) // self.block_tokens * self.block_tokens
 
 
 @dataclass
@@ -42,8 +51,12 @@ class Holdings:
 
     def attention_tokens(self, salt: str, adapter: str, prompt: Prefix) -> int:
         block, length = self.shape.block_tokens, 0
-        while length + block < len(prompt) and self.has(
-            self.shape.attention_group, (salt, adapter, prompt[: length + block])
+        while (
+            length + block < len(prompt)
+            and length + block <= self.shape.hashed_tokens(prompt)
+            and self.has(
+                self.shape.attention_group, (salt, adapter, self.shape.covered(prompt, length + block))
+            )
         ):
             length += block
         return length
@@ -52,24 +65,25 @@ class Holdings:
         """What a prefill of `prompt` need not compute, by trying every length."""
         best = 0
         for length in range(self.attention_tokens(salt, adapter, prompt) + 1):
-            if length % self.shape.block_tokens == 0 and self._can_start(salt, adapter, prompt[:length]):
+            if length % self.shape.block_tokens == 0 and self._can_start(salt, adapter, prompt, length):
                 best = length
         return best
 
-    def _can_start(self, salt: str, adapter: str, prefix: Prefix) -> bool:
-        if not prefix:
+    def _can_start(self, salt: str, adapter: str, prompt: Prefix, length: int) -> bool:
+        if not length:
             return True
         shape = self.shape
-        if not all(self.has(group, (salt, adapter, prefix)) for group in range(shape.linear_groups)):
+        here = (salt, adapter, shape.covered(prompt, length))
+        if not all(self.has(group, here) for group in range(shape.linear_groups)):
             return False
         window_block = shape.block_tokens * shape.window_blocks
         for place, window in enumerate(shape.windows):
-            if len(prefix) % window_block:
+            if length % window_block:
                 return False
-            ends = range(len(prefix), 0, -window_block)
+            ends = range(length, 0, -window_block)
             needed = ends[: -(-(window - 1) // window_block)]
             group = shape.attention_group + 1 + place
-            if not all(self.has(group, (salt, adapter, prefix[:end])) for end in needed):
+            if not all(self.has(group, (salt, adapter, shape.covered(prompt, end))) for end in needed):
                 return False
         return True
 
@@ -117,15 +131,15 @@ class EngineModel:
         """Prefill `prompt`; `again`: without looking into the cache, so that blocks are held twice."""
         block = self.shape.block_tokens
         start = 0 if again else self.holdings.servable_tokens(salt, adapter, prompt)
-        while len(prompt) - start >= block:
-            end = min(start + chunk_blocks * block, len(prompt) // block * block)
+        while self.shape.hashed_tokens(prompt) - start >= block:
+            end = min(start + chunk_blocks * block, self.shape.hashed_tokens(prompt))
             self._chunk(salt, adapter, prompt, start, end)
             start = end
 
     def load(self, prompt: Prefix) -> None:
         """The attention blocks come from elsewhere, without states: a decode instance."""
         held = self.holdings.attention_tokens("", "", (*prompt, 0))
-        end = len(prompt) // self.shape.block_tokens * self.shape.block_tokens
+        end = self.shape.hashed_tokens(prompt)
         if end > held:
             self._send([self._stored_attention("", "", prompt, held, end)])
 
@@ -171,13 +185,15 @@ class EngineModel:
         events = []
         for group in range(shape.linear_groups):
             unit = shape.block_tokens * shape.state_blocks
-            keys = [(salt, adapter, prompt[:end])] if end % unit == 0 else []
+            keys = [(salt, adapter, shape.covered(prompt, end))] if end % unit == 0 else []
             events.append(self._stored(group, "mamba", keys, None, prompt[start:end], unit))
         events.append(self._stored_attention(salt, adapter, prompt, start, end))
         window_block = shape.block_tokens * shape.window_blocks
         for place, window in enumerate(shape.windows):
             ends = range(start - start % window_block + window_block, end + 1, window_block)
-            keys = [(salt, adapter, prompt[:each]) for each in ends if self.random.random() < 0.8]
+            keys = [
+                (salt, adapter, shape.covered(prompt, each)) for each in ends if self.random.random() < 0.8
+            ]
             event = self._stored(
                 shape.attention_group + 1 + place,
                 "sliding_window",
@@ -195,11 +211,15 @@ class EngineModel:
         self, salt: str, adapter: str, prompt: Prefix, start: int, end: int
     ) -> dict[str, object]:
         block = self.shape.block_tokens
-        keys = [(salt, adapter, prompt[:each]) for each in range(start + block, end + 1, block)]
-        parent = (salt, adapter, prompt[:start]) if start else None
+        covered = self.shape.covered
+        ends = range(start + block, end + 1, block)
+        keys = [(salt, adapter, covered(prompt, each)) for each in ends]
+        parent = (salt, adapter, covered(prompt, start)) if start else None
         event = self._stored(
             self.shape.attention_group, "full_attention", keys, parent, prompt[start:end], block
         )
+        if self.shape.lookahead:
+            event["lookahead_token_ids"] = [list(covered(prompt, each)[each:]) for each in ends]
         if salt or adapter:
             extra: list[list[str] | None] = [[adapter] if adapter else None for _ in keys]
             if salt and not start:
@@ -213,7 +233,7 @@ class EngineModel:
         """A prompt whose second block has an image: its hashes are no business of `holdings`, which knows tokens."""
         block = self.shape.block_tokens
         count = len(prompt) // block
-        if count:
+        if count and not self.shape.lookahead:
             hashes = [self.random.getrandbits(64) for _ in range(count)]
             extra = [None, [["an image", 0]], *([None] * count)][:count]
             known: Key = ("", "", prompt[:block])

@@ -19,6 +19,8 @@ SHAPES = {
     "windows": Shape(windows=(4, 7)),
     "larger window blocks": Shape(windows=(5,), window_blocks=2),
     "everything": Shape(linear_groups=1, windows=(3,)),
+    "looks ahead": Shape(lookahead=1),
+    "looks far ahead, hybrid": Shape(lookahead=3, linear_groups=1),
 }
 SEEDS = st.integers(0, 10**9)
 TENANTS = [("", ""), ("a tenant", ""), ("a tenant", "a lora"), ("", "a lora")]

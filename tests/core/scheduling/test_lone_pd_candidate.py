@@ -3,8 +3,8 @@
 from hypothesis import assume, given
 
 from prfaas.core.scheduling import NoDecodeInstanceError, RoutingRequest, View
-from prfaas.core.scheduling.candidates import decode_choices
-from prfaas.core.scheduling.routing import lone_pd_candidate, pd_candidate_of, prefill_candidates
+from prfaas.core.scheduling.candidates import decode_choices, prefill_candidates
+from prfaas.core.scheduling.routing import lone_pd_candidate, pd_candidate_of
 
 from .views import cases
 
@@ -21,9 +21,10 @@ def test_it_is_the_same_candidate_or_none(case: tuple[View, RoutingRequest]) -> 
         return
     general = pd_candidate_of(request, view, cluster, decode, prefill_candidates(request, view))
     if lone is None:
-        # Out of the ordinary: somebody is to be avoided, nobody well decodes or prefills, or one does both.
+        # Out of the ordinary: somebody is avoided or kept apart, nobody well decodes or prefills, or one does both.
         assert (
             view.avoid
+            or view.blocked
             or general.local_reason
             or general.local.instance is decode
             or decode.prefills

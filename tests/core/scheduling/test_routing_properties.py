@@ -36,7 +36,8 @@ def decided(policy: Policy, request: RoutingRequest, view: View) -> Decision:
 
 
 def frozen(view: View) -> object:
-    return copy.deepcopy((view.clusters, view.links, view.threshold_tokens, view.now_s, view.avoid))
+    facts = (view.clusters, view.links, view.threshold_tokens, view.now_s, view.avoid, view.blocked)
+    return copy.deepcopy(facts)
 
 
 @given(cases())
@@ -77,6 +78,8 @@ def check(decision: Decision, request: RoutingRequest, view: View) -> None:
         others = [each for each, c in instances.values() if c.kind == "pd" and each.decodes]
         assert not any(is_well(each, view) for each in others)
     if decision.transfers:
+        # Whatever else there is to choose from, the decode instance can always prefill.
+        assert (prefill.name, decode.name) not in view.blocked
         assert prefill.prefills and is_well(prefill, view) and request.num_tokens > 1
     if decision.route is Route.OFFLOAD:
         assert at.kind == "prfaas"
@@ -98,6 +101,7 @@ def check(decision: Decision, request: RoutingRequest, view: View) -> None:
         assert reused == min(at_target.reusable_tokens, last)
         return
     source, origin = instances[moved.source]
+    assert (source.name, prefill.name) not in view.blocked
     assert decision.transfers and source is not prefill
     assert is_well(source, view) or source is decode
     assert moved.num_tokens - 1 <= request.held[source.name].reusable_tokens

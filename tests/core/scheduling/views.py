@@ -148,6 +148,7 @@ def relabelled(view: View, request: RoutingRequest, prefix: str) -> tuple[View, 
         links={(each.source, each.target): each for each in view.links.values()},
         threshold_tokens={prefix + name: value for name, value in view.threshold_tokens.items()},
         avoid=frozenset(prefix + name for name in view.avoid),
+        blocked=frozenset((prefix + one, prefix + other) for one, other in view.blocked),
     )
     held = {prefix + name: value for name, value in request.held.items()}
     return view, replace(request, held=held)
@@ -235,7 +236,9 @@ def views(draw: st.DrawFn, *, max_pd: int = 2) -> View:
     names = [each.name for cluster in clusters.values() for each in cluster.instances]
     avoid = frozenset(draw(st.lists(st.sampled_from(names), max_size=2)) if names else [])
     facts = KvFacts(draw(st.booleans()), draw(st.booleans()), kv_bytes, kv_bytes)
-    return View(clusters, links, facts, thresholds, NOW_S, avoid=avoid)
+    pairs = st.tuples(st.sampled_from(names), st.sampled_from(names)).filter(lambda pair: pair[0] != pair[1])
+    blocked = frozenset(draw(st.sets(pairs, max_size=6)) if len(names) > 1 and draw(st.booleans()) else ())
+    return View(clusters, links, facts, thresholds, NOW_S, avoid=avoid, blocked=blocked)
 
 
 @st.composite

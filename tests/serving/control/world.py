@@ -140,12 +140,16 @@ class FakeSender:
 
     def __init__(self) -> None:
         self.links: dict[str, dict[str, Any]] | None = {}
+        self.rejected: dict[str, str] = {}
+        self.asked = 0
         self.closed = False
 
     async def stats(self) -> dict[str, Any]:
+        self.asked += 1
         if self.links is None:
             raise ConnectionError("nobody there")
-        return {"sender": {"links": {name: dict(report) for name, report in self.links.items()}}}
+        links = {name: dict(report) for name, report in self.links.items()}
+        return {"sender": {"links": links, "rejected": dict(self.rejected)}}
 
     async def close(self) -> None:
         self.closed = True

@@ -58,6 +58,8 @@ class FixedPlane:
         self.observed: list[tuple[int, int]] = []
         self.measured: list[str] = []
         self.suspected: list[tuple[str, bool]] = []
+        self.rejections: dict[tuple[str, str], str] = {}
+        self.asked: list[tuple[str, str]] = []
         self.own_prefills: list[int] = []
         self.closed = False
 
@@ -168,6 +170,14 @@ class FixedPlane:
         self._suspects[name] = asyncio.get_running_loop().time() + self._suspect_s
         if lost_cache:
             self._held[name].clear()
+
+    def incompatible(self, producer: str, consumer: str) -> str | None:
+        # What only a producer knows yet is not known here before it was asked.
+        return self.rejections.get((producer, consumer)) if (producer, consumer) in self.asked else None
+
+    async def ask_incompatible(self, producer: str, consumer: str) -> str | None:
+        self.asked.append((producer, consumer))
+        return self.rejections.get((producer, consumer))
 
     def is_up(self, name: str) -> bool:
         return name not in self._suspects

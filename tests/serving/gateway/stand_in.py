@@ -130,6 +130,7 @@ class StandInEngine:
     dies_after: int = 1
     deaths: int = 0
     other_ids: bool = False
+    layout: str = "ids"
     staging_bytes: int = 1 << 20
     seen: list[Seen] = field(default_factory=list)
     loaded: list[int] = field(default_factory=list)
@@ -149,12 +150,13 @@ class StandInEngine:
             port=0,
             arena=self.arena,
             layout=IdLayout(),
-            fingerprint={"layout": "ids"},
+            fingerprint={"layout": self.layout},
             producers=[f"{producer}/0" for producer in self.producers],
+            sender_telemetry=lambda: {"links": {}} if self.sender is None else self.sender.telemetry(),
         )
+        self.sender: Sender | None = None
         self.receiver.start()
         self.kv_port = self.receiver.port
-        self.sender: Sender | None = None
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
@@ -175,7 +177,7 @@ class StandInEngine:
                 c.name: Peer(f"{c.name}/0", "127.0.0.1", c.kv_port, "link", 2, None, on_demand=i > 0)
                 for i, c in enumerate(consumers)
             },
-            fingerprint={"layout": "ids"},
+            fingerprint={"layout": self.layout},
         )
         self.sender.start()
 
@@ -259,7 +261,10 @@ class StandInEngine:
             if self.hangs:
                 await asyncio.Event().wait()
             if self.fails is not None:
-                return web.json_response({"error": {"message": "made to fail"}}, status=self.fails)
+                # As engines do, it quotes what it was asked.
+                return web.json_response(
+                    {"error": {"message": f"made to fail: {json.dumps(body)}"}}, status=self.fails
+                )
             assert ticket is not None and len(ids) == ticket.num_tokens
             assert ticket.prompt_digest == digest(body, ids)
             if self.sends:
@@ -269,7 +274,9 @@ class StandInEngine:
         if not sends and self.dies is not None:
             self.deaths += 1
             if self.dies == "http-500":
-                return web.json_response({"error": {"message": "EngineDeadError"}}, status=500)
+                return web.json_response(
+                    {"error": {"message": f"EngineDeadError: {json.dumps(body)}"}}, status=500
+                )
             if self.dies == "in-body" and not body.get("stream"):
                 response = web.StreamResponse(headers={"Content-Length": "1000"})
                 await response.prepare(request)

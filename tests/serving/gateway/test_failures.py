@@ -47,6 +47,28 @@ def test_a_failed_remote_prefill_becomes_a_local_one(in_world: InWorld, fault: s
     in_world(body)
 
 
+def test_an_incompatible_pair_costs_no_grace_and_blames_nobody(in_world: InWorld) -> None:
+    sentence = "KV layout differs in 'block_tokens': decode/0 has '16', remote/0 has '32'"
+
+    async def body(world: World) -> None:
+        world.remote.sends = False
+        world.plane.rejections["remote", "decode"] = sentence
+        route, answer = await world.complete(LONG)
+        assert (route["prefill"], route["fallback"]) == ("local", "incompatible")
+        assert answer["choices"][0]["text"] == answer_text(LONG)
+        assert world.plane.suspected == []
+        assert len(world.remote.generated()) == 1
+        # Known now: the next one does not even prefill there, however it was decided for.
+        response, _ = await world.post("/v1/completions", {"model": "stand-in", "prompt": [9, *LONG]})
+        assert route_of(response)["fallback"] == "incompatible" and len(world.remote.generated()) == 1
+        async with world.admin.get(f"/prfaas/requests/{response.headers['X-Request-Id']}") as page:
+            (note,) = (await page.json())["notes"]
+        assert note["what"] == f"remote and decode are incompatible: {sentence}"
+
+    # So long that the test would fail if anything waited for the grace.
+    in_world(body, options=replace(OPTIONS, announce_grace_s=600.0))
+
+
 def test_a_consumer_that_loses_the_transfer_makes_it_local(in_world: InWorld) -> None:
     async def body(world: World) -> None:
         world.remote.hangs = True

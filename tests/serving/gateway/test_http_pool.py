@@ -372,3 +372,35 @@ def test_however_the_network_cuts_it_the_body_is_the_same(chunks: list[bytes], c
             assert await (await post(pool, port)).read() == b"".join(chunks)
 
     uvloop.run(body())
+
+
+def test_a_pump_gets_what_waits_and_what_comes_until_it_has_enough(
+    loop_run: Callable[[Coroutine[Any, Any, None]], None],
+) -> None:
+    async def body() -> None:
+        async with serving(says(*(CHUNKED[at : at + 1] for at in range(len(CHUNKED))))) as (_, pool, port):
+            answer = await post(pool, port)
+            taken: list[bytes] = []
+
+            def sink(piece: bytes) -> bool:
+                taken.append(piece)
+                return b"".join(taken) != b"hello w"
+
+            await answer.pump(sink)
+            assert b"".join(taken) == b"hello w"
+            assert await answer.read() == b"orld"
+            await answer.pump(sink)
+            assert b"".join(taken) == b"hello w"
+
+    loop_run(body())
+
+
+def test_a_pump_ends_with_the_connection(loop_run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+    async def body() -> None:
+        async with serving(says(CHUNKED[:-15], abort=True)) as (_, pool, port):
+            answer = await post(pool, port)
+            await answer.pump(lambda _: True)
+            with pytest.raises(AnswerCutError):
+                await answer.readany()
+
+    loop_run(body())

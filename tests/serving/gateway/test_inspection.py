@@ -3,12 +3,10 @@
 import json
 from collections.abc import Callable
 
-import pytest
 from prometheus_client import CollectorRegistry
 
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request_log import RequestLog, RequestRecord
-from prfaas.serving.gateway.routes import may_ask
 
 from .world import World
 
@@ -20,7 +18,7 @@ def test_a_request_is_explained_with_the_numbers_that_decided(in_world: InWorld)
     async def body(world: World) -> None:
         await world.complete(LONG)
         response, _ = await world.post("/v1/completions", {"prompt": LONG})
-        async with world.client.get(f"/prfaas/requests/{response.headers['X-Request-Id']}") as page:
+        async with world.admin.get(f"/prfaas/requests/{response.headers['X-Request-Id']}") as page:
             told = await page.json()
         assert (told["prompt_tokens"], told["answer_tokens"], told["status"]) == (len(LONG), 16, 200)
         (attempt,) = told["attempts"]
@@ -43,7 +41,7 @@ def test_what_went_wrong_is_told(in_world: InWorld) -> None:
     async def body(world: World) -> None:
         world.remote.fails, world.decode.dies = 500, "in-body"
         response, _ = await world.post("/v1/completions", {"prompt": LONG})
-        async with world.client.get(f"/prfaas/requests/{response.headers['X-Request-Id']}") as page:
+        async with world.admin.get(f"/prfaas/requests/{response.headers['X-Request-Id']}") as page:
             told = await page.json()
         assert [(a["prefill"], a["decode"], a["outcome"]) for a in told["attempts"]] == [
             ("remote", "decode", "http-500"),
@@ -62,7 +60,7 @@ def test_pages_hold_no_prompt_and_no_secret(in_world: InWorld) -> None:
         response, answer = await world.post("/v1/completions", asked, headers=headers)
         pages = []
         for path in (f"/prfaas/requests/{response.headers['X-Request-Id']}", "/prfaas/state"):
-            async with world.client.get(path) as page:
+            async with world.admin.get(path) as page:
                 assert page.status == 200
                 pages.append(await page.text())
         salt = world.decode.generated()[0].body["cache_salt"]
@@ -78,7 +76,7 @@ def test_a_request_under_way_can_be_explained(in_world: InWorld) -> None:
         world.decode.chunks, world.decode.chunk_s = 100, 0.05
         async with world.client.post("/v1/completions", json={"prompt": LONG, "stream": True}) as response:
             await response.content.readany()
-            async with world.client.get(f"/prfaas/requests/{response.headers['X-Request-Id']}") as page:
+            async with world.admin.get(f"/prfaas/requests/{response.headers['X-Request-Id']}") as page:
                 told = await page.json()
             assert (told["outcome"], told["status"]) == ("under way", None)
             assert told["steps_s"]["first_byte"] > 0 and "total" not in told["steps_s"]
@@ -91,10 +89,10 @@ def test_refused_and_unseen_requests_are_explained_too(in_world: InWorld) -> Non
         for asked, status, reason in (({}, 400, None), ({"prompt": [5]}, 200, "length")):
             response, _ = await world.post("/v1/completions", asked)
             assert response.status == status
-            async with world.client.get(f"/prfaas/requests/{response.headers['X-Request-Id']}") as page:
+            async with world.admin.get(f"/prfaas/requests/{response.headers['X-Request-Id']}") as page:
                 told = await page.json()
             assert (told["status"], told["direct_reason"], told["prompt_tokens"]) == (status, reason, None)
-        async with world.client.get("/prfaas/requests/unknown") as page:
+        async with world.admin.get("/prfaas/requests/unknown") as page:
             assert page.status == 404 and "unknown" in (await page.json())["error"]["message"]
 
     in_world(body)
@@ -102,42 +100,10 @@ def test_refused_and_unseen_requests_are_explained_too(in_world: InWorld) -> Non
 
 def test_the_state_is_the_planes(in_world: InWorld) -> None:
     async def body(world: World) -> None:
-        async with world.client.get("/prfaas/state") as page:
+        async with world.admin.get("/prfaas/state") as page:
             assert await page.json() == json.loads(json.dumps(world.plane.state()))
 
     in_world(body)
-
-
-@pytest.mark.parametrize("path", ["/prfaas/state", "/prfaas/requests/x"])
-def test_a_name_that_was_pointed_here_gets_nothing(in_world: InWorld, path: str) -> None:
-    async def body(world: World) -> None:
-        async with world.client.get(path, headers={"Host": "evil.example:8000"}) as page:
-            assert page.status == 403
-
-    in_world(body)
-
-
-@pytest.mark.parametrize(
-    ("header", "configured", "answer"),
-    [
-        ("localhost:8000", "10.0.0.5", True),
-        ("127.0.0.1", "10.0.0.5", True),
-        ("[::1]:8000", "10.0.0.5", True),
-        ("10.0.0.5:8000", "10.0.0.5", True),
-        ("10.0.0.6:8000", "10.0.0.5", False),
-        ("gate.example:1", "gate.example", True),
-        ("GATE.example.", "gate.example", True),
-        ("10.0.0.6:8000", "0.0.0.0", True),
-        ("[fe80::1]:8000", "::", True),
-        ("evil.example:8000", "0.0.0.0", False),
-        ("localhost.evil.example", "0.0.0.0", False),
-        ("127.0.0.1.evil.example", "127.0.0.1", False),
-        ("", "127.0.0.1", False),
-        ("", "0.0.0.0", False),
-    ],
-)
-def test_who_may_ask(header: str, configured: str, answer: bool) -> None:
-    assert may_ask(header, configured) is answer
 
 
 def test_the_oldest_record_makes_room() -> None:

@@ -25,7 +25,7 @@ def test_prompts_go_where_the_threshold_sends_them(in_world: InWorld) -> None:
             ("local", "local", "100"),
         ]
         assert all(float(r["predicted_ttft_s"]) >= 0 for r in routes)
-        async with world.client.get("/prfaas/state") as page:
+        async with world.admin.get("/prfaas/state") as page:
             state = await page.json()
         assert state["routes"] == {"local": {"short": 1}, "offload": {"long": 1}}
         async with world.client.get("/health") as health:
@@ -69,3 +69,28 @@ def test_a_stream_goes_on_elsewhere(in_world: InWorld, fault: str) -> None:
         assert world.decode.deaths > 0
 
     in_world(body, spare=True, live=True)
+
+
+def test_an_engine_of_another_layout_costs_one_attempt_each_and_takes_nobody_out(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        assert world.live is not None
+        for number in range(12):
+            prompt = [number + 1, *LONG]
+            route, answer = await world.complete(prompt)
+            assert answer["choices"][0]["text"] == answer_text(prompt)
+            # Only an attempt of a pair that nobody had tried before may fail, and for this reason alone.
+            assert route.get("fallback", "incompatible") == "incompatible"
+            assert not any(world.live.health.is_suspect(name) for name in world.live.cluster_state.names)
+        assert await world.metric("prfaas_gateway_fallbacks_total") <= 2
+        # Some of the prompts went to the decode engine that takes no KV; it prefilled them itself.
+        (far,) = [each for each in world.live.state()["incompatible"] if each["producer"] == "remote"]
+        assert (far["consumer"], far["reason"]) == (
+            "decode",
+            "decode/0 rejected the connection: "
+            "KV layout differs in 'layout': decode/0 has 'other', remote/0 has 'ids'",
+        )
+        assert world.live.state()["routes"]["local"].get("incompatible", 0) > 0
+        assert world.live.state()["routes"]["offload"]["long"] > 0
+        assert world.live.state()["links"]["far->pd"]["up"]
+
+    in_world(body, spare=True, live=True, layout="other")

@@ -1,9 +1,12 @@
 """Requests end to end through the gateway, with stand-in engines and the real transport."""
 
 import asyncio
+import platform
 from collections.abc import Callable
 
 import pytest
+
+from prfaas import __version__
 
 from .stand_in import BLOCK_TOKENS, answer_text
 from .world import THRESHOLD_TOKENS, World, route_of
@@ -173,6 +176,48 @@ def test_many_requests_at_once_all_end_right(in_world: InWorld) -> None:
         assert [a["choices"][0]["text"] for _, a in results] == [answer_text(p) for p in prompts]
         assert {r["route"] for r, _ in results} == {"offload", "local"}
         assert sorted(world.decode.loaded) == sorted(len(p) - 1 for p in prompts)
+
+    in_world(body)
+
+
+def test_one_model(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        for name, parent in (("stand-in", None), ("poet", "stand-in")):
+            async with world.client.get(f"/v1/models/{name}") as response:
+                card = await response.json()
+            assert (card["id"], card["object"], card["parent"]) == (name, "model", parent)
+        async with world.client.get("/v1/models/org/other") as response:
+            assert response.status == 404
+            error = (await response.json())["error"]
+        assert error["message"] == "The model `org/other` does not exist; there is `stand-in`, `poet`."
+        assert error["param"] == "model"
+
+    in_world(body)
+
+
+def test_version_and_a_head_without_a_body(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        async with world.client.get("/version") as response:
+            assert await response.json() == {"version": __version__}
+        async with world.client.head("/health") as response:
+            assert response.status == 200 and await response.read() == b""
+        assert await world.metric(f'prfaas_build_info{{python="{platform.python_version()}"') == 1
+
+    in_world(body)
+
+
+def test_ready_while_an_engine_decodes(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        async with world.client.get("/ready") as response:
+            assert (response.status, await response.json()) == (200, {"status": "ready"})
+        await world.decode.stop_http()
+        await world.post("/v1/completions", {"prompt": SHORT})
+        for path in ("/ready", "/health"):
+            async with world.client.get(path) as response:
+                assert response.status == 503
+                assert (await response.json())["status"] == "no decode instance answers"
+        async with world.client.head("/health") as response:
+            assert response.status == 503
 
     in_world(body)
 

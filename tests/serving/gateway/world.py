@@ -38,6 +38,7 @@ OPTIONS = GatewayOptions(
     prefill_timeout_s=10.0,
 )
 THRESHOLD_TOKENS = 100
+GATEWAY = GatewayConfig("127.0.0.1", 0, route_header="full")
 
 
 @dataclass
@@ -48,6 +49,7 @@ class World:
     spare: StandInEngine | None
     third: StandInEngine | None
     client: aiohttp.ClientSession
+    admin: aiohttp.ClientSession
     gateway: asyncio.Task[None]
     plane: FixedPlane
     live: LivePlane | None
@@ -79,7 +81,7 @@ class World:
         return route_of(response), answer
 
     async def metric(self, series: str) -> float:
-        async with self.client.get("/metrics") as response:
+        async with self.admin.get("/metrics") as response:
             lines = (await response.text()).splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(series))
 
@@ -106,7 +108,11 @@ def route_of(response: aiohttp.ClientResponse) -> dict[str, str]:
 
 
 def deployment_of(
-    home: Path, engines: dict[str, StandInEngine], model_dir: Path, tenant_header: str | None = None
+    home: Path,
+    engines: dict[str, StandInEngine],
+    model_dir: Path,
+    tenant_header: str | None = None,
+    gateway: GatewayConfig = GATEWAY,
 ) -> Deployment:
     """A far cluster with `remote`, and one with all others, which decode if they are not called `local`."""
 
@@ -127,7 +133,7 @@ def deployment_of(
         links=(Link("far", "pd", 1e9, 2), Link("pd", "far", 1e9, 2)),
         routing=Routing("static_threshold", THRESHOLD_TOKENS),
         slo=Slo(None, None),
-        gateway=GatewayConfig("127.0.0.1", 0),
+        gateway=gateway,
         security=Security(home / "key", tenant_header),
         engine=EngineConfig(2048, 16, 1, 1 << 20, 1 << 16, None, (), {}),
         transfer=TransferLimits(60.0, 30.0, 20.0, 60.0, 8.0, page_digests=True),
@@ -143,6 +149,7 @@ async def running_world(
     third: bool = False,
     live: bool = False,
     tenant_header: str | None = None,
+    gateway_config: GatewayConfig = GATEWAY,
     **decode: Any,
 ) -> AsyncIterator[World]:
     """`spare`, `third`: with more decode instances, taken when the first one is out; `decode`: its fields.
@@ -162,7 +169,8 @@ async def running_world(
     for name in ("remote", "local"):
         engines[name].connect([engines[n] for n in reversed(names) if n != name])
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    deployment = deployment_of(home, engines, model_dir, tenant_header)
+    admin_port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    deployment = deployment_of(home, engines, model_dir, tenant_header, gateway_config)
     plane = FixedPlane(deployment)
     plane.prefers = "decode"
     registry = CollectorRegistry()
@@ -172,6 +180,7 @@ async def running_world(
         live_plane or plane,
         kv_model=model_from_directory(model_dir),
         ready=port.set_result,
+        admin_ready=admin_port.set_result,
         options=options,
         registry=registry,
     )
@@ -180,16 +189,19 @@ async def running_world(
     if gateway in done:
         gateway.result()
     client = aiohttp.ClientSession(f"http://127.0.0.1:{port.result()}")
+    admin = aiohttp.ClientSession(f"http://127.0.0.1:{admin_port.result()}")
     try:
         yield World(
             **{"spare": None, "third": None} | engines,  # type: ignore[arg-type]
             client=client,
+            admin=admin,
             gateway=gateway,
             plane=plane,
             live=live_plane,
         )
     finally:
         await client.close()
+        await admin.close()
         gateway.cancel()
         await asyncio.gather(gateway, return_exceptions=True)
         assert plane.closed is not live

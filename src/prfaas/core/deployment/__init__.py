@@ -1,5 +1,6 @@
 """The one YAML file a user writes, read into frozen typed objects."""
 
+from prfaas.core.deployment.addresses import EventsEndpoint, is_loopback
 from prfaas.core.deployment.load import default_state_dir, load_deployment, load_planned
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
@@ -16,11 +17,11 @@ from prfaas.core.deployment.planned import (
 from prfaas.core.deployment.source import DeploymentError
 from prfaas.core.deployment.types import (
     SYNTHETIC,
+    AdminConfig,
     Cluster,
     ControlConfig,
     Deployment,
     EngineConfig,
-    EventsEndpoint,
     GatewayConfig,
     Instance,
     KvPeer,
@@ -28,15 +29,16 @@ from prfaas.core.deployment.types import (
     ModelRef,
     Policy,
     Role,
+    RouteDetail,
     Routing,
     Security,
     Slo,
     TransferLimits,
-    is_loopback,
 )
 
 __all__ = [
     "SYNTHETIC",
+    "AdminConfig",
     "Cluster",
     "ControlConfig",
     "Deployment",
@@ -56,6 +58,7 @@ __all__ = [
     "PlannedDeployment",
     "Policy",
     "Role",
+    "RouteDetail",
     "Routing",
     "Security",
     "Slo",

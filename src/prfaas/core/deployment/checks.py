@@ -6,9 +6,10 @@ A file that is to run and one that is to be planned share most checks; each has 
 from collections.abc import Iterator
 from pathlib import Path
 
+from prfaas.core.deployment.addresses import is_loopback
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, InstanceSection, LengthsSection
 from prfaas.core.deployment.source import Location, YamlSource
-from prfaas.core.deployment.types import SYNTHETIC, is_loopback
+from prfaas.core.deployment.types import SYNTHETIC
 
 # Which fields of `workload.lengths` go with which distribution, and which of them may be left out.
 _NEEDED = {
@@ -247,7 +248,19 @@ def _check_slo(source: YamlSource, file: DeploymentFile) -> None:
 
 
 def _check_ports(source: YamlSource, file: DeploymentFile) -> None:
-    taken: list[tuple[str, int, str]] = [(file.gateway.host, file.gateway.port, "the gateway")]
+    gateway, admin = file.gateway, file.gateway.admin
+    if admin.token_file is None and not is_loopback(admin.host):
+        raise source.error(
+            ("gateway", "admin", "host"),
+            f'"{admin.host}" is not this machine alone, so operators must show a token; add gateway.admin.token_file',
+        )
+    taken: list[tuple[str, int, str]] = [(gateway.host, gateway.port, "the gateway")]
+    if admin.port is not None:
+        if admin.port == gateway.port and _same_host(admin.host, gateway.host):
+            raise source.error(
+                ("gateway", "admin", "port"), f"{admin.port} is already used by the gateway; take another"
+            )
+        taken.append((admin.host, admin.port, "the gateway's operators (gateway.admin)"))
     for location, _, instance in _instances(file):
         owner = f'instance "{instance.name}"'
         last = instance.kv_port + instance.tensor_parallel - 1
@@ -257,11 +270,7 @@ def _check_ports(source: YamlSource, file: DeploymentFile) -> None:
                 f"{instance.kv_port} leaves no room for {instance.tensor_parallel} ranks; take one up to "
                 f"{65536 - instance.tensor_parallel}",
             )
-        wanted = [("http_port", instance.http_port)]
-        wanted += [("kv_port", port) for port in range(instance.kv_port, last + 1)]
-        if instance.events_port is not None:
-            wanted += [("events_port", port) for port in (instance.events_port, instance.events_port + 1)]
-        for field, port in wanted:
+        for field, port in _ports_of(instance):
             for host, taken_port, by in taken:
                 if port == taken_port and _same_host(instance.host, host):
                     raise source.error(
@@ -269,6 +278,27 @@ def _check_ports(source: YamlSource, file: DeploymentFile) -> None:
                         f"{port} is already used by {by}; give each instance its own ports",
                     )
             taken.append((instance.host, port, owner))
+
+
+def _ports_of(instance: InstanceSection) -> Iterator[tuple[str, int]]:
+    """Every port that an instance listens on, with the field that it comes from."""
+    yield "http_port", instance.http_port
+    for rank in range(instance.tensor_parallel):
+        yield "kv_port", instance.kv_port + rank
+    if instance.events_port is not None:
+        yield "events_port", instance.events_port
+        yield "events_port", instance.events_port + 1
+
+
+def admin_port(file: DeploymentFile) -> int:
+    """Where operators connect: the file's port, or the next one after the gateway's that nothing of the file uses."""
+    gateway, given = file.gateway, file.gateway.admin.port
+    if given is not None:
+        return int(given)
+    used = {port for _, _, instance in _instances(file) for _, port in _ports_of(instance)}
+    after, before = range(gateway.port + 1, 65536), range(gateway.port - 1, 0, -1)
+    free: int = next(port for port in (*after, *before) if port not in used)
+    return free
 
 
 def _same_host(one: str, other: str) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from prfaas.core.deployment.checks import check_to_plan, check_to_run
+from prfaas.core.deployment.checks import admin_port, check_to_plan, check_to_run
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
     FixedLengths,
@@ -21,6 +21,7 @@ from prfaas.core.deployment.planned import (
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, LengthsSection, first_problem
 from prfaas.core.deployment.source import YamlSource, changed, read_source
 from prfaas.core.deployment.types import (
+    AdminConfig,
     Cluster,
     ControlConfig,
     Deployment,
@@ -101,6 +102,7 @@ def _routing(file: DeploymentFile) -> Routing:
 
 def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deployment:
     engine, path = file.engine, source.path
+    home = state_dir / file.name
     return Deployment(
         name=file.name,
         path=path,
@@ -110,10 +112,8 @@ def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deploy
         links=links_of(file),
         routing=_routing(file),
         slo=slo_of(file),
-        gateway=GatewayConfig(file.gateway.host, file.gateway.port),
-        security=Security(
-            state_dir / file.name / Path(file.security.key_file).expanduser(), file.security.tenant_header
-        ),
+        gateway=_gateway(file, home),
+        security=Security(home / Path(file.security.key_file).expanduser(), file.security.tenant_header),
         engine=EngineConfig(
             max_num_batched_tokens=engine.max_num_batched_tokens,
             max_num_seqs=engine.max_num_seqs,
@@ -123,9 +123,23 @@ def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deploy
             prefix_cache_retention_tokens=engine.prefix_cache_retention_tokens,
             extra_args=tuple(engine.extra_args),
             env=dict(engine.env),
+            log_bytes=engine.log_size,
+            log_files=engine.log_files,
         ),
         transfer=TransferLimits(**file.transfer.model_dump()),
         control=ControlConfig(**file.control.model_dump()),
+    )
+
+
+def _gateway(file: DeploymentFile, home: Path) -> GatewayConfig:
+    gateway, admin = file.gateway, file.gateway.admin
+    token_file = None if admin.token_file is None else home / Path(admin.token_file).expanduser()
+    return GatewayConfig(
+        host=gateway.host,
+        port=gateway.port,
+        admin=AdminConfig(admin.host, admin_port(file), token_file),
+        hosts=tuple(gateway.hosts),
+        route_header=gateway.route_header,
     )
 
 

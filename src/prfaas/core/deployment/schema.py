@@ -4,6 +4,7 @@ Only `load.py` and `checks.py` use it: everything else sees `types.py`.
 """
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
@@ -11,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import ErrorDetails
 
 from prfaas.core.deployment.source import DeploymentError, Location, YamlSource
-from prfaas.core.deployment.types import Policy
+from prfaas.core.deployment.types import Policy, RouteDetail
 from prfaas.core.units import GIB, MIB, parse_bits_per_s, parse_bytes
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
@@ -68,7 +69,14 @@ def _env_value(value: object) -> object:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
+def _host_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,253}", name):
+        raise ValueError(f'{name!r} is no host name; write it without "http://" and without a port')
+    return name.lower()
+
+
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+HostName = Annotated[str, AfterValidator(_host_name)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -190,11 +198,22 @@ class WorkloadSection(_Section):
     load: Annotated[float, Field(gt=0, lt=1)] = 0.7
 
 
+class AdminSection(_Section):
+    """Where operators connect. Without a `port`: the one after the gateway's that nothing else of the file uses."""
+
+    host: Text = "127.0.0.1"
+    port: Annotated[Port | None, _GIVEN] = None
+    token_file: Annotated[Text | None, _GIVEN] = None
+
+
 class GatewaySection(_Section):
-    """Where clients connect."""
+    """Where clients and operators connect, and what clients are told."""
 
     host: Text = "127.0.0.1"
     port: Port = 8000
+    admin: AdminSection = AdminSection()
+    hosts: list[HostName] = []
+    route_header: RouteDetail = "short"
 
 
 class SecuritySection(_Section):
@@ -215,6 +234,8 @@ class EngineSection(_Section):
     prefix_cache_retention_tokens: Annotated[int, Field(ge=0)] | None = None
     extra_args: list[Arg] = []
     env: dict[EnvName, EnvValue] = {}
+    log_size: Annotated[Size, Field(ge=64 * 1024)] = 64 * MIB
+    log_files: Annotated[int, Field(ge=1, le=1000)] = 3
 
 
 class TransferSection(_Section):

@@ -1,50 +1,28 @@
 """A deployment file in typed, frozen form: what runs where, who may send KV to whom, with which limits."""
 
-import hashlib
-import ipaddress
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from prfaas.core.deployment.addresses import (
+    EventsEndpoint,
+    host_in_url,
+    is_loopback,
+    local_endpoint,
+    tcp_endpoint,
+)
 from prfaas.core.deployment.source import DeploymentError
 from prfaas.core.latency import LatencyProfile
-
-
-@dataclass(frozen=True, slots=True)
-class EventsEndpoint:
-    """Where an engine publishes what its prefix cache holds: ZeroMQ addresses.
-
-    The engine binds to `bind_*`; subscribers connect to `publish` and `replay`.
-    """
-
-    bind_publish: str
-    bind_replay: str
-    publish: str
-    replay: str
-
-
-def tcp_endpoint(host: str, port: int) -> EventsEndpoint:
-    """Events at `port`, replay at the port after it. `host` as it stands in a URL."""
-    # vLLM's publisher connects instead of binding unless its address has a wildcard.
-    return EventsEndpoint(
-        f"tcp://*:{port}", f"tcp://*:{port + 1}", f"tcp://{host}:{port}", f"tcp://{host}:{port + 1}"
-    )
-
-
-def local_endpoint(home: Path, instance: str) -> EventsEndpoint:
-    """Abstract sockets of this machine: no port, no file, and nothing that another machine could reach."""
-    place = hashlib.blake2b(str(home).encode(), digest_size=6).hexdigest()
-    publish, replay = f"ipc://@prfaas-{place}-{instance}", f"ipc://@prfaas-{place}-{instance}-replay"
-    return EventsEndpoint(publish, replay, publish, replay)
-
 
 Role = Literal["prefill", "decode"]
 ClusterKind = Literal["prfaas", "pd"]
 Policy = Literal[
     "paper", "tilted", "local_only", "offload_all", "static_threshold", "least_ttft", "round_robin"
 ]
+
+RouteDetail = Literal["short", "full"]
 
 INTRA_CLUSTER_CONNECTIONS = 4
 
@@ -197,17 +175,37 @@ class Slo:
 
 
 @dataclass(frozen=True, slots=True)
-class GatewayConfig:
-    """Where clients connect."""
+class AdminConfig:
+    """Where operators connect: metrics, the deployment's state, and what became of each request."""
 
     host: str
     port: int
+    """0: any port that is free."""
+    token_file: Path | None = None
+    """File of the bearer token that requests must bear; None: none is asked for, which needs a loopback host."""
+
+    @property
+    def url(self) -> str:
+        """Base of the operators' pages as seen on the gateway's own machine, without a trailing slash."""
+        return _url_on_its_machine(self.host, self.port)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """Where clients and operators connect, and what clients are told."""
+
+    host: str
+    port: int
+    admin: AdminConfig = AdminConfig("127.0.0.1", 0)
+    hosts: tuple[str, ...] = ()
+    """Further names by which operators may call the gateway: a load balancer's, or a Kubernetes Service's."""
+    route_header: RouteDetail = "short"
+    """Whether `x-prfaas-route` tells every client the numbers that decided (`full`), or only a named tenant."""
 
     @property
     def url(self) -> str:
         """Base of the gateway's HTTP API as seen on its own machine, without a trailing slash."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://{host_in_url(host)}:{self.port}"
+        return _url_on_its_machine(self.host, self.port)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +234,10 @@ class EngineConfig:
     extra_args: tuple[str, ...]
     """Further arguments of `vllm serve`."""
     env: Mapping[str, str]
+    log_bytes: int = 64 << 20
+    """An engine's log of more becomes an earlier part of it."""
+    log_files: int = 3
+    """So many earlier parts are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,14 +388,6 @@ class Deployment:
         return local_endpoint(self.home, instance.name) if is_loopback(instance.host) else None
 
 
-def is_loopback(host: str) -> bool:
-    """True if a host is this machine, by a name or an address that never leaves it."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
-
-
-def host_in_url(host: str) -> str:
-    """A host as it stands in a URL: IPv6 addresses in brackets."""
-    return f"[{host}]" if ":" in host else host
+def _url_on_its_machine(host: str, port: int) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{host_in_url(host)}:{port}"

@@ -278,7 +278,7 @@ class StateEnds:
         longest = lengths[0][1]
         # The end of what is held is where the state mostly is: only without it, go through the chain.
         waiting = self._settle(found, lengths, chain[longest - 1], longest)
-        if waiting:
+        if waiting and not self._masks.keys().isdisjoint(chain):
             backwards = chain[longest - 1 :: -1]
             for block in filter(self._masks.__contains__, backwards):
                 waiting = self._settle(found, waiting, block, longest - backwards.index(block))

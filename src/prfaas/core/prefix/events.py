@@ -52,6 +52,8 @@ class StoredBlocks(
     medium: str | None = None
     """The tier; None and "GPU" are the same."""
     locality: str | None = None
+    lookahead_token_ids: list[list[int]] | None = None
+    """Per hash the tokens behind the block that went into it too (vLLM 0.33 with speculative decoding); None: none."""
 
 
 class RemovedBlocks(

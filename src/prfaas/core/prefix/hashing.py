@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from struct import Struct
 
@@ -52,22 +52,28 @@ class BlockHasher:
     with the previous hash as its seed, so equal hashes mean equal prefixes.
     The chain is not keyed: it serves routing only, where a collision costs time and never a wrong token.
     The seed differs per deployment so that a client cannot precompute colliding prompts for all of them.
+
+    With `lookahead_tokens` a block's hash covers so many tokens behind it too, as engines with a draft model hash.
     """
 
-    __slots__ = ("_block", "_root", "block_tokens", "seed")
+    __slots__ = ("_block", "_root", "block_tokens", "lookahead_tokens", "seed")
 
-    def __init__(self, *, block_tokens: int = DEFAULT_BLOCK_TOKENS, seed: int = 0) -> None:
+    def __init__(
+        self, *, block_tokens: int = DEFAULT_BLOCK_TOKENS, seed: int = 0, lookahead_tokens: int = 0
+    ) -> None:
         """Make a hasher.
 
         Args:
             block_tokens: tokens per block, above 0.
             seed: any unsigned 64-bit integer.
+            lookahead_tokens: tokens behind a block that its hash covers, from 0.
         """
         if block_tokens < 1:
             raise ValueError(f"block_tokens is {block_tokens}: it must be at least 1")
         if not 0 <= seed < 1 << 64:
             raise ValueError(f"seed is {seed}: it must be an unsigned 64-bit integer")
         self.block_tokens = block_tokens
+        self.lookahead_tokens = lookahead_tokens
         self.seed = seed
         self._root = chain_root(seed)
         self._block = Struct(f"{block_tokens * _ID_BYTES}s")
@@ -75,7 +81,7 @@ class BlockHasher:
     def hashes(
         self, token_ids: TokenIds, root: int | None = None, *, max_blocks: int | None = None
     ) -> tuple[int, ...]:
-        """One hash per whole block of `token_ids`; a partial tail has none.
+        """One hash per whole block of `token_ids`; a partial tail has none, nor a block without its whole lookahead.
 
         Args:
             token_ids: the ids to hash.
@@ -87,10 +93,37 @@ class BlockHasher:
             OverflowError, TypeError: an id is not an unsigned 32-bit integer.
         """
         ids = id_bytes(token_ids)
-        whole = ids[: len(ids) - len(ids) % self._block.size]
         parent = self._root if root is None else root
+        if self.lookahead_tokens:
+            size = self._block.size
+            covered = size + self.lookahead_tokens * _ID_BYTES
+            starts = islice(range(0, len(ids) - covered + 1, size), max_blocks)
+            return tuple(
+                [parent := xxh3_64_intdigest(ids[at : at + covered], parent) & _HASH_MASK for at in starts]
+            )
+        whole = ids[: len(ids) - len(ids) % self._block.size]
         blocks = islice(chain.from_iterable(self._block.iter_unpack(whole)), max_blocks)
         return tuple([parent := xxh3_64_intdigest(block, parent) & _HASH_MASK for block in blocks])
+
+    def stored_hashes(
+        self, token_ids: Sequence[int], lookaheads: Sequence[Sequence[int]], root: int, *, max_blocks: int
+    ) -> tuple[int, ...]:
+        """`hashes` of stored blocks, whose lookahead stands apart: one list for each block.
+
+        A block whose list has another length than `lookahead_tokens` ends them.
+
+        Raises:
+            OverflowError, TypeError: an id is not an unsigned 32-bit integer.
+        """
+        ids, size, parent = id_bytes(token_ids), self._block.size, root
+        hashes = []
+        for place, ahead in enumerate(lookaheads[: min(max_blocks, len(ids) // size)]):
+            if len(ahead) != self.lookahead_tokens:
+                break
+            block = bytes(ids[place * size : (place + 1) * size]) + bytes(id_bytes(ahead))
+            parent = xxh3_64_intdigest(block, parent) & _HASH_MASK
+            hashes.append(parent)
+        return tuple(hashes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,29 +134,37 @@ class PromptChains:
     """Tokens of the whole prompt."""
     by_block_tokens: Mapping[int, tuple[int, ...]]
     """Tokens per block → one hash per whole block, for every block size of the deployment's engines (usually one)."""
+    with_lookahead: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    """(Tokens per block, tokens behind it) → the same for engines whose hashes look ahead."""
 
 
 class Hashers:
-    """The hashers of one deployment: one per block size, all with its seed."""
+    """The hashers of one deployment: one per form of its engines' blocks, all with its seed."""
 
     def __init__(self, seed: int) -> None:
         """`seed`: any unsigned 64-bit integer."""
         self.seed = seed
-        self._by_block_tokens: dict[int, BlockHasher] = {}
+        self._by_form: dict[tuple[int, int], BlockHasher] = {}
 
-    def of(self, block_tokens: int) -> BlockHasher:
-        """The hasher of blocks of so many tokens."""
-        hasher = self._by_block_tokens.get(block_tokens)
+    def of(self, block_tokens: int, lookahead_tokens: int = 0) -> BlockHasher:
+        """The hasher of blocks of so many tokens, whose hashes cover so many behind them."""
+        form = (block_tokens, lookahead_tokens)
+        hasher = self._by_form.get(form)
         if hasher is None:
-            hasher = self._by_block_tokens[block_tokens] = BlockHasher(
-                block_tokens=block_tokens, seed=self.seed
+            hasher = self._by_form[form] = BlockHasher(
+                block_tokens=block_tokens, seed=self.seed, lookahead_tokens=lookahead_tokens
             )
         return hasher
 
     def chains(
-        self, token_ids: TokenIds, salt: str, adapter: str, block_sizes: Iterable[int]
+        self,
+        token_ids: TokenIds,
+        salt: str,
+        adapter: str,
+        block_sizes: Iterable[int],
+        lookahead_forms: Iterable[tuple[int, int]] = (),
     ) -> PromptChains:
-        """The prompt's chains for blocks of `block_sizes` tokens.
+        """The prompt's chains for blocks of `block_sizes` tokens, and for those of `lookahead_forms`.
 
         Raises:
             OverflowError, TypeError: an id is not an unsigned 32-bit integer.
@@ -138,6 +179,12 @@ class Hashers:
                     ids, root, max_blocks=max(num_tokens - 1, 0) // block_tokens
                 )
                 for block_tokens in block_sizes
+            },
+            {
+                (block_tokens, lookahead): self.of(block_tokens, lookahead).hashes(
+                    ids, root, max_blocks=max(num_tokens - 1, 0) // block_tokens
+                )
+                for block_tokens, lookahead in lookahead_forms
             },
         )
 

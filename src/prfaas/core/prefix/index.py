@@ -1,7 +1,8 @@
 """Where every prefix is cached: the index over all instances of all clusters."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from prfaas.core.prefix.block_tree import BlockTree, Reach, StateEnds
 from prfaas.core.prefix.events import Cleared, Event, StoredBlocks
@@ -9,8 +10,8 @@ from prfaas.core.prefix.hashing import Hashers, PromptChains, TokenIds
 from prfaas.core.prefix.instance_blocks import InstanceBlocks
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
+# Not a frozen dataclass: that takes three times as long to make, and a lookup makes one for every length.
+class PrefixHit(NamedTuple):
     """What one instance holds of one prompt, in tokens."""
 
     reusable_tokens: int
@@ -87,6 +88,7 @@ class GlobalIndex:
         self._instances: dict[str, InstanceBlocks] = {}
         self._blocks = 0
         self._block_sizes: tuple[int, ...] = ()
+        self._lookahead_forms: tuple[tuple[int, int], ...] = ()
         # Bits of instances that need nothing but attention blocks, states besides, or windows too.
         self._plain_bits = self._stateful_bits = self._windowed_bits = 0
         self._names: dict[int, tuple[str, ...]] = {}
@@ -102,7 +104,7 @@ class GlobalIndex:
         Raises:
             OverflowError, TypeError: an id is not an unsigned 32-bit integer.
         """
-        return self._hashers.chains(token_ids, salt, adapter, self._block_sizes)
+        return self._hashers.chains(token_ids, salt, adapter, self._block_sizes, self._lookahead_forms)
 
     def apply(self, instance: str, events: Sequence[Event]) -> None:
         """Apply one batch of `instance`, which is registered if it is new."""
@@ -132,14 +134,27 @@ class GlobalIndex:
     def match(self, chains: PromptChains) -> dict[str, PrefixHit]:
         """Instance → what it holds of the prompt; only instances that hold something."""
         hits: dict[str, PrefixHit] = {}
-        for block_tokens, chain in chains.by_block_tokens.items():
+        self._match(hits, chains.by_block_tokens.items())
+        if self._lookahead_forms:
+            forms = chains.with_lookahead.items()
+            self._match(hits, [(block_tokens, chain) for (block_tokens, _), chain in forms])
+        return hits
+
+    def _match(self, hits: dict[str, PrefixHit], chains: Iterable[tuple[int, tuple[int, ...]]]) -> None:
+        for block_tokens, chain in chains:
             lengths = self._tree.lengths(chain) if chain else []
             if not lengths:
+                continue
+            if not (self._stateful_bits or self._windowed_bits):
+                # Attention alone: what is held is reusable. `_reaches` and `_names_of` in line, for half the time.
+                for holders, end in lengths:
+                    value = PrefixHit(end * block_tokens, end * block_tokens)
+                    for name in self._names.get(holders) or self._names_of(holders):
+                        hits[name] = value
                 continue
             for reach in self._reaches(chain, lengths):
                 value = PrefixHit(reach.reusable_blocks * block_tokens, reach.attention_blocks * block_tokens)
                 hits.update(dict.fromkeys(self._names_of(reach.holders), value))
-        return hits
 
     def blocks(self, instance: str) -> int:
         """Blocks and states indexed of `instance`."""
@@ -167,6 +182,8 @@ class GlobalIndex:
         every = list(self._instances.values())
         self._names = {}
         self._block_sizes = tuple(sorted({each.block_tokens for each in every if each.block_tokens}))
+        forms = {(each.block_tokens, each.lookahead_tokens) for each in every if each.block_tokens}
+        self._lookahead_forms = tuple(sorted((tokens, ahead) for tokens, ahead in forms if ahead))
         self._windowed_bits = sum(each.bit for each in every if each.windows or self._needs_windows)
         self._stateful_bits = sum(each.bit for each in every if each.linear or self._needs_states)
         self._stateful_bits &= ~self._windowed_bits

@@ -113,6 +113,8 @@ class InstanceBlocks:
     def __init__(self, tree: BlockTree, states: StateEnds, hashers: Hashers) -> None:
         self.block_tokens: int | None = None
         """Tokens per full-attention block; None until one was stored."""
+        self.lookahead_tokens = 0
+        """Tokens behind a block that its hash covers too."""
         self.has_learned = False
         """A group or the block size is new. The index sets it back."""
         self.count = 0
@@ -201,6 +203,7 @@ class InstanceBlocks:
         if event.kind not in ATTENTION_KINDS or event.block_tokens < 1 or not event.token_ids:
             return False
         self._attention_group, self.block_tokens = event.group, event.block_tokens
+        self.lookahead_tokens = _lookahead_tokens(event)
         self.has_learned = True
         return True
 
@@ -248,13 +251,23 @@ class InstanceBlocks:
         taken = self._room(plain, len(engine_hashes), most)
         root = parent or chain_root(self._hashers.seed, salt, event.adapter or "")
         try:
-            chain = self._hashers.of(event.block_tokens).hashes(event.token_ids, root, max_blocks=taken)
+            chain = self._hashes(event, root, taken)
         except OverflowError:
             chain = ()
         if chain:
-            self._link(engine_hashes, parent, chain)
+            self._link(engine_hashes[: len(chain)], parent, chain)
         if self._early:
             self._settle(most)
+
+    def _hashes(self, event: StoredBlocks, root: int, most: int) -> tuple[int, ...]:
+        """The index's hashes of the event's blocks; fewer where their form is not the one that this engine has."""
+        hasher = self._hashers.of(event.block_tokens, self.lookahead_tokens)
+        lookaheads = event.lookahead_token_ids
+        if not self.lookahead_tokens and not lookaheads:
+            return hasher.hashes(event.token_ids, root, max_blocks=most)
+        found = hasher.stored_hashes(event.token_ids, lookaheads or (), root, max_blocks=most)
+        self.unlinked += most - len(found)
+        return found
 
     def _room(self, plain: int, blocks: int, most: int) -> int:
         """How many of `blocks`, of which the first `plain` can be indexed, are."""
@@ -347,6 +360,10 @@ class InstanceBlocks:
         self._leaving = array(WORDS)
         self._early = {}
         self.count = 0
+
+
+def _lookahead_tokens(event: StoredBlocks) -> int:
+    return len(event.lookahead_token_ids[0]) if event.lookahead_token_ids else 0
 
 
 def _word(engine_hash: EngineHash) -> int:

@@ -57,6 +57,7 @@ _Placement = tuple[ClusterView, InstanceView, ClusterView, InstanceView, LinkVie
 
 def _placements(view: View, pd: ClusterView, decode: InstanceView) -> list[_Placement]:
     """(PD cluster, its decode instance, prefill cluster, prefill instance, link between the clusters)."""
+    view = view.towards(decode.name)
     here = prefillers(pd, view) or [decode]
     placements: list[_Placement] = [(pd, decode, pd, each, None) for each in here]
     for cluster in view.clusters.values():

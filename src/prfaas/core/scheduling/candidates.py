@@ -6,9 +6,12 @@ A `PrefillCandidate` carries what is predicted of one way to prefill.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Protocol
 
 from prfaas.core.scheduling.decision import CacheTransfer, RoutingRequest
 from prfaas.core.scheduling.view import (
+    ClusterKind,
     ClusterView,
     InstanceView,
     LinkView,
@@ -69,10 +72,7 @@ def streamed(option: PrefillCandidate, link: LinkView, now_s: float, kv_bytes: i
     if link_wait_s < 0.0:
         link_wait_s = 0.0
     start_s, prefill_s = option.start_s, option.prefill_s
-    # `streamed_s` in line: this is asked for every long prompt.
-    computed_s = start_s + prefill_s
-    sent_s = (start_s if start_s > link_wait_s else link_wait_s) + link_s
-    ttft_s = (computed_s if computed_s > sent_s else sent_s) + link.rtt_s
+    ttft_s = streamed_s(start_s, prefill_s, link_wait_s, link_s, link.rtt_s)
     return PrefillCandidate(
         option.cluster,
         option.instance,
@@ -127,7 +127,7 @@ def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) ->
     done_s = wait_s = prefill_s = seconds = least_wait_s = math.inf
     # `reusable_at` in line: this loop is most of a decision's time.
     for instance in cluster.instances:
-        if not instance.takes_prefills or instance.name in avoid:
+        if not instance.takes_prefills or (avoid and instance.name in avoid):
             continue
         queue_s = instance.busy_until_s - now_s
         if queue_s < 0.0:
@@ -213,9 +213,73 @@ def least_queued(request: RoutingRequest, cluster: ClusterView, view: View) -> B
     )
 
 
+class PrefixSource(Protocol):
+    """The longest prefix of a request in one cluster. A `BestCandidate` is one."""
+
+    cluster: ClusterView
+    holder: InstanceView
+    """The instance that holds it."""
+    held_tokens: int
+    """Its length."""
+
+
+_by_tokens = attrgetter("held_tokens")
+
+
+@dataclass(slots=True)
+class PrefillCandidates:
+    """The instance of every cluster that would prefill, and the prefixes that clusters hold."""
+
+    own: dict[str, BestCandidate]
+    """By PD cluster."""
+    far: list[BestCandidate]
+    """Those of PrfaaS clusters."""
+    sources: list[PrefixSource]
+    """The longest prefix of every cluster that holds any, the longest first."""
+
+
+def prefill_candidates(request: RoutingRequest, view: View) -> PrefillCandidates:
+    """The candidates of all clusters with an instance that may prefill."""
+    own: dict[str, BestCandidate] = {}
+    far: list[BestCandidate] = []
+    sources: list[PrefixSource] = []
+    for cluster in view.clusters.values():
+        node = best_candidate(request, cluster, view)
+        if node is None:
+            continue
+        if cluster.kind == "pd":
+            own[cluster.name] = node
+        else:
+            far.append(node)
+        if node.held_tokens:
+            sources.append(node)
+    if len(sources) > 1:
+        sources.sort(key=_by_tokens, reverse=True)
+    return PrefillCandidates(own, far, sources)
+
+
+def able_to_send(
+    request: RoutingRequest, view: View, decode: InstanceView, prefill: PrefillCandidates
+) -> PrefillCandidates:
+    """Of all who would prefill those who can send to `decode`."""
+    reached = view.towards(decode.name)
+    return prefill if reached is view else prefill_candidates(request, reached)
+
+
 def prefillers(cluster: ClusterView, view: View) -> list[InstanceView]:
     """The instances of `cluster` that may be given prefills."""
     return [each for each in cluster.instances if each.takes_prefills and each.name not in view.avoid]
+
+
+def is_kept_apart(view: View, decode: InstanceView, kind: ClusterKind) -> bool:
+    """Whether an instance that may prefill gets nothing only because `decode` takes no KV from it."""
+    unable = {producer for producer, consumer in view.blocked if consumer == decode.name}
+    return any(
+        each.name in unable
+        for cluster in view.clusters.values()
+        if unable and cluster.kind == kind and (kind == "prfaas" or cluster.name == decode.cluster)
+        for each in prefillers(cluster, view)
+    )
 
 
 def decode_choices(request: RoutingRequest, view: View) -> list[tuple[ClusterView, InstanceView]]:

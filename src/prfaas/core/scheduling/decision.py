@@ -107,7 +107,8 @@ class Route(StrEnum):
     """A PrfaaS cluster."""
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, like `Decision`, for speed; it must not be changed either.
+@dataclass(slots=True)
 class CacheTransfer:
     """The KV of a prompt's beginning goes to the prefill instance before it starts.
 

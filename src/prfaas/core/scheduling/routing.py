@@ -7,20 +7,23 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
 
 from prfaas.core.scheduling.candidates import (
     AbundanceMarks,
     BestCandidate,
     PrefillCandidate,
+    PrefillCandidates,
+    PrefixSource,
+    able_to_send,
     abundant_link,
-    best_candidate,
     decode_choices,
+    is_kept_apart,
     kv_bytes_to,
     least_loaded,
     least_queued,
     load_of,
     prefill_by,
+    prefill_candidates,
     streamed,
     streamed_s,
     usable_link,
@@ -28,16 +31,6 @@ from prfaas.core.scheduling.candidates import (
 from prfaas.core.scheduling.decision import CacheTransfer, Decision, Route, RoutingRequest
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
 from prfaas.core.units import BITS_PER_BYTE
-
-
-class PrefixSource(Protocol):
-    """The longest prefix of a request in one cluster. A `BestCandidate` is one."""
-
-    cluster: ClusterView
-    holder: InstanceView
-    """The instance that holds it."""
-    held_tokens: int
-    """Its length."""
 
 
 @dataclass(slots=True)
@@ -73,6 +66,8 @@ class PdCandidate:
     """The long-term threshold, infinite where there is none."""
     sources: list[PrefixSource]
     """The longest prefix of every cluster that holds any, the longest first."""
+    is_kept_apart: bool = False
+    """There is a PrfaaS instance that could prefill if the decode instance took its KV."""
 
     def reason_to_stay(self, *, long: bool) -> str:
         """One word for why the request is prefilled here; `long`: although it is longer than the threshold."""
@@ -82,39 +77,9 @@ class PdCandidate:
             return "short"
         if self.remotes:
             return "busy-prfaas"
-        return "no-link" if self.has_prfaas else "no-prfaas-instance"
-
-
-@dataclass(slots=True)
-class PrefillCandidates:
-    """The instance of every cluster that would prefill, and the prefixes that clusters hold."""
-
-    own: dict[str, BestCandidate]
-    """By PD cluster."""
-    far: list[BestCandidate]
-    """Those of PrfaaS clusters."""
-    sources: list[PrefixSource]
-    """The longest prefix of every cluster that holds any, the longest first."""
-
-
-def prefill_candidates(request: RoutingRequest, view: View) -> PrefillCandidates:
-    """The candidates of all clusters with an instance that may prefill."""
-    own: dict[str, BestCandidate] = {}
-    far: list[BestCandidate] = []
-    sources: list[PrefixSource] = []
-    for cluster in view.clusters.values():
-        node = best_candidate(request, cluster, view)
-        if node is None:
-            continue
-        if cluster.kind == "pd":
-            own[cluster.name] = node
-        else:
-            far.append(node)
-        if node.held_tokens:
-            sources.append(node)
-    if len(sources) > 1:
-        sources.sort(key=_by_tokens, reverse=True)
-    return PrefillCandidates(own, far, sources)
+        if self.has_prfaas:
+            return "no-link"
+        return "incompatible" if self.is_kept_apart else "no-prfaas-instance"
 
 
 def lone_pd_candidate(request: RoutingRequest, view: View) -> PdCandidate | None:
@@ -134,7 +99,7 @@ def lone_pd_candidate(request: RoutingRequest, view: View) -> PdCandidate | None
             return None
         else:
             home = cluster
-    if home is None or view.avoid:
+    if home is None or view.avoid or view.blocked:
         return None
     own = least_queued(request, home, view)
     decode = least_loaded(home.instances)
@@ -156,16 +121,10 @@ def pd_candidate_of(
     cluster: ClusterView,
     decode: InstanceView,
     prefill: PrefillCandidates,
-    *,
-    caches_move: bool = True,
 ) -> PdCandidate:
-    """The PD cluster `cluster`, given who would decode there; without `sources` unless `caches_move`."""
+    """The PD cluster `cluster`, given who would decode there; without `sources`: caches stay where they are."""
     own = prefill.own.get(cluster.name)
     local, reason, held_tokens = _local(request, view, cluster, decode, own)
-    sources = prefill.sources if caches_move else []
-    if caches_move and held_tokens > (0 if own is None else own.held_tokens):
-        sources = [*sources, _AtDecode(cluster, decode, held_tokens)]
-        sources.sort(key=_by_tokens, reverse=True)
     remotes = []
     for node in prefill.far:
         link = usable_link(view, node.cluster.name, cluster.name)
@@ -173,10 +132,22 @@ def pd_candidate_of(
             remotes.append((node, link))
     least_wait_s = local.start_s if own is None else own.least_wait_s
     threshold = view.threshold_tokens.get(cluster.name, math.inf)
-    has_prfaas = bool(prefill.far)
+    far = bool(prefill.far)
+    apart = bool(view.blocked) and not far and is_kept_apart(view, decode, "prfaas")
+    if view.blocked and reason == "no-prefill-instance" and is_kept_apart(view, decode, "pd"):
+        reason = "incompatible"
     return PdCandidate(
-        cluster, decode, local, reason, held_tokens, least_wait_s, remotes, has_prfaas, threshold, sources
+        cluster, decode, local, reason, held_tokens, least_wait_s, remotes, far, threshold, [], apart
     )
+
+
+def let_caches_move(pd: PdCandidate, prefill: PrefillCandidates) -> None:
+    """Give `pd` the prefixes of all clusters, its decode instance's among them where that is its cluster's longest."""
+    own = prefill.own.get(pd.cluster.name)
+    pd.sources = prefill.sources
+    if pd.held_tokens > (0 if own is None else own.held_tokens):
+        pd.sources = [*prefill.sources, _AtDecode(pd.cluster, pd.decode, pd.held_tokens)]
+        pd.sources.sort(key=_by_tokens, reverse=True)
 
 
 def _local(
@@ -289,6 +260,8 @@ def _best_source(
     for source in pd.sources:
         if source.held_tokens <= option.reusable_tokens:
             return None
+        if view.blocked and (source.holder.name, option.instance.name) in view.blocked:
+            continue
         link = abundant_link(view, source.cluster.name, option.cluster.name, marks)
         if link is not None:
             return source, link
@@ -333,24 +306,26 @@ def route(
     if request.num_tokens <= 1:
         return single_token(request, view, decoders)
     prefill = prefill_candidates(request, view)
-    if len(decoders) == 1:
-        cluster, decode = decoders[0]
-        pd = pd_candidate_of(request, view, cluster, decode, prefill)
-        return decision_of(request, view, decode, choose(request, view, pd))
+    chosen: PdCandidate | None = None
     best: Choice | None = None
-    full, least, lightest = True, math.inf, math.inf
-    for here, decoder in decoders:
-        choice = choose(
-            request, view, pd_candidate_of(request, view, here, decoder, prefill, caches_move=False)
-        )
-        load = load_of(decoder)
-        if best is None or (load >= 1.0, choice.cost, load) < (full, least, lightest):
-            best, cluster, decode = choice, here, decoder
-            full, least, lightest = load >= 1.0, choice.cost, load
-    assert best is not None  # there is at least one
-    if request.held:
-        best = choose(request, view, pd_candidate_of(request, view, cluster, decode, prefill))
-    return decision_of(request, view, decode, best)
+    if len(decoders) == 1:
+        here = able_to_send(request, view, decoders[0][1], prefill)
+        chosen = pd_candidate_of(request, view, *decoders[0], here)
+    else:
+        full, least, lightest = True, math.inf, math.inf
+        for cluster, decode in decoders:
+            able = able_to_send(request, view, decode, prefill)
+            pd = pd_candidate_of(request, view, cluster, decode, able)
+            choice = choose(request, view, pd)
+            load = load_of(decode)
+            if chosen is None or (load >= 1.0, choice.cost, load) < (full, least, lightest):
+                best, chosen, here = choice, pd, able
+                full, least, lightest = load >= 1.0, choice.cost, load
+        assert chosen is not None  # there is at least one
+    if best is None or request.held:
+        let_caches_move(chosen, here)
+        best = choose(request, view, chosen)
+    return decision_of(request, view, chosen.decode, best)
 
 
 def soonest_remote(
@@ -358,15 +333,24 @@ def soonest_remote(
 ) -> PrefillCandidate:
     """Of `remotes`, at least one, the one with the least predicted TTFT."""
     kv_bytes = kv_bytes_to(request, view, pd.decode)
-    best: PrefillCandidate | None = None
+    now_s, kv_bits = view.now_s, BITS_PER_BYTE * kv_bytes
+    chosen: tuple[BestCandidate, LinkView] | None = None
+    least_s = math.inf
     for node, link in remotes:
         # No KV arrives before it has been computed.
-        if best is None or node.ttft_s < best.ttft_s:
-            option = streamed(node, link, view.now_s, kv_bytes)
-            if best is None or option.ttft_s < best.ttft_s:
-                best = option
-    assert best is not None  # there is at least one
-    return best
+        if chosen is None or node.ttft_s < least_s:
+            wait_s = link.drained_s - now_s
+            ttft_s = streamed_s(
+                node.start_s,
+                node.prefill_s,
+                wait_s if wait_s > 0.0 else 0.0,
+                kv_bits / link.capacity_bits_per_s,
+                link.rtt_s,
+            )
+            if chosen is None or ttft_s < least_s:
+                chosen, least_s = (node, link), ttft_s
+    assert chosen is not None  # there is at least one
+    return streamed(*chosen, now_s, kv_bytes)
 
 
 def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choice: Choice) -> Decision:

@@ -6,10 +6,12 @@ from typing import ClassVar
 
 from prfaas.core.scheduling.candidates import (
     AbundanceMarks,
+    BestCandidate,
     PrefillCandidate,
     is_stale,
     kv_bytes_to,
     streamed,
+    streamed_s,
 )
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
 from prfaas.core.scheduling.routing import (
@@ -20,7 +22,8 @@ from prfaas.core.scheduling.routing import (
     uncached_tokens,
     with_cache,
 )
-from prfaas.core.scheduling.view import View
+from prfaas.core.scheduling.view import LinkView, View
+from prfaas.core.units import BITS_PER_BYTE
 
 _LEAST_S = 1e-3
 # Of the tokens to compute: what a cached prefix must spare for a prefill to wait for the instance that holds it.
@@ -72,7 +75,8 @@ class Tilted:
         choice = self._place(request, view, pd)
         option = choice.option
         choice.urgency_s = view.now_s + self.ageing * option.prefill_s
-        if request.held:
+        # Without sources no cluster holds anything, or PD clusters are only being compared: then it does not count.
+        if pd.sources:
             choice.is_bound = option.cache_transfer is not None or _is_held_best(request, option)
         return choice
 
@@ -98,17 +102,22 @@ class Tilted:
 
     def _cheapest_remote(self, request: RoutingRequest, view: View, pd: PdCandidate) -> PrefillCandidate:
         kv_bytes = kv_bytes_to(request, view, pd.decode)
-        best: PrefillCandidate | None = None
+        now_s, kv_bits = view.now_s, BITS_PER_BYTE * kv_bytes
+        chosen: tuple[BestCandidate, LinkView] | None = None
         least = math.inf
         for node, link in pd.remotes:
             # Without the link the cost can only be less.
             if node.ttft_s * node.prefill_s < least:
-                option = streamed(node, link, view.now_s, kv_bytes)
-                cost = _cost(option)
+                # `_cost` of `streamed` in line: only one candidate is made.
+                link_s, wait_s = kv_bits / link.capacity_bits_per_s, link.drained_s - now_s
+                if wait_s < 0.0:
+                    wait_s = 0.0
+                ttft_s = streamed_s(node.start_s, node.prefill_s, wait_s, link_s, link.rtt_s)
+                cost = ttft_s * node.prefill_s + wait_s * link_s
                 if cost < least:
-                    best, least = option, cost
-        assert best is not None  # there is at least one
-        return best
+                    chosen, least = (node, link), cost
+        assert chosen is not None  # there is at least one
+        return streamed(*chosen, now_s, kv_bytes)
 
     def _ahead_s(self, local: PrefillCandidate, far: PrefillCandidate, view: View) -> float:
         work = (far.ttft_s - far.prefill_s) * far.prefill_s + far.link_wait_s * far.link_s
@@ -120,16 +129,15 @@ class Tilted:
 
 def _is_held_best(request: RoutingRequest, option: PrefillCandidate) -> bool:
     """Whether another instance of the cluster would have to compute a tenth more."""
-    here = option.instance
-    elsewhere = max(
-        (
-            request.reusable_at(each.name)
-            for each in option.cluster.instances
-            if each.prefills and each is not here
-        ),
-        default=0,
-    )
-    return option.reusable_tokens - elsewhere > _MUCH * (request.num_tokens - elsewhere)
+    here, num_tokens, held_at = option.instance, request.num_tokens, request.held.get
+    elsewhere = 0
+    for each in option.cluster.instances:
+        # `reusable_at` in line: it is asked of a whole cluster.
+        if each.prefills and each is not here and (hit := held_at(each.name)) is not None:
+            tokens = hit.reusable_tokens
+            if tokens > elsewhere:
+                elsewhere = tokens if tokens < num_tokens else num_tokens - 1
+    return option.reusable_tokens - elsewhere > _MUCH * (num_tokens - elsewhere)
 
 
 def _tilted(threshold: float, tilt: float) -> float:

@@ -158,6 +158,15 @@ class View:
     can only make offloading rarer. After `candidates.DOWN_AFTER_STALE` times that the link counts as down."""
     avoid: frozenset[str] = frozenset()
     """Instances that get nothing."""
+    blocked: frozenset[tuple[str, str]] = frozenset()
+    """(producer, consumer): the second takes no KV from the first, for they are incompatible."""
+
+    def towards(self, consumer: str) -> "View":
+        """The same view, but whoever cannot send to `consumer` gets nothing."""
+        if not self.blocked:
+            return self
+        unable = [producer for producer, other in self.blocked if other == consumer]
+        return self.without(unable) if unable else self
 
     def without(self, names: Iterable[str]) -> "View":
         """The same view, but `names` get nothing: how another route is found after a failure."""

@@ -257,6 +257,10 @@ class ClusterState:
         load.view.prefills, load.view.decodes = role == "prefill", role == "decode"
         self._update_decoding(load)
 
+    def set_blocked(self, pairs: Iterable[tuple[str, str]]) -> None:
+        """These pairs (producer, consumer) are incompatible, and no others."""
+        self.view.blocked = frozenset(pairs)
+
     def set_link(
         self, pair: tuple[str, str], *, delivered_bytes: int, measured_bytes: int, capacity_bits_per_s: float
     ) -> None:

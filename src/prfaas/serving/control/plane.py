@@ -17,6 +17,7 @@ from prfaas.core.prefix.events import EventBatch
 from prfaas.core.scheduling import Decision, Policy, RoutingRequest, policy_named
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.serving.control.cluster_state import Clock, ClusterState, OpenPrefill
+from prfaas.serving.control.compatibility import Compatibility
 from prfaas.serving.control.engine_monitor import EngineAccess, EngineHttp, EngineMonitor
 from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.hot_prefixes import HotPrefixes
@@ -116,9 +117,16 @@ class LivePlane:
         self.thresholds = Thresholds(
             deployment, self.cluster_state, facts, self.window, clock=clock, on_change=self._on_threshold
         )
+        kv_port_of = sender_of or observer_of(key)
+        # One connection to each KV port, for what the control plane asks there.
+        self._kv_ports = {
+            instance.name: tuple(kv_port_of(instance, rank) for rank in range(instance.tensor_parallel))
+            for instance in deployment.instances
+        }
+        self.compatibility = Compatibility(deployment, self._kv_ports, self.cluster_state)
         self.links = LinkMonitor(
             deployment,
-            sender_of or observer_of(key),
+            lambda instance, rank: self._kv_ports[instance.name][rank],
             self.cluster_state,
             clock=clock,
             on_change=self.thresholds.ask_for_link,
@@ -145,6 +153,7 @@ class LivePlane:
             self.prefix_knowledge,
             self.event_feed,
             self.links,
+            self.compatibility,
             self.engines,
             self.health,
             self.window,
@@ -233,6 +242,15 @@ class LivePlane:
         """A request failed at `name`: out of routing until a probe is good."""
         self.health.suspect(name, reason, lost_cache=lost_cache)
 
+    def incompatible(self, producer: str, consumer: str) -> str | None:
+        """Why one takes no KV from the other, as far as it is known. See `gateway.control_plane`."""
+        return self.compatibility.reason(producer, consumer)
+
+    async def ask_incompatible(self, producer: str, consumer: str) -> str | None:
+        """The same, after the producer was asked."""
+        await self.compatibility.ask(producer)
+        return self.compatibility.reason(producer, consumer)
+
     def state(self) -> dict[str, Any]:
         """The deployment as it is now, ready for JSON."""
         return state_of(self._overview, self._clock())
@@ -243,6 +261,7 @@ class LivePlane:
             for loop in (
                 self.event_feed,
                 self.links,
+                self.compatibility,
                 self.engines,
                 self.health,
                 self.thresholds,
@@ -255,6 +274,8 @@ class LivePlane:
     async def close(self) -> None:
         """Give back connections; after `run` has ended."""
         await self.links.close()
+        ports = (port for ranks in self._kv_ports.values() for port in ranks)
+        await asyncio.gather(*(port.close() for port in ports), return_exceptions=True)
         await self._http.close()
 
     def _apply(self, name: str, batch: EventBatch) -> None:

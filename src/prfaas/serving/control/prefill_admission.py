@@ -82,7 +82,12 @@ class PrefillAdmission:
         pool = self._pools[cluster.name]
         admission: Admission = asyncio.get_running_loop().create_future()
         work_s = cluster.prefill_s(decision.prefill_tokens)
-        pool.offer(admission, decision.urgency_s, work_s, decision.prefill if decision.is_bound else None)
+        # Another instance of the cluster may be one whose KV the decode instance does not take.
+        may_send = {
+            each.name for each in cluster.instances if (each.name, decision.decode) not in view.blocked
+        }
+        is_bound = decision.is_bound or len(may_send) < len(cluster.instances)
+        pool.offer(admission, decision.urgency_s, work_s, decision.prefill if is_bound else None)
         self._tokens[admission] = decision.prefill_tokens
         cluster.waiting_s = pool.waiting_s
         for each in cluster.instances:

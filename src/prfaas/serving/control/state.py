@@ -9,6 +9,7 @@ from prfaas.core.deployment import Deployment, Instance, Link
 from prfaas.core.scheduling import InstanceView, Route
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.serving.control.cluster_state import ClusterState
+from prfaas.serving.control.compatibility import Compatibility
 from prfaas.serving.control.engine_monitor import EngineMeter, EngineMonitor
 from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.hot_prefixes import HotPrefixes
@@ -40,6 +41,7 @@ class Overview:
     prefix_knowledge: PrefixKnowledge
     event_feed: EventFeed
     links: LinkMonitor
+    compatibility: Compatibility
     engines: EngineMonitor
     health: HealthWatch
     window: LengthWindow
@@ -79,6 +81,7 @@ def state_of(plane: Overview, now_s: float) -> Json:
             for cluster in deployment.clusters
         },
         "links": {link.name: _link(plane, link, now_s) for link in deployment.links},
+        "incompatible": plane.compatibility.state(),
         "thresholds": {"history": plane.thresholds.state(now_s), "last_search": plane.thresholds.last},
         "roles": {
             "conversions": plane.role_changes.state(now_s),

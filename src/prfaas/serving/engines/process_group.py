@@ -12,33 +12,34 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import IO
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prfaas.serving.engines.log_file import LogFile
 
 _POLL_S = 0.05
 _TERM_WAIT_S = 10.0
 
 
 class ProcessGroup:
-    """A child in a session of its own; its output goes to `log_path`. Not thread-safe.
+    """A child in a session of its own; its output goes to a log. Not thread-safe.
 
     The group's id is the child's pid, which stays reserved until the child is reaped: a signal never hits another
     process that happens to get the number later.
     """
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], log_path: Path) -> None:
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        self.log_path = log_path
-        log: IO[bytes]
-        with log_path.open("wb") as log:
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], log: "LogFile") -> None:
+        self.log = log
+        with log.open() as file:
             self._child = subprocess.Popen(
                 argv,
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        log.keep_small()
 
     @property
     def pid(self) -> int:
@@ -53,7 +54,7 @@ class ProcessGroup:
         if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return True
         self._signal(signal.SIGKILL)
-        self._child.wait()
+        self._reap()
         return False
 
     @property
@@ -70,7 +71,7 @@ class ProcessGroup:
         """SIGKILL to the whole group; returns when the child is gone."""
         if self.is_running:
             self._signal(signal.SIGKILL)
-            self._child.wait()
+            self._reap()
 
     def wait(self, timeout_s: float) -> bool:
         """True if the child has ended within `timeout_s`."""
@@ -81,12 +82,9 @@ class ProcessGroup:
             time.sleep(_POLL_S)
         return True
 
-    def log_tail(self, lines: int = 20) -> str:
-        """The last lines of the output."""
-        with self.log_path.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - 64 * 1024))
-            text = log.read().decode(errors="replace")
-        return "\n".join(text.splitlines()[-lines:])
+    def _reap(self) -> None:
+        self._child.wait()
+        self.log.close()
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

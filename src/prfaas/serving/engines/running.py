@@ -13,6 +13,7 @@ from typing import Literal, Self
 from prfaas.core.deployment import SYNTHETIC, Deployment, Instance
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.command import EngineCommand, synthetic_command, vllm_command
+from prfaas.serving.engines.log_file import LogFile
 from prfaas.serving.engines.preparation import ensure_key, ensure_model, ensure_vllm, port_problem
 from prfaas.serving.engines.process_group import ProcessGroup, Watchdog
 
@@ -196,11 +197,11 @@ class RunningEngines:
     def log_path(self, name: str) -> Path:
         """Where an engine's output goes."""
         group = self._groups.get(name)
-        return group.log_path if group is not None else self.deployment.logs_dir / f"{name}.log"
+        return group.log.path if group is not None else self.deployment.logs_dir / f"{name}.log"
 
     def log_tail(self, name: str, lines: int = 20) -> str:
         """The last lines of an engine's output."""
-        return self._group(name).log_tail(lines)
+        return self._group(name).log.tail(lines)
 
     def _group(self, name: str) -> ProcessGroup:
         if name not in self._groups:
@@ -236,7 +237,12 @@ class RunningEngines:
     def _start_process(self, names: Sequence[str], command: EngineCommand) -> None:
         env = {**command.environment(), **self._extra_env}
         log_name = names[0] if len(names) == 1 else f"{names[0]}-to-{names[-1]}"
-        group = ProcessGroup(command.argv, env, self.deployment.logs_dir / f"{log_name}.log")
+        log = LogFile(
+            self.deployment.logs_dir / f"{log_name}.log",
+            max_bytes=self.deployment.engine.log_bytes,
+            kept_files=self.deployment.engine.log_files,
+        )
+        group = ProcessGroup(command.argv, env, log)
         for name in names:
             self._groups[name] = group
             self._started_s[name] = time.monotonic()
@@ -255,15 +261,15 @@ class RunningEngines:
 
     def _what_is_missing(self, name: str) -> str:
         instance, group = self.deployment.instance(name), self._groups[name]
-        written = group.log_path.stat()
-        if written.st_size == 0:
+        if group.log.written_bytes == 0:
             logged = "empty so far"
         else:
-            logged = f"last written to {max(0.0, time.time() - written.st_mtime):.0f} s ago"
+            written_s = group.log.path.stat().st_mtime
+            logged = f"last written to {max(0.0, time.time() - written_s):.0f} s ago"
         return (
             f"engine {name} runs, but does not answer {instance.url}/health, "
             f"{time.monotonic() - self._started_s[name]:.0f} s after it was started; "
-            f"its log is {group.log_path} ({logged})"
+            f"its log is {group.log.path} ({logged})"
         )
 
     def _check_alive(self, name: str) -> None:
@@ -271,7 +277,7 @@ class RunningEngines:
         if status is not None:
             how = f"was ended by signal {-status}" if status < 0 else f"ended with exit code {status}"
             raise EngineError(
-                f"engine {name} {how} before it was ready; the end of {group.log_path}:\n{group.log_tail()}"
+                f"engine {name} {how} before it was ready; the end of {group.log.path}:\n{group.log.tail(20)}"
             )
 
     def _forget(self, group: ProcessGroup) -> None:

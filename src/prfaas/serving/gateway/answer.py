@@ -6,11 +6,11 @@ A stream passes as the bytes it came in, whole event by whole event. Nothing of 
 import contextlib
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import orjson
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from prfaas.serving.gateway.bodies import without_transfer_params
 from prfaas.serving.gateway.http_pool import EngineResponse
@@ -30,6 +30,8 @@ _LONGEST_EVENT_BYTES = 1 << 20
 # In generated text the quotes would be escaped. The usage stands at the end.
 _ANSWER_TOKENS = re.compile(rb'"completion_tokens":\s?(\d+)')
 _USAGE_BYTES = 2048
+# With so much unsent to one client, its engine's stream waits.
+_UNSENT_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,17 @@ class EventStream:
             await self._response.readany()
         return b""
 
+    async def pump(self, passes_on: Callable[[bytes], bool]) -> None:
+        """Give events to `passes_on` as they come, until it says False. What is left is for `read` to tell."""
+
+        def sink(chunk: bytes) -> bool:
+            events = self.take(chunk)
+            goes_on = passes_on(events) if events else True
+            return goes_on and not self.ended and self.failure is None
+
+        if not self.ended and self.failure is None:
+            await self._response.pump(sink)
+
     def take(self, chunk: bytes) -> bytes:
         """What may be passed on now that `chunk` has come: events as far as they are whole."""
         if self._partial or self._passes_parts or not chunk.endswith(END_OF_EVENT):
@@ -179,12 +192,15 @@ class KeptStream:
         self._limit_bytes = limit_bytes
         self._chunks: list[bytes] | None = [] if limit_bytes else None
         self._kept_bytes = 0
+        self.events = 0
+        """How many were written."""
         self.torn = False
         """Whether what was written ends within an event."""
 
     def add(self, chunk: bytes) -> None:
         """`chunk` is written next: whole events, or a piece of one that is too long to be kept."""
         self.torn = not chunk.endswith(END_OF_EVENT)
+        self.events += chunk.count(END_OF_EVENT)
         if self._chunks is None:
             return
         beyond = self._kept_bytes + len(chunk) > self._limit_bytes or len(chunk) > self._budget.left_bytes
@@ -231,9 +247,41 @@ class ResponseWriter:
             self._note_first_byte()
             headers = self._record.headers() | {"Content-Type": content_type, "Cache-Control": "no-cache"}
             self._response = web.StreamResponse(headers=headers)
+            if self._http.version >= HttpVersion11:
+                self._response.enable_chunked_encoding()
             await self._response.prepare(self._http)
         self.kept.add(chunk)
         await self._response.write(chunk)
+
+    async def relay(self, stream: EventStream, content_type: str) -> bytes:
+        """Pass a whole stream on.
+
+        Returns:
+            The last two pieces, or less of the first of them: the usage stands before the mark at the end.
+
+        Raises:
+            DecodeFailedError: the engine has failed.
+            ConnectionResetError: the client has left.
+        """
+        before, last = b"", b""
+        transport = self._http.transport
+
+        def write_now(events: bytes) -> bool:
+            nonlocal before, last
+            before, last = last, events
+            self.kept.add(events)
+            assert transport is not None
+            transport.write(b"%x\r\n%b\r\n" % (len(events), events))
+            # A slow client is waited for by `write`.
+            return transport.get_write_buffer_size() < _UNSENT_BYTES and not transport.is_closing()
+
+        while events := await stream.read():
+            await self.write(events, content_type)
+            before, last = last, events
+            assert self._response is not None
+            if self._response.chunked and transport is not None and not transport.is_closing():
+                await stream.pump(write_now)
+        return before[-len(last) - 1024 :] + last
 
     async def end(self) -> web.StreamResponse:
         """End the stream."""
@@ -250,6 +298,7 @@ class ResponseWriter:
     def _note_first_byte(self) -> None:
         ttft_s = time.perf_counter() - self._record.began_s
         self._record.steps_s["first_byte"] = ttft_s
+        self._record.waits_for = None
         self._metrics.ttft_seconds.labels(self._record.route).observe(ttft_s)
 
 
@@ -262,4 +311,5 @@ def writing(
     try:
         yield ResponseWriter(http, record, metrics, kept)
     finally:
+        record.answer_events = kept.events
         kept.drop()

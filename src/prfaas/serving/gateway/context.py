@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 from prfaas.serving.gateway.control_plane import ControlPlane
@@ -62,6 +62,13 @@ class GatewayOptions:
     engine_keepalive_s: float = 2.0
 
 
+@dataclass(slots=True)
+class Draining:
+    """Whether the gateway is about to end: it serves what it has, and `/ready` says that it wants nothing new."""
+
+    active: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class GatewayContext:
     """Handed to every part that talks to engines or decides."""
@@ -74,3 +81,4 @@ class GatewayContext:
     """For JSON bodies and hashes of long prompts."""
     max_model_len: int
     """Tokens of a prompt and its answer together, at most."""
+    draining: Draining = field(default_factory=Draining)

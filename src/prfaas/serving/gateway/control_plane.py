@@ -83,6 +83,17 @@ class ControlPlane(Protocol):
         """
         ...
 
+    def incompatible(self, producer: str, consumer: str) -> str | None:
+        """Why `consumer` takes no KV from `producer`, in the words of its rejection; None where none is known.
+
+        Such a pair is never decided for, until one of the two restarts.
+        """
+        ...
+
+    async def ask_incompatible(self, producer: str, consumer: str) -> str | None:
+        """The same, after asking the producer, which takes two seconds at most."""
+        ...
+
     def state(self) -> dict[str, Any]:
         """The deployment as it is now, ready for JSON: what `GET /prfaas/state` answers.
 

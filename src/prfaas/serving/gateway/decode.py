@@ -51,13 +51,8 @@ class Decoder:
         async with self.open(request, prepared) as answer:
             kind = answer.content_type
             if kind.startswith(EVENT_STREAM):
-                stream = EventStream(answer, prepared.decode)
-                before, last = b"", b""
-                while events := await stream.read():
-                    await writer.write(events, kind)
-                    before, last = last, events
-                # The usage comes before the mark at the end.
-                note_answer_tokens(request.record, before[-len(last) - 1024 :] + last)
+                end = await writer.relay(EventStream(answer, prepared.decode), kind)
+                note_answer_tokens(request.record, end)
                 return await writer.end()
             whole = await read_whole(answer, prepared.decode, request.record)
             if whole.status in _ENGINE_FAILURES:

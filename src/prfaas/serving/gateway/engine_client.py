@@ -67,7 +67,8 @@ class EngineClient:
         except TimeoutError:
             raise EngineCallError(instance.name, "deadline", f"no answer within {timeout_s:g} s") from None
         if answer.status != 200:
-            detail = whole[:500].decode(errors="replace")
+            # Not its words: they may quote the prompt, and this text is logged.
+            detail = f"answered {path} with {answer.status}"
             raise EngineCallError(instance.name, f"http-{answer.status}", detail, answer.status)
         return whole
 

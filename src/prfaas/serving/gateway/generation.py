@@ -111,7 +111,7 @@ class Generation:
         """
         failed: list[str] = []
         while True:
-            request.record.route, request.record.route_header = str(prepared.route), prepared.header()
+            request.record.sent(prepared.header())
             try:
                 return await self._decoder.relay(request, prepared, writer)
             except DecodeFailedError as failure:

@@ -1,8 +1,11 @@
 """What the gateway counts, in Prometheus form."""
 
+import platform
 from typing import Generic, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from prfaas import __version__
 
 Child = TypeVar("Child", covariant=True)
 
@@ -31,6 +34,25 @@ class CachedLabels(Generic[Child]):
 
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
+_TOKEN_SECONDS = (
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.04,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.5,
+    1.0,
+    2.5,
+)
+_LAG_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
 class Metrics:
@@ -143,6 +165,58 @@ class Metrics:
                 registry=registry,
             )
         )
+        self.request_seconds = CachedLabels(
+            Histogram(
+                "prfaas_gateway_request_seconds",
+                "From the request's arrival to the end of its answer.",
+                ("route",),
+                buckets=_SECONDS,
+                registry=registry,
+            )
+        )
+        self.tpot_seconds = CachedLabels(
+            Histogram(
+                "prfaas_gateway_tpot_seconds",
+                "Mean time per further token of each stream: from its first byte to its end, over its tokens less one.",
+                ("route",),
+                buckets=_TOKEN_SECONDS,
+                registry=registry,
+            )
+        )
+        self.answer_tokens = CachedLabels(
+            Counter(
+                "prfaas_gateway_answer_tokens",
+                "Generated tokens, by the answers' usage; of streams without it, their events.",
+                ("route",),
+                registry=registry,
+            )
+        )
+        self.refusals = CachedLabels(
+            Counter(
+                "prfaas_gateway_refusals",
+                "Generating requests that the gateway refused itself, by reason.",
+                ("reason",),
+                registry=registry,
+            )
+        )
+        self.waiting_requests = CachedLabels(
+            Gauge(
+                "prfaas_gateway_waiting_requests",
+                "Requests without an answer so far, by what they wait for.",
+                ("step",),
+                registry=registry,
+            )
+        )
+        self.loop_lag_seconds = Histogram(
+            "prfaas_gateway_loop_lag_seconds",
+            "How late the event loop was, five times a second.",
+            buckets=_LAG_SECONDS,
+            registry=registry,
+        )
+        build = Gauge(
+            "prfaas_build_info", "1; the labels say what runs.", ("version", "python"), registry=registry
+        )
+        build.labels(__version__, platform.python_version()).set(1)
         self.in_flight_requests = Gauge(
             "prfaas_gateway_in_flight_requests", "Requests being served.", registry=registry
         )

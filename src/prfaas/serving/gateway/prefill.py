@@ -11,7 +11,7 @@ from prfaas.serving.gateway.kv_transfer import TransferDone, TransferSpec
 from prfaas.serving.gateway.prefill_hop import HopFailedError, PrefillHop
 from prfaas.serving.gateway.prompts import DirectPrompt
 from prfaas.serving.gateway.request import PreparedRequest, ServingRequest, TokenizedPrompt
-from prfaas.serving.gateway.request_log import Attempt
+from prfaas.serving.gateway.request_log import Attempt, WaitsFor
 
 # Prefills elsewhere that one request may try before its decode engine prefills.
 _PREFILL_ATTEMPTS = 2
@@ -152,10 +152,12 @@ class PrefillOrchestrator:
         decision = _without_prefix_move(wanted, num_tokens, arrived=prefix is not None)
         done: TransferDone | None = None
         begun_s = time.perf_counter()
+        request.record.waits_for = WaitsFor.PREFILL_INSTANCE
         try:
             # 2. Wait until an instance of the cluster is free for the prefill.
             async with self._plane.admit(decision, prompt.chains) as decision:
                 request.record.since("turn", begun_s)
+                request.record.waits_for = WaitsFor.PREFILL
                 attempt.decision = decision
                 has_prefix = prefix is not None and decision.prefill == wanted.prefill
                 self._plane.expect(decision.prefill, prompt.chains)

@@ -21,6 +21,9 @@ from prfaas.serving.transport.ticket import Ticket, prompt_digest
 
 logger = logging.getLogger(__name__)
 
+INCOMPATIBLE = "incompatible"
+# While a transfer is not announced, its producer is asked that often whether it may send at all.
+_ASK_PRODUCER_S = 0.25
 # Links are shared, and headers, retransmission and a link slower than stated all come on top.
 _SLACK = 4.0
 
@@ -79,6 +82,8 @@ class PrefillHop:
                 self.abandon(ticket, str(failure) if failure is not None else "the request was cancelled")
         if done is None:
             assert failure is not None
+            if failure.reason == INCOMPATIBLE:
+                request.record.note(f"{spec.producer} and {spec.consumer} are incompatible: {failure}")
             raise self._report(spec, failure)
         return done
 
@@ -125,6 +130,7 @@ class PrefillHop:
         start_s = clock()
         late_s = self._deadline_s(spec)
         prefill_timeout_s = self._options.prefill_timeout_s
+        _check_compatible(self._plane.incompatible(spec.producer, spec.consumer))
 
         async def prefill() -> float:
             producer = self._plane.instance(spec.producer)
@@ -154,8 +160,7 @@ class PrefillHop:
         """The prefill has answered: see that the transfer ends in time. Raises TransferFailedError."""
         if arrival.done():
             return
-        await asyncio.wait((arrival,), timeout=self._options.announce_grace_s)
-        if not arrival.done() and not self._transfers.announced(spec.consumer, ticket.transfer_id):
+        if not await self._is_announced(spec, ticket, arrival):
             raise TransferFailedError(
                 "not-announced", f"{spec.producer} prefilled but opened no transfer to {spec.consumer}"
             )
@@ -163,6 +168,20 @@ class PrefillHop:
             await asyncio.wait((arrival,), timeout=late_s)
         if not arrival.done():
             raise TransferFailedError("transfer-deadline", f"not complete {late_s:.0f} s after the prefill")
+
+    async def _is_announced(
+        self, spec: TransferSpec, ticket: Ticket, arrival: "asyncio.Task[TransferredBytes]"
+    ) -> bool:
+        """Wait for the transfer to be opened. Raises TransferFailedError as soon as it is known that it cannot be."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + self._options.announce_grace_s
+        while not arrival.done() and not self._transfers.announced(spec.consumer, ticket.transfer_id):
+            _check_compatible(await self._plane.ask_incompatible(spec.producer, spec.consumer))
+            left_s = until_s - loop.time()
+            if left_s <= 0:
+                return False
+            await asyncio.wait((arrival,), timeout=min(_ASK_PRODUCER_S, left_s))
+        return True
 
     def _deadline_s(self, spec: TransferSpec) -> float:
         """Seconds after the prefill's end at which a transfer is given up: grace, and what the bandwidth explains.
@@ -187,8 +206,16 @@ class PrefillHop:
         if failure.reason == "consumer-unreachable":
             # No other producer could reach it either; the consumer prefills, if it lives.
             return HopFailedError(failure.reason, hopeless=True)
+        if failure.reason == INCOMPATIBLE:
+            # Each of them is well, and serves others.
+            return HopFailedError(failure.reason, hopeless=False)
         self._plane.suspect(spec.producer, str(failure))
         return HopFailedError(failure.reason, hopeless=False)
+
+
+def _check_compatible(rejection: str | None) -> None:
+    if rejection is not None:
+        raise TransferFailedError(INCOMPATIBLE, rejection)
 
 
 async def _end(*tasks: "asyncio.Task[Any]") -> None:

@@ -9,15 +9,15 @@ from typing import Protocol
 
 from aiohttp import web
 
-from prfaas.core.deployment import ModelRef
+from prfaas.core.deployment import ModelRef, RouteDetail
 from prfaas.core.prefix import PromptChains
-from prfaas.core.route_header import RouteHeader
+from prfaas.core.route_header import REQUEST_ID_HEADER, RouteHeader
 from prfaas.core.scheduling import Decision, Route
 from prfaas.serving.gateway.bodies import ApiError, Json, parse_body, strip_owned
 from prfaas.serving.gateway.context import ThreadOffload
 from prfaas.serving.gateway.kv_transfer import TransferDone
 from prfaas.serving.gateway.prompts import Endpoint, Prompt, prompt_of, samples_of
-from prfaas.serving.gateway.request_log import REQUEST_ID_HEADER, RequestRecord
+from prfaas.serving.gateway.request_log import RequestRecord, WaitsFor
 
 # The only client headers that an engine sees, and only in this form.
 _TRACE_HEADERS = {
@@ -87,8 +87,8 @@ class PreparedRequest:
     fallback: str | None = None
     """Why an earlier prefill elsewhere failed, in one word."""
 
-    def header(self) -> str:
-        """The value of the route header."""
+    def header(self) -> RouteHeader:
+        """What the route header tells."""
         decision, transfer, prefix = self.decision, self.transfer, self.prefix
         return RouteHeader(
             route=str(self.route),
@@ -106,7 +106,7 @@ class PreparedRequest:
             prefix_bytes=0 if prefix is None else prefix.moved.total_bytes,
             fallback=self.fallback,
             reason=self.reason,
-        ).encode()
+        )
 
 
 class Headers(Protocol):
@@ -122,6 +122,10 @@ class Tenants:
         """`header` names the tenant. None: all requests are one tenant's and share prefixes."""
         self._key = key
         self._header = header
+
+    def names(self, headers: Headers) -> bool:
+        """Whether a request says whose it is. Those that don't are one tenant's together."""
+        return self._header is not None and any(headers.getall(self._header, []))
 
     def salt(self, headers: Headers) -> str:
         """The tenant's salt: 32 hex digits, or "" when tenants are not told apart.
@@ -143,7 +147,11 @@ class Tenants:
 class RequestParser:
     """Turns an HTTP request into a `ServingRequest`."""
 
-    def __init__(self, model: ModelRef, tenants: Tenants, json_threads: ThreadOffload) -> None:
+    def __init__(
+        self, model: ModelRef, tenants: Tenants, json_threads: ThreadOffload, detail: RouteDetail
+    ) -> None:
+        """`detail`: what the route header tells clients that are no named tenant."""
+        self._detail = detail
         self._model = model
         self._tenants = tenants
         self._json_threads = json_threads
@@ -155,6 +163,8 @@ class RequestParser:
             ApiError: 4xx with one sentence for what the client got wrong.
         """
         salt = self._tenants.salt(http.headers)
+        # A named tenant's numbers are about prefixes under its own salt: they tell nothing of others' prompts.
+        record.tells_details = self._detail == "full" or self._tenants.names(http.headers)
         raw = await http.read()
         body, prompt = await self._json_threads.run(len(raw), self._parse_body, raw, endpoint)
         adapter = str(body.get("model") or "")
@@ -163,6 +173,7 @@ class RequestParser:
         record.model = adapter or self._model.served_name
         record.streamed = body.get("stream") is True
         record.since("read", record.began_s)
+        record.waits_for = WaitsFor.TOKENS
         return ServingRequest(
             endpoint=endpoint,
             body=body,

@@ -4,23 +4,42 @@ import asyncio
 import math
 import time
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from enum import StrEnum
 
 from aiohttp import web
 
 from prfaas.core.deployment import Deployment
 from prfaas.core.kv import KvModel
-from prfaas.core.route_header import ROUTE_HEADER
+from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeader
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError
 from prfaas.serving.gateway.bodies import ApiError, Json
 from prfaas.serving.gateway.kv_transfer import TransferredBytes
 from prfaas.serving.gateway.metrics import Metrics
+from prfaas.serving.logs import REQUEST_ID
 
-REQUEST_ID_HEADER = "X-Request-Id"
+_REFUSALS = {
+    404: "unknown-model",
+    405: "method",
+    413: "too-large",
+    429: "overload",
+    503: "unavailable",
+    504: "deadline",
+}
+
+
+class WaitsFor(StrEnum):
+    """What a request without an answer waits for, as a metric's label."""
+
+    BODY = "body"
+    TOKENS = "tokens"
+    PREFILL_INSTANCE = "prefill_instance"
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
 @dataclass(slots=True)
@@ -54,7 +73,15 @@ class RequestRecord:
     """Why its decode engine got it without a look at the prompt."""
     attempts: list[Attempt] = field(default_factory=list)
     route_header: str | None = None
+    """The numbers that decided, for operators."""
+    client_header: str | None = None
+    """What the client is told of them."""
+    tells_details: bool = False
+    """Whether the client is told all of them."""
     route: str = "none"
+    waits_for: WaitsFor | None = WaitsFor.BODY
+    answer_events: int = 0
+    """Events of its stream, known at its end."""
     prefix_moved: TransferredBytes | None = None
     """What the cache transfer before the prefill moved."""
     prefix_outcome: str | None = None
@@ -88,6 +115,12 @@ class RequestRecord:
         self.took(step, now_s - begun_s)
         return now_s
 
+    def sent(self, header: RouteHeader) -> None:
+        """Its decode instance is asked now, by the way that `header` tells."""
+        self.route, self.route_header = header.route, header.encode()
+        self.client_header = self.route_header if self.tells_details else header.without_details()
+        self.waits_for = WaitsFor.DECODE
+
     def answered(self, status: int) -> None:
         """The client has an answer with this HTTP status."""
         self.status, self.outcome = status, "engine_error" if self.broken else _outcome(status)
@@ -95,8 +128,8 @@ class RequestRecord:
     def headers(self) -> dict[str, str]:
         """What every answer tells the client about its way, as far as it is known."""
         headers = {REQUEST_ID_HEADER: self.request_id}
-        if self.route_header is not None:
-            headers[ROUTE_HEADER] = self.route_header
+        if self.client_header is not None:
+            headers[ROUTE_HEADER] = self.client_header
         return headers
 
 
@@ -107,6 +140,7 @@ class RequestLog:
         self.capacity = capacity
         self._metrics = metrics
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._open: dict[str, RequestRecord] = {}
 
     @contextmanager
     def recording(self, endpoint: str) -> Iterator[RequestRecord]:
@@ -117,15 +151,19 @@ class RequestLog:
         """
         record = RequestRecord(uuid.uuid4().hex, endpoint, time.time(), time.perf_counter())
         self.add(record)
+        self._open[record.request_id] = record
         self._metrics.in_flight_requests.inc()
+        request_id = REQUEST_ID.set(record.request_id)
         try:
             yield record
         except (ApiError, web.HTTPException) as error:
             # aiohttp's own: the body is too large, or came in a way that it refuses.
             record.status, record.outcome = error.status, _outcome(error.status)
+            self._metrics.refusals.labels(_REFUSALS.get(error.status, "invalid")).inc()
             raise
         except NoDecodeInstanceError:
             record.status, record.outcome = 503, "engine_error"
+            self._metrics.refusals.labels("unavailable").inc()
             raise ApiError(503, "No decode instance is available.") from None
         except (asyncio.CancelledError, ConnectionResetError):
             record.outcome = "cancelled"
@@ -134,9 +172,33 @@ class RequestLog:
             record.status, record.outcome = 500, "engine_error"
             raise
         finally:
-            record.since("total", record.began_s)
+            REQUEST_ID.reset(request_id)
+            del self._open[record.request_id]
+            total_s = record.since("total", record.began_s) - record.began_s
             self._metrics.in_flight_requests.dec()
             self._metrics.requests.labels(record.endpoint, record.route, record.outcome).inc()
+            self._count(record, total_s)
+
+    def _count(self, record: RequestRecord, total_s: float) -> None:
+        """What the answer took, and how long it was."""
+        metrics = self._metrics
+        metrics.request_seconds.labels(record.route).observe(total_s)
+        tokens = record.answer_tokens
+        if tokens is None and record.answer_events:
+            # Not the mark at the end; a conversation begins with an event of its own.
+            tokens = max(record.answer_events - 1 - (record.endpoint == "chat"), 0)
+        if not tokens:
+            return
+        metrics.answer_tokens.labels(record.route).inc(tokens)
+        if record.outcome == "ok" and record.answer_events and tokens > 1:
+            decode_s = total_s - record.steps_s["first_byte"]
+            metrics.tpot_seconds.labels(record.route).observe(decode_s / (tokens - 1))
+
+    def export_waiting(self) -> None:
+        """Write what the open requests wait for into the metric, before it is shown."""
+        waiting = Counter(record.waits_for for record in self._open.values())
+        for step in WaitsFor:
+            self._metrics.waiting_requests.labels(str(step)).set(waiting[step])
 
     def add(self, record: RequestRecord) -> None:
         self._records[record.request_id] = record

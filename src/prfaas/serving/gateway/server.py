@@ -13,6 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.kv import KvModel
+from prfaas.serving.admin_token import load_token
+from prfaas.serving.gateway.admin import AdminRoutes
 from prfaas.serving.gateway.context import GatewayContext, GatewayOptions, ThreadOffload
 from prfaas.serving.gateway.control_plane import ControlPlane
 from prfaas.serving.gateway.decode import Decoder
@@ -20,11 +22,12 @@ from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
 from prfaas.serving.gateway.generation import Generation
 from prfaas.serving.gateway.kv_transfer import KvTransfers
 from prfaas.serving.gateway.metrics import Metrics
+from prfaas.serving.gateway.middleware import http_logger
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.prefill_hop import PrefillHop
 from prfaas.serving.gateway.request import RequestParser, Tenants
 from prfaas.serving.gateway.request_log import RequestLog
-from prfaas.serving.gateway.routes import Inspection, Routes
+from prfaas.serving.gateway.routes import Routes
 from prfaas.serving.gateway.stream_resume import StreamResume
 from prfaas.serving.gateway.tokenization import LocalTokenizer, Tokenization
 from prfaas.serving.gateway.transcript import AnswerText
@@ -35,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 OBSERVER_NAME = "gateway"
 _INTRODUCTION_RETRY_S = 2.0
+_LOOP_WATCH_S = 0.2
 
 
 class Gateway:
@@ -48,8 +52,9 @@ class Gateway:
         options: GatewayOptions,
         registry: CollectorRegistry,
     ) -> None:
-        """Raises KeyFileError when the deployment's key can't be read."""
+        """Raises KeyFileError and AdminTokenError for a file that can't be used."""
         key = load_key(deployment.security.key_file)
+        token_file = deployment.gateway.admin.token_file
         model = deployment.model
         # An engine without the decode role may be busy with prefills, so it is asked last.
         can_decode = (i for i in deployment.instances if deployment.can_decode(i))
@@ -60,8 +65,9 @@ class Gateway:
             connect_timeout_s=options.connect_timeout_s, keepalive_s=options.engine_keepalive_s
         )
         self._transfers = _transfers(deployment.instances, key)
+        self._metrics = Metrics(registry)
         context = GatewayContext(
-            plane, self._client, Metrics(registry), options, self._json_threads, model.max_model_len
+            plane, self._client, self._metrics, options, self._json_threads, model.max_model_len
         )
         local = LocalTokenizer.of_model(model.path, self._tokenizer_threads)
         self._tokenization = Tokenization(local, model.served_name, context)
@@ -71,7 +77,12 @@ class Gateway:
         log = RequestLog(options.kept_records, context.metrics)
         generation = Generation(
             context,
-            parser=RequestParser(model, Tenants(key, deployment.security.tenant_header), self._json_threads),
+            parser=RequestParser(
+                model,
+                Tenants(key, deployment.security.tenant_header),
+                self._json_threads,
+                deployment.gateway.route_header,
+            ),
             tokenization=self._tokenization,
             prefill=prefill,
             decoder=decoder,
@@ -84,7 +95,9 @@ class Gateway:
             ),
             log=log,
         )
-        self.routes = Routes(deployment, generation, Inspection(deployment, kv_model, plane, log), context)
+        self.routes = Routes(deployment, generation, context)
+        token = None if token_file is None else load_token(token_file)
+        self.admin_routes = AdminRoutes(deployment, kv_model, log, context, token)
 
     async def introduce(self) -> None:
         """Ask a decode engine how it makes token ids, as soon as one answers; then do nothing."""
@@ -93,6 +106,14 @@ class Gateway:
                 if await self._introduced(decode):
                     await asyncio.Event().wait()
             await asyncio.sleep(_INTRODUCTION_RETRY_S)
+
+    async def watch_loop(self) -> None:
+        """Measure how late the event loop is, until cancelled."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            due_s = clock() + _LOOP_WATCH_S
+            await asyncio.sleep(_LOOP_WATCH_S)
+            self._metrics.loop_lag_seconds.observe(max(clock() - due_s, 0.0))
 
     async def _introduced(self, decode: Instance) -> bool:
         try:
@@ -136,6 +157,7 @@ async def serve_gateway(
     *,
     kv_model: KvModel | None,
     ready: Callable[[int], None] | None = None,
+    admin_ready: Callable[[int], None] | None = None,
     options: GatewayOptions | None = None,
     registry: CollectorRegistry | None = None,
 ) -> None:
@@ -145,17 +167,19 @@ async def serve_gateway(
         plane: its loops run meanwhile; it is closed at the end.
         kv_model: the model's KV; None where its size is unknown.
         ready: called with the bound port once clients can connect.
+        admin_ready: called with the operators' bound port before.
         registry: what `GET /metrics` shows besides the gateway's own series.
 
     Raises:
         KeyFileError: the deployment's key can't be read.
-        OSError: the address can't be bound.
+        AdminTokenError: the operators' token can't be read.
+        OSError: an address can't be bound.
     """
     try:
         gateway = Gateway(
             deployment, plane, kv_model, options or GatewayOptions(), registry or CollectorRegistry()
         )
-        await _serve(deployment, plane, gateway, ready)
+        await _serve(deployment, plane, gateway, ready, admin_ready)
     finally:
         await plane.close()
 
@@ -165,30 +189,48 @@ async def _serve(
     plane: ControlPlane,
     gateway: Gateway,
     ready: Callable[[int], None] | None,
+    admin_ready: Callable[[int], None] | None,
 ) -> None:
-    runner = web.AppRunner(
-        gateway.routes.application(),
-        # A client that leaves cancels its handler, and with it both hops.
-        handler_cancellation=True,
-        access_log=None,
-        # Compressed bodies would let a few bytes unfold into gigabytes; no client of ours sends them.
-        auto_decompress=False,
-        shutdown_timeout=1.0,
-    )
+    clients, operators = _runner(gateway.routes.application()), _runner(gateway.admin_routes.application())
     background: list[asyncio.Task[None]] = []
     try:
-        await runner.setup()
-        site = web.TCPSite(runner, deployment.gateway.host, deployment.gateway.port, backlog=1024)
-        await site.start()
-        background.append(asyncio.create_task(plane.run()))
-        background.append(asyncio.create_task(gateway.introduce()))
+        admin_port = await _listen(operators, deployment.gateway.admin.host, deployment.gateway.admin.port)
+        if admin_ready is not None:
+            admin_ready(admin_port)
+        port = await _listen(clients, deployment.gateway.host, deployment.gateway.port)
+        background += [
+            asyncio.create_task(plane.run()),
+            asyncio.create_task(gateway.introduce()),
+            asyncio.create_task(gateway.watch_loop()),
+        ]
         if ready is not None:
-            ready(int(runner.addresses[0][1]))
+            ready(port)
         # A loop that ends is a bug: raise it instead of serving without the loop.
         await asyncio.gather(*background, asyncio.Event().wait())
     finally:
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
-        await runner.cleanup()
+        await clients.cleanup()
+        await operators.cleanup()
         await gateway.close()
+
+
+def _runner(app: web.Application) -> web.AppRunner:
+    return web.AppRunner(
+        app,
+        # A client that leaves cancels its handler, and with it both hops.
+        handler_cancellation=True,
+        access_log=None,
+        logger=http_logger,
+        # Compressed bodies would let a few bytes unfold into gigabytes; no client of ours sends them.
+        auto_decompress=False,
+        shutdown_timeout=1.0,
+    )
+
+
+async def _listen(runner: web.AppRunner, host: str, port: int) -> int:
+    """Serve at an address. Returns the bound port. Raises OSError."""
+    await runner.setup()
+    await web.TCPSite(runner, host, port, backlog=1024).start()
+    return int(runner.addresses[0][1])

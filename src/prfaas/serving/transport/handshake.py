@@ -7,17 +7,20 @@ changed or replayed, and each names its own side, so neither can be reflected.
 
 import hmac
 import json
+import re
 import secrets
 import socket
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
-from prfaas.serving.transport.sockets import receive_control
+from prfaas.serving.transport.sockets import limit, receive_control
 from prfaas.serving.transport.wire import (
     PROTOCOL_VERSION,
     FrameType,
     Header,
+    VersionError,
     WireError,
     pack_control,
     text_field,
@@ -26,12 +29,39 @@ from prfaas.serving.transport.wire import (
 ROLE_PRODUCER = "producer"
 ROLE_OBSERVER = "observer"
 NONCE_BYTES = 16
+MAX_HANDSHAKE_BYTES = 8 << 10
+"""The longest payload that is read of someone who has proved nothing yet."""
+MAX_SENTENCE_CHARS = 400
+# What all sentences of one report may take: it shares a STATS frame of 64 KiB with others.
+_ALL_SENTENCES_CHARS = 16 << 10
+_MIN_SENTENCE_CHARS = 60
 
 Fingerprint = Mapping[str, str | int]
+
+# What deployment files allow as a name, and the rank of a tensor-parallel engine.
+_PEER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}(/[0-9]{1,4})?")
+_SESSION = re.compile(r"[A-Za-z0-9]{1,64}")
+_NONCE = re.compile(rf"[0-9a-f]{{{2 * NONCE_BYTES}}}")
 
 
 class HandshakeError(ConnectionError):
     """The peer is not who or what was expected; the message says why. Retrying soon won't help."""
+
+    def __init__(self, sentence: str, *, peer: str = "") -> None:
+        """`peer`: who was refused, if it has proved to have the key."""
+        super().__init__(sentence)
+        self.peer = peer
+
+
+def is_peer_name(name: str) -> bool:
+    """Whether an engine, a gateway or a tool of a deployment may be called so."""
+    return _PEER_NAME.fullmatch(name) is not None
+
+
+def legible(text: str, max_chars: int = MAX_SENTENCE_CHARS) -> str:
+    """Another side's text as it may stand in a log line: printable ASCII without line ends, not longer than that."""
+    escaped = text[:max_chars].encode("unicode_escape").decode("ascii")
+    return escaped if len(escaped) <= max_chars else escaped[: max_chars - 3] + "..."
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +129,9 @@ class ClientHello:
             raise HandshakeError(f"{self.server_name} answered HELLO with {header.kind.name}")
         name, nonce = text_field(body, "name"), text_field(body, "nonce", 2 * NONCE_BYTES)
         if name != self.server_name:
-            raise HandshakeError(f"expected {self.server_name} at this address and found {name}")
+            raise HandshakeError(
+                f"expected {self.server_name} at this address and found {legible(name, 100)}"
+            )
         if not _proved(self.key, "server", self.body(), nonce, text_field(body, "proof")):
             raise HandshakeError(f"{self.server_name} does not have this deployment's key")
         return pack_control(
@@ -121,8 +153,13 @@ class ClientHello:
         return text_field(body, "session", 64)
 
 
-def greet(sock: socket.socket, hello: ClientHello) -> None:
-    """Client side on a blocking socket (give it a timeout).
+def greet(sock: socket.socket, hello: ClientHello, deadline_s: float | None = None) -> None:
+    """Client side on a blocking socket.
+
+    Args:
+        sock: a connection to the server; give it a timeout where there is no deadline.
+        hello: who this side is.
+        deadline_s: by `time.monotonic`, for the whole handshake.
 
     Raises:
         HandshakeError: the server is not the expected one, or rejected the connection.
@@ -130,8 +167,8 @@ def greet(sock: socket.socket, hello: ClientHello) -> None:
         OSError: the connection is broken.
     """
     sock.sendall(hello.frame())
-    sock.sendall(hello.answer(*receive_control(sock)))
-    hello.finish(*receive_control(sock))
+    sock.sendall(hello.answer(*receive_control(sock, deadline_s, MAX_HANDSHAKE_BYTES)))
+    hello.finish(*receive_control(sock, deadline_s, MAX_HANDSHAKE_BYTES))
 
 
 def welcome(
@@ -142,8 +179,10 @@ def welcome(
     session: str,
     fingerprint: Fingerprint,
     producers: Collection[str] | None,
+    handshake_s: float = 5.0,
+    admit: Callable[[PeerIdentity], None] = lambda _: None,
 ) -> PeerIdentity:
-    """Server side on a blocking socket (give it a timeout).
+    """Server side on a blocking socket, which is left with a timeout.
 
     Args:
         sock: a connection that was just accepted.
@@ -152,6 +191,8 @@ def welcome(
         session: this side's, new with each start.
         fingerprint: this side's KV layout.
         producers: the only names that may send; None: all that have the key.
+        handshake_s: for all of it, however many bytes the client sends one by one.
+        admit: called with a client that is welcome, before it is told so. May raise: then it is told nothing.
 
     Returns:
         Who the client is.
@@ -161,35 +202,55 @@ def welcome(
         WireError: it does not speak this protocol.
         OSError: the connection is broken.
     """
-    header, body = _first_frame(sock)
+    deadline_s = time.monotonic() + handshake_s
+    header, body = _first_frame(sock, deadline_s)
     if header.kind is not FrameType.HELLO:
         raise HandshakeError(f"a client began with {header.kind.name} instead of HELLO")
     if body.get("version") != PROTOCOL_VERSION:
-        said = body.get("version")
-        _reject(sock, f"{name} speaks protocol version {PROTOCOL_VERSION}, the peer {said!r}")
+        said = legible(repr(body.get("version")), 40)
+        _reject(sock, f"{name} speaks protocol version {PROTOCOL_VERSION}, the peer {said}")
     client, role = text_field(body, "name", 255), text_field(body, "role", 16)
-    client_session = text_field(body, "session", 64)
-    text_field(body, "nonce", 2 * NONCE_BYTES)
-    if text_field(body, "server", 255) != name:
-        _reject(sock, f"this is {name}, not {body['server']}")
+    client_session, server = text_field(body, "session", 64), text_field(body, "server", 255)
+    if not is_peer_name(client):
+        _reject(sock, f"{legible(repr(client), 80)} is no name of an engine, a gateway or a tool")
+    if not _SESSION.fullmatch(client_session) or not _NONCE.fullmatch(text_field(body, "nonce")):
+        _reject(
+            sock,
+            f"session and nonce of {client} must be letters and digits, the nonce {2 * NONCE_BYTES} of hex",
+        )
+    if server != name:
+        _reject(sock, f"this is {name}, not {legible(server, 80)}")
     nonce = secrets.token_hex(NONCE_BYTES)
     proof = _proof(key, "server", body, nonce).hex()
     sock.sendall(pack_control(FrameType.CHALLENGE, body={"name": name, "nonce": nonce, "proof": proof}))
-    header, auth = receive_control(sock)
+    header, auth = receive_control(sock, deadline_s, MAX_HANDSHAKE_BYTES)
     if header.kind is not FrameType.AUTH or not _proved(
         key, "client", body, nonce, text_field(auth, "proof")
     ):
         _reject(sock, f"{client} does not have this deployment's key")
+    limit(sock, deadline_s)
     if role not in (ROLE_PRODUCER, ROLE_OBSERVER):
-        _reject(sock, f"role {role!r} is neither {ROLE_PRODUCER!r} nor {ROLE_OBSERVER!r}")
+        said = legible(repr(role))
+        _reject(sock, f"role {said} is neither {ROLE_PRODUCER!r} nor {ROLE_OBSERVER!r}", client)
     if role == ROLE_PRODUCER:
         if producers is not None and client not in producers:
-            _reject(sock, f"{name} takes no KV from {client}: it is not among its producers")
+            _reject(sock, f"{name} takes no KV from {client}: it is not among its producers", client)
         difference = fingerprint_difference(fingerprint, body.get("fingerprint"), name, client)
         if difference is not None:
-            _reject(sock, difference)
+            _reject(sock, difference, client)
+    identity = PeerIdentity(client, role, client_session)
+    admit(identity)
     sock.sendall(pack_control(FrameType.WELCOME, body={"name": name, "session": session}))
-    return PeerIdentity(client, role, client_session)
+    return identity
+
+
+def bounded_sentences(sentences: Mapping[str, str]) -> dict[str, str]:
+    """Peer → sentence as it is reported: the more peers, the shorter each; at most some hundred."""
+    most = _ALL_SENTENCES_CHARS // _MIN_SENTENCE_CHARS
+    each_chars = max(
+        _MIN_SENTENCE_CHARS, min(MAX_SENTENCE_CHARS, _ALL_SENTENCES_CHARS // (len(sentences) or 1))
+    )
+    return {peer: legible(sentence, each_chars) for peer, sentence in list(sentences.items())[:most]}
 
 
 def fingerprint_difference(ours: Fingerprint, theirs: object, name: str, peer: str) -> str | None:
@@ -199,27 +260,33 @@ def fingerprint_difference(ours: Fingerprint, theirs: object, name: str, peer: s
     for field in sorted(set(ours) | {str(field) for field in theirs}):
         mine, other = ours.get(field), theirs.get(field)
         if mine != other:
-            return f"KV layout differs in {field!r}: {name} has {mine!r}, {peer} has {repr(other)[:200]}"
+            what, value = legible(repr(field), 60), legible(repr(other), 100)
+            return f"KV layout differs in {what}: {name} has {mine!r}, {peer} has {value}"
     return None
 
 
-def _first_frame(sock: socket.socket) -> tuple[Header, dict[str, Any]]:
+def _first_frame(sock: socket.socket, deadline_s: float) -> tuple[Header, dict[str, Any]]:
     try:
-        return receive_control(sock)
+        return receive_control(sock, deadline_s, MAX_HANDSHAKE_BYTES)
     except WireError as error:
         # Another version's client learns at least why; its header layout up to the type is the same.
-        sock.sendall(pack_control(FrameType.REJECT, body={"reason": str(error)}))
+        damaged = not isinstance(error, VersionError)
+        sock.sendall(pack_control(FrameType.REJECT, body={"reason": str(error), "again": damaged}))
         raise HandshakeError(str(error)) from None
 
 
-def _reject(sock: socket.socket, reason: str) -> None:
+def _reject(sock: socket.socket, reason: str, peer: str = "") -> NoReturn:
     sock.sendall(pack_control(FrameType.REJECT, body={"reason": reason}))
-    raise HandshakeError(reason)
+    raise HandshakeError(reason, peer=peer)
 
 
 def _raise_if_rejected(header: Header, body: Mapping[str, Any], server_name: str) -> None:
     if header.kind is FrameType.REJECT:
-        raise HandshakeError(f"{server_name} rejected the connection: {text_field(body, 'reason')}")
+        reason = legible(text_field(body, "reason"))
+        if body.get("again") is True:
+            # What came there was damaged: it says nothing of who was meant to send it.
+            raise WireError(f"{server_name} could not read the HELLO: {reason}")
+        raise HandshakeError(f"{server_name} rejected the connection: {reason}")
 
 
 def _proof(key: bytes, side: str, hello: Mapping[str, Any], server_nonce: str) -> bytes:

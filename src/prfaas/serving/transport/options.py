@@ -48,11 +48,17 @@ class ReceiverOptions:
     tombstone_s: float = 300.0
     """A finished transfer's id is remembered at least that long, and until its ticket expires."""
     handshake_s: float = 5.0
+    """For the whole handshake, from the connection's acceptance."""
     user_timeout_s: float = 10.0
     """TCP_USER_TIMEOUT of every connection."""
+    keepalive_s: float = 10.0
+    """A silent connection is probed after that time (TCP keepalive)."""
     congestion: str | None = "bbr"
     """Congestion control to ask the kernel for; None: its default."""
     max_connections: int = 256
+    """Of peers that have proved to have the key."""
+    max_strangers: int = 64
+    """Connections at once that are still in their handshake."""
     max_waiting: int = 1024
     """Transfers that may wait for staging."""
     max_tombstones: int = 65536
@@ -73,11 +79,15 @@ class SenderOptions:
     transfer_deadline_s: float = 20.0
     """A peer that has work and acknowledges nothing that long fails its transfers."""
     connect_s: float = 5.0
-    """For connecting, and for each step of the handshake."""
+    """For connecting and the whole handshake."""
     backoff_min_s: float = 0.05
     backoff_max_s: float = 2.0
+    rejected_backoff_max_s: float = 30.0
+    """A peer that rejects this side (wrong key, other layout) is asked again that rarely."""
     user_timeout_s: float = 10.0
     """TCP_USER_TIMEOUT of every connection."""
+    keepalive_s: float = 10.0
+    """A silent connection is probed after that time (TCP keepalive)."""
     congestion: str | None = "bbr"
     """Congestion control to ask the kernel for; None: its default."""
     chunk_bytes: int = 1 << 20

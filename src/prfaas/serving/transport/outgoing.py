@@ -274,3 +274,28 @@ class InFlightWindow:
             del self.chunks[key]
         self.opens.pop(transfer.transfer_id, None)
         self.ends.pop(transfer.transfer_id, None)
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLoad:
+    """What a queue has to do, and what it has done."""
+
+    queued_bytes: int
+    """Produced and not acknowledged yet."""
+    waiting_bytes: int
+    """Those of them that are held back until the consumer has room."""
+    open_bytes: int
+    """`queued_bytes`, and what the open transfers have still to produce."""
+    acked_bytes_total: int
+    """Acknowledged since the start; only grows."""
+    connections_up: int
+
+
+class PeerSays(enum.Enum):
+    """What a peer has answered to a connection that never came up."""
+
+    REJECTED = "rejected"
+    """It will not have this side: wrong key, other layout. That stays so until one of the two restarts."""
+    CLOSED = "closed"
+    """Nobody listens there."""
+    NOTHING = "nothing"

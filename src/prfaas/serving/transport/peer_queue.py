@@ -5,11 +5,11 @@ pacer.
 """
 
 import heapq
+import logging
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from prfaas.serving.transport.options import Peer, SenderOptions
@@ -20,25 +20,14 @@ from prfaas.serving.transport.outgoing import (
     ControlJob,
     InFlightWindow,
     OutgoingTransfer,
+    PeerSays,
+    QueueLoad,
     SendPhase,
 )
 from prfaas.serving.transport.pacing import LinkPacer
 from prfaas.serving.transport.wire import END_REGION, FrameType, Header, WireError, pack_control, text_field
 
-
-@dataclass(frozen=True, slots=True)
-class QueueLoad:
-    """What a queue has to do, and what it has done."""
-
-    queued_bytes: int
-    """Produced and not acknowledged yet."""
-    waiting_bytes: int
-    """Those of them that are held back until the consumer has room."""
-    open_bytes: int
-    """`queued_bytes`, and what the open transfers have still to produce."""
-    acked_bytes_total: int
-    """Acknowledged since the start; only grows."""
-    connections_up: int
+log = logging.getLogger(__name__)
 
 
 class PeerQueue:
@@ -67,12 +56,17 @@ class PeerQueue:
         self._lost_at_s = time.monotonic()
         self._progressed_at_s = 0.0
         self._trouble = ""
-        self._rejected = False
+        self._rejection = ""
         self._closing = False
 
     @property
     def busy(self) -> bool:
         return bool(self._transfers)
+
+    @property
+    def rejection(self) -> str:
+        """Why the peer will not have this side; empty if it has not said so."""
+        return "" if self._windows else self._rejection
 
     # The engine's calls, through OutgoingTransfer
 
@@ -91,8 +85,8 @@ class PeerQueue:
                 reason = "the sender is closed"
             elif transfer_id in self._transfers:
                 reason = "this transfer is open already"
-            elif self._rejected and not self._windows:
-                reason = self._trouble
+            else:
+                reason = self.rejection
             if reason:
                 return OutgoingTransfer.failed(transfer_id, region_bytes, reason)
             if not self._transfers:
@@ -156,8 +150,7 @@ class PeerQueue:
         with self._lock:
             window.heard_at_s = time.monotonic()
             self._windows.append(window)
-            self._rejected = False
-            self._trouble = ""
+            self._rejection = self._trouble = ""
             self._counters["connects"] += 1
             self._repace()
 
@@ -176,17 +169,22 @@ class PeerQueue:
             self._repace()
             self._ready.notify_all()
 
-    def unreachable(self, trouble: str, *, rejected: bool) -> None:
-        """A connection could not be made; a rejection (wrong key, other layout) fails the transfers
-        at once.
-        """
+    def unreachable(self, trouble: str, peer_says: PeerSays) -> None:
+        """A connection could not be made; a rejection fails the transfers at once."""
         with self._lock:
             self._trouble = trouble
             self._counters["connect_failures"] += 1
-            if rejected and not self._windows:
-                self._rejected = True
+            if self._windows:
+                return
+            if peer_says is PeerSays.REJECTED:
+                if trouble != self._rejection:
+                    log.warning("%s", trouble)
+                self._rejection = trouble
                 for transfer in list(self._transfers.values()):
                     self._fail(transfer, trouble)
+            elif peer_says is PeerSays.CLOSED:
+                # Whoever rejected this side listens no more: what comes after it may be another engine.
+                self._rejection = ""
 
     def wait_before_retry(self, seconds: float) -> bool:
         """Back off; new work ends the wait early. False when the queue closes."""
@@ -357,7 +355,7 @@ class PeerQueue:
                 "queued_bytes": sum(chunk.nbytes for chunk in self._chunks),
                 "pending_bytes": sum(s.nbytes for t in self._transfers.values() for s in t.pending),
                 "in_flight_chunks": sum(len(window.chunks) for window in self._windows),
-                "trouble": self._trouble,
+                "trouble": self._rejection or self._trouble,
                 **{name: self._counters[name] for name in _COUNTED},
             }
 

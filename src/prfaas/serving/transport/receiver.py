@@ -1,5 +1,6 @@
 """The consumer's end: listens, stages what producers send, tells engine and observers."""
 
+import errno
 import logging
 import secrets
 import socket
@@ -8,12 +9,19 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
-from prfaas.serving.transport.handshake import Fingerprint, PeerIdentity, welcome
+from prfaas.serving.transport.handshake import (
+    Fingerprint,
+    HandshakeError,
+    PeerIdentity,
+    bounded_sentences,
+    welcome,
+)
 from prfaas.serving.transport.incoming import RegionLayout
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.receiver_connection import ReceiverConnection
 from prfaas.serving.transport.sockets import shut, tune
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
+from prfaas.serving.transport.strangers import Strangers
 from prfaas.serving.transport.transfer_table import TransferTable
 from prfaas.serving.transport.wire import TransferStatus
 
@@ -21,12 +29,16 @@ log = logging.getLogger(__name__)
 
 _TICK_S = 0.2
 _ACCEPT_BACKLOG = 128
+# The machine, not the peer, is the cause: wait for something to be given back, and go on.
+_NO_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_RESOURCES_WAIT_S = 0.1
 
 
 class Receiver:
     """Receives KV transfers into staging; thread-safe.
 
-    One thread accepts, one serves each connection, one applies the deadlines.
+    One thread accepts, one serves each connection, one applies the deadlines. Connections in their handshake have a
+    budget of their own, so that whoever lacks the key keeps no peer out.
     """
 
     def __init__(
@@ -69,10 +81,12 @@ class Receiver:
         self._table = TransferTable(name=name, key=key, arena=arena, layout=layout, options=self._options)
         self._lock = threading.Lock()
         self._connections: dict[ReceiverConnection, threading.Thread] = {}
+        self._strangers = Strangers(name, self._options.max_strangers)
         self._listener: socket.socket | None = None
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
         self._failed_connections = 0
+        self._accept_failures = 0
         self._thread_errors = 0
 
     @property
@@ -135,18 +149,39 @@ class Receiver:
         roles = [each.identity.role for each in connections if each.identity is not None]
         return self._table.stats() | {
             "name": self.name,
-            "connections": len(connections),
+            "connections": len(roles),
             "producer_connections": roles.count("producer"),
             "observer_connections": roles.count("observer"),
             "failed_connections": self._failed_connections,
+            "strangers": len(self._strangers),
+            "closed_strangers": self._strangers.closed,
+            "accept_failures": self._accept_failures,
+            "rejected": bounded_sentences(self._strangers.rejected),
             "thread_errors": self._thread_errors,
             "threads": threads,
             "sender": self._sender_telemetry() if self._sender_telemetry is not None else {"links": {}},
         }
 
-    def _shake_hands(self, sock: socket.socket) -> PeerIdentity:
-        tune(sock, user_timeout_s=self._options.user_timeout_s, congestion=self._options.congestion)
-        sock.settimeout(self._options.handshake_s)
+    def _shake_hands(self, connection: ReceiverConnection, sock: socket.socket) -> PeerIdentity:
+        options = self._options
+        tune(
+            sock,
+            user_timeout_s=options.user_timeout_s,
+            keepalive_s=options.keepalive_s,
+            congestion=options.congestion,
+        )
+
+        def admit(identity: PeerIdentity) -> None:
+            with self._lock:
+                peers = sum(each.identity is not None for each in self._connections)
+                if peers >= options.max_connections:
+                    raise HandshakeError(
+                        f"{identity.name} finds {peers} other connections, which is the limit"
+                    )
+                connection.identity = identity
+            self._strangers.leave(sock)
+            self._strangers.forgive(identity.name)
+
         identity = welcome(
             sock,
             key=self._key,
@@ -154,6 +189,8 @@ class Receiver:
             session=self._session,
             fingerprint=self._fingerprint,
             producers=self._producers,
+            handshake_s=options.handshake_s,
+            admit=admit,
         )
         sock.settimeout(None)
         return identity
@@ -163,40 +200,64 @@ class Receiver:
         assert listener is not None
         while not self._closing.is_set():
             try:
-                sock, _ = listener.accept()
+                sock, address = listener.accept()
             except OSError as error:
                 if not self._closing.is_set():
-                    self._thread_errors += 1
-                    log.warning("receiver %s cannot accept: %s", self.name, error)
-                    self._closing.wait(_TICK_S)
+                    self._accept_failed(error)
                 continue
             try:
-                self._serve(sock)
-            except Exception:
-                self._thread_errors += 1
-                log.exception("receiver %s cannot serve a connection", self.name)
-                sock.close()
+                self._serve(sock, str(address[0]))
+            except Exception as error:
+                self._forget(sock)
+                # A thread that cannot be started is for lack of resources too.
+                if isinstance(error, RuntimeError):
+                    self._accept_failed(OSError(errno.ENOMEM, str(error)))
+                else:
+                    self._thread_errors += 1
+                    log.exception("receiver %s cannot serve a connection", self.name)
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _accept_failed(self, error: OSError) -> None:
+        self._accept_failures += 1
+        self._strangers.note(f"it cannot be accepted: {error}")
+        if error.errno in _NO_RESOURCES:
+            self._strangers.close_oldest()
+        # A client that left before it was accepted costs nothing.
+        if error.errno != errno.ECONNABORTED:
+            self._closing.wait(_RESOURCES_WAIT_S)
+
+    def _serve(self, sock: socket.socket, address: str) -> None:
         connection = ReceiverConnection(
-            sock, self._table, self.stats, self._shake_hands, self._options.progress_deadline_s
+            sock,
+            self._table,
+            self.stats,
+            self._shake_hands,
+            self._strangers.note,
+            self._options.progress_deadline_s,
         )
 
         def serve() -> None:
             try:
                 connection.serve()
             finally:
+                self._strangers.leave(sock)
                 with self._lock:
                     del self._connections[connection]
                     self._failed_connections += bool(connection.failure)
 
+        if not self._strangers.enter(sock, address):
+            sock.close()
+            return
+        thread = threading.Thread(target=serve, name=f"prfaas-recv-{self.name}", daemon=True)
         with self._lock:
-            if self._closing.is_set() or len(self._connections) >= self._options.max_connections:
-                sock.close()
+            if self._closing.is_set():
+                self._forget(sock)
                 return
-            thread = threading.Thread(target=serve, name=f"prfaas-recv-{self.name}", daemon=True)
-            self._connections[connection] = thread
             thread.start()
+            self._connections[connection] = thread
+
+    def _forget(self, sock: socket.socket) -> None:
+        self._strangers.leave(sock)
+        sock.close()
 
     def _sweep(self) -> None:
         while not self._closing.wait(_TICK_S):

@@ -49,13 +49,16 @@ class ReceiverConnection:
         sock: socket.socket,
         table: TransferTable,
         stats: Callable[[], dict[str, Any]],
-        shake_hands: Callable[[socket.socket], PeerIdentity],
+        shake_hands: Callable[["ReceiverConnection", socket.socket], PeerIdentity],
+        on_stranger_failed: Callable[[str, str], None],
         progress_deadline_s: float,
     ) -> None:
+        """`on_stranger_failed` gets a sentence, and who it was if it has proved that before it failed."""
         self._sock = sock
         self._table = table
         self._stats = stats
         self._shake_hands = shake_hands
+        self._on_stranger_failed = on_stranger_failed
         self._progress_deadline_s = progress_deadline_s
         self._outbox: deque[memoryview] = deque()
         self._sending = threading.Lock()
@@ -127,19 +130,23 @@ class ReceiverConnection:
     def serve(self) -> None:
         """Shake hands, then serve frames until the connection ends. Never raises."""
         try:
-            self.identity = self._shake_hands(self._sock)
+            self.identity = self._shake_hands(self, self._sock)
             if self.identity.role == ROLE_PRODUCER:
                 self._serve_producer(self.identity)
             else:
                 self._serve_observer()
         except ConnectionEnded:
             pass
-        except (HandshakeError, WireError) as error:
+        except HandshakeError as error:
             self.failure = str(error)
-            log.warning("connection from %s closed: %s", self._whom(), error)
-        except OSError as error:
+            self._on_stranger_failed(self.failure, error.peer)
+        except (OSError, WireError) as error:
             self.failure = str(error)
-            log.info("connection from %s lost: %s", self._whom(), error)
+            if self.identity is None:
+                self._on_stranger_failed(self.failure, "")
+            else:
+                said = log.warning if isinstance(error, WireError) else log.info
+                said("connection from %s ended: %s", self.identity.name, error)
         except Exception as error:
             self.failure = repr(error)
             log.exception("connection from %s failed", self._whom())

@@ -13,7 +13,12 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from prfaas.serving.transport.handshake import ROLE_PRODUCER, ClientHello, Fingerprint
+from prfaas.serving.transport.handshake import (
+    ROLE_PRODUCER,
+    ClientHello,
+    Fingerprint,
+    bounded_sentences,
+)
 from prfaas.serving.transport.options import Peer, SenderOptions
 from prfaas.serving.transport.outgoing import OutgoingTransfer
 from prfaas.serving.transport.pacing import LinkPacer
@@ -191,8 +196,15 @@ class Sender:
         self._pacers[link].set_bandwidth(bits_per_s)
 
     def telemetry(self) -> dict[str, Any]:
-        """`{"links": {name: LinkReport's fields}}`: what observers of this engine get."""
-        return {"links": link_reports(self._queues.values(), self.link_samples())}
+        """What observers of this engine get.
+
+        `{"links": {name: LinkReport's fields}, "rejected": {peer: why it will not have this sender}}`
+        """
+        rejected = {name: queue.rejection for name, queue in self._queues.items() if queue.rejection}
+        return {
+            "links": link_reports(self._queues.values(), self.link_samples()),
+            "rejected": bounded_sentences(rejected),
+        }
 
     def link_samples(self) -> list[LinkSample]:
         """The newest sample of each connection: at most `sample_s` old while its peer has work, else older."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from prfaas.serving.transport.handshake import ClientHello, HandshakeError, greet
 from prfaas.serving.transport.options import SenderOptions
-from prfaas.serving.transport.outgoing import Chunk, ControlJob, InFlightWindow, SourceGone
+from prfaas.serving.transport.outgoing import Chunk, ControlJob, InFlightWindow, PeerSays, SourceGone
 from prfaas.serving.transport.peer_queue import PeerQueue
 from prfaas.serving.transport.sockets import (
     ConnectionEnded,
@@ -133,35 +133,43 @@ class SenderConnection:
     # The writer thread
 
     def _run(self) -> None:
-        backoff_s = self._options.backoff_min_s
+        options = self._options
+        backoff_s = options.backoff_min_s
         again = True
         while again:
             began_s = time.monotonic()
             try:
-                trouble, rejected = self._serve_one_connection()
+                trouble, peer_says = self._serve_one_connection()
             except Exception as error:
                 self.errors += 1
                 log.exception("connection to %s failed", self.queue.peer.name)
-                trouble, rejected = repr(error), False
+                trouble, peer_says = repr(error), PeerSays.NOTHING
             if trouble:
-                self.queue.unreachable(trouble, rejected=rejected)
-            lived = time.monotonic() - began_s > self._options.backoff_max_s
-            backoff_s = self._options.backoff_min_s if lived else backoff_s
+                self.queue.unreachable(trouble, peer_says)
+            rejected = peer_says is PeerSays.REJECTED
+            lived = time.monotonic() - began_s > options.backoff_max_s and not rejected
+            if lived or peer_says is PeerSays.CLOSED:
+                # A closed port is that of a peer which may be starting: it is to be found soon.
+                backoff_s = min(backoff_s, options.backoff_max_s) if not lived else options.backoff_min_s
             again = self.queue.wait_before_retry(backoff_s)
-            backoff_s = min(2 * backoff_s, self._options.backoff_max_s)
+            backoff_s = min(
+                2 * backoff_s, options.rejected_backoff_max_s if rejected else options.backoff_max_s
+            )
 
-    def _serve_one_connection(self) -> tuple[str, bool]:
+    def _serve_one_connection(self) -> "tuple[str, PeerSays]":
         """Connect and send until the connection ends.
 
         Returns:
-            Why it never came up ("" if it did), and whether that is final.
+            Why it never came up ("" if it did), and what the peer has said to it.
         """
         try:
             sock = self._connect()
         except HandshakeError as error:
-            return str(error), True
+            return str(error), PeerSays.REJECTED
+        except ConnectionRefusedError as error:
+            return str(error), PeerSays.CLOSED
         except (OSError, WireError) as error:
-            return str(error) or repr(error), False
+            return str(error) or repr(error), PeerSays.NOTHING
         window = InFlightWindow(connection=self)
         self._bytes_acked = 0
         reader = threading.Thread(target=self._read, args=(sock, window), name=self._reader_name, daemon=True)
@@ -186,7 +194,7 @@ class SenderConnection:
             self.queue.disconnected(window, trouble)
             self._sock = None
             sock.close()
-        return "", False
+        return "", PeerSays.NOTHING
 
     def _connect(self) -> socket.socket:
         peer, options = self.queue.peer, self._options
@@ -198,11 +206,17 @@ class SenderConnection:
         try:
             if self._closing:
                 raise ConnectionEnded("closing")
-            self.congestion = tune(sock, user_timeout_s=options.user_timeout_s, congestion=options.congestion)
+            self.congestion = tune(
+                sock,
+                user_timeout_s=options.user_timeout_s,
+                keepalive_s=options.keepalive_s,
+                congestion=options.congestion,
+            )
             set_unsent_limit(sock, _MAX_UNSENT_BYTES)
+            deadline_s = time.monotonic() + options.connect_s
             sock.settimeout(options.connect_s)
             sock.connect(address)
-            greet(sock, self._hello())
+            greet(sock, self._hello(), deadline_s)
             sock.settimeout(None)
         except BaseException:
             self._sock = None

@@ -6,6 +6,7 @@ The kernel's view is struct tcp_info of <linux/tcp.h>; to read it takes 0.23 µs
 import contextlib
 import socket
 import struct
+import time
 from dataclasses import dataclass
 
 from prfaas.serving.transport.wire import HEADER_BYTES, Header, WireError, parse_control, unpack_header
@@ -77,8 +78,6 @@ class LinkSample:
 SO_MAX_PACING_RATE = 47
 UNPACED = 0xFFFFFFFFFFFFFFFF
 
-_KEEPALIVE_IDLE_S = 10
-_KEEPALIVE_INTERVAL_S = 3
 _KEEPALIVE_PROBES = 4
 
 
@@ -86,7 +85,7 @@ class ConnectionEnded(ConnectionError):
     """The peer closed the connection, or it was shut down on this side."""
 
 
-def tune(sock: socket.socket, *, user_timeout_s: float, congestion: str | None) -> str:
+def tune(sock: socket.socket, *, user_timeout_s: float, keepalive_s: float, congestion: str | None) -> str:
     """Set the options that every data connection gets.
 
     Buffer sizes are left to the kernel: its autotuning beats every fixed value (notes on transport).
@@ -94,6 +93,8 @@ def tune(sock: socket.socket, *, user_timeout_s: float, congestion: str | None) 
     Args:
         sock: a TCP socket, connected or not.
         user_timeout_s: unacknowledged bytes that old end the connection.
+        keepalive_s: a connection that is silent that long is probed, and probed again every third of it. The
+            kernel counts whole seconds, 1 at least.
         congestion: the congestion control to ask for; None: the kernel's default.
 
     Returns:
@@ -101,8 +102,8 @@ def tune(sock: socket.socket, *, user_timeout_s: float, congestion: str | None) 
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(keepalive_s)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, round(keepalive_s / 3)))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(user_timeout_s * 1000))
     if congestion is not None:
@@ -124,34 +125,61 @@ def set_unsent_limit(sock: socket.socket, nbytes: int) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, nbytes)
 
 
-def receive_exactly(sock: socket.socket, view: memoryview) -> None:
+def receive_exactly(sock: socket.socket, view: memoryview, deadline_s: float | None = None) -> None:
     """Fill `view`.
+
+    Args:
+        sock: a blocking socket.
+        view: where the bytes go.
+        deadline_s: by `time.monotonic`, for all of it; the socket is left with a timeout. None: there is none.
 
     Raises:
         ConnectionEnded: the stream ends first.
+        TimeoutError: the deadline has passed, however steadily bytes came.
     """
     while view.nbytes:
+        if deadline_s is not None:
+            limit(sock, deadline_s)
         count = sock.recv_into(view, 0, socket.MSG_WAITALL)
         if count == 0:
             raise ConnectionEnded("connection ended")
         view = view[count:]
 
 
-def receive_control(sock: socket.socket) -> tuple[Header, dict[str, object]]:
-    """One whole control frame, during the handshake.
+def limit(sock: socket.socket, deadline_s: float) -> None:
+    """Let the next call on the socket end at `deadline_s`, by `time.monotonic`.
 
     Raises:
-        WireError: it is not a control frame.
+        TimeoutError: that time has passed.
+    """
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("the deadline has passed")
+    sock.settimeout(left_s)
+
+
+def receive_control(
+    sock: socket.socket, deadline_s: float | None = None, max_bytes: int = 1 << 20
+) -> tuple[Header, dict[str, object]]:
+    """One whole control frame, during the handshake.
+
+    Args:
+        sock: a blocking socket.
+        deadline_s: see `receive_exactly`.
+        max_bytes: a longer payload is refused before it is read.
+
+    Raises:
+        WireError: it is not a control frame, or too long.
         ConnectionEnded: the stream ends first.
-        OSError: the connection is broken.
+        OSError: the connection is broken, or the deadline has passed.
     """
     raw = bytearray(HEADER_BYTES)
-    receive_exactly(sock, memoryview(raw))
+    receive_exactly(sock, memoryview(raw), deadline_s)
     header = unpack_header(raw)
-    if header.length_bytes > 1 << 20:
-        raise WireError(f"{header.kind.name} frame has no place here")
+    if header.length_bytes > max_bytes:
+        raise WireError(f"{header.kind.name} frame of {header.length_bytes} bytes has no place here")
     payload = bytearray(header.length_bytes)
-    receive_exactly(sock, memoryview(payload))
+    receive_exactly(sock, memoryview(payload), deadline_s)
     return header, parse_control(header, payload)
 
 

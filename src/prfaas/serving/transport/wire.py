@@ -36,6 +36,10 @@ class WireError(ValueError):
     """The peer sent something that is not this protocol; the connection must be closed."""
 
 
+class VersionError(WireError):
+    """The peer speaks another version of the protocol."""
+
+
 class FrameType(enum.IntEnum):
     """Types by number: 1 to 5 handshake, 16 to 23 transfers, 32 to 35 observers."""
 
@@ -129,7 +133,7 @@ def unpack_header(raw: bytes | bytearray | memoryview) -> Header:
     if magic != _MAGIC:
         raise WireError("peer does not speak the prfaas transport protocol")
     if version != PROTOCOL_VERSION:
-        raise WireError(f"peer speaks protocol version {version}, this side {PROTOCOL_VERSION}")
+        raise VersionError(f"peer speaks protocol version {version}, this side {PROTOCOL_VERSION}")
     (check,) = _CHECK.unpack_from(raw, _FIELDS.size)
     if check != xxhash.xxh3_64_intdigest(raw[: _FIELDS.size]):
         raise WireError("frame header is damaged: its checksum does not fit")

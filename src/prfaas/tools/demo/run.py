@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import aiohttp
 
-from prfaas.core.deployment import Deployment
+from prfaas.core.deployment import AdminConfig, Deployment
 from prfaas.core.kv import model_from_directory
 from prfaas.serving.engines.preparation import ensure_model, port_problem
 from prfaas.serving.engines.running import READY_TIMEOUT_S, EngineProgress, RunningEngines
@@ -97,7 +97,11 @@ async def _ask_gateway(
     host = "127.0.0.1"
     # Whoever has the deployment's port need not keep the demo from running.
     port = 0 if port_problem(host, deployment.gateway.port) else deployment.gateway.port
-    served = replace(deployment, gateway=replace(deployment.gateway, host=host, port=port))
+    # The demo shows what clients are usually not told; its operators' page is not asked for.
+    gateway_config = replace(
+        deployment.gateway, host=host, port=port, admin=AdminConfig(host, 0), route_header="full"
+    )
+    served = replace(deployment, gateway=gateway_config)
     bound: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     gateway = asyncio.create_task(serve_live(served, ready=bound.set_result))
     try:

@@ -118,9 +118,10 @@ class ReplayResult:
         }
 
 
-def route_bytes(records: Iterable[ReplayedRequest]) -> int:
-    """KV bytes that moved for these requests, as their routes say."""
-    return sum(_whole(record.route_fields.get("bytes", "")) for record in records)
+def route_bytes(records: Iterable[ReplayedRequest]) -> int | None:
+    """KV bytes that moved for these requests, as their routes say; None if the gateway tells clients no numbers."""
+    told = [record.route_fields["bytes"] for record in records if "bytes" in record.route_fields]
+    return sum(map(_whole, told)) if told else None
 
 
 def fallbacks(records: Iterable[ReplayedRequest]) -> int:
@@ -167,7 +168,8 @@ def times_table(result: ReplayResult) -> Table:
         table.add_row(name, str(len(whole)), *_cells(Percentiles.of(values)), "")
     for route, records in result.by_route().items():
         ttft = Percentiles.of(record.ttft_s for record in records if not record.is_lost)
-        moved = format_bytes(route_bytes(records))
+        moved_bytes = route_bytes(records)
+        moved = "not told" if moved_bytes is None else format_bytes(moved_bytes)
         table.add_row(f"first token, {route}", str(len(records)), *_cells(ttft), moved)
     return table
 

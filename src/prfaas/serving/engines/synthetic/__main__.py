@@ -1,7 +1,6 @@
 """`python -m prfaas.serving.engines.synthetic DEPLOYMENT INSTANCE…`: stand-in engines, all in this process."""
 
 import argparse
-import logging
 import resource
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from prfaas.core.deployment import DeploymentError, load_deployment
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.preparation import ensure_key, ensure_model
 from prfaas.serving.engines.synthetic.node import run_nodes
+from prfaas.serving.logs import LogSettings, set_up_logging
 from prfaas.serving.transport.ticket import KeyFileError, load_key
 
 # Many threads move bytes beside the event loop: at Python's 5 ms each of them could hold it up for long.
@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("instances", nargs="+", metavar="instance")
     parser.add_argument("--state-dir", type=Path, help="where models, keys and logs are kept")
     options = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    set_up_logging(LogSettings.of_environment(), whole_process=True)
     sys.setswitchinterval(_SWITCH_S)
     _allow_many_sockets()
     try:

@@ -149,6 +149,7 @@ class SyntheticLayout:
         return {
             "engine": "synthetic",
             "model": model_name,
+            "block_tokens": ",".join(str(b) for b in sorted({r.group.block_tokens for r in self.regions})),
             "layers": len(regions),
             "pages": digest,
             "page_digests": DIGEST_FORMAT if page_digests else "off",

@@ -25,9 +25,11 @@ from prfaas.serving.engines.vllm.layout import read_groups
 from prfaas.serving.engines.vllm.metadata import TransferMetadata
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
 from prfaas.serving.engines.vllm.stats import ConnectorPromMetrics, ConnectorStats
+from prfaas.serving.logs import LogSettings, set_up_logging
 from prfaas.serving.transport.ticket import load_key
 
 if TYPE_CHECKING:
+    from vllm.config.kv_transfer import KVTransferConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -76,6 +78,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        # vLLM has no handler for our loggers, and would write warnings bare and nothing below them.
+        set_up_logging(LogSettings.of_environment())
         self._settings = ConnectorSettings.parse(self._kv_transfer_config.kv_connector_extra_config)
         self._key = load_key(self._settings.key_file)
         self._groups = read_groups(kv_cache_config)
@@ -95,6 +99,11 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """`save_kv_layer` must run at every step, which a whole replayed graph would skip."""
         return True
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:
+        """False: transfers read and write the blocks where they lay when the engine started (asked by vLLM 0.33)."""
+        return False
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
         """All groups are loaded; zeroing one of their pages would race with the load."""

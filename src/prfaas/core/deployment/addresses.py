@@ -1,0 +1,47 @@
+"""Where servers are: hosts, as they are written in files and URLs, and the addresses of KV-cache events."""
+
+import hashlib
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class EventsEndpoint:
+    """Where an engine publishes what its prefix cache holds: ZeroMQ addresses.
+
+    The engine binds to `bind_*`; subscribers connect to `publish` and `replay`.
+    """
+
+    bind_publish: str
+    bind_replay: str
+    publish: str
+    replay: str
+
+
+def tcp_endpoint(host: str, port: int) -> EventsEndpoint:
+    """Events at `port`, replay at the port after it. `host` as it stands in a URL."""
+    # vLLM's publisher connects instead of binding unless its address has a wildcard.
+    return EventsEndpoint(
+        f"tcp://*:{port}", f"tcp://*:{port + 1}", f"tcp://{host}:{port}", f"tcp://{host}:{port + 1}"
+    )
+
+
+def local_endpoint(home: Path, instance: str) -> EventsEndpoint:
+    """Abstract sockets of this machine: no port, no file, and nothing that another machine could reach."""
+    place = hashlib.blake2b(str(home).encode(), digest_size=6).hexdigest()
+    publish, replay = f"ipc://@prfaas-{place}-{instance}", f"ipc://@prfaas-{place}-{instance}-replay"
+    return EventsEndpoint(publish, replay, publish, replay)
+
+
+def is_loopback(host: str) -> bool:
+    """True if a host is this machine, by a name or an address that never leaves it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def host_in_url(host: str) -> str:
+    """A host as it stands in a URL: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host else host

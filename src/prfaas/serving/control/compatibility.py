@@ -1,0 +1,130 @@
+"""Which instances take no KV from which, by the word of the senders that were rejected."""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from prfaas.core.deployment import Deployment
+from prfaas.serving.control.cluster_state import ClusterState
+from prfaas.serving.control.engine_monitor import period_s
+from prfaas.serving.control.link_monitor import LinkObserver
+from prfaas.serving.transport.handshake import is_peer_name, legible
+
+logger = logging.getLogger(__name__)
+
+WANTED_S = 0.5
+MOST_ASKED_PER_S = 100.0
+_ANSWER_S = 1.0
+
+Pair = tuple[str, str]
+
+
+class Compatibility:
+    """Asks every sender whom it cannot reach for a rejection, and keeps the pairs of the `View` right.
+
+    A pair (producer, consumer) is blocked while the producer's newest report says so. Senders connect ahead of
+    requests, and again after a rejection, every 30 s at least. So a pair is free again when one of the two has
+    restarted with what the other expects. A sender that does not answer is believed as before.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        kv_ports: Mapping[str, Sequence[LinkObserver]],
+        cluster_state: ClusterState,
+    ) -> None:
+        """`kv_ports`: instance → one observer per rank."""
+        self._cluster_state = cluster_state
+        self._instances = {instance.name for instance in deployment.instances}
+        self._kv_ports = {
+            instance.name: tuple(kv_ports[instance.name])
+            for instance in deployment.instances
+            if deployment.peers_of(instance)
+        }
+        # Producer and rank → consumer → sentence.
+        self._rejected: dict[tuple[str, int], dict[str, str]] = {}
+        self._reasons: dict[Pair, str] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self.period_s = period_s(WANTED_S, len(self._kv_ports), MOST_ASKED_PER_S)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                for name in self._kv_ports:
+                    self._ask_soon(name)
+                await asyncio.sleep(self.period_s)
+        finally:
+            for task in self._asking.values():
+                task.cancel()
+
+    async def ask(self, producer: str) -> None:
+        """Have the word of `producer` as of now, unless it does not answer within two seconds."""
+        if producer in self._kv_ports:
+            before = self._asking.get(producer)
+            if before is not None:
+                # What is being asked already may be answered by what was so before.
+                await asyncio.wait((before,))
+            await asyncio.wait((self._ask_soon(producer),))
+
+    def reason(self, producer: str, consumer: str) -> str | None:
+        """Why `consumer` takes no KV from `producer`; None where no rejection is known."""
+        return self._reasons.get((producer, consumer))
+
+    def state(self) -> list[dict[str, str]]:
+        """All pairs, ready for JSON."""
+        return [
+            {"producer": producer, "consumer": consumer, "reason": reason}
+            for (producer, consumer), reason in sorted(self._reasons.items())
+        ]
+
+    def _ask_soon(self, producer: str) -> "asyncio.Task[None]":
+        asking = self._asking.get(producer)
+        if asking is None or asking.done():
+            asking = asyncio.get_running_loop().create_task(self._ask(producer))
+            self._asking[producer] = asking
+        return asking
+
+    async def _ask(self, producer: str) -> None:
+        ports = self._kv_ports[producer]
+        await asyncio.gather(*(self._ask_rank(producer, rank, port) for rank, port in enumerate(ports)))
+
+    async def _ask_rank(self, producer: str, rank: int, port: LinkObserver) -> None:
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                answer = await port.stats()
+            rejected = self._of_instances(answer)
+        except (OSError, TimeoutError, KeyError, TypeError, ValueError, AttributeError) as error:
+            logger.debug("%s/%d does not say whom it may send to: %s", producer, rank, error)
+            return
+        if rejected != self._rejected.get((producer, rank), {}):
+            self._rejected[producer, rank] = rejected
+            self._conclude()
+
+    def _of_instances(self, answer: Mapping[str, Any]) -> dict[str, str]:
+        """Consumer → sentence, by a report of a sender's; older ones say nothing of it."""
+        rejected = answer["sender"].get("rejected", {})
+        named = (
+            (peer.partition("/")[0], legible(str(sentence)))
+            for peer, sentence in rejected.items()
+            if is_peer_name(peer)
+        )
+        return {consumer: sentence for consumer, sentence in named if consumer in self._instances}
+
+    def _conclude(self) -> None:
+        reasons: dict[Pair, str] = {}
+        for (producer, _), rejected in self._rejected.items():
+            for consumer, sentence in rejected.items():
+                reasons.setdefault((producer, consumer), sentence)
+        for producer, consumer in reasons.keys() - self._reasons.keys():
+            logger.warning(
+                "%s sends nothing to %s until one of them restarts: %s",
+                producer,
+                consumer,
+                reasons[producer, consumer],
+            )
+        for producer, consumer in self._reasons.keys() - reasons.keys():
+            logger.info("%s may send to %s again", producer, consumer)
+        self._reasons = reasons
+        self._cluster_state.set_blocked(reasons)

@@ -1,0 +1,128 @@
+"""The operators' port: metrics, the deployment's state, and what became of each request.
+
+A page is added in `AdminRoutes.application`; the checks of who may ask stand before all of them.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Collection
+
+from aiohttp import web
+
+from prfaas.core.deployment import Deployment, is_loopback
+from prfaas.core.kv import KvModel
+from prfaas.serving.gateway.bodies import ApiError
+from prfaas.serving.gateway.context import GatewayContext
+from prfaas.serving.gateway.middleware import Handler, access, errors
+from prfaas.serving.gateway.request_log import RequestLog, explain
+
+_SAFE_METHODS = ("GET", "HEAD")
+
+
+class AdminRoutes:
+    """Handlers of the operators' port. Any other path is a 404."""
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        kv_model: KvModel | None,
+        log: RequestLog,
+        context: GatewayContext,
+        token: str | None,
+    ) -> None:
+        """`kv_model`: None where the size of the model's KV is unknown. `token`: None: none is asked for."""
+        self._deployment = deployment
+        self._kv_model = kv_model
+        self._plane = context.plane
+        self._metrics = context.metrics
+        self._log = log
+        self._host = deployment.gateway.admin.host
+        self._further_hosts = (*deployment.gateway.hosts, deployment.gateway.host)
+        self._token_hash = None if token is None else _hashed(token.encode())
+
+    def application(self) -> web.Application:
+        """The aiohttp application with the operators' pages."""
+
+        @web.middleware
+        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+            self._check(request)
+            return await handler(request)
+
+        app = web.Application(middlewares=[access, errors, guard])
+        app.router.add_get("/metrics", self._get_metrics, allow_head=False)
+        app.router.add_get("/prfaas/state", self._state, allow_head=False)
+        app.router.add_get("/prfaas/requests/{request_id}", self._request, allow_head=False)
+        return app
+
+    def _check(self, request: web.Request) -> None:
+        """Raise ApiError for a request that must not be answered: 403 or 401."""
+        # A web page whose own name resolves to this address (DNS rebinding) could read what a browser may reach.
+        if not may_ask(request.host, self._host, self._further_hosts):
+            raise ApiError(
+                403,
+                "These pages answer only to addresses of this machine and to the names in gateway.host, "
+                "gateway.admin.host and gateway.hosts.",
+            )
+        # A web page may send what changes something without being able to read the answer.
+        if request.method not in _SAFE_METHODS and "Origin" in request.headers:
+            raise ApiError(403, "A web page must not change the deployment.")
+        if self._token_hash is not None and not self._has_token(request):
+            raise ApiError(
+                401,
+                "These pages need the header `Authorization: Bearer TOKEN` with the token in the file that "
+                "gateway.admin.token_file names.",
+            )
+
+    def _has_token(self, request: web.Request) -> bool:
+        given = request.headers.getall("Authorization", [])
+        scheme, _, token = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+        if scheme.lower() != "bearer" or self._token_hash is None:
+            return False
+        # Of equal length and compared in a time that does not depend on where they differ.
+        return hmac.compare_digest(
+            _hashed(token.strip().encode("utf-8", "surrogateescape")), self._token_hash
+        )
+
+    async def _get_metrics(self, _request: web.Request) -> web.Response:
+        self._log.export_waiting()
+        return web.Response(
+            body=self._metrics.exposition(),
+            headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"},
+        )
+
+    async def _state(self, _request: web.Request) -> web.Response:
+        return web.json_response(self._plane.state())
+
+    async def _request(self, request: web.Request) -> web.Response:
+        request_id = request.match_info["request_id"]
+        record = self._log.find(request_id)
+        if record is None:
+            raise ApiError(404, f"No request {request_id[:64]} is among the last {self._log.capacity}.")
+        return web.json_response(explain(record, self._deployment, self._kv_model))
+
+
+def _hashed(token: bytes) -> bytes:
+    return hashlib.sha256(token).digest()
+
+
+def may_ask(host_header: str, configured_host: str, further_hosts: Collection[str] = ()) -> bool:
+    """Whether a Host header names this machine itself or a host that the deployment file names.
+
+    Behind a wildcard every address is one that it listens on; a name is not, since anybody may point one here.
+    """
+    host = _host(host_header).lower().rstrip(".")
+    if is_loopback(host) or host == configured_host.lower() or host in further_hosts:
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+        return ipaddress.ip_address(configured_host).is_unspecified and not address.is_unspecified
+    except ValueError:
+        return False
+
+
+def _host(host_header: str) -> str:
+    """`[::1]:80`, `::1` → `::1`; `name:80` → `name`."""
+    if host_header.startswith("["):
+        return host_header[1:].partition("]")[0]
+    return host_header if host_header.count(":") > 1 else host_header.partition(":")[0]

@@ -1,0 +1,236 @@
+"""Whoever lacks the key keeps nobody out, forges no log line and uses up neither threads nor file descriptors."""
+
+import logging
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+import pytest
+
+from prfaas.serving.transport import HandshakeError
+from prfaas.serving.transport.handshake import ROLE_PRODUCER, ClientHello, greet
+from prfaas.serving.transport.sockets import ConnectionEnded, receive_control
+from prfaas.serving.transport.wire import HEADER_BYTES, FrameType, pack_control, pack_header
+
+from .harness import FAST_RECEIVER, FINGERPRINT, KEY, World, await_over, await_true, our_threads
+
+MakeWorld = Callable[..., World]
+
+
+def connected(world: World) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", world.receiver.port), timeout=20)
+
+
+def hello(*, name: str = "p/0", key: bytes = KEY) -> ClientHello:
+    return ClientHello.new(
+        key=key, name=name, server_name="c/0", role=ROLE_PRODUCER, session="s", fingerprint=FINGERPRINT
+    )
+
+
+def is_closed(sock: socket.socket) -> bool:
+    try:
+        return sock.recv(1 << 16) == b""
+    except ConnectionError:
+        return True
+
+
+@contextmanager
+def dripping(world: World, count: int) -> Iterator[list[socket.socket]]:
+    """As many strangers; each sends one more byte of its HELLO every 50 ms, and comes again when it is closed."""
+    frame = hello().frame()
+    socks, over = [connected(world) for _ in range(count)], threading.Event()
+    sent = [0] * count
+
+    def drip() -> None:
+        while not over.wait(0.05):
+            for index in range(count):
+                try:
+                    socks[index].send(frame[sent[index] : sent[index] + 1])
+                    sent[index] += 1
+                except OSError:
+                    socks[index].close()
+                    with suppress(OSError):
+                        socks[index], sent[index] = connected(world), 0
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    try:
+        yield socks
+    finally:
+        over.set()
+        thread.join()
+        for sock in socks:
+            sock.close()
+
+
+def test_a_byte_now_and_then_does_not_stretch_the_handshake(make_world: MakeWorld) -> None:
+    world = make_world(receiver_options=replace(FAST_RECEIVER, handshake_s=0.4))
+    frame = hello().frame()
+    with connected(world) as sock:
+        began_s = time.monotonic()
+        with pytest.raises(OSError):
+            for index in range(len(frame)):
+                sock.send(frame[index : index + 1])
+                time.sleep(0.05)
+                assert time.monotonic() - began_s < 10, "still open"
+    await_true(lambda: world.receiver.stats()["strangers"] == 0, 5.0, lambda: "closed")
+
+
+def test_slow_strangers_keep_no_peer_out(make_world: MakeWorld) -> None:
+    options = replace(FAST_RECEIVER, max_connections=12, max_strangers=8, handshake_s=60.0)
+    world = make_world(receiver_options=options)
+    with dripping(world, 40):
+        await_true(lambda: world.receiver.stats()["closed_strangers"] >= 30, 5.0, lambda: "flood")
+        assert world.receiver.stats()["strangers"] <= 8
+        _, transfer, _ = world.send(100_000)
+        await_over(transfer)
+        assert transfer.phase == "complete", transfer.reason
+        # A peer that comes while the flood goes on.
+        for _ in range(4):
+            with connected(world) as sock:
+                greet(sock, hello())
+
+
+def test_the_oldest_stranger_goes_first(make_world: MakeWorld) -> None:
+    world = make_world(receiver_options=replace(FAST_RECEIVER, max_strangers=3, handshake_s=60.0))
+    await_true(lambda: world.receiver.stats()["connections"] == 4, 5.0, lambda: "up")
+    # Its own four connections came as strangers, too.
+    at_first = world.receiver.stats()["closed_strangers"]
+    socks = []
+    for count in range(1, 6):
+        socks.append(connected(world))
+        await_true(lambda: world.receiver.stats()["strangers"] == min(count, 3), 5.0, lambda: "in")  # noqa: B023
+        await_true(
+            lambda: world.receiver.stats()["closed_strangers"] - at_first == max(count - 3, 0),  # noqa: B023
+            5.0,
+            lambda: "out",
+        )
+    assert [is_closed(sock) for sock in socks[:2]] == [True, True]
+    for sock in socks[2:]:
+        sock.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            sock.recv(1)
+    assert world.receiver.stats()["connections"] == 4
+    for sock in socks:
+        sock.close()
+
+
+def test_many_strangers_at_once_cost_few_threads(make_world: MakeWorld) -> None:
+    world = make_world(receiver_options=replace(FAST_RECEIVER, max_strangers=8))
+    await_true(lambda: world.receiver.stats()["connections"] == 4, 5.0, lambda: "up")
+    before, most = len(our_threads()), 0
+    held: list[socket.socket] = []
+    for count in range(600):
+        held.append(connected(world))
+        if len(held) > 100:
+            held.pop(0).close()
+        if count % 20 == 0:
+            most = max(most, len(our_threads()) - before)
+    # One may be ending while its successor starts.
+    assert most <= 2 * 8
+    for sock in held:
+        sock.close()
+    await_true(lambda: len(our_threads()) == before, 5.0, lambda: f"{our_threads()}")
+
+
+@pytest.mark.parametrize("kind", [FrameType.HELLO, FrameType.OPEN])
+def test_a_long_first_frame_is_refused_before_it_is_read(world: World, kind: FrameType) -> None:
+    with connected(world) as sock:
+        sock.sendall(pack_header(kind, length_bytes=32 << 10))
+        header, body = receive_control(sock)
+        assert header.kind is FrameType.REJECT
+        assert "32768 bytes has no place here" in str(body["reason"])
+        assert is_closed(sock)
+
+
+@pytest.mark.parametrize(
+    "name", ["p/0\nWARNING all is lost", "p\r", "", "p/0/1", "ä", "a" * 64, "p 0", "\x1b[2J"]
+)
+def test_a_name_forges_no_log_line(world: World, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    with caplog.at_level(logging.DEBUG), connected(world) as sock:
+        with pytest.raises(HandshakeError, match="is no name of an engine"):
+            greet(sock, hello(name=name))
+        await_true(lambda: world.receiver.stats()["failed_connections"] == 1, 5.0, lambda: "closed")
+    assert caplog.records
+    assert all(record.getMessage().isprintable() for record in caplog.records)
+
+
+def test_strangers_that_fail_are_logged_rarely_with_their_number(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(times: int) -> None:
+        before = world.receiver.stats()["failed_connections"]
+        for _ in range(times):
+            with connected(world) as sock:
+                sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: curl/8.0\r\n\r\n\r\n")
+                with suppress(OSError):
+                    receive_control(sock)
+        await_true(
+            lambda: world.receiver.stats()["failed_connections"] == before + times, 5.0, lambda: "closed"
+        )
+
+    with caplog.at_level(logging.INFO):
+        fail(30)
+        assert len(caplog.records) == 1
+        world.receiver._strangers._noted_at_s = float("-inf")
+        fail(1)
+    assert "29 more since the last such line" in caplog.records[1].getMessage()
+
+
+def test_a_refused_peer_is_named_once_and_forgiven(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        with connected(world) as sock, pytest.raises(HandshakeError, match="takes no KV"):
+            greet(sock, hello(name="q/0"))
+    await_true(lambda: world.receiver.stats()["failed_connections"] == 3, 5.0, lambda: "closed")
+    assert len([r for r in caplog.records if "c/0 rejects q/0" in r.getMessage()]) == 1
+    assert world.receiver.stats()["rejected"] == {
+        "q/0": "c/0 takes no KV from q/0: it is not among its producers"
+    }
+    # Who lacks the key is not reported by name: it may call itself anything.
+    with connected(world) as sock, pytest.raises(HandshakeError, match="this deployment's key"):
+        sock.sendall(hello(name="r/0", key=bytes(32)).frame())
+        receive_control(sock)
+        sock.sendall(pack_control(FrameType.AUTH, body={"proof": "00" * 32}))
+        header, body = receive_control(sock)
+        assert header.kind is FrameType.REJECT
+        raise HandshakeError(str(body["reason"]))
+    assert "r/0" not in world.receiver.stats()["rejected"]
+
+
+def test_no_file_descriptors_left_is_waited_out(make_world: MakeWorld) -> None:
+    world = make_world()
+    await_true(lambda: world.receiver.stats()["connections"] == 4, 5.0, lambda: "up")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as sock:
+        sock.settimeout(20)
+        try:
+            # All lower numbers are taken: the newest socket got the lowest.
+            resource.setrlimit(resource.RLIMIT_NOFILE, (sock.fileno() + 1, hard))
+            sock.connect(("127.0.0.1", world.receiver.port))
+            await_true(lambda: world.receiver.stats()["accept_failures"] >= 1, 5.0, lambda: "EMFILE")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    # Some kernels close what they could not give a number to; the next one is served.
+    with connected(world) as again:
+        greet(again, hello())
+    assert world.receiver.stats()["thread_errors"] == 0
+
+
+def test_full_of_peers_is_no_rejection(make_world: MakeWorld) -> None:
+    """A consumer that has its connections takes another one later; nothing is wrong with whom it sends away."""
+    world = make_world(connections=2, receiver_options=replace(FAST_RECEIVER, max_connections=2))
+    await_true(lambda: world.receiver.stats()["connections"] == 2, 5.0, lambda: "up")
+    with connected(world) as sock, pytest.raises((ConnectionEnded, ConnectionResetError)):
+        greet(sock, hello())
+    assert world.receiver.stats()["rejected"] == {}
+
+
+def test_half_a_header_then_silence(make_world: MakeWorld) -> None:
+    world = make_world(receiver_options=replace(FAST_RECEIVER, handshake_s=0.3))
+    with connected(world) as sock:
+        sock.sendall(hello().frame()[: HEADER_BYTES // 2])
+        assert is_closed(sock)
