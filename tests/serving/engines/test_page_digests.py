@@ -7,6 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from prfaas.core.kv import model_from_config
 from prfaas.serving.engines.kv_groups import GroupKind, KvGroup, Region
 from prfaas.serving.engines.page_digests import (
     DIGEST_BYTES,
@@ -17,6 +18,9 @@ from prfaas.serving.engines.page_digests import (
     page_sums,
     word_weights,
 )
+from prfaas.serving.engines.synthetic.layout import SyntheticLayout
+from prfaas.serving.engines.tiny import tiny_config
+from prfaas.serving.transport.handshake import fingerprint_difference
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
 
 ID = bytes(range(16))
@@ -196,3 +200,14 @@ def staged_digests(some_plan: DigestPlan, sent: bytes, num_tokens: int, skip_tok
         lease=lease,
         on_free=lambda: None,
     )
+
+
+def test_a_peer_with_another_setting_or_without_digests_is_told_apart() -> None:
+    layout = SyntheticLayout.of_model(model_from_config(tiny_config("qwen3"), name="qwen3"))
+    ours = layout.fingerprint("m", page_digests=True)
+    off = layout.fingerprint("m", page_digests=False)
+    older = {field: value for field, value in ours.items() if field != "page_digests"}
+    sentence = "KV layout differs in 'page_digests': home/0 has 'v1', east/0 has "
+    assert fingerprint_difference(ours, off, "home/0", "east/0") == sentence + "'off'"
+    assert fingerprint_difference(ours, older, "home/0", "east/0") == sentence + "None"
+    assert fingerprint_difference(ours, dict(ours), "home/0", "east/0") is None

@@ -208,6 +208,11 @@ class DevicePages:
         self._on_device = raw.device.type == "cuda"
         self._stream = torch.cuda.Stream(raw.device) if self._on_device else None
         self._weights = _weights(-(-self.page_bytes // WORD_BYTES), raw.device)
+        in_words = not any(
+            nbytes % WORD_BYTES for nbytes in (raw.storage_offset(), *raw.shape[1:], raw.stride(0))
+        )
+        # Gathering pages by words is faster than by bytes, where they lie on words.
+        self._words = raw.view(torch.int64) if in_words else raw
         self._bounce = torch.empty(
             min(self.BOUNCE_BYTES, self.page_bytes), dtype=torch.uint8, pin_memory=self._on_device
         )
@@ -252,14 +257,14 @@ class DevicePages:
             # From pinned memory, since a copy from other memory would wait for the stream.
             ids = torch.tensor(blocks, dtype=torch.int64, pin_memory=self._on_device)
             ids = ids.to(self._raw.device, non_blocking=True)
-            most = max(1, self.SUM_BYTES // self.page_bytes)
-            return _DeviceSums(torch.cat([self._sum(part) for part in ids.split(most)]))
+            parts = [self._sum(part) for part in ids.split(max(1, self.SUM_BYTES // self.page_bytes))]
+            return _DeviceSums(parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def _sum(self, blocks: torch.Tensor) -> torch.Tensor:
-        pages = self._raw.index_select(0, blocks)
-        if missing := -self.page_bytes % WORD_BYTES:
-            pages = torch.nn.functional.pad(pages, (0, missing))
-        words = pages.view(torch.int64)
+        words = self._words.index_select(0, blocks)
+        if words.dtype is torch.uint8:
+            missing = -self.page_bytes % WORD_BYTES
+            words = torch.nn.functional.pad(words, (0, missing)).view(torch.int64)
         low, high = self._weights
         sums: torch.Tensor = (words * low).sum(1) + ((words >> 32) * high).sum(1)
         return sums
