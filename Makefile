@@ -75,6 +75,7 @@ bench: setup
 	$(BIN)/python bench/routing.py
 	$(BIN)/python bench/allocation.py
 	$(BIN)/python bench/synthetic.py
+	$(BIN)/python bench/corruption.py --cost
 	$(BIN)/python bench/burst.py
 	$(BIN)/python bench/fidelity.py recorded bench/data/vllm_real_timings_RTXPRO6000_Llama-3.1-8B.jsonl.gz
 	-$(BIN)/python bench/simulator.py --requests 10000 100000
