@@ -139,6 +139,7 @@ async def _ttft(deployments: dict[bool, Deployment], rounds: int) -> dict[str, d
                 "seconds without": round(statistics.median(plain_s), 4),
             }
         for client in clients.values():
+            await client.check()
             await client.close()
     return result
 
@@ -155,6 +156,17 @@ class _Hops:
 
     async def close(self) -> None:
         await self._observer.close()
+
+    async def check(self) -> None:
+        """A request whose transfer was not loaded measures something else."""
+        async with self._session.get(f"{self._deployment.instance('home').url}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        for name in ("loads_failed", "digest_mismatches"):
+            found = sum(
+                float(line.split()[-1]) for line in lines if line.startswith(f"vllm:prfaas_{name}_total{{")
+            )
+            if found:
+                raise RuntimeError(f"{name} is {found:g} at the decode engine")
 
     async def first_token_s(self, ids: list[int]) -> float:
         ticket = Ticket.issue(
