@@ -62,17 +62,20 @@ def word_weights(words: int) -> tuple[Weights, Weights]:
     return low, high
 
 
-def page_sums(words: NDArray[np.int64]) -> Sums:
+def page_sums(words: NDArray[np.int64], *, overwrite: bool = False) -> Sums:
     """The sums of pages in host memory.
 
     Args:
         words: shape (pages, words); best not more than the processor's cache holds.
+        overwrite: `words` is a copy that is needed for nothing else, which spares another one.
 
     Returns:
         Shape (pages,).
     """
     low, high = word_weights(words.shape[1])
-    sums: NDArray[np.int64] = np.einsum("ij,j->i", words, low) + np.einsum("ij,j->i", words >> 32, high)
+    sums: NDArray[np.int64] = np.einsum("ij,j->i", words, low)
+    upper_halves = np.right_shift(words, 32, out=words if overwrite else None)
+    sums += np.einsum("ij,j->i", upper_halves, high)
     return sums.view(np.uint64)
 
 

@@ -1,6 +1,6 @@
 """Engine KV memory seen as opaque pages, and the copies between it and host buffers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
 from threading import Lock
@@ -129,8 +129,9 @@ class _HostPageCopy:
 class HostPages:
     """Pages in host memory (vLLM's CPU backend)."""
 
-    # Read twice for the sums: the second time out of the processor's cache.
-    SUM_BYTES = 128 * 1024
+    # For their sums, pages are gathered in the processor's cache. Page by page would take longer beside writer
+    # threads: each operation gives Python's lock away and has to get it back.
+    SUM_BYTES = 1024 * 1024
 
     def __init__(self, raw: torch.Tensor) -> None:
         self.page_bytes = raw.shape[1]
@@ -154,20 +155,13 @@ class HostPages:
     def sums(self, blocks: Sequence[int], *, loaded: bool) -> PendingSums:
         del loaded  # host kernels and host copies have finished alike
         sums: Sums = np.empty(len(blocks), dtype=np.uint64)
-        for start, count in self._neighbours(blocks):
-            pages = self._pages[blocks[start] : blocks[start] + count]
+        most = max(1, self.SUM_BYTES // self.page_bytes)
+        for start in range(0, len(blocks), most):
+            pages = self._pages[list(blocks[start : start + most])]
             if missing := -self.page_bytes % WORD_BYTES:
                 pages = np.pad(pages, ((0, 0), (0, missing)))
-            sums[start : start + count] = page_sums(pages.view(np.int64))
+            sums[start : start + most] = page_sums(pages.view(np.int64), overwrite=True)
         return KnownSums(sums)
-
-    def _neighbours(self, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Runs of blocks that lie one after the other: place of the first in `blocks`, and how many."""
-        most, start = max(1, self.SUM_BYTES // self.page_bytes), 0
-        for end in range(1, len(blocks) + 1):
-            if end == len(blocks) or blocks[end] != blocks[end - 1] + 1 or end - start == most:
-                yield start, end - start
-                start = end
 
     def copied(self, block: int) -> PageCopy:
         return _HostPageCopy(self._pages[block].copy())
