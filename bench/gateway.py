@@ -49,6 +49,7 @@ from gateway_peers import bare_relay, vllm_router
 from prfaas.core.deployment import Deployment, Routing
 from prfaas.serving.gateway.tokenizers import encoder_of
 from prfaas.serving.live import serve_live
+from prfaas.serving.logs import LogSettings, set_up_logging
 from prfaas.serving.transport.ticket import create_key
 
 # The stand-in engine is the tests'; the product has none.
@@ -115,10 +116,12 @@ def gateway_process(deployment: Deployment, pipe: Connection) -> None:
             while True:
                 loop.call_soon_threadsafe(watch.start if pipe.recv() else lambda: pipe.send(watch.stop()))
 
-        # As the command line does.
-        gc.collect()
-        gc.freeze()
-        await serve_live(deployment, ready=ready)
+        # As the command line does: with a line of log per request.
+        with Path(os.devnull).open("w") as nowhere:
+            set_up_logging(LogSettings(), whole_process=True, stream=nowhere)
+            gc.collect()
+            gc.freeze()
+            await serve_live(deployment, ready=ready)
 
     uvloop.run(serve())
 

@@ -1,10 +1,13 @@
 """The form of log lines: one per record whatever is in it, in text and in JSON, and few of the same kind."""
 
+import contextlib
 import io
 import json
 import logging
+import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,7 +81,7 @@ def test_no_text_makes_a_second_line(text: str, form: str) -> None:
         assert json.loads(line)["name"] == one_line(text)
 
 
-@given(text=st.text(max_size=1999))
+@given(text=st.text(max_size=799))
 def test_what_is_printable_stays(text: str) -> None:
     assert one_line(text).isprintable()
     if text.isprintable():
@@ -144,6 +147,37 @@ def test_the_count_is_in_the_line() -> None:
     logger.warning("again")
     lines = stream.getvalue().splitlines()
     assert len(lines) == 6 and lines[-1].endswith("again left_out=3")
+
+
+def test_nobody_is_waited_for() -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as reader, os.fdopen(writing, "w") as writer:
+        os.set_blocking(writing, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writing, b"x" * 4096)
+        os.set_blocking(writing, True)
+        handler = set_up_logging(LogSettings(), stream=writer)
+        handler.filters.clear()
+
+        def write() -> None:
+            for _ in range(7):
+                logger.warning("to nobody")
+
+        thread = threading.Thread(target=write, daemon=True)
+        thread.start()
+        thread.join(60)
+        stuck = thread.is_alive()
+        os.set_blocking(reading, False)
+        while reader.read(1 << 20):
+            pass
+        assert not stuck
+        logger.warning("to somebody")
+        lines = reader.read().decode().splitlines()
+    assert [line.split(" ", 3)[3] for line in lines] == [
+        "7 lines before this one were lost: nobody read them",
+        "to somebody",
+    ]
 
 
 def test_levels_and_a_second_set_up() -> None:

@@ -22,7 +22,7 @@ def tables(state: Json) -> RenderableType:
     parts += [_instances(name, cluster) for name, cluster in state["clusters"].items()]
     if state["links"]:
         parts.append(_links(state))
-    parts += [_routes(state), *_suspicions(state), *_changes(state)]
+    parts += [_routes(state), *_suspicions(state), *_incompatible(state), *_changes(state)]
     return Group(*parts)
 
 
@@ -76,7 +76,9 @@ def _instance(instance: Json) -> Iterable[RenderableType]:
 
 def _health(instance: Json) -> Text:
     if not instance["healthy"]:
-        return Text("out", style="bold red")
+        return Text("down", style="bold red")
+    if instance["drain"]:
+        return Text(instance["drain"], style="yellow")
     if instance["draining"]:
         return Text("draining", style="yellow")
     return Text("up", style="green")
@@ -88,6 +90,13 @@ def _suspicions(state: Json) -> Iterable[RenderableType]:
         for name, instance in cluster["instances"].items():
             if not instance["healthy"]:
                 yield Text(f"{name} is out of routing: {instance['suspicion']}", style="red")
+
+
+def _incompatible(state: Json) -> Iterable[RenderableType]:
+    """Which instances send nothing to which, and why."""
+    for pair in state.get("incompatible", ()):
+        text = f"{pair['producer']} sends nothing to {pair['consumer']} until one of them restarts: {pair['reason']}"
+        yield Text(text, style="red")
 
 
 def _links(state: Json) -> Table:

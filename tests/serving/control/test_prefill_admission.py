@@ -162,3 +162,20 @@ def test_without_urgency_nobody_waits(deployment: Deployment, clock: FakeClock) 
                 assert await stack.enter_async_context(yard.admission.admit(plain, CHAINS)) is plain
 
     asyncio.run(main())
+
+
+def test_it_waits_for_an_instance_whose_consumer_takes_its_kv(
+    deployment: Deployment, clock: FakeClock
+) -> None:
+    async def main() -> None:
+        yard = Yard(deployment, clock)
+        yard.cluster_state.set_blocked([("far-1", "home-d0")])
+        hold = asyncio.Event()
+        tasks = [yard.asks(f"r{i}", urgent(float(i)), hold) for i in range(2)]
+        await settled()
+        assert yard.log == ["r0 at far-0"]  # although far-1 is free
+        hold.set()
+        await asyncio.gather(*tasks)
+        assert yard.log[1:] == ["r1 at far-0"]
+
+    asyncio.run(main())

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,13 @@ import pytest
 from prfaas.serving.engines import log_file
 from prfaas.serving.engines.log_file import LogFile
 from prfaas.serving.engines.process_group import ProcessGroup
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def written(path: Path, text: str, **limits: int) -> LogFile:
@@ -55,8 +64,7 @@ def test_a_running_child_goes_on_in_an_empty_file(tmp_path: Path) -> None:
     def say(text: str) -> None:
         assert child.stdin is not None
         child.stdin.write(text + "\n")
-        while not path.read_text().endswith(text + "\n"):
-            pass
+        wait_until(lambda: path.read_text().endswith(text + "\n"))
 
     try:
         say("a" * 2000)
@@ -78,8 +86,7 @@ def test_a_group_keeps_its_log_small(tmp_path: Path, monkeypatch: pytest.MonkeyP
         [sys.executable, "-c", code], os.environ, LogFile(path, max_bytes=2000, kept_files=3)
     )
     try:
-        while not (tmp_path / "e.log.3").exists():
-            assert group.is_running
+        wait_until((tmp_path / "e.log.3").exists)
         assert group.log.tail(2)
     finally:
         group.kill()

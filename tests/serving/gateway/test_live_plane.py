@@ -8,11 +8,12 @@ import pytest
 from prfaas.serving.gateway.control_plane import ControlPlane
 
 from .stand_in import answer_text
-from .world import World
+from .world import World, route_of
 
 InWorld = Callable[..., None]
 LONG = list(range(50, 250)) * 5
 SHORT = list(range(60, 90))
+SENTENCE = "KV layout differs in 'layout': decode/0 has 'other', remote/0 has 'ids'"
 
 
 def test_prompts_go_where_the_threshold_sends_them(in_world: InWorld) -> None:
@@ -71,12 +72,53 @@ def test_a_stream_goes_on_elsewhere(in_world: InWorld, fault: str) -> None:
     in_world(body, spare=True, live=True)
 
 
+def test_a_drained_instance_gets_nothing_and_its_streams_end(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        async def drain(name: str, what: str = "drain") -> str | None:
+            async with world.admin.post(f"/prfaas/instances/{name}/{what}") as page:
+                drained: str | None = (await page.json())["drain"]
+                return drained
+
+        async def health() -> int:
+            async with world.client.get("/health") as page:
+                return page.status
+
+        asked = {"model": "stand-in", "prompt": SHORT, "stream": True, "max_tokens": 60}
+        async with world.client.post("/v1/completions", json=asked) as stream:
+            await stream.content.readany()
+            busy = "decode" if world.decode.generated() else "spare"
+            other = "spare" if busy == "decode" else "decode"
+            assert await drain(busy) == "draining"
+            for _ in range(5):
+                assert (await world.complete(SHORT))[0]["decode"] == other
+            assert (await stream.read()).endswith(b"data: [DONE]\n\n")
+        assert await health() == 200
+        # All that could decode in this cluster is closed: nothing is a last resort.
+        for name in ("decode", "spare", "local"):
+            assert await drain(name) == "drained"
+        response, answer = await world.post("/v1/completions", {"model": "stand-in", "prompt": SHORT})
+        assert response.status == 503 and "No decode instance" in answer["error"]["message"]
+        assert await health() == 503
+        assert await drain(other, "undrain") is None
+        assert (await world.complete(SHORT))[0]["decode"] == other
+        assert await health() == 200
+
+    in_world(body, live=True, spare=True, chunk_s=0.02)
+
+
 def test_an_engine_of_another_layout_costs_one_attempt_each_and_takes_nobody_out(in_world: InWorld) -> None:
     async def body(world: World) -> None:
         assert world.live is not None
         for number in range(12):
             prompt = [number + 1, *LONG]
-            route, answer = await world.complete(prompt)
+            response, answer = await world.post("/v1/completions", {"model": "stand-in", "prompt": prompt})
+            route = route_of(response)
+            if route["reason"] == "incompatible":
+                async with world.admin.get(f"/prfaas/requests/{response.headers['X-Request-Id']}") as page:
+                    told = [note["what"] for note in (await page.json())["notes"]]
+                assert (
+                    f"remote may send nothing to decode: decode/0 rejected the connection: {SENTENCE}" in told
+                )
             assert answer["choices"][0]["text"] == answer_text(prompt)
             # Only an attempt of a pair that nobody had tried before may fail, and for this reason alone.
             assert route.get("fallback", "incompatible") == "incompatible"
@@ -86,11 +128,14 @@ def test_an_engine_of_another_layout_costs_one_attempt_each_and_takes_nobody_out
         (far,) = [each for each in world.live.state()["incompatible"] if each["producer"] == "remote"]
         assert (far["consumer"], far["reason"]) == (
             "decode",
-            "decode/0 rejected the connection: "
-            "KV layout differs in 'layout': decode/0 has 'other', remote/0 has 'ids'",
+            f"decode/0 rejected the connection: {SENTENCE}",
         )
         assert world.live.state()["routes"]["local"].get("incompatible", 0) > 0
         assert world.live.state()["routes"]["offload"]["long"] > 0
         assert world.live.state()["links"]["far->pd"]["up"]
+        async with asyncio.timeout(60):
+            # Gauges are written once a second.
+            while await world.metric("prfaas_control_incompatible_pairs") < 1:
+                await asyncio.sleep(0.1)
 
     in_world(body, spare=True, live=True, layout="other")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from prfaas.serving.gateway import server
 from prfaas.serving.gateway.request_log import RequestLog, WaitsFor
 
 from .world import World
@@ -55,7 +56,7 @@ def test_refusals_by_reason(in_world: InWorld) -> None:
         world.plane.suspect("decode", "made to fail")
         await world.post("/v1/completions", {"prompt": "x"})
         reasons = [
-            await world.metric(f'prfaas_gateway_refusals_total{{reason="{reason}"}}')
+            await world.metric(f'prfaas_gateway_refused_total{{reason="{reason}"}}')
             for reason in ("invalid", "unknown-model", "unavailable")
         ]
         assert reasons == [1, 1, 1]
@@ -82,6 +83,27 @@ def test_what_open_requests_wait_for(in_world: InWorld) -> None:
                 await waits(world, step, 0)
             assert await world.metric("prfaas_gateway_in_flight_requests") == 1
 
+    in_world(body)
+
+
+def test_staging_in_use(in_world: InWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(world: World) -> None:
+        await world.complete(LONG)
+        lease = world.decode.arena.allocate(100_000)
+        assert lease is not None
+        blocks = world.decode.arena.blocks_for(100_000)
+        used = 'prfaas_gateway_staging_used_bytes{instance="decode"}'
+        while await world.metric(used) != blocks * world.decode.arena.block_bytes:
+            await asyncio.sleep(0.01)
+        lease.free()
+        assert (
+            await world.metric('prfaas_gateway_staging_bytes{instance="decode"}')
+            == world.decode.arena.total_bytes
+        )
+        while await world.metric(used):
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(server, "_STAGING_WATCH_S", 0.05)
     in_world(body)
 
 

@@ -1,24 +1,31 @@
 """Who may talk: proofs in both directions, and sentences that say what differs."""
 
+import re
 import socket
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from prfaas.core.deployment.schema import NAME_PATTERN
 from prfaas.serving.transport.handshake import (
     ROLE_OBSERVER,
     ROLE_PRODUCER,
     ClientHello,
     HandshakeError,
     PeerIdentity,
+    bounded_sentences,
     fingerprint_difference,
     greet,
+    is_peer_name,
+    legible,
     welcome,
 )
 from prfaas.serving.transport.sockets import ConnectionEnded, receive_control
-from prfaas.serving.transport.wire import FrameType, pack_control
+from prfaas.serving.transport.wire import FrameType, WireError, pack_control
 
 KEY = bytes(range(32))
 LAYOUT = {"model": "m", "dtype": "bf16", "layers": 4}
@@ -175,3 +182,46 @@ def test_noise(frame: bytes) -> None:
 def test_difference_of_nothing() -> None:
     assert fingerprint_difference(LAYOUT, dict(LAYOUT), "a", "b") is None
     assert fingerprint_difference(LAYOUT, None, "a", "b") == "b sent no layout fingerprint"
+
+
+@given(st.one_of(st.text(max_size=80), st.from_regex(NAME_PATTERN), st.from_regex(r"[\w./ \n-]{0,70}")))
+def test_only_names_of_deployment_files_are_names(name: str) -> None:
+    allowed = re.fullmatch(NAME_PATTERN.strip("^$"), name.split("/")[0]) is not None
+    rank = name.partition("/")[2]
+    with_rank = "/" not in name or re.fullmatch("[0-9]{1,4}", rank) is not None
+    assert is_peer_name(name) == (allowed and with_rank)
+
+
+@given(st.text(), st.integers(10, 200))
+def test_what_another_side_says_is_legible(text: str, most: int) -> None:
+    said = legible(text, most)
+    assert len(said) <= most and said.isascii() and (said.isprintable() or not said)
+    if text.isascii() and text.isprintable() and "\\" not in text and len(text) <= most:
+        assert said == text
+
+
+@given(st.dictionaries(st.text(max_size=70), st.text(max_size=1000), max_size=400))
+def test_all_sentences_fit_into_a_report(sentences: dict[str, str]) -> None:
+    kept = bounded_sentences(sentences)
+    assert sum(len(sentence) for sentence in kept.values()) <= 16 << 10
+    assert kept.keys() <= sentences.keys() and len(kept) >= min(len(sentences), 200)
+
+
+def test_a_damaged_hello_says_nothing_of_its_sender() -> None:
+    def client(sock: socket.socket) -> None:
+        said = hello()
+        frame = bytearray(said.frame())
+        frame[-1] ^= 1
+        sock.sendall(frame)
+        said.answer(*receive_control(sock))
+
+    outcome, _ = meet(client)
+    assert isinstance(outcome, WireError) and "could not read the HELLO" in str(outcome)
+
+
+@given(
+    st.dictionaries(st.sampled_from(list(LAYOUT)) | st.text(max_size=300), st.text(max_size=300), max_size=5)
+)
+def test_a_difference_is_one_short_line(theirs: dict[str, str]) -> None:
+    said = fingerprint_difference(LAYOUT, theirs, "c/0", "p/0")
+    assert said is not None and said.isprintable() and said.isascii() and len(said) <= 400

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prfaas.serving.transport import BytesSource, HandshakeError, SendPhase, TransferPhase
+from prfaas.serving.transport import BytesSource, HandshakeError, Receiver, SendPhase, TransferPhase
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, ClientHello, greet
 from prfaas.serving.transport.sockets import ConnectionEnded, receive_control
 from prfaas.serving.transport.ticket import Ticket
@@ -21,7 +21,17 @@ from prfaas.serving.transport.wire import (
     pack_header,
 )
 
-from .harness import FINGERPRINT, KEY, World, await_over, await_true, make_sender, make_ticket
+from .harness import (
+    FAST_RECEIVER,
+    FAST_SENDER,
+    FINGERPRINT,
+    KEY,
+    World,
+    await_over,
+    await_true,
+    make_sender,
+    make_ticket,
+)
 
 MakeWorld = Callable[..., World]
 
@@ -299,6 +309,39 @@ def test_sender_with_wrong_layout_fails_at_once_and_says_why(world: World) -> No
     assert "KV layout differs" in transfer.reason
 
 
+def test_a_repaired_consumer_is_found(make_world: MakeWorld) -> None:
+    world = make_world()
+    port = world.receiver.port
+    options = replace(FAST_SENDER, rejected_backoff_max_s=0.3)
+    other = make_sender(port, fingerprint=FINGERPRINT | {"dtype": "fp8"}, options=options)
+    world.senders.append(other)
+    await_true(lambda: bool(other.telemetry()["rejected"]), 5.0, lambda: "rejected")
+    (sentence,) = other.telemetry()["rejected"].values()
+    assert "KV layout differs in 'dtype': c/0 has 'bf16', p/0 has 'fp8'" in sentence
+    world.receiver.close()
+    # Nobody listens there now: whoever comes next may be another engine.
+    await_true(lambda: not other.telemetry()["rejected"], 5.0, lambda: "forgotten")
+    world.receiver = Receiver(
+        name="c/0",
+        key=KEY,
+        host="127.0.0.1",
+        port=port,
+        arena=world.arena,
+        layout=world.layout,
+        fingerprint=FINGERPRINT | {"dtype": "fp8"},
+        options=FAST_RECEIVER,
+    )
+    world.receiver.start()
+    _, transfer, content = world.open(1000, sender=other)
+    for region, data in enumerate(content):
+        transfer.put(region, 0, BytesSource(data))
+    transfer.end()
+    await_over(transfer)
+    assert transfer.phase is SendPhase.COMPLETE, transfer.reason
+    assert other.telemetry()["rejected"] == {}
+    await_true(lambda: bool(world.sender.telemetry()["rejected"]), 5.0, lambda: "the other way round")
+
+
 def test_sender_with_wrong_key_fails(world: World) -> None:
     other = make_sender(world.receiver.port, key=bytes(32))
     world.senders.append(other)
@@ -308,8 +351,6 @@ def test_sender_with_wrong_key_fails(world: World) -> None:
 
 
 def test_too_many_connections(make_world: MakeWorld) -> None:
-    from .harness import FAST_RECEIVER
-
     world = make_world(connections=1, receiver_options=replace(FAST_RECEIVER, max_connections=2))
     await_true(lambda: world.receiver.stats()["connections"] == 1, 5.0, lambda: "up")
     with RawProducer(world), pytest.raises((ConnectionEnded, OSError)):

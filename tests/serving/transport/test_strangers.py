@@ -1,5 +1,6 @@
 """Whoever lacks the key keeps nobody out, forges no log line and uses up neither threads nor file descriptors."""
 
+import io
 import logging
 import resource
 import socket
@@ -11,12 +12,13 @@ from dataclasses import replace
 
 import pytest
 
+from prfaas.serving.logs import LogSettings, set_up_logging
 from prfaas.serving.transport import HandshakeError
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, ClientHello, greet
 from prfaas.serving.transport.sockets import ConnectionEnded, receive_control
 from prfaas.serving.transport.wire import HEADER_BYTES, FrameType, pack_control, pack_header
 
-from .harness import FAST_RECEIVER, FINGERPRINT, KEY, World, await_over, await_true, our_threads
+from .harness import FAST_RECEIVER, FAST_SENDER, FINGERPRINT, KEY, World, await_over, await_true, our_threads
 
 MakeWorld = Callable[..., World]
 
@@ -234,3 +236,34 @@ def test_half_a_header_then_silence(make_world: MakeWorld) -> None:
     with connected(world) as sock:
         sock.sendall(hello().frame()[: HEADER_BYTES // 2])
         assert is_closed(sock)
+
+
+def test_log_lines_have_the_peers_address(world: World) -> None:
+    stream = io.StringIO()
+    ours = logging.getLogger("prfaas")
+    before = (ours.handlers[:], ours.level, ours.propagate)
+    set_up_logging(LogSettings(), stream=stream)
+    try:
+        with connected(world) as sock, pytest.raises(HandshakeError):
+            greet(sock, hello(name="no name"))
+        await_true(lambda: bool(stream.getvalue()), 5.0, lambda: "logged")
+    finally:
+        ours.handlers[:], ours.level, ours.propagate = before
+    assert " peer=127.0.0.1 " in stream.getvalue()
+
+
+def test_a_dead_machine_is_noticed_by_the_kernel_as_soon_as_set(make_world: MakeWorld) -> None:
+    set_to = {"user_timeout_s": 7.0, "keepalive_s": 6.0}
+    world = make_world(
+        connections=1,
+        receiver_options=replace(FAST_RECEIVER, **set_to),
+        sender_options=replace(FAST_SENDER, **set_to),
+    )
+    await_true(lambda: world.receiver.stats()["connections"] == 1, 5.0, lambda: "up")
+    (received,) = world.receiver._connections
+    (sent,) = world.sender._connections["c/0"]
+    assert sent._sock is not None
+    for sock in (received._sock, sent._sock):
+        options = [socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL]
+        assert [sock.getsockopt(socket.IPPROTO_TCP, each) for each in options] == [7000, 6, 2]
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

@@ -247,6 +247,8 @@ class TransferSection(_Section):
     staging_ttl_s: Seconds = 60.0
     progress_deadline_s: Seconds = 8.0
     page_digests: bool = True
+    user_timeout_s: Seconds = 10.0
+    keepalive_s: Annotated[Seconds, Field(ge=1)] = 10.0
 
 
 class DeploymentFile(_Section):

@@ -286,7 +286,8 @@ def decode_choices(request: RoutingRequest, view: View) -> list[tuple[ClusterVie
     """Per PD cluster the instance that would decode.
 
     Healthy ones that are not being drained; if no cluster has one, draining ones; then those that only prefill, since
-    every engine of a PD cluster can decode; then unhealthy ones, since nothing else can answer a client.
+    every engine of a PD cluster can decode; then unhealthy ones, since nothing else can answer a client. Never one
+    that an operator has closed.
 
     Raises:
         NoDecodeInstanceError: there is not even one of these.
@@ -314,7 +315,9 @@ def _last_resorts(request: RoutingRequest, view: View) -> list[tuple[ClusterView
         found = []
         for cluster in view.clusters.values():
             if cluster.kind == "pd":
-                decode = _decoder(request, list(filter(is_able, cluster.instances)), view)
+                decode = _decoder(
+                    request, [each for each in cluster.instances if is_able(each) and not each.closed], view
+                )
                 if decode is not None:
                     found.append((cluster, decode))
         if found:

@@ -40,7 +40,7 @@ class ControlMetrics:
         self.instance_healthy = gauge("instance_healthy", "1 when the instance is in routing.", "instance")
         self.instance_prefills = gauge("instance_prefills", "1 when the instance prefills.", "instance")
         self.instance_decodes = gauge("instance_decodes", "1 when the instance decodes.", "instance")
-        self.instance_draining = gauge("instance_draining", "1 while its role is being changed.", "instance")
+        self.instance_draining = gauge("instance_draining", "1 while it is to get nothing new.", "instance")
         self.instance_in_flight = gauge("instance_in_flight", "Requests open there.", "instance")
         self.instance_wait_seconds = gauge(
             "instance_wait_seconds", "Until the accepted prefill work is done, as predicted.", "instance"
@@ -50,6 +50,7 @@ class ControlMetrics:
         )
         self.instance_blocks = gauge("instance_blocks", "KV blocks indexed (or recorded) there.", "instance")
         self.suspicions = counter("suspicions", "Times an instance left routing.", "instance")
+        self.incompatible = gauge("incompatible_pairs", "Pairs of engines that exchange no KV.")
         self.link_up = gauge("link_up", "1 when the link is used.", "link")
         self.link_capacity = gauge("link_capacity_bits_per_second", "What the link can carry now.", "link")
         self.link_egress = gauge("link_egress_bits_per_second", "What it carried in the last 2 s.", "link")
@@ -114,7 +115,9 @@ class GaugeWriter:
                 metrics.instance_healthy.labels(name).set(instance["healthy"])
                 metrics.instance_prefills.labels(name).set("prefill" in instance["role"])
                 metrics.instance_decodes.labels(name).set("decode" in instance["role"])
-                metrics.instance_draining.labels(name).set(instance["draining"])
+                metrics.instance_draining.labels(name).set(
+                    instance["draining"] or instance["drain"] is not None
+                )
                 metrics.instance_in_flight.labels(name).set(instance["in_flight"])
                 metrics.instance_wait_seconds.labels(name).set(instance["busy_s"])
                 metrics.instance_age_seconds.labels(name).set(instance["age_s"])
@@ -123,6 +126,7 @@ class GaugeWriter:
                     metrics.feed_gaps.labels(name).set(instance["events"]["gaps"])
                     metrics.feed_replays.labels(name).set(instance["events"]["replays"])
                     metrics.feed_resyncs.labels(name).set(instance["events"]["resyncs"])
+        metrics.incompatible.set(len(state["incompatible"]))
         for name, link in state["links"].items():
             metrics.link_up.labels(name).set(link["up"])
             metrics.link_capacity.labels(name).set(link["capacity_bits_per_s"])

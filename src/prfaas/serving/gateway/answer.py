@@ -29,6 +29,7 @@ _LONGEST_EVENT_BYTES = 1 << 20
 
 # In generated text the quotes would be escaped. The usage stands at the end.
 _ANSWER_TOKENS = re.compile(rb'"completion_tokens":\s?(\d+)')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens":\s?(\d{1,9})')
 _USAGE_BYTES = 2048
 # With so much unsent to one client, its engine's stream waits.
 _UNSENT_BYTES = 64 << 10
@@ -172,6 +173,12 @@ def note_answer_tokens(record: RequestRecord, piece: bytes) -> None:
         record.answer_tokens = int(found.group(1))
 
 
+def cached_tokens_of(answer: bytes) -> int | None:
+    """Tokens of the prompt that the engine reused, by the usage of a whole answer; None if it does not say."""
+    found = _CACHED_TOKENS.search(answer, max(len(answer) - _USAGE_BYTES, 0))
+    return int(found.group(1)) if found is not None else None
+
+
 def _died(instance: str, error: BaseException) -> DecodeFailedError:
     return DecodeFailedError("died", f"{instance}: {type(error).__name__}: {error}", lost=True)
 
@@ -192,15 +199,15 @@ class KeptStream:
         self._limit_bytes = limit_bytes
         self._chunks: list[bytes] | None = [] if limit_bytes else None
         self._kept_bytes = 0
-        self.events = 0
-        """How many were written."""
+        self._lines = 0
         self.torn = False
         """Whether what was written ends within an event."""
 
     def add(self, chunk: bytes) -> None:
         """`chunk` is written next: whole events, or a piece of one that is too long to be kept."""
         self.torn = not chunk.endswith(END_OF_EVENT)
-        self.events += chunk.count(END_OF_EVENT)
+        # An event is a line and an empty one. To count one byte is the cheapest, and this is done for every chunk.
+        self._lines += chunk.count(b"\n")
         if self._chunks is None:
             return
         beyond = self._kept_bytes + len(chunk) > self._limit_bytes or len(chunk) > self._budget.left_bytes
@@ -210,6 +217,11 @@ class KeptStream:
         self._chunks.append(chunk)
         self._kept_bytes += len(chunk)
         self._budget.left_bytes -= len(chunk)
+
+    @property
+    def events(self) -> int:
+        """How many were written."""
+        return self._lines // 2
 
     def written(self) -> bytes | None:
         """All that was written; None if it was not kept."""

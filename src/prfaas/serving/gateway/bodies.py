@@ -8,6 +8,7 @@ Long arrays of token ids are never made into Python's integers, nor written anew
 list, checking each and writing the list again takes three times as long.
 """
 
+import math
 import secrets
 from array import array
 from collections.abc import Mapping, Sequence
@@ -18,17 +19,33 @@ from typing import Any
 import numpy as np
 import orjson
 
-from prfaas.serving.transport.ticket import PREFIX_TICKET_PARAMETER, TICKET_PARAMETER
+from prfaas.serving.transport.ticket import (
+    CACHED_TOKENS_PARAMETER,
+    PREFIX_TICKET_PARAMETER,
+    REMOTE_PREFILL_PARAMETER,
+    TICKET_PARAMETER,
+)
 
 
 class ApiError(Exception):
     """An error answer for the client: HTTP status, one sentence, and the parameter that it is about."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        """`retry_after_s`: when the same request may be taken; None: nothing is known of that."""
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
+        self.retry_after_s = retry_after_s
+
+    def headers(self) -> dict[str, str]:
+        """What belongs into the answer's head."""
+        if self.retry_after_s is None:
+            return {}
+        # RFC 9110 (10.2.3) knows whole seconds only.
+        return {"Retry-After": str(max(math.ceil(self.retry_after_s), 1))}
 
     def body(self) -> bytes:
         """`{"error": {"message", "type", "param", "code"}}`, the types as vLLM names them."""
@@ -129,16 +146,25 @@ def prefill_body(
 
 
 def decode_body(
-    stripped: Json, sealed_ticket: str | None, reuse_ids: Sequence[int] | None, salt: str = ""
+    stripped: Json,
+    sealed_ticket: str | None,
+    reuse_ids: Sequence[int] | None,
+    salt: str = "",
+    cached_tokens: int | None = None,
 ) -> bytes:
     """The decode engine's request: the client's body and, as the only content of `kv_transfer_params`, ours.
 
     `stripped` comes from `strip_owned`. `reuse_ids`: the whole prompt's ids, which vLLM's chat endpoint takes
-    from there instead of tokenizing again. `salt`: the tenant's, empty without tenants.
+    from there instead of tokenizing again. `salt`: the tenant's, empty without tenants. `cached_tokens`: what the
+    answer's usage is to tell in place of the engine's own count, in which everything that was transferred is cached.
     """
     params: Json = {}
     if sealed_ticket is not None:
         params[TICKET_PARAMETER] = sealed_ticket
+        if cached_tokens is not None:
+            # vLLM's own names: v1/engine/output_processor.py, `RequestState.from_new_request`.
+            params[REMOTE_PREFILL_PARAMETER] = True
+            params[CACHED_TOKENS_PARAMETER] = cached_tokens
     if reuse_ids is not None:
         params["prompt_token_ids"] = orjson.Fragment(ids_json(reuse_ids))
     ours: Json = {}

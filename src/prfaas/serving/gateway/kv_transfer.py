@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.wire import TransferPhase, TransferStatus
@@ -64,6 +64,16 @@ class TransferDone:
     """From the transfer's start to the producer's answer."""
     transfer_s: float
     """From the transfer's start to its last byte."""
+    cached_tokens: int | None = None
+    """Tokens that the producer reused, by its own count; None: it did not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagingUse:
+    """Staging of all ranks of one instance."""
+
+    used_bytes: int
+    total_bytes: int
 
 
 class Watcher(Protocol):
@@ -75,6 +85,8 @@ class Watcher(Protocol):
 
     async def abandon(self, transfer_id: bytes, reason: str) -> None: ...
 
+    async def stats(self) -> dict[str, Any]: ...
+
     async def close(self) -> None: ...
 
 
@@ -84,6 +96,7 @@ class KvTransfers:
     def __init__(self, watchers: Mapping[str, tuple[Watcher, ...]]) -> None:
         """`watchers`: decode instance name → one watcher per tensor-parallel rank."""
         self._watchers = watchers
+        self._consumers: set[str] = set()
 
     async def wait(self, consumer: str, transfer_id: bytes, timeout_s: float) -> TransferredBytes:
         """Wait until every rank of `consumer` has all bytes.
@@ -92,6 +105,7 @@ class KvTransfers:
             TransferFailedError: as soon as one rank will not get them.
         """
         watchers = self._watchers[consumer]
+        self._consumers.add(consumer)
         if len(watchers) == 1:
             status = await self._wait(watchers[0], transfer_id, timeout_s)
             return TransferredBytes(status.total_bytes, status.overlapped_bytes)
@@ -124,6 +138,24 @@ class KvTransfers:
             except (OSError, TimeoutError) as error:
                 # The consumer's own time to live frees the staging then.
                 logger.info("could not abandon a transfer at %s: %s", consumer, error)
+
+    async def staging(self, timeout_s: float) -> dict[str, StagingUse]:
+        """The staging of every instance that transfers were waited for at, as far as it answers in time."""
+        asked = tuple(self._consumers)
+        uses = await asyncio.gather(*(self._staging(consumer, timeout_s) for consumer in asked))
+        return {consumer: use for consumer, use in zip(asked, uses, strict=True) if use is not None}
+
+    async def _staging(self, consumer: str, timeout_s: float) -> StagingUse | None:
+        used_bytes = total_bytes = 0
+        try:
+            async with asyncio.timeout(timeout_s):
+                for watcher in self._watchers[consumer]:
+                    told = await watcher.stats()
+                    used_bytes += told["staging_used_blocks"] * told["staging_block_bytes"]
+                    total_bytes += told["staging_total_blocks"] * told["staging_block_bytes"]
+        except (OSError, TimeoutError, KeyError, TypeError):
+            return None
+        return StagingUse(used_bytes, total_bytes)
 
     async def close(self) -> None:
         for ranks in self._watchers.values():

@@ -191,10 +191,10 @@ class Metrics:
                 registry=registry,
             )
         )
-        self.refusals = CachedLabels(
+        self.refused = CachedLabels(
             Counter(
-                "prfaas_gateway_refusals",
-                "Generating requests that the gateway refused itself, by reason.",
+                "prfaas_gateway_refused",
+                "Generating requests that got a refusal in place of an answer, by reason.",
                 ("reason",),
                 registry=registry,
             )
@@ -212,6 +212,22 @@ class Metrics:
             "How late the event loop was, five times a second.",
             buckets=_LAG_SECONDS,
             registry=registry,
+        )
+        self.staging_used_bytes = CachedLabels(
+            Gauge(
+                "prfaas_gateway_staging_used_bytes",
+                "Memory of an instance in which KV waits for its request.",
+                ("instance",),
+                registry=registry,
+            )
+        )
+        self.staging_bytes = CachedLabels(
+            Gauge(
+                "prfaas_gateway_staging_bytes",
+                "Memory that an instance has for KV that waits.",
+                ("instance",),
+                registry=registry,
+            )
         )
         build = Gauge(
             "prfaas_build_info", "1; the labels say what runs.", ("version", "python"), registry=registry

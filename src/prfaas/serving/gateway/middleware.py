@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -83,7 +83,7 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except ApiError as error:
-        return _refusal(request, error.status, error.body())
+        return _refusal(request, error.status, error.body(), error.headers())
     except web.HTTPException as error:
         sentence = {
             404: f"There is no {request.method} {request.path[:_SHOWN_CHARACTERS]} here.",
@@ -102,9 +102,11 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _refusal(request, 500, error_body(500, sentence))
 
 
-def _refusal(request: web.Request, status: int, body: bytes) -> web.Response:
+def _refusal(
+    request: web.Request, status: int, body: bytes, more_headers: Mapping[str, str] | None = None
+) -> web.Response:
     record = request.get(RECORD)
-    headers = record.headers() if record is not None else {}
+    headers = (record.headers() if record is not None else {}) | dict(more_headers or {})
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)

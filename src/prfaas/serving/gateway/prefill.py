@@ -8,7 +8,7 @@ from prfaas.core.deployment import Deployment
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.kv_transfer import TransferDone, TransferSpec
-from prfaas.serving.gateway.prefill_hop import HopFailedError, PrefillHop
+from prfaas.serving.gateway.prefill_hop import INCOMPATIBLE, HopFailedError, PrefillHop
 from prfaas.serving.gateway.prompts import DirectPrompt
 from prfaas.serving.gateway.request import PreparedRequest, ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.request_log import Attempt, WaitsFor
@@ -47,6 +47,8 @@ class PrefillOrchestrator:
         if isinstance(prompt, DirectPrompt):
             return self._direct(request, decision, prompt.reason)
         num_tokens = len(prompt.token_ids)
+        if decision.reason == INCOMPATIBLE:
+            self._note_rejections(request, decision.decode)
         failed = set(avoid)
         fallback: str | None = None
         for _ in range(_PREFILL_ATTEMPTS):
@@ -97,6 +99,12 @@ class PrefillOrchestrator:
         """The decode engine may never take the transfer: have its staging freed."""
         if prepared.transfer is not None:
             self._hop.abandon(prepared.transfer.ticket, reason)
+
+    def _note_rejections(self, request: ServingRequest, consumer: str) -> None:
+        for producer in self._staging_bytes:
+            why = self._plane.incompatible(producer, consumer)
+            if why is not None:
+                request.record.note(f"{producer} may send nothing to {consumer}: {why}")
 
     def _direct(self, request: ServingRequest, decision: Decision, reason: str) -> PreparedRequest:
         """The decode engine gets the request as it is; the prompt was not looked at."""

@@ -159,11 +159,11 @@ class RequestLog:
         except (ApiError, web.HTTPException) as error:
             # aiohttp's own: the body is too large, or came in a way that it refuses.
             record.status, record.outcome = error.status, _outcome(error.status)
-            self._metrics.refusals.labels(_REFUSALS.get(error.status, "invalid")).inc()
+            self._metrics.refused.labels(_REFUSALS.get(error.status, "invalid")).inc()
             raise
         except NoDecodeInstanceError:
             record.status, record.outcome = 503, "engine_error"
-            self._metrics.refusals.labels("unavailable").inc()
+            self._metrics.refused.labels("unavailable").inc()
             raise ApiError(503, "No decode instance is available.") from None
         except (asyncio.CancelledError, ConnectionResetError):
             record.outcome = "cancelled"

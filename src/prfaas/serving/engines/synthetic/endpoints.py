@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 # Each open connection has a buffer of this size: there are many in one process.
 _CHUNK_BYTES = 256 << 10
-_LOCAL_CONNECTIONS = 1
 _POLL_S = 0.01
 _SWEEP_S = 0.1
 
@@ -127,7 +126,7 @@ class Endpoints:
                     host=peer.instance.host,
                     port=peer.instance.kv_port,
                     link=peer.link,
-                    connections=_LOCAL_CONNECTIONS if peer.bandwidth_bits_per_s is None else peer.connections,
+                    connections=peer.connections,
                     bandwidth_bits_per_s=peer.bandwidth_bits_per_s,
                     on_demand=peer.on_demand,
                 )
@@ -136,6 +135,8 @@ class Endpoints:
             fingerprint=marks,
             options=SenderOptions(
                 progress_deadline_s=limits.progress_deadline_s,
+                user_timeout_s=limits.user_timeout_s,
+                keepalive_s=limits.keepalive_s,
                 accept_deadline_s=limits.staging_wait_s + 10.0,
                 chunk_bytes=_CHUNK_BYTES,
             ),
@@ -155,6 +156,8 @@ class Endpoints:
                 ttl_s=limits.staging_ttl_s,
                 progress_deadline_s=limits.progress_deadline_s,
                 uncounted_regions=int(limits.page_digests),
+                user_timeout_s=limits.user_timeout_s,
+                keepalive_s=limits.keepalive_s,
             ),
             sender_telemetry=self.sender.telemetry,
         )

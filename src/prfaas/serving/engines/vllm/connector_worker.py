@@ -91,6 +91,8 @@ class ConnectorWorker:
             fingerprint=marks,
             options=SenderOptions(
                 progress_deadline_s=settings.progress_deadline_s,
+                user_timeout_s=settings.user_timeout_s,
+                keepalive_s=settings.keepalive_s,
                 # The other side may let a transfer wait for staging; its answer comes after that.
                 accept_deadline_s=settings.staging_wait_s + 10.0,
             ),
@@ -109,6 +111,8 @@ class ConnectorWorker:
                 ttl_s=settings.staging_ttl_s,
                 progress_deadline_s=settings.progress_deadline_s,
                 uncounted_regions=int(digests),
+                user_timeout_s=settings.user_timeout_s,
+                keepalive_s=settings.keepalive_s,
             ),
             sender_telemetry=sender.telemetry,
         )

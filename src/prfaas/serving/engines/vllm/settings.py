@@ -56,6 +56,10 @@ class ConnectorSettings:
     """A transfer that gets no byte through for that long fails."""
     page_digests: bool = True
     """Pages travel with digests, which are compared after the load."""
+    user_timeout_s: float = 10.0
+    """TCP_USER_TIMEOUT of KV connections."""
+    keepalive_s: float = 10.0
+    """A silent KV connection is probed by TCP after that time."""
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> "ConnectorSettings":
