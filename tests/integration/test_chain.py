@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from typing import Any
 
 import openai
 import pytest
@@ -118,16 +119,11 @@ def test_usage_logprobs_and_stop_are_those_of_plain_vllm(stack: Stack) -> None:
     assert len(logprobs["top_logprobs"][0]) == 3
 
 
-def test_a_seed_decides_the_answer(stack: Stack) -> None:
-    ids = prompt(14, 2600)
-    # A tenant for each: a prefill that starts from a cached prefix is split otherwise, which moves the last bits.
-    same, again, other = (
-        stack.complete(ids, temperature=0.9, seed=seed, tenant=f"seed {index}")
-        for index, seed in enumerate((11, 11, 12))
-    )
-    assert same.route["route"] == "offload"
-    assert same.token_ids == again.token_ids
-    assert same.token_ids != other.token_ids
+def test_a_seed_is_refused_before_it_ends_a_cpu_engine(stack: Stack) -> None:
+    refused = stack.complete(prompt(14, 2600), temperature=0.9, seed=11)
+    assert refused.status == 400 and refused.body["error"]["param"] == "seed"
+    greedy = stack.complete(prompt(14, 2600), seed=11)
+    assert greedy.status == 200 and greedy.route["route"] == "offload"
 
 
 def test_structured_output_holds_over_an_offloaded_prompt(stack: Stack) -> None:
@@ -166,13 +162,47 @@ def test_a_named_tool_is_called_over_an_offloaded_chat(stack: Stack) -> None:
     assert json.loads(called["function"]["arguments"])["colour"] in ("red", "blue")
 
 
-def test_errors_of_the_engine_reach_the_client_as_they_are(stack: Stack) -> None:
-    ids = prompt(13, 2500)
-    for fields in ({"temperature": -1}, {"max_tokens": 10**9}, {"top_p": 7}):
-        ours = stack.complete(ids, **fields)
-        plain = call(stack.url("home-decode-0", "/v1/completions"), completion_body(ids, 24) | fields)
-        assert ours.status == plain.status == 400
-        assert ours.body["error"]["type"] == plain.body["error"]["type"]
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": -1},
+        {"top_p": 7},
+        {"max_tokens": 10**9},
+        {"n": 2},
+        {"logit_bias": {"x": 1}},
+        {"structured_outputs": {"regex": "(yes|no"}},
+        {"structured_outputs": {"grammar": "root ::= nothing"}},
+        {"model": 5},
+        {"prompt": None},
+        {"prompt": prompt(13, 40_000)},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_what_the_engine_refuses_is_refused_before_kv_moves_in_the_engines_words(
+    stack: Stack, fields: dict[str, Any]
+) -> None:
+    staged = stack.metric("gateway", "prfaas_gateway_transferred_bytes_total")
+    body = completion_body(prompt(13, 2500), 24) | fields
+    ours = call(stack.url("gateway", "/v1/completions"), body)
+    plain = call(stack.url("home-decode-0", "/v1/completions"), body)
+    assert ours.status == plain.status == 400
+    assert ours.body["error"] == plain.body["error"]
+    assert ours.route["bytes"] == "0"
+    assert stack.metric("gateway", "prfaas_gateway_transferred_bytes_total") == staged
+    assert stack.metric("gateway", "prfaas_gateway_refused_total", 'reason="engine-late"') == 0
+
+
+def test_an_unnamed_model_is_the_base_model(stack: Stack) -> None:
+    for name in ("", None):
+        answer = call(stack.url("gateway", "/v1/completions"), completion_body([77], 2) | {"model": name})
+        assert answer.status == 200 and answer.body["model"] == MODEL
+
+
+def test_a_refused_stream_counts_as_refused(stack: Stack) -> None:
+    body = completion_body(prompt(16, 2500), 24, stream=True, structured_outputs={"regex": "(yes|no"})
+    answer = call(stack.url("gateway", "/v1/completions"), body)
+    assert stack.explain(answer)["outcome"] == "client_error"
+    assert answer.route["bytes"] == "0"
 
 
 def test_the_openai_package_streams_a_chat(stack: Stack) -> None:

@@ -127,12 +127,18 @@ class EngineModel:
         adapter: str = "",
         chunk_blocks: int = 3,
         again: bool = False,
+        room: int | None = None,
     ) -> None:
-        """Prefill `prompt`; `again`: without looking into the cache, so that blocks are held twice."""
+        """Prefill `prompt`; `again`: without looking into the cache, so that blocks are held twice.
+
+        `room`: blocks that the engine has, of which it evicts some when it needs more.
+        """
         block = self.shape.block_tokens
         start = 0 if again else self.holdings.servable_tokens(salt, adapter, prompt)
         while self.shape.hashed_tokens(prompt) - start >= block:
             end = min(start + chunk_blocks * block, self.shape.hashed_tokens(prompt))
+            while room is not None and self.held() + chunk_blocks > room:
+                self.evict()
             self._chunk(salt, adapter, prompt, start, end)
             start = end
 
@@ -142,6 +148,19 @@ class EngineModel:
         end = self.shape.hashed_tokens(prompt)
         if end > held:
             self._send([self._stored_attention("", "", prompt, held, end)])
+
+    def announce_again(self, prompt: Prefix) -> None:
+        """Tell of a cache hit as if it were new: vLLM's `kv_cache_report_mode: full`."""
+        block = self.shape.block_tokens
+        end = self.holdings.attention_tokens("", "", (*prompt, 0)) // block * block
+        if end:
+            before = {group: Counter(keys) for group, keys in self.holdings.groups.items()}
+            self._send([self._stored_attention("", "", prompt, 0, end)])
+            self.holdings.groups = before
+
+    def held(self) -> int:
+        """Blocks in use, copies included."""
+        return sum(sum(keys.values()) for keys in self.holdings.groups.values())
 
     def evict(self) -> None:
         """One copy of anything, not only of tails."""

@@ -225,3 +225,24 @@ def test_what_an_engine_lets_go_of_leaves_nothing_behind() -> None:
         follower.hear(batch)
     stats = world.index.stats()
     assert (stats.blocks, stats.different_blocks, stats.unlinked) == (0, 0, 0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(SEEDS, st.integers(14, 40))
+def test_hits_announced_as_new_blocks_never_make_the_index_claim_too_much(seed: int, blocks: int) -> None:
+    """As vLLM does, the engine evicts only when all its blocks are in use."""
+    world = World([SHAPES["dense"]], seed, new_index(SHAPES["dense"]))
+    (engine,), (follower,) = world.engines, world.followers
+    world.index.learn_size(follower.name, blocks)
+    for _ in range(60):
+        prompt = world.random.choice(world.prompts)[: world.random.randint(1, 14)]
+        if world.random.random() < 0.5:
+            engine.announce_again(prompt)
+        else:
+            engine.serve(prompt, chunk_blocks=1, again=world.random.random() < 0.3, room=blocks)
+        engine.end_step()
+        for batch in engine.take():
+            follower.hear(batch)
+        for each in world.prompts:
+            held, real = world.claimed(0, each), follower.truth(each)
+            assert held.attention_tokens <= real.attention_tokens

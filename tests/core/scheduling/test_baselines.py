@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 
 from prfaas.core.scheduling import POLICIES, PrefixHit, Route, RoutingRequest, policy_named
+from prfaas.core.scheduling.candidates import LONGEST_TINY_TOKENS
 
 from .views import NOW_S, board, cases, decoder, every_policy, link, prefiller, small
 
 
 def test_local_only_never_offloads_and_offload_all_always_does() -> None:
-    for num_tokens in (2, 100, 100_000):
+    for num_tokens in (LONGEST_TINY_TOKENS + 1, 1000, 100_000):
         request = RoutingRequest(num_tokens)
         assert policy_named("local_only").decide(request, small(threshold=0)).route is Route.LOCAL
         assert policy_named("offload_all").decide(request, small(threshold=math.inf)).route is Route.OFFLOAD

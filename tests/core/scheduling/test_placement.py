@@ -171,9 +171,9 @@ def test_prefill_is_cache_affine_until_its_queue_costs_more_than_it_saves() -> N
 def test_equal_prefill_instances_take_turns_by_what_is_open_there() -> None:
     first, second = prefiller("first", in_flight=1), prefiller("second")
     view = board(first, second, decoder("decode"))
-    assert STATIC.decide(RoutingRequest(100), view).prefill == "second"
+    assert STATIC.decide(RoutingRequest(200), view).prefill == "second"
     second.in_flight = 1
-    assert STATIC.decide(RoutingRequest(100), view).prefill == "first"
+    assert STATIC.decide(RoutingRequest(200), view).prefill == "first"
 
 
 @pytest.mark.parametrize("policy", OFFLOADING, ids=lambda p: p.name)
@@ -236,3 +236,19 @@ def test_bytes_that_are_skipped_take_no_time() -> None:
 
     assert predicted(False) == pytest.approx(kv_bytes(10_000, 0) * 8 / 1e8)
     assert predicted(True) == pytest.approx(kv_bytes(10_000, 8_192) * 8 / 1e8)
+
+
+@pytest.mark.parametrize("policy", [*OFFLOADING, STATIC], ids=lambda p: p.name)
+@pytest.mark.parametrize(("tokens", "reason"), [(5, "tiny"), (100, "tiny"), (101, None)])
+def test_a_prompt_so_short_that_its_states_weigh_more_stays_where_it_decodes(
+    policy: Policy, tokens: int, reason: str | None
+) -> None:
+    view = board(prefiller("remote", "far"), prefiller("near"), decoder("decode"))
+    decision = policy.decide(RoutingRequest(tokens), view)
+    assert (decision.reason == "tiny") is (reason == "tiny")
+    assert (decision.prefill == "decode", decision.kv_bytes == 0) == (reason == "tiny",) * 2
+
+
+def test_a_tiny_prompt_moves_when_its_decode_instance_is_busy_prefilling() -> None:
+    view = board(prefiller("near"), decoder("decode", busy_until_s=NOW_S + 5))
+    assert STATIC.decide(RoutingRequest(5), view).prefill == "near"

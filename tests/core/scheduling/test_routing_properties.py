@@ -11,6 +11,7 @@ from prfaas.core.scheduling import (
     ClusterView,
     Decision,
     InstanceView,
+    KvFacts,
     NoDecodeInstanceError,
     Policy,
     PrefixHit,
@@ -19,6 +20,7 @@ from prfaas.core.scheduling import (
     View,
     policy_named,
 )
+from prfaas.core.scheduling.candidates import LONGEST_TINY_TOKENS
 
 from .views import Curve, cases, curves, every_policy, relabelled, renamed
 
@@ -131,6 +133,35 @@ def check(decision: Decision, request: RoutingRequest, view: View) -> None:
     assert moved.skip_tokens == 0 or view.kv.can_skip
     check_link(view, origin, at)
     assert view.now_s - view.links[origin.name, at.name].seen_s <= view.stale_after_s
+
+
+@given(cases(), st.integers(2, 2 * LONGEST_TINY_TOKENS), st.integers(0, 2**30))
+def test_prompts_stay_where_they_decode_exactly_where_a_hop_costs_more_than_it_spares(
+    case: Case, tokens: int, state_bytes: int
+) -> None:
+    view, _ = case
+    request = RoutingRequest(tokens)
+    for each in view.links.values():
+        each.rtt_s = 0.02
+    view = replace(view, kv=KvFacts(True, True, lambda *_: state_bytes, lambda *_: state_bytes))
+    for policy in every_policy().values():
+        decision = decided(policy, request, view)
+        for cluster in view.clusters.values():
+            for each in cluster.instances:
+                if each.name == decision.decode:
+                    decode, home = each, cluster
+                if each.name == decision.prefill:
+                    source = cluster
+        there_s = max(decode.busy_until_s - view.now_s, 0.0) + home.prefill_s(tokens) - home.prefill_s(1)
+        if decision.reason == "tiny":
+            assert tokens <= LONGEST_TINY_TOKENS and decision.prefill == decision.decode
+            assert (decision.kv_bytes, decision.cache_transfer, decision.urgency_s) == (0, None, None)
+        elif decision.transfers and tokens <= LONGEST_TINY_TOKENS:
+            hop_s = 0.005 + 8 * state_bytes / 1e10
+            if source is not home:
+                link = view.links[source.name, home.name]
+                hop_s = link.rtt_s + 8 * state_bytes / link.capacity_bits_per_s
+            assert there_s >= hop_s
 
 
 def is_well(instance: InstanceView, view: View) -> bool:

@@ -139,9 +139,10 @@ def test_the_replay_buffer_is_bounded(endpoint: EventsEndpoint, monkeypatch: pyt
     asyncio.run(check())
 
 
-def test_a_dead_engine_leaves_its_ports_and_fails_its_transfers(deployment: Deployment) -> None:
+def test_a_dead_engine_leaves_its_ports_and_fails_its_transfers(tmp_path: Path) -> None:
     async def check() -> None:
-        async with running(deployment) as world:
+        # Slow enough that the death comes before the prefill's answer, also on a busy machine.
+        async with running(write_deployment(tmp_path, speedup=2.0)) as world:
             ids = random_ids(16_000, 12)
             local = (await world.complete("other-0", ids)).ids
             ticket = world.ticket("far-0", "home-0", ids[:-1])
@@ -187,6 +188,35 @@ def test_a_link_can_be_made_slow_without_telling_anyone(deployment: Deployment) 
                         assert answer.status == status
             assert sender._pacers[link].bandwidth_bits_per_s == 1e6
             assert sender.telemetry()["links"][link]["capacity_bits_per_s"] == before
+
+    asyncio.run(check())
+
+
+def test_a_stalled_engine_answers_but_goes_on_with_nothing(deployment: Deployment) -> None:
+    async def check() -> None:
+        async with running(deployment, "home-0") as world:
+            ids = random_ids(3000, 1)
+            plain = await world.complete("home-0", ids)
+            clock = world.nodes["home-0"].engine.clock
+            decoding = asyncio.create_task(world.complete("home-0", random_ids(300, 2), max_tokens=12_000))
+            while not clock.batch:
+                await asyncio.sleep(0.002)
+            for body in ({}, {"seconds": 0}, {"seconds": "long"}):
+                assert (await world.post("home-0", "/synthetic/stall", body)).status == 400
+            began_s = asyncio.get_running_loop().time()
+            assert (await world.post("home-0", "/synthetic/stall", {"seconds": 1.5})).status == 200
+            # A shorter one doesn't end the one that is under way.
+            assert (await world.post("home-0", "/synthetic/stall", {"seconds": 0.1})).status == 200
+            steps = clock.steps()
+            await world.post("home-0", "/reset_prefix_cache", {})
+            prefilling = asyncio.create_task(world.complete("home-0", ids))
+            await world.get("home-0", "/health")
+            await asyncio.sleep(0.5)
+            assert clock.steps() == steps
+            assert (await prefilling).ids == plain.ids
+            assert asyncio.get_running_loop().time() - began_s > 1.5
+            assert len((await decoding).ids) == 12_000
+            await world.settled()
 
     asyncio.run(check())
 

@@ -18,6 +18,7 @@ from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.kv import model_from_directory
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
 from prfaas.serving.control.planning_inputs import kv_facts
+from prfaas.serving.own_process import LoopClock
 
 BLOCK_TOKENS = 256
 
@@ -39,7 +40,10 @@ class FixedWork:
 
 
 class FixedPlane:
-    """`prefers`: a decode instance that is taken first. `edit`: changes decisions before they are given out."""
+    """`prefers`: a decode instance that is taken first. `edit`: changes decisions before they are given out.
+
+    `waits_s`: what it predicts for everything.
+    """
 
     def __init__(
         self, deployment: Deployment, *, probe_s: float = 0.1, suspect_s: float = 0.2, can_skip: bool = True
@@ -62,7 +66,18 @@ class FixedPlane:
         self.asked: list[tuple[str, str]] = []
         self.own_prefills: list[int] = []
         self.drained: list[tuple[str, bool]] = []
+        self.waits_s = 0.0
         self.closed = False
+        self.loop_clock = LoopClock()
+        self._listeners: list[Callable[[str, str | None], None]] = []
+
+    def listen(self, listener: Callable[[str, str | None], None]) -> None:
+        self._listeners.append(listener)
+
+    def freeze(self, name: str, reason: str | None = "frozen: made to be") -> None:
+        """Judge an instance frozen; with None: not any more. It stays in routing."""
+        for listener in self._listeners:
+            listener(name, reason)
 
     @property
     def busy(self) -> int:
@@ -130,6 +145,9 @@ class FixedPlane:
     def _held_tokens(self, name: str, chains: Chains | None) -> int:
         hashes = chains.hashes if chains is not None else ()
         return BLOCK_TOKENS * sum(1 for _ in itertools.takewhile(self._held[name].__contains__, hashes))
+
+    def wait_s(self, decision: Decision | None) -> float:
+        return self.waits_s
 
     def instance(self, name: str) -> Instance:
         return self._instances[name]
@@ -201,6 +219,9 @@ class FixedPlane:
 
     async def run(self) -> None:
         """Probes suspects until cancelled."""
+        await asyncio.gather(self.loop_clock.run(), self._probe())
+
+    async def _probe(self) -> None:
         loop = asyncio.get_running_loop()
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as session:
             while True:

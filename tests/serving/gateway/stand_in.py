@@ -9,6 +9,8 @@ import asyncio
 import hashlib
 import itertools
 import json
+import re
+import socket
 import time
 from array import array
 from collections.abc import Iterator, Sequence
@@ -110,9 +112,12 @@ class StandInEngine:
     """`fails`: prefills answer with that status. `hangs`: prefills never answer. `chunks`: tokens of a streamed answer
     that no limit was given for.
 
+    `refuses_in_stream`: whether what is refused of a stream is said in it, as vLLM does for what it finds late.
+
     `dies`: at which point of decoding it loses its connection ("before-headers", "after-headers", "in-body",
     "mid-stream", "mid-event"), or says that it failed ("http-500", "error-event", "early-end"); streams after
-    `dies_after` tokens. `deaths`: how often yet.
+    `dies_after` tokens. `deaths`: how often yet. `freezes`: in place of dying it says nothing more over HTTP until
+    `frozen` is false again. `mute`: its KV port accepts connections and never says a word.
     """
 
     name: str
@@ -129,6 +134,11 @@ class StandInEngine:
     dies: str | None = None
     dies_after: int = 1
     deaths: int = 0
+    freezes: bool = False
+    frozen: bool = False
+    mute: bool = False
+    refuses_in_stream: bool = True
+    refuses_user: bool = False
     other_ids: bool = False
     layout: str = "ids"
     staging_bytes: int = 1 << 20
@@ -157,6 +167,9 @@ class StandInEngine:
         self.sender: Sender | None = None
         self.receiver.start()
         self.kv_port = self.receiver.port
+        self.mute_port = socket.create_server(("127.0.0.1", 0))
+        if self.mute:
+            self.kv_port = self.mute_port.getsockname()[1]
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
@@ -189,19 +202,30 @@ class StandInEngine:
         if self.sender is not None:
             await asyncio.to_thread(self.sender.close)
         await asyncio.to_thread(self.receiver.close)
+        self.mute_port.close()
+
+    async def thawed(self) -> None:
+        while self.frozen:
+            await asyncio.sleep(0.01)
 
     def generated(self) -> list[Seen]:
         """What came besides the gateway's questions about token ids."""
         return [s for s in self.seen if s.path.startswith("/v1/") and not s.body.get("return_token_ids")]
 
     async def _health(self, _request: web.Request) -> web.Response:
+        await self.thawed()
         return web.Response()
 
     async def _metrics(self, _request: web.Request) -> web.Response:
+        await self.thawed()
         return web.Response(
             text="# HELP vllm:cache_config_info x\n"
             f'vllm:cache_config_info{{block_size="{BLOCK_TOKENS}",engine="0",kv_cache_size_tokens="64000"}} 1.0\n'
         )
+
+    def asked(self) -> list[Seen]:
+        """The gateway's questions whether a request would be taken."""
+        return [s for s in self.generated() if s.body.get("max_tokens") == 1]
 
     def _ids(self, body: dict[str, Any]) -> list[int]:
         given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
@@ -237,9 +261,10 @@ class StandInEngine:
         return web.json_response({"count": len(ids), "max_model_len": 0, "tokens": ids})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
+        await self.thawed()
         body = await request.json()
         self.seen.append(Seen(request.path, dict(request.headers), body))
-        ids = self._ids(body)
+        ids = self._ids(body) if refusal_of(body) is None else []
         try:
             return await self._answered(request, body, ids)
         except asyncio.CancelledError:
@@ -249,6 +274,15 @@ class StandInEngine:
     async def _answered(
         self, request: web.Request, body: dict[str, Any], ids: list[int]
     ) -> web.StreamResponse:
+        refusal = refusal_of(body) or ("no such user" if self.refuses_user and body.get("user") else None)
+        if refusal is not None:
+            error = {"message": refusal, "type": "BadRequestError", "param": None, "code": 400}
+            if not (body.get("stream") and self.refuses_in_stream):
+                return web.json_response({"error": error}, status=400)
+            stream = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+            await stream.prepare(request)
+            await stream.write(b"data: " + json.dumps({"error": error}).encode() + b"\n\ndata: [DONE]\n\n")
+            return stream
         params = body.get("kv_transfer_params") or {}
         ticket, prefix = self._ticket(params.get("prfaas")), self._ticket(params.get("prfaas_from"))
         sends = ticket is not None and ticket.producer == self.name
@@ -352,7 +386,10 @@ class StandInEngine:
 
     async def _die(self, request: web.Request) -> None:
         assert request.transport is not None
-        request.transport.abort()
+        if self.freezes:
+            self.frozen = True
+        else:
+            request.transport.abort()
         await asyncio.Event().wait()
 
     def _ticket(self, sealed: str | None) -> Ticket | None:
@@ -380,6 +417,28 @@ class StandInEngine:
         staged.free()
         assert received == kv_of(ids[ticket.skip_tokens : ticket.num_tokens])
         return ticket.num_tokens - ticket.skip_tokens
+
+
+def refusal_of(body: dict[str, Any]) -> str | None:
+    """Why vLLM would refuse a request, in words like its own; None if it would not."""
+    model, prompt = body.get("model"), body.get("prompt") or body.get("messages")
+    if model is not None and not isinstance(model, str):
+        return "1 validation error: model: Input should be a valid string"
+    if not prompt:
+        return "Either prompt or prompt_embeds must be provided and non-empty."
+    temperature = body.get("temperature")
+    if temperature is not None and not 0 <= temperature <= 2:
+        return f"temperature must be non-negative, got {temperature}."
+    if temperature == 0 and (body.get("n") or 1) > 1:
+        return f"n must be 1 when using greedy sampling, got {body['n']}."
+    tokens = body.get("max_tokens")
+    if tokens is not None and not 0 < tokens <= 4000:
+        return f"max_tokens={tokens} cannot be greater than max_model_len=4000."
+    try:
+        re.compile((body.get("structured_outputs") or {}).get("regex", ""))
+    except re.error as error:
+        return f"Failed to transform regex into an FSM: {error}"
+    return None
 
 
 def digest(body: dict[str, Any], ids: list[int]) -> bytes:

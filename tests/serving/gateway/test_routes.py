@@ -76,7 +76,7 @@ def test_text_is_tokenized_here_and_reaches_the_decode_engine_unchanged(in_world
         fields = {"stop": ["x"], "logprobs": 2, "seed": 5, "response_format": {"type": "json_object"}}
         route, answer = await world.complete(text, **fields)
         assert route["route"] == "offload"
-        (decoded,) = world.decode.generated()
+        _question, decoded = world.decode.generated()
         sent = dict(decoded.body)
         assert list(sent.pop("kv_transfer_params")) == ["prfaas"]
         assert sent == {"model": "stand-in", "prompt": text, **fields}
@@ -108,7 +108,7 @@ def test_a_chat_with_tools_is_tokenized_by_the_engine_and_keeps_its_messages(in_
             "tool_choice": "auto",
         }
         response, _ = await world.post("/v1/chat/completions", chat)
-        (decoded,) = world.decode.generated()
+        _question, decoded = world.decode.generated()
         assert list(decoded.body["kv_transfer_params"]) == ["prfaas"]
         assert {k: decoded.body[k] for k in chat} == chat
         assert route_of(response)["route"] == "offload"
@@ -249,9 +249,10 @@ def test_models_health_and_metrics(in_world: InWorld) -> None:
         ("/v1/completions", b"{", 400, "JSON"),
         ("/v1/completions", b"[1]", 400, "object"),
         ("/v1/completions", b"{}", 400, "prompt"),
-        ("/v1/chat/completions", b"{}", 400, "messages"),
+        ("/v1/chat/completions", b"{}", 400, "must be provided"),
         ("/v1/completions", b'{"model": "other", "prompt": "x"}', 404, "other"),
-        ("/v1/completions", b'{"model": ["stand-in"], "prompt": "x"}', 404, "does not exist"),
+        ("/v1/completions", b'{"model": ["stand-in"], "prompt": "x"}', 400, "valid string"),
+        ("/v1/completions", b'{"model": 5, "prompt": "x"}', 400, "valid string"),
         ("/v1/embeddings", b"{}", 404, "/v1/embeddings"),
         ("/tokenize", b"{}", 404, "/tokenize"),
         ("/health", b"{}", 405, "POST"),

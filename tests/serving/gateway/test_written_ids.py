@@ -138,7 +138,7 @@ def test_a_broken_rest_is_refused_as_ever() -> None:
 def test_the_spliced_bodies_say_what_bodies_written_anew_say(
     ids: list[int], others: dict[str, Any], spaced: bool, ticketed: bool
 ) -> None:
-    body = {"kv_transfer_params": {"evil": 1}, **others, "prompt": long(ids)}
+    body = {"kv_transfer_params": {"evil": 1}, **others, "prompt": long(ids), "model": "m"}
     raw = json.dumps(body).encode() if spaced else orjson.dumps(body)
     parsed = parse_body(raw)
     prompt = prompt_of(Endpoint.COMPLETIONS, parsed)

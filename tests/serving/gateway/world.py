@@ -12,9 +12,11 @@ from prometheus_client import CollectorRegistry
 
 from prfaas.core.deployment import (
     Cluster,
+    ControlConfig,
     Deployment,
     EngineConfig,
     GatewayConfig,
+    GatewayLimits,
     Instance,
     Link,
     ModelRef,
@@ -113,6 +115,9 @@ def deployment_of(
     model_dir: Path,
     tenant_header: str | None = None,
     gateway: GatewayConfig = GATEWAY,
+    control: ControlConfig = ControlConfig(),
+    *,
+    hardware: str = "any",
 ) -> Deployment:
     """A far cluster with `remote`, and one with all others, which decode if they are not called `local`."""
 
@@ -127,8 +132,8 @@ def deployment_of(
         state_dir=home,
         model=ModelRef("stand-in", 4000, model_dir, None, {"poet": home / "poet"}),
         clusters=(
-            Cluster("far", "prfaas", "cpu", (instance("remote", "far", "prefill"),)),
-            Cluster("pd", "pd", "cpu", (instance("local", "pd", "prefill"), *decoders)),
+            Cluster("far", "prfaas", "any", (instance("remote", "far", "prefill"),)),
+            Cluster("pd", "pd", hardware, (instance("local", "pd", "prefill"), *decoders)),
         ),
         links=(Link("far", "pd", 1e9, 2), Link("pd", "far", 1e9, 2)),
         routing=Routing("static_threshold", THRESHOLD_TOKENS),
@@ -136,7 +141,8 @@ def deployment_of(
         gateway=gateway,
         security=Security(home / "key", tenant_header),
         engine=EngineConfig(2048, 16, 1, 1 << 20, 1 << 16, None, (), {}),
-        transfer=TransferLimits(60.0, 30.0, 20.0, 60.0, 8.0, page_digests=True),
+        transfer=TransferLimits(60.0, 30.0, 20.0, 60.0, 8.0),
+        control=control,
     )
 
 
@@ -151,6 +157,9 @@ async def running_world(
     tenant_header: str | None = None,
     draining: Draining | None = None,
     gateway_config: GatewayConfig = GATEWAY,
+    control: ControlConfig = ControlConfig(),
+    limits: GatewayLimits | None = None,
+    hardware: str = "any",
     **decode: Any,
 ) -> AsyncIterator[World]:
     """`spare`, `third`: with more decode instances, taken when the first one is out; `decode`: its fields.
@@ -171,7 +180,11 @@ async def running_world(
         engines[name].connect([engines[n] for n in reversed(names) if n != name])
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     admin_port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    deployment = deployment_of(home, engines, model_dir, tenant_header, gateway_config)
+    if limits is not None:
+        gateway_config = replace(gateway_config, limits=limits)
+    deployment = deployment_of(
+        home, engines, model_dir, tenant_header, gateway_config, control, hardware=hardware
+    )
     plane = FixedPlane(deployment)
     plane.prefers = "decode"
     registry = CollectorRegistry()

@@ -1,6 +1,7 @@
 """The one YAML file a user writes, read into frozen typed objects."""
 
 from prfaas.core.deployment.addresses import EventsEndpoint, is_loopback
+from prfaas.core.deployment.limits import GatewayLimits
 from prfaas.core.deployment.load import default_state_dir, load_deployment, load_planned
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
@@ -48,6 +49,7 @@ __all__ = [
     "EventsEndpoint",
     "FixedLengths",
     "GatewayConfig",
+    "GatewayLimits",
     "Instance",
     "KvPeer",
     "LengthsSpec",

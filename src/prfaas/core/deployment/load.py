@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from prfaas.core.deployment.checks import admin_port, check_to_plan, check_to_run
+from prfaas.core.deployment.limits import GatewayLimits
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
     FixedLengths,
@@ -132,14 +133,17 @@ def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deploy
 
 
 def _gateway(file: DeploymentFile, home: Path) -> GatewayConfig:
-    gateway, admin = file.gateway, file.gateway.admin
+    gateway, admin, limits = file.gateway, file.gateway.admin, file.gateway.limits
     token_file = None if admin.token_file is None else home / Path(admin.token_file).expanduser()
     return GatewayConfig(
         host=gateway.host,
         port=gateway.port,
+        first_byte_s=gateway.first_byte_s,
+        idle_s=gateway.idle_s,
         admin=AdminConfig(admin.host, admin_port(file), token_file),
         hosts=tuple(gateway.hosts),
         route_header=gateway.route_header,
+        limits=GatewayLimits(limits.requests, limits.queue_s, limits.bodies, limits.body_values),
     )
 
 

@@ -163,6 +163,8 @@ class ControlSection(_Section):
     allocation_period_s: Seconds = 60.0
     window_s: Seconds = 600.0
     stale_after_s: Seconds = 5.0
+    silence_s: Seconds = 2.5
+    stall_s: Seconds = 60.0
     allocation: bool = True
 
 
@@ -206,14 +208,26 @@ class AdminSection(_Section):
     token_file: Annotated[Text | None, _GIVEN] = None
 
 
+class LimitsSection(_Section):
+    """What the gateway takes on at most."""
+
+    requests: Positive = 8192
+    queue_s: Seconds = 60.0
+    bodies: Annotated[Size, Field(ge=MIB)] = GIB
+    body_values: Positive = 1_000_000
+
+
 class GatewaySection(_Section):
-    """Where clients and operators connect, and what clients are told."""
+    """Where clients and operators connect, what clients are told, and how much they get."""
 
     host: Text = "127.0.0.1"
     port: Port = 8000
+    first_byte_s: Seconds = 1800.0
+    idle_s: Seconds = 600.0
     admin: AdminSection = AdminSection()
     hosts: list[HostName] = []
     route_header: RouteDetail = "short"
+    limits: Annotated[LimitsSection, _SECTION] = LimitsSection()
 
 
 class SecuritySection(_Section):

@@ -86,6 +86,7 @@ class GlobalIndex:
         self._tree = BlockTree()
         self._states = StateEnds()
         self._instances: dict[str, InstanceBlocks] = {}
+        self._engine_blocks: dict[str, int] = {}
         self._blocks = 0
         self._block_sizes: tuple[int, ...] = ()
         self._lookahead_forms: tuple[tuple[int, int], ...] = ()
@@ -122,6 +123,13 @@ class GlobalIndex:
         if blocks.has_learned:
             blocks.has_learned = False
             self._learn()
+
+    def learn_size(self, instance: str, engine_blocks: int) -> None:
+        """How many blocks an engine has, of all KV groups together: it holds nothing twice beyond that."""
+        self._engine_blocks[instance] = engine_blocks
+        held = self._instances.get(instance)
+        if held is not None:
+            held.most_engine_blocks = engine_blocks
 
     def drop(self, instance: str) -> None:
         """Forget `instance` altogether: it failed, was restarted, or its events were lost."""
@@ -174,6 +182,7 @@ class GlobalIndex:
 
     def _register(self, instance: str) -> InstanceBlocks:
         held = self._instances[instance] = InstanceBlocks(self._tree, self._states, self._hashers)
+        held.most_engine_blocks = self._engine_blocks.get(instance)
         self._learn()
         return held
 

@@ -18,10 +18,12 @@ class GroupBlocks:
     block before its end.
     """
 
-    __slots__ = ("_by_engine_hash", "_copies", "_held", "block_tokens")
+    __slots__ = ("_by_engine_hash", "_copies", "_held", "block_tokens", "extra")
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
+        self.extra = 0
+        """Copies beyond the first of each block."""
         self._by_engine_hash: dict[int, int] = {}
         self._copies: dict[int, int] = {}
         self._held: set[int] = set()
@@ -40,6 +42,7 @@ class GroupBlocks:
         """One more copy of that block is held."""
         if engine_hash in self._by_engine_hash:
             self._copies[engine_hash] = self._copies.get(engine_hash, 0) + 1
+            self.extra += 1
         else:
             self._by_engine_hash[engine_hash] = block
             self._held.add(block)
@@ -48,6 +51,7 @@ class GroupBlocks:
         """Forget one copy. Returns the index's hash of the block if that was the last, else None."""
         copies = self._copies.get(engine_hash)
         if copies is not None:
+            self.extra -= 1
             if copies == 1:
                 del self._copies[engine_hash]
             else:
@@ -62,10 +66,15 @@ class GroupBlocks:
         """The index's hashes of all that is held."""
         return list(self._held)
 
+    def forget_copies(self) -> None:
+        """Every block is held once."""
+        self._copies = {}
+        self.extra = 0
+
     def clear(self) -> None:
         """Nothing is held any more."""
         self._by_engine_hash = {}
-        self._copies = {}
+        self.forget_copies()
         self._held = set()
 
 
@@ -132,7 +141,11 @@ class InstanceBlocks:
         self._hashers = hashers
         self._attention_group: int | None = None
         self._hash_map = PackedHashMap()
+        self.most_engine_blocks: int | None = None
+        """Blocks that the engine has, of all groups together; None where that is not known."""
+        self._has_tiers = self._doubts_copies = False
         self._copies: dict[int, int] = {}
+        self._extra = 0
         self._leaving = array(WORDS)
         # (group, engine hash) → copies of states and windows that came before their attention blocks.
         self._early: dict[tuple[int | None, int], int] = {}
@@ -143,13 +156,13 @@ class InstanceBlocks:
             return
         if self._leaving:
             self._leave()
+        self._has_tiers |= event.medium not in _ENGINE_TIER
         if self._is_attention(event):
             self._store_attention(event, most)
-            return
-        group = self._group(event)
-        if group is not None:
+        elif (group := self._group(event)) is not None:
             for engine_hash in _words(event.hashes):
                 self._store_in(group, event.group, engine_hash, most)
+        self._check_copies()
 
     def removed(self, event: RemovedBlocks) -> None:
         """Apply `event`; blocks that are not known are passed over."""
@@ -259,6 +272,23 @@ class InstanceBlocks:
         if self._early:
             self._settle(most)
 
+    def _check_copies(self) -> None:
+        """Count no block of an engine twice any more once that would make more blocks than the engine has.
+
+        vLLM (0.32, `kv_cache_report_mode: full`) announces cache hits exactly as it announces new blocks. What is
+        counted twice by that is noticed before the engine first evicts, since it does so only when all blocks are in
+        use. Of what is really held twice too little is claimed from then on, which costs some computing.
+        """
+        if self.most_engine_blocks is None or self._has_tiers:
+            return
+        groups = (*self.linear.values(), *self.windows.values())
+        extra = self._extra + sum(group.extra for group in groups)
+        if extra and self._doubts_copies | (self.count + extra > self.most_engine_blocks):
+            self._doubts_copies = True
+            self._copies, self._extra = {}, 0
+            for group in groups:
+                group.forget_copies()
+
     def _hashes(self, event: StoredBlocks, root: int, most: int) -> tuple[int, ...]:
         """The index's hashes of the event's blocks; fewer where their form is not the one that this engine has."""
         hasher = self._hashers.of(event.block_tokens, self.lookahead_tokens)
@@ -295,6 +325,7 @@ class InstanceBlocks:
 
     def _add_copy(self, engine_hash: int) -> None:
         self._copies[engine_hash] = self._copies.get(engine_hash, 0) + 1
+        self._extra += 1
 
     def _leave(self) -> None:
         leaving: Iterable[int] = self._leaving
@@ -309,6 +340,7 @@ class InstanceBlocks:
         copies = self._copies.get(engine_hash)
         if copies is None:
             return False
+        self._extra -= 1
         if copies == 1:
             del self._copies[engine_hash]
         else:
@@ -356,7 +388,7 @@ class InstanceBlocks:
         for each in (*self.linear.values(), *self.windows.values()):
             each.clear()
         self._hash_map = PackedHashMap()
-        self._copies = {}
+        self._copies, self._extra = {}, 0
         self._leaving = array(WORDS)
         self._early = {}
         self.count = 0

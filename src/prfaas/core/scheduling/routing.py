@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from prfaas.core.scheduling.candidates import (
+    LONGEST_TINY_TOKENS,
     AbundanceMarks,
     BestCandidate,
     PrefillCandidate,
@@ -24,6 +25,7 @@ from prfaas.core.scheduling.candidates import (
     load_of,
     prefill_by,
     prefill_candidates,
+    prefill_without_hop,
     streamed,
     streamed_s,
     usable_link,
@@ -354,8 +356,12 @@ def soonest_remote(
 
 
 def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choice: Choice) -> Decision:
-    """The choice with everything that is needed to carry it out."""
-    option = choice.option
+    """The choice with everything that is needed to carry it out; without a hop that costs more than it spares."""
+    option, reason = choice.option, choice.reason
+    if request.num_tokens <= LONGEST_TINY_TOKENS:
+        here = prefill_without_hop(request, view, decode, option)
+        if here is not None:
+            option, reason = here, "tiny"
     prefill, link = option.instance, option.link
     skip_tokens = kv_bytes = 0
     if prefill is not decode:
@@ -370,7 +376,7 @@ def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choic
         request.num_tokens - option.reusable_tokens,
         skip_tokens,
         kv_bytes,
-        choice.reason,
+        reason,
         choice.threshold_tokens,
         option.ttft_s,
         option.cache_transfer,

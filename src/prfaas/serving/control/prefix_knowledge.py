@@ -254,9 +254,12 @@ class PrefixKnowledge:
             self._record.forget(name)
 
     def learn(self, instance: Instance, reading: EngineReading) -> None:
-        """Take the block size of the first engine without events that reports it. Until then nothing is recorded:
-        an engine reuses only whole blocks.
+        """Take the size of an engine's cache, and the block size of the first engine without events that reports it.
+
+        Until then nothing is recorded of these: an engine reuses only whole blocks.
         """
+        if reading.cache_blocks is not None and instance.name in self._with_events:
+            self.index.learn_size(instance.name, reading.cache_blocks)
         if self._record is not None or instance.name in self._with_events or reading.block_tokens is None:
             return
         block_tokens = reading.block_tokens * -(-DEFAULT_BLOCK_TOKENS // reading.block_tokens)

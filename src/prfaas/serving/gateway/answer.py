@@ -3,17 +3,20 @@
 A stream passes as the bytes it came in, whole event by whole event. Nothing of it is parsed.
 """
 
+import asyncio
 import contextlib
 import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import orjson
 from aiohttp import HttpVersion11, web
 
 from prfaas.serving.gateway.bodies import without_transfer_params
-from prfaas.serving.gateway.http_pool import EngineResponse
+from prfaas.serving.gateway.engine_client import Blame, EngineCallError, failed_call
+from prfaas.serving.gateway.http_exchange import EngineResponse
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request_log import RequestRecord
 
@@ -26,6 +29,9 @@ DATA = b"data: "
 _ERROR = b'data: {"error":'
 # Events that are longer are passed on in pieces.
 _LONGEST_EVENT_BYTES = 1 << 20
+
+# How long a client that reads slowly is waited for with the last event of a stream whose time is over.
+_LAST_WORDS_S = 1.0
 
 # In generated text the quotes would be escaped. The usage stands at the end.
 _ANSWER_TOKENS = re.compile(rb'"completion_tokens":\s?(\d+)')
@@ -53,10 +59,11 @@ class DecodeFailedError(Exception):
         detail: str,
         *,
         lost: bool,
+        blame: Blame = Blame.NONE,
         answer: WholeAnswer | None = None,
         event: bytes | None = None,
     ) -> None:
-        """`reason`: one word. `lost`: the engine is gone, not only this answer.
+        """`reason`: one word. `lost`: the engine is gone or silent, not only this answer.
 
         `answer`: the engine's error answer, for the client when no other engine can answer. `event`: the same in a
         stream.
@@ -64,8 +71,14 @@ class DecodeFailedError(Exception):
         super().__init__(detail)
         self.reason = reason
         self.lost = lost
+        self.blame = blame
         self.answer = answer
         self.event = event
+
+    @classmethod
+    def of_call(cls, error: EngineCallError) -> Self:
+        """The engine could not be asked, or did not end its answer."""
+        return cls(error.reason, str(error), lost=True, blame=error.blame)
 
 
 class EventStream:
@@ -74,7 +87,7 @@ class EventStream:
     Nothing is parsed: a relayed piece costs microseconds. Only an engine's own failure is held back.
     """
 
-    __slots__ = ("_instance", "_partial", "_passes_parts", "_response", "ended", "failure")
+    __slots__ = ("_instance", "_partial", "_passes_parts", "_response", "ended", "failure", "refused_status")
 
     def __init__(self, response: EngineResponse, instance: str) -> None:
         """`instance`: the engine's name, for messages."""
@@ -86,6 +99,8 @@ class EventStream:
         """Whether the mark at the stream's end has come."""
         self.failure: bytes | None = None
         """The event, not passed on, in which the engine says that it failed (a code of 500 or more)."""
+        self.refused_status: int | None = None
+        """What an event of the stream says in place of a status: vLLM finds some faults after it has sent a 200."""
 
     async def read(self) -> bytes:
         """The next events; b"" at the stream's end.
@@ -100,9 +115,10 @@ class EventStream:
             try:
                 chunk = await self._response.readany()
             except OSError as error:
-                raise _died(self._instance, error) from error
+                raise _broken(self._instance, error) from error
             if not chunk:
-                raise DecodeFailedError("died", f"{self._instance} ended its stream early", lost=True)
+                detail = f"{self._instance} ended its stream early"
+                raise DecodeFailedError("died", detail, lost=True, blame=Blame.FAILED)
             events = self.take(chunk)
             if events:
                 return events
@@ -151,6 +167,7 @@ class EventStream:
         except (orjson.JSONDecodeError, KeyError, TypeError):
             return chunk
         if not isinstance(code, int) or code < 500:
+            self.refused_status = code if isinstance(code, int) and code >= 400 else None
             return chunk
         self.failure = event
         return chunk[:begin]
@@ -161,7 +178,7 @@ async def read_whole(response: EngineResponse, instance: str, record: RequestRec
     try:
         body = await response.read()
     except OSError as error:
-        raise _died(instance, error) from error
+        raise _broken(instance, error) from error
     note_answer_tokens(record, body)
     return WholeAnswer(response.status, without_transfer_params(body), response.content_type)
 
@@ -179,8 +196,8 @@ def cached_tokens_of(answer: bytes) -> int | None:
     return int(found.group(1)) if found is not None else None
 
 
-def _died(instance: str, error: BaseException) -> DecodeFailedError:
-    return DecodeFailedError("died", f"{instance}: {type(error).__name__}: {error}", lost=True)
+def _broken(instance: str, error: OSError) -> DecodeFailedError:
+    return DecodeFailedError.of_call(failed_call(instance, error, begun=True))
 
 
 @dataclass(slots=True)
@@ -264,6 +281,20 @@ class ResponseWriter:
             await self._response.prepare(self._http)
         self.kept.add(chunk)
         await self._response.write(chunk)
+
+    async def fail(self, error: bytes) -> web.StreamResponse:
+        """End the stream with an error; a client that takes nothing any more is cut off."""
+        assert self._response is not None
+        self._record.broken = True
+        event = DATA + error + END_OF_EVENT
+        try:
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self._response.write(END_OF_EVENT + event if self.kept.torn else event)
+                await self._response.write_eof()
+        except TimeoutError:
+            if self._http.transport is not None:
+                self._http.transport.abort()
+        return self._response
 
     async def relay(self, stream: EventStream, content_type: str) -> bytes:
         """Pass a whole stream on.

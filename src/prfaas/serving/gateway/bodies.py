@@ -31,14 +31,24 @@ class ApiError(Exception):
     """An error answer for the client: HTTP status, one sentence, and the parameter that it is about."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, retry_after_s: float | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        reason: str | None = None,
     ) -> None:
-        """`retry_after_s`: when the same request may be taken; None: nothing is known of that."""
+        """`retry_after_s`: when the same request may be taken; None: nothing is known of that.
+
+        `reason`: one word for metrics; None: what the status says.
+        """
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+        self.reason = reason
 
     def headers(self) -> dict[str, str]:
         """What belongs into the answer's head."""
@@ -61,6 +71,10 @@ def error_body(status: int, message: str, param: str | None = None) -> bytes:
 
 Json = dict[str, Any]
 
+MOST_VALUES = 1_000_000
+_BEFORE_VALUES = (b",", b"[", b"{")
+_SCANNED_BYTES = 256 << 10
+
 # Compared after `_normal`: engines read exact names, but a name that only looks like one of these has no
 # business here.
 OWNED_FIELDS = frozenset(
@@ -76,21 +90,29 @@ OWNED_FIELDS = frozenset(
     }
 )
 OWNED_PREFIXES = ("bootstrap_", "x_prfaas", "prfaas")
+# What vLLM 0.32 takes from a request's extra arguments and acts on as an engine does (`v1/request.py`): the two
+# transfers above, and how its prefix cache is reported. "full" has it announce cache hits as if they were new blocks.
+STEERING_ARGS = OWNED_FIELDS | {"kv_cache_report_mode"}
 # Objects whose content an engine merges into its own parameters; anywhere else (messages, tools, JSON
 # schemas) the same words are the client's data.
 _STEERING_CONTAINERS = frozenset({"vllm_xargs", "sampling_params", "extra_body"})
 _MAX_DEPTH = 64
 
 
-def parse_body(raw: bytes) -> Json:
+def parse_body(raw: bytes, most_values: int = MOST_VALUES) -> Json:
     """The JSON object in `raw`. Its "prompt" is WrittenIds if that is a long list of token ids.
 
+    Args:
+        most_values: other JSON values that it may have. Each becomes an object of Python, whose making nothing can
+            interrupt: 40 MB of short strings take 1.5 GB and hold the whole gateway up for 3 s.
+
     Raises:
-        ApiError: 400, when it is no JSON object.
+        ApiError: 400, when it is no JSON object; 413, when it has more values.
     """
     try:
-        body = parse_with_ids(raw) if len(raw) >= MIN_BYTES else None
+        body = parse_with_ids(raw, most_values) if len(raw) >= MIN_BYTES else None
         if body is None:
+            check_values(raw, most_values)
             body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise ApiError(400, f"The request body is not valid JSON: {error}.") from None
@@ -107,10 +129,42 @@ def dump_body(body: Mapping[str, Any]) -> bytes:
         raise ApiError(400, "The request body is nested too deeply.") from None
 
 
+def check_values(raw: bytes, most_values: int) -> None:
+    """Raises ApiError 413 when the JSON in `raw` has more than `most_values` values."""
+    # Every value follows one of these. They stand in text too, but most bodies have few enough in all. A piece at a
+    # time, so that others run in between.
+    found = 0
+    for at in range(0, len(raw), _SCANNED_BYTES):
+        found += sum(raw.count(mark, at, at + _SCANNED_BYTES) for mark in _BEFORE_VALUES)
+        if found > most_values:
+            break
+    else:
+        return
+    in_string, found, at = False, 0, 0
+    while at < len(raw):
+        end = at + _SCANNED_BYTES
+        if raw[end - 1 : end] == b"\\":
+            rest = raw[end:]
+            end += len(rest) - len(rest.lstrip(b"\\")) + 1
+        # Backslashes stand only in strings. From the first of a run on, each escapes what follows it.
+        parts = raw[at:end].replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        outside = b" ".join(parts[in_string::2])
+        found += sum(map(outside.count, _BEFORE_VALUES))
+        if found > most_values:
+            sentence = f"The request body has more than {most_values} JSON values; send less in one request."
+            raise ApiError(413, sentence)
+        in_string ^= len(parts) % 2 == 0
+        at = end
+
+
 def strip_owned(body: Json) -> Json:
-    """`body` without the fields that could steer an engine, at the top and inside containers vLLM merges."""
+    """`body` without the fields that could steer an engine.
+
+    Raises:
+        ApiError: 400, when such a field is inside a container whose content vLLM merges into its own parameters.
+    """
     return {
-        key: _cleaned(value, 0) if _normal(key) in _STEERING_CONTAINERS else value
+        key: _checked_args(value, key, 0) if _normal(key) in _STEERING_CONTAINERS else value
         for key, value in body.items()
         if not _owned(key)
     }
@@ -210,13 +264,19 @@ def _owned(name: str) -> bool:
     return normal in OWNED_FIELDS or normal.startswith(OWNED_PREFIXES)
 
 
-def _cleaned(value: Any, depth: int) -> Any:
+def _checked_args(value: Any, path: str, depth: int) -> Any:
     if depth > _MAX_DEPTH:
         raise ApiError(400, "The request body is nested too deeply.")
     if isinstance(value, dict):
-        return {key: _cleaned(inner, depth + 1) for key, inner in value.items() if not _owned(key)}
-    if isinstance(value, list):
-        return [_cleaned(inner, depth + 1) for inner in value]
+        for key, inner in value.items():
+            where = f"{path}.{key}"
+            if _owned(key) or _normal(key) in STEERING_ARGS:
+                sentence = f"`{where[:200]}` steers the engine, which clients can't do; leave it out."
+                raise ApiError(400, sentence, param=where[:200])
+            _checked_args(inner, where, depth + 1)
+    elif isinstance(value, list):
+        for inner in value:
+            _checked_args(inner, path, depth + 1)
     return value
 
 
@@ -250,11 +310,11 @@ class WrittenIds:
     json: bytes
 
 
-def parse_with_ids(raw: bytes) -> object | None:
+def parse_with_ids(raw: bytes, most_values: int = MOST_VALUES) -> object | None:
     """What `orjson.loads(raw)` gives, with the array of ids under the top-level key "prompt" as WrittenIds.
 
     None where that can't be had this way (no such array, other numbers in it, an odd spelling): parse it plainly then.
-    Raises orjson.JSONDecodeError when `raw` is not JSON.
+    Raises orjson.JSONDecodeError when `raw` is not JSON, and ApiError 413 when it has more values besides the ids.
     """
     key = raw.find(_KEY)
     colon = _skip_space(raw, key + len(_KEY))
@@ -265,7 +325,9 @@ def parse_with_ids(raw: bytes) -> object | None:
     written = _parse(raw[start + 1 : end]) if end > 0 else None
     if written is None:
         return None
-    body = orjson.loads(b'%b"%b"%b' % (raw[:start], _STAND_IN.encode(), raw[end + 1 :]))
+    rest = b'%b"%b"%b' % (raw[:start], _STAND_IN.encode(), raw[end + 1 :])
+    check_values(rest, most_values)
+    body = orjson.loads(rest)
     # Anything else than the effective "prompt" of the top level was cut: nested, or given twice.
     if not isinstance(body, dict) or body.get("prompt") != _STAND_IN:
         return None

@@ -16,8 +16,8 @@ from prfaas.serving.gateway.answer import (
 )
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, decode_body
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.engine_client import EngineCallError
-from prfaas.serving.gateway.http_pool import EngineResponse
+from prfaas.serving.gateway.engine_client import Blame, EngineCallError
+from prfaas.serving.gateway.http_exchange import EngineResponse
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.request import PreparedRequest, ServingRequest
 
@@ -51,13 +51,18 @@ class Decoder:
         async with self.open(request, prepared) as answer:
             kind = answer.content_type
             if kind.startswith(EVENT_STREAM):
-                end = await writer.relay(EventStream(answer, prepared.decode), kind)
-                note_answer_tokens(request.record, end)
+                stream = EventStream(answer, prepared.decode)
+                note_answer_tokens(request.record, await writer.relay(stream, kind))
+                if stream.refused_status is not None:
+                    self._note_refusal(request, prepared, stream.refused_status)
+                    self._prefill.abandon(prepared, "the decode engine refused the request in its stream")
                 return await writer.end()
             whole = await read_whole(answer, prepared.decode, request.record)
             if whole.status in _ENGINE_FAILURES:
                 reason, detail = f"http-{whole.status}", f"{prepared.decode} answered {whole.status}"
                 raise DecodeFailedError(reason, detail, lost=False, answer=whole)
+            if whole.status >= 400:
+                self._note_refusal(request, prepared, whole.status)
             return writer.send(whole)
 
     @asynccontextmanager
@@ -104,12 +109,17 @@ class Decoder:
         self._metrics.decode_failures.labels(failure.reason).inc()
         request.record.note(f"{prepared.decode} failed: {failure.reason}")
         # The request itself may be what makes an engine answer with an error. That must not take engines out.
-        if failure.lost:
-            self._plane.suspect(prepared.decode, str(failure), lost_cache=True)
+        if failure.blame is not Blame.NONE:
+            self._plane.suspect(prepared.decode, str(failure), lost_cache=failure.blame is Blame.DEAD)
+
+    def _note_refusal(self, request: ServingRequest, prepared: PreparedRequest, status: int) -> None:
+        """The decode engine has refused the request: before KV was moved for it, or after."""
+        request.record.refused_status = status
+        self._metrics.refused.labels("engine" if prepared.transfer is None else "engine-late").inc()
 
     async def _ask(self, request: ServingRequest, prepared: PreparedRequest, body: bytes) -> EngineResponse:
         instance = self._plane.instance(prepared.decode)
         try:
             return await self._client.open(instance, request.endpoint.path, body, request.headers)
         except EngineCallError as error:
-            raise DecodeFailedError(error.reason, str(error), lost=True) from error
+            raise DecodeFailedError.of_call(error) from error

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, cast
 
-from prfaas.serving.gateway.bodies import ApiError, WrittenIds
+from prfaas.serving.gateway.bodies import WrittenIds
 from prfaas.serving.transport.ticket import MAX_USES
 
 
@@ -60,11 +60,9 @@ Prompt = TokenPrompt | TextPrompt | ChatPrompt | DirectPrompt
 
 
 def prompt_of(endpoint: Endpoint, body: Mapping[str, Any]) -> Prompt:
-    """The prompt in `body`. Anything malformed is a DirectPrompt: the decode engine then refuses it in its own words.
-
-    Raises:
-        ApiError: 400, when there is no prompt.
-    """
+    """The prompt in `body`. What is malformed is a DirectPrompt: the decode engine refuses it in its own words."""
+    if not isinstance(body.get("model", ""), str | None):
+        return DirectPrompt("malformed")
     prompt = _chat_prompt(body) if endpoint is Endpoint.CHAT else _completion_prompt(body)
     if isinstance(prompt, DirectPrompt):
         return prompt
@@ -104,8 +102,6 @@ def _completion_prompt(body: Mapping[str, Any]) -> Prompt:
     prompt = body.get("prompt")
     if isinstance(prompt, WrittenIds):
         return TokenPrompt(prompt.ids)
-    if prompt is None:
-        raise ApiError(400, "The request has no prompt.", param="prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str):
@@ -152,8 +148,6 @@ _UNUSUAL_FIELDS = (
 
 def _chat_prompt(body: Mapping[str, Any]) -> Prompt:
     messages = body.get("messages")
-    if messages is None:
-        raise ApiError(400, "The request has no messages.", param="messages")
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
         return DirectPrompt("malformed")
     if body.get("chat_template") is not None:

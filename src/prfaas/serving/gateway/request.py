@@ -3,18 +3,18 @@
 import hashlib
 import hmac
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from aiohttp import web
 
-from prfaas.core.deployment import ModelRef, RouteDetail
+from prfaas.core.deployment import Deployment
 from prfaas.core.prefix import PromptChains
 from prfaas.core.route_header import REQUEST_ID_HEADER, RouteHeader
 from prfaas.core.scheduling import Decision, Route
 from prfaas.serving.gateway.bodies import ApiError, Json, parse_body, strip_owned
-from prfaas.serving.gateway.context import ThreadOffload
+from prfaas.serving.gateway.context import GatewayOptions, ThreadOffload
 from prfaas.serving.gateway.kv_transfer import TransferDone
 from prfaas.serving.gateway.prompts import Endpoint, Prompt, prompt_of, samples_of
 from prfaas.serving.gateway.request_log import RequestRecord, WaitsFor
@@ -158,29 +158,36 @@ class Tenants:
 class RequestParser:
     """Turns an HTTP request into a `ServingRequest`."""
 
-    def __init__(
-        self, model: ModelRef, tenants: Tenants, json_threads: ThreadOffload, detail: RouteDetail
-    ) -> None:
-        """`detail`: what the route header tells clients that are no named tenant."""
-        self._detail = detail
-        self._model = model
-        self._tenants = tenants
+    def __init__(self, deployment: Deployment, options: GatewayOptions, json_threads: ThreadOffload) -> None:
+        self._model = deployment.model
+        self._most_values = deployment.gateway.limits.body_values
+        # vLLM's CPU backend (0.32) ends when a prompt with a seed is prefilled in more than one chunk.
+        self._takes_seeds = all(cluster.hardware != "cpu" for cluster in deployment.pd_clusters)
+        self._most_bytes = options.max_body_bytes
         self._json_threads = json_threads
 
-    async def parse(self, http: web.Request, endpoint: Endpoint, record: RequestRecord) -> ServingRequest:
+    async def parse(
+        self,
+        http: web.Request,
+        endpoint: Endpoint,
+        record: RequestRecord,
+        salt: str,
+        hold: Callable[[int], None],
+    ) -> ServingRequest:
         """Read the body, check it, and take out what could steer an engine.
+
+        Args:
+            salt: the tenant's.
+            hold: called with the bytes of every piece of the body; raises ApiError when they are too many.
 
         Raises:
             ApiError: 4xx with one sentence for what the client got wrong.
+            web.HTTPRequestEntityTooLarge: the body is too large.
         """
-        salt = self._tenants.salt(http.headers)
-        # A named tenant's numbers are about prefixes under its own salt: they tell nothing of others' prompts.
-        record.tells_details = self._detail == "full" or self._tenants.names(http.headers)
-        raw = await http.read()
+        raw = await self._read(http, hold)
         body, prompt = await self._json_threads.run(len(raw), self._parse_body, raw, endpoint)
-        adapter = str(body.get("model") or "")
-        if adapter == self._model.served_name:
-            adapter = ""
+        model = body.get("model")
+        adapter = model if isinstance(model, str) and model != self._model.served_name else ""
         record.model = adapter or self._model.served_name
         record.streamed = body.get("stream") is True
         record.since("read", record.began_s)
@@ -198,17 +205,42 @@ class RequestParser:
             record=record,
         )
 
+    async def _read(self, http: web.Request, hold: Callable[[int], None]) -> bytes:
+        pieces: list[bytes] = []
+        size_bytes = http.content_length or 0
+        if size_bytes > self._most_bytes:
+            raise web.HTTPRequestEntityTooLarge(self._most_bytes, size_bytes)
+        size_bytes = 0
+        while piece := await http.content.readany():
+            size_bytes += len(piece)
+            if size_bytes > self._most_bytes:
+                raise web.HTTPRequestEntityTooLarge(self._most_bytes, size_bytes)
+            hold(len(piece))
+            pieces.append(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
     def _parse_body(self, raw: bytes, endpoint: Endpoint) -> tuple[Json, Prompt]:
-        body = parse_body(raw)
+        body = parse_body(raw, self._most_values)
         model = body.get("model")
         names = (self._model.served_name, *self._model.adapters)
-        if model is not None and model not in names:
+        # As in vLLM, no name at all means the base model. What is no name is the decode engine's to refuse.
+        if isinstance(model, str) and model and model not in names:
             known = ", ".join(f"`{name}`" for name in names)
+            raise ApiError(404, f"The model `{model[:200]}` does not exist; there is {known}.", param="model")
+        if not self._takes_seeds and _is_seeded(body):
             raise ApiError(
-                404, f"The model `{str(model)[:200]}` does not exist; there is {known}.", param="model"
+                400,
+                "`seed` is not taken here: vLLM's CPU backend ends when it prefills a seeded prompt in more than one "
+                "step. Leave `seed` out, or set `temperature` to 0, where a seed changes nothing.",
+                param="seed",
             )
         prompt = prompt_of(endpoint, body)
         return strip_owned(body), prompt
+
+
+def _is_seeded(body: Json) -> bool:
+    """Whether vLLM would make a random generator for the request: greedy ones need none, and −1 means no seed."""
+    return body.get("seed") not in (None, -1) and body.get("temperature") != 0
 
 
 def _engine_headers(received: Mapping[str, str], request_id: str) -> dict[str, str]:

@@ -92,6 +92,8 @@ class RequestRecord:
     """What went wrong, with the seconds since the arrival."""
     broken: bool = False
     """Whether its stream ended with an error."""
+    refused_status: int | None = None
+    """The decode engine's status where it refused the request; a stream that says so has status 200 itself."""
     status: int | None = None
     outcome: str = "under way"
 
@@ -123,7 +125,8 @@ class RequestRecord:
 
     def answered(self, status: int) -> None:
         """The client has an answer with this HTTP status."""
-        self.status, self.outcome = status, "engine_error" if self.broken else _outcome(status)
+        outcome = _outcome(self.refused_status or status)
+        self.status, self.outcome = status, "engine_error" if self.broken else outcome
 
     def headers(self) -> dict[str, str]:
         """What every answer tells the client about its way, as far as it is known."""
@@ -159,12 +162,13 @@ class RequestLog:
         except (ApiError, web.HTTPException) as error:
             # aiohttp's own: the body is too large, or came in a way that it refuses.
             record.status, record.outcome = error.status, _outcome(error.status)
-            self._metrics.refused.labels(_REFUSALS.get(error.status, "invalid")).inc()
+            reason = error.reason if isinstance(error, ApiError) else None
+            self._metrics.refused.labels(reason or _REFUSALS.get(error.status, "invalid")).inc()
             raise
         except NoDecodeInstanceError:
             record.status, record.outcome = 503, "engine_error"
             self._metrics.refused.labels("unavailable").inc()
-            raise ApiError(503, "No decode instance is available.") from None
+            raise ApiError(503, "No decode instance is available.", retry_after_s=1) from None
         except (asyncio.CancelledError, ConnectionResetError):
             record.outcome = "cancelled"
             raise

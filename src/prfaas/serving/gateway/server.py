@@ -16,6 +16,7 @@ from prfaas.core.kv import KvModel
 from prfaas.serving.admin_token import load_token
 from prfaas.serving.descriptors import DescriptorBudget, raise_descriptor_limit
 from prfaas.serving.gateway.admin import AdminRoutes
+from prfaas.serving.gateway.admission import Admission
 from prfaas.serving.gateway.context import GatewayContext, GatewayOptions, ThreadOffload
 from prfaas.serving.gateway.control_plane import ControlPlane
 from prfaas.serving.gateway.decode import Decoder
@@ -33,6 +34,7 @@ from prfaas.serving.gateway.routes import Routes
 from prfaas.serving.gateway.stream_resume import StreamResume
 from prfaas.serving.gateway.tokenization import LocalTokenizer, Tokenization
 from prfaas.serving.gateway.transcript import AnswerText
+from prfaas.serving.gateway.validation import Validation
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import load_key
 
@@ -71,7 +73,11 @@ class Gateway:
         # Standard series: CPU time, memory, file descriptors.
         ProcessCollector(registry=registry)
         self._client = EngineClient(
-            connect_timeout_s=options.connect_timeout_s, keepalive_s=options.engine_keepalive_s
+            connect_timeout_s=options.connect_timeout_s,
+            keepalive_s=options.engine_keepalive_s,
+            first_byte_s=deployment.gateway.first_byte_s,
+            idle_s=deployment.gateway.idle_s,
+            clock=plane.loop_clock,
         )
         self._transfers = _transfers(deployment.instances, key)
         self._metrics = Metrics(registry)
@@ -90,18 +96,18 @@ class Gateway:
         local = LocalTokenizer.of_model(model.path, self._tokenizer_threads)
         self._tokenization = Tokenization(local, model.served_name, context)
         self._hop = PrefillHop(deployment, key, self._transfers, context)
+        plane.listen(lambda name, reason: self._client.bar(plane.instance(name), reason))
+        plane.listen(self._hop.frozen)
         prefill = PrefillOrchestrator(deployment, self._hop, context)
         decoder = Decoder(prefill, context)
         log = RequestLog(options.kept_records, context.metrics)
         generation = Generation(
             context,
-            parser=RequestParser(
-                model,
-                Tenants(key, deployment.security.tenant_header),
-                self._json_threads,
-                deployment.gateway.route_header,
-            ),
+            tenants=Tenants(key, deployment.security.tenant_header),
+            admission=Admission(deployment.gateway.limits, plane),
+            parser=RequestParser(deployment, options, self._json_threads),
             tokenization=self._tokenization,
+            validation=Validation(context),
             prefill=prefill,
             decoder=decoder,
             resume=StreamResume(
@@ -112,6 +118,7 @@ class Gateway:
                 context=context,
             ),
             log=log,
+            detail=deployment.gateway.route_header,
         )
         self.routes = Routes(deployment, generation, context)
         token = None if token_file is None else load_token(token_file)

@@ -79,6 +79,8 @@ class ConnectorScheduler:
 
     def on_new_request(self, request: "Request") -> None:
         """Read the request's tickets and take the roles that they give this engine: one sends, one loads."""
+        # "full" announces cache hits as if they were new blocks; who reaches the engine could ask for it.
+        request.kv_cache_report_mode = "incremental"
         params = request.kv_transfer_params
         for parameter in (TICKET_PARAMETER, PREFIX_TICKET_PARAMETER) if isinstance(params, dict) else ():
             sealed = params.get(parameter)

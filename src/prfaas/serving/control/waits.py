@@ -1,0 +1,90 @@
+"""How long a new request would wait: for its prefill, for its link, and for a seat at its decode engine."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prfaas.core.scheduling import ClusterView, Decision
+from prfaas.serving.control.cluster_state import Clock, ClusterState
+
+# Weight of the newest gap between two answers' ends.
+_GAP_WEIGHT = 0.1
+
+
+class PredictedWaits:
+    """Predictions from the cluster's state, and how fast full decode engines finish answers.
+
+    An engine works on `seats` requests at a time; those beyond wait inside of it. With x of them waiting, and one
+    answer ending every g seconds, the next request waits (x + 1)·g. Gaps count only while requests wait, since a gap
+    without a queue says how seldom requests come.
+    """
+
+    def __init__(self, cluster_state: ClusterState, *, seats: int, clock: Clock) -> None:
+        """`seats`: requests that an engine works on at a time."""
+        self._cluster_state = cluster_state
+        self._seats = seats
+        self._clock = clock
+        # Instance → when an answer ended last while others waited; and the mean gap between such ends.
+        self._ended_s: dict[str, float] = {}
+        self._gap_s: dict[str, float] = {}
+
+    @contextmanager
+    def decoding(self, name: str, prefill_tokens: int) -> Iterator[None]:
+        """While a request is open at its decode instance."""
+        with self._cluster_state.decoding(name, prefill_tokens):
+            try:
+                yield
+            finally:
+                self._ended(name)
+
+    def seat_wait_s(self, name: str) -> float:
+        """Until an engine would have a seat; 0 while it has one, or where nothing has ended yet."""
+        waiting = self._cluster_state.instance(name).decoding - self._seats
+        return (waiting + 1) * self._gap_s.get(name, 0.0) if waiting >= 0 else 0.0
+
+    def of(self, decision: Decision) -> float:
+        """Until the work of `decision` could begin everywhere: the longest of its waits."""
+        state, now_s = self._cluster_state, self._clock()
+        instance = state.instance(decision.prefill)
+        cluster = state.view.clusters[instance.cluster]
+        queue_s = instance.busy_until_s - now_s
+        if decision.urgency_s is not None:
+            queue_s = max(queue_s, 0.0) + _pool_s(cluster)
+        link = state.view.links.get((instance.cluster, state.instance(decision.decode).cluster))
+        link_s = link.drained_s - now_s if link is not None and decision.transfers else 0.0
+        return max(queue_s, link_s, self.seat_wait_s(decision.decode), 0.0)
+
+    def least(self) -> float:
+        """The least that any new request would wait."""
+        prefill_s = seat_s = math.inf
+        now_s = self._clock()
+        for cluster in self._cluster_state.view.clusters.values():
+            soonest_s = math.inf
+            for instance in cluster.instances:
+                if instance.takes_prefills and instance.busy_until_s < soonest_s:
+                    soonest_s = instance.busy_until_s
+                if instance.takes_decodes and seat_s:
+                    seat_s = min(seat_s, self.seat_wait_s(instance.name))
+            if soonest_s < math.inf:
+                prefill_s = min(prefill_s, max(soonest_s - now_s, 0.0) + _pool_s(cluster))
+        return max(0.0 if prefill_s == math.inf else prefill_s, 0.0 if seat_s == math.inf else seat_s)
+
+    def _ended(self, name: str) -> None:
+        # The one that ends still counts here.
+        if self._cluster_state.instance(name).decoding <= self._seats:
+            self._ended_s.pop(name, None)
+            return
+        now_s = self._clock()
+        before_s = self._ended_s.get(name)
+        self._ended_s[name] = now_s
+        if before_s is not None:
+            gap_s = self._gap_s.get(name)
+            new_s = now_s - before_s
+            self._gap_s[name] = new_s if gap_s is None else gap_s + _GAP_WEIGHT * (new_s - gap_s)
+
+
+def _pool_s(cluster: ClusterView) -> float:
+    """Each instance's part of the prefills that wait for any of them."""
+    if not cluster.waiting_s:
+        return 0.0
+    return cluster.waiting_s / max(sum(each.takes_prefills for each in cluster.instances), 1)

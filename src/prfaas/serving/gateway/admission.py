@@ -1,0 +1,196 @@
+"""What a gateway takes on: so many requests, so much queued work, so many bytes, and of each a part for every tenant.
+
+Beyond that it says 429 at once, mostly before it has read a body. A queue that is bounded in predicted seconds keeps
+every engine busy under overload, and keeps what is admitted useful: without a bound all requests would wait longer and
+longer, and in the end nobody's answer would come in time.
+"""
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from prfaas.core.deployment import GatewayLimits
+from prfaas.core.scheduling import Decision
+from prfaas.serving.gateway.bodies import ApiError
+from prfaas.serving.gateway.control_plane import ControlPlane
+from prfaas.serving.gateway.request import Headers
+
+TIMEOUT_HEADER = "x-request-timeout"
+
+# Up to here a limit is nobody's concern; above, no tenant may have more than its equal part of what is in use.
+_PRESSURE = 0.5
+_LEAST_RETRY_S = 1.0
+
+
+class DeadlinePassedError(ApiError):
+    """The time that the client gave its request is over."""
+
+    def __init__(self, timeout_s: float) -> None:
+        sentence = f"The request did not end within its {TIMEOUT_HEADER} of {timeout_s:g} s."
+        super().__init__(504, sentence, reason="deadline-passed")
+
+
+class AdmittedRequest:
+    """One request that was taken on: what it holds of the limits, and how long it may take."""
+
+    __slots__ = ("_admission", "_timeout_s", "_until_s", "held_bytes", "tenant")
+
+    def __init__(self, admission: "Admission", tenant: str, timeout_s: float | None) -> None:
+        self._admission = admission
+        self.tenant = tenant
+        """What tells tenants apart: the salt of its prefixes."""
+        self._timeout_s = timeout_s
+        self._until_s = math.inf if timeout_s is None else time.perf_counter() + timeout_s
+        self.held_bytes = 0
+        """Bytes of its body so far."""
+
+    def hold(self, nbytes: int) -> None:
+        """So many more bytes of its body have come. Raises ApiError 429 where they are too many."""
+        self._admission.hold(self.tenant, nbytes)
+        self.held_bytes += nbytes
+
+    def check(self, decision: Decision) -> None:
+        """Whether the work may wait where `decision` puts it.
+
+        Raises:
+            ApiError: 429, when the predicted wait is above the limit or the prediction beyond the deadline.
+        """
+        self._admission.check_wait(decision, self._until_s - time.perf_counter())
+
+    @asynccontextmanager
+    async def in_time(self) -> AsyncIterator[None]:
+        """The body of this is cancelled when the deadline passes. Raises DeadlinePassedError then."""
+        if self._timeout_s is None:
+            yield
+            return
+        try:
+            async with asyncio.timeout(self._until_s - time.perf_counter()) as scope:
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise DeadlinePassedError(self._timeout_s) from None
+
+
+class Admission:
+    """Counts what all open requests of one gateway hold. It belongs to the event loop's thread."""
+
+    def __init__(self, limits: GatewayLimits, plane: ControlPlane) -> None:
+        self._limits = limits
+        self._plane = plane
+        self._open = 0
+        self._bytes = 0
+        self._open_of: Counter[str] = Counter()
+        self._bytes_of: Counter[str] = Counter()
+
+    @contextmanager
+    def admitted(self, tenant: str, headers: Headers, body_bytes: int | None) -> Iterator[AdmittedRequest]:
+        """One request, from before its body is read to its end.
+
+        Args:
+            tenant: what tells tenants apart; the same for all when there are none.
+            headers: the client's.
+            body_bytes: what its Content-Length says; None: unknown.
+
+        Raises:
+            ApiError: 429 when a limit is reached, 400 for a timeout that is no positive number.
+        """
+        timeout_s = timeout_of(headers)
+        self._check_room(tenant, body_bytes or 0, math.inf if timeout_s is None else timeout_s)
+        request = AdmittedRequest(self, tenant, timeout_s)
+        self._open += 1
+        self._open_of[tenant] += 1
+        try:
+            yield request
+        finally:
+            self._open -= 1
+            self._bytes -= request.held_bytes
+            self._open_of[tenant] -= 1
+            self._bytes_of[tenant] -= request.held_bytes
+            if not self._open_of[tenant]:
+                del self._open_of[tenant], self._bytes_of[tenant]
+
+    def hold(self, tenant: str, nbytes: int) -> None:
+        """A tenant's bodies grow by `nbytes`. Raises ApiError 429."""
+        self._check_bytes(tenant, nbytes, others=0)
+        self._bytes += nbytes
+        self._bytes_of[tenant] += nbytes
+
+    def check_wait(self, decision: Decision, left_s: float) -> None:
+        """Raises ApiError 429 when `decision` would wait too long, or `left_s` seconds can't be enough."""
+        wait_s = self._plane.wait_s(decision)
+        self._check_queue(wait_s)
+        if left_s < math.inf:
+            predicted_s = decision.predicted_ttft_s
+            # It is no number where nothing could be predicted.
+            self._check_deadline(max(wait_s, 0.0 if math.isnan(predicted_s) else predicted_s), left_s)
+
+    def _check_room(self, tenant: str, body_bytes: int, timeout_s: float) -> None:
+        limits = self._limits
+        if self._open >= limits.requests:
+            raise self._refusal("requests", f"The gateway has {self._open} open requests, its limit.")
+        wait_s = self._plane.wait_s(None) if self._open else 0.0
+        self._check_queue(wait_s)
+        self._check_deadline(wait_s, timeout_s)
+        others = 0 if tenant in self._open_of else 1
+        self._check_bytes(tenant, body_bytes, others)
+        pressure = max(self._open / limits.requests, wait_s / limits.queue_s)
+        if pressure > _PRESSURE and self._beyond_share(self._open_of[tenant], 1, self._open, others):
+            raise self._share_refusal("open requests", wait_s - _PRESSURE * limits.queue_s)
+
+    def _check_queue(self, wait_s: float) -> None:
+        if wait_s > self._limits.queue_s:
+            sentence = (
+                f"The work that is queued already takes {wait_s:.0f} s, more than {self._limits.queue_s:g} s."
+            )
+            raise self._refusal("queue", sentence, wait_s - self._limits.queue_s)
+
+    def _check_deadline(self, predicted_s: float, left_s: float) -> None:
+        if predicted_s > left_s:
+            sentence = (
+                f"An answer would begin in {predicted_s:.1f} s; {TIMEOUT_HEADER} leaves {left_s:.1f} s."
+            )
+            raise self._refusal("deadline", sentence, predicted_s - left_s)
+
+    def _check_bytes(self, tenant: str, nbytes: int, others: int) -> None:
+        limit = self._limits.bodies_bytes
+        if self._bytes + nbytes > limit:
+            sentence = f"The bodies of open requests have {self._bytes} bytes; with this one they would pass {limit}."
+            raise self._refusal("bodies", sentence)
+        is_tight = self._bytes + nbytes > _PRESSURE * limit
+        if is_tight and self._beyond_share(self._bytes_of[tenant], nbytes, self._bytes, others):
+            raise self._share_refusal("bytes of bodies")
+
+    def _beyond_share(self, held: int, more: int, total: int, others: int) -> bool:
+        """Whether `held` + `more` are above an equal part of all; `others`: 1 if this tenant had nothing open yet."""
+        tenants = len(self._open_of) + others
+        return tenants > 1 and (held + more) > math.ceil((total + more) / tenants)
+
+    def _share_refusal(self, what: str, retry_after_s: float = 0.0) -> ApiError:
+        sentence = f"Others wait, and this tenant holds its part of the {what} already."
+        return self._refusal("share", sentence, retry_after_s)
+
+    def _refusal(self, reason: str, sentence: str, retry_after_s: float = 0.0) -> ApiError:
+        return ApiError(429, sentence, retry_after_s=max(retry_after_s, _LEAST_RETRY_S), reason=reason)
+
+
+def timeout_of(headers: Headers) -> float | None:
+    """Seconds that the client gives its request; None: any time.
+
+    Raises:
+        ApiError: 400, when the header is no positive number, or is there twice.
+    """
+    values = headers.getall(TIMEOUT_HEADER, [])
+    if not values:
+        return None
+    try:
+        (value,) = values
+        timeout_s = float(value)
+    except ValueError:
+        timeout_s = math.nan
+    if not 0.0 < timeout_s < math.inf:
+        raise ApiError(400, f"{TIMEOUT_HEADER} must be one number of seconds above 0.", param=TIMEOUT_HEADER)
+    return timeout_s

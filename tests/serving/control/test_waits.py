@@ -1,0 +1,80 @@
+"""Predicted waits: the queue, the link, and the seats of a decode engine."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prfaas.core.scheduling import ClusterView, Decision, InstanceView, KvFacts, LinkView, Route, View
+from prfaas.serving.control.cluster_state import ClusterState
+from prfaas.serving.control.waits import PredictedWaits
+
+SEATS = 2
+DECISION = Decision(Route.OFFLOAD, "far", "decode", 500, 500, 0, 1000, "long", 100.0, 4.0)
+
+
+class World:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        far = InstanceView("far", "east", prefills=True, decodes=False)
+        near = InstanceView("near", "home", prefills=True, decodes=False)
+        decode = InstanceView("decode", "home", prefills=False, decodes=True)
+        view = View(
+            {
+                "east": ClusterView("east", "prfaas", [far], lambda tokens: tokens / 100),
+                "home": ClusterView("home", "pd", [near, decode], lambda tokens: tokens / 100),
+            },
+            {("east", "home"): LinkView("east", "home", 8000.0)},
+            KvFacts(False, True, lambda *_: 0, lambda *_: 0),
+            now_s=self.now_s,
+        )
+        self.state = ClusterState(view, clock=lambda: self.now_s, on_service=lambda *_: None)
+        self.waits = PredictedWaits(self.state, seats=SEATS, clock=lambda: self.now_s)
+
+
+def test_the_longest_of_queue_and_link_counts() -> None:
+    world = World()
+    assert (world.waits.of(DECISION), world.waits.least()) == (0.0, 0.0)
+    with world.state.prefilling(DECISION):
+        assert world.waits.of(DECISION) == pytest.approx(5.0)
+        # Another prefill instance is idle.
+        assert world.waits.least() == 0.0
+        with world.state.prefilling(replace(DECISION, prefill="near", prefill_tokens=300, kv_bytes=0)):
+            assert world.waits.least() == pytest.approx(3.0)
+    with world.state.prefilling(replace(DECISION, kv_bytes=20_000)):
+        assert world.waits.of(DECISION) == pytest.approx(20.0)
+    assert world.waits.of(DECISION) == 0.0
+
+
+@settings(deadline=None)
+@given(st.floats(0.01, 5), st.integers(3, 30))
+def test_requests_beyond_the_seats_wait_as_long_as_answers_take_to_end(gap_s: float, beyond: int) -> None:
+    world = World()
+    open_ = []
+    for _ in range(SEATS + beyond):
+        each = ExitStack()
+        each.enter_context(world.waits.decoding("decode", 0))
+        open_.append(each)
+    # Nothing has ended, so nothing is known.
+    assert world.waits.seat_wait_s("decode") == 0.0
+    for _ in range(3):
+        world.now_s += gap_s
+        open_.pop().close()
+    assert world.waits.seat_wait_s("decode") == pytest.approx((beyond - 3 + 1) * gap_s)
+    assert world.waits.least() == world.waits.of(DECISION) == world.waits.seat_wait_s("decode")
+    for each in open_:
+        each.close()
+    assert world.waits.seat_wait_s("decode") == 0.0
+
+
+def test_gaps_without_a_queue_say_nothing() -> None:
+    world = World()
+    for _ in range(5):
+        with world.waits.decoding("decode", 0):
+            world.now_s += 60.0
+    with ExitStack() as full:
+        for _ in range(SEATS + 1):
+            full.enter_context(world.waits.decoding("decode", 0))
+        assert world.waits.seat_wait_s("decode") == 0.0

@@ -1,0 +1,257 @@
+"""What a gateway takes on: limits, tenants' parts, deadlines, and that all of it is given back."""
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from multidict import CIMultiDict
+
+from prfaas.core.deployment import GatewayLimits
+from prfaas.core.scheduling import Decision, Route
+from prfaas.serving.gateway.admission import Admission, AdmittedRequest, timeout_of
+from prfaas.serving.gateway.bodies import ApiError
+
+from .world import OPTIONS, World
+
+InWorld = Callable[..., None]
+LONG = list(range(40, 200)) * 3
+LIMITS = GatewayLimits(requests=10, queue_s=8.0, bodies_bytes=1000)
+DECISION = Decision(Route.OFFLOAD, "p", "d", 500, 500, 0, 10, "long", 100.0, 4.0)
+
+
+class Waits:
+    """A control plane of which admission needs one answer."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+
+    def wait_s(self, _decision: Decision | None) -> float:
+        return self.seconds
+
+
+def admission(limits: GatewayLimits = LIMITS, waits_s: float = 0.0) -> tuple[Admission, Waits]:
+    waits = Waits(waits_s)
+    return Admission(limits, waits), waits  # type: ignore[arg-type]
+
+
+NO_HEADERS: CIMultiDict[str] = CIMultiDict()
+
+
+def in_ms(milliseconds: int) -> CIMultiDict[str]:
+    return CIMultiDict({"X-Request-Timeout": str(milliseconds / 1000)})
+
+
+class AdmissionMachine(RuleBasedStateMachine):
+    """Requests of three tenants come and go in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.admission, self.waits = admission()
+        self.open: list[tuple[str, Any, AdmittedRequest]] = []
+
+    @property
+    def held(self) -> Counter[str]:
+        return Counter(tenant for tenant, _, _ in self.open)
+
+    @rule(tenant=st.sampled_from("abc"), wait_s=st.sampled_from([0.0, 5.0, 9.0]), nbytes=st.integers(0, 1200))
+    def comes(self, tenant: str, wait_s: float, nbytes: int) -> None:
+        self.waits.seconds = wait_s
+        entering = self.admission.admitted(tenant, NO_HEADERS, nbytes)
+        try:
+            request = entering.__enter__()
+        except ApiError as error:
+            assert error.status == 429 and int(error.headers()["Retry-After"]) >= 1
+            # An idle gateway takes whatever fits, and a tenant that holds nothing is never told of its part.
+            assert self.open or nbytes > LIMITS.bodies_bytes
+            assert self.held[tenant] or "part of the open requests" not in error.message
+            return
+        self.open.append((tenant, entering, request))
+        assert not wait_s > LIMITS.queue_s or len(self.open) == 1
+
+    @precondition(lambda self: self.open)
+    @rule(nbytes=st.integers(1, 400), data=st.data())
+    def sends(self, nbytes: int, data: st.DataObject) -> None:
+        _, _, request = data.draw(st.sampled_from(self.open))
+        try:
+            request.hold(nbytes)
+        except ApiError as error:
+            assert error.status == 429
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def goes(self, data: st.DataObject) -> None:
+        leaving = data.draw(st.sampled_from(self.open))
+        self.open.remove(leaving)
+        leaving[1].__exit__(None, None, None)
+
+    @invariant()
+    def is_within_limits(self) -> None:
+        assert len(self.open) <= LIMITS.requests
+        assert sum(request.held_bytes for _, _, request in self.open) <= LIMITS.bodies_bytes
+
+    def teardown(self) -> None:
+        for _, entering, _ in self.open:
+            entering.__exit__(None, None, None)
+        assert (self.admission._open, self.admission._bytes) == (0, 0)
+        assert not self.admission._open_of and not self.admission._bytes_of
+
+
+TestAdmissionMachine = AdmissionMachine.TestCase
+TestAdmissionMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_tenant_gives_way_when_another_one_comes() -> None:
+    limits, _ = admission()
+    with ExitStack() as open_:
+        for _ in range(8):
+            open_.enter_context(limits.admitted("a", NO_HEADERS, 0))
+        # Alone it may have everything; beside another one only as much as that one.
+        with ExitStack() as other:
+            other.enter_context(limits.admitted("b", NO_HEADERS, 0))
+            with pytest.raises(ApiError, match="tenant") as error:
+                other.enter_context(limits.admitted("a", NO_HEADERS, 0))
+        open_.enter_context(limits.admitted("a", NO_HEADERS, 0))
+    assert (error.value.status, error.value.reason) == (429, "share")
+
+
+def test_the_queue_is_bounded_in_predicted_seconds() -> None:
+    limits, waits = admission()
+    with limits.admitted("", NO_HEADERS, 0) as first:
+        first.check(DECISION)
+        waits.seconds = 20.0
+        with pytest.raises(ApiError) as error:
+            first.check(DECISION)
+        assert (error.value.status, error.value.headers()) == (429, {"Retry-After": "12"})
+        assert error.value.reason == "queue"
+        with pytest.raises(ApiError, match="more than 8 s"), limits.admitted("", NO_HEADERS, 0):
+            pass
+
+
+@settings(deadline=None)
+@given(st.floats(0.001, 50), st.floats(0, 7), st.one_of(st.just(math.nan), st.floats(0, 100)))
+def test_what_cant_be_done_in_time_is_not_begun(timeout_s: float, wait_s: float, ttft_s: float) -> None:
+    limits, waits = admission()
+    headers = CIMultiDict({"x-request-timeout": repr(timeout_s)})
+    with limits.admitted("", headers, 0) as request:
+        waits.seconds = wait_s
+        needed_s = max(wait_s, 0.0 if math.isnan(ttft_s) else ttft_s)
+        try:
+            request.check(replace(DECISION, predicted_ttft_s=ttft_s))
+        except ApiError as error:
+            assert error.status == 429 and needed_s > timeout_s - 1.0
+        else:
+            assert needed_s <= timeout_s
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon", ""])
+def test_a_timeout_is_a_positive_number(value: str) -> None:
+    with pytest.raises(ApiError, match="x-request-timeout must be") as error:
+        timeout_of(CIMultiDict({"x-request-timeout": value}))
+    assert error.value.status == 400
+    twice = CIMultiDict([("x-request-timeout", "1"), ("x-request-timeout", "2")])
+    with pytest.raises(ApiError, match="one number"):
+        timeout_of(twice)
+    assert timeout_of(CIMultiDict({"X-Request-Timeout": "2.5"})) == 2.5
+
+
+def test_beyond_the_limit_of_requests_there_is_a_429_with_retry_after(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        world.remote.hangs = True
+        open_ = [asyncio.create_task(world.post("/v1/completions", {"prompt": LONG})) for _ in range(2)]
+        while await world.metric("prfaas_gateway_in_flight_requests") < 2:
+            await asyncio.sleep(0.01)
+        response, answer = await world.post("/v1/completions", {"prompt": LONG})
+        assert response.status == 429 and int(response.headers["Retry-After"]) >= 1
+        assert answer["error"]["type"] == "TooManyRequestsError" and answer["error"]["code"] == 429
+        assert "X-Request-Id" in response.headers
+        assert await world.metric('prfaas_gateway_refused_total{reason="requests"}') == 1
+        for task in open_:
+            task.cancel()
+        await asyncio.gather(*open_, return_exceptions=True)
+
+    in_world(body, limits=GatewayLimits(requests=2))
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_bodies_beyond_what_is_left_are_not_read(in_world: InWorld, told: bool) -> None:
+    async def body(world: World) -> None:
+        async def pieces() -> Any:
+            yield b'{"prompt": "'
+            for _ in range(100):
+                yield b"a" * 100
+            yield b'"}'
+
+        data: Any = b'{"prompt": "' + b"a" * 10_000 + b'"}' if told else pieces()
+        async with world.client.post("/v1/completions", data=data) as response:
+            assert response.status == 429
+            assert "bodies" in (await response.json())["error"]["message"]
+        assert not world.decode.generated()
+        await world.complete([1, 2, 3])
+
+    in_world(body, limits=LIMITS)
+
+
+def test_a_deadline_ends_the_request_and_both_hops(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        world.remote.hangs = True
+        response, answer = await world.post("/v1/completions", {"prompt": LONG}, headers=in_ms(700))
+        assert (response.status, answer["error"]["code"]) == (504, 504)
+        assert "0.7 s" in answer["error"]["message"]
+        while not world.remote.cancelled:
+            await asyncio.sleep(0.01)
+        assert not world.decode.generated()
+
+    in_world(body, limits=GatewayLimits())
+
+
+def test_a_deadline_ends_a_stream_with_an_error_event(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        asked = {"prompt": LONG, "stream": True, "max_tokens": 1000}
+        async with world.client.post("/v1/completions", json=asked, headers=in_ms(700)) as response:
+            assert response.status == 200
+            last = (await response.text()).strip().split("\n\n")[-1]
+        assert '"code":504' in last and last.startswith("data: ")
+        while not world.decode.cancelled:
+            await asyncio.sleep(0.01)
+        assert (
+            await world.metric('prfaas_gateway_requests_total{endpoint="completions",outcome="engine_error"')
+            == 1
+        )
+
+    in_world(body, limits=GatewayLimits(), chunk_s=0.05)
+
+
+def test_a_deadline_that_can_be_kept_changes_nothing(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        response, _ = await world.post("/v1/completions", {"prompt": LONG}, headers=in_ms(60_000))
+        assert response.status == 200
+        world.plane.waits_s = 70.0
+        response, answer = await world.post("/v1/completions", {"prompt": LONG}, headers=in_ms(60_000))
+        assert response.status == 429 and response.headers["Retry-After"] in ("10", "11")
+        assert "x-request-timeout" in answer["error"]["message"]
+
+    in_world(body, limits=GatewayLimits(queue_s=1000.0), options=OPTIONS)
+
+
+def test_a_seed_is_refused_where_it_would_end_a_cpu_engine(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        for fields, status in (
+            ({"seed": 5}, 400),
+            ({"seed": 5, "temperature": 0.5}, 400),
+            ({"seed": 5, "temperature": 0}, 200),
+            ({"seed": -1}, 200),
+            ({"seed": None}, 200),
+        ):
+            response, answer = await world.post("/v1/completions", {"prompt": LONG, **fields})
+            assert response.status == status
+            assert status == 200 or answer["error"]["param"] == "seed"
+
+    in_world(body, hardware="cpu", limits=GatewayLimits())
