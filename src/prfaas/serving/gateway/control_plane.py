@@ -83,6 +83,14 @@ class ControlPlane(Protocol):
         """
         ...
 
+    def idle_decode_instance(self) -> str | None:
+        """A healthy instance that decodes and has nothing to do; None if there is none."""
+        ...
+
+    def is_used(self, name: str) -> bool:
+        """Whether a request is open at the instance, or on its way there."""
+        ...
+
     def state(self) -> dict[str, Any]:
         """The deployment as it is now, ready for JSON: what `GET /prfaas/state` answers.
 
