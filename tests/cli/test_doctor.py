@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from prfaas import __version__
 from prfaas.cli import main as cli
 from prfaas.core.deployment import AdminConfig, Deployment, Policy, load_deployment
 from prfaas.core.route_header import RouteHeader
@@ -22,7 +23,6 @@ from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.staging import StagingArena
 from prfaas.serving.transport.ticket import load_key
 from prfaas.tools.doctor import (
-    Finding,
     check_disaggregation,
     check_engines,
     check_gateway,
@@ -30,6 +30,14 @@ from prfaas.tools.doctor import (
     check_model,
     expected_route,
     judge_route,
+)
+from prfaas.tools.finding import Finding
+from prfaas.tools.process_facts import (
+    ProcessFacts,
+    check_clocks,
+    check_descriptors,
+    check_versions,
+    process_facts,
 )
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "local.yaml"
@@ -195,6 +203,84 @@ def test_ports_that_something_else_uses(
     assert found["engine east-prefill-0"].endswith("answers /health with 404")
     assert found["engine home-prefill-0"] == "does not list its models"
     assert found["engine home-decode-0"].endswith("answers /health with 503")
+
+
+def test_stand_ins_are_known(
+    deployment: Deployment, receivers: list[Receiver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each where the file wants it; elsewhere it is as wrong as any other server."""
+    home = replace(deployment.clusters[1], hardware="synthetic")
+    mixed = replace(deployment, clusters=(deployment.clusters[0], home))
+    stand_in = vllm_routes("prfaas-synthetic 0.1.0")
+    findings = ask_engines(mixed, receivers, monkeypatch, vllm_routes(), stand_in, vllm_routes())
+    found = problems(findings)
+    assert found["engine home-decode-0"] == "is 0.32.0, and the file wants a synthetic engine"
+    assert "engine home-prefill-0" not in found and "versions" not in found
+    # One connection inside of a cluster of stand-ins, four from the other one.
+    assert found["KV port home-decode-0/0"] == "has 0 of 5 connections from east-prefill-0, home-prefill-0"
+    found = problems(ask_engines(deployment, receivers, monkeypatch, stand_in, *[vllm_routes()] * 2))
+    assert found["engine east-prefill-0"] == "is prfaas-synthetic 0.1.0, and the file wants vLLM"
+
+
+def test_a_key_that_is_gone_while_engines_run(
+    deployment: Deployment, receivers: list[Receiver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`prfaas engine` would make another one, which shuts the new engine out."""
+    deployment.security.key_file.unlink()
+    found = problems(ask_engines(deployment, receivers, monkeypatch, *[vllm_routes()] * 3))
+    assert f"{deployment.security.key_file} is gone" in found["key"]
+    assert check_key(deployment).level == "ok"
+
+
+def test_processes_tell_their_clock_descriptors_and_version() -> None:
+    text = "process_open_fds 900.0\nprocess_max_fds 1024.0\nprocess_max_fds_created 1\n"
+
+    def metrics(_request: web.Request) -> web.Response:
+        return web.Response(text=text, headers={"Date": "Sun, 22 Nov 2026 12:00:00 GMT"})
+
+    async def ask() -> tuple[ProcessFacts, ProcessFacts]:
+        async with served({"/metrics": metrics}) as port, aiohttp.ClientSession() as session:
+            told = await process_facts(
+                session, "engine a", f"http://127.0.0.1:{port}", now_s=lambda: 1795348800.0 - 60
+            )
+            return told, await process_facts(session, "engine b", "http://127.0.0.1:9", version="1")
+
+    told, silent = asyncio.run(ask())
+    assert told == ProcessFacts("engine a", 60.5, 900, 1024, None)
+    assert silent == ProcessFacts("engine b", None, None, None, "1")
+    assert problems(check_descriptors([told, silent])) == {
+        "file descriptors": "engine a has 900 of 1,024 open"
+    }
+
+
+def test_clocks_that_break_tickets_are_named_with_both_values() -> None:
+    now_s = 1795348800.0
+    gateway = ProcessFacts("the gateway", ahead_s=-100.0)
+    near, ahead = ProcessFacts("engine a", 1000.0), ProcessFacts("engine b", 1700.0)
+    (fine,) = check_clocks([near, ProcessFacts("engine c")], gateway, now_s)
+    assert (fine.level, fine.text) == ("ok", "engines are within 1100 s of the gateway")
+    (found,) = check_clocks([near, ahead], gateway, now_s)
+    assert found.text == (
+        "engine b says 2026-11-22 12:28:20+00:00, the gateway says 2026-11-22 11:58:20+00:00: "
+        "1800 s ahead, and tickets are good for 1800 s by the clock of the gateway"
+    )
+    # Without a gateway this machine's clock is all there is.
+    (found,) = check_clocks([ProcessFacts("engine b", -1300.0)], ProcessFacts("the gateway"), now_s)
+    assert "this machine says 2026-11-22 12:00:00+00:00: 1300 s behind" in found.text
+    assert check_clocks([], gateway, now_s) == []
+
+
+def test_limits_and_versions() -> None:
+    low = ProcessFacts("engine a", open_descriptors=10, max_descriptors=1024, prfaas_version="0.0.1")
+    fine = ProcessFacts("engine b", open_descriptors=10, max_descriptors=65536, prfaas_version=__version__)
+    assert problems(check_descriptors([low, fine])) == {
+        "file descriptors": "engine a may have only 1,024; every stream and transfer takes one"
+    }
+    assert [each.level for each in (*check_descriptors([fine]), *check_versions([fine]))] == ["ok", "ok"]
+    assert problems(check_versions([low, fine])) == {
+        "versions": f"engine a runs prfaas 0.0.1, here it is {__version__}"
+    }
+    assert check_versions([ProcessFacts("engine c")]) == []
 
 
 def test_a_kv_port_with_another_key(

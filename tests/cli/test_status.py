@@ -48,6 +48,7 @@ def state(deployment: Deployment) -> dict[str, Any]:
             plane.suspect("home-prefill-0", "made to fail")
             plane.compatibility._rejected["east-prefill-0", 0] = {"home-decode-0": REJECTION}
             plane.compatibility._conclude()
+            plane.drain("home-decode-0", wanted=True)
             told: dict[str, Any] = json.loads(json.dumps(plane.state()))
             return told
         finally:
@@ -99,6 +100,9 @@ def deployment(tmp_path: Path) -> Deployment:
     return load_deployment(EXAMPLE, state_dir=tmp_path)
 
 
+asked: list[tuple[str, str]] = []
+"""What was to be drained or undrained."""
+
 bearers: list[str | None] = []
 
 
@@ -109,12 +113,25 @@ def url(deployment: Deployment) -> Iterator[str]:
         f"/prfaas/requests/{ID}": page(record(), deployment),
     }
 
+    asked.clear()
+
     class Pages(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             bearers.append(self.headers["Authorization"])
             found = pages.get(self.path)
             body = json.dumps(found or {"error": {"message": f"No page {self.path}."}}).encode()
             self.send_response(200 if found else 404)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            _, _, _, name, what = self.path.split("/")
+            asked.append((name, what))
+            told = {"drain": None, "healthy": True, "in_flight": 2}
+            if what == "drain":
+                told["drain"] = "draining" if len(asked) < 3 else "drained"
+            body = json.dumps(told).encode()
+            self.send_response(200)
             self.end_headers()
             self.wfile.write(body)
 
@@ -144,13 +161,30 @@ def test_status_shows_all_there_is(
         "threshold: 4,000 tokens",
         "east-prefill-0",
         "3 requests",
+        "drained",
     ):
         assert word in shown
+    assert "down" in next(line for line in shown.splitlines() if "home-prefill-0" in line)
     assert "home-prefill-0 is out of routing: made to fail" in " ".join(shown.split())
     apart = f"east-prefill-0 sends nothing to home-decode-0 until one of them restarts: {REJECTION}"
     assert apart in " ".join(shown.split())
     for word in ("prfaas-east->home", "60 Mbit/s", "offload", "long", "67%", "33%"):
         assert word in shown
+
+
+def test_drain_waits_until_the_work_has_ended(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _seconds: None)
+    assert run(monkeypatch, "drain", "home-decode-0", url) == 0
+    assert capsys.readouterr().out == "home-decode-0 is draining, 2 requests open\n"
+    assert run(monkeypatch, "drain", "home-decode-0", url, "--wait", "0") == 1
+    capsys.readouterr()
+    assert run(monkeypatch, "drain", "home-decode-0", url, "--wait", "60") == 0
+    assert capsys.readouterr().out == "home-decode-0 is drained\n"
+    assert run(monkeypatch, "undrain", "home-decode-0", url) == 0
+    assert capsys.readouterr().out == "home-decode-0 takes part again\n"
+    assert asked == [("home-decode-0", "drain")] * 3 + [("home-decode-0", "undrain")]
 
 
 def test_operators_show_their_token(
@@ -259,7 +293,7 @@ def test_what_the_gateway_says_is_passed_on(
     assert capsys.readouterr().err == "prfaas: No page /prfaas/requests/a%2F..%2Fb%3Fc.\n"
 
 
-@pytest.mark.parametrize("command", ["status", "explain"])
+@pytest.mark.parametrize("command", ["status", "explain", "drain", "undrain"])
 def test_help_has_an_example(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -75,6 +75,20 @@ def test_a_prefix_that_the_decode_engine_lost_costs_time_only(stack: Stack) -> N
     stack.wait_clean()
 
 
+def test_usage_counts_as_cached_what_an_engine_held_before(stack: Stack) -> None:
+    """All but the last token is external KV to the decode engine, which vLLM would count as cached."""
+    ids = prompt(60, 3500)
+    cached = []
+    for sent in (ids, ids, ids[:3000] + prompt(61, 2500)):
+        answer = stack.complete(sent)
+        details = answer.body["usage"]["prompt_tokens_details"]
+        cached.append((answer.route["route"], details["cached_tokens"]))
+    held = 3500 // BLOCK_TOKENS * BLOCK_TOKENS
+    assert cached[0] == ("offload", 0)
+    assert held - BLOCK_TOKENS <= cached[1][1] <= held
+    assert cached[2] == ("offload", 3000 // BLOCK_TOKENS * BLOCK_TOKENS)
+
+
 def test_several_samples_of_one_prompt_share_its_transfer(stack: Stack) -> None:
     ids = prompt(11, 3000)
     answer = stack.complete(ids, n=3, temperature=0.5, top_k=1)  # vLLM refuses n > 1 at temperature 0

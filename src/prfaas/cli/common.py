@@ -160,14 +160,24 @@ DeploymentPath = Annotated[
 InstanceName = Annotated[
     str, typer.Argument(metavar="NAME", help="An instance's name in the deployment file.")
 ]
-StartTimeout = Annotated[
+ReadyTimeout = Annotated[
     float | None,
     typer.Option(
-        "--start-timeout",
+        "--ready-timeout",
         metavar="SECONDS",
         min=1.0,
         help="Give engines up that are not ready by then; default: 1200.",
         show_default=False,
+    ),
+]
+DRAIN_TIMEOUT_S = 30.0
+DrainTimeout = Annotated[
+    float,
+    typer.Option(
+        "--drain-timeout",
+        metavar="SECONDS",
+        min=0.0,
+        help="After a first SIGTERM or Ctrl-C, let running requests go on so long; a second one ends them.",
     ),
 ]
 LogFormatOption = Annotated[
@@ -250,7 +260,7 @@ def admin_address(where: str, token_file: Path | None) -> AdminAddress:
     return AdminAddress(url, None if token_file is None else load_token(token_file))
 
 
-def fetch(admin: AdminAddress, path: str) -> dict[str, Any]:
+def fetch(admin: AdminAddress, path: str, method: str = "GET") -> dict[str, Any]:
     """The JSON object that a gateway's operators get at `path`.
 
     Raises:
@@ -266,7 +276,7 @@ def fetch(admin: AdminAddress, path: str) -> dict[str, Any]:
     # Environments with a proxy for the outside would send it questions about this machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        asked = urllib.request.Request(url + path, headers=headers)
+        asked = urllib.request.Request(url + path, headers=headers, method=method)
         with opener.open(asked, timeout=_TIMEOUT_S) as response:
             document = json.loads(response.read(_MAX_BYTES))
     except urllib.error.HTTPError as error:

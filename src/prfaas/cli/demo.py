@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prfaas.cli.common import StartTimeout
+from prfaas.cli.common import ReadyTimeout
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,7 +39,7 @@ def demo(
         str | None,
         typer.Option("--model", help="A tiny model in place of the deployment's: qwen3-next, gpt-oss, …"),
     ] = None,
-    start_timeout_s: StartTimeout = None,
+    ready_timeout_s: ReadyTimeout = None,
 ) -> None:
     """Send six prompts through two clusters on this machine, then through one plain vLLM, and compare.
 
@@ -60,7 +60,7 @@ def demo(
         loaded = _with_tiny_model(loaded, model)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        outcome = run_demo(loaded, _Shown(Console(stderr=True)), start_timeout_s or READY_TIMEOUT_S)
+        outcome = run_demo(loaded, _Shown(Console(stderr=True)), ready_timeout_s or READY_TIMEOUT_S)
     except DemoError as error:
         raise CliError(str(error)) from error
     except KeyboardInterrupt:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from prfaas.core.deployment import Deployment
-    from prfaas.tools.doctor import Finding
+    from prfaas.tools.finding import Finding
 
 
 def doctor(
@@ -20,13 +20,14 @@ def doctor(
     ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Check a deployment: files, key, engines, versions, KV ports, gateway, and that disaggregation really happens.
+    """Check a deployment: files, key, engines, versions, KV ports, gateway, clocks, file descriptors, and that
+    disaggregation really happens.
 
     Each problem comes with what to do about it. Exit code 1 if there is one.
 
     Example: prfaas doctor examples/local.yaml
     """
-    from prfaas.tools.doctor import any_problem
+    from prfaas.tools.finding import any_problem
 
     findings = _diagnose(deployment, probe)
     if as_json:
@@ -41,7 +42,8 @@ def _diagnose(path: "Path", probe: bool) -> "list[Finding]":
     import asyncio
 
     from prfaas.core.deployment import DeploymentError, load_deployment
-    from prfaas.tools.doctor import check_key, check_model, ok, problem
+    from prfaas.tools.doctor import check_key, check_model
+    from prfaas.tools.finding import ok, problem
 
     try:
         loaded = load_deployment(path)
@@ -58,12 +60,15 @@ def _diagnose(path: "Path", probe: bool) -> "list[Finding]":
 async def _ask(deployment: "Deployment", probe: bool) -> "list[Finding]":
     import aiohttp
 
-    from prfaas.tools.doctor import any_problem, check_disaggregation, check_engines, check_gateway
+    from prfaas.tools.doctor import check_disaggregation, check_engines, check_gateway
+    from prfaas.tools.finding import any_problem
+    from prfaas.tools.process_facts import check_processes
 
     async with aiohttp.ClientSession() as session:
         findings = await check_engines(deployment, session)
         gateway = await check_gateway(deployment, session)
         findings.append(gateway)
+        findings += await check_processes(deployment, session)
         if probe and not any_problem([gateway]):
             findings.append(await check_disaggregation(deployment, session))
     return findings
@@ -87,7 +92,7 @@ def _print_json(findings: "list[Finding]") -> None:
     import dataclasses
     import json
 
-    from prfaas.tools.doctor import any_problem
+    from prfaas.tools.finding import any_problem
 
     document = {"ok": not any_problem(findings), "findings": [dataclasses.asdict(each) for each in findings]}
     typer.echo(json.dumps(document, indent=2))

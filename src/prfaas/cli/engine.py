@@ -28,6 +28,7 @@ def engine(
     """
     from prfaas.cli.common import log_settings
     from prfaas.core.deployment import SYNTHETIC, load_deployment
+    from prfaas.serving.descriptors import raise_descriptor_limit
     from prfaas.serving.engines.command import synthetic_command, vllm_command
     from prfaas.serving.engines.preparation import ensure_key, ensure_model, ensure_vllm
 
@@ -51,4 +52,5 @@ def engine(
     if not is_synthetic:
         ensure_vllm()
     ensure_key(loaded)
+    typer.echo(f"open files: {raise_descriptor_limit():,} at most", err=True)
     os.execve(command.argv[0], command.argv, command.environment())

@@ -14,6 +14,7 @@ from prfaas.cli.bandwidth import bandwidth
 from prfaas.cli.common import sentence
 from prfaas.cli.demo import demo
 from prfaas.cli.doctor import doctor
+from prfaas.cli.drain import drain, undrain
 from prfaas.cli.engine import engine
 from prfaas.cli.explain import explain
 from prfaas.cli.init import init
@@ -44,6 +45,8 @@ for command in (
     key,
     doctor,
     status,
+    drain,
+    undrain,
     explain,
     demo,
     models,

@@ -5,16 +5,31 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from prfaas.cli.common import CliError, DeploymentPath, LogFormatOption, LogLevelOption
+from prfaas.cli.common import (
+    DRAIN_TIMEOUT_S,
+    CliError,
+    DeploymentPath,
+    DrainTimeout,
+    LogFormatOption,
+    LogLevelOption,
+)
 
 if TYPE_CHECKING:
+    import asyncio
+
     from prfaas.core.deployment import Deployment
+    from prfaas.serving.gateway import Draining
 
 
 def serve(
-    deployment: DeploymentPath, log_format: LogFormatOption = None, log_level: LogLevelOption = None
+    deployment: DeploymentPath,
+    drain_timeout_s: DrainTimeout = DRAIN_TIMEOUT_S,
+    log_format: LogFormatOption = None,
+    log_level: LogLevelOption = None,
 ) -> None:
     """Run the gateway of a deployment whose engines are started elsewhere, until Ctrl-C.
+
+    SIGTERM or Ctrl-C lets running requests end first; a second one ends them at once.
 
     Example: prfaas serve examples/local.yaml
     """
@@ -27,7 +42,11 @@ def serve(
     if loaded.model.tiny is not None:
         ensure_model(loaded)
     ensure_key(loaded)
-    run_gateway(loaded, ready=lambda _port: typer.echo(f"ready: {loaded.gateway.url}/v1"))
+    run_gateway(
+        loaded,
+        ready=lambda _port: typer.echo(f"ready: {loaded.gateway.url}/v1"),
+        drain_timeout_s=drain_timeout_s,
+    )
 
 
 def run_gateway(
@@ -35,10 +54,12 @@ def run_gateway(
     *,
     ready: Callable[[int], None] | None = None,
     beside: Sequence[Callable[[], Coroutine[None, None, None]]] = (),
+    drain_timeout_s: float = DRAIN_TIMEOUT_S,
 ) -> None:
     """Serve until SIGINT or SIGTERM, with `beside` running meanwhile. Returns normally after a signal.
 
-    `ready` is called with the port once clients can connect.
+    `ready` is called with the port once clients can connect. After the signal nothing new is taken, and what is open
+    may go on for `drain_timeout_s`, unless a second signal comes.
 
     Raises:
         CliError: the gateway's address can't be listened on.
@@ -46,7 +67,7 @@ def run_gateway(
     import uvloop
 
     check_gateway_port(deployment)
-    uvloop.run(_serve(deployment, ready, beside))
+    uvloop.run(_serve(deployment, ready, beside, drain_timeout_s))
 
 
 def check_gateway_port(deployment: "Deployment") -> None:
@@ -72,22 +93,33 @@ async def _serve(
     deployment: "Deployment",
     ready: Callable[[int], None] | None,
     beside: Sequence[Callable[[], Coroutine[None, None, None]]],
+    drain_timeout_s: float,
 ) -> None:
     import asyncio
     import contextlib
     import gc
     import signal
 
+    from prfaas.serving.gateway import Draining
     from prfaas.serving.live import serve_live
 
     loop = asyncio.get_running_loop()
-    gateway = asyncio.create_task(serve_live(deployment, ready=ready))
+    draining = Draining()
+    gateway = asyncio.create_task(serve_live(deployment, ready=ready, draining=draining))
     # What the imports made stays: without it, a full collection would look at all of it, for a tenth of a second.
     gc.collect()
     gc.freeze()
     others = [asyncio.create_task(make()) for make in beside]
+
+    def on_signal() -> None:
+        if draining.active:
+            gateway.cancel()
+        else:
+            draining.begin()
+            others.append(asyncio.create_task(_end(gateway, draining, drain_timeout_s)))
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, gateway.cancel)
+        loop.add_signal_handler(number, on_signal)
     try:
         with contextlib.suppress(asyncio.CancelledError):
             await gateway
@@ -95,3 +127,14 @@ async def _serve(
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+
+
+async def _end(gateway: "asyncio.Task[None]", draining: "Draining", within_s: float) -> None:
+    """End the gateway when what is open has ended, or after `within_s`."""
+    count = draining.open_requests
+    if count:
+        what = "1 request is" if count == 1 else f"{count} requests are"
+        typer.echo(f"draining: {what} open and may go on for {within_s:g} s; again to end at once", err=True)
+    if not await draining.settled(within_s):
+        typer.echo(f"requests cut after {within_s:g} s: {draining.open_requests}", err=True)
+    gateway.cancel()

@@ -76,7 +76,9 @@ def _instance(instance: Json) -> Iterable[RenderableType]:
 
 def _health(instance: Json) -> Text:
     if not instance["healthy"]:
-        return Text("out", style="bold red")
+        return Text("down", style="bold red")
+    if instance["drain"]:
+        return Text(instance["drain"], style="yellow")
     if instance["draining"]:
         return Text("draining", style="yellow")
     return Text("up", style="green")

@@ -4,11 +4,18 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from prfaas.cli.common import DeploymentPath, LogFormatOption, LogLevelOption, StartTimeout
+from prfaas.cli.common import (
+    DRAIN_TIMEOUT_S,
+    DeploymentPath,
+    DrainTimeout,
+    LogFormatOption,
+    LogLevelOption,
+    ReadyTimeout,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,40 +23,55 @@ if TYPE_CHECKING:
 
     from prfaas.serving.engines.running import EngineProgress, RunningEngines
 
-_WATCH_S = 1.0
-
 
 def up(
     deployment: DeploymentPath,
-    start_timeout_s: StartTimeout = None,
+    ready_timeout_s: ReadyTimeout = None,
+    restarts: Annotated[
+        int,
+        typer.Option(metavar="N", min=0, help="Start an engine that ends again, at most so often in a row."),
+    ] = 5,
+    drain_timeout_s: DrainTimeout = DRAIN_TIMEOUT_S,
     log_format: LogFormatOption = None,
     log_level: LogLevelOption = None,
 ) -> None:
     """Start the engines and the gateway of a one-machine deployment; Ctrl-C ends everything.
 
     Each engine's output is in a log of its own, whose place is shown. "ready: URL" on stdout says that clients can
-    connect.
+    connect. An engine that ends is started again after 1 s, 2 s, 4 s and so on. SIGTERM or Ctrl-C lets running
+    requests end first; a second one ends them at once.
 
     Example: prfaas up examples/local.yaml
     """
     from prfaas.cli.common import log_settings, write_logs
     from prfaas.cli.serve import check_gateway_port, run_gateway
     from prfaas.core.deployment import load_deployment
+    from prfaas.serving.descriptors import raise_descriptor_limit
     from prfaas.serving.engines.running import READY_TIMEOUT_S, RunningEngines
+    from prfaas.serving.engines.supervisor import EngineSupervisor, RestartLimits
 
     loaded = load_deployment(deployment)
     check_gateway_port(loaded)
+    open_files = raise_descriptor_limit()
+    timeout_s = ready_timeout_s or READY_TIMEOUT_S
     write_logs(log_settings(log_format, log_level))
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         with RunningEngines(loaded) as engines:
-            typer.echo(f"logs: {loaded.logs_dir}", err=True)
+            typer.echo(f"logs: {loaded.logs_dir}; open files: {open_files:,} at most", err=True)
             with shown_progress(engines) as lines:
-                engines.wait_ready(start_timeout_s or READY_TIMEOUT_S, on_progress=lines.show)
+                engines.wait_ready(timeout_s, on_progress=lines.show)
+            supervisor = EngineSupervisor(
+                engines,
+                loaded.instances,
+                RestartLimits(most=restarts, ready_timeout_s=timeout_s),
+                tell=lambda sentence: typer.echo(sentence, err=True),
+            )
             run_gateway(
                 loaded,
                 ready=lambda _port: typer.echo(f"ready: {loaded.gateway.url}/v1"),
-                beside=[lambda: _report_deaths(engines)],
+                beside=[supervisor.run],
+                drain_timeout_s=drain_timeout_s,
             )
             typer.echo("stopping", err=True)
     except KeyboardInterrupt:
@@ -61,22 +83,6 @@ def up(
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
-
-
-async def _report_deaths(engines: "RunningEngines") -> None:
-    import asyncio
-
-    alive = set(engines.names)
-    while alive:
-        await asyncio.sleep(_WATCH_S)
-        for name in sorted(alive):
-            if not engines.is_running(name):
-                alive.remove(name)
-                typer.echo(
-                    f"engine {name} has ended ({engines.exit_status(name)}), the others go on without it; "
-                    f"see {engines.log_path(name)}",
-                    err=True,
-                )
 
 
 class _Lines:

@@ -7,15 +7,21 @@ from prometheus_client import CollectorRegistry
 from prfaas.core.deployment import Deployment
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of
-from prfaas.serving.gateway import serve_gateway
+from prfaas.serving.gateway import Draining, serve_gateway
 from prfaas.serving.transport.ticket import load_key
 
 
-async def serve_live(deployment: Deployment, *, ready: Callable[[int], None] | None = None) -> None:
+async def serve_live(
+    deployment: Deployment,
+    *,
+    ready: Callable[[int], None] | None = None,
+    draining: Draining | None = None,
+) -> None:
     """Serve `deployment` until cancelled, by what its engines and links report.
 
     Args:
         ready: called with the bound port once clients can connect.
+        draining: lets the caller end the gateway without cutting what is open.
 
     Raises:
         KeyFileError: the deployment's key can't be read.
@@ -25,4 +31,6 @@ async def serve_live(deployment: Deployment, *, ready: Callable[[int], None] | N
     kv_model = kv_model_of(deployment)
     registry = CollectorRegistry()
     plane = LivePlane(deployment, load_key(deployment.security.key_file), registry, kv_model)
-    await serve_gateway(deployment, plane, kv_model=kv_model, ready=ready, registry=registry)
+    await serve_gateway(
+        deployment, plane, kv_model=kv_model, ready=ready, registry=registry, draining=draining
+    )

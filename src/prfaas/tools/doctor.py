@@ -6,8 +6,7 @@ import math
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import aiohttp
 
@@ -17,8 +16,10 @@ from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeade
 from prfaas.core.units import format_bytes
 from prfaas.serving.admin_token import AdminTokenError, load_token
 from prfaas.serving.engines.preparation import is_on_one_machine
+from prfaas.serving.engines.synthetic import VERSION as SYNTHETIC_VERSION
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import KeyFileError, load_key
+from prfaas.tools.finding import Finding, ok, problem
 from prfaas.tools.http_client import AnswerError, get_json, served_models
 
 OLDEST_VLLM = (0, 32)
@@ -34,33 +35,6 @@ _CLEAR = 1.5
 # A probe is so much longer than the threshold, and so long where there is none.
 _OVER_TOKENS = 64
 _LONG_TOKENS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at."""
-
-    subject: str
-    level: Literal["ok", "problem"]
-    text: str
-    """What was found."""
-    mend: str | None = None
-    """What to do about it; only for problems."""
-
-
-def ok(subject: str, text: str) -> Finding:
-    """All is well."""
-    return Finding(subject, "ok", text)
-
-
-def problem(subject: str, text: str, mend: str) -> Finding:
-    """Something needs mending."""
-    return Finding(subject, "problem", text, mend)
-
-
-def any_problem(findings: Sequence[Finding]) -> bool:
-    """True if something needs mending."""
-    return any(finding.level == "problem" for finding in findings)
 
 
 def check_model(deployment: Deployment) -> Finding:
@@ -102,7 +76,20 @@ async def check_engines(deployment: Deployment, session: aiohttp.ClientSession) 
         *(_check_engine(deployment, instance, session) for instance in deployment.instances)
     )
     findings = [finding for findings, _ in per_engine for finding in findings]
-    versions = {version for _, version in per_engine if version is not None}
+    versions = {
+        version
+        for instance, (_, version) in zip(deployment.instances, per_engine, strict=True)
+        if version is not None and not deployment.is_synthetic(instance)
+    }
+    key_file = deployment.security.key_file
+    if any(version is not None for _, version in per_engine) and not key_file.exists():
+        findings.append(
+            problem(
+                "key",
+                f"engines run, but {key_file} is gone: what is started now has another key than they",
+                "put the file back, or end the engines and the gateway and start all of them again",
+            )
+        )
     if len(versions) > 1:
         findings.append(
             problem(
@@ -131,17 +118,25 @@ async def _check_engine(
     if status != 200:
         text = f"{address} answers /health with {status}"
         return [problem(subject, text, f"see its log, then start it again: {start}")], None
-    version, findings = await _check_version(subject, instance, session)
+    version, findings = await _check_version(deployment, instance, session)
     findings.append(await _check_served(deployment, instance, session))
     findings += await _check_kv_ports(deployment, instance)
     return findings, version
 
 
 async def _check_version(
-    subject: str, instance: Instance, session: aiohttp.ClientSession
+    deployment: Deployment, instance: Instance, session: aiohttp.ClientSession
 ) -> tuple[str | None, list[Finding]]:
+    subject = f"engine {instance.name}"
+    again = f"start it again: prfaas engine {deployment.path} {instance.name}"
     try:
         version = str((await get_json(session, f"{instance.url}/version", timeout_s=_TIMEOUT_S))["version"])
+        is_stand_in = version.startswith(SYNTHETIC_VERSION)
+        if is_stand_in != deployment.is_synthetic(instance):
+            wanted = "a synthetic engine" if deployment.is_synthetic(instance) else "vLLM"
+            return version, [problem(subject, f"is {version}, and the file wants {wanted}", again)]
+        if is_stand_in:
+            return version, [ok(subject, f"is healthy, {version}: no model runs there")]
         numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
         text = "is healthy but does not say which vLLM it is"

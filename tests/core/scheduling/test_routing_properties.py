@@ -20,7 +20,7 @@ from prfaas.core.scheduling import (
     View,
     policy_named,
 )
-from prfaas.core.scheduling.candidates import LONGEST_TINY_TOKENS
+from prfaas.core.scheduling.routing import LONGEST_TINY_TOKENS
 
 from .views import Curve, cases, curves, every_policy, relabelled, renamed
 
@@ -67,6 +67,26 @@ def test_every_decision_can_be_carried_out(case: Case) -> None:
     view, request = case
     for policy in every_policy().values():
         check(decided(policy, request, view), request, view)
+
+
+@given(cases(), st.data())
+def test_an_instance_that_an_operator_has_closed_gets_nothing(case: Case, data: st.DataObject) -> None:
+    """Not even as a last resort."""
+    view, request = case
+    instances = [each for cluster in view.clusters.values() for each in cluster.instances]
+    for each in data.draw(st.lists(st.sampled_from(instances), max_size=len(instances))):
+        each.closed = True
+        assert not (each.takes_prefills or each.takes_decodes or each.available)
+    closed = {each.name for each in instances if each.closed}
+    for policy in every_policy().values():
+        try:
+            decision = policy.decide(request, view)
+        except NoDecodeInstanceError:
+            pd = {each.name for c in view.clusters.values() if c.kind == "pd" for each in c.instances}
+            assert pd <= closed | view.avoid
+        else:
+            source = decision.cache_transfer.source if decision.cache_transfer is not None else None
+            assert not {decision.prefill, decision.decode, source} & closed
 
 
 def check(decision: Decision, request: RoutingRequest, view: View) -> None:

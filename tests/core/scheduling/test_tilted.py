@@ -62,6 +62,19 @@ def test_with_everything_idle_it_is_the_threshold(num_tokens: int) -> None:
     assert (decision.route is Route.OFFLOAD) == (num_tokens > T)
 
 
+@given(st.integers(20_000, 131_072), st.floats(1e6, 1e9))
+def test_an_idle_deployment_says_when_the_link_is_too_slow(num_tokens: int, bits_per_s: float) -> None:
+    view = paper_board(T)
+    view.links["far", "pd"].capacity_bits_per_s = bits_per_s
+    decision = TILTED.decide(RoutingRequest(num_tokens), view)
+    assert decision.reason == ("long" if decision.route is Route.OFFLOAD else "slow-link")
+    # A queue changes the reason only where it is what keeps the prompt at home.
+    view.links["far", "pd"].capacity_bits_per_s = 1e11
+    for each in view.clusters["far"].instances:
+        each.busy_until_s = NOW_S + 1e6
+    assert TILTED.decide(RoutingRequest(num_tokens), view).reason == "busy-prfaas"
+
+
 @given(st.integers(2, 131072), st.integers(2, 131072))
 def test_either_side_takes_everything_when_the_other_is_far_enough_behind(first: int, second: int) -> None:
     view = paper_board(T)

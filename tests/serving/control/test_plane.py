@@ -5,7 +5,7 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prfaas.core.deployment import Deployment, DeploymentError, Instance
 from prfaas.core.prefix.events import EventBatch, StoredBlocks
 from prfaas.core.scheduling import NoDecodeInstanceError, Route
-from prfaas.serving.control.engine_monitor import EngineHttp
+from prfaas.serving.control.engine_monitor import EngineHttp, read_exposition
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of
 
@@ -213,6 +213,50 @@ def test_missing_prefixes_are_decided_to_be_copied(tmp_path: Path, clock: FakeCl
         assert (copy["source"], copy["target"], copy["tokens"]) == ("home", "far", 2048)
 
     planes.run(use)
+
+
+def test_an_operator_drains_an_instance_and_lets_it_take_part_again(planes: Planes) -> None:
+    def use(plane: LivePlane) -> None:
+        def told() -> Any:
+            return plane.state()["clusters"]["home"]["instances"]["home-d0"]["drain"]
+
+        view = plane.cluster_state.instance("home-d0")
+        assert told() is None
+        with plane.decoding("home-d0", 0):
+            plane.drain("home-d0", wanted=True)
+            assert (told(), view.takes_decodes) == ("draining", False)
+            # A role change and a suspicion end without opening it again.
+            plane.role_changes.begin("home-d0", "prefill", "")
+        plane.role_changes.tick()
+        plane.suspect("home-d0", "")
+        assert (told(), view.takes_prefills) == ("drained", False)
+        # Another gateway's requests are work too.
+        plane.engines.meters["home-d0"].add(read_exposition(b"vllm:num_requests_running 2"), 0.0)
+        assert told() == "draining"
+        for _ in range(20):
+            assert plane.route(100, plane.chains(range(100), "", "")).decode == "home-d1"
+        plane.drain("home-d1", wanted=True)
+        plane.drain("home-d0", wanted=False)
+        view.healthy = True
+        assert told() is None and view.takes_prefills
+
+    planes.run(use)
+
+
+def test_a_fixed_threshold_is_not_searched(tmp_path: Path, clock: FakeClock) -> None:
+    planes = Planes(deployment_of(tmp_path, policy="policy: paper -> policy: static_threshold"), clock)
+
+    async def main() -> None:
+        plane = planes.made()
+        for length in range(1000, 21_000, 100):
+            plane.observe(length, length)
+        await plane.thresholds.search()
+        state = plane.state()
+        assert state["clusters"]["home"]["threshold_tokens"] == 4000
+        assert state["thresholds"]["last_search"] == {"result": "fixed by policy static_threshold"}
+        await plane.close()
+
+    asyncio.run(main())
 
 
 def test_policies_by_name(tmp_path: Path, clock: FakeClock) -> None:

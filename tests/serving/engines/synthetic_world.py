@@ -45,7 +45,7 @@ def write_deployment(
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(tiny_config(model)))
     write_tokenizer(directory, 65536)
-    ports = iter(free_ports(16))
+    ports = iter(free_ports(17))
     clusters = [
         {
             "name": cluster,
@@ -75,7 +75,7 @@ def write_deployment(
             {"source": "far", "target": "home", "bandwidth": "4 Gbit/s", "connections": 2},
             {"source": "home", "target": "far", "bandwidth": "4 Gbit/s", "connections": 1},
         ],
-        "gateway": {"host": "127.0.0.1", "port": next(ports)},
+        "gateway": {"host": "127.0.0.1", "port": next(ports), "admin": {"port": next(ports)}},
         "engine": {
             "max_num_batched_tokens": 1024,
             "max_num_seqs": 8,
@@ -138,8 +138,17 @@ class World:
         (value,) = [line.split()[-1] for line in lines if line.startswith(f"vllm:{series}{{")]
         return float(value)
 
-    async def complete(self, name: str, ids: Sequence[int], *tickets: str, **fields: Any) -> Answer:
-        params = dict(zip(("prfaas", "prfaas_from"), tickets, strict=False))
+    async def complete(
+        self,
+        name: str,
+        ids: Sequence[int],
+        *tickets: str,
+        cached_elsewhere: int | None = None,
+        **fields: Any,
+    ) -> Answer:
+        params: dict[str, Any] = dict(zip(("prfaas", "prfaas_from"), tickets, strict=False))
+        if cached_elsewhere is not None:
+            params |= {"do_remote_prefill": True, "remote_prefill_cached_tokens": cached_elsewhere}
         body = {"prompt": list(ids), "max_tokens": 24, "return_token_ids": True, **fields}
         return await self.post(name, "/v1/completions", body | {"kv_transfer_params": params})
 

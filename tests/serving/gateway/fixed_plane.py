@@ -65,6 +65,7 @@ class FixedPlane:
         self.asked: list[tuple[str, str]] = []
         self.own_prefills: list[int] = []
         self.waits_s = 0.0
+        self.drained: list[tuple[str, bool]] = []
         self.closed = False
 
     @property
@@ -178,6 +179,9 @@ class FixedPlane:
         if lost_cache:
             self._held[name].clear()
 
+    def drain(self, name: str, *, wanted: bool) -> None:
+        self.drained.append((name, wanted))
+
     def incompatible(self, producer: str, consumer: str) -> str | None:
         # What only a producer knows yet is not known here before it was asked.
         return self.rejections.get((producer, consumer)) if (producer, consumer) in self.asked else None
@@ -194,7 +198,7 @@ class FixedPlane:
             "clusters": {
                 cluster.name: {
                     "instances": {
-                        i.name: {"role": "+".join(i.roles), "healthy": self.is_up(i.name)}
+                        i.name: {"role": "+".join(i.roles), "healthy": self.is_up(i.name), "drain": None}
                         for i in cluster.instances
                     }
                 }

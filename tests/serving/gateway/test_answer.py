@@ -6,7 +6,15 @@ import orjson
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.gateway.answer import DATA, END_OF_EVENT, LAST_EVENT, EventStream, KeepBudget, KeptStream
+from prfaas.serving.gateway.answer import (
+    DATA,
+    END_OF_EVENT,
+    LAST_EVENT,
+    EventStream,
+    KeepBudget,
+    KeptStream,
+    cached_tokens_of,
+)
 from prfaas.serving.gateway.http_pool import EngineResponse
 
 EVENTS = st.lists(
@@ -29,6 +37,14 @@ def cut(raw: bytes, data: st.DataObject) -> list[bytes]:
 def event_stream() -> EventStream:
     """One whose chunks the test hands over itself."""
     return EventStream(cast(EngineResponse, None), "decode-0")
+
+
+def test_cached_tokens_are_read_from_the_usage_alone() -> None:
+    usage = {"usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 7}}}
+    text = {"choices": [{"text": '"cached_tokens": 3'}]}
+    assert cached_tokens_of(orjson.dumps(text | usage)) == 7
+    assert cached_tokens_of(b'{"usage": {"prompt_tokens_details": {"cached_tokens": 12}}}') == 12
+    assert cached_tokens_of(orjson.dumps(text | {"usage": {"prompt_tokens_details": None}})) is None
 
 
 @settings(deadline=None)

@@ -103,6 +103,13 @@ def test_nothing_of_the_client_reaches_the_transfer_parameters(
             assert not names & {s.replace("-", "_") for s in STEERING}
 
 
+def test_the_decode_engine_is_told_what_was_cached() -> None:
+    params = orjson.loads(decode_body({}, "sealed", None, "", 512))["kv_transfer_params"]
+    assert params == {"prfaas": "sealed", "do_remote_prefill": True, "remote_prefill_cached_tokens": 512}
+    # Without a transfer its own count is right.
+    assert decode_body({}, None, None, "", 512) == b"{}"
+
+
 @pytest.mark.slow
 @settings(deadline=None)
 @given(BODIES)

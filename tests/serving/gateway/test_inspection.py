@@ -53,6 +53,25 @@ def test_what_went_wrong_is_told(in_world: InWorld) -> None:
     in_world(body, spare=True)
 
 
+def test_an_operator_drains_and_undrains_an_instance(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        for what, wanted in (("drain", True), ("undrain", False)):
+            async with world.admin.post(f"/prfaas/instances/decode/{what}") as page:
+                assert page.status == 200 and (await page.json())["role"] == "decode"
+            assert world.plane.drained.pop() == ("decode", wanted)
+        async with world.admin.post("/prfaas/instances/nobody/drain") as page:
+            assert page.status == 404
+            assert "there are remote, local, decode" in (await page.json())["error"]["message"]
+        for headers in ({"Host": "evil.example"}, {"Origin": "http://localhost"}):
+            async with world.admin.post("/prfaas/instances/decode/drain", headers=headers) as page:
+                assert page.status == 403
+        async with world.admin.get("/prfaas/instances/decode/drain") as page:
+            assert page.status == 405
+        assert not world.plane.drained
+
+    in_world(body)
+
+
 def test_pages_hold_no_prompt_and_no_secret(in_world: InWorld) -> None:
     async def body(world: World) -> None:
         headers = {"Authorization": "Bearer hunter2"}

@@ -72,6 +72,40 @@ def test_a_stream_goes_on_elsewhere(in_world: InWorld, fault: str) -> None:
     in_world(body, spare=True, live=True)
 
 
+def test_a_drained_instance_gets_nothing_and_its_streams_end(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        async def drain(name: str, what: str = "drain") -> str | None:
+            async with world.admin.post(f"/prfaas/instances/{name}/{what}") as page:
+                drained: str | None = (await page.json())["drain"]
+                return drained
+
+        async def health() -> int:
+            async with world.client.get("/health") as page:
+                return page.status
+
+        asked = {"model": "stand-in", "prompt": SHORT, "stream": True, "max_tokens": 60}
+        async with world.client.post("/v1/completions", json=asked) as stream:
+            await stream.content.readany()
+            busy = "decode" if world.decode.generated() else "spare"
+            other = "spare" if busy == "decode" else "decode"
+            assert await drain(busy) == "draining"
+            for _ in range(5):
+                assert (await world.complete(SHORT))[0]["decode"] == other
+            assert (await stream.read()).endswith(b"data: [DONE]\n\n")
+        assert await health() == 200
+        # All that could decode in this cluster is closed: nothing is a last resort.
+        for name in ("decode", "spare", "local"):
+            assert await drain(name) == "drained"
+        response, answer = await world.post("/v1/completions", {"model": "stand-in", "prompt": SHORT})
+        assert response.status == 503 and "No decode instance" in answer["error"]["message"]
+        assert await health() == 503
+        assert await drain(other, "undrain") is None
+        assert (await world.complete(SHORT))[0]["decode"] == other
+        assert await health() == 200
+
+    in_world(body, live=True, spare=True, chunk_s=0.02)
+
+
 def test_an_engine_of_another_layout_costs_one_attempt_each_and_takes_nobody_out(in_world: InWorld) -> None:
     async def body(world: World) -> None:
         assert world.live is not None

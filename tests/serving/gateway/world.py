@@ -27,7 +27,7 @@ from prfaas.core.deployment import (
 from prfaas.core.kv import model_from_directory
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of
-from prfaas.serving.gateway import GatewayOptions, serve_gateway
+from prfaas.serving.gateway import Draining, GatewayOptions, serve_gateway
 from prfaas.serving.transport.ticket import create_key
 
 from .fixed_plane import FixedPlane
@@ -152,6 +152,7 @@ async def running_world(
     third: bool = False,
     live: bool = False,
     tenant_header: str | None = None,
+    draining: Draining | None = None,
     gateway_config: GatewayConfig = GATEWAY,
     limits: GatewayLimits | None = None,
     hardware: str = "any",
@@ -190,6 +191,7 @@ async def running_world(
         admin_ready=admin_port.set_result,
         options=options,
         registry=registry,
+        draining=draining,
     )
     gateway = asyncio.create_task(served)
     done, _ = await asyncio.wait({gateway, port}, return_when=asyncio.FIRST_COMPLETED)

@@ -26,6 +26,8 @@ Policy = Literal[
 RouteDetail = Literal["short", "full"]
 
 INTRA_CLUSTER_CONNECTIONS = 4
+# Stand-ins of one cluster mostly share a process: more connections would only be more threads.
+SYNTHETIC_CONNECTIONS = 1
 
 SYNTHETIC = "synthetic"
 """The `hardware` of clusters whose engines are stand-ins: for load and fault tests, never for answers."""
@@ -345,6 +347,10 @@ class Deployment:
             and self.link(cluster.name, pd_cluster) is not None
         )
 
+    def is_synthetic(self, instance: Instance) -> bool:
+        """True if the instance is a stand-in, which runs no model."""
+        return self.cluster_of(instance).hardware == SYNTHETIC
+
     def can_decode(self, instance: Instance) -> bool:
         """True if the instance may be given decode work, now or after a change of its role."""
         return self.cluster_of(instance).kind == "pd"
@@ -356,13 +362,14 @@ class Deployment:
         sends.
         """
         peers = []
+        inside = SYNTHETIC_CONNECTIONS if self.is_synthetic(instance) else INTRA_CLUSTER_CONNECTIONS
         for target in self.instances:
             if target.name == instance.name:
                 continue
             on_demand = not (instance.has_role("prefill") and target.has_role("decode"))
             if target.cluster == instance.cluster:
                 if self.can_decode(target):
-                    peers.append(KvPeer(target, target.cluster, INTRA_CLUSTER_CONNECTIONS, None, on_demand))
+                    peers.append(KvPeer(target, target.cluster, inside, None, on_demand))
             elif (link := self.link(instance.cluster, target.cluster)) is not None:
                 share = self.share_bits_per_s(link)
                 peers.append(KvPeer(target, link.name, link.connections, share, on_demand))

@@ -59,32 +59,6 @@ def prefill_by(
     )
 
 
-# Longer prompts are not looked at: their prefill takes longer than a hop, and most requests are longer.
-LONGEST_TINY_TOKENS = 100
-# A hop inside a PD cluster, of which no link is known: one more exchange with an engine, and 10 Gbit/s.
-NEAR_HOP_S, NEAR_HOP_BITS_PER_S = 0.005, 1e10
-
-
-def prefill_without_hop(
-    request: RoutingRequest, view: View, decode: InstanceView, option: PrefillCandidate
-) -> PrefillCandidate | None:
-    """The prefill by `decode` itself, where the prompt is so short that the hop of `option` costs more than it spares.
-
-    A hop costs its round trip, and the bytes that move however short the prompt is: a block, and the states of linear
-    layers. It spares the decode instance all tokens but the last, which that one computes at any rate.
-    """
-    if request.num_tokens > LONGEST_TINY_TOKENS or option.instance is decode:
-        return None
-    link = option.link
-    rtt_s, bits_per_s = (
-        (NEAR_HOP_S, NEAR_HOP_BITS_PER_S) if link is None else (link.rtt_s, link.capacity_bits_per_s)
-    )
-    hop_s = rtt_s + BITS_PER_BYTE * view.kv.prefix_bytes_to_move(1, 0) / bits_per_s
-    cluster = view.clusters[decode.cluster]
-    here = prefill_by(request, view, cluster, decode)
-    return here if here.ttft_s - cluster.prefill_s(1) < hop_s else None
-
-
 def kv_bytes_to(request: RoutingRequest, view: View, decode: InstanceView) -> int:
     """KV bytes that a prefill elsewhere sends to the instance that decodes."""
     skip = request.attention_at(decode.name) if request.held and view.kv.can_skip else 0
@@ -312,7 +286,8 @@ def decode_choices(request: RoutingRequest, view: View) -> list[tuple[ClusterVie
     """Per PD cluster the instance that would decode.
 
     Healthy ones that are not being drained; if no cluster has one, draining ones; then those that only prefill, since
-    every engine of a PD cluster can decode; then unhealthy ones, since nothing else can answer a client.
+    every engine of a PD cluster can decode; then unhealthy ones, since nothing else can answer a client. Never one
+    that an operator has closed.
 
     Raises:
         NoDecodeInstanceError: there is not even one of these.
@@ -340,7 +315,9 @@ def _last_resorts(request: RoutingRequest, view: View) -> list[tuple[ClusterView
         found = []
         for cluster in view.clusters.values():
             if cluster.kind == "pd":
-                decode = _decoder(request, list(filter(is_able, cluster.instances)), view)
+                decode = _decoder(
+                    request, [each for each in cluster.instances if is_able(each) and not each.closed], view
+                )
                 if decode is not None:
                     found.append((cluster, decode))
         if found:

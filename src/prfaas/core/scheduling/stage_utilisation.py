@@ -60,7 +60,7 @@ class StageUtilisation:
         self._advance(now_s)
         clusters, loads = self._view.clusters, []
         for cluster in clusters.values():
-            healthy = [each for each in cluster.instances if each.healthy]
+            healthy = [each for each in cluster.instances if each.available]
             if cluster.kind != "pd" or not healthy:
                 continue
             remote = [
@@ -68,7 +68,7 @@ class StageUtilisation:
                 for (source, target), link in self._view.links.items()
                 if target == cluster.name and link.up and clusters[source].kind == "prfaas"
                 for each in clusters[source].instances
-                if each.healthy and each.prefills
+                if each.available and each.prefills
             ]
             loads.append(
                 PdLoad(
@@ -104,4 +104,4 @@ class StageUtilisation:
 
     def _instance(self, view: InstanceView) -> PdInstance:
         busy = float(self._work[view.name].open_prefills if view.prefills else view.decoding)
-        return PdInstance(view.name, view.prefills, view.decodes, view.healthy, view.draining, busy)
+        return PdInstance(view.name, view.prefills, view.decodes, view.available, view.draining, busy)

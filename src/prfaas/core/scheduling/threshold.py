@@ -267,8 +267,8 @@ class LinkFacts:
 
 
 def prefill_instances(instances: Iterable[InstanceView]) -> int:
-    """Healthy ones that prefill; those that drain count for the role that they will have."""
-    return sum(each.prefills != each.draining and each.healthy for each in instances)
+    """Available ones that prefill; those that drain count for the role that they will have."""
+    return sum(each.prefills != each.draining and each.available for each in instances)
 
 
 def problem_now(

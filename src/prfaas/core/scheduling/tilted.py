@@ -84,6 +84,7 @@ class Tilted:
         threshold = adjusted = pd.threshold_tokens
         uncached = uncached_tokens(request, view, pd, self.abundance)
         local = with_cache(request, view, pd, pd.local, self.abundance)
+        far: PrefillCandidate | None = None
         if pd.remotes and threshold < math.inf:
             far = self._cheapest_remote(request, view, pd)
             far = with_cache(request, view, pd, far, self.abundance)
@@ -98,7 +99,15 @@ class Tilted:
                 # The cache that makes it short does not come here, or is done sooner where it is.
                 return Choice(far, uncached, adjusted, "cached-there", _cost(far))
         reason = pd.reason_to_stay(long=uncached > threshold)
+        if reason == "busy-prfaas" and far is not None and uncached <= self._idle_threshold(local, far, pd):
+            reason = "slow-link"
         return Choice(local, uncached, adjusted, reason, _cost(local))
+
+    def _idle_threshold(self, local: PrefillCandidate, far: PrefillCandidate, pd: PdCandidate) -> float:
+        """The threshold if nothing waited anywhere: only the transfer that no prefill hides tilts it then."""
+        unhidden_s = max(far.link_s - far.prefill_s, 0.0) + (far.link.rtt_s if far.link is not None else 0.0)
+        tilt_s = -self.beta * unhidden_s * far.prefill_s / (local.prefill_s or _LEAST_S)
+        return _tilted(pd.threshold_tokens, tilt_s / max(pd.cluster.prefill_s(pd.threshold_tokens), _LEAST_S))
 
     def _cheapest_remote(self, request: RoutingRequest, view: View, pd: PdCandidate) -> PrefillCandidate:
         kv_bytes = kv_bytes_to(request, view, pd.decode)

@@ -27,8 +27,8 @@ class InstanceView:
     """
 
     __slots__ = (
-        "_decodes", "_draining", "_healthy", "_prefills", "busy_until_s", "cluster", "decode_slots", "decoding",
-        "in_flight", "name", "seen_s", "takes_decodes", "takes_prefills",
+        "_closed", "_decodes", "_draining", "_healthy", "_prefills", "busy_until_s", "cluster", "decode_slots",
+        "decoding", "in_flight", "name", "seen_s", "takes_decodes", "takes_prefills",
     )  # fmt: skip
 
     def __init__(
@@ -44,10 +44,12 @@ class InstanceView:
         decoding: int = 0,
         decode_slots: int = 1,
         seen_s: float = 0.0,
+        closed: bool = False,
     ) -> None:
         self.name = name
         self.cluster = cluster
         self._prefills, self._decodes, self._healthy, self._draining = prefills, decodes, healthy, draining
+        self._closed = closed
         self.in_flight = in_flight
         """Requests open there in any role."""
         self.busy_until_s = busy_until_s
@@ -61,7 +63,7 @@ class InstanceView:
         self._update()
 
     def _update(self) -> None:
-        is_open = self._healthy and not self._draining
+        is_open = self.available and not self._draining
         self.takes_prefills = is_open and self._prefills
         self.takes_decodes = is_open and self._decodes
 
@@ -81,6 +83,15 @@ class InstanceView:
         self._draining = draining
         self._update()
 
+    def _set_closed(self, closed: bool) -> None:
+        self._closed = closed
+        self._update()
+
+    @property
+    def available(self) -> bool:
+        """Whether it counts for what the deployment can do: it answers, and no operator has closed it."""
+        return self._healthy and not self._closed
+
     # To read one must cost as little as a plain attribute.
     prefills = property(attrgetter("_prefills"), _set_prefills)
     """Whether it has the prefill role."""
@@ -90,6 +101,8 @@ class InstanceView:
     """Whether it answers."""
     draining = property(attrgetter("_draining"), _set_draining)
     """Whether its role is being changed: it finishes what it has and gets nothing new."""
+    closed = property(attrgetter("_closed"), _set_closed)
+    """Whether an operator drains it: it finishes what it has and gets nothing new, whatever else can answer."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, InstanceView):

@@ -40,7 +40,7 @@ class ControlMetrics:
         self.instance_healthy = gauge("instance_healthy", "1 when the instance is in routing.", "instance")
         self.instance_prefills = gauge("instance_prefills", "1 when the instance prefills.", "instance")
         self.instance_decodes = gauge("instance_decodes", "1 when the instance decodes.", "instance")
-        self.instance_draining = gauge("instance_draining", "1 while its role is being changed.", "instance")
+        self.instance_draining = gauge("instance_draining", "1 while it is to get nothing new.", "instance")
         self.instance_in_flight = gauge("instance_in_flight", "Requests open there.", "instance")
         self.instance_wait_seconds = gauge(
             "instance_wait_seconds", "Until the accepted prefill work is done, as predicted.", "instance"
@@ -115,7 +115,9 @@ class GaugeWriter:
                 metrics.instance_healthy.labels(name).set(instance["healthy"])
                 metrics.instance_prefills.labels(name).set("prefill" in instance["role"])
                 metrics.instance_decodes.labels(name).set("decode" in instance["role"])
-                metrics.instance_draining.labels(name).set(instance["draining"])
+                metrics.instance_draining.labels(name).set(
+                    instance["draining"] or instance["drain"] is not None
+                )
                 metrics.instance_in_flight.labels(name).set(instance["in_flight"])
                 metrics.instance_wait_seconds.labels(name).set(instance["busy_s"])
                 metrics.instance_age_seconds.labels(name).set(instance["age_s"])

@@ -248,6 +248,14 @@ class LivePlane:
         """A request failed at `name`: out of routing until a probe is good."""
         self.health.suspect(name, reason, lost_cache=lost_cache)
 
+    def drain(self, name: str, *, wanted: bool) -> None:
+        """Let nothing new go to an instance from now on, or let it take part again."""
+        instance = self.cluster_state.instance(name)
+        if instance.closed != wanted:
+            instance.closed = wanted
+            self.prefill_admission.changed(name)
+            self.thresholds.ask("roles")
+
     def incompatible(self, producer: str, consumer: str) -> str | None:
         """Why one takes no KV from the other, as far as it is known. See `gateway.control_plane`."""
         return self.compatibility.reason(producer, consumer)

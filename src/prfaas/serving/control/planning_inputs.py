@@ -206,7 +206,7 @@ class LiveFacts:
         return max(sum(mean * count for mean, count in weighed) / outputs, 1.0)
 
     def _cluster(self, cluster: Cluster) -> ClusterFacts:
-        instances = sum(i.healthy for i in self._cluster_state.view.clusters[cluster.name].instances)
+        instances = sum(i.available for i in self._cluster_state.view.clusters[cluster.name].instances)
         curve = self._curves[cluster.name]
         if cluster.kind == "prfaas":
             return ClusterFacts(cluster.name, cluster.kind, instances, curve)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from prfaas.core.deployment import Deployment, Instance, Link
 from prfaas.core.scheduling import InstanceView, Route
@@ -69,9 +69,7 @@ def state_of(plane: Overview, now_s: float) -> Json:
             cluster.name: {
                 "kind": cluster.kind,
                 "hardware": cluster.hardware,
-                "threshold_tokens": json_tokens(cluster_state.view.threshold_tokens[cluster.name])
-                if cluster.name in cluster_state.view.threshold_tokens
-                else None,
+                "threshold_tokens": _threshold(cluster_state, cluster.name),
                 "waiting_prefills": plane.prefill_admission.waiting(cluster.name),
                 "instances": {
                     instance.name: _instance(plane, instance, event_feed, now_s)
@@ -104,6 +102,11 @@ def state_of(plane: Overview, now_s: float) -> Json:
     }
 
 
+def _threshold(cluster_state: ClusterState, cluster: str) -> float | None:
+    tokens = cluster_state.view.threshold_tokens.get(cluster)
+    return None if tokens is None else json_tokens(tokens)
+
+
 def _instance(plane: Overview, instance: Instance, event_feed: Mapping[str, Json], now_s: float) -> Json:
     cluster_state = plane.cluster_state
     view = cluster_state.instance(instance.name)
@@ -112,6 +115,7 @@ def _instance(plane: Overview, instance: Instance, event_feed: Mapping[str, Json
         "role": role_of(view),
         "draining": view.draining,
         "healthy": view.healthy,
+        "drain": drain_state(view, meter),
         "suspicion": plane.health.reason(instance.name),
         "in_flight": view.in_flight,
         "queue": cluster_state.open_prefills(instance.name),
@@ -123,6 +127,15 @@ def _instance(plane: Overview, instance: Instance, event_feed: Mapping[str, Json
         "engine": _engine(meter),
         "events": event_feed.get(instance.name),
     }
+
+
+def drain_state(view: InstanceView, meter: EngineMeter) -> Literal["draining", "drained"] | None:
+    """How far an operator's drain is: drained once nothing is open there, not even another gateway's work."""
+    if not view.closed:
+        return None
+    newest = meter.newest
+    is_idle = view.in_flight == 0 and (newest is None or newest.running + newest.waiting == 0)
+    return "drained" if is_idle else "draining"
 
 
 def _engine(meter: EngineMeter) -> Json | None:

@@ -101,6 +101,10 @@ class Thresholds:
 
     async def search(self) -> None:
         """Search once with what is known now; the planner works in a thread."""
+        if self._deployment.routing.policy == "static_threshold":
+            # It never reads the view's threshold: one that moved would only be shown.
+            self.last = {"result": "fixed by policy static_threshold"}
+            return
         reason: Reason = (self._asked or "periodic") if self._has_searched else "start"
         now_s = self._clock()
         lengths = self._window.lengths(now_s)

@@ -51,6 +51,7 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
         *("--max-num-batched-tokens", str(engine.max_num_batched_tokens)),
         *("--max-num-seqs", str(engine.max_num_seqs)),
         "--enable-prefix-caching",
+        "--enable-prompt-tokens-details",
         *_retention(deployment, kv_model, on_cpu),
         *(("--mamba-ssm-cache-dtype", STATE_DTYPE) if kv_model.has_linear_state else ()),
         *("--no-enable-log-requests", "--disable-uvicorn-access-log"),

@@ -4,13 +4,13 @@ import contextlib
 import http.client
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from prfaas.core.deployment import SYNTHETIC, Deployment, Instance
+from prfaas.core.deployment import Deployment, Instance
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.command import EngineCommand, synthetic_command, vllm_command
 from prfaas.serving.engines.log_file import LogFile
@@ -87,9 +87,20 @@ class RunningEngines:
             EngineError: vLLM, the model or a port is missing, or the engine runs already.
             KeyFileError: the key can't be used.
         """
-        names = self.names if name is None else (name,)
+        self._launch(self.names if name is None else (name,))
+
+    def restart(self, names: Collection[str]) -> None:
+        """Start engines again that have ended; stand-ins among them share processes as at first. Returns at once.
+
+        Raises:
+            EngineError: as `start`; none of them has been started then, and all others go on.
+            KeyFileError: the key can't be used.
+        """
+        self._launch([name for name in self.names if name in names])
+
+    def _launch(self, names: Sequence[str]) -> None:
         instances = [self.deployment.instance(each) for each in names]
-        if self._command is None and not all(map(self._is_synthetic, instances)):
+        if self._command is None and not all(map(self.deployment.is_synthetic, instances)):
             ensure_vllm()
         for instance in instances:
             self._check_startable(instance)
@@ -98,11 +109,18 @@ class RunningEngines:
         ensure_key(self.deployment)
         if self._watchdog is None:
             self._watchdog = Watchdog()
+        launched: list[str] = []
         try:
             for together, command in self._commands(instances):
                 self._start_process(together, command)
+                launched += together
         except BaseException:
-            self.stop()
+            for name in launched:
+                group = self._groups.pop(name)
+                group.kill()
+                self._forget(group)
+            if not self._groups:
+                self.stop()
             raise
 
     def wait_ready(
@@ -194,6 +212,12 @@ class RunningEngines:
         """An engine's exit code, or minus the signal that ended it; None while it runs."""
         return -signal.SIGKILL if name in self._killed else self._group(name).exit_status
 
+    def ended_how(self, name: str) -> str:
+        """How an engine that has ended did so, and where to read more."""
+        status = self.exit_status(name)
+        how = f"signal {-status}" if status is not None and status < 0 else f"exit code {status}"
+        return f"{how}; see {self.log_path(name)}"
+
     def log_path(self, name: str) -> Path:
         """Where an engine's output goes."""
         group = self._groups.get(name)
@@ -218,14 +242,11 @@ class RunningEngines:
             if problem is not None:
                 raise EngineError(f"engine {instance.name} can't start: {problem}")
 
-    def _is_synthetic(self, instance: Instance) -> bool:
-        return self.deployment.cluster_of(instance).hardware == SYNTHETIC
-
     def _commands(self, instances: Sequence[Instance]) -> Iterator[tuple[Sequence[str], EngineCommand]]:
         """Each process to start, with the names of the instances in it."""
         stand_ins = []
         for instance in instances:
-            if self._command is None and self._is_synthetic(instance):
+            if self._command is None and self.deployment.is_synthetic(instance):
                 stand_ins.append(instance.name)
             else:
                 build = self._command or vllm_command

@@ -2,6 +2,7 @@
 answer."""
 
 from prfaas.serving.gateway.context import GatewayOptions
+from prfaas.serving.gateway.draining import Draining
 from prfaas.serving.gateway.server import serve_gateway
 
-__all__ = ["GatewayOptions", "serve_gateway"]
+__all__ = ["Draining", "GatewayOptions", "serve_gateway"]

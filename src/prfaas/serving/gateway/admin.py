@@ -16,6 +16,7 @@ from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.middleware import Handler, access, errors
 from prfaas.serving.gateway.request_log import RequestLog, explain
+from prfaas.serving.gateway.routes import instances_of
 
 _SAFE_METHODS = ("GET", "HEAD")
 
@@ -53,6 +54,8 @@ class AdminRoutes:
         app.router.add_get("/metrics", self._get_metrics, allow_head=False)
         app.router.add_get("/prfaas/state", self._state, allow_head=False)
         app.router.add_get("/prfaas/requests/{request_id}", self._request, allow_head=False)
+        app.router.add_post("/prfaas/instances/{name}/drain", self._drain)
+        app.router.add_post("/prfaas/instances/{name}/undrain", self._undrain)
         return app
 
     def _check(self, request: web.Request) -> None:
@@ -93,6 +96,20 @@ class AdminRoutes:
 
     async def _state(self, _request: web.Request) -> web.Response:
         return web.json_response(self._plane.state())
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        return self._drained(request, wanted=True)
+
+    async def _undrain(self, request: web.Request) -> web.Response:
+        return self._drained(request, wanted=False)
+
+    def _drained(self, request: web.Request, *, wanted: bool) -> web.Response:
+        name = request.match_info["name"]
+        names = [instance.name for instance in self._deployment.instances]
+        if name not in names:
+            raise ApiError(404, f"No instance is called {name[:64]}; there are {', '.join(names)}.")
+        self._plane.drain(name, wanted=wanted)
+        return web.json_response(instances_of(self._plane.state())[name])
 
     async def _request(self, request: web.Request) -> web.Response:
         request_id = request.match_info["request_id"]

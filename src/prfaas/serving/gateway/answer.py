@@ -33,6 +33,7 @@ _LAST_WORDS_S = 1.0
 
 # In generated text the quotes would be escaped. The usage stands at the end.
 _ANSWER_TOKENS = re.compile(rb'"completion_tokens":\s?(\d+)')
+_CACHED_TOKENS = re.compile(rb'"cached_tokens":\s?(\d{1,9})')
 _USAGE_BYTES = 2048
 # With so much unsent to one client, its engine's stream waits.
 _UNSENT_BYTES = 64 << 10
@@ -177,6 +178,12 @@ def note_answer_tokens(record: RequestRecord, piece: bytes) -> None:
     found = _ANSWER_TOKENS.search(piece, max(len(piece) - _USAGE_BYTES, 0))
     if found is not None:
         record.answer_tokens = int(found.group(1))
+
+
+def cached_tokens_of(answer: bytes) -> int | None:
+    """Tokens of the prompt that the engine reused, by the usage of a whole answer; None if it does not say."""
+    found = _CACHED_TOKENS.search(answer, max(len(answer) - _USAGE_BYTES, 0))
+    return int(found.group(1)) if found is not None else None
 
 
 def _died(instance: str, error: BaseException) -> DecodeFailedError:

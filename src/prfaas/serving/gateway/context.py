@@ -3,10 +3,12 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
+from prfaas.serving.descriptors import DescriptorBudget
 from prfaas.serving.gateway.control_plane import ControlPlane
+from prfaas.serving.gateway.draining import Draining
 from prfaas.serving.gateway.engine_client import EngineClient
 from prfaas.serving.gateway.metrics import Metrics
 
@@ -62,13 +64,6 @@ class GatewayOptions:
     engine_keepalive_s: float = 2.0
 
 
-@dataclass(slots=True)
-class Draining:
-    """Whether the gateway is about to end: it serves what it has, and `/ready` says that it wants nothing new."""
-
-    active: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class GatewayContext:
     """Handed to every part that talks to engines or decides."""
@@ -81,4 +76,5 @@ class GatewayContext:
     """For JSON bodies and hashes of long prompts."""
     max_model_len: int
     """Tokens of a prompt and its answer together, at most."""
-    draining: Draining = field(default_factory=Draining)
+    draining: Draining
+    descriptors: DescriptorBudget

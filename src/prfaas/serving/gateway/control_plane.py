@@ -90,6 +90,10 @@ class ControlPlane(Protocol):
         """
         ...
 
+    def drain(self, name: str, *, wanted: bool) -> None:
+        """Let nothing new go to the instance called `name`, which the deployment has; or let it take part again."""
+        ...
+
     def incompatible(self, producer: str, consumer: str) -> str | None:
         """Why `consumer` takes no KV from `producer`, in the words of its rejection; None where none is known.
 
@@ -105,7 +109,7 @@ class ControlPlane(Protocol):
         """The deployment as it is now, ready for JSON: what `GET /prfaas/state` answers.
 
         `state()["clusters"][cluster]["instances"][name]` has at least `role` ("prefill", "decode" or both with a
-        "+") and `healthy`, from which `GET /health` is made.
+        "+"), `healthy` and `drain` (None, "draining" or "drained"), from which `GET /health` is made.
         """
         ...
 

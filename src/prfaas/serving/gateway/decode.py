@@ -86,6 +86,7 @@ class Decoder:
                 prepared.transfer.sealed if prepared.transfer is not None else None,
                 reuse_ids,
                 request.salt,
+                prepared.cached_tokens,
             )
             with self._plane.decoding(prepared.decode, prepared.own_prefill_tokens):
                 answer = await self._ask(request, prepared, body)

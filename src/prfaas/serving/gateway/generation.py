@@ -1,7 +1,8 @@
 """The way of one generating request through the gateway, from its body to its record."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 from aiohttp import web
 
@@ -25,6 +26,8 @@ from prfaas.serving.gateway.request_log import RequestLog, RequestRecord
 from prfaas.serving.gateway.stream_resume import StreamResume, can_resume
 from prfaas.serving.gateway.tokenization import Tokenization
 from prfaas.serving.gateway.validation import Validation
+
+_DESCRIPTORS_RETRY_S = 1.0
 
 RECORD = web.RequestKey("prfaas_record", RequestRecord)
 
@@ -70,8 +73,7 @@ class Generation:
         Raises:
             ApiError: what the client is to read in place of an answer.
         """
-        with self._log.recording(str(endpoint)) as record:
-            http[RECORD] = record
+        with self._log.recording(str(endpoint)) as record, self._taken(http, record):
             salt = self._tenants.salt(http.headers)
             # A named tenant's numbers are about prefixes under its own salt: they tell nothing of others' prompts.
             record.tells_details = self._tells_all or self._tenants.names(http.headers)
@@ -104,6 +106,20 @@ class Generation:
             # 8. Record. `recording` adds the times, and the outcome where an exception ended the request.
             record.answered(response.status)
             return response
+
+    @contextmanager
+    def _taken(self, http: web.Request, record: RequestRecord) -> Iterator[None]:
+        """While a request is open, if the gateway can take it. Raises ApiError."""
+        http[RECORD] = record
+        draining, descriptors = self._context.draining, self._context.descriptors
+        with draining.request():
+            if not descriptors.has_room(draining.open_requests):
+                raise ApiError(
+                    503,
+                    f"The gateway has no file descriptors left for another request (limit {descriptors.limit}).",
+                    retry_after_s=_DESCRIPTORS_RETRY_S,
+                )
+            yield
 
     def _decide(self, record: RequestRecord, prompt: TokenizedPrompt | DirectPrompt) -> Decision:
         """Where the request goes. Raises NoDecodeInstanceError.

@@ -64,6 +64,8 @@ class TransferDone:
     """From the transfer's start to the producer's answer."""
     transfer_s: float
     """From the transfer's start to its last byte."""
+    cached_tokens: int | None = None
+    """Tokens that the producer reused, by its own count; None: it did not say."""
 
 
 @dataclass(frozen=True, slots=True)

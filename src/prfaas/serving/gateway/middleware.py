@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from types import MappingProxyType
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -104,10 +103,10 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _refusal(
-    request: web.Request, status: int, body: bytes, more_headers: Mapping[str, str] = MappingProxyType({})
+    request: web.Request, status: int, body: bytes, more_headers: Mapping[str, str] | None = None
 ) -> web.Response:
     record = request.get(RECORD)
-    headers = {**(record.headers() if record is not None else {}), **more_headers}
+    headers = (record.headers() if record is not None else {}) | dict(more_headers or {})
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)

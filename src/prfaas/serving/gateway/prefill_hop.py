@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from prfaas.core.deployment import Deployment
+from prfaas.serving.gateway.answer import cached_tokens_of
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, prefill_body
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.engine_client import EngineCallError
@@ -132,10 +133,12 @@ class PrefillHop:
         prefill_timeout_s = self._options.prefill_timeout_s
         _check_compatible(self._plane.incompatible(spec.producer, spec.consumer))
 
-        async def prefill() -> float:
+        async def prefill() -> tuple[float, bytes]:
             producer = self._plane.instance(spec.producer)
-            await self._client.call(producer, "/v1/completions", body, request.headers, prefill_timeout_s)
-            return clock() - start_s
+            answer = await self._client.call(
+                producer, "/v1/completions", body, request.headers, prefill_timeout_s
+            )
+            return clock() - start_s, answer
 
         loop = asyncio.get_running_loop()
         # Two tasks and no group: each more costs every request some percent of the gateway's CPU time.
@@ -148,9 +151,10 @@ class PrefillHop:
             if arrival.done():
                 # Raises what went wrong with it. If nothing did, only the prefill's answer is missing.
                 arrival.result()
-            prefill_s = await prefilling
+            prefill_s, answer = await prefilling
             await self._wait_for_arrival(spec, ticket, arrival, late_s)
-            return TransferDone(ticket, sealed, arrival.result(), prefill_s, clock() - start_s)
+            moved, transfer_s = arrival.result(), clock() - start_s
+            return TransferDone(ticket, sealed, moved, prefill_s, transfer_s, cached_tokens_of(answer))
         finally:
             await _end(prefilling, arrival)
 

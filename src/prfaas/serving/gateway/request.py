@@ -87,6 +87,17 @@ class PreparedRequest:
     fallback: str | None = None
     """Why an earlier prefill elsewhere failed, in one word."""
 
+    @property
+    def cached_tokens(self) -> int | None:
+        """Tokens of the prompt that an engine held before this request; None where the decode engine's count is right.
+
+        What the decode engine loads from staging is none of them unless its producer had it cached.
+        """
+        transfer = self.transfer
+        if transfer is None or transfer.cached_tokens is None:
+            return None
+        return max(transfer.cached_tokens, transfer.ticket.skip_tokens)
+
     def header(self) -> RouteHeader:
         """What the route header tells."""
         decision, transfer, prefix = self.decision, self.transfer, self.prefix

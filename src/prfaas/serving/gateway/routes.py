@@ -97,7 +97,10 @@ class Routes:
 
 
 def _can_decode(instances: Mapping[str, Json]) -> bool:
-    return any("decode" in instance["role"] and instance["healthy"] for instance in instances.values())
+    return any(
+        "decode" in instance["role"] and instance["healthy"] and instance["drain"] is None
+        for instance in instances.values()
+    )
 
 
 def instances_of(state: Mapping[str, Any]) -> dict[str, Json]:

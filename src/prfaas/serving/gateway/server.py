@@ -9,16 +9,18 @@ import logging
 from collections.abc import Callable
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.kv import KvModel
 from prfaas.serving.admin_token import load_token
+from prfaas.serving.descriptors import DescriptorBudget, raise_descriptor_limit
 from prfaas.serving.gateway.admin import AdminRoutes
 from prfaas.serving.gateway.admission import Admission
 from prfaas.serving.gateway.context import GatewayContext, GatewayOptions, ThreadOffload
 from prfaas.serving.gateway.control_plane import ControlPlane
 from prfaas.serving.gateway.decode import Decoder
+from prfaas.serving.gateway.draining import Draining
 from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
 from prfaas.serving.gateway.generation import Generation
 from prfaas.serving.gateway.kv_transfer import KvTransfers
@@ -40,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 OBSERVER_NAME = "gateway"
 _INTRODUCTION_RETRY_S = 2.0
+_OWN_DESCRIPTORS = 64
+_DESCRIPTORS_PER_RANK = 8
 _LOOP_WATCH_S = 0.2
 _STAGING_WATCH_S = 2.0
 _STAGING_ANSWER_S = 1.0
@@ -55,6 +59,7 @@ class Gateway:
         kv_model: KvModel | None,
         options: GatewayOptions,
         registry: CollectorRegistry,
+        draining: Draining,
     ) -> None:
         """Raises KeyFileError and AdminTokenError for a file that can't be used."""
         key = load_key(deployment.security.key_file)
@@ -65,13 +70,24 @@ class Gateway:
         self._decoders = sorted(can_decode, key=lambda i: not i.has_role("decode"))
         self._json_threads = ThreadOffload(1, options.inline_json_bytes)
         self._tokenizer_threads = ThreadOffload(options.tokenizer_threads, options.inline_text_chars)
+        # Standard series: CPU time, memory, file descriptors.
+        ProcessCollector(registry=registry)
         self._client = EngineClient(
             connect_timeout_s=options.connect_timeout_s, keepalive_s=options.engine_keepalive_s
         )
         self._transfers = _transfers(deployment.instances, key)
         self._metrics = Metrics(registry)
+        self.descriptors = DescriptorBudget(raise_descriptor_limit(), _reserved_descriptors(deployment))
+        logger.info("file descriptors: %d at most", self.descriptors.limit)
         context = GatewayContext(
-            plane, self._client, self._metrics, options, self._json_threads, model.max_model_len
+            plane,
+            self._client,
+            self._metrics,
+            options,
+            self._json_threads,
+            model.max_model_len,
+            draining,
+            self.descriptors,
         )
         local = LocalTokenizer.of_model(model.path, self._tokenizer_threads)
         self._tokenization = Tokenization(local, model.served_name, context)
@@ -143,6 +159,12 @@ class Gateway:
         self._tokenizer_threads.close()
 
 
+def _reserved_descriptors(deployment: Deployment) -> int:
+    """What is open however few requests there are: files, and per rank observers, probes and event sockets."""
+    ranks = sum(instance.tensor_parallel for instance in deployment.instances)
+    return _OWN_DESCRIPTORS + _DESCRIPTORS_PER_RANK * ranks
+
+
 def _transfers(instances: tuple[Instance, ...], key: bytes) -> KvTransfers:
     """One observer per instance and rank, since any of them may be sent to. They connect when first used."""
     return KvTransfers(
@@ -171,6 +193,7 @@ async def serve_gateway(
     admin_ready: Callable[[int], None] | None = None,
     options: GatewayOptions | None = None,
     registry: CollectorRegistry | None = None,
+    draining: Draining | None = None,
 ) -> None:
     """Serve `deployment`'s gateway until cancelled. Engines may be started before or after.
 
@@ -180,6 +203,7 @@ async def serve_gateway(
         ready: called with the bound port once clients can connect.
         admin_ready: called with the operators' bound port before.
         registry: what `GET /metrics` shows besides the gateway's own series.
+        draining: lets the caller end the gateway without cutting what is open; None: it can only be cancelled.
 
     Raises:
         KeyFileError: the deployment's key can't be read.
@@ -188,7 +212,12 @@ async def serve_gateway(
     """
     try:
         gateway = Gateway(
-            deployment, plane, kv_model, options or GatewayOptions(), registry or CollectorRegistry()
+            deployment,
+            plane,
+            kv_model,
+            options or GatewayOptions(),
+            registry or CollectorRegistry(),
+            draining or Draining(),
         )
         await _serve(deployment, plane, gateway, ready, admin_ready)
     finally:
@@ -209,6 +238,9 @@ async def _serve(
         if admin_ready is not None:
             admin_ready(admin_port)
         port = await _listen(clients, deployment.gateway.host, deployment.gateway.port)
+        server = clients.server
+        assert server is not None
+        gateway.descriptors.connections = lambda: len(server.connections)
         background += [
             asyncio.create_task(plane.run()),
             asyncio.create_task(gateway.introduce()),

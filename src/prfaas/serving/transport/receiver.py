@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any
 
+from prfaas import __version__
 from prfaas.serving.logs import PEER
 from prfaas.serving.transport.handshake import (
     Fingerprint,
@@ -150,6 +151,7 @@ class Receiver:
         roles = [each.identity.role for each in connections if each.identity is not None]
         return self._table.stats() | {
             "name": self.name,
+            "version": __version__,
             "connections": len(roles),
             "producer_connections": roles.count("producer"),
             "observer_connections": roles.count("observer"),

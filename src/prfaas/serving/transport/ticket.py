@@ -30,6 +30,12 @@ TICKET_PARAMETER = "prfaas"
 PREFIX_TICKET_PARAMETER = "prfaas_from"
 """The same for a transfer that a prefill starts from: a prefix that another cluster sends first."""
 
+REMOTE_PREFILL_PARAMETER = "do_remote_prefill"
+"""vLLM's own key: another engine has prefilled the prompt."""
+
+CACHED_TOKENS_PARAMETER = "remote_prefill_cached_tokens"
+"""vLLM's own key: the tokens of the prompt that were cached, as the answer's usage is to tell them."""
+
 
 class KeyFileError(ValueError):
     """The key file is missing, unreadable, open to others, or not 64 hex digits."""

@@ -50,10 +50,10 @@ class Stages(Protocol):
         ...
 
 
-def run_demo(deployment: Deployment, stages: Stages, start_timeout_s: float = READY_TIMEOUT_S) -> DemoOutcome:
+def run_demo(deployment: Deployment, stages: Stages, ready_timeout_s: float = READY_TIMEOUT_S) -> DemoOutcome:
     """Runs everything, one after the other, and leaves nothing running.
 
-    `start_timeout_s`: how long the deployment's engines may take to start, and then the plain one.
+    `ready_timeout_s`: how long the deployment's engines may take to start, and then the plain one.
 
     Raises:
         DemoError: a prompt got no answer from the gateway or the plain engine, or the gateway failed.
@@ -65,13 +65,13 @@ def run_demo(deployment: Deployment, stages: Stages, start_timeout_s: float = RE
     try:
         with RunningEngines(deployment) as engines:
             with stages.starting(engines) as show:
-                engines.wait_ready(start_timeout_s, show)
+                engines.wait_ready(ready_timeout_s, show)
             with stages.asking("two clusters", prompts) as answered:
                 answers = asyncio.run(_ask_gateway(deployment, prompts, answered))
         plain = reference_deployment(deployment)
         with RunningEngines(plain, command=reference_command) as engines:
             with stages.starting(engines) as show:
-                engines.wait_ready(start_timeout_s, show)
+                engines.wait_ready(ready_timeout_s, show)
             with stages.asking("one plain engine", prompts) as answered:
                 references = asyncio.run(_ask_reference(plain, prompts, answered))
     except (RequestFailedError, ReferenceFailedError) as error:

@@ -1,13 +1,14 @@
 """`python -m prfaas.serving.engines.synthetic DEPLOYMENT INSTANCE…`: stand-in engines, all in this process."""
 
 import argparse
-import resource
+import logging
 import sys
 from pathlib import Path
 
 import uvloop
 
 from prfaas.core.deployment import DeploymentError, load_deployment
+from prfaas.serving.descriptors import raise_descriptor_limit
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.preparation import ensure_key, ensure_model
 from prfaas.serving.engines.synthetic.node import run_nodes
@@ -27,7 +28,7 @@ def main() -> int:
     options = parser.parse_args()
     set_up_logging(LogSettings.of_environment(), whole_process=True)
     sys.setswitchinterval(_SWITCH_S)
-    _allow_many_sockets()
+    logging.getLogger("prfaas.synthetic").info("file descriptors: %d at most", raise_descriptor_limit())
     try:
         deployment = load_deployment(options.deployment, state_dir=options.state_dir)
         ensure_model(deployment)
@@ -38,12 +39,6 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
-
-
-def _allow_many_sockets() -> None:
-    # Every pair of engines has its connections, and shells allow a process 1024 open files by default.
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,12 @@ import orjson
 
 from prfaas.serving.engines.synthetic.engine import GeneratedAnswer, Work
 from prfaas.serving.engines.synthetic.text import Text
-from prfaas.serving.transport.ticket import PREFIX_TICKET_PARAMETER, TICKET_PARAMETER
+from prfaas.serving.transport.ticket import (
+    CACHED_TOKENS_PARAMETER,
+    PREFIX_TICKET_PARAMETER,
+    REMOTE_PREFILL_PARAMETER,
+    TICKET_PARAMETER,
+)
 
 DONE = b"data: [DONE]\n\n"
 
@@ -104,6 +109,7 @@ def parse_generation(raw: bytes, *, chat: bool, models: ServedModels, text: Text
                         ),
                     )
                 ),
+                cached_tokens=_cached_tokens(params),
             )
         )
     options = body.get("stream_options")
@@ -184,6 +190,11 @@ def _integer_field(body: dict[str, Any], field: str, low: int, high: int = 1 << 
     if type(value) is not int or not low <= value <= high:
         raise BodyError(f"`{field}` must be a whole number from {low} to {high}.")
     return value
+
+
+def _cached_tokens(params: dict[str, Any]) -> int | None:
+    told = params.get(CACHED_TOKENS_PARAMETER)
+    return told if params.get(REMOTE_PREFILL_PARAMETER) and isinstance(told, int) else None
 
 
 def _text_field(value: object) -> str:

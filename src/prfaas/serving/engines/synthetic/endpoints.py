@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 # Each open connection has a buffer of this size: there are many in one process.
 _CHUNK_BYTES = 256 << 10
-_LOCAL_CONNECTIONS = 1
 _POLL_S = 0.01
 _SWEEP_S = 0.1
 
@@ -95,7 +94,7 @@ class Endpoints:
                     host=peer.instance.host,
                     port=peer.instance.kv_port,
                     link=peer.link,
-                    connections=_LOCAL_CONNECTIONS if peer.bandwidth_bits_per_s is None else peer.connections,
+                    connections=peer.connections,
                     bandwidth_bits_per_s=peer.bandwidth_bits_per_s,
                     on_demand=peer.on_demand,
                 )

@@ -35,6 +35,8 @@ class Work:
     """The LoRA adapter; "" for none."""
     tickets: tuple[str, ...] = ()
     """Sealed, as they came."""
+    cached_tokens: int | None = None
+    """Tokens that were cached where the KV comes from, if the gateway tells; reported once that KV is loaded."""
 
 
 @dataclass(slots=True)
@@ -82,7 +84,7 @@ class _RequestState:
     stored_tokens: int = 0
     """Tokens whose blocks are stored."""
     cached_tokens: int = 0
-    """Tokens that were held or loaded, not computed."""
+    """Tokens that were cached before: held here, or where loaded KV came from."""
 
 
 class GeneratedAnswer:
@@ -219,6 +221,8 @@ class SyntheticEngine:
         if load is not None and load.num_tokens == len(chain) - 1 and roles.send is None:
             state = await self._admit(work, chain, held)
             if await self._load(load, state):
+                if work.cached_tokens is not None:
+                    state.cached_tokens = work.cached_tokens
                 return state
             # Never wait for the turn with pages in hand: who has the turn may wait for pages.
             state.lease.close()
@@ -231,6 +235,9 @@ class SyntheticEngine:
                 state = await self._admit(work, chain, held)
             if not state.done_tokens:
                 self._reuse(state, len(chain) - 1)
+            elif load is not None:
+                # The rest of a prompt whose beginning another engine held.
+                state.cached_tokens = load.num_tokens
             with self._running():
                 await self._prefill(state, roles.send, queued=queued)
         return state
@@ -269,7 +276,7 @@ class SyntheticEngine:
         self.endpoints.counts.loads_completed += 1
         self.counts.damaged_loads += context.taint != taint
         self.counts.prefix_hits += held_tokens
-        state.done_tokens = state.cached_tokens = ticket.num_tokens
+        state.done_tokens, state.cached_tokens = ticket.num_tokens, held_tokens
         cache.store(context, state.lease, held_tokens, ticket.num_tokens, states=False)
         state.stored_tokens = ticket.num_tokens
         return True

@@ -1,6 +1,8 @@
 """What a stand-in counts, and the vLLM series that gateways and controllers read it from."""
 
+import resource
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from prfaas.serving.engines.transfer_counters import COUNTERS
 
@@ -104,6 +106,9 @@ def exposition(
         ("_sum", float(counts.generated_tokens)),
         ("_count", float(counts.finished)),
     )
+    # Prometheus's own names for facts of a process, which several stand-ins may share.
+    lines += [f"process_open_fds {sum(1 for _ in Path('/proc/self/fd').iterdir())}"]
+    lines += [f"process_max_fds {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}"]
     for each in fields(transfers):
         counter(f"prfaas_{each.name}", COUNTERS[each.name], getattr(transfers, each.name))
     counter("prfaas_damaged_loads", "KV transfers whose bytes were not sound", counts.damaged_loads)

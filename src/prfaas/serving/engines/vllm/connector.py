@@ -19,6 +19,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
 
+from prfaas.serving.descriptors import raise_descriptor_limit
 from prfaas.serving.engines.vllm.connector_scheduler import ConnectorScheduler
 from prfaas.serving.engines.vllm.connector_worker import ConnectorWorker
 from prfaas.serving.engines.vllm.layout import read_groups
@@ -80,6 +81,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         # vLLM has no handler for our loggers, and would write warnings bare and nothing below them.
         set_up_logging(LogSettings.of_environment())
+        logger.info("file descriptors: %d at most", raise_descriptor_limit())
         self._settings = ConnectorSettings.parse(self._kv_transfer_config.kv_connector_extra_config)
         self._key = load_key(self._settings.key_file)
         self._groups = read_groups(kv_cache_config)

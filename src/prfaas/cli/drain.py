@@ -1,0 +1,68 @@
+"""`prfaas drain` and `prfaas undrain`: take an instance out of a running deployment without losing a request."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from prfaas.cli.common import CliError, TokenFile
+
+_LOOK_EVERY_S = 1.0
+
+_Instance = Annotated[str, typer.Argument(metavar="INSTANCE", help="Its name in the deployment file.")]
+_Where = Annotated[
+    str,
+    typer.Argument(
+        metavar="DEPLOYMENT|URL", help="The deployment file, or the URL of the gateway's operators' port."
+    ),
+]
+
+
+def drain(
+    instance: _Instance,
+    where: _Where,
+    wait_s: Annotated[
+        float | None,
+        typer.Option("--wait", metavar="SECONDS", min=0.0, help="Return when its work has ended."),
+    ] = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Give an instance no new work; what runs there ends.
+
+    `prfaas status` shows it as draining, then as drained: it can be stopped now. The gateway remembers this until
+    `prfaas undrain`, or until it ends itself. With --wait, exit code 1 if work is left after so many seconds.
+
+    Example: prfaas drain home-decode-0 examples/local.yaml --wait 60
+    """
+    import time
+
+    state = _ask(where, token_file, instance, "drain")
+    deadline = time.monotonic() + (wait_s or 0.0)
+    while wait_s is not None and state["drain"] == "draining" and time.monotonic() < deadline:
+        time.sleep(_LOOK_EVERY_S)
+        # To ask again changes nothing.
+        state = _ask(where, token_file, instance, "drain")
+    left = f", {state['in_flight']} requests open" if state["drain"] == "draining" else ""
+    typer.echo(f"{instance} is {state['drain']}{left}")
+    if wait_s is not None and state["drain"] == "draining":
+        raise typer.Exit(1)
+
+
+def undrain(instance: _Instance, where: _Where, token_file: TokenFile = None) -> None:
+    """Give a drained instance work again.
+
+    Example: prfaas undrain home-decode-0 examples/local.yaml
+    """
+    state = _ask(where, token_file, instance, "undrain")
+    if state["drain"] is not None:
+        raise CliError(f"{instance} is still {state['drain']}")
+    typer.echo(f"{instance} takes part again" + ("" if state["healthy"] else " once it answers"))
+
+
+def _ask(where: str, token_file: Path | None, instance: str, what: str) -> dict[str, Any]:
+    from urllib.parse import quote
+
+    from prfaas.cli.common import admin_address, fetch
+
+    path = f"/prfaas/instances/{quote(instance, safe='')}/{what}"
+    return fetch(admin_address(where, token_file), path, method="POST")

@@ -1,0 +1,59 @@
+"""File descriptors: how many this process may have, and whether one more request still fits. Standard library only."""
+
+import resource
+import time
+from collections.abc import Callable
+
+# A request has at most one connection to an engine at a time; one more may idle in the pool behind it.
+_PER_REQUEST = 2
+# Listing the connections of clients costs microseconds per thousand.
+_COUNT_EVERY_S = 0.1
+
+
+def raise_descriptor_limit() -> int:
+    """Allow this process, and those that it starts, as many file descriptors as the system lets it.
+
+    Shells allow 1024 by default, and every request, stream and transfer has one of its own.
+
+    Returns:
+        The limit from now on.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+class DescriptorBudget:
+    """Whether one more request fits under the limit. It counts what is known to be open and asks the system nothing."""
+
+    def __init__(
+        self,
+        limit: int,
+        reserved: int,
+        connections: Callable[[], int] = lambda: 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Nothing is counted yet.
+
+        Args:
+            limit: descriptors that the process may have.
+            reserved: those that are not for requests: files, and connections that are always there.
+            connections: counts the connections of clients; asked ten times a second at most.
+            clock: seconds that never go back.
+        """
+        self.limit = limit
+        self.reserved = reserved
+        self.connections = connections
+        self._clock = clock
+        self._counted_s = -_COUNT_EVERY_S
+        self._connected = 0
+
+    def has_room(self, open_requests: int) -> bool:
+        """Whether there are enough for `open_requests`, of which the last has just come."""
+        now_s = self._clock()
+        if now_s - self._counted_s >= _COUNT_EVERY_S:
+            self._counted_s, self._connected = now_s, self.connections()
+        else:
+            # Every request since may have come over a connection of its own.
+            self._connected += 1
+        return self.reserved + self._connected + _PER_REQUEST * open_requests <= self.limit

@@ -1,0 +1,152 @@
+"""Starts engines again that have ended: later each time, and not for ever."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from prfaas.core.deployment import Instance
+from prfaas.serving.engines import EngineError
+from prfaas.serving.engines.running import answers_health
+from prfaas.serving.transport.ticket import KeyFileError
+
+_LOOK_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RestartLimits:
+    """How often and how soon an engine is started again."""
+
+    most: int = 5
+    """Restarts in a row; then the deployment goes on without the engine. 0: it is never started again."""
+    first_wait_s: float = 1.0
+    """Before the first restart; twice as long before each further one."""
+    longest_wait_s: float = 60.0
+    steady_s: float = 600.0
+    """An engine that answered so long after a restart counts as sound: its restarts are forgotten."""
+    ready_timeout_s: float = 1200.0
+    """A restart that is not ready by then has failed: it is ended, and counts."""
+
+    def wait_s(self, restarts: int) -> float:
+        """Before the next restart, after so many in a row."""
+        return min(self.first_wait_s * 2.0 ** min(restarts, 60), self.longest_wait_s)
+
+
+class Engines(Protocol):
+    """What the supervisor needs of `RunningEngines`."""
+
+    def is_running(self, name: str) -> bool: ...
+
+    def ended_how(self, name: str) -> str: ...
+
+    def restart(self, names: Collection[str]) -> None: ...
+
+    def kill(self, name: str) -> None: ...
+
+
+@dataclass(slots=True)
+class _Watched:
+    instance: Instance
+    restarts: int = 0
+    due_s: float | None = None
+    """When it is to be started again; None while it runs or is given up."""
+    started_s: float | None = None
+    """When it was started again; None before, and once it has answered."""
+    sound_s: float | None = None
+    """When its restarts are forgotten."""
+    given_up: bool = False
+
+
+class EngineSupervisor:
+    """Watches the engines of one deployment on this machine. Belongs to one event loop's thread."""
+
+    def __init__(
+        self,
+        engines: Engines,
+        instances: Collection[Instance],
+        limits: RestartLimits,
+        tell: Callable[[str], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        is_ready: Callable[[Instance], bool] = answers_health,
+    ) -> None:
+        """All of `instances` run and are ready.
+
+        Args:
+            engines: which ends and starts them.
+            instances: what is watched.
+            limits: how often and how soon.
+            tell: called with every sentence that an operator should read.
+            clock: seconds that never go back.
+            is_ready: asked in a thread, once a second while an engine starts.
+        """
+        self._engines = engines
+        self._watched = {instance.name: _Watched(instance) for instance in instances}
+        self._limits = limits
+        self._tell = tell
+        self._clock = clock
+        self._is_ready = is_ready
+
+    @property
+    def given_up(self) -> list[str]:
+        """Engines that are not started again any more."""
+        return [name for name, each in self._watched.items() if each.given_up]
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """See who has ended, start again who is due, and ask those that start whether they are ready."""
+        for name, each in self._watched.items():
+            if each.due_s is None and not each.given_up and not self._engines.is_running(name):
+                self._ended(name, each)
+        now_s = self._clock()
+        due = [name for name, each in self._watched.items() if each.due_s is not None and each.due_s <= now_s]
+        if due:
+            await self._start(due)
+        for name, each in self._watched.items():
+            if each.started_s is not None and each.due_s is None:
+                await self._ask(name, each)
+            elif each.sound_s is not None and self._clock() >= each.sound_s:
+                each.restarts, each.sound_s = 0, None
+
+    def _ended(self, name: str, each: _Watched) -> None:
+        how = self._engines.ended_how(name)
+        each.started_s = each.sound_s = None
+        if each.restarts >= self._limits.most:
+            each.given_up = True
+            again = f" after {each.restarts} restarts" if each.restarts else ""
+            self._tell(f"engine {name} has ended{again} ({how}); the others go on without it")
+            return
+        wait_s = self._limits.wait_s(each.restarts)
+        each.restarts += 1
+        each.due_s = self._clock() + wait_s
+        self._tell(
+            f"engine {name} has ended ({how}); restart {each.restarts} of {self._limits.most} in {wait_s:g} s"
+        )
+
+    async def _start(self, due: Collection[str]) -> None:
+        """All that are due together: stand-ins that shared a process share one again."""
+        for name in due:
+            self._watched[name].due_s = None
+            self._watched[name].started_s = self._clock()
+        try:
+            # In a thread: the gateway serves in this one.
+            await asyncio.to_thread(self._engines.restart, due)
+        except (EngineError, KeyFileError, OSError) as error:
+            self._tell(f"no restart of {', '.join(due)}: {error}")
+
+    async def _ask(self, name: str, each: _Watched) -> None:
+        assert each.started_s is not None
+        if await asyncio.to_thread(self._is_ready, each.instance):
+            self._tell(f"engine {name} is ready again after {self._clock() - each.started_s:.0f} s")
+            each.started_s, each.sound_s = None, self._clock() + self._limits.steady_s
+        elif self._clock() - each.started_s > self._limits.ready_timeout_s and self._engines.is_running(name):
+            self._tell(f"engine {name} is not ready {self._limits.ready_timeout_s:g} s after its restart")
+            with contextlib.suppress(EngineError):
+                await asyncio.to_thread(self._engines.kill, name)

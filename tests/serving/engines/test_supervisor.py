@@ -1,0 +1,160 @@
+"""Restarts of engines that end: later each time, at most so often, by a clock that the test moves."""
+
+import asyncio
+import itertools
+from collections.abc import Collection
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.core.deployment import Instance
+from prfaas.serving.engines import EngineError
+from prfaas.serving.engines.supervisor import EngineSupervisor, RestartLimits
+
+NAMES = ("a", "b")
+
+
+class World:
+    """Engines that end and answer when the test says so."""
+
+    def __init__(self, limits: RestartLimits) -> None:
+        self.now_s = 100.0
+        self.running = set(NAMES)
+        self.ready: set[str] = set()
+        self.starts: list[tuple[float, tuple[str, ...]]] = []
+        self.refuses: str | None = None
+        self.told: list[str] = []
+        instances = [Instance(name, "c", ("decode",), "127.0.0.1", 1, 2, 1) for name in NAMES]
+        self.supervisor = EngineSupervisor(
+            self,
+            instances,
+            limits,
+            self.told.append,
+            clock=lambda: self.now_s,
+            is_ready=lambda instance: instance.name in self.ready,
+        )
+
+    def is_running(self, name: str) -> bool:
+        return name in self.running
+
+    def ended_how(self, name: str) -> str:
+        return "signal 9"
+
+    def restart(self, names: Collection[str]) -> None:
+        if self.refuses is not None:
+            raise EngineError(self.refuses)
+        self.starts.append((self.now_s, tuple(names)))
+        self.running.update(names)
+
+    def kill(self, name: str) -> None:
+        self.running.discard(name)
+
+    def end(self, *names: str) -> None:
+        self.running.difference_update(names)
+        self.ready.difference_update(names)
+
+    async def pass_s(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.now_s += 1.0
+            await self.supervisor.look()
+
+
+def test_an_engine_that_ends_is_started_again_and_said_to_be_ready() -> None:
+    async def check() -> None:
+        world = World(RestartLimits())
+        await world.pass_s(5)
+        assert not world.starts and not world.told
+        world.end("a")
+        await world.pass_s(2)
+        assert world.starts == [(107.0, ("a",))]
+        world.ready.add("a")
+        await world.pass_s(1)
+        assert world.told == [
+            "engine a has ended (signal 9); restart 1 of 5 in 1 s",
+            "engine a is ready again after 1 s",
+        ]
+
+    asyncio.run(check())
+
+
+def test_waits_double_and_end_with_a_sentence() -> None:
+    async def check() -> None:
+        world = World(RestartLimits(most=3, first_wait_s=2.0, longest_wait_s=5.0))
+        for _ in range(30):
+            world.end("a")
+            await world.pass_s(1)
+        at_s = [at for at, _ in world.starts]
+        assert [b - a for a, b in itertools.pairwise(at_s)] == [5.0, 6.0]
+        assert len(at_s) == 3
+        assert world.told[-1] == "engine a has ended after 3 restarts (signal 9); the others go on without it"
+        assert world.supervisor.given_up == ["a"]
+        world.end("b")
+        await world.pass_s(3)
+        assert world.starts[-1][1] == ("b",)
+
+    asyncio.run(check())
+
+
+def test_without_restarts_it_only_says_so() -> None:
+    async def check() -> None:
+        world = World(RestartLimits(most=0))
+        world.end("a")
+        await world.pass_s(9)
+        assert not world.starts
+        assert world.told == ["engine a has ended (signal 9); the others go on without it"]
+
+    asyncio.run(check())
+
+
+def test_engines_that_end_together_are_started_together() -> None:
+    async def check() -> None:
+        world = World(RestartLimits())
+        world.end("a", "b")
+        await world.pass_s(3)
+        assert world.starts == [(102.0, ("a", "b"))]
+
+    asyncio.run(check())
+
+
+def test_a_restart_that_is_never_ready_is_ended_and_counts() -> None:
+    async def check() -> None:
+        world = World(RestartLimits(most=2, ready_timeout_s=10.0))
+        world.end("a")
+        await world.pass_s(60)
+        assert len(world.starts) == 2
+        assert world.supervisor.given_up == ["a"]
+        assert "engine a is not ready 10 s after its restart" in world.told
+
+    asyncio.run(check())
+
+
+def test_a_restart_that_is_refused_counts() -> None:
+    async def check() -> None:
+        world = World(RestartLimits(most=2))
+        world.refuses = "port 1 is already in use"
+        world.end("a")
+        await world.pass_s(20)
+        assert world.told.count("no restart of a: port 1 is already in use") == 2
+        assert world.supervisor.given_up == ["a"]
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_stays_is_sound_again() -> None:
+    async def check() -> None:
+        world = World(RestartLimits(most=1, steady_s=30.0))
+        for _ in range(3):
+            world.end("a")
+            await world.pass_s(3)
+            world.ready.add("a")
+            await world.pass_s(40)
+        assert len(world.starts) == 3
+        assert not world.supervisor.given_up
+
+    asyncio.run(check())
+
+
+@given(st.integers(0, 2000), st.floats(0.1, 10.0), st.floats(10.0, 100.0))
+def test_waits_never_fall_and_are_bounded(restarts: int, first_s: float, longest_s: float) -> None:
+    limits = RestartLimits(first_wait_s=first_s, longest_wait_s=longest_s)
+    assert first_s <= limits.wait_s(restarts) <= limits.wait_s(restarts + 1) <= longest_s

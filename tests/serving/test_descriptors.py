@@ -1,0 +1,48 @@
+"""File descriptors: the limit is raised, and what is known to be open decides whether one more request fits."""
+
+import resource
+import subprocess
+import sys
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.serving.descriptors import DescriptorBudget, raise_descriptor_limit
+
+
+def test_the_limit_becomes_the_hard_one() -> None:
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (100, 200))\n"
+        "from prfaas.serving.descriptors import raise_descriptor_limit\n"
+        "print(raise_descriptor_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert told.stdout.split() == ["200", "200", "200"]
+    assert raise_descriptor_limit() == resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+
+@given(st.integers(10, 500), st.integers(0, 50), st.lists(st.booleans(), max_size=300))
+def test_what_is_admitted_stays_under_the_limit(limit: int, reserved: int, steps: list[bool]) -> None:
+    """True: a client connects and asks, for at most two more descriptors. False: time passes and one leaves."""
+    now_s, clients = 0.0, 0
+    budget = DescriptorBudget(limit, reserved, lambda: clients, lambda: now_s)
+    for comes in steps:
+        if comes:
+            if budget.has_room(clients + 1):
+                clients += 1
+        elif clients:
+            clients -= 1
+            now_s += 0.2
+        assert reserved + 3 * clients <= max(limit, reserved)
+
+
+def test_room_comes_back() -> None:
+    now_s, clients = 0.0, 90
+    budget = DescriptorBudget(100, 10, lambda: clients, lambda: now_s)
+    assert not budget.has_room(1)
+    clients = 10
+    assert not budget.has_room(1)
+    now_s = 0.2
+    assert budget.has_room(1)
