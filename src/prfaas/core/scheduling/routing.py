@@ -370,9 +370,8 @@ def prefill_without_hop(
     if request.num_tokens > LONGEST_TINY_TOKENS or option.instance is decode:
         return None
     link = option.link
-    rtt_s, bits_per_s = (
-        (NEAR_HOP_S, NEAR_HOP_BITS_PER_S) if link is None else (link.rtt_s, link.capacity_bits_per_s)
-    )
+    near = (NEAR_HOP_S, NEAR_HOP_BITS_PER_S)
+    rtt_s, bits_per_s = near if link is None else (link.rtt_s, link.capacity_bits_per_s)
     hop_s = rtt_s + BITS_PER_BYTE * view.kv.prefix_bytes_to_move(1, 0) / bits_per_s
     cluster = view.clusters[decode.cluster]
     here = prefill_by(request, view, cluster, decode)
