@@ -24,7 +24,7 @@ help:
 	@echo "make test-fast    the tests that start no engine and are not slow, on two cores (about a minute and a half)"
 	@echo "make test-extras  each extra of the wheel in an environment of its own (downloads packages; minutes)"
 	@echo "make check  formatting, lint, types, import arrows"
-	@echo "make bench  every benchmark (about half an hour)"
+	@echo "make bench  every benchmark (about an hour)"
 	@echo "make docs   the documentation as a site in build/site"
 	@echo "make setup  only the virtual environment"
 
@@ -76,6 +76,8 @@ bench: setup
 	$(BIN)/python bench/allocation.py
 	$(BIN)/python bench/synthetic.py
 	$(BIN)/python bench/burst.py
+	$(BIN)/python bench/faults.py
+	$(BIN)/python bench/overload.py
 	$(BIN)/python bench/fidelity.py recorded bench/data/vllm_real_timings_RTXPRO6000_Llama-3.1-8B.jsonl.gz
 	-$(BIN)/python bench/simulator.py --requests 10000 100000
 

@@ -250,6 +250,10 @@ BAD = {
         GOOD + "gateway: {route_header: long}\n",
         '40: gateway.route_header: must be one of "short", "full", not "long"',
     ),
+    "no patience": (
+        GOOD + "control: {silence_s: 0}\n",
+        "40: control.silence_s: must be greater than 0",
+    ),
     "ranks beyond the last port": (
         replaced("kv_port: 8200", "kv_port: 65533"),
         "15: clusters[0].instances[0].kv_port: 65533 leaves no room for 4 ranks; take one up to 65532",
@@ -449,3 +453,13 @@ def test_logs_of_engines(tmp_path: Path) -> None:
     assert (engine.log_bytes, engine.log_files) == (64 << 20, 3)
     engine = load(tmp_path, GOOD + "engine: {log_size: 1 MiB, log_files: 9}\n").engine
     assert (engine.log_bytes, engine.log_files) == (1 << 20, 9)
+
+
+def test_how_long_engines_are_waited_for(tmp_path: Path) -> None:
+    default = load(tmp_path, GOOD)
+    assert (default.control.silence_s, default.control.stall_s) == (2.5, 60.0)
+    assert (default.gateway.first_byte_s, default.gateway.idle_s) == (1800.0, 600.0)
+    text = "control: {silence_s: 4, stall_s: 90}\ngateway: {first_byte_s: 60, idle_s: 20}\n"
+    patient = load(tmp_path, GOOD + text)
+    assert (patient.control.silence_s, patient.control.stall_s) == (4.0, 90.0)
+    assert (patient.gateway.first_byte_s, patient.gateway.idle_s) == (60.0, 20.0)

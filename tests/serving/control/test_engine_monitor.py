@@ -130,3 +130,49 @@ def test_another_process_empties_the_window() -> None:
     assert meter.output_tokens is None
     assert not meter.add(reading(started_at_s=None, outputs=31), 3.0)
     assert meter.add(reading(started_at_s=None, outputs=2), 4.0)
+
+
+def test_an_engine_that_runs_and_does_not_move_is_stuck() -> None:
+    meter = EngineMeter(60.0)
+    idle = dataclasses.replace(ABSENT, tokens=100.0)
+    busy = dataclasses.replace(idle, running=3)
+    for now_s in range(100):
+        meter.add(idle, float(now_s))
+    assert meter.stuck_s == 0
+    for now_s in range(100, 171):
+        meter.add(busy, float(now_s))
+    # It has nothing to do until 99, and begins.
+    assert meter.stuck_s == 71
+    for moved in ({"tokens": 101.0}, {"kv_usage": 0.5}, {"token_gaps": 1.0}, {"running": 0}):
+        meter.add(dataclasses.replace(busy, **moved), 171.0)  # type: ignore[arg-type]
+        assert meter.stuck_s == 0
+        meter.add(dataclasses.replace(busy, **moved), 181.0)  # type: ignore[arg-type]
+        assert meter.stuck_s == (0 if "running" in moved else 10)
+
+
+def test_new_requests_are_no_progress() -> None:
+    meter = EngineMeter(60.0)
+    for now_s in range(70):
+        arriving = {
+            "running": 1 + now_s,
+            "waiting": now_s,
+            "kv_usage": now_s / 100,
+            "prefix_queries": 9.0 * now_s,
+        }
+        meter.add(dataclasses.replace(ABSENT, **arriving), float(now_s))  # type: ignore[arg-type]
+    assert meter.stuck_s == 69
+
+
+def test_a_new_process_is_not_stuck() -> None:
+    meter = EngineMeter(60.0)
+    old = dataclasses.replace(ABSENT, running=3, started_at_s=1.0)
+    meter.add(old, 0.0)
+    meter.add(old, 70.0)
+    assert meter.stuck_s == 70
+    meter.add(dataclasses.replace(old, started_at_s=60.0), 71.0)
+    assert meter.stuck_s == 0
+
+
+def test_all_tokens_count_as_progress() -> None:
+    text = b"vllm:prompt_tokens_total 7\nvllm:generation_tokens_total 5\n"
+    assert read_exposition(text).tokens == 12

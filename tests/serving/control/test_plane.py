@@ -145,7 +145,9 @@ def test_transfers_that_fail_again_and_again_close_the_link(planes: Planes) -> N
                 plane.suspect(name, "transfer-failed")
                 raise RuntimeError
             planes.clock.now_s += 4
-            await plane.health.probe_due()
+            for _ in range(2):
+                plane.loop_clock._on_time_s += 1
+                await asyncio.gather(*plane.health.due())
         plane.links.conclude()
         assert not plane.cluster_state.view.links[LINK].up
         assert plane.route(10_000, chains).route is Route.LOCAL

@@ -191,6 +191,35 @@ def test_a_link_can_be_made_slow_without_telling_anyone(deployment: Deployment) 
     asyncio.run(check())
 
 
+def test_a_stalled_engine_answers_but_goes_on_with_nothing(deployment: Deployment) -> None:
+    async def check() -> None:
+        async with running(deployment, "home-0") as world:
+            ids = random_ids(3000, 1)
+            plain = await world.complete("home-0", ids)
+            clock = world.nodes["home-0"].engine.clock
+            decoding = asyncio.create_task(world.complete("home-0", random_ids(300, 2), max_tokens=12_000))
+            while not clock.batch:
+                await asyncio.sleep(0.002)
+            for body in ({}, {"seconds": 0}, {"seconds": "long"}):
+                assert (await world.post("home-0", "/synthetic/stall", body)).status == 400
+            began_s = asyncio.get_running_loop().time()
+            assert (await world.post("home-0", "/synthetic/stall", {"seconds": 1.5})).status == 200
+            # A shorter one doesn't end the one that is under way.
+            assert (await world.post("home-0", "/synthetic/stall", {"seconds": 0.1})).status == 200
+            steps = clock.steps()
+            await world.post("home-0", "/reset_prefix_cache", {})
+            prefilling = asyncio.create_task(world.complete("home-0", ids))
+            await world.get("home-0", "/health")
+            await asyncio.sleep(0.5)
+            assert clock.steps() == steps
+            assert (await prefilling).ids == plain.ids
+            assert asyncio.get_running_loop().time() - began_s > 1.5
+            assert len((await decoding).ids) == 12_000
+            await world.settled()
+
+    asyncio.run(check())
+
+
 @pytest.fixture
 def engines(deployment: Deployment) -> Iterator[RunningEngines]:
     running_engines = RunningEngines(deployment, stand_ins_per_process=4)

@@ -18,6 +18,7 @@ from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.kv import model_from_directory
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
 from prfaas.serving.control.planning_inputs import kv_facts
+from prfaas.serving.own_process import LoopClock
 
 BLOCK_TOKENS = 256
 
@@ -64,9 +65,19 @@ class FixedPlane:
         self.rejections: dict[tuple[str, str], str] = {}
         self.asked: list[tuple[str, str]] = []
         self.own_prefills: list[int] = []
-        self.waits_s = 0.0
         self.drained: list[tuple[str, bool]] = []
+        self.waits_s = 0.0
         self.closed = False
+        self.loop_clock = LoopClock()
+        self._listeners: list[Callable[[str, str | None], None]] = []
+
+    def listen(self, listener: Callable[[str, str | None], None]) -> None:
+        self._listeners.append(listener)
+
+    def freeze(self, name: str, reason: str | None = "frozen: made to be") -> None:
+        """Judge an instance frozen; with None: not any more. It stays in routing."""
+        for listener in self._listeners:
+            listener(name, reason)
 
     @property
     def busy(self) -> int:
@@ -208,6 +219,9 @@ class FixedPlane:
 
     async def run(self) -> None:
         """Probes suspects until cancelled."""
+        await asyncio.gather(self.loop_clock.run(), self._probe())
+
+    async def _probe(self) -> None:
         loop = asyncio.get_running_loop()
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as session:
             while True:

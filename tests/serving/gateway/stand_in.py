@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import re
+import socket
 import time
 from array import array
 from collections.abc import Iterator, Sequence
@@ -115,7 +116,8 @@ class StandInEngine:
 
     `dies`: at which point of decoding it loses its connection ("before-headers", "after-headers", "in-body",
     "mid-stream", "mid-event"), or says that it failed ("http-500", "error-event", "early-end"); streams after
-    `dies_after` tokens. `deaths`: how often yet.
+    `dies_after` tokens. `deaths`: how often yet. `freezes`: in place of dying it says nothing more over HTTP until
+    `frozen` is false again. `mute`: its KV port accepts connections and never says a word.
     """
 
     name: str
@@ -132,6 +134,9 @@ class StandInEngine:
     dies: str | None = None
     dies_after: int = 1
     deaths: int = 0
+    freezes: bool = False
+    frozen: bool = False
+    mute: bool = False
     refuses_in_stream: bool = True
     refuses_user: bool = False
     other_ids: bool = False
@@ -162,6 +167,9 @@ class StandInEngine:
         self.sender: Sender | None = None
         self.receiver.start()
         self.kv_port = self.receiver.port
+        self.mute_port = socket.create_server(("127.0.0.1", 0))
+        if self.mute:
+            self.kv_port = self.mute_port.getsockname()[1]
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
@@ -194,15 +202,22 @@ class StandInEngine:
         if self.sender is not None:
             await asyncio.to_thread(self.sender.close)
         await asyncio.to_thread(self.receiver.close)
+        self.mute_port.close()
+
+    async def thawed(self) -> None:
+        while self.frozen:
+            await asyncio.sleep(0.01)
 
     def generated(self) -> list[Seen]:
         """What came besides the gateway's questions about token ids."""
         return [s for s in self.seen if s.path.startswith("/v1/") and not s.body.get("return_token_ids")]
 
     async def _health(self, _request: web.Request) -> web.Response:
+        await self.thawed()
         return web.Response()
 
     async def _metrics(self, _request: web.Request) -> web.Response:
+        await self.thawed()
         return web.Response(
             text="# HELP vllm:cache_config_info x\n"
             f'vllm:cache_config_info{{block_size="{BLOCK_TOKENS}",engine="0",kv_cache_size_tokens="64000"}} 1.0\n'
@@ -246,6 +261,7 @@ class StandInEngine:
         return web.json_response({"count": len(ids), "max_model_len": 0, "tokens": ids})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
+        await self.thawed()
         body = await request.json()
         self.seen.append(Seen(request.path, dict(request.headers), body))
         ids = self._ids(body) if refusal_of(body) is None else []
@@ -370,7 +386,10 @@ class StandInEngine:
 
     async def _die(self, request: web.Request) -> None:
         assert request.transport is not None
-        request.transport.abort()
+        if self.freezes:
+            self.frozen = True
+        else:
+            request.transport.abort()
         await asyncio.Event().wait()
 
     def _ticket(self, sealed: str | None) -> Ticket | None:

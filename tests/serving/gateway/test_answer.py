@@ -15,7 +15,7 @@ from prfaas.serving.gateway.answer import (
     KeptStream,
     cached_tokens_of,
 )
-from prfaas.serving.gateway.http_pool import EngineResponse
+from prfaas.serving.gateway.http_exchange import EngineResponse
 
 EVENTS = st.lists(
     st.one_of(

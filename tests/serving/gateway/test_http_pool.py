@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,7 +13,14 @@ import uvloop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.gateway.http_pool import AnswerCutError, EngineResponse, HttpPool
+from prfaas.serving.gateway.http_exchange import (
+    AnswerCutError,
+    AnswerLateError,
+    EngineResponse,
+    ServerSilentError,
+)
+from prfaas.serving.gateway.http_pool import HttpPool
+from prfaas.serving.own_process import LoopClock, on_time_timeout
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -371,6 +380,127 @@ def test_however_the_network_cuts_it_the_body_is_the_same(chunks: list[bytes], c
         async with serving(says(*pieces)) as (_server, pool, port):
             assert await (await post(pool, port)).read() == b"".join(chunks)
 
+    uvloop.run(body())
+
+
+async def never(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
+    await reader.read()
+
+
+def test_a_barred_server_is_not_waited_for() -> None:
+    async def body() -> None:
+        async with serving(never) as (server, pool, port):
+            waiting = [asyncio.create_task(post(pool, port)) for _ in range(3)]
+            while len(server.requests) < 3:
+                await asyncio.sleep(0.01)
+            pool.bar("127.0.0.1", port, "frozen: it is")
+            for each in waiting:
+                with pytest.raises(ServerSilentError, match="frozen: it is"):
+                    await each
+            with pytest.raises(ServerSilentError):
+                await post(pool, port)
+            assert server.connections == 3
+            server.script = says(SMALL)
+            pool.bar("127.0.0.1", port, None)
+            assert await (await post(pool, port)).read() == b"hello"
+
+    uvloop.run(body())
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [(b"", "first-byte"), (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhello", "idle")],
+)
+def test_nothing_for_too_long_ends_the_answer(said: bytes, reason: str) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(said)
+        await never(reader, writer)
+
+    async def body() -> None:
+        async with serving(script, first_byte_s=0.1, idle_s=0.1) as (_server, pool, port):
+            with pytest.raises(AnswerLateError) as late:
+                await (await post(pool, port)).read()
+            assert (late.value.reason, late.value.by_server) == (reason, False)
+
+    uvloop.run(body())
+
+
+def test_a_slow_reader_is_not_an_idle_server() -> None:
+    async def script(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (4 << 20) + bytes(4 << 20))
+        await writer.drain()
+
+    async def body() -> None:
+        async with serving(script, first_byte_s=0.1, idle_s=0.1) as (_server, pool, port):
+            answer = await post(pool, port)
+            await asyncio.sleep(0.5)
+            assert len(await answer.read()) == 4 << 20
+
+    uvloop.run(body())
+
+
+def test_a_kept_connection_has_no_limit() -> None:
+    async def body() -> None:
+        async with serving(says(SMALL), first_byte_s=0.05, idle_s=0.05) as (server, pool, port):
+            for _ in range(2):
+                assert await (await post(pool, port)).read() == b"hello"
+                await asyncio.sleep(0.2)
+            assert server.connections == 1
+
+    uvloop.run(body())
+
+
+def test_connecting_is_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(lost: int) -> None:
+        async with serving(says(SMALL), connect_timeout_s=0.1) as (server, pool, port):
+            loop = asyncio.get_running_loop()
+            attempts = []
+
+            async def create_connection(*args: Any) -> Any:
+                attempts.append(args)
+                if len(attempts) <= lost:
+                    await asyncio.sleep(60)
+                return await asyncio.get_event_loop_policy().get_event_loop().create_connection(*args)
+
+            class Loop:
+                """The loop, but for the first packets of its connections."""
+
+                def __getattr__(self, name: str) -> Any:
+                    return create_connection if name == "create_connection" else getattr(loop, name)
+
+            monkeypatch.setattr("prfaas.serving.gateway.http_pool.asyncio.get_running_loop", Loop)
+            try:
+                if lost < 2:
+                    assert await (await post(pool, port)).read() == b"hello"
+                else:
+                    with pytest.raises(TimeoutError):
+                        await post(pool, port)
+            finally:
+                monkeypatch.undo()
+            assert len(attempts) == 2 and server.connections == 2 - lost
+
+    asyncio.run(body(1))
+    asyncio.run(body(2))
+
+
+def test_time_in_which_the_loop_stood_still_is_no_time_to_connect() -> None:
+    async def body() -> None:
+        clock = LoopClock()
+        ticking = asyncio.create_task(clock.run())
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+        async with on_time_timeout(0.4, clock):
+            await asyncio.sleep(0.1)
+            threading.Timer(0.2, loop.call_soon_threadsafe, (done.set_result, None)).start()
+            time.sleep(1.0)
+            await done
+        with pytest.raises(TimeoutError):
+            async with on_time_timeout(0.2, clock):
+                await asyncio.Event().wait()
+        assert clock.lag_s > 0.8
+        ticking.cancel()
+
+    asyncio.run(body())
     uvloop.run(body())
 
 

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from prfaas.core.deployment import (
     Cluster,
+    ControlConfig,
     Deployment,
     EngineConfig,
     GatewayConfig,
@@ -114,6 +115,7 @@ def deployment_of(
     model_dir: Path,
     tenant_header: str | None = None,
     gateway: GatewayConfig = GATEWAY,
+    control: ControlConfig = ControlConfig(),
     *,
     hardware: str = "any",
 ) -> Deployment:
@@ -140,6 +142,7 @@ def deployment_of(
         security=Security(home / "key", tenant_header),
         engine=EngineConfig(2048, 16, 1, 1 << 20, 1 << 16, None, (), {}),
         transfer=TransferLimits(60.0, 30.0, 20.0, 60.0, 8.0),
+        control=control,
     )
 
 
@@ -154,6 +157,7 @@ async def running_world(
     tenant_header: str | None = None,
     draining: Draining | None = None,
     gateway_config: GatewayConfig = GATEWAY,
+    control: ControlConfig = ControlConfig(),
     limits: GatewayLimits | None = None,
     hardware: str = "any",
     **decode: Any,
@@ -178,7 +182,9 @@ async def running_world(
     admin_port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     if limits is not None:
         gateway_config = replace(gateway_config, limits=limits)
-    deployment = deployment_of(home, engines, model_dir, tenant_header, gateway_config, hardware=hardware)
+    deployment = deployment_of(
+        home, engines, model_dir, tenant_header, gateway_config, control, hardware=hardware
+    )
     plane = FixedPlane(deployment)
     plane.prefers = "decode"
     registry = CollectorRegistry()

@@ -138,6 +138,8 @@ def _gateway(file: DeploymentFile, home: Path) -> GatewayConfig:
     return GatewayConfig(
         host=gateway.host,
         port=gateway.port,
+        first_byte_s=gateway.first_byte_s,
+        idle_s=gateway.idle_s,
         admin=AdminConfig(admin.host, admin_port(file), token_file),
         hosts=tuple(gateway.hosts),
         route_header=gateway.route_header,

@@ -163,6 +163,8 @@ class ControlSection(_Section):
     allocation_period_s: Seconds = 60.0
     window_s: Seconds = 600.0
     stale_after_s: Seconds = 5.0
+    silence_s: Seconds = 2.5
+    stall_s: Seconds = 60.0
     allocation: bool = True
 
 
@@ -220,6 +222,8 @@ class GatewaySection(_Section):
 
     host: Text = "127.0.0.1"
     port: Port = 8000
+    first_byte_s: Seconds = 1800.0
+    idle_s: Seconds = 600.0
     admin: AdminSection = AdminSection()
     hosts: list[HostName] = []
     route_header: RouteDetail = "short"

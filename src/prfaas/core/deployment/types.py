@@ -160,6 +160,10 @@ class ControlConfig:
     """Thresholds and roles are chosen for the traffic of so long."""
     stale_after_s: float = 5.0
     """Facts that are older are not used."""
+    silence_s: float = 2.5
+    """An engine whose HTTP server or KV port has not answered for so long is frozen."""
+    stall_s: float = 60.0
+    """An engine with running requests and without progress for so long is stalled."""
     allocation: bool = True
     """Whether instances of pd clusters change their roles."""
 
@@ -204,6 +208,10 @@ class GatewayConfig:
     """Further names by which operators may call the gateway: a load balancer's, or a Kubernetes Service's."""
     route_header: RouteDetail = "short"
     """Whether `x-prfaas-route` tells every client the numbers that decided (`full`), or only a named tenant."""
+    first_byte_s: float = 1800.0
+    """How long an engine may take until its answer begins."""
+    idle_s: float = 600.0
+    """How long an answer that has begun may pause."""
     limits: GatewayLimits = field(default_factory=GatewayLimits)
 
     @property

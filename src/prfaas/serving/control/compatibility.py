@@ -8,7 +8,7 @@ from typing import Any
 from prfaas.core.deployment import Deployment
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import period_s
-from prfaas.serving.control.link_monitor import LinkObserver
+from prfaas.serving.control.pulse import KvPort
 from prfaas.serving.transport.handshake import is_peer_name, legible
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Compatibility:
     def __init__(
         self,
         deployment: Deployment,
-        kv_ports: Mapping[str, Sequence[LinkObserver]],
+        kv_ports: Mapping[str, Sequence[KvPort]],
         cluster_state: ClusterState,
     ) -> None:
         """`kv_ports`: instance → one observer per rank."""
@@ -90,7 +90,7 @@ class Compatibility:
         ports = self._kv_ports[producer]
         await asyncio.gather(*(self._ask_rank(producer, rank, port) for rank, port in enumerate(ports)))
 
-    async def _ask_rank(self, producer: str, rank: int, port: LinkObserver) -> None:
+    async def _ask_rank(self, producer: str, rank: int, port: KvPort) -> None:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 answer = await port.stats()

@@ -1,6 +1,7 @@
 """Every engine's own counters, read from its /metrics once a second."""
 
 import asyncio
+import errno
 import math
 import re
 from collections import deque
@@ -13,6 +14,7 @@ import aiohttp
 
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.serving.control.cluster_state import Clock, ClusterState
+from prfaas.serving.own_process import lacks_descriptors
 
 _SERIES = (
     "vllm:num_requests_running",
@@ -24,6 +26,8 @@ _SERIES = (
     "vllm:inter_token_latency_seconds_count",
     "vllm:request_generation_tokens_sum",
     "vllm:request_generation_tokens_count",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
     "process_start_time_seconds",
 )
 _SAMPLE = re.compile(
@@ -57,6 +61,19 @@ class EngineReading:
     cache_tokens: int | None
     cache_blocks: int | None = None
     """Blocks of the engine, of all its KV groups together."""
+    tokens: float = 0.0
+    """Prompt tokens and generated ones."""
+
+    def got_on(self, before: "EngineReading") -> bool:
+        """Whether the engine has got on with its work since the reading `before`."""
+        # A prompt that is prefilled in many steps only takes up more of the cache meanwhile. So does a new request.
+        filled = self.kv_usage != before.kv_usage and self.running == before.running
+        return filled or (self.tokens, self.token_gaps, self.output_tokens, self.outputs) != (
+            before.tokens,
+            before.token_gaps,
+            before.output_tokens,
+            before.outputs,
+        )
 
 
 def read_exposition(text: bytes) -> EngineReading:
@@ -89,6 +106,7 @@ def read_exposition(text: bytes) -> EngineReading:
         started_at_s=sums["process_start_time_seconds"] if "process_start_time_seconds" in seen else None,
         block_tokens=block_tokens,
         cache_tokens=cache_tokens,
+        tokens=sums["vllm:prompt_tokens_total"] + sums["vllm:generation_tokens_total"],
         cache_blocks=blocks,
     )
 
@@ -117,10 +135,14 @@ class EngineMeter:
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self._readings: deque[tuple[float, EngineReading]] = deque()
+        self._moved_s = 0.0
 
     def add(self, reading: EngineReading, now_s: float) -> bool:
         """One more reading; True if the engine is another process than at the last one."""
-        restarted = bool(self._readings) and _is_another(self._readings[-1][1], reading)
+        newest = self.newest
+        restarted = newest is not None and _is_another(newest, reading)
+        if newest is None or restarted or not reading.running or reading.got_on(newest):
+            self._moved_s = now_s
         if restarted:
             self._readings.clear()
         self._readings.append((now_s, reading))
@@ -131,6 +153,11 @@ class EngineMeter:
     @property
     def newest(self) -> EngineReading | None:
         return self._readings[-1][1] if self._readings else None
+
+    @property
+    def stuck_s(self) -> float:
+        """For how long, up to the newest reading, it has had running requests and got on with none of them."""
+        return self._readings[-1][0] - self._moved_s if self._readings else 0.0
 
     @property
     def token_gap_s(self) -> float | None:
@@ -206,7 +233,11 @@ class EngineHttp:
         )
 
     async def is_healthy(self, instance: Instance, timeout_s: float) -> bool | None:
-        """Whether GET /health answers 200; None if nothing answers in time (an engine may just be busy)."""
+        """Whether GET /health answers 200; None if nothing answers in time.
+
+        Raises:
+            OSError: this process has no file descriptor left.
+        """
         try:
             async with (
                 asyncio.timeout(timeout_s),
@@ -215,8 +246,11 @@ class EngineHttp:
                 return response.status == 200
         except TimeoutError:
             return None
-        except (aiohttp.ClientError, OSError):
-            return False
+        except (aiohttp.ClientError, OSError) as error:
+            if lacks_descriptors(error):
+                raise OSError(errno.EMFILE, "no file descriptor left") from error
+            # Anything but a refusal or a reset, such as a lost route, is silence.
+            return False if _is_answer(error) else None
 
     async def metrics(self, instance: Instance, timeout_s: float) -> bytes | None:
         """What GET /metrics answers; None if it doesn't."""
@@ -236,6 +270,12 @@ class EngineHttp:
 
     async def close(self) -> None:
         await self._session.close()
+
+
+def _is_answer(error: BaseException) -> bool:
+    """Whether an error is the doing of the server's process, or of a kernel that has none at this port."""
+    number = error.errno if isinstance(error, OSError) else None
+    return number is None or number in (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)
 
 
 def period_s(wanted_s: float, members: int, most_per_s: float) -> float:

@@ -1,79 +1,124 @@
-"""Which instances answer: suspicion from failed requests, and probes of /health."""
+"""Which instances can be used: suspicion from failed requests, from probes, and from silence."""
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from typing import Any
 
 from prfaas.core.deployment import Deployment
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_monitor import EngineAccess
+from prfaas.serving.control.pulse import KvPort, Pulse
 
 logger = logging.getLogger(__name__)
 
-PROBE_SUSPECT_S = 1.0
-PROBE_HEALTHY_S = 5.0
-PROBE_TIMEOUT_S = 2.0
+LOOK_S = 0.2
+# A way is asked so often before its silence counts; at least every second.
+_ASKED_IN_SILENCE = 4
+_ASK_S = 1.0
 # An engine that has just failed a request may still answer its /health.
 SUSPECT_AT_LEAST_S = 3.0
 
 
+class _Kind(Enum):
+    FAILED = "failed"
+    FROZEN = "frozen"
+    DEAD = "dead"
+
+
 @dataclass(slots=True)
 class _Suspicion:
-    until_s: float
+    kind: _Kind
     reason: str
-    dead: bool
+    until_s: float
+    """Not back in routing before."""
+    frozen_s: float = 0.0
+    """When it was judged frozen, by the loop's clock."""
 
 
 class HealthWatch:
-    """An instance that failed leaves routing at once. A good probe brings it back, 3 s later at the earliest.
+    """The one judge of who is in routing. It says three things of an instance that is not.
 
-    Suspects are probed every second, the others every five. A probe without an answer in time changes nothing, since
-    the engine may be busy. One that is refused, or answered with an error, makes the instance a suspect.
+    - Failed: a request went wrong there. A good /health brings it back, 3 s later at the earliest.
+    - Dead: it refused or reset a connection, or its /health says so. Its cache is gone. The same brings it back.
+    - Frozen: a way to it has not answered for `control.silence_s`, or it gets on with none of its running requests for
+      `control.stall_s`. It keeps its cache. What is open there is ended (`on_frozen`). It is back once every way has
+      answered again.
     """
 
     def __init__(
         self,
         deployment: Deployment,
         http: EngineAccess,
+        kv_ports: Mapping[str, Sequence[KvPort]],
         cluster_state: ClusterState,
         *,
         clock: Clock,
+        loop_clock: Clock,
+        stuck_s: Callable[[str], float],
         on_lost_cache: Callable[[str], None],
         on_change: Callable[[str, bool], None],
+        on_frozen: Callable[[str, str | None], None],
     ) -> None:
-        """`on_lost_cache(name)`: the engine died or was restarted, so its cache is gone.
-        `on_change(name, healthy)`: it left routing or came back."""
-        self._instances = {instance.name: instance for instance in deployment.instances}
-        self._http = http
+        """Everybody is in routing at first.
+
+        Args:
+            deployment: whose instances.
+            http: asks for /health.
+            kv_ports: instance name → the KV ports of its ranks.
+            cluster_state: whose instances become healthy or not.
+            clock: seconds that never go back.
+            loop_clock: the same less the time in which the event loop was late.
+            stuck_s: for how long an instance has had running requests and made no progress.
+            on_lost_cache: told an instance that died or was restarted.
+            on_change: told an instance and whether it is in routing now.
+            on_frozen: told an instance and why it is frozen; None: it is not any more.
+        """
+        self._names = [instance.name for instance in deployment.instances]
+        self._silence_s = deployment.control.silence_s
+        self._stall_s = deployment.control.stall_s
         self._cluster_state = cluster_state
         self._clock = clock
+        self._loop_clock = loop_clock
+        self._stuck_s = stuck_s
         self._on_lost_cache = on_lost_cache
         self._on_change = on_change
+        self._on_frozen = on_frozen
         self._suspects: dict[str, _Suspicion] = {}
-        self._next_s = dict.fromkeys(self._instances, clock() + PROBE_HEALTHY_S)
+        self.pulse = Pulse(
+            deployment.instances,
+            http,
+            kv_ports,
+            ask_s=min(_ASK_S, self._silence_s / _ASKED_IN_SILENCE),
+            clock=loop_clock,
+            on_health=self._probed,
+        )
 
     def suspect(self, name: str, reason: str, *, lost_cache: bool = False) -> None:
         """A request or a probe failed at `name`."""
-        now_s = self._clock()
         before = self._suspects.get(name)
-        dead = lost_cache or (before is not None and before.dead)
-        self._suspects[name] = _Suspicion(now_s + SUSPECT_AT_LEAST_S, reason, dead)
-        self._cluster_state.instance(name).healthy = False
+        if lost_cache or (before is not None and before.kind is _Kind.DEAD):
+            self._accuse(name, _Suspicion(_Kind.DEAD, reason, self._clock() + SUSPECT_AT_LEAST_S))
+        elif before is None or before.kind is _Kind.FAILED:
+            self._accuse(name, _Suspicion(_Kind.FAILED, reason, self._clock() + SUSPECT_AT_LEAST_S))
         if lost_cache:
             self._on_lost_cache(name)
-        if before is None:
-            logger.warning("%s is out of routing until /health answers: %s", name, reason)
-            self._on_change(name, False)
 
     def is_suspect(self, name: str) -> bool:
         """Out of routing."""
         return name in self._suspects
 
-    def is_dead(self, name: str) -> bool:
-        """Out of routing, and not for a request that failed while the engine lived."""
+    def has_failed(self, name: str) -> bool:
+        """Out of routing for a request that failed while the engine lived and answered."""
         suspicion = self._suspects.get(name)
-        return suspicion is not None and suspicion.dead
+        return suspicion is not None and suspicion.kind is _Kind.FAILED
+
+    def is_frozen(self, name: str) -> bool:
+        """Out of routing since it is silent, or does not get on."""
+        suspicion = self._suspects.get(name)
+        return suspicion is not None and suspicion.kind is _Kind.FROZEN
 
     def reason(self, name: str) -> str | None:
         """Why an instance is out of routing; None if it isn't."""
@@ -82,25 +127,76 @@ class HealthWatch:
 
     async def run(self) -> None:
         """Until cancelled."""
-        while True:
-            await asyncio.sleep(PROBE_SUSPECT_S)
-            await self.probe_due()
+        asked: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                for question in self.due():
+                    task = asyncio.get_running_loop().create_task(question)
+                    asked.add(task)
+                    task.add_done_callback(asked.discard)
+                self.judge()
+        finally:
+            for task in list(asked):
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
 
-    async def probe_due(self) -> None:
-        """Probe the instances that are due."""
-        now_s = self._clock()
-        due = [name for name, next_s in self._next_s.items() if name in self._suspects or now_s >= next_s]
-        for name in due:
-            self._next_s[name] = now_s + PROBE_HEALTHY_S
-        await asyncio.gather(*(self._probe(name) for name in due))
+    def due(self) -> list[Coroutine[Any, Any, None]]:
+        """The questions that are to be asked now: suspects again and again, the others where nothing is heard."""
+        return self.pulse.due(self._names, self.is_suspect)
 
-    async def _probe(self, name: str) -> None:
-        healthy = await self._http.is_healthy(self._instances[name], PROBE_TIMEOUT_S)
+    def judge(self) -> None:
+        """Take the silent and the stuck out of routing, and those back in that answer again."""
+        for name in self._names:
+            trouble = self._trouble(name)
+            suspicion = self._suspects.get(name)
+            if trouble is not None:
+                if suspicion is None or suspicion.kind is _Kind.FAILED:
+                    self._accuse(name, _Suspicion(_Kind.FROZEN, trouble, 0.0, self._loop_clock()))
+            elif (
+                suspicion is not None
+                and suspicion.kind is _Kind.FROZEN
+                and self.pulse.heard_since(name, suspicion.frozen_s)
+            ):
+                self._acquit(name)
+
+    def _trouble(self, name: str) -> str | None:
+        silent = self.pulse.silence(name, self._silence_s)
+        if silent is not None:
+            return f"frozen: its {silent} has not answered for {self._silence_s:g} s"
+        if self._stuck_s(name) > self._stall_s:
+            return f"stalled: its running requests have made no progress for {self._stall_s:g} s"
+        return None
+
+    def _probed(self, name: str, healthy: bool) -> None:
+        """Its HTTP server has answered /health, or its HTTP port refused."""
         suspicion = self._suspects.get(name)
-        if healthy is False and suspicion is None:
-            self.suspect(name, "its /health failed", lost_cache=True)
-        elif healthy and suspicion is not None and self._clock() >= suspicion.until_s:
-            del self._suspects[name]
-            self._cluster_state.instance(name).healthy = True
-            logger.info("%s answers again", name)
-            self._on_change(name, True)
+        if not healthy:
+            if suspicion is None or suspicion.kind is not _Kind.DEAD:
+                self.suspect(name, "its /health failed", lost_cache=True)
+        elif (
+            suspicion is not None
+            and suspicion.kind is not _Kind.FROZEN
+            and self._clock() >= suspicion.until_s
+            and self._trouble(name) is None
+        ):
+            self._acquit(name)
+
+    def _accuse(self, name: str, suspicion: _Suspicion) -> None:
+        before, self._suspects[name] = self._suspects.get(name), suspicion
+        self._cluster_state.instance(name).healthy = False
+        if before is None:
+            logger.warning("%s is out of routing until it answers: %s", name, suspicion.reason)
+            self._on_change(name, False)
+        if suspicion.kind is _Kind.FROZEN:
+            self._on_frozen(name, suspicion.reason)
+        elif before is not None and before.kind is _Kind.FROZEN:
+            self._on_frozen(name, None)
+
+    def _acquit(self, name: str) -> None:
+        suspicion = self._suspects.pop(name)
+        self._cluster_state.instance(name).healthy = True
+        logger.info("%s answers again", name)
+        if suspicion.kind is _Kind.FROZEN:
+            self._on_frozen(name, None)
+        self._on_change(name, True)

@@ -7,12 +7,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_monitor import period_s
 from prfaas.serving.control.link_meter import LinkMeter, SenderSample
+from prfaas.serving.control.pulse import KvPort
 from prfaas.serving.transport import Observer
 
 _FAILURES_TO_CLOSE = 3
@@ -65,18 +66,11 @@ _FORGOTTEN_S = 3.0
 _MUCH_CHANGED = 0.2
 
 
-class LinkObserver(Protocol):
-    """The part of `transport.Observer` that a `LinkMonitor` uses."""
-
-    async def stats(self) -> dict[str, Any]: ...
-
-    async def close(self) -> None: ...
-
-
 @dataclass(slots=True)
 class _Rank:
     instance: Instance
-    observer: LinkObserver
+    number: int
+    observer: KvPort
     ask_again_s: float = 0.0
     asking: bool = False
 
@@ -87,16 +81,21 @@ class LinkMonitor:
     def __init__(
         self,
         deployment: Deployment,
-        observer_of: Callable[[Instance, int], LinkObserver],
+        observer_of: Callable[[Instance, int], KvPort],
         cluster_state: ClusterState,
         *,
         clock: Clock,
         on_change: Callable[[str], None],
+        on_answer: Callable[[str, int], None] = lambda _name, _rank: None,
     ) -> None:
-        """`on_change` is called with the link's name when it goes down or comes back, or its capacity changes much."""
+        """`on_change` is called with the link's name when it goes down or comes back, or its capacity changes much.
+
+        `on_answer(instance, rank)`: it has answered.
+        """
         self._cluster_state = cluster_state
         self._clock = clock
         self._on_change = on_change
+        self._on_answer = on_answer
         now_s = clock()
         self.meters = {
             (link.source, link.target): LinkMeter(link.bandwidth_bits_per_s, now_s)
@@ -107,7 +106,7 @@ class LinkMonitor:
         self._announced_bits_per_s = {pair: meter.capacity_bits_per_s for pair, meter in self.meters.items()}
         sources = {source for source, _ in self.meters}
         self._ranks = {
-            f"{instance.name}/{rank}": _Rank(instance, observer_of(instance, rank))
+            f"{instance.name}/{rank}": _Rank(instance, rank, observer_of(instance, rank))
             for instance in deployment.instances
             if instance.cluster in sources
             for rank in range(instance.tensor_parallel)
@@ -168,6 +167,7 @@ class LinkMonitor:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 answer = await rank.observer.stats()
+            self._on_answer(rank.instance.name, rank.number)
             at_s = self._clock()
             for link, report in _reports(answer).items():
                 pair = self._pairs.get(link)
@@ -207,10 +207,10 @@ class LinkMonitor:
             self._on_change(f"{pair[0]}->{pair[1]}")
 
 
-def observer_of(key: bytes) -> Callable[[Instance, int], LinkObserver]:
+def observer_of(key: bytes) -> Callable[[Instance, int], KvPort]:
     """Makes the observers of a deployment with this key."""
 
-    def make(instance: Instance, rank: int) -> LinkObserver:
+    def make(instance: Instance, rank: int) -> KvPort:
         port = instance.kv_ports[rank]
         return Observer(OBSERVER_NAME, key, instance.host, port, f"{instance.name}/{rank}")
 

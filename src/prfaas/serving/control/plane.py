@@ -18,19 +18,21 @@ from prfaas.core.scheduling import Decision, Policy, RoutingRequest, policy_name
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.serving.control.cluster_state import Clock, ClusterState, OpenPrefill
 from prfaas.serving.control.compatibility import Compatibility
-from prfaas.serving.control.engine_monitor import EngineAccess, EngineHttp, EngineMonitor
+from prfaas.serving.control.engine_monitor import EngineAccess, EngineHttp, EngineMonitor, EngineReading
 from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.hot_prefixes import HotPrefixes
 from prfaas.serving.control.kv_events import EventFeed
-from prfaas.serving.control.link_monitor import LinkMonitor, LinkObserver, observer_of
+from prfaas.serving.control.link_monitor import LinkMonitor, observer_of
 from prfaas.serving.control.metrics import ControlMetrics, GaugeWriter
 from prfaas.serving.control.planning_inputs import LiveFacts, service_curves, view_of
 from prfaas.serving.control.prefill_admission import PrefillAdmission
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
+from prfaas.serving.control.pulse import KvPort
 from prfaas.serving.control.role_allocation import RoleAllocation, RoleChange, RoleChanges, stage_utilisation
 from prfaas.serving.control.state import Overview, Routed, state_of
 from prfaas.serving.control.thresholds import Thresholds
 from prfaas.serving.control.waits import PredictedWaits
+from prfaas.serving.own_process import LoopClock
 
 
 class LivePlane:
@@ -48,7 +50,7 @@ class LivePlane:
         *,
         clock: Clock = time.monotonic,
         http: EngineAccess | None = None,
-        sender_of: Callable[[Instance, int], LinkObserver] | None = None,
+        sender_of: Callable[[Instance, int], KvPort] | None = None,
     ) -> None:
         """Put the parts together.
 
@@ -59,13 +61,15 @@ class LivePlane:
             kv_model: of the deployment's model, as `planning_inputs.kv_model_of` loads it; None: unknown.
             clock: seconds that never go back.
             http: how engines are asked for /health and /metrics; None: over the network.
-            sender_of: how the sender of an instance's rank is asked for its links; None: over the network.
+            sender_of: how the KV port of an instance's rank is asked for its links; None: over the network.
         """
         self.deployment = deployment
         self._routed = Routed()
         self._clock = clock
         self._instances = {instance.name: instance for instance in deployment.instances}
         self._http: EngineAccess = http or EngineHttp()
+        self.loop_clock = LoopClock()
+        self._listeners: list[Callable[[str, str | None], None]] = []
         self._policy = _policy(deployment)
         self._local = policy_named("local_only")
         self.metrics = ControlMetrics(registry)
@@ -104,20 +108,7 @@ class LivePlane:
             self.cluster_state,
             clock=clock,
             on_restart=lambda name: self._lost_cache(name, "new-process"),
-            on_reading=self.prefix_knowledge.learn,
-        )
-        self.health = HealthWatch(
-            deployment,
-            self._http,
-            self.cluster_state,
-            clock=clock,
-            on_lost_cache=lambda name: self._lost_cache(name, "died"),
-            on_change=self._on_health,
-        )
-        self.window = LengthWindow(deployment.control.window_s)
-        facts = LiveFacts(deployment, kv_model, self.cluster_state, self._curves, self.engines.meters)
-        self.thresholds = Thresholds(
-            deployment, self.cluster_state, facts, self.window, clock=clock, on_change=self._on_threshold
+            on_reading=self._on_reading,
         )
         kv_port_of = sender_of or observer_of(key)
         # One connection to each KV port, for what the control plane asks there.
@@ -125,6 +116,23 @@ class LivePlane:
             instance.name: tuple(kv_port_of(instance, rank) for rank in range(instance.tensor_parallel))
             for instance in deployment.instances
         }
+        self.health = HealthWatch(
+            deployment,
+            self._http,
+            self._kv_ports,
+            self.cluster_state,
+            clock=clock,
+            loop_clock=self.loop_clock,
+            stuck_s=lambda name: self.engines.meters[name].stuck_s,
+            on_lost_cache=lambda name: self._lost_cache(name, "died"),
+            on_change=self._on_health,
+            on_frozen=self._on_frozen,
+        )
+        self.window = LengthWindow(deployment.control.window_s)
+        facts = LiveFacts(deployment, kv_model, self.cluster_state, self._curves, self.engines.meters)
+        self.thresholds = Thresholds(
+            deployment, self.cluster_state, facts, self.window, clock=clock, on_change=self._on_threshold
+        )
         self.compatibility = Compatibility(deployment, self._kv_ports, self.cluster_state)
         self.links = LinkMonitor(
             deployment,
@@ -132,6 +140,7 @@ class LivePlane:
             self.cluster_state,
             clock=clock,
             on_change=self.thresholds.ask_for_link,
+            on_answer=self.health.pulse.heard_kv,
         )
         self.role_changes = RoleChanges(
             self.cluster_state,
@@ -221,8 +230,8 @@ class LivePlane:
             with self.cluster_state.prefilling(decision) as prefill:
                 yield prefill
         except Exception:
-            # The producer is suspected and still lives: so the link failed. After a client's fault it is no suspect.
-            if self.health.is_suspect(decision.prefill) and not self.health.is_dead(decision.prefill):
+            # The producer is suspected, lives and answers: so the link failed. After a client's fault it is no suspect.
+            if self.health.has_failed(decision.prefill):
                 self.links.failed(pair)
             raise
         if prefill.is_measured:
@@ -247,6 +256,15 @@ class LivePlane:
     def suspect(self, name: str, reason: str, *, lost_cache: bool = False) -> None:
         """A request failed at `name`: out of routing until a probe is good."""
         self.health.suspect(name, reason, lost_cache=lost_cache)
+
+    def listen(self, listener: Callable[[str, str | None], None]) -> None:
+        """Have `listener` told who is frozen, and who is not any more. See `gateway.control_plane`."""
+        self._listeners.append(listener)
+
+    @property
+    def loop_lag_s(self) -> float:
+        """How late the event loop has been lately, at worst."""
+        return self.loop_clock.lag_s
 
     def drain(self, name: str, *, wanted: bool) -> None:
         """Let nothing new go to an instance from now on, or let it take part again."""
@@ -273,6 +291,7 @@ class LivePlane:
         """All loops, until cancelled."""
         async with asyncio.TaskGroup() as group:
             for loop in (
+                self.loop_clock,
                 self.event_feed,
                 self.links,
                 self.compatibility,
@@ -315,6 +334,14 @@ class LivePlane:
             self.metrics.suspicions.labels(name).inc()
         self.prefill_admission.changed(name)
         self.thresholds.ask("roles")
+
+    def _on_frozen(self, name: str, reason: str | None) -> None:
+        for listener in self._listeners:
+            listener(name, reason)
+
+    def _on_reading(self, instance: Instance, reading: EngineReading) -> None:
+        self.health.pulse.heard_http(instance.name)
+        self.prefix_knowledge.learn(instance, reading)
 
     def _on_threshold(self, cluster: str, reason: str) -> None:
         self.metrics.threshold_changes.labels(cluster, reason).inc()

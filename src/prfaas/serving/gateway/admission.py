@@ -36,11 +36,12 @@ class DeadlinePassedError(ApiError):
 class AdmittedRequest:
     """One request that was taken on: what it holds of the limits, and how long it may take."""
 
-    __slots__ = ("_admission", "_tenant", "_timeout_s", "_until_s", "held_bytes")
+    __slots__ = ("_admission", "_timeout_s", "_until_s", "held_bytes", "tenant")
 
     def __init__(self, admission: "Admission", tenant: str, timeout_s: float | None) -> None:
         self._admission = admission
-        self._tenant = tenant
+        self.tenant = tenant
+        """What tells tenants apart: the salt of its prefixes."""
         self._timeout_s = timeout_s
         self._until_s = math.inf if timeout_s is None else time.perf_counter() + timeout_s
         self.held_bytes = 0
@@ -48,7 +49,7 @@ class AdmittedRequest:
 
     def hold(self, nbytes: int) -> None:
         """So many more bytes of its body have come. Raises ApiError 429 where they are too many."""
-        self._admission.hold(self._tenant, nbytes)
+        self._admission.hold(self.tenant, nbytes)
         self.held_bytes += nbytes
 
     def check(self, decision: Decision) -> None:

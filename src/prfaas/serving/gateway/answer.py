@@ -9,12 +9,14 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import orjson
 from aiohttp import HttpVersion11, web
 
 from prfaas.serving.gateway.bodies import without_transfer_params
-from prfaas.serving.gateway.http_pool import EngineResponse
+from prfaas.serving.gateway.engine_client import Blame, EngineCallError, failed_call
+from prfaas.serving.gateway.http_exchange import EngineResponse
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request_log import RequestRecord
 
@@ -57,10 +59,11 @@ class DecodeFailedError(Exception):
         detail: str,
         *,
         lost: bool,
+        blame: Blame = Blame.NONE,
         answer: WholeAnswer | None = None,
         event: bytes | None = None,
     ) -> None:
-        """`reason`: one word. `lost`: the engine is gone, not only this answer.
+        """`reason`: one word. `lost`: the engine is gone or silent, not only this answer.
 
         `answer`: the engine's error answer, for the client when no other engine can answer. `event`: the same in a
         stream.
@@ -68,8 +71,14 @@ class DecodeFailedError(Exception):
         super().__init__(detail)
         self.reason = reason
         self.lost = lost
+        self.blame = blame
         self.answer = answer
         self.event = event
+
+    @classmethod
+    def of_call(cls, error: EngineCallError) -> Self:
+        """The engine could not be asked, or did not end its answer."""
+        return cls(error.reason, str(error), lost=True, blame=error.blame)
 
 
 class EventStream:
@@ -106,9 +115,10 @@ class EventStream:
             try:
                 chunk = await self._response.readany()
             except OSError as error:
-                raise _died(self._instance, error) from error
+                raise _broken(self._instance, error) from error
             if not chunk:
-                raise DecodeFailedError("died", f"{self._instance} ended its stream early", lost=True)
+                detail = f"{self._instance} ended its stream early"
+                raise DecodeFailedError("died", detail, lost=True, blame=Blame.FAILED)
             events = self.take(chunk)
             if events:
                 return events
@@ -168,7 +178,7 @@ async def read_whole(response: EngineResponse, instance: str, record: RequestRec
     try:
         body = await response.read()
     except OSError as error:
-        raise _died(instance, error) from error
+        raise _broken(instance, error) from error
     note_answer_tokens(record, body)
     return WholeAnswer(response.status, without_transfer_params(body), response.content_type)
 
@@ -186,8 +196,8 @@ def cached_tokens_of(answer: bytes) -> int | None:
     return int(found.group(1)) if found is not None else None
 
 
-def _died(instance: str, error: BaseException) -> DecodeFailedError:
-    return DecodeFailedError("died", f"{instance}: {type(error).__name__}: {error}", lost=True)
+def _broken(instance: str, error: OSError) -> DecodeFailedError:
+    return DecodeFailedError.of_call(failed_call(instance, error, begun=True))
 
 
 @dataclass(slots=True)

@@ -1,12 +1,13 @@
 """What the gateway asks of the control plane, and what it reports to it."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, Protocol
 
 from prfaas.core.deployment import Instance
 from prfaas.core.prefix import PromptChains
 from prfaas.core.scheduling import Decision
+from prfaas.serving.own_process import LoopClock
 
 
 class PrefillWork(Protocol):
@@ -86,8 +87,21 @@ class ControlPlane(Protocol):
     def suspect(self, name: str, reason: str, *, lost_cache: bool = False) -> None:
         """A request failed at `name`: take it out of routing until a probe succeeds.
 
-        `lost_cache`: the instance died or restarted, so it holds no prefixes any more.
+        `lost_cache`: the instance died or restarted, so it holds no prefixes any more. Silence is no reason for that.
         """
+        ...
+
+    def listen(self, listener: Callable[[str, str | None], None]) -> None:
+        """Have `listener(instance, reason)` called when an instance is judged frozen, and with None when it is not any
+        more.
+
+        Whoever waits for such an instance must stop: it may never answer.
+        """
+        ...
+
+    @property
+    def loop_clock(self) -> LoopClock:
+        """Time in which the event loop is on time: what engines' answers are measured by."""
         ...
 
     def drain(self, name: str, *, wanted: bool) -> None:

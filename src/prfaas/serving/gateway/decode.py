@@ -16,8 +16,8 @@ from prfaas.serving.gateway.answer import (
 )
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, decode_body
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.engine_client import EngineCallError
-from prfaas.serving.gateway.http_pool import EngineResponse
+from prfaas.serving.gateway.engine_client import Blame, EngineCallError
+from prfaas.serving.gateway.http_exchange import EngineResponse
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.request import PreparedRequest, ServingRequest
 
@@ -109,8 +109,8 @@ class Decoder:
         self._metrics.decode_failures.labels(failure.reason).inc()
         request.record.note(f"{prepared.decode} failed: {failure.reason}")
         # The request itself may be what makes an engine answer with an error. That must not take engines out.
-        if failure.lost:
-            self._plane.suspect(prepared.decode, str(failure), lost_cache=True)
+        if failure.blame is not Blame.NONE:
+            self._plane.suspect(prepared.decode, str(failure), lost_cache=failure.blame is Blame.DEAD)
 
     def _note_refusal(self, request: ServingRequest, prepared: PreparedRequest, status: int) -> None:
         """The decode engine has refused the request: before KV was moved for it, or after."""
@@ -122,4 +122,4 @@ class Decoder:
         try:
             return await self._client.open(instance, request.endpoint.path, body, request.headers)
         except EngineCallError as error:
-            raise DecodeFailedError(error.reason, str(error), lost=True) from error
+            raise DecodeFailedError.of_call(error) from error

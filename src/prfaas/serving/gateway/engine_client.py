@@ -1,24 +1,59 @@
 """HTTP to the engines."""
 
 import asyncio
-from collections.abc import Mapping
+import math
+import time
+from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Any
 
 import orjson
 
 from prfaas.core.deployment import Instance
-from prfaas.serving.gateway.http_pool import EngineResponse, HttpPool
+from prfaas.serving.gateway.http_exchange import (
+    AnswerCutError,
+    AnswerLateError,
+    EngineResponse,
+    ServerSilentError,
+)
+from prfaas.serving.gateway.http_pool import HttpPool
+from prfaas.serving.own_process import lacks_descriptors
+
+FROZEN = "frozen"
+"""The reason of a call that the control plane ended, since the engine had fallen silent."""
+OWN_RESOURCES = "gateway-resources"
+"""The reason of a call for which this process had no file descriptor."""
+
+
+class Blame(Enum):
+    """What a failed call says about its engine."""
+
+    NONE = "nothing"
+    """The gateway is at fault, or the control plane knows already."""
+    FAILED = "failed"
+    """It lives, and keeps its cache."""
+    DEAD = "dead"
+    """It refused or reset a connection: the process is gone, and its cache with it."""
 
 
 class EngineCallError(Exception):
     """An engine did not do what was asked."""
 
-    def __init__(self, instance: str, reason: str, detail: str, status: int | None = None) -> None:
+    def __init__(
+        self,
+        instance: str,
+        reason: str,
+        detail: str,
+        status: int | None = None,
+        *,
+        blame: Blame = Blame.FAILED,
+    ) -> None:
         """`reason`: one word. `status`: the engine's HTTP status; None when it gave none."""
         super().__init__(f"{instance}: {detail}")
         self.instance = instance
         self.reason = reason
         self.status = status
+        self.blame = blame
 
     @property
     def is_clients_fault(self) -> bool:
@@ -29,8 +64,27 @@ class EngineCallError(Exception):
 class EngineClient:
     """HTTP to all engines over one pool of connections. Never follows redirects."""
 
-    def __init__(self, *, connect_timeout_s: float, keepalive_s: float) -> None:
-        self._pool = HttpPool(connect_timeout_s=connect_timeout_s, keepalive_s=keepalive_s)
+    def __init__(
+        self,
+        *,
+        connect_timeout_s: float,
+        keepalive_s: float,
+        first_byte_s: float = math.inf,
+        idle_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """The limits are those of `HttpPool`."""
+        self._pool = HttpPool(
+            connect_timeout_s=connect_timeout_s,
+            keepalive_s=keepalive_s,
+            first_byte_s=first_byte_s,
+            idle_s=idle_s,
+            clock=clock,
+        )
+
+    def bar(self, instance: Instance, reason: str | None) -> None:
+        """The instance is frozen: end every call to it, and those to come. None: it answers again."""
+        self._pool.bar(instance.host, instance.http_port, reason)
 
     async def close(self) -> None:
         """End all connections."""
@@ -45,12 +99,12 @@ class EngineClient:
             The answer, its head read. The caller reads and closes it.
 
         Raises:
-            EngineCallError: with reason "unreachable", when there is no answer.
+            EngineCallError: there is no answer; with a reason of `failed_call`.
         """
         try:
             return await self._pool.request("POST", instance.host, instance.http_port, path, headers, body)
         except (OSError, TimeoutError) as error:
-            raise EngineCallError(instance.name, "unreachable", f"{type(error).__name__}: {error}") from error
+            raise failed_call(instance.name, error, begun=False) from error
 
     async def call(
         self, instance: Instance, path: str, body: bytes, headers: Mapping[str, str], timeout_s: float
@@ -58,7 +112,7 @@ class EngineClient:
         """POST and read the whole answer.
 
         Raises:
-            EngineCallError: with reason "unreachable", "died", "deadline" or "http-STATUS".
+            EngineCallError: with reason "deadline", "http-STATUS" or one of `failed_call`.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -88,10 +142,32 @@ class EngineClient:
 
 
 async def _whole(instance: Instance, answer: EngineResponse) -> bytes:
-    """All of `answer`, which is closed. Raises EngineCallError with reason "died"."""
+    """All of `answer`, which is closed. Raises EngineCallError."""
     try:
         return await answer.read()
     except OSError as error:
-        raise EngineCallError(instance.name, "died", f"{type(error).__name__}: {error}") from error
+        raise failed_call(instance.name, error, begun=True) from error
     finally:
         answer.close()
+
+
+def failed_call(instance: str, error: OSError, *, begun: bool) -> EngineCallError:
+    """What a broken connection, or none, says about an engine. `begun`: its answer had begun.
+
+    Returns:
+        With reason "frozen", "first-byte", "idle", "gateway-resources", "connect-timeout", else "died" or
+        "unreachable".
+    """
+    if isinstance(error, ServerSilentError):
+        return EngineCallError(instance, FROZEN, str(error), blame=Blame.NONE)
+    detail = f"{type(error).__name__}: {error}"
+    if isinstance(error, AnswerLateError):
+        return EngineCallError(instance, error.reason, detail)
+    if lacks_descriptors(error):
+        return EngineCallError(instance, OWN_RESOURCES, detail, blame=Blame.NONE)
+    if isinstance(error, TimeoutError):
+        # Whether it is silent altogether is for the control plane to find out, which asks it every second.
+        return EngineCallError(instance, "connect-timeout", "no connection in time", blame=Blame.NONE)
+    reset = error.by_server if isinstance(error, AnswerCutError) else isinstance(error, ConnectionError)
+    blame = Blame.DEAD if reset else Blame.FAILED
+    return EngineCallError(instance, "died" if begun else "unreachable", detail, blame=blame)

@@ -8,11 +8,12 @@ from aiohttp import web
 
 from prfaas.core.deployment import RouteDetail
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError
-from prfaas.serving.gateway.admission import Admission, DeadlinePassedError
+from prfaas.serving.gateway.admission import Admission, AdmittedRequest, DeadlinePassedError
 from prfaas.serving.gateway.answer import DecodeFailedError, KeepBudget, ResponseWriter, writing
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.decode import MAX_ANSWERING_ATTEMPTS, Decoder
+from prfaas.serving.gateway.engine_client import OWN_RESOURCES
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.prompts import DirectPrompt, Endpoint
 from prfaas.serving.gateway.request import (
@@ -73,44 +74,42 @@ class Generation:
         Raises:
             ApiError: what the client is to read in place of an answer.
         """
-        with self._log.recording(str(endpoint)) as record, self._taken(http, record):
-            salt = self._tenants.salt(http.headers)
-            # A named tenant's numbers are about prefixes under its own salt: they tell nothing of others' prompts.
-            record.tells_details = self._tells_all or self._tenants.names(http.headers)
-            # 1. Take it on, or refuse it before its body is read.
-            with self._admission.admitted(salt, http.headers, http.content_length) as admitted:
-                async with admitted.in_time():
-                    # 2. Parse and check: what the client wants, less what could steer an engine.
-                    request = await self._parser.parse(http, endpoint, record, salt, admitted.hold)
-                    # 3. The prompt's token ids, as the engine makes them, and the hashes of its blocks.
-                    prompt = await self._tokenization.tokenize(request)
-                    # 4. Decide who prefills and who decodes, and whether the wait there is bearable.
-                    decision = self._decide(record, prompt)
-                    admitted.check(decision)
-                    # 5. Before KV moves: would the decode engine take the request at all?
-                    prompt = await self._validation.checked(request, prompt, decision)
-                    # 6. Prefill there and move the KV. If that fails, the decode engine prefills.
-                    prepared = await self._prefill.prepare(request, prompt, decision)
-                    self._count_uncached(prepared)
-                # 7. Decode and relay. If an engine fails, another one decodes.
-                keep_bytes = self._keep_bytes(request, prepared)
-                with writing(http, record, self._context.metrics, self._budget, keep_bytes) as writer:
-                    try:
-                        async with admitted.in_time():
-                            response = await self._decode(request, prompt, prepared, writer)
-                    except DeadlinePassedError as late:
-                        if not writer.begun:
-                            raise
-                        self._context.metrics.refused.labels("deadline-passed").inc()
-                        response = await writer.fail(late.body())
-            # 8. Record. `recording` adds the times, and the outcome where an exception ended the request.
+        with self._log.recording(str(endpoint)) as record, self._taken(http, record) as taken:
+            async with taken.in_time():
+                # 1. Parse and check: what the client wants, less what could steer an engine.
+                request = await self._parser.parse(http, endpoint, record, taken.tenant, taken.hold)
+                # 2. The prompt's token ids, as the engine makes them, and the hashes of its blocks.
+                prompt = await self._tokenization.tokenize(request)
+                # 3. Decide who prefills and who decodes, and whether the wait there is bearable.
+                decision = self._decide(record, prompt)
+                taken.check(decision)
+                # 4. Before KV moves: would the decode engine take the request at all?
+                prompt = await self._validation.checked(request, prompt, decision)
+                # 5. Prefill there and move the KV. If that fails, the decode engine prefills.
+                prepared = await self._prefill.prepare(request, prompt, decision)
+                self._count_uncached(prepared)
+            # 6. Decode and relay. If an engine fails, another one decodes.
+            keep_bytes = self._keep_bytes(request, prepared)
+            with writing(http, record, self._context.metrics, self._budget, keep_bytes) as writer:
+                try:
+                    async with taken.in_time():
+                        response = await self._decode(request, prompt, prepared, writer)
+                except DeadlinePassedError as late:
+                    if not writer.begun:
+                        raise
+                    self._context.metrics.refused.labels("deadline-passed").inc()
+                    response = await writer.fail(late.body())
+            # 7. Record. `recording` adds the times, and the outcome where an exception ended the request.
             record.answered(response.status)
             return response
 
     @contextmanager
-    def _taken(self, http: web.Request, record: RequestRecord) -> Iterator[None]:
-        """While a request is open, if the gateway can take it. Raises ApiError."""
+    def _taken(self, http: web.Request, record: RequestRecord) -> Iterator[AdmittedRequest]:
+        """While a request is open, if the gateway can take it: refused before its body is read. Raises ApiError."""
         http[RECORD] = record
+        tenant = self._tenants.salt(http.headers)
+        # A named tenant's numbers are about prefixes under its own salt: they tell nothing of others' prompts.
+        record.tells_details = self._tells_all or self._tenants.names(http.headers)
         draining, descriptors = self._context.draining, self._context.descriptors
         with draining.request():
             if not descriptors.has_room(draining.open_requests):
@@ -119,7 +118,8 @@ class Generation:
                     f"The gateway has no file descriptors left for another request (limit {descriptors.limit}).",
                     retry_after_s=_DESCRIPTORS_RETRY_S,
                 )
-            yield
+            with self._admission.admitted(tenant, http.headers, http.content_length) as admitted:
+                yield admitted
 
     def _decide(self, record: RequestRecord, prompt: TokenizedPrompt | DirectPrompt) -> Decision:
         """Where the request goes. Raises NoDecodeInstanceError.
@@ -173,7 +173,7 @@ class Generation:
                 if another is None and failure.answer is not None:
                     return writer.send(failure.answer)
                 if another is None:
-                    raise ApiError(503, f"The decode instance {failed[-1]} does not answer.") from None
+                    raise _unanswered(failure, failed[-1]) from None
                 prepared = another
 
     async def _reroute(
@@ -184,6 +184,8 @@ class Generation:
         failed: Collection[str],
     ) -> PreparedRequest | None:
         """The same request made ready for another decode engine; None when there is none or enough have failed."""
+        if failure.reason == OWN_RESOURCES:
+            return None
         attempts = self._context.options.decode_attempts if failure.lost else MAX_ANSWERING_ATTEMPTS
         if len(failed) >= attempts:
             return None
@@ -191,3 +193,9 @@ class Generation:
             return await self._prefill.prepare_again(request, prompt, avoid=failed)
         except NoDecodeInstanceError:
             return None
+
+
+def _unanswered(failure: DecodeFailedError, decode: str) -> ApiError:
+    if failure.reason == OWN_RESOURCES:
+        return ApiError(503, "The gateway has no file descriptor left; try again.", retry_after_s=1)
+    return ApiError(503, f"The decode instance {decode} does not answer.", retry_after_s=1)

@@ -5,29 +5,62 @@ need: TLS, redirects, cookies, proxies, compression, pipelining, upgrades.
 """
 
 import asyncio
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import cast
 
 import httptools
 
+from prfaas.serving.gateway.http_exchange import (
+    AnswerCutError,
+    AnswerLateError,
+    EngineResponse,
+    ServerSilentError,
+    request_head,
+)
+from prfaas.serving.own_process import on_time_timeout
+from prfaas.serving.transport.sockets import keep_alive
+
+# What an engine's kernel has not acknowledged for so long is lost. Frozen processes acknowledge, dead machines don't.
+_USER_TIMEOUT_S = 30.0
+# A connection may lose its first packet, or meet a full queue of connections to accept.
+_CONNECT_ATTEMPTS = 2
+_SHORTEST_SWEEP_S, _LONGEST_SWEEP_S = 0.02, 5.0
 _MAX_HEAD_BYTES = 64 << 10
-# With so much of an answer waiting to be taken, no more is read from the network.
-_MAX_WAITING_BYTES = 256 << 10
-
-
-class AnswerCutError(ConnectionError):
-    """The connection ended, or what came was not HTTP, before the answer was complete."""
 
 
 class HttpPool:
     """Connections to any number of servers, kept for `keepalive_s` after use. Use it from one event loop only."""
 
-    def __init__(self, *, connect_timeout_s: float, keepalive_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        connect_timeout_s: float,
+        keepalive_s: float,
+        first_byte_s: float = math.inf,
+        idle_s: float = math.inf,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Make a pool without connections.
+
+        Args:
+            connect_timeout_s: for one of two attempts to connect.
+            keepalive_s: how long a connection is kept without use.
+            first_byte_s: from a request to the first byte of its answer, at most.
+            idle_s: between two pieces of an answer, at most. While we do not read it, no time passes.
+            clock: what the limits are measured by.
+        """
         self._connect_timeout_s = connect_timeout_s
         self._keepalive_s = keepalive_s
+        self._first_byte_s = first_byte_s
+        self._idle_s = idle_s
+        self.clock = clock
         self._idle: dict[tuple[str, int], deque[_Connection]] = {}
         self._open: set[_Connection] = set()
+        self._barred: dict[tuple[str, int], str] = {}
+        self._sweeping: asyncio.TimerHandle | None = None
 
     async def request(
         self,
@@ -37,7 +70,7 @@ class HttpPool:
         path: str,
         headers: Mapping[str, str],
         body: bytes = b"",
-    ) -> "EngineResponse":
+    ) -> EngineResponse:
         """Send a request, over a new connection if the server has closed the kept one.
 
         Returns:
@@ -45,24 +78,42 @@ class HttpPool:
 
         Raises:
             OSError: there is no answer (AnswerCutError among others).
-            TimeoutError: no connection within the limit.
+            TimeoutError: no connection within the limit, twice.
             ValueError: a header contains a line break.
         """
-        head = _head(method, host, port, path, headers, len(body))
+        head = request_head(method, host, port, path, headers, len(body))
+        barred = self._barred.get((host, port))
+        if barred is not None:
+            raise ServerSilentError(barred)
         kept = self._kept(host, port)
         if kept is not None:
             try:
                 return await kept.exchange(head, body)
+            except (ServerSilentError, AnswerLateError):
+                raise
             except AnswerCutError:
                 if kept.heard:
                     raise
         fresh = await self._connect(host, port)
         return await fresh.exchange(head, body)
 
+    def bar(self, host: str, port: int, reason: str | None) -> None:
+        """The server is frozen: cut what is open there, and refuse what comes. None: it answers again."""
+        peer = (host, port)
+        if reason is None:
+            self._barred.pop(peer, None)
+            return
+        self._barred[peer] = reason
+        for connection in tuple(self._open):
+            if connection.peer == peer:
+                connection.abort(ServerSilentError(reason))
+
     def close(self) -> None:
         """End all connections; answers that are being read are cut."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
         for connection in tuple(self._open):
-            connection.abort("the pool was closed")
+            connection.abort(AnswerCutError("the pool was closed"))
 
     def keep(self, connection: "_Connection") -> None:
         """`connection` has done its work and can be used again."""
@@ -83,9 +134,9 @@ class HttpPool:
         latest = idle.pop()
         stale_s = latest.loop.time() - self._keepalive_s
         while idle and idle[0].used_s < stale_s:
-            idle.popleft().abort("idle for too long")
+            idle.popleft().abort(AnswerCutError("idle for too long"))
         if latest.used_s < stale_s:
-            latest.abort("idle for too long")
+            latest.abort(AnswerCutError("idle for too long"))
             return None
         return latest
 
@@ -93,123 +144,34 @@ class HttpPool:
         loop = asyncio.get_running_loop()
         peer = (host, port)
         self._idle.setdefault(peer, deque())
-        async with asyncio.timeout(self._connect_timeout_s):
-            _, connection = await loop.create_connection(lambda: _Connection(loop, self, peer), host, port)
+        for attempt in range(_CONNECT_ATTEMPTS):
+            try:
+                async with on_time_timeout(self._connect_timeout_s, self.clock):
+                    _, connection = await loop.create_connection(
+                        lambda: _Connection(loop, self, peer), host, port
+                    )
+                break
+            except TimeoutError:
+                if attempt + 1 == _CONNECT_ATTEMPTS:
+                    raise
         self._open.add(connection)
+        if peer in self._barred:
+            connection.abort(ServerSilentError(self._barred[peer]))
+            raise ServerSilentError(self._barred[peer])
+        if self._sweeping is None:
+            self._sweep()
         return connection
 
-
-class EngineResponse:
-    """One response whose head has come. Take its body with `readany` or `read`, from one task."""
-
-    __slots__ = (
-        "_chunks",
-        "_connection",
-        "_error",
-        "_sink",
-        "_waiter",
-        "_waiting_bytes",
-        "complete",
-        "raw_headers",
-        "status",
-    )
-
-    def __init__(self, connection: "_Connection") -> None:
-        self.status = 0
-        self.raw_headers: list[tuple[bytes, bytes]] = []
-        self.complete = False
-        """Whether the whole body has come. It may not have been taken yet."""
-        self._connection = connection
-        self._chunks: deque[bytes] = deque()
-        self._waiting_bytes = 0
-        self._waiter: asyncio.Future[None] | None = None
-        self._error: AnswerCutError | None = None
-        self._sink: Callable[[bytes], bool] | None = None
-
-    @property
-    def content_type(self) -> str:
-        """JSON when the engine doesn't say."""
-        return self.header(b"content-type") or "application/json"
-
-    def header(self, name: bytes) -> str | None:
-        """The value of a header, by its lower-case name; None if there is none."""
-        for given, value in self.raw_headers:
-            if len(given) == len(name) and given.lower() == name:
-                return value.decode("latin-1")
-        return None
-
-    async def readany(self) -> bytes:
-        """What of the body has come since the last call, at least a byte; b"" at its end. Raises AnswerCutError."""
-        if not self._chunks and not self.complete and self._error is None:
-            self._waiter = self._connection.loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        if self._chunks:
-            taken = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
-            self._chunks.clear()
-            self._waiting_bytes = 0
-            self._connection.resume()
-            return taken
-        if self._error is not None:
-            raise self._error
-        return b""
-
-    async def pump(self, sink: Callable[[bytes], bool]) -> None:
-        """Give each piece of the body to `sink` in the callback in which it comes, which spares a turn of the loop.
-
-        Ends when `sink` says False, and at the body's end or cut, which the next `readany` tells. `sink` must not
-        raise.
-        """
-        while self._chunks:
-            chunk = self._chunks.popleft()
-            self._waiting_bytes -= len(chunk)
-            if not sink(chunk):
-                return
-        if self.complete or self._error is not None:
-            return
-        self._connection.resume()
-        self._waiter = self._connection.loop.create_future()
-        self._sink = sink
-        try:
-            await self._waiter
-        finally:
-            self._waiter = self._sink = None
-
-    async def read(self) -> bytes:
-        """The rest of the body. Raises AnswerCutError."""
-        parts = []
-        while part := await self.readany():
-            parts.append(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def close(self) -> None:
-        """Close the connection if the answer is not complete, which makes vLLM abort the request."""
-        if not self.complete and self._error is None:
-            self._connection.abort("the answer was closed")
-
-    def feed(self, chunk: bytes) -> None:
-        """A piece of the body has come."""
-        if self._sink is not None:
-            if not self._sink(chunk):
-                self._sink = None
-                self._wake()
-            return
-        self._chunks.append(chunk)
-        self._waiting_bytes += len(chunk)
-        if self._waiting_bytes > _MAX_WAITING_BYTES:
-            self._connection.pause()
-        self._wake()
-
-    def end(self, error: AnswerCutError | None = None) -> None:
-        """No more will come: the answer is complete, or cut by `error`."""
-        self.complete, self._error = error is None, error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def _sweep(self) -> None:
+        """End the exchanges in which nothing has come for too long; again and again while anything is open."""
+        now_s = self.clock()
+        for connection in tuple(self._open):
+            connection.check(now_s, self._first_byte_s, self._idle_s)
+        self._sweeping = None
+        shortest_s = min(self._first_byte_s, self._idle_s)
+        if self._open and shortest_s < math.inf:
+            period_s = min(max(shortest_s / 4, _SHORTEST_SWEEP_S), _LONGEST_SWEEP_S)
+            self._sweeping = asyncio.get_running_loop().call_later(period_s, self._sweep)
 
 
 class _Connection(asyncio.Protocol):
@@ -231,10 +193,12 @@ class _Connection(asyncio.Protocol):
         self._begun: asyncio.Future[EngineResponse] | None = None
         self._head_bytes = 0
         self._keeps_alive = False
+        self._heard_s = 0.0
 
     async def exchange(self, head: bytes, body: bytes) -> EngineResponse:
         """Send a request; its answer once the head has come. Raises AnswerCutError."""
         self.heard, self._head_bytes = False, 0
+        self._heard_s = self._pool.clock()
         self._answer = EngineResponse(self)
         begun: asyncio.Future[EngineResponse] = self.loop.create_future()
         self._begun = begun
@@ -244,15 +208,23 @@ class _Connection(asyncio.Protocol):
         try:
             return await begun
         except BaseException:
-            self.abort("the request was given up")
+            self.abort(AnswerCutError("the request was given up"))
             raise
 
-    def abort(self, reason: str) -> None:
+    def abort(self, error: AnswerCutError) -> None:
         """End the connection, and with it what is under way."""
         if self._open:
             self._open = False
             self._transport.abort()
-        self._cut(AnswerCutError(reason))
+        self._cut(error)
+
+    def check(self, now_s: float, first_byte_s: float, idle_s: float) -> None:
+        """End the exchange if nothing has come for too long."""
+        if self._answer is None or self._paused:
+            return
+        reason, limit_s = ("idle", idle_s) if self._answer.status else ("first-byte", first_byte_s)
+        if now_s - self._heard_s > limit_s:
+            self.abort(AnswerLateError(reason, limit_s))
 
     def pause(self) -> None:
         if self._open and not self._paused:
@@ -262,29 +234,31 @@ class _Connection(asyncio.Protocol):
     def resume(self) -> None:
         if self._paused and self._open:
             self._paused = False
+            self._heard_s = self._pool.clock()
             self._transport.resume_reading()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._open = True
+        keep_alive(transport.get_extra_info("socket"), user_timeout_s=_USER_TIMEOUT_S)
 
     def data_received(self, data: bytes) -> None:
-        self.heard = True
+        self.heard, self._heard_s = True, self._pool.clock()
         answer = self._answer
         if answer is None:
-            self.abort("the server sent something without a request")
+            self.abort(AnswerCutError("the server sent something without a request"))
             return
         if not answer.status:
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self.abort(f"what came is not an HTTP answer: {error}")
+            self.abort(AnswerCutError(f"what came is not an HTTP answer: {error}"))
             return
         if self._answer is None:
             self._reuse()
         elif not answer.status and self._head_bytes > _MAX_HEAD_BYTES:
-            self.abort(f"the answer's head has more than {_MAX_HEAD_BYTES} bytes")
+            self.abort(AnswerCutError(f"the answer's head has more than {_MAX_HEAD_BYTES} bytes"))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._open = False
@@ -292,7 +266,10 @@ class _Connection(asyncio.Protocol):
         if answer is not None and error is None and _lasts_to_the_end(answer):
             self._answer = None
             answer.end()
-        self._cut(AnswerCutError(str(error) if error is not None else "the server closed the connection"))
+        text = "the server closed the connection" if error is None else str(error)
+        # Without TimeoutError: what ends by TCP's own limits was a silent machine or a broken way.
+        by_server = error is None or isinstance(error, ConnectionError)
+        self._cut(AnswerCutError(text, by_server=by_server))
         self._pool.forget(self)
 
     def on_message_begin(self) -> None:
@@ -336,7 +313,7 @@ class _Connection(asyncio.Protocol):
             self.used_s = self.loop.time()
             self._pool.keep(self)
         else:
-            self.abort("the server keeps no connection")
+            self.abort(AnswerCutError("the server keeps no connection"))
 
     def _cut(self, error: AnswerCutError) -> None:
         answer, self._answer = self._answer, None
@@ -350,14 +327,3 @@ def _lasts_to_the_end(answer: EngineResponse) -> bool:
     """Whether only the connection's end tells where the body ends."""
     framed = answer.header(b"content-length") is not None or answer.header(b"transfer-encoding") is not None
     return bool(answer.status) and not framed
-
-
-def _head(method: str, host: str, port: int, path: str, headers: Mapping[str, str], body_bytes: int) -> bytes:
-    lines = [f"{name}: {value}\r\n" for name, value in headers.items()]
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    length = f"Content-Length: {body_bytes}\r\n" if body_bytes or method == "POST" else ""
-    text = f"{method} {path} HTTP/1.1\r\nHost: {address}\r\n{length}{''.join(lines)}\r\n"
-    # More line feeds than lines: a value contains one.
-    if text.count("\n") != len(lines) + (4 if length else 3) or text.count("\r") != text.count("\n"):
-        raise ValueError("a request header contains a line break")
-    return text.encode("latin-1")

@@ -139,6 +139,16 @@ class KvTransfers:
                 # The consumer's own time to live frees the staging then.
                 logger.info("could not abandon a transfer at %s: %s", consumer, error)
 
+    async def answers(self, consumer: str, timeout_s: float) -> bool:
+        """Whether every rank of `consumer` answers now. What it has told before is known then."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                for watcher in self._watchers[consumer]:
+                    await watcher.stats()
+        except (OSError, TimeoutError):
+            return False
+        return True
+
     async def staging(self, timeout_s: float) -> dict[str, StagingUse]:
         """The staging of every instance that transfers were waited for at, as far as it answers in time."""
         asked = tuple(self._consumers)

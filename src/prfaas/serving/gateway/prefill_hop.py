@@ -9,7 +9,7 @@ from prfaas.core.deployment import Deployment
 from prfaas.serving.gateway.answer import cached_tokens_of
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, prefill_body
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.engine_client import EngineCallError
+from prfaas.serving.gateway.engine_client import FROZEN, OWN_RESOURCES, Blame, EngineCallError
 from prfaas.serving.gateway.kv_transfer import (
     KvTransfers,
     TransferDone,
@@ -23,6 +23,14 @@ from prfaas.serving.transport.ticket import Ticket, prompt_digest
 logger = logging.getLogger(__name__)
 
 INCOMPATIBLE = "incompatible"
+_CONSUMER_FROZEN = "consumer-frozen"
+_CONSUMER_SILENT = "consumer-silent"
+# The control plane knows of a frozen engine, and finds out by itself whether an unreachable one lives. Two that are
+# incompatible are well, each of them.
+_BLAMES_NOBODY = (FROZEN, INCOMPATIBLE, _CONSUMER_FROZEN, "consumer-unreachable")
+_HOPELESS = (_CONSUMER_FROZEN, _CONSUMER_SILENT, "consumer-unreachable")
+# How long a consumer may take to answer before it is blamed in place of the producer.
+_ASK_CONSUMER_S = 1.0
 # While a transfer is not announced, its producer is asked that often whether it may send at all.
 _ASK_PRODUCER_S = 0.25
 # Links are shared, and headers, retransmission and a link slower than stated all come on top.
@@ -57,6 +65,18 @@ class PrefillHop:
         self._json_threads = context.json_threads
         self._options = context.options
         self._abandoning: set[asyncio.Task[None]] = set()
+        self._arriving: dict[asyncio.Task[TransferredBytes], TransferSpec] = {}
+        self._frozen: dict[str, str] = {}
+
+    def frozen(self, name: str, reason: str | None) -> None:
+        """An instance is frozen: nothing waits any longer for what it was to send or to receive. None: not any more."""
+        if reason is None:
+            self._frozen.pop(name, None)
+            return
+        self._frozen[name] = reason
+        for arrival, spec in self._arriving.items():
+            if name in (spec.producer, spec.consumer):
+                arrival.cancel()
 
     async def run(self, spec: TransferSpec, request: ServingRequest) -> TransferDone:
         """Prefill and move the KV, until all bytes are at the consumer.
@@ -130,6 +150,7 @@ class PrefillHop:
         clock = time.perf_counter
         start_s = clock()
         late_s = self._deadline_s(spec)
+        self._check_frozen(spec)
         prefill_timeout_s = self._options.prefill_timeout_s
         _check_compatible(self._plane.incompatible(spec.producer, spec.consumer))
 
@@ -146,17 +167,32 @@ class PrefillHop:
         arrival = loop.create_task(
             self._transfers.wait(spec.consumer, ticket.transfer_id, prefill_timeout_s + late_s)
         )
+        self._arriving[arrival] = spec
         try:
             await asyncio.wait((prefilling, arrival), return_when=asyncio.FIRST_COMPLETED)
             if arrival.done():
                 # Raises what went wrong with it. If nothing did, only the prefill's answer is missing.
-                arrival.result()
+                self._arrived(spec, arrival)
             prefill_s, answer = await prefilling
             await self._wait_for_arrival(spec, ticket, arrival, late_s)
-            moved, transfer_s = arrival.result(), clock() - start_s
+            moved, transfer_s = self._arrived(spec, arrival), clock() - start_s
             return TransferDone(ticket, sealed, moved, prefill_s, transfer_s, cached_tokens_of(answer))
         finally:
+            del self._arriving[arrival]
             await _end(prefilling, arrival)
+
+    def _arrived(self, spec: TransferSpec, arrival: "asyncio.Task[TransferredBytes]") -> TransferredBytes:
+        """What a transfer that is over has moved. Raises TransferFailedError."""
+        if arrival.cancelled():
+            self._check_frozen(spec)
+            raise TransferFailedError(FROZEN, f"{spec.producer} or {spec.consumer} was frozen for a moment")
+        return arrival.result()
+
+    def _check_frozen(self, spec: TransferSpec) -> None:
+        if spec.consumer in self._frozen:
+            raise TransferFailedError(_CONSUMER_FROZEN, f"{spec.consumer}: {self._frozen[spec.consumer]}")
+        if spec.producer in self._frozen:
+            raise TransferFailedError(FROZEN, f"{spec.producer}: {self._frozen[spec.producer]}")
 
     async def _wait_for_arrival(
         self, spec: TransferSpec, ticket: Ticket, arrival: "asyncio.Task[TransferredBytes]", late_s: float
@@ -165,13 +201,21 @@ class PrefillHop:
         if arrival.done():
             return
         if not await self._is_announced(spec, ticket, arrival):
-            raise TransferFailedError(
-                "not-announced", f"{spec.producer} prefilled but opened no transfer to {spec.consumer}"
-            )
+            await self._ask_consumer(spec)
+            if not arrival.done() and not self._transfers.announced(spec.consumer, ticket.transfer_id):
+                raise TransferFailedError(
+                    "not-announced", f"{spec.producer} prefilled but opened no transfer to {spec.consumer}"
+                )
         if not arrival.done():
             await asyncio.wait((arrival,), timeout=late_s)
         if not arrival.done():
+            await self._ask_consumer(spec)
             raise TransferFailedError("transfer-deadline", f"not complete {late_s:.0f} s after the prefill")
+
+    async def _ask_consumer(self, spec: TransferSpec) -> None:
+        """Before the producer is blamed for what a consumer has not told. Raises TransferFailedError."""
+        if not await self._transfers.answers(spec.consumer, _ASK_CONSUMER_S):
+            raise TransferFailedError(_CONSUMER_SILENT, f"the KV port of {spec.consumer} does not answer")
 
     async def _is_announced(
         self, spec: TransferSpec, ticket: Ticket, arrival: "asyncio.Task[TransferredBytes]"
@@ -203,22 +247,20 @@ class PrefillHop:
         return self._options.transfer_grace_s + _SLACK * 8 * spec.kv_bytes / bandwidth_bits_per_s
 
     def _report(self, spec: TransferSpec, failure: EngineCallError | TransferFailedError) -> HopFailedError:
-        """Tell the control plane what a failure says about the producer."""
+        """Tell the control plane whom a failure blames: the producer, the consumer or nobody, never both."""
         logger.warning("prefill at %s for %s failed: %s", spec.producer, spec.consumer, failure)
         if isinstance(failure, EngineCallError):
-            if failure.is_clients_fault:
-                return HopFailedError(failure.reason, hopeless=True)
-            lost_cache = failure.reason in ("unreachable", "died")
-            self._plane.suspect(spec.producer, str(failure), lost_cache=lost_cache)
-            return HopFailedError(failure.reason, hopeless=False)
-        if failure.reason == "consumer-unreachable":
-            # No other producer could reach it either; the consumer prefills, if it lives.
-            return HopFailedError(failure.reason, hopeless=True)
-        if failure.reason == INCOMPATIBLE:
-            # Each of them is well, and serves others.
-            return HopFailedError(failure.reason, hopeless=False)
-        self._plane.suspect(spec.producer, str(failure))
-        return HopFailedError(failure.reason, hopeless=False)
+            if failure.blame is not Blame.NONE and not failure.is_clients_fault:
+                lost_cache = failure.blame is Blame.DEAD
+                self._plane.suspect(spec.producer, str(failure), lost_cache=lost_cache)
+            hopeless = failure.is_clients_fault or failure.reason == OWN_RESOURCES
+            return HopFailedError(failure.reason, hopeless=hopeless)
+        if failure.reason == _CONSUMER_SILENT:
+            self._plane.suspect(spec.consumer, str(failure))
+        elif failure.reason not in _BLAMES_NOBODY:
+            self._plane.suspect(spec.producer, str(failure))
+        # No other producer could reach such a consumer either; it prefills, if it lives.
+        return HopFailedError(failure.reason, hopeless=failure.reason in _HOPELESS)
 
 
 def _check_compatible(rejection: str | None) -> None:

@@ -168,7 +168,7 @@ class RequestLog:
         except NoDecodeInstanceError:
             record.status, record.outcome = 503, "engine_error"
             self._metrics.refused.labels("unavailable").inc()
-            raise ApiError(503, "No decode instance is available.") from None
+            raise ApiError(503, "No decode instance is available.", retry_after_s=1) from None
         except (asyncio.CancelledError, ConnectionResetError):
             record.outcome = "cancelled"
             raise

@@ -73,7 +73,11 @@ class Gateway:
         # Standard series: CPU time, memory, file descriptors.
         ProcessCollector(registry=registry)
         self._client = EngineClient(
-            connect_timeout_s=options.connect_timeout_s, keepalive_s=options.engine_keepalive_s
+            connect_timeout_s=options.connect_timeout_s,
+            keepalive_s=options.engine_keepalive_s,
+            first_byte_s=deployment.gateway.first_byte_s,
+            idle_s=deployment.gateway.idle_s,
+            clock=plane.loop_clock,
         )
         self._transfers = _transfers(deployment.instances, key)
         self._metrics = Metrics(registry)
@@ -92,6 +96,8 @@ class Gateway:
         local = LocalTokenizer.of_model(model.path, self._tokenizer_threads)
         self._tokenization = Tokenization(local, model.served_name, context)
         self._hop = PrefillHop(deployment, key, self._transfers, context)
+        plane.listen(lambda name, reason: self._client.bar(plane.instance(name), reason))
+        plane.listen(self._hop.frozen)
         prefill = PrefillOrchestrator(deployment, self._hop, context)
         decoder = Decoder(prefill, context)
         log = RequestLog(options.kept_records, context.metrics)

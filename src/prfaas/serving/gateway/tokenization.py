@@ -14,7 +14,7 @@ import jinja2
 from prfaas.core.deployment import Instance
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN
 from prfaas.serving.gateway.context import GatewayContext, ThreadOffload
-from prfaas.serving.gateway.engine_client import EngineCallError
+from prfaas.serving.gateway.engine_client import FROZEN, Blame, EngineCallError
 from prfaas.serving.gateway.prompts import (
     ChatPrompt,
     DirectPrompt,
@@ -158,7 +158,7 @@ class Tokenization:
     async def _ids(self, prompt: TokenPrompt | TextPrompt | ChatPrompt) -> "tuple[array[int] | None, bool]":
         """Ids, None when they can't be had exactly, and whether the engine makes the same. Raises EngineCallError.
 
-        A dead engine that was asked for them is taken out of routing, and another one is asked.
+        In place of an engine that does not answer another one is asked. A dead one is taken out of routing.
         """
         if isinstance(prompt, TokenPrompt):
             return prompt.token_ids, True
@@ -169,9 +169,10 @@ class Tokenization:
         try:
             return await self._exact_ids(prompt, endpoint, asked)
         except EngineCallError as error:
-            if error.reason not in ("unreachable", "died"):
+            if error.reason not in ("unreachable", "died", "connect-timeout", FROZEN):
                 raise
-            self._plane.suspect(asked.name, str(error), lost_cache=True)
+            if error.blame is not Blame.NONE:
+                self._plane.suspect(asked.name, str(error), lost_cache=error.blame is Blame.DEAD)
             asked = self._plane.instance(self._plane.route(0, None, avoid=(asked.name,)).decode)
             return await self._exact_ids(prompt, endpoint, asked)
 

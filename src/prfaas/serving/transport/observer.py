@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, HandshakeError
+from prfaas.serving.transport.sockets import keep_alive
 from prfaas.serving.transport.wire import (
     HEADER_BYTES,
     FrameType,
@@ -22,6 +23,8 @@ from prfaas.serving.transport.wire import (
 _T = TypeVar("_T")
 
 _CONNECT_S = 5.0
+# Frozen processes acknowledge what they don't read; dead machines and broken ways don't.
+_USER_TIMEOUT_S = 10.0
 _RECONNECT_S = 2.0
 _BACKOFF_S = 0.05
 
@@ -140,6 +143,7 @@ class Observer:
         try:
             async with asyncio.timeout(_CONNECT_S):
                 reader, writer = await asyncio.open_connection(host, port)
+                keep_alive(writer.get_extra_info("socket"), user_timeout_s=_USER_TIMEOUT_S)
                 try:
                     await self._greet(reader, writer)
                 except BaseException:
@@ -152,7 +156,8 @@ class Observer:
         except HandshakeError:
             raise
         except OSError as error:
-            raise ConnectionError(f"{self.peer_name} at {host}:{port}: {error}") from None
+            kind = ConnectionRefusedError if isinstance(error, ConnectionRefusedError) else ConnectionError
+            raise kind(f"{self.peer_name} at {host}:{port}: {error}") from error
         self._writer = writer
         return reader
 

@@ -101,17 +101,22 @@ def tune(sock: socket.socket, *, user_timeout_s: float, keepalive_s: float, cong
         The congestion control that is in use.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(keepalive_s)))
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, round(keepalive_s / 3)))
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(user_timeout_s * 1000))
+    keep_alive(sock, user_timeout_s=user_timeout_s, keepalive_s=keepalive_s)
     if congestion is not None:
         # Where the kernel lacks it or forbids it the default serves, and the return value says so.
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
     raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
     return raw.split(b"\x00", 1)[0].decode("ascii", "replace")
+
+
+def keep_alive(sock: socket.socket, *, user_timeout_s: float, keepalive_s: float = 10.0) -> None:
+    """Have the kernel end a TCP connection whose other machine is gone; the arguments are those of `tune`."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(keepalive_s)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, round(keepalive_s / 3)))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_PROBES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(user_timeout_s * 1000))
 
 
 def set_pacing(sock: socket.socket, bytes_per_s: int | None) -> None:

@@ -159,6 +159,7 @@ class SyntheticEngine:
         self._loop = asyncio.get_running_loop()
         self._prefill_turn = asyncio.Lock()
         self._prefill_free_s = 0.0
+        self._stalled_until_s = 0.0
         self._seats = asyncio.Semaphore(max_batch)
 
     @asynccontextmanager
@@ -197,6 +198,11 @@ class SyntheticEngine:
         state.context.compute(self.cache.layout.groups, state.done_tokens, computed_tokens)
         self.cache.store(state.context, state.lease, state.stored_tokens, computed_tokens, states=True)
         state.done_tokens = state.stored_tokens = computed_tokens
+
+    def stall(self, seconds: float) -> None:
+        """Neither prefill nor decode goes on for so long, while every port answers: as when a GPU hangs."""
+        self._stalled_until_s = max(self._stalled_until_s, self._loop.time() + seconds)
+        self.clock.hold(seconds)
 
     async def close(self) -> None:
         """Stop the clock; requests that still run never end by themselves."""
@@ -319,6 +325,8 @@ class SyntheticEngine:
         slices = max(1, min(layers, int((until_s - from_s) / _LAYER_SLICE_S)))
         for done in range(1, slices + 1):
             await asyncio.sleep(from_s + (until_s - from_s) * done / slices - self._loop.time())
+            while (left_s := self._stalled_until_s - self._loop.time()) > 0:
+                await asyncio.sleep(left_s)
             if sending is not None:
                 first, last = layers * (done - 1) // slices, layers * done // slices
                 sending.layers_done(range(first, last), end_tokens)

@@ -68,7 +68,8 @@ class DecodeClock:
 
     def steps(self) -> float:
         """Steps done until now, in fractions."""
-        now_s = self._loop.time()
+        # Held, the clock's own time lies ahead of the loop's.
+        now_s = max(self._loop.time(), self._at_s)
         if self._batch:
             elapsed_s = now_s - self._at_s
             done = elapsed_s / self._step_s(self._batch)
@@ -92,6 +93,12 @@ class DecodeClock:
         heapq.heappush(self._waiting, (target_steps, next(self._order), reached))
         self._arm()
         await reached
+
+    def hold(self, seconds: float) -> None:
+        """No step goes on for so long from now, as when a GPU hangs. A longer hold that is under way stays."""
+        self.steps()
+        self._at_s = max(self._at_s, self._loop.time() + seconds)
+        self._arm()
 
     def close(self) -> None:
         """Stop the timer."""

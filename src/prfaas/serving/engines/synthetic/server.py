@@ -55,6 +55,7 @@ class EngineServer:
             "/reset_prefix_cache": self._reset,
             "/synthetic/die": self._die,
             "/synthetic/link": self._link,
+            "/synthetic/stall": self._stall,
         }
         gets: dict[str, Handler] = {
             "/health": self._health,
@@ -172,6 +173,17 @@ class EngineServer:
             self._engine.endpoints.sender.set_bandwidth(link, bits_per_s)
         except (KeyError, TypeError, ValueError):
             return _error("`link` must be one that this engine sends on, `bits_per_s` a number above 0.", 400)
+        return web.Response()
+
+    async def _stall(self, request: web.Request) -> web.StreamResponse:
+        """Streams and prefills stand still for `seconds`; everything else goes on."""
+        try:
+            seconds = float((await request.json())["seconds"])
+            if not 0 < seconds < math.inf:
+                raise ValueError(seconds)
+        except (KeyError, TypeError, ValueError):
+            return _error("`seconds` must be a number above 0.", 400)
+        self._engine.stall(seconds)
         return web.Response()
 
     async def _health(self, _request: web.Request) -> web.StreamResponse:

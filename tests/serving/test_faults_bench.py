@@ -1,0 +1,33 @@
+"""A short form of `bench/faults.py`: engines of processes of their own, a gateway process, one fault of every kind."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench" / "faults.py"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_fault_of_every_kind_costs_no_answer_and_no_token(tmp_path: Path) -> None:
+    report = tmp_path / "faults.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, str(BENCH), "--faults", "8", "--seed", "1", "--longest", "8", "--load", "5"),
+            *("--json", str(report), "--keep-logs", str(tmp_path / "logs")),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert report.exists(), done.stderr
+    found = json.loads(report.read_text())
+    assert {fault["kind"] for fault in found["faults"]} == {
+        *("kill", "freeze", "incompatible", "garbage", "stall", "files", "flood", "restart")
+    }
+    failed = [verdict["text"] for verdict in found["verdicts"] if not verdict["good"]]
+    assert not failed, done.stdout
+    assert found["outcomes"]["right"] > 50
