@@ -139,9 +139,10 @@ def test_the_replay_buffer_is_bounded(endpoint: EventsEndpoint, monkeypatch: pyt
     asyncio.run(check())
 
 
-def test_a_dead_engine_leaves_its_ports_and_fails_its_transfers(deployment: Deployment) -> None:
+def test_a_dead_engine_leaves_its_ports_and_fails_its_transfers(tmp_path: Path) -> None:
     async def check() -> None:
-        async with running(deployment) as world:
+        # Slow enough that the death comes before the prefill's answer, also on a busy machine.
+        async with running(write_deployment(tmp_path, speedup=2.0)) as world:
             ids = random_ids(16_000, 12)
             local = (await world.complete("other-0", ids)).ids
             ticket = world.ticket("far-0", "home-0", ids[:-1])
