@@ -75,6 +75,7 @@ bench: setup
 	$(BIN)/python bench/routing.py
 	$(BIN)/python bench/allocation.py
 	$(BIN)/python bench/synthetic.py
+	$(BIN)/python bench/corruption.py --cost
 	$(BIN)/python bench/burst.py
 	$(BIN)/python bench/faults.py
 	$(BIN)/python bench/overload.py

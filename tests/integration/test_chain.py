@@ -243,3 +243,10 @@ def test_the_openai_package_streams_a_chat(stack: Stack) -> None:
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 20
     assert chunks[-1].usage == whole.usage
+
+
+def test_no_page_of_all_these_had_another_digest(stack: Stack) -> None:
+    stack.complete(prompt(14, 2500))
+    assert stack.metric("home-decode-0", "vllm:prfaas_loads_completed_total") > 0
+    for instance in stack.deployment.instances:
+        assert stack.metric(instance.name, "vllm:prfaas_digest_mismatches_total") == 0

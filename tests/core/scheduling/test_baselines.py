@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from prfaas.core.scheduling import POLICIES, PrefixHit, Route, RoutingRequest, policy_named
-from prfaas.core.scheduling.routing import LONGEST_TINY_TOKENS
+from prfaas.core.scheduling.candidates import LONGEST_TINY_TOKENS
 
 from .views import NOW_S, board, cases, decoder, every_policy, link, prefiller, small
 

@@ -20,7 +20,7 @@ from prfaas.core.scheduling import (
     View,
     policy_named,
 )
-from prfaas.core.scheduling.routing import LONGEST_TINY_TOKENS
+from prfaas.core.scheduling.candidates import LONGEST_TINY_TOKENS
 
 from .views import Curve, cases, curves, every_policy, relabelled, renamed
 

@@ -38,7 +38,12 @@ def free_ports(count: int) -> list[int]:
 
 
 def write_deployment(
-    home: Path, *, model: str = "qwen3-next", speedup: float = 50.0, **engine: Any
+    home: Path,
+    *,
+    model: str = "qwen3-next",
+    speedup: float = 50.0,
+    page_digests: bool = True,
+    **engine: Any,
 ) -> Deployment:
     """Clusters of `CLUSTERS` with a wide link far->home, and home->far for prefixes."""
     directory = home / model
@@ -76,6 +81,7 @@ def write_deployment(
             {"source": "home", "target": "far", "bandwidth": "4 Gbit/s", "connections": 1},
         ],
         "gateway": {"host": "127.0.0.1", "port": next(ports), "admin": {"port": next(ports)}},
+        "transfer": {"page_digests": page_digests},
         "engine": {
             "max_num_batched_tokens": 1024,
             "max_num_seqs": 8,

@@ -12,6 +12,7 @@ from synthetic_world import MODEL, random_ids, running, write_deployment
 
 from prfaas.core.deployment import Deployment
 from prfaas.serving.engines.synthetic.content import PageSource
+from prfaas.serving.transport.outgoing import ChunkSource, OutgoingTransfer
 
 MODELS = ("qwen3-next", "gpt-oss", "mimo-v2-flash", "qwen3")
 
@@ -126,15 +127,67 @@ def test_a_prefill_starts_from_a_prefix_that_another_cluster_sends(deployment: D
 
 
 @pytest.mark.parametrize("place", [0, 100_003, 131_072 + 8, -1, -68_608 - 5])
-def test_one_wrong_byte_gives_another_answer(
-    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, place: int
+def test_one_wrong_byte_is_seen_and_costs_a_prefill(
+    deployment: Deployment,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    place: int,
 ) -> None:
-    """The byte is changed where the producer reads it, so every checksum on the way is right."""
+    """The byte is changed where the producer reads it: the page's digest is the only thing that tells."""
     spoilt = _spoil_one_byte(place)
 
     async def check() -> None:
         ids = random_ids(1200, 5)
         async with running(deployment) as world:
+            local = (await world.complete("other-0", ids)).ids
+            monkeypatch.setattr(PageSource, "read_into", spoilt)
+            sealed, status = await world.move(world.ticket("far-0", "home-0", ids[:-1]), ids[:-1])
+            monkeypatch.undo()
+            assert status.phase == "complete"
+            answer = await world.complete("home-0", ids, sealed)
+            assert (answer.cached_tokens, answer.ids) == (0, local)
+            assert await world.metric("home-0", "prfaas_digest_mismatches_total") == 1
+            assert await world.metric("home-0", "prfaas_loads_failed_total") == 1
+            assert await world.metric("home-0", "prfaas_damaged_loads_total") == 0
+            again = await world.complete("home-0", ids)
+            assert again.ids == local
+            await world.settled()
+
+    asyncio.run(check())
+    (line,) = [message for message in caplog.messages if "is not what the prefill engine computed" in message]
+    assert line.startswith("a request prefills locally: in its KV from far-0, block ")
+
+
+def test_layers_that_change_places_are_seen(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    put = OutgoingTransfer.put
+
+    def swapped(self: OutgoingTransfer, region: int, offset: int, source: ChunkSource) -> None:
+        put(self, {0: 1, 1: 0}.get(region, region), offset, source)
+
+    async def check() -> None:
+        ids = random_ids(1200, 5)
+        async with running(deployment) as world:
+            local = (await world.complete("other-0", ids)).ids
+            monkeypatch.setattr(OutgoingTransfer, "put", swapped)
+            sealed, _ = await world.move(world.ticket("far-0", "home-0", ids[:-1]), ids[:-1])
+            monkeypatch.undo()
+            answer = await world.complete("home-0", ids, sealed)
+            assert (answer.cached_tokens, answer.ids) == (0, local)
+            assert await world.metric("home-0", "prfaas_digest_mismatches_total") == 1
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("place", [0, 100_003, 131_072 + 8, -1, -68_608 - 5])
+def test_without_digests_one_wrong_byte_gives_another_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    """So that what a test does to the bytes shows in the answer."""
+    spoilt = _spoil_one_byte(place)
+
+    async def check() -> None:
+        ids = random_ids(1200, 5)
+        async with running(write_deployment(tmp_path, page_digests=False)) as world:
             local = (await world.complete("other-0", ids)).ids
             monkeypatch.setattr(PageSource, "read_into", spoilt)
             sealed, status = await world.move(world.ticket("far-0", "home-0", ids[:-1]), ids[:-1])
@@ -167,7 +220,7 @@ def _spoil_one_byte(place: int) -> Callable[[PageSource, int, memoryview], None]
 def test_damage_that_is_cached_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
         ids = random_ids(513, 6)
-        async with running(write_deployment(tmp_path, model="qwen3")) as world:
+        async with running(write_deployment(tmp_path, model="qwen3", page_digests=False)) as world:
             local = (await world.complete("other-0", ids)).ids
             monkeypatch.setattr(PageSource, "read_into", _spoil_one_byte(77))
             sealed, _ = await world.move(world.ticket("far-0", "home-0", ids[:-1]), ids[:-1])
@@ -182,13 +235,13 @@ def test_damage_that_is_cached_is_reused(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("place", [5, -5])
 def test_damage_follows_the_context_to_other_engines(
-    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, place: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
     """Also that of a linear state, which is not sent on: what was computed from it is as wrong."""
 
     async def check() -> None:
         ids = random_ids(3000, 6)
-        async with running(deployment) as world:
+        async with running(write_deployment(tmp_path, page_digests=False)) as world:
             local = (await world.complete("other-0", ids)).ids
             monkeypatch.setattr(PageSource, "read_into", _spoil_one_byte(place))
             sealed_in, _ = await world.move(world.ticket("home-prefill", "far-0", ids[:1025]), ids[:1025])

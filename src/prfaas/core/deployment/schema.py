@@ -253,13 +253,14 @@ class EngineSection(_Section):
 
 
 class TransferSection(_Section):
-    """How long each step of a KV transfer may take."""
+    """How long each step of a KV transfer may take, and whether its pages are checked."""
 
     lease_s: Seconds = 60.0
     load_wait_s: Seconds = 30.0
     staging_wait_s: Seconds = 20.0
     staging_ttl_s: Seconds = 60.0
     progress_deadline_s: Seconds = 8.0
+    page_digests: bool = True
     user_timeout_s: Seconds = 10.0
     keepalive_s: Annotated[Seconds, Field(ge=1)] = 10.0
 

@@ -254,13 +254,15 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
-    """How long each step of a KV transfer may take before the request goes on without it."""
+    """How long each step of a KV transfer may take before the request goes on without it; and its check."""
 
     lease_s: float
     load_wait_s: float
     staging_wait_s: float
     staging_ttl_s: float
     progress_deadline_s: float
+    page_digests: bool = True
+    """A digest of every page travels with a transfer and is compared after its load."""
     user_timeout_s: float = 10.0
     """TCP_USER_TIMEOUT of KV connections: bytes that are unacknowledged so long end one."""
     keepalive_s: float = 10.0

@@ -59,6 +59,32 @@ def prefill_by(
     )
 
 
+# Longer prompts are not looked at: their prefill takes longer than a hop, and most requests are longer.
+LONGEST_TINY_TOKENS = 100
+# A hop inside a PD cluster, of which no link is known: one more exchange with an engine, and 10 Gbit/s.
+NEAR_HOP_S, NEAR_HOP_BITS_PER_S = 0.005, 1e10
+
+
+def prefill_without_hop(
+    request: RoutingRequest, view: View, decode: InstanceView, option: PrefillCandidate
+) -> PrefillCandidate | None:
+    """The prefill by `decode` itself, where the prompt is so short that the hop of `option` costs more than it spares.
+
+    A hop costs its round trip, and the bytes that move however short the prompt is: a block, and the states of linear
+    layers. It spares the decode instance all tokens but the last, which that one computes at any rate.
+    """
+    if request.num_tokens > LONGEST_TINY_TOKENS or option.instance is decode:
+        return None
+    link = option.link
+    rtt_s, bits_per_s = (
+        (NEAR_HOP_S, NEAR_HOP_BITS_PER_S) if link is None else (link.rtt_s, link.capacity_bits_per_s)
+    )
+    hop_s = rtt_s + BITS_PER_BYTE * view.kv.prefix_bytes_to_move(1, 0) / bits_per_s
+    cluster = view.clusters[decode.cluster]
+    here = prefill_by(request, view, cluster, decode)
+    return here if here.ttft_s - cluster.prefill_s(1) < hop_s else None
+
+
 def kv_bytes_to(request: RoutingRequest, view: View, decode: InstanceView) -> int:
     """KV bytes that a prefill elsewhere sends to the instance that decodes."""
     skip = request.attention_at(decode.name) if request.held and view.kv.can_skip else 0
@@ -359,45 +385,3 @@ def least_loaded(instances: Sequence[InstanceView]) -> InstanceView | None:
             if load <= least and (load < least or chosen is None or instance.in_flight < chosen.in_flight):
                 chosen, least = instance, load
     return chosen
-
-
-# A link whose facts are older than this many times `View.stale_after_s` is taken for down.
-DOWN_AFTER_STALE = 6
-
-
-@dataclass(frozen=True, slots=True)
-class AbundanceMarks:
-    """Up to where a link's bandwidth counts as abundant (section 3.4.3); else, or with old facts, it is scarce."""
-
-    utilisation: float = 0.5
-    """Share of the capacity in use. Below 1, so that an abundant link has something left."""
-    queue_s: float = 0.25
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.utilisation < 1 and self.queue_s >= 0):
-            raise ValueError("bandwidth is abundant up to a utilisation in [0, 1) and a queue of 0 s or more")
-
-
-def usable_link(view: View, source: str, target: str) -> LinkView | None:
-    """The link between two clusters; None where it is absent, down, or its facts are far too old."""
-    link = view.links.get((source, target))
-    if link is None or not link.up or link.capacity_bits_per_s <= 0:
-        return None
-    if view.now_s - link.seen_s > DOWN_AFTER_STALE * view.stale_after_s:
-        return None
-    return link
-
-
-def is_stale(link: LinkView, view: View) -> bool:
-    """Whether the link's queue and utilisation are too old to be believed."""
-    return view.now_s - link.seen_s > view.stale_after_s
-
-
-def abundant_link(view: View, source: str, target: str, marks: AbundanceMarks) -> LinkView | None:
-    """The link that caches may cross from cluster to cluster (section 3.4.3), None where there is none."""
-    link = view.links.get((source, target))
-    if link is None or not link.up or link.capacity_bits_per_s <= 0 or is_stale(link, view):
-        return None
-    if link.egress_bits_per_s > marks.utilisation * link.capacity_bits_per_s:
-        return None
-    return link if link.drained_s - view.now_s <= marks.queue_s else None

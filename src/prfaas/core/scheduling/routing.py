@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from prfaas.core.scheduling.candidates import (
-    AbundanceMarks,
+    LONGEST_TINY_TOKENS,
     BestCandidate,
     PrefillCandidate,
     PrefillCandidates,
     PrefixSource,
     able_to_send,
-    abundant_link,
     decode_choices,
     is_kept_apart,
     kv_bytes_to,
@@ -24,11 +23,12 @@ from prfaas.core.scheduling.candidates import (
     load_of,
     prefill_by,
     prefill_candidates,
+    prefill_without_hop,
     streamed,
     streamed_s,
-    usable_link,
 )
 from prfaas.core.scheduling.decision import CacheTransfer, Decision, Route, RoutingRequest
+from prfaas.core.scheduling.link_choice import AbundanceMarks, abundant_link, usable_link
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
 from prfaas.core.units import BITS_PER_BYTE
 
@@ -351,31 +351,6 @@ def soonest_remote(
                 chosen, least_s = (node, link), ttft_s
     assert chosen is not None  # there is at least one
     return streamed(*chosen, now_s, kv_bytes)
-
-
-# Longer prompts are not looked at: their prefill takes longer than a hop, and most requests are longer.
-LONGEST_TINY_TOKENS = 100
-# A hop inside a PD cluster, of which no link is known: one more exchange with an engine, and 10 Gbit/s.
-NEAR_HOP_S, NEAR_HOP_BITS_PER_S = 0.005, 1e10
-
-
-def prefill_without_hop(
-    request: RoutingRequest, view: View, decode: InstanceView, option: PrefillCandidate
-) -> PrefillCandidate | None:
-    """The prefill by `decode` itself, where the prompt is so short that the hop of `option` costs more than it spares.
-
-    A hop costs its round trip, and the bytes that move however short the prompt is: a block, and the states of linear
-    layers. It spares the decode instance all tokens but the last, which that one computes at any rate.
-    """
-    if request.num_tokens > LONGEST_TINY_TOKENS or option.instance is decode:
-        return None
-    link = option.link
-    near = (NEAR_HOP_S, NEAR_HOP_BITS_PER_S)
-    rtt_s, bits_per_s = near if link is None else (link.rtt_s, link.capacity_bits_per_s)
-    hop_s = rtt_s + BITS_PER_BYTE * view.kv.prefix_bytes_to_move(1, 0) / bits_per_s
-    cluster = view.clusters[decode.cluster]
-    here = prefill_by(request, view, cluster, decode)
-    return here if here.ttft_s - cluster.prefill_s(1) < hop_s else None
 
 
 def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choice: Choice) -> Decision:

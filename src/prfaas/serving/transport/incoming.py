@@ -110,8 +110,14 @@ class IncomingTransfer:
     """State machine WAITING → RECEIVING → COMPLETE | FAILED."""
 
     def __init__(
-        self, ticket: Ticket, region_bytes: tuple[int, ...], session: ProducerSession, now_s: float
+        self,
+        ticket: Ticket,
+        region_bytes: tuple[int, ...],
+        session: ProducerSession,
+        now_s: float,
+        uncounted_regions: int = 0,
     ) -> None:
+        """`uncounted_regions`: see `ReceiverOptions`."""
         self.ticket = ticket
         self.region_bytes = region_bytes
         self.session = session
@@ -129,6 +135,9 @@ class IncomingTransfer:
         """Its staging: from RECEIVING until it is handed over or freed."""
         self.received_bytes = 0
         """Verified bytes in staging."""
+        self._counted_regions = len(region_bytes) - uncounted_regions
+        self._uncounted_bytes = sum(region_bytes[self._counted_regions :])
+        self._received_uncounted_bytes = 0
         self.overlapped_bytes = 0
         """Those of them that the producer knew to be there when the prefill ended."""
         self.ended = False
@@ -144,8 +153,8 @@ class IncomingTransfer:
         return TransferStatus(
             phase=self.phase,
             reason=self.reason,
-            received_bytes=self.received_bytes,
-            total_bytes=self.total_bytes,
+            received_bytes=self.received_bytes - self._received_uncounted_bytes,
+            total_bytes=self.total_bytes - self._uncounted_bytes,
             overlapped_bytes=self.overlapped_bytes,
             num_tokens=self.ticket.num_tokens,
             skip_tokens=self.ticket.skip_tokens,
@@ -215,9 +224,11 @@ class IncomingTransfer:
         self._arriving.remove(place)
         place.pieces.clear()
         if verified:
-            start = place.header.offset
-            coverage = self._coverage[place.header.region]
-            self.received_bytes += coverage.add(start, start + place.header.length_bytes)
+            start, region = place.header.offset, place.header.region
+            new_bytes = self._coverage[region].add(start, start + place.header.length_bytes)
+            self.received_bytes += new_bytes
+            if region >= self._counted_regions:
+                self._received_uncounted_bytes += new_bytes
             self.progressed_at_s = now_s
         if self.phase is TransferPhase.FAILED:
             self.release()

@@ -62,6 +62,8 @@ class ReceiverOptions:
     max_waiting: int = 1024
     """Transfers that may wait for staging."""
     max_tombstones: int = 65536
+    uncounted_regions: int = 0
+    """So many regions at the end of each transfer are not KV (digests): no status counts their bytes."""
 
 
 @dataclass(frozen=True, slots=True)

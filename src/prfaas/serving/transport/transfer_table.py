@@ -123,7 +123,8 @@ class TransferTable:
             key=self._key,
             layout=self._layout,
         )
-        transfer = IncomingTransfer(ticket, regions, session, time.monotonic())
+        uncounted = self._options.uncounted_regions
+        transfer = IncomingTransfer(ticket, regions, session, time.monotonic(), uncounted)
         if self._arena.blocks_for(transfer.lease_bytes) > self._arena.total_blocks:
             raise WireError(
                 f"{transfer.total_bytes} bytes can never fit into staging of {self._arena.total_bytes}"

@@ -4,6 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prfaas.serving.engines.page_digests import page_sums
 from prfaas.serving.engines.vllm.pages import (
     DevicePages,
     HostPages,
@@ -127,3 +128,39 @@ def test_writing_fills_a_page_from_pieces(backend: type[HostPages]) -> None:
     assert memory[1].tolist() == list(range(1, 11))
     assert not memory[0].any()
     assert not memory[2].any()
+
+
+@given(data=st.data())
+def test_sums_are_the_same_wherever_pages_lie(data: st.DataObject) -> None:
+    """One page after the other in host memory, or gathered on a device; scattered, doubled, of any size."""
+    page_bytes = data.draw(st.integers(1, 40))
+    blocks = data.draw(st.lists(st.integers(0, 11), min_size=1, max_size=12))
+    memory = np.random.default_rng(4).integers(0, 256, (12, page_bytes), dtype=np.uint8)
+    raw = torch.from_numpy(memory)
+    filled_up = np.pad(memory, ((0, 0), (0, -page_bytes % 8))).view(np.int64)
+    expected = page_sums(filled_up[blocks]).tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        most = data.draw(st.integers(1, 100))
+        for backend in BACKENDS:
+            patch.setattr(backend, "SUM_BYTES", most)
+            for loaded in (True, False):
+                assert backend(raw).sums(blocks, loaded=loaded).wait().tolist() == expected
+
+
+def test_sums_are_of_the_page_without_its_padding() -> None:
+    rows = torch.arange(4 * 200, dtype=torch.int16).view(torch.uint8).reshape(4, 400)[:, :104]
+    for backend in BACKENDS:
+        pages = backend(raw_pages(rows, 4, content_bytes=96))
+        expected = page_sums(rows[:, :96].contiguous().view(torch.int64).numpy()).tolist()
+        assert pages.sums([0, 1, 2, 3], loaded=False).wait().tolist() == expected
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_copied_last_page_is_read_in_place_of_the_block(backend: type[HostPages]) -> None:
+    memory = torch.arange(32, dtype=torch.uint8).reshape(4, 8)
+    pages = backend(memory)
+    source = PagedSource(pages, [2, 1], pages.copied(1))
+    memory[1] = 0
+    out = bytearray(13)
+    source.read_into(3, memoryview(out))
+    assert bytes(out) == bytes(range(19, 24)) + bytes(range(8, 16))

@@ -99,9 +99,11 @@ def ends() -> Iterator[Ends]:
     yield from make_ends()
 
 
-def make_ends(lease_s: float = 20.0) -> Iterator[Ends]:
+def make_ends(lease_s: float = 20.0, *, page_digests: bool = True) -> Iterator[Ends]:
     east, home = memory(1), memory(2)
     east_layout, home_layout = layout(east), layout(home)
+    east_plan = east_layout.digest_plan(0) if page_digests else None
+    home_plan = home_layout.digest_plan(0) if page_digests else None
     arena = StagingArena(4 << 20, 64 << 10)
     receiver = Receiver(
         name="home/0",
@@ -109,10 +111,10 @@ def make_ends(lease_s: float = 20.0) -> Iterator[Ends]:
         host="127.0.0.1",
         port=0,
         arena=arena,
-        layout=home_layout,
+        layout=home_plan or home_layout,
         fingerprint={"layers": 6},
         producers=["east/0"],
-        options=ReceiverOptions(reconnect_grace_s=0.3),
+        options=ReceiverOptions(reconnect_grace_s=0.3, uncounted_regions=int(page_digests)),
     )
     receiver.start()
     sender = Sender(
@@ -124,8 +126,8 @@ def make_ends(lease_s: float = 20.0) -> Iterator[Ends]:
     )
     sender.start()
     stats = ConnectorStats()
-    producing = KvProducer(east_layout, sender, lease_s, stats)
-    consuming = KvConsumer(home_layout, receiver, 2.0, 5.0, stats)
+    producing = KvProducer(east_layout, sender, lease_s, stats, east_plan)
+    consuming = KvConsumer(home_layout, receiver, 2.0, 5.0, stats, home_plan)
     try:
         yield Ends(east, home, producing, consuming, receiver, sender, arena)
     finally:
@@ -356,3 +358,80 @@ def test_a_dropped_transfer_frees_its_staging(ends: Ends) -> None:
     ends.order(TransferMetadata(drops=[(ticket.transfer_id, "the client went away")]))
     assert ends.arena.used_blocks == 0
     ends.order(TransferMetadata(drops=[(ticket.transfer_id, "twice")]))
+
+
+@pytest.mark.parametrize("page_digests", [True, False])
+def test_a_page_that_is_reused_before_it_is_sent(
+    page_digests: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every checksum of the transport is right then: only the digest of the page tells."""
+    sending = threading.Event()
+    read = HostPages.read
+
+    def late_read(self: HostPages, block: int, start: int, out: memoryview) -> None:
+        sending.wait(60)
+        read(self, block, start, out)
+
+    monkeypatch.setattr(HostPages, "read", late_read)
+    for ends in make_ends(page_digests=page_digests):
+        ticket = new_ticket(100)
+        (orders,) = sends(ticket, [100])
+        ends.step(orders)
+        ends.east["a1"][1 + 3][77] ^= 1
+        sending.set()
+        ends.complete(ticket)
+        ends.order(load(ticket, 0))
+        failed = {"d"} if page_digests else set()
+        assert ends.results() == ({"d"}, failed)
+        assert ends.consuming.stats.data["digest_mismatches"] == ends.consuming.stats.data["loads_failed"]
+        assert ends.consuming.stats.data["digest_mismatches"] == page_digests
+        (line,) = caplog.messages if page_digests else [""]
+        if page_digests:
+            assert line == (
+                "request d prefills locally: in its KV from east, block 3 of layer a1/0 is not what the prefill "
+                "engine computed (1 of the 7 loaded blocks of this layer differ)"
+            )
+
+
+def test_slots_behind_the_prompt_may_be_filled_before_they_are_sent(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine goes on with the request's next token, in the partial last blocks of attention and windows."""
+    sending = threading.Event()
+    read = HostPages.read
+
+    def late_read(self: HostPages, block: int, start: int, out: memoryview) -> None:
+        sending.wait(60)
+        read(self, block, start, out)
+
+    monkeypatch.setattr(HostPages, "read", late_read)
+    ticket = new_ticket(100)
+    (orders,) = sends(ticket, [100])
+    computed = copy_of(ends.east)
+    ends.step(orders)
+    for name, group in (("a0", FULL), ("a1", FULL), ("w0", WINDOW)):
+        ends.east[name][1 + 100 // group.block_tokens][-8:] ^= 1
+    sending.set()
+    ends.complete(ticket)
+    before = copy_of(ends.home)
+    ends.order(load(ticket, 0))
+    assert ends.results() == ({"d"}, set())
+    ends.east.update(computed)
+    assert_moved(ends, ticket, 0, before)
+
+
+def test_digests_are_no_kv_in_any_count(ends: Ends) -> None:
+    ticket = new_ticket(100)
+    (orders,) = sends(ticket, [100])
+    ends.step(orders)
+    ends.complete(ticket)
+    status = ends.receiver.state(ticket.transfer_id)
+    kv_bytes = sum(layout(ends.east).region_bytes(100, 0))
+    assert status is not None
+    assert (status.received_bytes, status.total_bytes) == (kv_bytes, kv_bytes)
+    assert status.overlapped_bytes <= kv_bytes
+    ends.step(TransferMetadata(held={"p": False}))
+    ends.finished()
+    ends.order(load(ticket, 0))
+    ends.results()
+    assert ends.producing.stats.data["bytes_sent"] == ends.producing.stats.data["bytes_loaded"] == kv_bytes

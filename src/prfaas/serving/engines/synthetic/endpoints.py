@@ -4,13 +4,22 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.serving.engines.kv_groups import GroupKind
+from prfaas.serving.engines.page_digests import DigestPlan, DigestSource, PageDigestError
 from prfaas.serving.engines.synthetic.cache import Context, Deviations
-from prfaas.serving.engines.synthetic.content import PageSource, Words, join, page_digests, reduce_page
+from prfaas.serving.engines.synthetic.content import (
+    PageSource,
+    Words,
+    held_sums,
+    join,
+    page_digests,
+    reduce_page,
+)
 from prfaas.serving.engines.synthetic.layout import SyntheticGroup, SyntheticLayout, SyntheticRegion
 from prfaas.serving.engines.synthetic.stats import TransferCounts
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
@@ -33,9 +42,16 @@ class PrefillSend:
     """One outgoing transfer while its prefill goes on: layers leave as they are done, chunk by chunk."""
 
     def __init__(
-        self, layout: SyntheticLayout, transfer: OutgoingTransfer, ticket: Ticket, context: Context
+        self,
+        layout: SyntheticLayout,
+        transfer: OutgoingTransfer,
+        ticket: Ticket,
+        context: Context,
+        digests: DigestSource | None,
     ) -> None:
+        """`digests`: None where pages are not digested."""
         self.transfer = transfer
+        self._digests = digests
         self._layout = layout
         self._ticket = ticket
         self._context = context
@@ -56,6 +72,9 @@ class PrefillSend:
                 moving = region.group.moving_blocks(self._ticket.num_tokens, 0)
                 self._put(index, moving.start, moving.stop)
         self.transfer.end()
+        if self._digests is not None:
+            # Behind the end mark, so that what it says of overlapped bytes is of KV alone.
+            self.transfer.put(self._digests.region, 0, self._digests)
 
     def _end_block(self, end_tokens: int) -> int:
         full = self._layout.full
@@ -68,7 +87,19 @@ class PrefillSend:
             digests = _page_digests(region, self._context, range(first, end), ticket.num_tokens)
             skipped = region.group.first_block(ticket.num_tokens, ticket.skip_tokens)
             offset = (first - skipped) * region.page_bytes
+            if self._digests is not None:
+                self._digests.add(index, first, held_sums(digests))
             self.transfer.put(index, offset, PageSource(digests, region.page_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Sending:
+    """A transfer that was opened and has not been counted."""
+
+    since_s: float
+    """When it was opened, as time.monotonic()."""
+    kv_bytes: int
+    """Of its pages, without their digests."""
 
 
 class Endpoints:
@@ -82,9 +113,10 @@ class Endpoints:
         self._layout = layout
         self._lease_s = limits.lease_s
         self._load_wait_s = limits.load_wait_s
-        self._sends: dict[OutgoingTransfer, float] = {}
+        self._sends: dict[OutgoingTransfer, _Sending] = {}
         self._has_sends = asyncio.Event()
-        marks = layout.fingerprint(deployment.model.served_name)
+        marks = layout.fingerprint(deployment.model.served_name, page_digests=limits.page_digests)
+        self._digest_plan = layout.digest_plan() if limits.page_digests else None
         self.sender = Sender(
             name=_ranked(instance.name),
             key=key,
@@ -116,13 +148,14 @@ class Endpoints:
             host=instance.host,
             port=instance.kv_port,
             arena=self.arena,
-            layout=layout,
+            layout=self._digest_plan or layout,
             fingerprint=marks,
             producers=[_ranked(producer.name) for producer in deployment.producers_for(instance)],
             options=ReceiverOptions(
                 staging_wait_s=limits.staging_wait_s,
                 ttl_s=limits.staging_ttl_s,
                 progress_deadline_s=limits.progress_deadline_s,
+                uncounted_regions=int(limits.page_digests),
                 user_timeout_s=limits.user_timeout_s,
                 keepalive_s=limits.keepalive_s,
             ),
@@ -148,11 +181,12 @@ class Endpoints:
 
     def open(self, ticket: Ticket, sealed: str, context: Context) -> PrefillSend:
         """Begin sending what a prefill is about to compute."""
-        region_bytes = self._layout.region_bytes(ticket.num_tokens, ticket.skip_tokens)
-        transfer = self.sender.open(ticket, sealed, region_bytes)
-        self._sends[transfer] = time.monotonic()
+        extent, plan = (ticket.num_tokens, ticket.skip_tokens), self._digest_plan
+        digests = DigestSource(plan.of_transfer(ticket.transfer_id, *extent)) if plan is not None else None
+        transfer = self.sender.open(ticket, sealed, (plan or self._layout).region_bytes(*extent))
+        self._sends[transfer] = _Sending(time.monotonic(), sum(self._layout.region_bytes(*extent)))
         self._has_sends.set()
-        return PrefillSend(self._layout, transfer, ticket, context)
+        return PrefillSend(self._layout, transfer, ticket, context, digests)
 
     async def arrival(self, ticket: Ticket) -> str:
         """Wait until a transfer is complete; "" then, else why it will not be."""
@@ -174,7 +208,7 @@ class Endpoints:
     async def load(self, ticket: Ticket, context: Context, held_tokens: int) -> bool:
         """Read a complete transfer into `context`, which holds the first `held_tokens` tokens; frees its staging.
 
-        False if the transfer is gone.
+        False if the transfer is gone, or a page is not what the prefill engine computed.
         """
         staged = self.receiver.take(ticket.transfer_id)
         if staged is None:
@@ -182,8 +216,12 @@ class Endpoints:
         try:
             # Shielded: the thread owns the staging and frees it, also when the request is cancelled meanwhile.
             found = await asyncio.shield(
-                asyncio.to_thread(_read_pages, staged, self._layout, context, held_tokens)
+                asyncio.to_thread(_read_pages, staged, self._layout, context, held_tokens, self._digest_plan)
             )
+        except PageDigestError as error:
+            logger.error("a request prefills locally: in its KV from %s, %s", ticket.producer, error)
+            self.counts.digest_mismatches += 1
+            return False
         except Exception:
             logger.exception("loading a transfer failed")
             return False
@@ -203,38 +241,52 @@ class Endpoints:
             await self._has_sends.wait()
             await asyncio.sleep(_SWEEP_S)
             now_s = time.monotonic()
-            for transfer, since_s in list(self._sends.items()):
-                if not transfer.phase.terminal and now_s - since_s > self._lease_s:
+            for transfer, sending in list(self._sends.items()):
+                if not transfer.phase.terminal and now_s - sending.since_s > self._lease_s:
                     transfer.abort(f"not acknowledged within the lease of {self._lease_s:g} s")
                     self.counts.leases_expired += 1
                 if transfer.phase.terminal:
                     del self._sends[transfer]
-                    self._count(transfer)
+                    self._count(transfer, sending)
 
-    def _count(self, transfer: OutgoingTransfer) -> None:
+    def _count(self, transfer: OutgoingTransfer, sending: _Sending) -> None:
         if transfer.phase is SendPhase.COMPLETE:
             self.counts.sends_completed += 1
-            self.counts.bytes_sent += transfer.total_bytes
+            self.counts.bytes_sent += sending.kv_bytes
         else:
             self.counts.sends_failed += 1
             logger.warning("KV transfer failed: %s", transfer.reason)
 
 
 def _read_pages(
-    staged: StagedTransfer, layout: SyntheticLayout, context: Context, held_tokens: int
+    staged: StagedTransfer,
+    layout: SyntheticLayout,
+    context: Context,
+    held_tokens: int,
+    digest_plan: DigestPlan | None,
 ) -> list[tuple[SyntheticGroup, int, Deviations]]:
-    """Every page of a transfer that is to be loaded, with its deviations; frees the staging."""
+    """Every page of a transfer that is to be loaded, with its deviations; frees the staging.
+
+    Raises:
+        PageDigestError: a page is not what the prefill engine computed.
+    """
     try:
+        extent = (staged.transfer_id, staged.num_tokens, staged.skip_tokens)
+        digests = digest_plan.of_transfer(*extent) if digest_plan is not None else None
         deviations: dict[tuple[int, int], list[int]] = {}
         for index, region in enumerate(layout.regions):
             group, num_tokens = region.group, staged.num_tokens
             staged_first = group.first_block(num_tokens, staged.skip_tokens)
             blocks = group.moving_blocks(num_tokens, held_tokens)
-            expected = _page_digests(region, context, blocks, num_tokens)
-            for block, digest in zip(blocks, expected.tolist(), strict=True):
+            loaded = np.empty(len(blocks), dtype=np.uint64)
+            for position, block in enumerate(blocks):
                 offset = (block - staged_first) * region.page_bytes
-                page = join(staged.region_views(index, offset, region.page_bytes))
-                deviations.setdefault((group.index, block), []).append(reduce_page(page) ^ digest)
+                loaded[position] = reduce_page(join(staged.region_views(index, offset, region.page_bytes)))
+            if digests is not None and len(loaded):
+                digests.check(staged, index, blocks.start, held_sums(loaded).wait())
+            expected = _page_digests(region, context, blocks, num_tokens)
+            for block, deviation in zip(blocks, (loaded ^ expected).tolist(), strict=True):
+                deviations.setdefault((group.index, block), []).append(deviation)
     finally:
         staged.free()
     return [

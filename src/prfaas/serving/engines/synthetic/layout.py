@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from prfaas.core.kv import FullAttention, KvModel, LinearState, SlidingWindow
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.kv_groups import GroupKind, KvGroup, Region, full_attention_first, region_bytes
+from prfaas.serving.engines.page_digests import DIGEST_FORMAT, DigestPlan
 
 STATE_BLOCK_TOKENS = 256
 PLAIN_BLOCK_TOKENS = 128
@@ -134,7 +135,11 @@ class SyntheticLayout:
         """See `kv_groups.region_bytes`."""
         return region_bytes(self.regions, num_tokens, skip_tokens)
 
-    def fingerprint(self, model_name: str) -> dict[str, str | int]:
+    def digest_plan(self) -> DigestPlan:
+        """Where the digests of this layout's pages lie in a transfer."""
+        return DigestPlan(self.regions, [str(region.layer) for region in self.regions], 0)
+
+    def fingerprint(self, model_name: str, *, page_digests: bool) -> dict[str, str | int]:
         """What both ends must share; "engine" keeps real engines and stand-ins apart."""
         regions: Sequence[tuple[object, ...]] = [
             (r.layer, EVENT_KINDS[r.group.kind], r.group.block_tokens, r.group.window_tokens, r.page_bytes)
@@ -147,6 +152,7 @@ class SyntheticLayout:
             "block_tokens": ",".join(str(b) for b in sorted({r.group.block_tokens for r in self.regions})),
             "layers": len(regions),
             "pages": digest,
+            "page_digests": DIGEST_FORMAT if page_digests else "off",
         }
 
 

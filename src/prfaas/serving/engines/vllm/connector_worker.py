@@ -62,7 +62,9 @@ class ConnectorWorker:
             OSError: the KV port is taken.
         """
         layout = KvLayout.of_engine(kv_cache_config, kv_caches)
-        marks = fingerprint(layout, vllm_config, get_conv_state_layout())
+        digests = settings.page_digests
+        marks = fingerprint(layout, vllm_config, get_conv_state_layout(), page_digests=digests)
+        digest_plan = layout.digest_plan(rank) if digests else None
         logger.info("KV layout of %s: %s", settings.name, marks)
         on_device = any(tensor.device.type == "cuda" for tensor in _tensors(kv_caches))
         arena = StagingArena(
@@ -101,13 +103,14 @@ class ConnectorWorker:
             host=settings.kv_host,
             port=settings.kv_port + rank,
             arena=arena,
-            layout=layout,
+            layout=digest_plan or layout,
             fingerprint=marks,
             producers=[ranked(name, rank) for name in settings.producers],
             options=ReceiverOptions(
                 staging_wait_s=settings.staging_wait_s,
                 ttl_s=settings.staging_ttl_s,
                 progress_deadline_s=settings.progress_deadline_s,
+                uncounted_regions=int(digests),
                 user_timeout_s=settings.user_timeout_s,
                 keepalive_s=settings.keepalive_s,
             ),
@@ -119,8 +122,8 @@ class ConnectorWorker:
         return cls(
             receiver,
             sender,
-            KvProducer(layout, sender, settings.lease_s, stats),
-            KvConsumer(layout, receiver, settings.load_wait_s, settings.staging_ttl_s, stats),
+            KvProducer(layout, sender, settings.lease_s, stats, digest_plan),
+            KvConsumer(layout, receiver, settings.load_wait_s, settings.staging_ttl_s, stats, digest_plan),
         )
 
     def take_stats(self) -> ConnectorStats | None:

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from prfaas.serving.engines.vllm.layout import KvLayout
+from prfaas.serving.engines.page_digests import DigestPlan, PageDigestError, PendingSums
+from prfaas.serving.engines.vllm.layout import EngineRegion, KvLayout
 from prfaas.serving.engines.vllm.metadata import LoadOrder
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.transport.receiver import Receiver
@@ -44,6 +45,8 @@ class _LoadResult:
     load: _RunningLoad
     loaded_bytes: int | None
     """None: it failed."""
+    digests_differ: bool = False
+    """It failed since a page was not the one that the prefill engine computed."""
 
 
 class KvConsumer:
@@ -60,10 +63,13 @@ class KvConsumer:
         load_wait_s: float,
         staging_ttl_s: float,
         stats: ConnectorStats,
+        digest_plan: DigestPlan | None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`digest_plan`: None where transfers come without digests of their pages."""
         self._layout = layout
         self._receiver = receiver
+        self._digest_plan = digest_plan
         self._load_wait_s = load_wait_s
         self._staging_ttl_s = staging_ttl_s
         self.stats = stats
@@ -103,6 +109,7 @@ class KvConsumer:
             order, held = result.load.order, result.load.held
             held.loading -= 1
             ended.add(order.request_id)
+            self.stats.add("digest_mismatches", result.digests_differ)
             if result.loaded_bytes is None:
                 failed.add(order.request_id)
             else:
@@ -164,11 +171,18 @@ class KvConsumer:
     def _run_loads(self) -> None:
         while (load := self._loads.get()) is not None:
             try:
-                loaded_bytes: int | None = self._load(load.order, load.held.transfer)
+                result = _LoadResult(load, self._load(load.order, load.held.transfer))
+            except PageDigestError as error:
+                order = load.order
+                logger.error(
+                    "request %s prefills locally: in its KV from %s, %s",
+                    *(order.request_id, order.ticket.producer, error),
+                )
+                result = _LoadResult(load, None, digests_differ=True)
             except Exception:
                 logger.exception("loading the KV of request %s failed", load.order.request_id)
-                loaded_bytes = None
-            self._results.put(_LoadResult(load, loaded_bytes))
+                result = _LoadResult(load, None)
+            self._results.put(result)
 
     def _load(self, order: LoadOrder, staged: StagedTransfer) -> int:
         """KV of one request from staging into the engine's blocks; returns the bytes copied.
@@ -176,6 +190,7 @@ class KvConsumer:
         The way from the wire to here: `ReceiverConnection._receive_chunk`, until the transfer is complete.
         """
         loaded_bytes = 0
+        sums: list[tuple[EngineRegion, int, PendingSums]] = []
         runs = {run.group: run for run in order.runs}
         for region in self._layout.regions:
             # 1. The layer's blocks that are to be filled: those that the engine does not hold already.
@@ -190,9 +205,16 @@ class KvConsumer:
                 region.pages.write(block, staged.region_views(region.index, offset, region.page_bytes))
                 offset += region.page_bytes
             loaded_bytes += len(run.block_ids) * region.page_bytes
-        # 4. The request may run once every copy is in place.
+            # 4. The sums of what is in the blocks then; a device computes them behind the copies.
+            if self._digest_plan is not None and run.block_ids:
+                sums.append((region, run.first_block, region.pages.sums(run.block_ids, loaded=True)))
+        # 5. The request may run once every copy is in place, and every page is what the prefill engine computed.
         for region in self._layout.regions:
             region.pages.flush()
+        if self._digest_plan is not None:
+            digests = self._digest_plan.of_transfer(staged.transfer_id, staged.num_tokens, staged.skip_tokens)
+            for region, first_block, pending in sums:
+                digests.check(staged, region.index, first_block, pending.wait())
         return loaded_bytes
 
 

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from prfaas.serving.engines.kv_groups import GroupKind, KvGroup, Region, full_attention_first, region_bytes
+from prfaas.serving.engines.page_digests import DIGEST_FORMAT, DigestPlan
 from prfaas.serving.engines.vllm.pages import LayerPages, LayoutError, layer_pages, raw_pages
 
 
@@ -120,8 +121,16 @@ class KvLayout:
         """See `kv_groups.region_bytes`."""
         return region_bytes(self.regions, num_tokens, skip_tokens)
 
+    def digest_plan(self, rank: int) -> DigestPlan:
+        """Where the digests of this layout's pages lie in a transfer of a tensor-parallel rank."""
+        return DigestPlan(
+            self.regions, [f"{region.layer_name}/{region.part}" for region in self.regions], rank
+        )
 
-def fingerprint(layout: KvLayout, vllm_config: VllmConfig, conv_state_layout: str) -> dict[str, str | int]:
+
+def fingerprint(
+    layout: KvLayout, vllm_config: VllmConfig, conv_state_layout: str, *, page_digests: bool
+) -> dict[str, str | int]:
     """What must be equal on both sides for raw pages to mean the same, by names that an error can give."""
     model = vllm_config.model_config
     regions = [
@@ -137,6 +146,7 @@ def fingerprint(layout: KvLayout, vllm_config: VllmConfig, conv_state_layout: st
         "conv_state_layout": conv_state_layout,
         "layers": len(layout.regions),
         "pages": _digest(regions),
+        "page_digests": DIGEST_FORMAT if page_digests else "off",
     }
 
 

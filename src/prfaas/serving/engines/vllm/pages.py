@@ -1,6 +1,8 @@
 """Engine KV memory seen as opaque pages, and the copies between it and host buffers."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cache
 from threading import Lock
 from typing import Protocol
 
@@ -8,11 +10,28 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from prfaas.serving.engines.page_digests import (
+    WORD_BYTES,
+    KnownSums,
+    PendingSums,
+    Sums,
+    page_sums,
+    word_weights,
+)
+
 Bytes2D = npt.NDArray[np.uint8]
 
 
 class LayoutError(ValueError):
     """A KV tensor whose blocks are not plain pages of memory."""
+
+
+class PageCopy(Protocol):
+    """One page as it was when it was copied."""
+
+    def read(self, start: int, out: memoryview) -> None:
+        """Copy bytes [start, start + len(out)) to host memory; returns when they are there."""
+        ...
 
 
 class LayerPages(Protocol):
@@ -34,6 +53,17 @@ class LayerPages(Protocol):
 
     def flush(self) -> None:
         """Wait until every write so far is in place."""
+        ...
+
+    def sums(self, blocks: Sequence[int], *, loaded: bool) -> PendingSums:
+        """Have the sums of pages computed (see `page_digests`) where they are; doesn't wait for a device.
+
+        They are of what the compute stream has queued to write until now, or, of `loaded` pages, of our writes.
+        """
+        ...
+
+    def copied(self, block: int) -> PageCopy:
+        """A copy of one page as it is now, on the same device; doesn't wait for it."""
         ...
 
 
@@ -88,8 +118,20 @@ def _dense_extent(block: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(block.shape, block.stride(), strict=True))
 
 
+class _HostPageCopy:
+    def __init__(self, page: Bytes2D) -> None:
+        self._page = page
+
+    def read(self, start: int, out: memoryview) -> None:
+        np.copyto(np.frombuffer(out, dtype=np.uint8), self._page[start : start + len(out)])
+
+
 class HostPages:
     """Pages in host memory (vLLM's CPU backend)."""
+
+    # For their sums, pages are gathered in the processor's cache. Page by page would take longer beside writer
+    # threads: each operation gives Python's lock away and has to get it back.
+    SUM_BYTES = 1024 * 1024
 
     def __init__(self, raw: torch.Tensor) -> None:
         self.page_bytes = raw.shape[1]
@@ -110,6 +152,39 @@ class HostPages:
     def flush(self) -> None:
         """Host writes are done when they return."""
 
+    def sums(self, blocks: Sequence[int], *, loaded: bool) -> PendingSums:
+        del loaded  # host kernels and host copies have finished alike
+        sums: Sums = np.empty(len(blocks), dtype=np.uint64)
+        most = max(1, self.SUM_BYTES // self.page_bytes)
+        for start in range(0, len(blocks), most):
+            pages = self._pages[list(blocks[start : start + most])]
+            if missing := -self.page_bytes % WORD_BYTES:
+                pages = np.pad(pages, ((0, 0), (0, missing)))
+            sums[start : start + most] = page_sums(pages.view(np.int64), overwrite=True)
+        return KnownSums(sums)
+
+    def copied(self, block: int) -> PageCopy:
+        return _HostPageCopy(self._pages[block].copy())
+
+
+class _DeviceSums:
+    """Sums on their way from a device to pinned host memory."""
+
+    def __init__(self, sums: torch.Tensor) -> None:
+        """Queues the copy behind what computes the sums, on the current stream."""
+        on_device = sums.device.type == "cuda"
+        self._host = torch.empty(sums.shape, dtype=torch.int64, pin_memory=on_device)
+        self._host.copy_(sums, non_blocking=True)
+        self._copied = torch.cuda.Event() if on_device else None
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(sums.device))
+
+    def wait(self) -> Sums:
+        if self._copied is not None:
+            self._copied.synchronize()
+        sums: Sums = self._host.numpy().view(np.uint64)
+        return sums
+
 
 class DevicePages:
     """Pages in accelerator memory, copied through pinned host memory on a stream beside the compute stream.
@@ -118,12 +193,20 @@ class DevicePages:
     """
 
     BOUNCE_BYTES = 4 * 1024 * 1024
+    # Pages whose sums are computed at once are gathered first: bounds that memory.
+    SUM_BYTES = 16 * 1024 * 1024
 
     def __init__(self, raw: torch.Tensor) -> None:
         self.page_bytes = raw.shape[1]
         self._raw = raw
         self._on_device = raw.device.type == "cuda"
         self._stream = torch.cuda.Stream(raw.device) if self._on_device else None
+        self._weights = _weights(-(-self.page_bytes // WORD_BYTES), raw.device)
+        in_words = not any(
+            nbytes % WORD_BYTES for nbytes in (raw.storage_offset(), *raw.shape[1:], raw.stride(0))
+        )
+        # Gathering pages by words is faster than by bytes, where they lie on words.
+        self._words = raw.view(torch.int64) if in_words else raw
         self._bounce = torch.empty(
             min(self.BOUNCE_BYTES, self.page_bytes), dtype=torch.uint8, pin_memory=self._on_device
         )
@@ -138,11 +221,15 @@ class DevicePages:
             self._written = event
 
     def read(self, block: int, start: int, out: memoryview) -> None:
+        self.read_from(self._raw[block], start, out)
+
+    def read_from(self, page: torch.Tensor, start: int, out: memoryview) -> None:
+        """As `read`, from a page of these or a copy of one."""
         target = np.frombuffer(out, dtype=np.uint8)
         with self._lock:
             for done in range(0, len(out), len(self._bounce)):
                 count = min(len(self._bounce), len(out) - done)
-                source = self._raw[block, start + done : start + done + count]
+                source = page[start + done : start + done + count]
                 self._copy(self._bounce[:count], source)
                 self._synchronize()
                 target[done : done + count] = self._bounce_bytes[:count]
@@ -158,6 +245,29 @@ class DevicePages:
     def flush(self) -> None:
         self._synchronize()
 
+    def sums(self, blocks: Sequence[int], *, loaded: bool) -> PendingSums:
+        beside = loaded and self._stream is not None
+        with torch.cuda.stream(self._stream) if beside else nullcontext():
+            # From pinned memory, since a copy from other memory would wait for the stream.
+            ids = torch.tensor(blocks, dtype=torch.int64, pin_memory=self._on_device)
+            ids = ids.to(self._raw.device, non_blocking=True)
+            parts = [self._sum(part) for part in ids.split(max(1, self.SUM_BYTES // self.page_bytes))]
+            return _DeviceSums(parts[0] if len(parts) == 1 else torch.cat(parts))
+
+    def _sum(self, blocks: torch.Tensor) -> torch.Tensor:
+        words = self._words.index_select(0, blocks)
+        if words.dtype is torch.uint8:
+            missing = -self.page_bytes % WORD_BYTES
+            words = torch.nn.functional.pad(words, (0, missing)).view(torch.int64)
+        low, high = self._weights
+        sums: torch.Tensor = (words * low).sum(1) + ((words >> 32) * high).sum(1)
+        return sums
+
+    def copied(self, block: int) -> PageCopy:
+        page = self._raw[block].clone()
+        self.mark_written()
+        return _DevicePageCopy(self, page)
+
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         if self._stream is None:
             target.copy_(source)
@@ -172,6 +282,22 @@ class DevicePages:
             self._stream.synchronize()
 
 
+class _DevicePageCopy:
+    def __init__(self, pages: DevicePages, page: torch.Tensor) -> None:
+        self._pages = pages
+        self._page = page
+
+    def read(self, start: int, out: memoryview) -> None:
+        self._pages.read_from(self._page, start, out)
+
+
+@cache
+def _weights(words: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    # A copy that waits: every stream may use them when it returns.
+    low, high = (torch.from_numpy(weights.copy()).to(device) for weights in word_weights(words))
+    return low, high
+
+
 def layer_pages(raw: torch.Tensor) -> LayerPages:
     """Choose the copies by where the KV lives."""
     return HostPages(raw) if raw.device.type == "cpu" else DevicePages(raw)
@@ -184,10 +310,12 @@ class PagedSource:
     Before the engine reuses the blocks (preemption), `detach` copies what is left to private memory.
     """
 
-    def __init__(self, pages: LayerPages, blocks: Sequence[int]) -> None:
+    def __init__(self, pages: LayerPages, blocks: Sequence[int], last_page: PageCopy | None = None) -> None:
+        """`last_page`: a copy of the last page to read in its place, from `LayerPages.copied`."""
         self.nbytes = len(blocks) * pages.page_bytes
         self._pages = pages
         self._blocks = tuple(blocks)
+        self._last_page = last_page
         self._private: memoryview | None = None
         self._lock = Lock()
 
@@ -212,5 +340,9 @@ class PagedSource:
         while done < len(out):
             index, offset = divmod(start + done, page_bytes)
             count = min(page_bytes - offset, len(out) - done)
-            self._pages.read(self._blocks[index], offset, out[done : done + count])
+            target = out[done : done + count]
+            if self._last_page is not None and index == len(self._blocks) - 1:
+                self._last_page.read(offset, target)
+            else:
+                self._pages.read(self._blocks[index], offset, target)
             done += count

@@ -6,7 +6,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from prfaas.serving.engines.vllm.layout import KvLayout
+from prfaas.serving.engines.kv_groups import GroupKind
+from prfaas.serving.engines.page_digests import DigestPlan, DigestSource
+from prfaas.serving.engines.vllm.layout import EngineRegion, KvLayout
 from prfaas.serving.engines.vllm.metadata import BlockRun, SendOrder
 from prfaas.serving.engines.vllm.pages import PagedSource
 from prfaas.serving.engines.vllm.stats import ConnectorStats
@@ -23,6 +25,10 @@ class _OpenSend:
     transfer: OutgoingTransfer
     first_blocks: Mapping[int, int]
     """The block at which each group's regions begin, by the group's index."""
+    kv_bytes: int
+    """Of the transfer's regions, without the digests of their pages."""
+    digests: DigestSource | None
+    """None where pages are not digested."""
     sources: "list[weakref.ref[PagedSource]]" = field(default_factory=list)
 
 
@@ -40,10 +46,13 @@ class KvProducer:
         sender: Sender,
         lease_s: float,
         stats: ConnectorStats,
+        digest_plan: DigestPlan | None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`digest_plan`: None sends pages without digests."""
         self._layout = layout
         self._sender = sender
+        self._digest_plan = digest_plan
         self._lease_s = lease_s
         self.stats = stats
         self._now_s = now_s
@@ -73,12 +82,20 @@ class KvProducer:
                     continue
                 if 0 in run.block_ids:
                     raise RuntimeError(f"layer {layer_name}: a block to send is vLLM's null block")
-                # 3. Their pages as a source. Nothing is copied yet; what is read later is what the compute
-                #    stream has queued to write until now.
+                # 3. Their pages as a source. Nothing is copied yet but a page with room behind the prompt, which
+                #    the engine may go on filling; what is read later is what the compute stream has queued to
+                #    write until now.
                 region.pages.mark_written()
-                source = PagedSource(region.pages, run.block_ids)
+                partial = open_send.digests is not None and _ends_partial(send, region, run)
+                last_page = region.pages.copied(run.block_ids[-1]) if partial else None
+                source = PagedSource(region.pages, run.block_ids, last_page)
                 open_send.sources.append(weakref.ref(source))
-                # 4. Into the queue, at their place in the layer's region.
+                # 4. Their digests, of the same moment. A device computes them behind what it writes, and nobody
+                #    waits for them before they are sent.
+                if open_send.digests is not None:
+                    sums = region.pages.sums(run.block_ids, loaded=False)
+                    open_send.digests.add(region.index, run.first_block, sums)
+                # 5. Into the queue, at their place in the layer's region.
                 offset = (run.first_block - open_send.first_blocks[run.group]) * region.page_bytes
                 open_send.transfer.put(region.index, offset, source)
         open_send.sources = [ref for ref in open_send.sources if ref() is not None]
@@ -86,9 +103,13 @@ class KvProducer:
     def _open(self, send: SendOrder) -> _OpenSend:
         ticket = send.ticket
         extent = (ticket.num_tokens, ticket.skip_tokens)
-        transfer = self._sender.open(ticket, send.sealed, self._layout.region_bytes(*extent))
+        plan, kv_region_bytes = self._digest_plan, self._layout.region_bytes(*extent)
+        digests = DigestSource(plan.of_transfer(ticket.transfer_id, *extent)) if plan is not None else None
+        region_bytes = kv_region_bytes if digests is None else [*kv_region_bytes, digests.nbytes]
+        transfer = self._sender.open(ticket, send.sealed, region_bytes)
         groups = {region.group for region in self._layout.regions}
-        opened = _OpenSend(transfer, {group.index: group.first_block(*extent) for group in groups})
+        first_blocks = {group.index: group.first_block(*extent) for group in groups}
+        opened = _OpenSend(transfer, first_blocks, sum(kv_region_bytes), digests)
         self._open_sends[send.request_id] = opened
         return opened
 
@@ -102,7 +123,11 @@ class KvProducer:
                 for layer_name, regions in self._layout.regions_of_layer.items():
                     if regions[0].group.index in groups:
                         self._queue_layer(send, send.closing, layer_name)
-                (self._open_sends.get(send.request_id) or self._open(send)).transfer.end()
+                open_send = self._open_sends.get(send.request_id) or self._open(send)
+                open_send.transfer.end()
+                if open_send.digests is not None:
+                    # Behind the end mark, so that what it says of overlapped bytes is of KV alone.
+                    open_send.transfer.put(open_send.digests.region, 0, open_send.digests)
             except Exception:
                 self._abort_unreadable(send)
 
@@ -135,13 +160,14 @@ class KvProducer:
         done: set[str] = set()
         for request_id, since_s in list(self._held_since_s.items()):
             open_send = self._open_sends.get(request_id)
-            if open_send is None or self._has_ended(open_send.transfer, since_s):
+            if open_send is None or self._has_ended(open_send, since_s):
                 done.add(request_id)
                 del self._held_since_s[request_id]
                 self._open_sends.pop(request_id, None)
         return done
 
-    def _has_ended(self, transfer: OutgoingTransfer, held_since_s: float) -> bool:
+    def _has_ended(self, open_send: _OpenSend, held_since_s: float) -> bool:
+        transfer = open_send.transfer
         if not transfer.phase.terminal:
             if self._now_s() - held_since_s < self._lease_s:
                 return False
@@ -151,8 +177,16 @@ class KvProducer:
             return False
         if transfer.phase is SendPhase.COMPLETE:
             self.stats.add("sends_completed")
-            self.stats.add("bytes_sent", transfer.total_bytes)
+            self.stats.add("bytes_sent", open_send.kv_bytes)
         else:
             self.stats.add("sends_failed")
             logger.warning("KV transfer failed: %s", transfer.reason)
         return True
+
+
+def _ends_partial(send: SendOrder, region: EngineRegion, run: BlockRun) -> bool:
+    """Whether the last block of a run has slots behind the prompt's last token."""
+    group = region.group
+    if group.kind is GroupKind.STATE:
+        return False
+    return (run.first_block + len(run.block_ids)) * group.block_tokens > send.ticket.num_tokens

@@ -54,6 +54,8 @@ class ConnectorSettings:
     """A transfer waits that long at most for staging."""
     progress_deadline_s: float = 8.0
     """A transfer that gets no byte through for that long fails."""
+    page_digests: bool = True
+    """Pages travel with digests, which are compared after the load."""
     user_timeout_s: float = 10.0
     """TCP_USER_TIMEOUT of KV connections."""
     keepalive_s: float = 10.0
