@@ -30,6 +30,7 @@ MODEL = "qwen3-next"
 GATEWAY_FILES = 512
 READY_S = 60.0
 DRAIN_S = 20.0
+STALL_S = 6.0
 _VOCABULARY = 1 << 16
 _PREFILLS, _HOME_PREFILLS, _DECODES = 4, 1, 4
 _T = TypeVar("_T")
@@ -80,8 +81,8 @@ def write_deployments(home: Path) -> tuple[Deployment, Deployment]:
             {"source": "far", "target": "home", "bandwidth": "2 Gbit/s", "connections": 2},
             {"source": "home", "target": "far", "bandwidth": "1 Gbit/s", "connections": 1},
         ],
-        # Roles stay as they are: what leaves routing has left it for a fault.
-        "control": {"allocation": False},
+        # Roles stay as they are: what leaves routing has left it for a fault. A GPU that hangs is noticed soon.
+        "control": {"allocation": False, "stall_s": STALL_S},
         "gateway": {"host": "127.0.0.1", "port": next(ports), "admin": {"port": next(ports)}},
         "engine": {
             "max_num_batched_tokens": 2048,

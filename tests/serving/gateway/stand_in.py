@@ -30,6 +30,8 @@ from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.staging import StagingArena
 from prfaas.serving.transport.ticket import Ticket, TicketError, prompt_digest
 
+from . import stand_in_apis
+
 BLOCK_TOKENS = 16
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] | trim }}<|im_end|>\n"
@@ -114,6 +116,8 @@ class StandInEngine:
 
     `refuses_in_stream`: whether what is refused of a stream is said in it, as vLLM does for what it finds late.
 
+    `other_apis`: it makes other prompts of other APIs' conversations than of chats.
+
     `dies`: at which point of decoding it loses its connection ("before-headers", "after-headers", "in-body",
     "mid-stream", "mid-event"), or says that it failed ("http-500", "error-event", "early-end"); streams after
     `dies_after` tokens. `deaths`: how often yet. `freezes`: in place of dying it says nothing more over HTTP until
@@ -140,6 +144,7 @@ class StandInEngine:
     refuses_in_stream: bool = True
     refuses_user: bool = False
     other_ids: bool = False
+    other_apis: bool = False
     layout: str = "ids"
     staging_bytes: int = 1 << 20
     seen: list[Seen] = field(default_factory=list)
@@ -173,7 +178,14 @@ class StandInEngine:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
-        app.router.add_post("/tokenize", self._tokenize)
+        for path, handler in (
+            (stand_in_apis.RESPONSES, self._generate),
+            (stand_in_apis.MESSAGES, self._generate),
+            ("/v1/messages/count_tokens", self._count_tokens),
+            ("/tokenize", self._tokenize),
+            ("/detokenize", self._detokenize),
+        ):
+            app.router.add_post(path, stand_in_apis.refusing(handler))
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
@@ -210,7 +222,14 @@ class StandInEngine:
 
     def generated(self) -> list[Seen]:
         """What came besides the gateway's questions about token ids."""
-        return [s for s in self.seen if s.path.startswith("/v1/") and not s.body.get("return_token_ids")]
+        asks = ("return_token_ids", "enable_response_messages")
+        return [
+            s
+            for s in self.seen
+            if s.path.startswith("/v1/")
+            and s.path != "/v1/messages/count_tokens"
+            and not any(s.body.get(field) for field in asks)
+        ]
 
     async def _health(self, _request: web.Request) -> web.Response:
         await self.thawed()
@@ -227,7 +246,7 @@ class StandInEngine:
         """The gateway's questions whether a request would be taken."""
         return [s for s in self.generated() if s.body.get("max_tokens") == 1]
 
-    def _ids(self, body: dict[str, Any]) -> list[int]:
+    def _ids(self, body: dict[str, Any], path: str = "") -> list[int]:
         given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
         if given is not None and "messages" in body:
             return list(given)
@@ -252,7 +271,8 @@ class StandInEngine:
                 add_generation_prompt=True,
             )
         ids: list[int] = self.tokenizer.encode(text).ids
-        return [*ids, 7] if self.other_ids else ids
+        is_other = self.other_apis and path.startswith((stand_in_apis.RESPONSES, stand_in_apis.MESSAGES))
+        return [*ids, 7] if self.other_ids or is_other else ids
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -260,11 +280,23 @@ class StandInEngine:
         ids = self._ids(body)
         return web.json_response({"count": len(ids), "max_model_len": 0, "tokens": ids})
 
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.seen.append(Seen(request.path, dict(request.headers), body))
+        ids = self._ids(stand_in_apis.as_chat(request.path, body), request.path)
+        return web.json_response({"input_tokens": len(ids)})
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.seen.append(Seen(request.path, dict(request.headers), body))
+        return web.json_response({"prompt": self.tokenizer.decode(body["tokens"])})
+
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         await self.thawed()
         body = await request.json()
         self.seen.append(Seen(request.path, dict(request.headers), body))
-        ids = self._ids(body) if refusal_of(body) is None else []
+        body = stand_in_apis.as_chat(request.path, body)
+        ids = self._ids(body, request.path) if refusal_of(body) is None else []
         try:
             return await self._answered(request, body, ids)
         except asyncio.CancelledError:
@@ -277,7 +309,8 @@ class StandInEngine:
         refusal = refusal_of(body) or ("no such user" if self.refuses_user and body.get("user") else None)
         if refusal is not None:
             error = {"message": refusal, "type": "BadRequestError", "param": None, "code": 400}
-            if not (body.get("stream") and self.refuses_in_stream):
+            is_late = self.refuses_in_stream and not stand_in_apis.speaks(request.path)
+            if not (body.get("stream") and is_late):
                 return web.json_response({"error": error}, status=400)
             stream = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
             await stream.prepare(request)
@@ -316,9 +349,34 @@ class StandInEngine:
                 await response.prepare(request)
                 await response.write(b'{"id": ')
                 await self._die(request)
+        if stand_in_apis.speaks(request.path):
+            return await self._answered_otherwise(request, body, ids)
         if not body.get("stream"):
             return web.json_response(self._whole_answer(body, ids))
         return await self._streamed(request, body, ids)
+
+    async def _answered_otherwise(
+        self, request: web.Request, body: dict[str, Any], ids: list[int]
+    ) -> web.StreamResponse:
+        path, limit = request.path, stand_in_apis.answer_limit(request.path, body)
+        text = answer_text(ids, limit or ANSWER_TOKENS)
+        if not body.get("stream"):
+            return web.json_response(stand_in_apis.whole(path, body, ids, text))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+
+        async def ends_before(index: int) -> bool:
+            await asyncio.sleep(self.chunk_s)
+            if self.dies == "error-event" and index == self.dies_after:
+                error = b'{"type":"error","error":{"type":"internal_error","message":"EngineDeadError"}}'
+                await response.write(b"event: error\ndata: %b\n\n" % error)
+                return True
+            return (
+                bool(self.dies) and index == self.dies_after and await self._fail_in_stream(request, response)
+            )
+
+        await stand_in_apis.write(response, stand_in_apis.events(path, body, ids, text), ends_before)
+        return response
 
     def _whole_answer(self, body: dict[str, Any], ids: list[int]) -> dict[str, Any]:
         count = body.get("max_tokens") or ANSWER_TOKENS

@@ -6,15 +6,8 @@ import orjson
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.gateway.answer import (
-    DATA,
-    END_OF_EVENT,
-    LAST_EVENT,
-    EventStream,
-    KeepBudget,
-    KeptStream,
-    cached_tokens_of,
-)
+from prfaas.serving.gateway.answer import EventStream, KeepBudget, KeptStream, cached_tokens_of
+from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, LAST_EVENT
 from prfaas.serving.gateway.http_exchange import EngineResponse
 
 EVENTS = st.lists(

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prfaas.serving.gateway.prompts import Endpoint
 from prfaas.serving.logs import LogSettings, set_up_logging
 
 from .world import World, running_world
@@ -92,6 +93,12 @@ bodies = st.one_of(
             "prompt": st.one_of(
                 st.just(IDS), st.sampled_from([SHORT, LONG, [IDS, IDS], [SHORT], []]), marked, st.none()
             ),
+            "input": st.one_of(marked, st.lists(marked, max_size=1)),
+            "instructions": marked,
+            "previous_response_id": marked,
+            "system": marked,
+            "max_tokens": st.just(5),
+            "tokens": st.one_of(st.just(IDS), marked),
             "messages": st.lists(
                 st.fixed_dictionaries({"role": st.sampled_from(["user", SECRET]), "content": marked}),
                 max_size=2,
@@ -128,7 +135,9 @@ failures = st.fixed_dictionaries(
         ),
     }
 )
-paths = st.sampled_from(["/v1/completions", "/v1/completions", "/v1/chat/completions", "/v1/nothing"])
+paths = st.sampled_from(
+    [*(endpoint.path for endpoint in Endpoint), "/v1/completions", "/v1/completions", "/v1/nothing"]
+)
 
 
 async def send(world: World, path: str, raw: bytes, head: dict[str, bytes]) -> None:

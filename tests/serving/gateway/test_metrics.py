@@ -51,7 +51,7 @@ def test_times_and_tokens_of_streams(in_world: InWorld, path: str, asked: dict[s
 
 def test_refusals_by_reason(in_world: InWorld) -> None:
     async def body(world: World) -> None:
-        await world.post("/v1/completions", {})
+        await world.post("/v1/completions", [])
         await world.post("/v1/completions", {"prompt": "x", "model": "other"})
         world.plane.suspect("decode", "made to fail")
         await world.post("/v1/completions", {"prompt": "x"})

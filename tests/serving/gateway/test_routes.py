@@ -254,7 +254,7 @@ def test_models_health_and_metrics(in_world: InWorld) -> None:
         ("/v1/completions", b'{"model": ["stand-in"], "prompt": "x"}', 400, "valid string"),
         ("/v1/completions", b'{"model": 5, "prompt": "x"}', 400, "valid string"),
         ("/v1/embeddings", b"{}", 404, "/v1/embeddings"),
-        ("/tokenize", b"{}", 404, "/tokenize"),
+        ("/pooling", b"{}", 404, "/pooling"),
         ("/health", b"{}", 405, "POST"),
         ("/v1/completions", b'{"prompt": "x", "stop": ' + b"[" * 600 + b"]" * 600 + b"}", 400, "deep"),
     ],

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from prfaas.serving.gateway.answer import DATA, END_OF_EVENT, LAST_EVENT
+from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, LAST_EVENT
 from prfaas.serving.gateway.prompts import Endpoint
 from prfaas.serving.gateway.stream_resume import can_resume, resume_body, tokens_left
 from prfaas.serving.gateway.transcript import AnswerText, NotPlainError, StreamTranscript, events
@@ -42,8 +42,8 @@ PLAIN: dict[str, Any] = {
 
 
 def test_what_is_known_to_be_harmless_may_be_there() -> None:
-    assert can_resume(PLAIN)
-    assert can_resume(PLAIN | {"seed": 1, "temperature": 0})
+    assert can_resume(Endpoint.COMPLETIONS, PLAIN)
+    assert can_resume(Endpoint.COMPLETIONS, PLAIN | {"seed": 1, "temperature": 0})
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,13 @@ def test_what_is_known_to_be_harmless_may_be_there() -> None:
     ids=str,
 )
 def test_anything_else_may_not(field: dict[str, Any]) -> None:
-    assert not can_resume(PLAIN | field)
+    assert not can_resume(Endpoint.COMPLETIONS, PLAIN | field)
+
+
+def test_streams_of_other_apis_are_not_resumed() -> None:
+    body = {"model": "m", "messages": [], "max_tokens": 5, "stream": True}
+    assert can_resume(Endpoint.CHAT, body)
+    assert not can_resume(Endpoint.MESSAGES, body) and not can_resume(Endpoint.RESPONSES, body)
 
 
 @given(st.text(min_size=1), st.one_of(st.booleans(), st.integers(), st.text(), st.lists(st.integers())))
@@ -85,7 +91,9 @@ def test_an_unknown_field_with_a_value_may_not(name: str, value: Any) -> None:
     body = {"stream": True, "prompt": "x"}
     known = set(PLAIN) | {"messages", "seed", "echo", "max_completion_tokens"}
     if name not in known | {"add_special_tokens", "add_generation_prompt"}:
-        assert can_resume(body) and not can_resume(body | {name: value})
+        assert can_resume(Endpoint.COMPLETIONS, body) and not can_resume(
+            Endpoint.COMPLETIONS, body | {name: value}
+        )
 
 
 @settings(deadline=None)

@@ -1,6 +1,5 @@
 """Pure decisions: a request and a view of the deployment in, a decision out. No clock, no I/O."""
 
-from prfaas.core.scheduling.candidates import AbundanceMarks
 from prfaas.core.scheduling.decision import (
     NOTHING,
     CacheTransfer,
@@ -10,6 +9,7 @@ from prfaas.core.scheduling.decision import (
     Route,
     RoutingRequest,
 )
+from prfaas.core.scheduling.link_choice import AbundanceMarks
 from prfaas.core.scheduling.policy import POLICIES, Policy, policy_named
 from prfaas.core.scheduling.view import (
     ClusterKind,

@@ -5,15 +5,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from prfaas.core.scheduling.candidates import (
-    AbundanceMarks,
     decode_choices,
     kv_bytes_to,
     prefill_by,
     prefillers,
     streamed,
-    usable_link,
 )
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
+from prfaas.core.scheduling.link_choice import AbundanceMarks, usable_link
 from prfaas.core.scheduling.routing import (
     Choice,
     PdCandidate,

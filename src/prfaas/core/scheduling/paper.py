@@ -4,8 +4,9 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from prfaas.core.scheduling.candidates import AbundanceMarks, BestCandidate, PrefillCandidate, is_stale
+from prfaas.core.scheduling.candidates import BestCandidate, PrefillCandidate
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
+from prfaas.core.scheduling.link_choice import AbundanceMarks, is_stale
 from prfaas.core.scheduling.routing import (
     Choice,
     PdCandidate,

@@ -10,13 +10,11 @@ from operator import attrgetter
 
 from prfaas.core.scheduling.candidates import (
     LONGEST_TINY_TOKENS,
-    AbundanceMarks,
     BestCandidate,
     PrefillCandidate,
     PrefillCandidates,
     PrefixSource,
     able_to_send,
-    abundant_link,
     decode_choices,
     is_kept_apart,
     kv_bytes_to,
@@ -28,9 +26,9 @@ from prfaas.core.scheduling.candidates import (
     prefill_without_hop,
     streamed,
     streamed_s,
-    usable_link,
 )
 from prfaas.core.scheduling.decision import CacheTransfer, Decision, Route, RoutingRequest
+from prfaas.core.scheduling.link_choice import AbundanceMarks, abundant_link, usable_link
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
 from prfaas.core.units import BITS_PER_BYTE
 

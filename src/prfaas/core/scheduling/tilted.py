@@ -5,15 +5,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from prfaas.core.scheduling.candidates import (
-    AbundanceMarks,
     BestCandidate,
     PrefillCandidate,
-    is_stale,
     kv_bytes_to,
     streamed,
     streamed_s,
 )
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
+from prfaas.core.scheduling.link_choice import AbundanceMarks, is_stale
 from prfaas.core.scheduling.routing import (
     Choice,
     PdCandidate,

@@ -168,7 +168,7 @@ class View:
     now_s: float = 0.0
     stale_after_s: float = 5.0
     """Facts of a link that are older are not believed: its bandwidth counts as scarce, and what is known of its queue
-    can only make offloading rarer. After `candidates.DOWN_AFTER_STALE` times that the link counts as down."""
+    can only make offloading rarer. After `link_choice.DOWN_AFTER_STALE` times that the link counts as down."""
     avoid: frozenset[str] = frozenset()
     """Instances that get nothing."""
     blocked: frozenset[tuple[str, str]] = frozenset()

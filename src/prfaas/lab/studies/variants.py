@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from prfaas.core.scheduling.candidates import AbundanceMarks
+from prfaas.core.scheduling.link_choice import AbundanceMarks
 
 # Above every queue and utilisation there is: what is compared with it never counts.
 _NEVER = 1e12

@@ -11,22 +11,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Self
 
-import orjson
 from aiohttp import HttpVersion11, web
 
-from prfaas.serving.gateway.bodies import without_transfer_params
+from prfaas.serving.gateway.bodies import ApiError, without_transfer_params
+from prfaas.serving.gateway.dialects import END_OF_EVENT, OPENAI, Dialect
 from prfaas.serving.gateway.engine_client import Blame, EngineCallError, failed_call
 from prfaas.serving.gateway.http_exchange import EngineResponse
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request_log import RequestRecord
 
 EVENT_STREAM = "text/event-stream"
-END_OF_EVENT = b"\n\n"
-LAST_EVENT = b"data: [DONE]\n\n"
-DATA = b"data: "
-# vLLM ends a stream like this when its engine has died and its HTTP server lives. Quotes inside of generated text
-# are escaped, so these bytes can only begin such an event.
-_ERROR = b'data: {"error":'
 # Events that are longer are passed on in pieces.
 _LONGEST_EVENT_BYTES = 1 << 20
 
@@ -34,7 +28,7 @@ _LONGEST_EVENT_BYTES = 1 << 20
 _LAST_WORDS_S = 1.0
 
 # In generated text the quotes would be escaped. The usage stands at the end.
-_ANSWER_TOKENS = re.compile(rb'"completion_tokens":\s?(\d+)')
+_ANSWER_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s?(\d+)')
 _CACHED_TOKENS = re.compile(rb'"cached_tokens":\s?(\d{1,9})')
 _USAGE_BYTES = 2048
 # With so much unsent to one client, its engine's stream waits.
@@ -87,12 +81,32 @@ class EventStream:
     Nothing is parsed: a relayed piece costs microseconds. Only an engine's own failure is held back.
     """
 
-    __slots__ = ("_instance", "_partial", "_passes_parts", "_response", "ended", "failure", "refused_status")
+    __slots__ = (
+        "_dialect",
+        "_ends",
+        "_error_mark",
+        "_held",
+        "_instance",
+        "_is_ending",
+        "_is_preface",
+        "_partial",
+        "_passes_parts",
+        "_response",
+        "ended",
+        "failure",
+        "refused_status",
+    )
 
-    def __init__(self, response: EngineResponse, instance: str) -> None:
+    def __init__(self, response: EngineResponse, instance: str, dialect: Dialect = OPENAI) -> None:
         """`instance`: the engine's name, for messages."""
         self._response = response
         self._instance = instance
+        self._dialect = dialect
+        self._ends = dialect.ends
+        self._error_mark = dialect.error_mark
+        self._is_ending = False
+        self._is_preface = dialect.is_preface
+        self._held = b""
         self._partial = b""
         self._passes_parts = False
         self.ended = False
@@ -142,11 +156,19 @@ class EventStream:
         """What may be passed on now that `chunk` has come: events as far as they are whole."""
         if self._partial or self._passes_parts or not chunk.endswith(END_OF_EVENT):
             chunk = self._whole_events(chunk)
-        if _ERROR in chunk:
+        if self._error_mark in chunk:
             chunk = self._before_failure(chunk)
-        if chunk:
-            self.ended = chunk.endswith(LAST_EVENT)
-        return chunk
+        # Until something is generated another engine may answer in place of this one.
+        if self._is_preface is not None:
+            self._held += chunk
+            if self._is_preface(self._held):
+                return b""
+            chunk, self._held, self._is_preface = self._held, b"", None
+        # The last event too may be so long that it passes in parts.
+        if chunk and (self._is_ending or self._ends(chunk)):
+            self._is_ending = True
+            self.ended = chunk.endswith(END_OF_EVENT)
+        return self._dialect.cleaned(chunk) if self._dialect.nests_params else chunk
 
     def _whole_events(self, chunk: bytes) -> bytes:
         chunk = self._partial + chunk
@@ -160,14 +182,11 @@ class EventStream:
         return chunk[:end]
 
     def _before_failure(self, chunk: bytes) -> bytes:
-        begin = chunk.find(_ERROR)
+        begin = chunk.find(self._error_mark)
         event = chunk[begin : chunk.find(END_OF_EVENT, begin) + len(END_OF_EVENT)]
-        try:
-            code = orjson.loads(event[len(DATA) :])["error"]["code"]
-        except (orjson.JSONDecodeError, KeyError, TypeError):
-            return chunk
-        if not isinstance(code, int) or code < 500:
-            self.refused_status = code if isinstance(code, int) and code >= 400 else None
+        status = self._dialect.status_in(event)
+        if status is None or status < 500:
+            self.refused_status = status if status is not None and status >= 400 else None
             return chunk
         self.failure = event
         return chunk[:begin]
@@ -185,9 +204,9 @@ async def read_whole(response: EngineResponse, instance: str, record: RequestRec
 
 def note_answer_tokens(record: RequestRecord, piece: bytes) -> None:
     """Record how many tokens were generated, if the last piece of an answer says so."""
-    found = _ANSWER_TOKENS.search(piece, max(len(piece) - _USAGE_BYTES, 0))
-    if found is not None:
-        record.answer_tokens = int(found.group(1))
+    found = _ANSWER_TOKENS.findall(piece, max(len(piece) - _USAGE_BYTES, 0))
+    if found:
+        record.answer_tokens = int(found[-1])
 
 
 def cached_tokens_of(answer: bytes) -> int | None:
@@ -260,6 +279,8 @@ class ResponseWriter:
         self._metrics = metrics
         self._response: web.StreamResponse | None = None
         self.kept = kept
+        self.latest = b""
+        """The events that were written last."""
 
     @property
     def begun(self) -> bool:
@@ -280,13 +301,14 @@ class ResponseWriter:
                 self._response.enable_chunked_encoding()
             await self._response.prepare(self._http)
         self.kept.add(chunk)
+        self.latest = chunk
         await self._response.write(chunk)
 
-    async def fail(self, error: bytes) -> web.StreamResponse:
+    async def fail(self, error: ApiError, dialect: Dialect) -> web.StreamResponse:
         """End the stream with an error; a client that takes nothing any more is cut off."""
         assert self._response is not None
         self._record.broken = True
-        event = DATA + error + END_OF_EVENT
+        event = dialect.error_event(error.status, error.message, self.latest)
         try:
             async with asyncio.timeout(_LAST_WORDS_S):
                 await self._response.write(END_OF_EVENT + event if self.kept.torn else event)
@@ -306,12 +328,12 @@ class ResponseWriter:
             DecodeFailedError: the engine has failed.
             ConnectionResetError: the client has left.
         """
-        before, last = b"", b""
+        before = b""
         transport = self._http.transport
 
         def write_now(events: bytes) -> bool:
-            nonlocal before, last
-            before, last = last, events
+            nonlocal before
+            before, self.latest = self.latest, events
             self.kept.add(events)
             assert transport is not None
             transport.write(b"%x\r\n%b\r\n" % (len(events), events))
@@ -319,12 +341,12 @@ class ResponseWriter:
             return transport.get_write_buffer_size() < _UNSENT_BYTES and not transport.is_closing()
 
         while events := await stream.read():
+            before = self.latest
             await self.write(events, content_type)
-            before, last = last, events
             assert self._response is not None
             if self._response.chunked and transport is not None and not transport.is_closing():
                 await stream.pump(write_now)
-        return before[-len(last) - 1024 :] + last
+        return before[-len(self.latest) - 1024 :] + self.latest
 
     async def end(self) -> web.StreamResponse:
         """End the stream."""
@@ -342,7 +364,9 @@ class ResponseWriter:
         ttft_s = time.perf_counter() - self._record.began_s
         self._record.steps_s["first_byte"] = ttft_s
         self._record.waits_for = None
-        self._metrics.ttft_seconds.labels(self._record.route).observe(ttft_s)
+        # Without a route nothing was generated.
+        if self._record.route_header is not None:
+            self._metrics.ttft_seconds.labels(self._record.route).observe(ttft_s)
 
 
 @contextlib.contextmanager

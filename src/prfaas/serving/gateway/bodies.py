@@ -243,9 +243,11 @@ def without_transfer_params(answer: bytes) -> bytes:
     except orjson.JSONDecodeError:
         return answer
     if isinstance(parsed, dict):
-        for field in ("kv_transfer_params", "ec_transfer_params"):
-            if field in parsed:
-                parsed[field] = None
+        # An event of `/v1/responses` has the whole answer in it.
+        for answered in (parsed, parsed.get("response")):
+            for field in ("kv_transfer_params", "ec_transfer_params"):
+                if isinstance(answered, dict) and field in answered:
+                    answered[field] = None
     return orjson.dumps(parsed)
 
 

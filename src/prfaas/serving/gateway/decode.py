@@ -16,6 +16,7 @@ from prfaas.serving.gateway.answer import (
 )
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, decode_body
 from prfaas.serving.gateway.context import GatewayContext
+from prfaas.serving.gateway.dialects import dialect_of
 from prfaas.serving.gateway.engine_client import Blame, EngineCallError
 from prfaas.serving.gateway.http_exchange import EngineResponse
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
@@ -51,7 +52,7 @@ class Decoder:
         async with self.open(request, prepared) as answer:
             kind = answer.content_type
             if kind.startswith(EVENT_STREAM):
-                stream = EventStream(answer, prepared.decode)
+                stream = EventStream(answer, prepared.decode, dialect_of(request.endpoint))
                 note_answer_tokens(request.record, await writer.relay(stream, kind))
                 if stream.refused_status is not None:
                     self._note_refusal(request, prepared, stream.refused_status)

@@ -13,6 +13,7 @@ from prfaas.serving.gateway.answer import DecodeFailedError, KeepBudget, Respons
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.decode import MAX_ANSWERING_ATTEMPTS, Decoder
+from prfaas.serving.gateway.dialects import dialect_of
 from prfaas.serving.gateway.engine_client import OWN_RESOURCES
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.prompts import DirectPrompt, Endpoint
@@ -34,7 +35,7 @@ RECORD = web.RequestKey("prfaas_record", RequestRecord)
 
 
 class Generation:
-    """Serves `/v1/completions` and `/v1/chat/completions`. `handle` is the whole way of a request."""
+    """Serves whatever an engine answers (`Endpoint`). `handle` is the whole way of a request."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class Generation:
                     if not writer.begun:
                         raise
                     self._context.metrics.refused.labels("deadline-passed").inc()
-                    response = await writer.fail(late.body())
+                    response = await writer.fail(late, dialect_of(endpoint))
             # 7. Record. `recording` adds the times, and the outcome where an exception ended the request.
             record.answered(response.status)
             return response
@@ -145,7 +146,8 @@ class Generation:
     def _keep_bytes(self, request: ServingRequest, prepared: PreparedRequest) -> int:
         """What to keep of the answer's stream, in case another engine must continue it."""
         is_exact = prepared.prompt is not None and prepared.prompt.exact
-        return self._context.options.kept_answer_bytes if is_exact and can_resume(request.body) else 0
+        resumes = is_exact and can_resume(request.endpoint, request.body)
+        return self._context.options.kept_answer_bytes if resumes else 0
 
     async def _decode(
         self,
@@ -161,7 +163,8 @@ class Generation:
         """
         failed: list[str] = []
         while True:
-            request.record.sent(prepared.header())
+            if request.endpoint.generates:
+                request.record.sent(prepared.header())
             try:
                 return await self._decoder.relay(request, prepared, writer)
             except DecodeFailedError as failure:

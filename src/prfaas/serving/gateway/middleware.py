@@ -8,6 +8,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from prfaas.serving.gateway.bodies import ApiError, error_body
+from prfaas.serving.gateway.dialects import dialect_of_path
 from prfaas.serving.gateway.generation import RECORD
 from prfaas.serving.gateway.request_log import RequestRecord
 from prfaas.serving.logs import PEER
@@ -79,7 +80,7 @@ def _write_line(request: web.Request, status: int | None, duration_s: float) -> 
 
 @web.middleware
 async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error that aiohttp or a handler raises, in the form OpenAI clients read."""
+    """Every error that aiohttp or a handler raises, in the form that clients of the path read."""
     try:
         return await handler(request)
     except ApiError as error:
@@ -109,4 +110,5 @@ def _refusal(
     headers = (record.headers() if record is not None else {}) | dict(more_headers or {})
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    body = dialect_of_path(request.path).refusal(body)
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)

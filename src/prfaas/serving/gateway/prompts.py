@@ -2,23 +2,45 @@
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, cast
 
 from prfaas.serving.gateway.bodies import WrittenIds
+from prfaas.serving.gateway.conversations import NoConversationError, messages_chat, responses_chat
 from prfaas.serving.transport.ticket import MAX_USES
 
 
 class Endpoint(StrEnum):
-    """The two generating endpoints, named as in metrics."""
+    """What clients may ask an engine for, named as in metrics."""
 
     COMPLETIONS = "completions"
     CHAT = "chat"
+    RESPONSES = "responses"
+    MESSAGES = "messages"
+    COUNT_TOKENS = "count_tokens"
+    TOKENIZE = "tokenize"
+    DETOKENIZE = "detokenize"
 
     @property
     def path(self) -> str:
-        return "/v1/completions" if self is Endpoint.COMPLETIONS else "/v1/chat/completions"
+        return _PATHS[self]
+
+    @property
+    def generates(self) -> bool:
+        """Whether an engine prefills and decodes for it. What is left asks the tokenizer alone."""
+        return self not in (Endpoint.COUNT_TOKENS, Endpoint.TOKENIZE, Endpoint.DETOKENIZE)
+
+
+_PATHS = {
+    Endpoint.COMPLETIONS: "/v1/completions",
+    Endpoint.CHAT: "/v1/chat/completions",
+    Endpoint.RESPONSES: "/v1/responses",
+    Endpoint.MESSAGES: "/v1/messages",
+    Endpoint.COUNT_TOKENS: "/v1/messages/count_tokens",
+    Endpoint.TOKENIZE: "/tokenize",
+    Endpoint.DETOKENIZE: "/detokenize",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +82,36 @@ Prompt = TokenPrompt | TextPrompt | ChatPrompt | DirectPrompt
 
 
 def prompt_of(endpoint: Endpoint, body: Mapping[str, Any]) -> Prompt:
-    """The prompt in `body`. What is malformed is a DirectPrompt: the decode engine refuses it in its own words."""
+    """The prompt in `body`. What is malformed is a DirectPrompt: the decode engine refuses it in its own words.
+
+    Raises:
+        ApiError: 400, when only one engine could know the prompt.
+    """
+    if not endpoint.generates:
+        return DirectPrompt("tokenizer")
     if not isinstance(body.get("model", ""), str | None):
         return DirectPrompt("malformed")
+    if endpoint in (Endpoint.RESPONSES, Endpoint.MESSAGES):
+        return _converted_prompt(endpoint, body)
     prompt = _chat_prompt(body) if endpoint is Endpoint.CHAT else _completion_prompt(body)
     if isinstance(prompt, DirectPrompt):
         return prompt
-    return _direct_by_options(body) or prompt
+    return _direct_by_options(endpoint, body) or prompt
 
 
-def _direct_by_options(body: Mapping[str, Any]) -> DirectPrompt | None:
+def _converted_prompt(endpoint: Endpoint, body: Mapping[str, Any]) -> Prompt:
+    try:
+        if endpoint is Endpoint.RESPONSES:
+            return _chat_prompt(responses_chat(body))
+        prompt = _chat_prompt(messages_chat(body))
+    except NoConversationError as error:
+        return DirectPrompt(error.reason)
+    # No engine tells the ids that it makes of messages, only how many. So each request is checked: the decode engine
+    # makes its own, and takes KV that belongs to exactly these.
+    return replace(prompt, takes_ids=False) if isinstance(prompt, ChatPrompt) else prompt
+
+
+def _direct_by_options(endpoint: Endpoint, body: Mapping[str, Any]) -> DirectPrompt | None:
     # vLLM ignores external KV for a request that wants prompt logprobs, and truncates prompts by rules of its
     # own.
     if body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs")):
@@ -78,18 +120,18 @@ def _direct_by_options(body: Mapping[str, Any]) -> DirectPrompt | None:
         return DirectPrompt("truncation")
     if body.get("use_beam_search"):
         return DirectPrompt("beam-search")
-    if samples_of(body) is None:
+    if samples_of(endpoint, body) is None:
         return DirectPrompt("malformed")
     return None
 
 
-def samples_of(body: Mapping[str, Any]) -> int | None:
+def samples_of(endpoint: Endpoint, body: Mapping[str, Any]) -> int | None:
     """How many answers are wanted (`n`); None when a ticket can't serve so many, or it is no number.
 
     vLLM makes every sample a request, and each of them loads the transfer.
     """
     samples = body.get("n")
-    if samples is None:
+    if samples is None or endpoint not in (Endpoint.COMPLETIONS, Endpoint.CHAT):
         return 1
     return samples if type(samples) is int and 1 <= samples <= MAX_USES else None
 

@@ -197,10 +197,10 @@ class RequestParser:
             body=body,
             size_bytes=len(raw),
             prompt=prompt,
-            samples=samples_of(body) or 1,
+            samples=samples_of(endpoint, body) or 1,
             model=record.model,
             adapter=adapter,
-            salt=salt,
+            salt=salt if endpoint.generates else "",
             headers=_engine_headers(http.headers, record.request_id),
             record=record,
         )
@@ -235,7 +235,11 @@ class RequestParser:
                 param="seed",
             )
         prompt = prompt_of(endpoint, body)
-        return strip_owned(body), prompt
+        stripped = strip_owned(body)
+        if endpoint is Endpoint.RESPONSES:
+            # No later request would find what one engine stores, and vLLM never drops it.
+            stripped["store"] = False
+        return stripped, prompt
 
 
 def _is_seeded(body: Json) -> bool:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -35,15 +36,9 @@ class Routes:
         app.router.add_get("/health", self._get_health)
         app.router.add_get("/ready", self._get_ready)
         app.router.add_get("/version", self._get_version, allow_head=False)
-        app.router.add_post(Endpoint.COMPLETIONS.path, self._completions)
-        app.router.add_post(Endpoint.CHAT.path, self._chat)
+        for endpoint in Endpoint:
+            app.router.add_post(endpoint.path, partial(self._generation.handle, endpoint=endpoint))
         return app
-
-    async def _completions(self, http: web.Request) -> web.StreamResponse:
-        return await self._generation.handle(http, Endpoint.COMPLETIONS)
-
-    async def _chat(self, http: web.Request) -> web.StreamResponse:
-        return await self._generation.handle(http, Endpoint.CHAT)
 
     async def _models(self, _request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": self._cards()})

@@ -9,18 +9,16 @@ from aiohttp import web
 
 from prfaas.core.scheduling import NoDecodeInstanceError
 from prfaas.serving.gateway.answer import (
-    DATA,
-    END_OF_EVENT,
     EVENT_STREAM,
-    LAST_EVENT,
     DecodeFailedError,
     EventStream,
     ResponseWriter,
     note_answer_tokens,
 )
-from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, Json, error_body
+from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, Json
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.decode import Decoder
+from prfaas.serving.gateway.dialects import END_OF_EVENT, LAST_EVENT, dialect_of
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.prompts import Endpoint, TokenPrompt
 from prfaas.serving.gateway.request import PreparedRequest, ServingRequest
@@ -86,12 +84,13 @@ _SETTLED: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def can_resume(body: Json) -> bool:
+def can_resume(endpoint: Endpoint, body: Json) -> bool:
     """Whether the rest of the answer to `body` depends on nothing but its prompt and its text so far.
 
-    A list of what is known to be harmless: any other field that has a value, and the stream can't be resumed.
+    A list of what is known to be harmless: any other field that has a value, and the stream can't be resumed. Nor can
+    the streams of other APIs, whose events count what came before.
     """
-    if body.get("stream") is not True:
+    if body.get("stream") is not True or endpoint not in (Endpoint.COMPLETIONS, Endpoint.CHAT):
         return False
     for name, value in body.items():
         if value is None:
@@ -191,7 +190,7 @@ class StreamResume:
         except _CannotResumeError as error:
             outcome = error.outcome
             sentence = f"The decode instance {failed[-1]} died while answering."
-            event = failure.event or DATA + error_body(502, sentence) + END_OF_EVENT
+            event = failure.event or dialect_of(request.endpoint).error_event(502, sentence, writer.latest)
             await writer.write(END_OF_EVENT + event if writer.kept.torn else event)
             request.record.broken = True
         self._metrics.continuations.labels(outcome).inc()
@@ -270,7 +269,7 @@ def _broken_stream(
     request: ServingRequest, prepared: PreparedRequest, writer: ResponseWriter, failed: list[str]
 ) -> _BrokenStream:
     """What is known of a broken stream. Raises _CannotResumeError."""
-    if prepared.prompt is None or not can_resume(request.body):
+    if prepared.prompt is None or not can_resume(request.endpoint, request.body):
         raise _CannotResumeError("parameters")
     written = writer.kept.written()
     if written is None:

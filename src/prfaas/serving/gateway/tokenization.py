@@ -146,23 +146,24 @@ class Tokenization:
         if isinstance(request.prompt, DirectPrompt):
             return request.prompt
         try:
-            ids, exact = await self._ids(request.prompt)
+            ids, exact = await self._ids(request.prompt, request.endpoint)
         except EngineCallError as error:
             return DirectPrompt("refused" if error.is_clients_fault else "not-tokenized")
         if ids is None:
             return DirectPrompt("not-tokenized")
-        if not 1 < len(ids) < self._max_model_len:
+        if not 1 < len(ids) < self._max_model_len or len(ids) + _answer_limit(request) > self._max_model_len:
             return DirectPrompt("length")
         return await self.hash_blocks(request, ids, exact=exact)
 
-    async def _ids(self, prompt: TokenPrompt | TextPrompt | ChatPrompt) -> "tuple[array[int] | None, bool]":
+    async def _ids(
+        self, prompt: TokenPrompt | TextPrompt | ChatPrompt, endpoint: Endpoint
+    ) -> "tuple[array[int] | None, bool]":
         """Ids, None when they can't be had exactly, and whether the engine makes the same. Raises EngineCallError.
 
         In place of an engine that does not answer another one is asked. A dead one is taken out of routing.
         """
         if isinstance(prompt, TokenPrompt):
             return prompt.token_ids, True
-        endpoint = Endpoint.CHAT if isinstance(prompt, ChatPrompt) else Endpoint.COMPLETIONS
         if self._sources.get(endpoint) is TokenizerSource.OWN and _is_plain(prompt):
             return await self._own_prompt_ids(prompt)
         asked = self._plane.instance(self._plane.route(0, None).decode)
@@ -207,8 +208,8 @@ class Tokenization:
         return await self._engine_ids(dict(prompt.request), decode), prompt.plain is not None
 
     async def check(self, decode: Instance) -> None:
-        """Find out now what each endpoint needs, rather than at its first request. Raises EngineCallError."""
-        for endpoint in Endpoint:
+        """Find out now what the usual endpoints need, rather than at their first request. Raises EngineCallError."""
+        for endpoint in (Endpoint.COMPLETIONS, Endpoint.CHAT):
             await self._source(endpoint, decode)
 
     async def _source(self, endpoint: Endpoint, decode: Instance) -> TokenizerSource:
@@ -222,7 +223,9 @@ class Tokenization:
             return self._sources[endpoint]
 
     async def _find_source(self, endpoint: Endpoint, decode: Instance) -> TokenizerSource:
-        samples = _SAMPLE_CHATS if endpoint is Endpoint.CHAT else _SAMPLE_TEXTS
+        if endpoint is Endpoint.MESSAGES:
+            return await self._find_messages_source(decode)
+        samples = _SAMPLE_TEXTS if endpoint is Endpoint.COMPLETIONS else _SAMPLE_CHATS
         own = self._local is not None and (endpoint is Endpoint.COMPLETIONS or self._local.has_template)
         engine = True
         for sample in samples:
@@ -233,7 +236,9 @@ class Tokenization:
                 truth = await self._true_ids(endpoint, request, decode)
                 engine = engine and await self._engine_ids(request, decode) == truth
             except EngineCallError as error:
-                if not error.is_clients_fault:
+                # Engines tell no ids of a conversation that they make in another way than of chats (gpt-oss).
+                has_none = endpoint is Endpoint.RESPONSES and error.reason == "garbled"
+                if not error.is_clients_fault and not has_none:
                     raise
                 # A model without a chat template, say: clients get the same refusal.
                 return TokenizerSource.NONE
@@ -241,6 +246,30 @@ class Tokenization:
         if not own:
             logger.warning("%s: the gateway's own tokenizer differs from %s's", endpoint, decode.name)
         return TokenizerSource.OWN if own else TokenizerSource.ENGINE if engine else TokenizerSource.NONE
+
+    async def _find_messages_source(self, decode: Instance) -> TokenizerSource:
+        """That of chats, which vLLM makes of messages, if the engine counts as many tokens."""
+        source = self._sources.get(Endpoint.CHAT) or await self._find_source(Endpoint.CHAT, decode)
+        if source is TokenizerSource.NONE:
+            return source
+        for sample in _SAMPLE_CHATS:
+            chat = _messages(sample)
+            asked: dict[str, Any] = {"model": self._model, "messages": chat}
+            if chat[0]["role"] == "system":
+                asked |= {"system": chat[0]["content"], "messages": chat[1:]}
+            try:
+                count = await self._client.call_json(
+                    decode, Endpoint.COUNT_TOKENS.path, asked, self._timeout_s
+                )
+                ids = await self._engine_ids({"messages": chat}, decode)
+            except EngineCallError as error:
+                if not error.is_clients_fault:
+                    raise
+                return TokenizerSource.NONE
+            if not isinstance(count, dict) or count.get("input_tokens") != len(ids):
+                logger.warning("messages: %s makes other prompts of them than of chats", decode.name)
+                return TokenizerSource.NONE
+        return source
 
     async def _own_ids(self, sample: Any) -> "array[int] | None":
         assert self._local is not None
@@ -252,6 +281,8 @@ class Tokenization:
             return None
 
     async def _true_ids(self, endpoint: Endpoint, request: dict[str, Any], decode: Instance) -> "array[int]":
+        if endpoint is Endpoint.RESPONSES:
+            return await self._true_response_ids(request["messages"], decode)
         body = {"model": self._model, **request, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
         answer = await self._client.call_json(decode, endpoint.path, body, self._timeout_s)
         ids = None
@@ -259,6 +290,22 @@ class Tokenization:
             choices = answer.get("choices") or [{}]
             ids = answer.get("prompt_token_ids") or choices[0].get("prompt_token_ids")
         return _checked(ids, decode, f"{endpoint.path} returned no prompt_token_ids")
+
+    async def _true_response_ids(self, chat: list[dict[str, Any]], decode: Instance) -> "array[int]":
+        body = {
+            "model": self._model,
+            "input": [message | {"content": _input_content(message["content"])} for message in chat],
+            "max_output_tokens": 1,
+            "temperature": 0,
+            "store": False,
+            "enable_response_messages": True,
+        }
+        answer = await self._client.call_json(decode, Endpoint.RESPONSES.path, body, self._timeout_s)
+        ids = None
+        if isinstance(answer, dict):
+            rendered = answer.get("input_messages") or [{}]
+            ids = rendered[0].get("tokens")
+        return _checked(ids, decode, f"{Endpoint.RESPONSES.path} returned no ids of its prompt")
 
     async def _engine_ids(self, request: dict[str, Any], decode: Instance) -> "array[int]":
         body = {"model": self._model, **request}
@@ -277,6 +324,24 @@ def _checked(ids: object, decode: Instance, trouble: str) -> "array[int]":
     if token_ids is None:
         raise EngineCallError(decode.name, "garbled", trouble)
     return token_ids
+
+
+_ANSWER_LIMITS = {
+    Endpoint.CHAT: ("max_completion_tokens", "max_tokens"),
+    Endpoint.RESPONSES: ("max_output_tokens",),
+    Endpoint.MESSAGES: ("max_tokens",),
+}
+
+
+def _answer_limit(request: ServingRequest) -> int:
+    """Tokens of answer for which vLLM wants room; where it is given ids, it would cut the answer short instead."""
+    names = _ANSWER_LIMITS.get(request.endpoint, ())
+    limit = next((request.body[name] for name in names if request.body.get(name) is not None), 0)
+    return limit if type(limit) is int else 0
+
+
+def _input_content(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    return content if isinstance(content, str) else [part | {"type": "input_text"} for part in content]
 
 
 def _messages(chat: Sequence[tuple[str, str | tuple[str, ...]]]) -> list[dict[str, Any]]:

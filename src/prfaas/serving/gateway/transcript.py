@@ -10,8 +10,8 @@ import orjson
 from tokenizers import Tokenizer
 
 from prfaas.core.sse import SseParser
-from prfaas.serving.gateway.answer import DATA, END_OF_EVENT, LAST_EVENT
 from prfaas.serving.gateway.bodies import Json
+from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, LAST_EVENT
 from prfaas.serving.gateway.prompts import Endpoint
 
 # Enough of what comes before to see whether the text's first token would have been written another way there.

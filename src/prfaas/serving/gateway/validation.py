@@ -58,6 +58,9 @@ _SAFE: dict[str, Callable[[Any], bool]] = {
     "model": _text,
     "prompt": _anything,
     "messages": _anything,
+    "input": _anything,
+    "instructions": _anything,
+    "system": _anything,
     "add_special_tokens": _flag,
     "add_generation_prompt": lambda value: value is True,
     "temperature": _number(0, 2),
@@ -69,6 +72,10 @@ _SAFE: dict[str, Callable[[Any], bool]] = {
     "repetition_penalty": _number(1e-3, 1e3),
     "seed": lambda value: type(value) is int and -(1 << 63) <= value < 1 << 63,
     "stop": _stops,
+    "stop_sequences": lambda value: type(value) is list and _stops(value),
+    "metadata": lambda value: type(value) is dict and all(map(_text, value.values())),
+    "store": _flag,
+    "thinking": lambda value: type(value) is dict and value.get("type") in ("adaptive", "enabled"),
     "ignore_eos": _flag,
     "skip_special_tokens": _flag,
     "include_stop_str_in_output": _flag,
@@ -79,7 +86,7 @@ _SAFE: dict[str, Callable[[Any], bool]] = {
     "user": _text,
 }
 # How long the answer is and how it comes: of these the question has its own.
-_FORM = ("max_tokens", "max_completion_tokens", "min_tokens", "stream", "stream_options")
+_FORM = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "stream", "stream_options")
 
 
 class Validation:
@@ -151,8 +158,14 @@ def question(request: ServingRequest, prompt: TokenizedPrompt) -> bytes:
     """The body that asks for next to nothing, with all else as the client has it. Raises ApiError."""
     body = {name: value for name, value in request.body.items() if name not in _FORM}
     ids = prompt.token_ids[:_PROMPT_TOKENS]
+    if request.endpoint is Endpoint.RESPONSES:
+        body |= {"input": ".", "instructions": None, "max_output_tokens": 1}
+        return decode_body(body, None, ids, request.salt)
     body["max_tokens"] = 1
-    if request.endpoint is Endpoint.CHAT:
+    if request.endpoint is Endpoint.MESSAGES:
+        # A budget for thoughts must be below the limit.
+        body |= {"system": None, "thinking": None}
+    if request.endpoint is not Endpoint.COMPLETIONS:
         # vLLM takes these ids in place of what it would render, tools and all.
         body["messages"] = [{"role": "user", "content": "."}]
         return decode_body(body, None, ids, request.salt)
@@ -168,7 +181,7 @@ def _is_sampled(body: Mapping[str, Any]) -> bool:
 def _has_safe_form(request: ServingRequest, max_model_len: int) -> bool:
     """Whether the fields that the question does not carry are such as no engine refuses."""
     body, limit = request.body, math.inf
-    for name in ("max_tokens", "max_completion_tokens"):
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         value = body.get(name)
         if value is not None:
             if type(value) is not int or not 1 <= value <= max_model_len:

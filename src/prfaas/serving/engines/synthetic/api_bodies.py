@@ -77,11 +77,15 @@ def parse_generation(raw: bytes, *, chat: bool, models: ServedModels, text: Text
     Raises:
         BodyError: it can't be answered.
     """
-    body = json_object(raw)
+    return generation_of(json_object(raw), chat=chat, models=models, text=text)
+
+
+def generation_of(body: dict[str, Any], *, chat: bool, models: ServedModels, text: Text) -> GenerationRequest:
+    """The same for a body that is parsed. Raises BodyError."""
     adapter = models.adapter(body.get("model"))
     params = body.get("kv_transfer_params")
     params = params if isinstance(params, dict) else {}
-    prompts = [_chat_ids(body, params, text)] if chat else prompt_ids(body.get("prompt"), text)
+    prompts = [chat_ids(body, params, text)] if chat else prompt_ids(body.get("prompt"), text)
     samples = _integer_field(body, "n", 1, _MAX_SAMPLES) or 1
     wanted = _integer_field(body, "max_completion_tokens", 1) if chat else None
     wanted = wanted or _integer_field(body, "max_tokens", 1)
@@ -127,11 +131,16 @@ def parse_tokenize(raw: bytes, text: Text) -> Sequence[int]:
     """The ids that a body of /tokenize asks for."""
     body = json_object(raw)
     if "messages" in body:
-        return _chat_ids(body, {}, text)
+        return chat_ids(body, {}, text)
     prompt = body.get("prompt")
     if not isinstance(prompt, str):
         raise BodyError("/tokenize needs `prompt` (a string) or `messages`.")
     return text.encode(prompt, add_special_tokens=body.get("add_special_tokens") is not False)
+
+
+def parse_detokenize(raw: bytes, text: Text) -> str:
+    """The text that a body of /detokenize asks for."""
+    return text.plain(_ids(json_object(raw).get("tokens")))
 
 
 def prompt_ids(prompt: object, text: Text) -> list[Sequence[int]]:
@@ -158,7 +167,8 @@ def json_object(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def _chat_ids(body: dict[str, Any], params: dict[str, Any], text: Text) -> Sequence[int]:
+def chat_ids(body: dict[str, Any], params: dict[str, Any], text: Text) -> Sequence[int]:
+    """A conversation's ids: those in `params` if there are any. Raises BodyError."""
     given = params.get("prompt_token_ids")
     if given is not None:
         return _ids(given)
@@ -251,11 +261,13 @@ class AnswerWriter:
             event["prompt_token_ids"] = list(work.token_ids)
         return _event(event)
 
-    def usage(self, generations: Sequence[GeneratedAnswer]) -> bytes:
-        """The event that ends a stream with `stream_options.include_usage`."""
+    def end(self, generations: Sequence[GeneratedAnswer]) -> bytes:
+        """What comes after the last token: the usage if `stream_options.include_usage` asks for it, and the mark."""
+        if not self._request.include_usage:
+            return DONE
         event = self._envelope("chat.completion.chunk" if self._request.chat else "text_completion", [])
         event["usage"] = self._usage(generations)
-        return _event(event)
+        return _event(event) + DONE
 
     def _choice(self, index: int, ids: list[int], *, finished: bool) -> dict[str, Any]:
         return {

@@ -2,7 +2,9 @@
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Protocol
 
 import orjson
 from aiohttp import web
@@ -10,15 +12,22 @@ from aiohttp import web
 import prfaas
 from prfaas.serving.engines.synthetic import VERSION
 from prfaas.serving.engines.synthetic.api_bodies import (
-    DONE,
     AnswerWriter,
     BodyError,
     GenerationRequest,
     ServedModels,
+    parse_detokenize,
     parse_generation,
     parse_tokenize,
 )
 from prfaas.serving.engines.synthetic.cache import RoomError
+from prfaas.serving.engines.synthetic.conversation_bodies import (
+    MessageWriter,
+    ResponseItemWriter,
+    parse_count,
+    parse_message,
+    parse_response,
+)
 from prfaas.serving.engines.synthetic.engine import GeneratedAnswer, SyntheticEngine, Work
 from prfaas.serving.engines.synthetic.stats import CacheFacts, exposition
 from prfaas.serving.engines.synthetic.text import Text
@@ -30,6 +39,25 @@ _MAX_BODY_BYTES = 1 << 28
 _JSON = "application/json"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_Parse = Callable[[bytes, ServedModels, Text], GenerationRequest]
+
+
+class _Writer(Protocol):
+    """Writes one request's answer in the form of its API."""
+
+    def whole(self, generations: Sequence[GeneratedAnswer]) -> bytes: ...
+
+    def piece(self, prompt: int, token_ids: Sequence[int], /, *, first: bool, last: bool) -> bytes: ...
+
+    def end(self, generations: Sequence[GeneratedAnswer]) -> bytes: ...
+
+
+def _parse_completion(raw: bytes, models: ServedModels, text: Text) -> GenerationRequest:
+    return parse_generation(raw, chat=False, models=models, text=text)
+
+
+def _parse_chat(raw: bytes, models: ServedModels, text: Text) -> GenerationRequest:
+    return parse_generation(raw, chat=True, models=models, text=text)
 
 
 class EngineServer:
@@ -49,9 +77,13 @@ class EngineServer:
         self._dead = False
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         posts: dict[str, Handler] = {
-            "/v1/completions": self._completions,
-            "/v1/chat/completions": self._chat,
+            "/v1/completions": partial(self._generate, _parse_completion, AnswerWriter),
+            "/v1/chat/completions": partial(self._generate, _parse_chat, AnswerWriter),
+            "/v1/responses": partial(self._generate, parse_response, ResponseItemWriter),
+            "/v1/messages": partial(self._generate, parse_message, MessageWriter),
+            "/v1/messages/count_tokens": self._count_tokens,
             "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
             "/reset_prefix_cache": self._reset,
             "/synthetic/die": self._die,
             "/synthetic/link": self._link,
@@ -89,38 +121,37 @@ class EngineServer:
     async def _sign(self, _request: web.Request, response: web.StreamResponse) -> None:
         response.headers["Server"] = VERSION
 
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, chat=False)
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._generate(request, chat=True)
-
-    async def _generate(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
+    async def _generate(
+        self,
+        parse: _Parse,
+        writer_of: Callable[[GenerationRequest, Text], _Writer],
+        request: web.Request,
+    ) -> web.StreamResponse:
         raw = await request.read()
         try:
             if len(raw) <= _INLINE_BYTES:
-                wanted = parse_generation(raw, chat=chat, models=self._models, text=self._text)
+                wanted = parse(raw, self._models, self._text)
             else:
-                wanted = await asyncio.to_thread(
-                    parse_generation, raw, chat=chat, models=self._models, text=self._text
-                )
+                wanted = await asyncio.to_thread(parse, raw, self._models, self._text)
+            writer = writer_of(wanted, self._text)
             if wanted.stream:
-                return await self._stream(request, wanted)
+                return await self._stream(request, wanted, writer)
             generations = await asyncio.gather(*map(self._finish, wanted.works))
         except BodyError as error:
             return _error(str(error), error.status)
         except RoomError as error:
             return _error(str(error), 400)
-        return web.Response(body=AnswerWriter(wanted, self._text).whole(generations), content_type=_JSON)
+        return web.Response(body=writer.whole(generations), content_type=_JSON)
 
     async def _finish(self, work: Work) -> GeneratedAnswer:
         async with self._engine.generate(work) as generation:
             await generation.reach(work.max_tokens)
         return generation
 
-    async def _stream(self, request: web.Request, wanted: GenerationRequest) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, wanted: GenerationRequest, writer: _Writer
+    ) -> web.StreamResponse:
         """One prompt's answer after the other's; headers go out with the first token."""
-        writer = AnswerWriter(wanted, self._text)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         generations = []
         for prompt, work in enumerate(wanted.works):
@@ -138,9 +169,7 @@ class EngineServer:
                         writer.piece(prompt, ids, first=sent == 0, last=now == work.max_tokens)
                     )
                     sent = now
-        if wanted.include_usage:
-            await response.write(writer.usage(generations))
-        await response.write(DONE)
+        await response.write(writer.end(generations))
         await response.write_eof()
         return response
 
@@ -152,6 +181,18 @@ class EngineServer:
             return _error(str(error), error.status)
         answer = {"count": len(ids), "max_model_len": self._models.max_model_len, "tokens": ids}
         return _json(answer | {"token_strs": None})
+
+    async def _detokenize(self, request: web.Request) -> web.StreamResponse:
+        try:
+            return _json({"prompt": parse_detokenize(await request.read(), self._text)})
+        except BodyError as error:
+            return _error(str(error), error.status)
+
+    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
+        try:
+            return _json({"input_tokens": parse_count(await request.read(), self._text)})
+        except BodyError as error:
+            return _error(str(error), error.status)
 
     async def _reset(self, _request: web.Request) -> web.StreamResponse:
         self._engine.cache.clear()

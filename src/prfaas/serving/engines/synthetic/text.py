@@ -63,6 +63,11 @@ class Text:
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses the conversation: {error}") from None
 
+    def plain(self, token_ids: Sequence[int]) -> str:
+        """Text of any tokens, special ones among them."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
+        return text
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of an answer's tokens."""
         return "".join(map(self._answers.__getitem__, token_ids))

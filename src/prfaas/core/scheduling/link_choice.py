@@ -1,0 +1,46 @@
+"""Which links may be used: up, known well enough, and for caches with bandwidth to spare."""
+
+from dataclasses import dataclass
+
+from prfaas.core.scheduling.view import LinkView, View
+
+# A link whose facts are older than this many times `View.stale_after_s` is taken for down.
+DOWN_AFTER_STALE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class AbundanceMarks:
+    """Up to where a link's bandwidth counts as abundant (section 3.4.3); else, or with old facts, it is scarce."""
+
+    utilisation: float = 0.5
+    """Share of the capacity in use. Below 1, so that an abundant link has something left."""
+    queue_s: float = 0.25
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.utilisation < 1 and self.queue_s >= 0):
+            raise ValueError("bandwidth is abundant up to a utilisation in [0, 1) and a queue of 0 s or more")
+
+
+def usable_link(view: View, source: str, target: str) -> LinkView | None:
+    """The link between two clusters; None where it is absent, down, or its facts are far too old."""
+    link = view.links.get((source, target))
+    if link is None or not link.up or link.capacity_bits_per_s <= 0:
+        return None
+    if view.now_s - link.seen_s > DOWN_AFTER_STALE * view.stale_after_s:
+        return None
+    return link
+
+
+def is_stale(link: LinkView, view: View) -> bool:
+    """Whether the link's queue and utilisation are too old to be believed."""
+    return view.now_s - link.seen_s > view.stale_after_s
+
+
+def abundant_link(view: View, source: str, target: str, marks: AbundanceMarks) -> LinkView | None:
+    """The link that caches may cross from cluster to cluster (section 3.4.3), None where there is none."""
+    link = view.links.get((source, target))
+    if link is None or not link.up or link.capacity_bits_per_s <= 0 or is_stale(link, view):
+        return None
+    if link.egress_bits_per_s > marks.utilisation * link.capacity_bits_per_s:
+        return None
+    return link if link.drained_s - view.now_s <= marks.queue_s else None
