@@ -114,8 +114,9 @@ class StandInEngine:
     """`fails`: prefills answer with that status. `hangs`: prefills never answer. `chunks`: tokens of a streamed answer
     that no limit was given for.
 
-    `whole_s`: how long a whole answer takes; `garbles`: it is another prompt's. `refuses_in_stream`: whether what is refused of a stream is said in
-    it, as vLLM does for what it finds late.
+    `whole_s`: how long a whole answer takes; `garbles`: it is another prompt's.
+
+    `refuses_in_stream`: whether what is refused of a stream is said in it, as vLLM does for what it finds late.
 
     `other_apis`: it makes other prompts of other APIs' conversations than of chats.
 
