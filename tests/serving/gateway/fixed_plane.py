@@ -154,6 +154,9 @@ class FixedPlane:
         hashes = chains.hashes if chains is not None else ()
         return BLOCK_TOKENS * sum(1 for _ in itertools.takewhile(self._held[name].__contains__, hashes))
 
+    def answer_s(self, decision: Decision | None) -> float:
+        return 0.0
+
     def wait_s(self, decision: Decision | None) -> float:
         return self.waits_s
 

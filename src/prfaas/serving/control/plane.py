@@ -241,6 +241,10 @@ class LivePlane:
         """What a request would wait. See `gateway.control_plane`."""
         return self.waits.least() if decision is None else self.waits.of(decision)
 
+    def answer_s(self, decision: Decision | None) -> float:
+        """How long an answer takes when it has begun. See `gateway.control_plane`."""
+        return self.waits.least_seat_time_s() if decision is None else self.waits.seat_time_s(decision.decode)
+
     def decoding(self, name: str, prefill_tokens: int) -> AbstractContextManager[None]:
         """While a request is open at its decode instance. See `gateway.control_plane`."""
         return self.waits.decoding(name, prefill_tokens)

@@ -53,6 +53,13 @@ class ControlPlane(Protocol):
         """
         ...
 
+    def answer_s(self, decision: Decision | None) -> float:
+        """Seconds that an answer takes at its decode instance when it has begun, by those before; 0 if unknown.
+
+        None: the least of all instances.
+        """
+        ...
+
     def instance(self, name: str) -> Instance:
         """The instance called `name`, which a decision has named."""
         ...
