@@ -59,7 +59,7 @@ def test_the_oldest_idle_connections_beyond_half_of_the_room_are_closed(
             open_requests.enter_context(budget.serving(number))
         closed = budget.too_idle(range(len(serving)))
         idle = [number for number, has_request in enumerate(serving) if not has_request]
-        assert closed == idle[: len(closed)]
+        assert list(closed) == idle[: len(closed)]
         assert len(idle) - len(closed) <= max(limit - reserved, 0) // 2
         assert not closed or len(idle) - len(closed) == max(limit - reserved, 0) // 2
     assert len(budget.too_idle(range(len(serving)))) >= len(closed)

@@ -2,7 +2,7 @@
 
 import resource
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -62,13 +62,16 @@ class DescriptorBudget:
         finally:
             self._serving.discard(connection)
 
-    def too_idle(self, connections: Iterable[_Connection]) -> list[_Connection]:
+    def too_idle(self, connections: Sequence[_Connection]) -> Sequence[_Connection]:
         """Which of the clients' connections, oldest first, are to be closed so that others get an answer.
 
         Those without an open request may have half of what is there for clients: the oldest beyond that.
         """
+        allowed = max(self.limit - self.reserved, 0) // 2
+        if len(connections) <= allowed:
+            return ()
         idle = [connection for connection in connections if connection not in self._serving]
-        return idle[: max(len(idle) - max(self.limit - self.reserved, 0) // 2, 0)]
+        return idle[: max(len(idle) - allowed, 0)]
 
     def has_room(self, open_requests: int) -> bool:
         """Whether there are enough for `open_requests`, of which the last has just come."""
