@@ -244,6 +244,26 @@ def test_what_only_the_engine_can_render_is_forwarded(in_world: InWorld, path: s
     in_world(body)
 
 
+@pytest.mark.parametrize("other_calls", [False, True])
+def test_responses_with_calls_are_offloaded_where_the_engine_renders_them_as_in_chats(
+    in_world: InWorld, other_calls: bool
+) -> None:
+    async def body(world: World) -> None:
+        said = [
+            {"role": "user", "content": WORDS},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "ok"},
+        ]
+        response, _ = await world.post(RESPONSES, BODIES[RESPONSES] | {"input": said})
+        assert response.status == 200
+        assert route_of(response)["reason"] == ("not-tokenized" if other_calls else "long")
+        assert len(world.decode.loaded) == (0 if other_calls else 1)
+        response, _ = await world.post(RESPONSES, BODIES[RESPONSES])
+        assert route_of(response)["route"] == "offload"
+
+    in_world(body, other_calls=other_calls)
+
+
 @BOTH
 def test_an_engine_with_other_prompts_gets_its_requests_whole(in_world: InWorld, path: str) -> None:
     """As gpt-oss, whose prompts of these two are not those of its chats."""
