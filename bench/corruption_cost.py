@@ -119,7 +119,10 @@ def ttft_ratios(rounds: int) -> dict[str, dict[str, float]]:
 async def _ttft(deployments: dict[bool, Deployment], rounds: int) -> dict[str, dict[str, float]]:
     rng = random.Random(1)
     result = {}
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
+    # The engines close connections that were idle for seconds, as one pair's are while the other's turn is.
+    connector = aiohttp.TCPConnector(force_close=True)
+    timeout = aiohttp.ClientTimeout(total=300)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         clients = {on: _Hops(deployment, session) for on, deployment in deployments.items()}
         for num_tokens in PROMPT_TOKENS:
             took_s: dict[bool, list[float]] = {True: [], False: []}

@@ -186,7 +186,9 @@ def test_engines_of_other_kinds(
         vllm_routes(length=10),
     )
     found = problems(findings)
-    assert found["engine east-prefill-0"] == "runs vLLM 0.31.9"
+    assert (
+        found["engine east-prefill-0"] == "runs vLLM 0.31.9; the connector is checked against 0.32 and 0.33"
+    )
     assert found["engine home-prefill-0"] == "serves other, not qwen3-next-tiny"
     assert found["engine home-decode-0"] == "takes 10 tokens, not 32768 (model.max_model_len)"
     assert found["versions"] == "engines run different versions of vLLM: 0.31.9, 0.32.0"

@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 import random
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,12 +16,11 @@ from prfaas.core.units import format_bytes
 from prfaas.serving.admin_token import AdminTokenError, load_token
 from prfaas.serving.engines.preparation import is_on_one_machine
 from prfaas.serving.engines.synthetic import VERSION as SYNTHETIC_VERSION
+from prfaas.serving.engines.versions import SUPPORTED_VLLM, release_of
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import KeyFileError, load_key
 from prfaas.tools.finding import Finding, ok, problem
 from prfaas.tools.http_client import AnswerError, get_json, served_models
-
-OLDEST_VLLM = (0, 32)
 
 _TIMEOUT_S = 10.0
 _KV_TIMEOUT_S = 6.0
@@ -137,15 +135,14 @@ async def _check_version(
             return version, [problem(subject, f"is {version}, and the file wants {wanted}", again)]
         if is_stand_in:
             return version, [ok(subject, f"is healthy, {version}: no model runs there")]
-        numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
         text = "is healthy but does not say which vLLM it is"
         return None, [
             problem(subject, text, f"see what runs at {instance.url}; it must be vLLM's OpenAI server")
         ]
-    if numbers < OLDEST_VLLM:
-        oldest = ".".join(str(number) for number in OLDEST_VLLM)
-        return version, [problem(subject, f"runs vLLM {version}", f"install vLLM {oldest} or newer there")]
+    if release_of(version) not in SUPPORTED_VLLM:
+        text = f"runs vLLM {version}; the connector is checked against {' and '.join(SUPPORTED_VLLM)}"
+        return version, [problem(subject, text, "install one of these there, or a newer prfaas")]
     return version, [ok(subject, f"is healthy, vLLM {version}")]
 
 

@@ -30,7 +30,7 @@ vllm:kv_cache_usage_perc{engine="1"} NaN
 
 def test_the_series_that_matter() -> None:
     assert read_exposition(TEXT) == EngineReading(
-        5, 4, 0.25, 1000.0, 250.0, 2.5, 100.0, 640.0, 10.0, 1.7e9, 16, 16_000
+        5, 4, 0.25, 1000.0, 250.0, 2.5, 100.0, 640.0, 10.0, 1.7e9, 16, 16_000, 1000
     )
 
 
@@ -81,7 +81,10 @@ def test_sizes_of_a_cache_are_bounded(size: str) -> None:
     )
     is_size = size.isdigit() and len(size) < 20 and 0 < int(size) < 2**40
     assert reading == dataclasses.replace(
-        ABSENT, block_tokens=16, cache_tokens=16 * int(size) if is_size else None
+        ABSENT,
+        block_tokens=16,
+        cache_tokens=16 * int(size) if is_size else None,
+        cache_blocks=int(size) if is_size else None,
     )
 
 

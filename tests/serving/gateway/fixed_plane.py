@@ -67,6 +67,8 @@ class FixedPlane:
         self.own_prefills: list[int] = []
         self.drained: list[tuple[str, bool]] = []
         self.waits_s = 0.0
+        self.idle: str | None = None
+        self.idle_is_used = False
         self.closed = False
         self.loop_clock = LoopClock()
         self._listeners: list[Callable[[str, str | None], None]] = []
@@ -78,6 +80,12 @@ class FixedPlane:
         """Judge an instance frozen; with None: not any more. It stays in routing."""
         for listener in self._listeners:
             listener(name, reason)
+
+    def idle_decode_instance(self) -> str | None:
+        return self.idle
+
+    def is_used(self, name: str) -> bool:
+        return self.idle_is_used
 
     @property
     def busy(self) -> int:

@@ -114,6 +114,8 @@ class StandInEngine:
     """`fails`: prefills answer with that status. `hangs`: prefills never answer. `chunks`: tokens of a streamed answer
     that no limit was given for.
 
+    `whole_s`: how long a whole answer takes; `garbles`: it is another prompt's.
+
     `refuses_in_stream`: whether what is refused of a stream is said in it, as vLLM does for what it finds late.
 
     `other_apis`: it makes other prompts of other APIs' conversations than of chats; `other_calls`: of responses with
@@ -145,6 +147,8 @@ class StandInEngine:
     refuses_in_stream: bool = True
     refuses_user: bool = False
     other_ids: bool = False
+    whole_s: float = 0.0
+    garbles: bool = False
     other_apis: bool = False
     other_calls: bool = False
     layout: str = "ids"
@@ -355,6 +359,7 @@ class StandInEngine:
         if stand_in_apis.speaks(request.path):
             return await self._answered_otherwise(request, body, ids)
         if not body.get("stream"):
+            await asyncio.sleep(self.whole_s)
             return web.json_response(self._whole_answer(body, ids))
         return await self._streamed(request, body, ids)
 
@@ -383,10 +388,13 @@ class StandInEngine:
 
     def _whole_answer(self, body: dict[str, Any], ids: list[int]) -> dict[str, Any]:
         count = body.get("max_tokens") or ANSWER_TOKENS
-        text = answer_text(ids, count)
+        text = answer_text(ids[::-1] if self.garbles else ids, count)
         return {
             "id": "x",
-            "choices": [{"index": 0, "text": text, "message": {"role": "assistant", "content": text}}],
+            "choices": [
+                {"index": 0, "text": text, "message": {"role": "assistant", "content": text}}
+                | ({"logprobs": _logprobs(text)} if body.get("logprobs") else {})
+            ],
             "usage": {"prompt_tokens": len(ids), "completion_tokens": count},
             "prompt_token_ids": ids if body.get("return_token_ids") else None,
             "kv_transfer_params": {"leaked": "secret"} if body.get("leak") else None,
@@ -500,6 +508,15 @@ def refusal_of(body: dict[str, Any]) -> str | None:
     except re.error as error:
         return f"Failed to transform regex into an FSM: {error}"
     return None
+
+
+def _logprobs(text: str) -> dict[str, Any]:
+    """A token per character, each sure of itself."""
+    return {
+        "text_offset": list(range(len(text))),
+        "token_logprobs": [-0.01] * len(text),
+        "top_logprobs": [{character: -0.01} for character in text],
+    }
 
 
 def digest(body: dict[str, Any], ids: list[int]) -> bytes:

@@ -143,6 +143,7 @@ def _gateway(file: DeploymentFile, home: Path) -> GatewayConfig:
         admin=AdminConfig(admin.host, admin_port(file), token_file),
         hosts=tuple(gateway.hosts),
         route_header=gateway.route_header,
+        shadow=gateway.shadow,
         limits=GatewayLimits(limits.requests, limits.queue_s, limits.bodies, limits.body_values),
     )
 

@@ -227,6 +227,7 @@ class GatewaySection(_Section):
     admin: AdminSection = AdminSection()
     hosts: list[HostName] = []
     route_header: RouteDetail = "short"
+    shadow: Annotated[float, Field(ge=0, le=1)] = 0.0
     limits: Annotated[LimitsSection, _SECTION] = LimitsSection()
 
 

@@ -208,6 +208,8 @@ class GatewayConfig:
     """Further names by which operators may call the gateway: a load balancer's, or a Kubernetes Service's."""
     route_header: RouteDetail = "short"
     """Whether `x-prfaas-route` tells every client the numbers that decided (`full`), or only a named tenant."""
+    shadow: float = 0.0
+    """Share of the requests with a transfer that are computed again on a plain path and compared."""
     first_byte_s: float = 1800.0
     """How long an engine may take until its answer begins."""
     idle_s: float = 600.0

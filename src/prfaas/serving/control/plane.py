@@ -283,6 +283,17 @@ class LivePlane:
         await self.compatibility.ask(producer)
         return self.compatibility.reason(producer, consumer)
 
+    def idle_decode_instance(self) -> str | None:
+        """A healthy instance that decodes and has nothing to do; None if there is none."""
+        for name in self.cluster_state.names:
+            if self.cluster_state.instance(name).takes_decodes and not self.is_used(name):
+                return name
+        return None
+
+    def is_used(self, name: str) -> bool:
+        """Whether a request is open at the instance, or on its way there."""
+        return self.cluster_state.instance(name).in_flight > 0
+
     def state(self) -> dict[str, Any]:
         """The deployment as it is now, ready for JSON."""
         return state_of(self._overview, self._clock())

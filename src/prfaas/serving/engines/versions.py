@@ -3,9 +3,6 @@
 SUPPORTED_VLLM = ("0.32", "0.33")
 """Their sources have everything that the connector uses (`tests/serving/engines/vllm/test_contract.py`)."""
 
-TRIED_VLLM = ("0.32",)
-"""Engines of these have been run, on CPUs: 0.33 has no CPU build yet."""
-
 
 def release_of(version: str) -> str:
     """`0.32.0+cpu` → `0.32`; what is no version as it came."""

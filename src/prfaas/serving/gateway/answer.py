@@ -369,6 +369,15 @@ class ResponseWriter:
             self._metrics.ttft_seconds.labels(self._record.route).observe(ttft_s)
 
 
+def answer_of(response: web.StreamResponse, writer: ResponseWriter) -> bytes | None:
+    """All that the client was told; None where it was no answer, or was not kept."""
+    if response.status != 200:
+        return None
+    if isinstance(response, web.Response):
+        return bytes(response.body) if isinstance(response.body, bytes | bytearray) else None
+    return writer.kept.written()
+
+
 @contextlib.contextmanager
 def writing(
     http: web.Request, record: RequestRecord, metrics: Metrics, budget: KeepBudget, keep_bytes: int

@@ -117,6 +117,13 @@ class ControlPlane(Protocol):
 
     async def ask_incompatible(self, producer: str, consumer: str) -> str | None:
         """The same, after asking the producer, which takes two seconds at most."""
+
+    def idle_decode_instance(self) -> str | None:
+        """A healthy instance that decodes and has nothing to do; None if there is none."""
+        ...
+
+    def is_used(self, name: str) -> bool:
+        """Whether a request is open at the instance, or on its way there."""
         ...
 
     def state(self) -> dict[str, Any]:

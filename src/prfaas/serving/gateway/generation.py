@@ -9,7 +9,7 @@ from aiohttp import web
 from prfaas.core.deployment import RouteDetail
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError
 from prfaas.serving.gateway.admission import Admission, AdmittedRequest, DeadlinePassedError
-from prfaas.serving.gateway.answer import DecodeFailedError, KeepBudget, ResponseWriter, writing
+from prfaas.serving.gateway.answer import DecodeFailedError, KeepBudget, ResponseWriter, answer_of, writing
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.decode import MAX_ANSWERING_ATTEMPTS, Decoder
@@ -25,6 +25,7 @@ from prfaas.serving.gateway.request import (
     TokenizedPrompt,
 )
 from prfaas.serving.gateway.request_log import RequestLog, RequestRecord
+from prfaas.serving.gateway.shadow import Shadow
 from prfaas.serving.gateway.stream_resume import StreamResume, can_resume
 from prfaas.serving.gateway.tokenization import Tokenization
 from prfaas.serving.gateway.validation import Validation
@@ -49,6 +50,7 @@ class Generation:
         prefill: PrefillOrchestrator,
         decoder: Decoder,
         resume: StreamResume,
+        shadow: Shadow,
         log: RequestLog,
         detail: RouteDetail,
     ) -> None:
@@ -63,6 +65,7 @@ class Generation:
         self._prefill = prefill
         self._decoder = decoder
         self._resume = resume
+        self._shadow = shadow
         self._log = log
         self._budget = KeepBudget(context.options.kept_answers_bytes)
 
@@ -90,6 +93,7 @@ class Generation:
                 prepared = await self._prefill.prepare(request, prompt, decision)
                 self._count_uncached(prepared)
             # 6. Decode and relay. If an engine fails, another one decodes.
+            is_compared = self._shadow.wants(request, prepared)
             keep_bytes = self._keep_bytes(request, prepared)
             with writing(http, record, self._context.metrics, self._budget, keep_bytes) as writer:
                 try:
@@ -100,7 +104,10 @@ class Generation:
                         raise
                     self._context.metrics.refused.labels("deadline-passed").inc()
                     response = await writer.fail(late, dialect_of(endpoint))
-            # 7. Record. `recording` adds the times, and the outcome where an exception ended the request.
+                # 7. Some of what was transferred is computed again elsewhere, later.
+                if is_compared:
+                    self._shadow.compare(request, prepared, answer_of(response, writer))
+            # 8. Record. `recording` adds the times, and the outcome where an exception ended the request.
             record.answered(response.status)
             return response
 
@@ -144,7 +151,7 @@ class Generation:
             uncached.inc(prepared.decision.uncached_tokens)
 
     def _keep_bytes(self, request: ServingRequest, prepared: PreparedRequest) -> int:
-        """What to keep of the answer's stream, in case another engine must continue it."""
+        """What to keep of the answer's stream, in case another engine must continue it or it is compared."""
         is_exact = prepared.prompt is not None and prepared.prompt.exact
         resumes = is_exact and can_resume(request.endpoint, request.body)
         return self._context.options.kept_answer_bytes if resumes else 0

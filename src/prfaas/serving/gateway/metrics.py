@@ -130,6 +130,15 @@ class Metrics:
                 registry=registry,
             )
         )
+        self.shadows = CachedLabels(
+            Counter(
+                "prfaas_gateway_shadows",
+                "Answers chosen to be compared with the plain path's, by outcome (match, tie, mismatch, yielded, "
+                "skipped, failed).",
+                ("outcome",),
+                registry=registry,
+            )
+        )
         self.direct = CachedLabels(
             Counter(
                 "prfaas_gateway_direct",

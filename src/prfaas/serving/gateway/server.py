@@ -31,6 +31,7 @@ from prfaas.serving.gateway.prefill_hop import PrefillHop
 from prfaas.serving.gateway.request import RequestParser, Tenants
 from prfaas.serving.gateway.request_log import RequestLog
 from prfaas.serving.gateway.routes import Routes
+from prfaas.serving.gateway.shadow import Shadow, ShadowOptions
 from prfaas.serving.gateway.stream_resume import StreamResume
 from prfaas.serving.gateway.tokenization import LocalTokenizer, Tokenization
 from prfaas.serving.gateway.transcript import AnswerText
@@ -100,6 +101,7 @@ class Gateway:
         plane.listen(self._hop.frozen)
         prefill = PrefillOrchestrator(deployment, self._hop, context)
         decoder = Decoder(prefill, context)
+        self._shadow = Shadow(ShadowOptions(deployment.gateway.shadow), context)
         log = RequestLog(options.kept_records, context.metrics)
         generation = Generation(
             context,
@@ -117,6 +119,7 @@ class Gateway:
                 decoder=decoder,
                 context=context,
             ),
+            shadow=self._shadow,
             log=log,
             detail=deployment.gateway.route_header,
         )
@@ -158,6 +161,7 @@ class Gateway:
 
     async def close(self) -> None:
         """Wait for the abandonments under way, and end connections and threads."""
+        await self._shadow.close()
         await self._hop.close()
         await self._transfers.close()
         await self._client.close()

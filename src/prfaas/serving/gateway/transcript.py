@@ -187,6 +187,24 @@ def events(written: bytes) -> Iterator[Json | None]:
         yield None
 
 
+def whole_text(answer: Any) -> str:
+    """The text of an answer in one piece. Raises NotPlainError where it is more than the text of one choice."""
+    if not isinstance(answer, dict):
+        raise NotPlainError("no answer")
+    choice = _only_choice({"choices": [_without_message(each) for each in answer.get("choices") or ()]})
+    if choice is None:
+        raise NotPlainError("no choice")
+    return _text(choice)
+
+
+def _without_message(choice: Any) -> Any:
+    """A whole chat choice in the form of a stream's."""
+    if isinstance(choice, dict) and isinstance(choice.get("message"), dict):
+        choice = {**choice, "delta": choice["message"]}
+        del choice["message"]
+    return choice
+
+
 def _only_choice(event: Json) -> Json | None:
     choices = event.get("choices")
     if not isinstance(choices, list) or len(choices) > 1:

@@ -27,6 +27,7 @@ class Request:
     num_computed_tokens: int = 0
     cache_salt: str | None = None
     lora_request: Any = None
+    kv_cache_report_mode: str = "incremental"
 
 
 @dataclass
@@ -302,3 +303,10 @@ def test_a_prefill_may_start_from_what_another_engine_sent() -> None:
     assert send.final and [(run.first_block, len(run.block_ids)) for run in send.streamed] == [(0, 4)]
     assert scheduler.request_finished(request, aborted=False)  # type: ignore[arg-type]
     assert live_requests(scheduler) == 0
+
+
+def test_no_request_makes_the_engine_announce_its_cache_hits_as_new_blocks() -> None:
+    request = Request("r", [1, 2, 3])
+    request.kv_cache_report_mode = "full"
+    side("east").on_new_request(request)  # type: ignore[arg-type]
+    assert request.kv_cache_report_mode == "incremental"
