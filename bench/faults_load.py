@@ -55,12 +55,13 @@ class Answers:
     def __init__(self, deployment: Deployment) -> None:
         model = model_from_directory(deployment.model.path, name=deployment.model.served_name)
         self._block_tokens = SyntheticLayout.of_model(model).block_tokens
-        self._vocabulary = Text(deployment.model.path).vocabulary
+        self._text = Text(deployment.model.path)
+        self._vocabulary = self._text.vocabulary
 
-    def of(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    def of(self, prompt: Sequence[int], max_tokens: int) -> str:
         chain = TokenChain(prompt, self._block_tokens)
         chain.extend(max_tokens, 0, self._vocabulary)
-        return list(chain.ids[len(prompt) :])
+        return self._text.decode(list(chain.ids[len(prompt) :]))
 
 
 class _BadAnswerError(Exception):
@@ -117,17 +118,18 @@ class FaultLoad:
                 "max_tokens": count,
                 "temperature": 0,
                 "ignore_eos": True,
-                "return_token_ids": True,
                 "stream": stream,
             }
         )
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                ids = await self._answered(sent, body)
-            right = ids == self.answers.of(prompt, count)
-            sent.outcome = "right" if right else "wrong"
-            if not right:
-                sent.detail = f"{len(ids)} of {count} tokens, not the right ones"
+                text = await self._answered(sent, body)
+            expected = self.answers.of(prompt, count)
+            sent.outcome = "right" if text == expected else "wrong"
+            if text != expected:
+                pairs = zip(text, expected, strict=False)
+                same = next((at for at, (one, other) in enumerate(pairs) if one != other), len(text))
+                sent.detail = f"{len(text)} of {len(expected)} characters, the first {same} are right"
         except _RefusedError as error:
             sent.outcome, sent.detail = "refused", str(error)
         except TimeoutError:
@@ -137,7 +139,7 @@ class FaultLoad:
         sent.ended_s = time.monotonic()
         self.done.append(sent)
 
-    async def _answered(self, sent: SentRequest, body: bytes) -> list[int]:
+    async def _answered(self, sent: SentRequest, body: bytes) -> str:
         """Once more if the gateway was restarted meanwhile, as its clients are told to do."""
         try:
             return await self._exchange(sent, body)
@@ -151,7 +153,7 @@ class FaultLoad:
         sent.retried = True
         return await self._exchange(sent, body)
 
-    async def _exchange(self, sent: SentRequest, body: bytes) -> list[int]:
+    async def _exchange(self, sent: SentRequest, body: bytes) -> str:
         url = f"{self.stack.gateway_url}/v1/completions"
         async with self.stack.session.post(url, data=body, headers=_HEADERS) as response:
             sent.status = response.status
@@ -162,20 +164,20 @@ class FaultLoad:
                     raise _RefusedError(f"{response.status}: {text}")
                 raise _BadAnswerError(f"status {response.status}: {text}")
             if response.content_type != "text/event-stream":
-                return _ids_of(orjson.loads(await response.read()))
-            parser, ids = SseParser(), list[int]()
+                return _text_of(orjson.loads(await response.read()))
+            parser, text = SseParser(), ""
             async for data in response.content.iter_any():
                 for event in parser.feed(data):
-                    ids += _ids_of(orjson.loads(event))
+                    text += _text_of(orjson.loads(event))
             if not parser.ended:
-                raise _BadAnswerError(f"the stream breaks off after {len(ids)} tokens")
-            return ids
+                raise _BadAnswerError(f"the stream breaks off after {len(text)} characters")
+            return text
 
 
-def _ids_of(document: dict[str, Any]) -> list[int]:
+def _text_of(document: dict[str, Any]) -> str:
     if "error" in document:
         raise _BadAnswerError(f"an error in the answer: {document['error']}"[:200])
-    return [token for choice in document.get("choices", ()) for token in choice.get("token_ids") or ()]
+    return "".join(choice["text"] for choice in document.get("choices", ()))
 
 
 def _ids(rng: random.Random, count: int) -> list[int]:

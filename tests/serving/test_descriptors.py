@@ -3,6 +3,7 @@
 import resource
 import subprocess
 import sys
+from contextlib import ExitStack
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,3 +47,19 @@ def test_room_comes_back() -> None:
     assert not budget.has_room(1)
     now_s = 0.2
     assert budget.has_room(1)
+
+
+@given(st.integers(0, 60), st.integers(0, 40), st.lists(st.booleans(), max_size=80))
+def test_the_oldest_idle_connections_beyond_half_of_the_room_are_closed(
+    limit: int, reserved: int, serving: list[bool]
+) -> None:
+    budget = DescriptorBudget(limit, reserved)
+    with ExitStack() as open_requests:
+        for number in (number for number, has_request in enumerate(serving) if has_request):
+            open_requests.enter_context(budget.serving(number))
+        closed = budget.too_idle(range(len(serving)))
+        idle = [number for number, has_request in enumerate(serving) if not has_request]
+        assert closed == idle[: len(closed)]
+        assert len(idle) - len(closed) <= max(limit - reserved, 0) // 2
+        assert not closed or len(idle) - len(closed) == max(limit - reserved, 0) // 2
+    assert len(budget.too_idle(range(len(serving)))) >= len(closed)

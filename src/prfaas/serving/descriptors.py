@@ -2,12 +2,16 @@
 
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
 
 # A request has at most one connection to an engine at a time; one more may idle in the pool behind it.
 _PER_REQUEST = 2
 # Listing the connections of clients costs microseconds per thousand.
 _COUNT_EVERY_S = 0.1
+
+_Connection = TypeVar("_Connection")
 
 
 def raise_descriptor_limit() -> int:
@@ -47,6 +51,24 @@ class DescriptorBudget:
         self._clock = clock
         self._counted_s = -_COUNT_EVERY_S
         self._connected = 0
+        self._serving: set[object] = set()
+
+    @contextmanager
+    def serving(self, connection: object) -> Iterator[None]:
+        """Meanwhile a request of this connection is open."""
+        self._serving.add(connection)
+        try:
+            yield
+        finally:
+            self._serving.discard(connection)
+
+    def too_idle(self, connections: Iterable[_Connection]) -> list[_Connection]:
+        """Which of the clients' connections, oldest first, are to be closed so that others get an answer.
+
+        Those without an open request may have half of what is there for clients: the oldest beyond that.
+        """
+        idle = [connection for connection in connections if connection not in self._serving]
+        return idle[: max(len(idle) - max(self.limit - self.reserved, 0) // 2, 0)]
 
     def has_room(self, open_requests: int) -> bool:
         """Whether there are enough for `open_requests`, of which the last has just come."""

@@ -119,7 +119,7 @@ class Generation:
         # A named tenant's numbers are about prefixes under its own salt: they tell nothing of others' prompts.
         record.tells_details = self._tells_all or self._tenants.names(http.headers)
         draining, descriptors = self._context.draining, self._context.descriptors
-        with draining.request():
+        with draining.request(), descriptors.serving(http.protocol):
             if not descriptors.has_room(draining.open_requests):
                 raise ApiError(
                     503,

@@ -45,6 +45,7 @@ OBSERVER_NAME = "gateway"
 _INTRODUCTION_RETRY_S = 2.0
 _OWN_DESCRIPTORS = 64
 _DESCRIPTORS_PER_RANK = 8
+_IDLE_CLIENTS_S = 0.05
 _LOOP_WATCH_S = 0.2
 _STAGING_WATCH_S = 2.0
 _STAGING_ANSWER_S = 1.0
@@ -256,6 +257,7 @@ async def _serve(
             asyncio.create_task(gateway.introduce()),
             asyncio.create_task(gateway.watch_loop()),
             asyncio.create_task(gateway.watch_staging()),
+            asyncio.create_task(_close_idle_clients(server, gateway.descriptors)),
         ]
         if ready is not None:
             ready(port)
@@ -268,6 +270,22 @@ async def _serve(
         await clients.cleanup()
         await operators.cleanup()
         await gateway.close()
+
+
+async def _close_idle_clients(server: web.Server, descriptors: DescriptorBudget) -> None:
+    """Until cancelled. Clients that say nothing would leave no descriptor for those that ask: the kernel would accept
+    their connections, and the loop could only reset them."""
+    while True:
+        await asyncio.sleep(_IDLE_CLIENTS_S)
+        surplus = descriptors.too_idle(server.connections)
+        if surplus:
+            logger.warning(
+                "%d idle connections of clients closed: file descriptors are short (limit %d)",
+                len(surplus),
+                descriptors.limit,
+            )
+        for connection in surplus:
+            connection.force_close()
 
 
 def _runner(app: web.Application) -> web.AppRunner:
