@@ -66,7 +66,7 @@ class FixedPlane:
         self.asked: list[tuple[str, str]] = []
         self.own_prefills: list[int] = []
         self.drained: list[tuple[str, bool]] = []
-        self.waits_s = 0.0
+        self.waits_s = self.answers_s = 0.0
         self.idle: str | None = None
         self.idle_is_used = False
         self.closed = False
@@ -156,6 +156,9 @@ class FixedPlane:
 
     def wait_s(self, decision: Decision | None) -> float:
         return self.waits_s
+
+    def answer_s(self, decode: str, max_tokens: int | None) -> float:
+        return self.answers_s
 
     def instance(self, name: str) -> Instance:
         return self._instances[name]

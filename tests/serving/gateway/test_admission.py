@@ -32,9 +32,13 @@ class Waits:
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds = seconds
+        self.token_s = 0.0
 
     def wait_s(self, _decision: Decision | None) -> float:
         return self.seconds
+
+    def answer_s(self, _decode: str, max_tokens: int | None) -> float:
+        return self.token_s * (max_tokens or 0)
 
 
 def admission(limits: GatewayLimits = LIMITS, waits_s: float = 0.0) -> tuple[Admission, Waits]:
@@ -125,10 +129,10 @@ def test_a_tenant_gives_way_when_another_one_comes() -> None:
 def test_the_queue_is_bounded_in_predicted_seconds() -> None:
     limits, waits = admission()
     with limits.admitted("", NO_HEADERS, 0) as first:
-        first.check(DECISION)
+        first.check(DECISION, None)
         waits.seconds = 20.0
         with pytest.raises(ApiError) as error:
-            first.check(DECISION)
+            first.check(DECISION, None)
         assert (error.value.status, error.value.headers()) == (429, {"Retry-After": "12"})
         assert error.value.reason == "queue"
         with pytest.raises(ApiError, match="more than 8 s"), limits.admitted("", NO_HEADERS, 0):
@@ -136,15 +140,22 @@ def test_the_queue_is_bounded_in_predicted_seconds() -> None:
 
 
 @settings(deadline=None)
-@given(st.floats(0.001, 50), st.floats(0, 7), st.one_of(st.just(math.nan), st.floats(0, 100)))
-def test_what_cant_be_done_in_time_is_not_begun(timeout_s: float, wait_s: float, ttft_s: float) -> None:
+@given(
+    st.floats(0.001, 50),
+    st.floats(0, 7),
+    st.one_of(st.just(math.nan), st.floats(0, 100)),
+    st.integers(0, 300),
+)
+def test_what_cant_be_done_in_time_is_not_begun(
+    timeout_s: float, wait_s: float, ttft_s: float, max_tokens: int
+) -> None:
     limits, waits = admission()
     headers = CIMultiDict({"x-request-timeout": repr(timeout_s)})
     with limits.admitted("", headers, 0) as request:
-        waits.seconds = wait_s
-        needed_s = max(wait_s, 0.0 if math.isnan(ttft_s) else ttft_s)
+        waits.seconds, waits.token_s = wait_s, 0.1
+        needed_s = max(wait_s, 0.0 if math.isnan(ttft_s) else ttft_s) + 0.1 * max_tokens
         try:
-            request.check(replace(DECISION, predicted_ttft_s=ttft_s))
+            request.check(replace(DECISION, predicted_ttft_s=ttft_s), max_tokens)
         except ApiError as error:
             assert error.status == 429 and needed_s > timeout_s - 1.0
         else:

@@ -241,6 +241,10 @@ class LivePlane:
         """What a request would wait. See `gateway.control_plane`."""
         return self.waits.least() if decision is None else self.waits.of(decision)
 
+    def answer_s(self, decode: str, max_tokens: int | None) -> float:
+        """What an answer takes from its first token to its last. See `gateway.control_plane`."""
+        return self.engines.meters[decode].answer_s(max_tokens)
+
     def decoding(self, name: str, prefill_tokens: int) -> AbstractContextManager[None]:
         """While a request is open at its decode instance. See `gateway.control_plane`."""
         return self.waits.decoding(name, prefill_tokens)

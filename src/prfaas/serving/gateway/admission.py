@@ -52,13 +52,13 @@ class AdmittedRequest:
         self._admission.hold(self.tenant, nbytes)
         self.held_bytes += nbytes
 
-    def check(self, decision: Decision) -> None:
-        """Whether the work may wait where `decision` puts it.
+    def check(self, decision: Decision, max_tokens: int | None) -> None:
+        """Whether the work may wait where `decision` puts it, and an answer of at most `max_tokens` tokens fits then.
 
         Raises:
             ApiError: 429, when the predicted wait is above the limit or the prediction beyond the deadline.
         """
-        self._admission.check_wait(decision, self._until_s - time.perf_counter())
+        self._admission.check_wait(decision, max_tokens, self._until_s - time.perf_counter())
 
     @asynccontextmanager
     async def in_time(self) -> AsyncIterator[None]:
@@ -119,14 +119,15 @@ class Admission:
         self._bytes += nbytes
         self._bytes_of[tenant] += nbytes
 
-    def check_wait(self, decision: Decision, left_s: float) -> None:
+    def check_wait(self, decision: Decision, max_tokens: int | None, left_s: float) -> None:
         """Raises ApiError 429 when `decision` would wait too long, or `left_s` seconds can't be enough."""
         wait_s = self._plane.wait_s(decision)
         self._check_queue(wait_s)
         if left_s < math.inf:
             predicted_s = decision.predicted_ttft_s
             # It is no number where nothing could be predicted.
-            self._check_deadline(max(wait_s, 0.0 if math.isnan(predicted_s) else predicted_s), left_s)
+            begins_s = max(wait_s, 0.0 if math.isnan(predicted_s) else predicted_s)
+            self._check_deadline(begins_s + self._plane.answer_s(decision.decode, max_tokens), left_s)
 
     def _check_room(self, tenant: str, body_bytes: int, timeout_s: float) -> None:
         limits = self._limits
@@ -151,7 +152,7 @@ class Admission:
     def _check_deadline(self, predicted_s: float, left_s: float) -> None:
         if predicted_s > left_s:
             sentence = (
-                f"An answer would begin in {predicted_s:.1f} s; {TIMEOUT_HEADER} leaves {left_s:.1f} s."
+                f"An answer would take {predicted_s:.1f} s or more; {TIMEOUT_HEADER} leaves {left_s:.1f} s."
             )
             raise self._refusal("deadline", sentence, predicted_s - left_s)
 

@@ -53,6 +53,13 @@ class ControlPlane(Protocol):
         """
         ...
 
+    def answer_s(self, decode: str, max_tokens: int | None) -> float:
+        """Seconds from an answer's first token to its last, as predicted; 0 where nothing is known of that yet.
+
+        `max_tokens`: what the client allows; None: it does not say.
+        """
+        ...
+
     def instance(self, name: str) -> Instance:
         """The instance called `name`, which a decision has named."""
         ...

@@ -21,6 +21,7 @@ from prfaas.serving.gateway.prompts import (
     Endpoint,
     TextPrompt,
     TokenPrompt,
+    answer_limit,
     as_token_ids,
     prompt_of,
 )
@@ -368,18 +369,11 @@ def _checked(ids: object, decode: Instance, trouble: str) -> "array[int]":
     return token_ids
 
 
-_ANSWER_LIMITS = {
-    Endpoint.CHAT: ("max_completion_tokens", "max_tokens"),
-    Endpoint.RESPONSES: ("max_output_tokens",),
-    Endpoint.MESSAGES: ("max_tokens",),
-}
-
-
 def _answer_limit(request: ServingRequest) -> int:
     """Tokens of answer for which vLLM wants room; where it is given ids, it would cut the answer short instead."""
-    names = _ANSWER_LIMITS.get(request.endpoint, ())
-    limit = next((request.body[name] for name in names if request.body.get(name) is not None), 0)
-    return limit if type(limit) is int else 0
+    if request.endpoint is Endpoint.COMPLETIONS:
+        return 0
+    return answer_limit(request.endpoint, request.body) or 0
 
 
 def _input_content(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
