@@ -120,6 +120,11 @@ def test_rates_are_of_the_window() -> None:
     assert meter.outputs == 60
     assert meter.token_gap_s is not None and abs(meter.token_gap_s - 0.05) < 1e-9
     assert meter.waiting == 3.0
+    assert [round(meter.answer_s(tokens), 9) for tokens in (None, 1, 41, 1000)] == [3.15, 0.0, 2.0, 3.15]
+
+
+def test_without_readings_an_answer_takes_no_time() -> None:
+    assert (EngineMeter(60.0).answer_s(None), EngineMeter(60.0).answer_s(100)) == (0.0, 0.0)
 
 
 def test_another_process_empties_the_window() -> None:

@@ -64,10 +64,6 @@ def test_requests_beyond_the_seats_wait_as_long_as_answers_take_to_end(gap_s: fl
         open_.pop().close()
     assert world.waits.seat_wait_s("decode") == pytest.approx((beyond - 3 + 1) * gap_s)
     assert world.waits.least() == world.waits.of(DECISION) == world.waits.seat_wait_s("decode")
-    # With every seat taken, each is left once per so many ends.
-    assert (
-        world.waits.seat_time_s("decode") == world.waits.least_seat_time_s() == pytest.approx(SEATS * gap_s)
-    )
     for each in open_:
         each.close()
     assert world.waits.seat_wait_s("decode") == 0.0

@@ -66,7 +66,7 @@ class FixedPlane:
         self.asked: list[tuple[str, str]] = []
         self.own_prefills: list[int] = []
         self.drained: list[tuple[str, bool]] = []
-        self.waits_s = 0.0
+        self.waits_s = self.answers_s = 0.0
         self.idle: str | None = None
         self.idle_is_used = False
         self.closed = False
@@ -154,11 +154,11 @@ class FixedPlane:
         hashes = chains.hashes if chains is not None else ()
         return BLOCK_TOKENS * sum(1 for _ in itertools.takewhile(self._held[name].__contains__, hashes))
 
-    def answer_s(self, decision: Decision | None) -> float:
-        return 0.0
-
     def wait_s(self, decision: Decision | None) -> float:
         return self.waits_s
+
+    def answer_s(self, decode: str, max_tokens: int | None) -> float:
+        return self.answers_s
 
     def instance(self, name: str) -> Instance:
         return self._instances[name]

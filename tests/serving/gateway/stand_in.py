@@ -118,7 +118,8 @@ class StandInEngine:
 
     `refuses_in_stream`: whether what is refused of a stream is said in it, as vLLM does for what it finds late.
 
-    `other_apis`: it makes other prompts of other APIs' conversations than of chats.
+    `other_apis`: it makes other prompts of other APIs' conversations than of chats; `other_calls`: of responses with
+    calls of functions.
 
     `dies`: at which point of decoding it loses its connection ("before-headers", "after-headers", "in-body",
     "mid-stream", "mid-event"), or says that it failed ("http-500", "error-event", "early-end"); streams after
@@ -149,6 +150,7 @@ class StandInEngine:
     whole_s: float = 0.0
     garbles: bool = False
     other_apis: bool = False
+    other_calls: bool = False
     layout: str = "ids"
     staging_bytes: int = 1 << 20
     seen: list[Seen] = field(default_factory=list)
@@ -265,8 +267,8 @@ class StandInEngine:
                 messages=[
                     m
                     | {
-                        "content": m["content"]
-                        if isinstance(m["content"], str)
+                        "content": m.get("content") or ""
+                        if isinstance(m.get("content") or "", str)
                         else "\n".join(p["text"] for p in m["content"])
                     }
                     for m in body["messages"]
@@ -276,6 +278,7 @@ class StandInEngine:
             )
         ids: list[int] = self.tokenizer.encode(text).ids
         is_other = self.other_apis and path.startswith((stand_in_apis.RESPONSES, stand_in_apis.MESSAGES))
+        is_other |= self.other_calls and any(m.get("tool_calls") for m in body.get("messages", ()) if path)
         return [*ids, 7] if self.other_ids or is_other else ids
 
     async def _tokenize(self, request: web.Request) -> web.Response:

@@ -34,16 +34,30 @@ def as_chat(path: str, body: dict[str, Any]) -> dict[str, Any]:
     if path == RESPONSES:
         said = body["input"]
         items = [{"role": "user", "content": said}] if isinstance(said, str) else said
-        messages = [{"role": item["role"], "content": _text(item["content"])} for item in items]
+        messages = [_message(item) for item in items]
         if body.get("instructions"):
             messages.insert(0, {"role": "system", "content": body["instructions"]})
-        return {**body, "messages": messages}
+        told = ("name", "description", "parameters")
+        tools = [
+            {"type": "function", "function": {name: tool.get(name) for name in told}}
+            for tool in body.get("tools") or ()
+        ]
+        return {**body, "messages": messages, "tools": tools}
     if path.startswith(MESSAGES):
         messages = [{"role": m["role"], "content": _text(m["content"])} for m in body["messages"]]
         if body.get("system"):
             messages.insert(0, {"role": "system", "content": _text(body["system"], "")})
         return {**body, "messages": messages}
     return body
+
+
+def _message(item: dict[str, Any]) -> dict[str, Any]:
+    if item.get("type") == "function_call":
+        call = {"id": item["call_id"], "function": {"name": item["name"]}}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+    if item.get("type") == "function_call_output":
+        return {"role": "tool", "content": item["output"]}
+    return {"role": item["role"], "content": _text(item["content"])}
 
 
 def _text(content: Any, joint: str = "\n") -> str:

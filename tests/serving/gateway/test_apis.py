@@ -132,6 +132,23 @@ def test_a_stream_that_breaks_ends_with_an_error_of_its_api(
     in_world(body, spare=True)
 
 
+@BOTH
+def test_a_deadline_ends_a_stream_with_an_error_of_its_api(in_world: InWorld, path: str) -> None:
+    async def body(world: World) -> None:
+        world.decode.chunk_s = 0.5
+        sent = BODIES[path] | {"stream": True, LIMITS[path]: 200}
+        async with world.client.post(path, json=sent, headers={"x-request-timeout": "3"}) as response:
+            assert response.status == 200
+            last = parsed(await response.read())[-1]
+        assert last["type"] == "error"
+        if path == MESSAGES:
+            assert last["error"]["type"] == "timeout_error"
+        else:
+            assert "x-request-timeout" in last["message"] and last["sequence_number"] > 2
+
+    in_world(body)
+
+
 def test_what_comes_before_the_first_token_binds_no_stream_to_its_engine(in_world: InWorld) -> None:
     async def body(world: World) -> None:
         ids = prompt_of(world)
@@ -225,6 +242,26 @@ def test_what_only_the_engine_can_render_is_forwarded(in_world: InWorld, path: s
         assert world.decode.loaded == []
 
     in_world(body)
+
+
+@pytest.mark.parametrize("other_calls", [False, True])
+def test_responses_with_calls_are_offloaded_where_the_engine_renders_them_as_in_chats(
+    in_world: InWorld, other_calls: bool
+) -> None:
+    async def body(world: World) -> None:
+        said = [
+            {"role": "user", "content": WORDS},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "ok"},
+        ]
+        response, _ = await world.post(RESPONSES, BODIES[RESPONSES] | {"input": said})
+        assert response.status == 200
+        assert route_of(response)["reason"] == ("not-tokenized" if other_calls else "long")
+        assert len(world.decode.loaded) == (0 if other_calls else 1)
+        response, _ = await world.post(RESPONSES, BODIES[RESPONSES])
+        assert route_of(response)["route"] == "offload"
+
+    in_world(body, other_calls=other_calls)
 
 
 @BOTH

@@ -169,6 +169,11 @@ class EngineMeter:
         """Mean tokens of the answers that ended; None if none did."""
         return self._ratio("output_tokens", "outputs")
 
+    def answer_s(self, max_tokens: int | None) -> float:
+        """Seconds of an answer after its first token: the mean, or less where `max_tokens` is below the mean."""
+        lengths = [tokens for tokens in (max_tokens, self.output_tokens) if tokens is not None]
+        return max(min(lengths) - 1, 0) * (self.token_gap_s or 0.0) if lengths else 0.0
+
     @property
     def outputs(self) -> float:
         """Answers that ended."""

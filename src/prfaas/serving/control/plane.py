@@ -241,9 +241,9 @@ class LivePlane:
         """What a request would wait. See `gateway.control_plane`."""
         return self.waits.least() if decision is None else self.waits.of(decision)
 
-    def answer_s(self, decision: Decision | None) -> float:
-        """How long an answer takes when it has begun. See `gateway.control_plane`."""
-        return self.waits.least_seat_time_s() if decision is None else self.waits.seat_time_s(decision.decode)
+    def answer_s(self, decode: str, max_tokens: int | None) -> float:
+        """What an answer takes from its first token to its last. See `gateway.control_plane`."""
+        return self.engines.meters[decode].answer_s(max_tokens)
 
     def decoding(self, name: str, prefill_tokens: int) -> AbstractContextManager[None]:
         """While a request is open at its decode instance. See `gateway.control_plane`."""

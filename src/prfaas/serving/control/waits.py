@@ -42,16 +42,6 @@ class PredictedWaits:
         waiting = self._cluster_state.instance(name).decoding - self._seats
         return (waiting + 1) * self._gap_s.get(name, 0.0) if waiting >= 0 else 0.0
 
-    def seat_time_s(self, name: str) -> float:
-        """How long a request keeps its seat, by the gaps between ends of answers; 0 where none are known."""
-        return self._seats * self._gap_s.get(name, 0.0)
-
-    def least_seat_time_s(self) -> float:
-        """The shortest of all engines that decode."""
-        clusters = self._cluster_state.view.clusters.values()
-        decoders = (each.name for cluster in clusters for each in cluster.instances if each.takes_decodes)
-        return min(map(self.seat_time_s, decoders), default=0.0)
-
     def of(self, decision: Decision) -> float:
         """Until the work of `decision` could begin everywhere: the longest of its waits."""
         state, now_s = self._cluster_state, self._clock()

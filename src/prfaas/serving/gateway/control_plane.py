@@ -53,10 +53,10 @@ class ControlPlane(Protocol):
         """
         ...
 
-    def answer_s(self, decision: Decision | None) -> float:
-        """Seconds that an answer takes at its decode instance when it has begun, by those before; 0 if unknown.
+    def answer_s(self, decode: str, max_tokens: int | None) -> float:
+        """Seconds from an answer's first token to its last, as predicted; 0 where nothing is known of that yet.
 
-        None: the least of all instances.
+        `max_tokens`: what the client allows; None: it does not say.
         """
         ...
 

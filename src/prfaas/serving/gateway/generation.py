@@ -16,7 +16,7 @@ from prfaas.serving.gateway.decode import MAX_ANSWERING_ATTEMPTS, Decoder
 from prfaas.serving.gateway.dialects import dialect_of
 from prfaas.serving.gateway.engine_client import OWN_RESOURCES
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
-from prfaas.serving.gateway.prompts import DirectPrompt, Endpoint
+from prfaas.serving.gateway.prompts import DirectPrompt, Endpoint, answer_limit
 from prfaas.serving.gateway.request import (
     PreparedRequest,
     RequestParser,
@@ -86,7 +86,7 @@ class Generation:
                 prompt = await self._tokenization.tokenize(request)
                 # 3. Decide who prefills and who decodes, and whether the wait there is bearable.
                 decision = self._decide(record, prompt)
-                taken.check(decision)
+                taken.check(decision, answer_limit(endpoint, request.body))
                 # 4. Before KV moves: would the decode engine take the request at all?
                 prompt = await self._validation.checked(request, prompt, decision)
                 # 5. Prefill there and move the KV. If that fails, the decode engine prefills.

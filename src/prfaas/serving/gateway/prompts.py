@@ -259,3 +259,18 @@ def _render_request(body: Mapping[str, Any]) -> dict[str, Any]:
     if kwargs:
         request["chat_template_kwargs"] = kwargs
     return request
+
+
+_ANSWER_LIMITS = {
+    Endpoint.COMPLETIONS: ("max_tokens",),
+    Endpoint.CHAT: ("max_completion_tokens", "max_tokens"),
+    Endpoint.RESPONSES: ("max_output_tokens",),
+    Endpoint.MESSAGES: ("max_tokens",),
+}
+
+
+def answer_limit(endpoint: Endpoint, body: Mapping[str, Any]) -> int | None:
+    """Tokens that the answer may have, as the client says; None where it does not say."""
+    names = _ANSWER_LIMITS.get(endpoint, ())
+    limit = next((body[name] for name in names if body.get(name) is not None), None)
+    return limit if type(limit) is int else None

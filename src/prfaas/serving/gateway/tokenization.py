@@ -21,7 +21,9 @@ from prfaas.serving.gateway.prompts import (
     Endpoint,
     TextPrompt,
     TokenPrompt,
+    answer_limit,
     as_token_ids,
+    prompt_of,
 )
 from prfaas.serving.gateway.request import ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.tokenizers import ChatTemplate, Encoder, encoder_of
@@ -84,6 +86,25 @@ _SAMPLE_CHATS: tuple[tuple[tuple[str, str | tuple[str, ...]], ...], ...] = (
     ),
 )
 
+# vLLM writes an earlier call's fields in another order for responses than for chats, which some templates show.
+_SAMPLE_CALL: dict[str, Any] = {
+    "input": [
+        {"role": "user", "content": _SAMPLE_TEXTS[0]},
+        {"type": "function_call", "call_id": "call_1", "name": "look", "arguments": '{"at": "it"}'},
+        {"type": "function_call_output", "call_id": "call_1", "output": "seen"},
+        {"role": "user", "content": "And?"},
+    ],
+    "tools": [
+        {
+            "type": "function",
+            "name": "look",
+            "description": "d",
+            "parameters": {"type": "object"},
+            "strict": None,
+        }
+    ],
+}
+
 
 class TokenizerSource(StrEnum):
     """Where exact ids of an endpoint's prompts come from."""
@@ -113,6 +134,7 @@ class Tokenization:
         self._timeout_s = context.options.tokenize_timeout_s
         self._max_model_len = context.max_model_len
         self._sources: dict[Endpoint, TokenizerSource] = {}
+        self._calls_agree = False
         self._check = asyncio.Lock()
 
     async def tokenize(self, request: ServingRequest) -> TokenizedPrompt | DirectPrompt:
@@ -185,6 +207,8 @@ class Tokenization:
             return None, False
         if source is TokenizerSource.OWN and _is_plain(prompt):
             return await self._own_prompt_ids(prompt)
+        if endpoint is Endpoint.RESPONSES and _has_calls(prompt) and not self._calls_agree:
+            return None, False
         return await self._engine_prompt_ids(prompt, decode)
 
     async def _own_prompt_ids(self, prompt: TextPrompt | ChatPrompt) -> "tuple[array[int] | None, bool]":
@@ -243,9 +267,23 @@ class Tokenization:
                 # A model without a chat template, say: clients get the same refusal.
                 return TokenizerSource.NONE
             own = own and await self._own_ids(sample) == truth
+        if endpoint is Endpoint.RESPONSES:
+            self._calls_agree = await self._finds_calls_alike(decode)
         if not own:
             logger.warning("%s: the gateway's own tokenizer differs from %s's", endpoint, decode.name)
         return TokenizerSource.OWN if own else TokenizerSource.ENGINE if engine else TokenizerSource.NONE
+
+    async def _finds_calls_alike(self, decode: Instance) -> bool:
+        """Whether `/tokenize` makes the prompt of a response with a function's call as the engine does."""
+        chat = prompt_of(Endpoint.RESPONSES, _SAMPLE_CALL)
+        assert isinstance(chat, ChatPrompt)
+        try:
+            truth = await self._true_response_ids(_SAMPLE_CALL, decode)
+            return await self._engine_ids(dict(chat.request), decode) == truth
+        except EngineCallError as error:
+            if not error.is_clients_fault:
+                raise
+            return False
 
     async def _find_messages_source(self, decode: Instance) -> TokenizerSource:
         """That of chats, which vLLM makes of messages, if the engine counts as many tokens."""
@@ -282,7 +320,8 @@ class Tokenization:
 
     async def _true_ids(self, endpoint: Endpoint, request: dict[str, Any], decode: Instance) -> "array[int]":
         if endpoint is Endpoint.RESPONSES:
-            return await self._true_response_ids(request["messages"], decode)
+            chat = [m | {"content": _input_content(m["content"])} for m in request["messages"]]
+            return await self._true_response_ids({"input": chat}, decode)
         body = {"model": self._model, **request, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
         answer = await self._client.call_json(decode, endpoint.path, body, self._timeout_s)
         ids = None
@@ -291,10 +330,10 @@ class Tokenization:
             ids = answer.get("prompt_token_ids") or choices[0].get("prompt_token_ids")
         return _checked(ids, decode, f"{endpoint.path} returned no prompt_token_ids")
 
-    async def _true_response_ids(self, chat: list[dict[str, Any]], decode: Instance) -> "array[int]":
+    async def _true_response_ids(self, asked: dict[str, Any], decode: Instance) -> "array[int]":
         body = {
             "model": self._model,
-            "input": [message | {"content": _input_content(message["content"])} for message in chat],
+            **asked,
             "max_output_tokens": 1,
             "temperature": 0,
             "store": False,
@@ -319,6 +358,10 @@ def _is_plain(prompt: TextPrompt | ChatPrompt) -> bool:
     return isinstance(prompt, TextPrompt) or prompt.plain is not None
 
 
+def _has_calls(prompt: TextPrompt | ChatPrompt) -> bool:
+    return isinstance(prompt, ChatPrompt) and any("tool_calls" in said for said in prompt.request["messages"])
+
+
 def _checked(ids: object, decode: Instance, trouble: str) -> "array[int]":
     token_ids = as_token_ids(ids) if isinstance(ids, list) else None
     if token_ids is None:
@@ -326,18 +369,11 @@ def _checked(ids: object, decode: Instance, trouble: str) -> "array[int]":
     return token_ids
 
 
-_ANSWER_LIMITS = {
-    Endpoint.CHAT: ("max_completion_tokens", "max_tokens"),
-    Endpoint.RESPONSES: ("max_output_tokens",),
-    Endpoint.MESSAGES: ("max_tokens",),
-}
-
-
 def _answer_limit(request: ServingRequest) -> int:
     """Tokens of answer for which vLLM wants room; where it is given ids, it would cut the answer short instead."""
-    names = _ANSWER_LIMITS.get(request.endpoint, ())
-    limit = next((request.body[name] for name in names if request.body.get(name) is not None), 0)
-    return limit if type(limit) is int else 0
+    if request.endpoint is Endpoint.COMPLETIONS:
+        return 0
+    return answer_limit(request.endpoint, request.body) or 0
 
 
 def _input_content(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
