@@ -157,9 +157,10 @@ def test_what_cant_be_done_in_time_is_not_begun(
         try:
             request.check(replace(DECISION, predicted_ttft_s=ttft_s), max_tokens)
         except ApiError as error:
-            assert error.status == 429 and needed_s > timeout_s - 1.0
+            assert error.status == 429 and needed_s > (0.8 if wait_s else 1.0) * timeout_s - 1.0
         else:
-            assert needed_s <= timeout_s
+            # Behind a queue, a fifth of the time is kept for what a mean does not tell.
+            assert needed_s <= (0.8 if wait_s else 1.0) * timeout_s
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon", ""])
@@ -246,7 +247,7 @@ def test_a_deadline_that_can_be_kept_changes_nothing(in_world: InWorld) -> None:
         assert response.status == 200
         world.plane.waits_s = 70.0
         response, answer = await world.post("/v1/completions", {"prompt": LONG}, headers=in_ms(60_000))
-        assert response.status == 429 and response.headers["Retry-After"] in ("10", "11")
+        assert response.status == 429 and response.headers["Retry-After"] in ("22", "23")
         assert "x-request-timeout" in answer["error"]["message"]
 
     in_world(body, limits=GatewayLimits(queue_s=1000.0), options=OPTIONS)

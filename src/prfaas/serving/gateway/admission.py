@@ -23,6 +23,8 @@ TIMEOUT_HEADER = "x-request-timeout"
 # Up to here a limit is nobody's concern; above, no tenant may have more than its equal part of what is in use.
 _PRESSURE = 0.5
 _LEAST_RETRY_S = 1.0
+# Predictions are means: of what a queue would let end in the last fifth of its time, much would end after it.
+_PLANNED_PART = 0.8
 
 
 class DeadlinePassedError(ApiError):
@@ -127,7 +129,8 @@ class Admission:
             predicted_s = decision.predicted_ttft_s
             # It is no number where nothing could be predicted.
             begins_s = max(wait_s, 0.0 if math.isnan(predicted_s) else predicted_s)
-            self._check_deadline(begins_s + self._plane.answer_s(decision.decode, max_tokens), left_s)
+            ends_s = begins_s + self._plane.answer_s(decision.decode, max_tokens)
+            self._check_deadline(ends_s, left_s, _PLANNED_PART if wait_s else 1.0)
 
     def _check_room(self, tenant: str, body_bytes: int, timeout_s: float) -> None:
         limits = self._limits
@@ -149,12 +152,13 @@ class Admission:
             )
             raise self._refusal("queue", sentence, wait_s - self._limits.queue_s)
 
-    def _check_deadline(self, predicted_s: float, left_s: float) -> None:
-        if predicted_s > left_s:
+    def _check_deadline(self, predicted_s: float, left_s: float, planned_part: float = 1.0) -> None:
+        planned_s = planned_part * left_s
+        if predicted_s > planned_s:
             sentence = (
                 f"An answer would take {predicted_s:.1f} s or more; {TIMEOUT_HEADER} leaves {left_s:.1f} s."
             )
-            raise self._refusal("deadline", sentence, predicted_s - left_s)
+            raise self._refusal("deadline", sentence, predicted_s - planned_s)
 
     def _check_bytes(self, tenant: str, nbytes: int, others: int) -> None:
         limit = self._limits.bodies_bytes
