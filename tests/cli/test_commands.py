@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.ports import free_ports
 
 from prfaas import __version__
 from prfaas.cli import main as cli
@@ -34,13 +35,10 @@ def dense_file(tmp_path: Path) -> Path:
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
     path = tmp_path / "dense.yaml"
     text = EXAMPLE.read_text().replace("tiny: qwen3-next", "path: m")
-    path.write_text(text.replace("port: 8000", f"port: {free_port()}\n  admin: {{port: {free_port()}}}"))
+    path.write_text(
+        text.replace("port: 8000", f"port: {free_ports(1)[0]}\n  admin: {{port: {free_ports(1)[0]}}}")
+    )
     return path
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def gateway_port(path: Path) -> int:

@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import json
 import math
-import random
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.ports import free_ports
 
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.serving.engines.running import RunningEngines
@@ -37,20 +37,6 @@ LIKELY_SHARE = 0.5
 
 # Waiting longer costs nothing where nothing is wrong, and a loaded machine may need it.
 PATIENCE_S = 180.0
-
-
-def free_ports(count: int) -> list[int]:
-    """Below the range that outgoing connections take theirs from: an engine must get its port again when it is
-    started anew, while others keep trying to reach it."""
-    found: list[int] = []
-    with contextlib.ExitStack() as stack:
-        while len(found) < count:
-            port = random.randrange(20000, 32000)
-            sock = stack.enter_context(socket.socket())
-            with contextlib.suppress(OSError):
-                sock.bind(("127.0.0.1", port))
-                found.append(port)
-    return found
 
 
 def write_deployment(

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from tests.ports import free_ports
 
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.serving.engines.synthetic.node import SyntheticNode
@@ -27,14 +27,6 @@ CLUSTERS = {
     "home": ("pd", ("home-prefill", "home-0", "home-1")),
     "other": ("pd", ("other-prefill", "other-0")),
 }
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def write_deployment(

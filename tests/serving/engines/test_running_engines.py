@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.ports import free_ports
 
 from prfaas.core.deployment import Deployment, Instance, load_deployment
 from prfaas.serving.engines import EngineError
@@ -42,14 +43,6 @@ def crashing(deployment: Deployment, instance: Instance) -> EngineCommand:
     if instance.has_role("decode"):
         return EngineCommand((sys.executable, "-c", CRASH), {})
     return serving(deployment, instance)
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 @pytest.fixture
