@@ -83,7 +83,8 @@ def write_deployment(
             {"source": "home", "target": "prfaas-east", "bandwidth": bandwidth, "connections": 2},
         ],
         "routing": {"policy": policy, "threshold_tokens": THRESHOLD_TOKENS},
-        "control": {"threshold_period_s": 3600, "allocation": False},
+        # An engine that starves on a busy machine is slow, not frozen.
+        "control": {"threshold_period_s": 3600, "allocation": False, "silence_s": 60},
         "security": {"tenant_header": TENANT_HEADER},
         "gateway": {
             "host": "127.0.0.1",

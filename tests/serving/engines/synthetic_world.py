@@ -72,6 +72,8 @@ def write_deployment(
             {"source": "far", "target": "home", "bandwidth": "4 Gbit/s", "connections": 2},
             {"source": "home", "target": "far", "bandwidth": "4 Gbit/s", "connections": 1},
         ],
+        # An engine that starves on a busy machine is slow, not frozen.
+        "control": {"silence_s": 30},
         "gateway": {"host": "127.0.0.1", "port": next(ports), "admin": {"port": next(ports)}},
         "transfer": {"page_digests": page_digests},
         "engine": {

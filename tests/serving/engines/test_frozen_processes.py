@@ -29,6 +29,7 @@ def deployment(tmp_path: Path) -> Deployment:
     document = json.loads(path.read_text())
     document["clusters"] = [each for each in document["clusters"] if each["name"] != "other"]
     document["gateway"] |= {"route_header": "full", "admin": {"port": free_ports(1)[0]}}
+    document["control"] = {"silence_s": 2.5}
     document["routing"] = {"policy": "static_threshold", "threshold_tokens": THRESHOLD_TOKENS}
     path.write_text(json.dumps(document))
     return load_deployment(path, state_dir=tmp_path)
