@@ -28,7 +28,7 @@ def test_a_fault_of_every_kind_costs_no_answer_and_no_token(tmp_path: Path) -> N
     assert {fault["kind"] for fault in found["faults"]} == {
         *("kill", "freeze", "incompatible", "garbage", "stall", "files", "flood", "restart")
     }
-    # How soon things are noticed is the machine's too: the bench judges that. A slow one may cost a client its patience.
+    # How soon things are noticed is the machine's too: the bench judges that. A slow one may cost a client patience.
     outcomes = found["outcomes"]
     assert (outcomes["wrong"], found["left_over"], found["tracebacks"]) == (0, [], 0), done.stdout
     assert outcomes["right"] > 50 and outcomes["none"] <= found["requests"] // 50, done.stdout
