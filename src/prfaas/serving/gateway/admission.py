@@ -155,7 +155,8 @@ class Admission:
     def _check_deadline(self, predicted_s: float, left_s: float, planned_part: float = 1.0) -> None:
         planned_s = planned_part * left_s
         if predicted_s > planned_s:
-            sentence = f"An answer would take {predicted_s:.1f} s or more; {TIMEOUT_HEADER} leaves {max(left_s, 0.0):.1f} s."
+            left = f"{max(left_s, 0.0):.1f} s"
+            sentence = f"An answer would take {predicted_s:.1f} s or more; {TIMEOUT_HEADER} leaves {left}."
             raise self._refusal("deadline", sentence, predicted_s - planned_s)
 
     def _check_bytes(self, tenant: str, nbytes: int, others: int) -> None:
