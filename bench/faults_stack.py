@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import resource
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
+from ports import free_ports
 from prfaas.core.deployment import Deployment, Instance, load_deployment
 from prfaas.serving.engines.preparation import port_problem
 from prfaas.serving.engines.running import RunningEngines
@@ -34,16 +34,6 @@ STALL_S = 6.0
 _VOCABULARY = 1 << 16
 _PREFILLS, _HOME_PREFILLS, _DECODES = 4, 1, 4
 _T = TypeVar("_T")
-
-
-def free_ports(count: int) -> list[int]:
-    """Neighbours that nobody listens on, below those that the kernel gives to connections: a port is free again
-    when its server is started again."""
-    while True:
-        first = random.randrange(10_000, 32_000 - count)
-        chosen = range(first, first + count)
-        if not any(port_problem("127.0.0.1", port) for port in chosen):
-            return list(chosen)
 
 
 def write_deployments(home: Path) -> tuple[Deployment, Deployment]:

@@ -4,8 +4,6 @@ on a core of its own."""
 import contextlib
 import json
 import os
-import random
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +16,7 @@ from urllib.request import ProxyHandler, build_opener
 
 import yaml
 
+from ports import free_ports
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.engines.tiny import tiny_config
@@ -77,7 +76,7 @@ def write_deployment(
     and the simulator. Roles stay as they are, and the threshold is not optimised anew, so that one run measures one
     point of operation. `to_run` False: only to plan with, without weights.
     """
-    ports = iter(_free_ports(7))
+    ports = iter(free_ports(7))
 
     def instance(name: str, role: str) -> dict[str, object]:
         return {
@@ -237,16 +236,3 @@ def _wait_healthy(deployment: Deployment, gateway: "subprocess.Popen[bytes]", lo
                 return
         time.sleep(0.3)
     raise SystemExit(f"the gateway did not start:\n{log_path.read_text()[-2000:]}")
-
-
-def _free_ports(count: int) -> list[int]:
-    """Below the range that outgoing connections take theirs from."""
-    found: list[int] = []
-    with contextlib.ExitStack() as stack:
-        while len(found) < count:
-            port = random.randrange(20000, 32000)
-            listener = stack.enter_context(socket.socket())
-            with contextlib.suppress(OSError):
-                listener.bind(("127.0.0.1", port))
-                found.append(port)
-    return found

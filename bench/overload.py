@@ -37,7 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from burst_deployment import running
-from faults_stack import free_ports
+from ports import free_ports
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.sse import SseParser
 

@@ -1,9 +1,7 @@
 """HTTP to the engines."""
 
 import asyncio
-import math
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -64,23 +62,8 @@ class EngineCallError(Exception):
 class EngineClient:
     """HTTP to all engines over one pool of connections. Never follows redirects."""
 
-    def __init__(
-        self,
-        *,
-        connect_timeout_s: float,
-        keepalive_s: float,
-        first_byte_s: float = math.inf,
-        idle_s: float = math.inf,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """The limits are those of `HttpPool`."""
-        self._pool = HttpPool(
-            connect_timeout_s=connect_timeout_s,
-            keepalive_s=keepalive_s,
-            first_byte_s=first_byte_s,
-            idle_s=idle_s,
-            clock=clock,
-        )
+    def __init__(self, pool: HttpPool) -> None:
+        self._pool = pool
 
     def bar(self, instance: Instance, reason: str | None) -> None:
         """The instance is frozen: end every call to it, and those to come. None: it answers again."""

@@ -269,6 +269,10 @@ _ANSWER_LIMITS = {
 }
 
 
+# What vLLM generates when a text completion does not say.
+DEFAULT_COMPLETION_TOKENS = 16
+
+
 def answer_limit(endpoint: Endpoint, body: Mapping[str, Any]) -> int | None:
     """Tokens that the answer may have, as the client says; None where it does not say."""
     names = _ANSWER_LIMITS.get(endpoint, ())

@@ -23,6 +23,7 @@ from prfaas.serving.gateway.decode import Decoder
 from prfaas.serving.gateway.draining import Draining
 from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
 from prfaas.serving.gateway.generation import Generation
+from prfaas.serving.gateway.http_pool import HttpPool
 from prfaas.serving.gateway.kv_transfer import KvTransfers
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.middleware import http_logger
@@ -75,11 +76,13 @@ class Gateway:
         # Standard series: CPU time, memory, file descriptors.
         ProcessCollector(registry=registry)
         self._client = EngineClient(
-            connect_timeout_s=options.connect_timeout_s,
-            keepalive_s=options.engine_keepalive_s,
-            first_byte_s=deployment.gateway.first_byte_s,
-            idle_s=deployment.gateway.idle_s,
-            clock=plane.loop_clock,
+            HttpPool(
+                connect_timeout_s=options.connect_timeout_s,
+                keepalive_s=options.engine_keepalive_s,
+                first_byte_s=deployment.gateway.first_byte_s,
+                idle_s=deployment.gateway.idle_s,
+                clock=plane.loop_clock,
+            )
         )
         self._transfers = _transfers(deployment.instances, key)
         self._metrics = Metrics(registry)

@@ -20,13 +20,10 @@ from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.decode import Decoder
 from prfaas.serving.gateway.dialects import END_OF_EVENT, LAST_EVENT, dialect_of
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
-from prfaas.serving.gateway.prompts import Endpoint, TokenPrompt
+from prfaas.serving.gateway.prompts import DEFAULT_COMPLETION_TOKENS, Endpoint, TokenPrompt
 from prfaas.serving.gateway.request import PreparedRequest, ServingRequest
 from prfaas.serving.gateway.tokenization import Tokenization
 from prfaas.serving.gateway.transcript import AnswerText, NotPlainError, StreamTranscript, events
-
-# What vLLM generates when a text completion does not say.
-_DEFAULT_COMPLETION_TOKENS = 16
 
 
 def _number(value: Any) -> bool:
@@ -116,7 +113,7 @@ def tokens_left(
     if endpoint is Endpoint.CHAT:
         limit = body.get("max_completion_tokens") or limit
     elif limit is None:
-        limit = _DEFAULT_COMPLETION_TOKENS
+        limit = DEFAULT_COMPLETION_TOKENS
     return room if limit is None else min(room, limit - sent_tokens)
 
 

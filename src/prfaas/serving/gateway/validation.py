@@ -16,7 +16,7 @@ from prfaas.core.scheduling import Decision
 from prfaas.serving.gateway.bodies import ApiError, Json, decode_body, dump_body
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.engine_client import EngineCallError
-from prfaas.serving.gateway.prompts import DirectPrompt, Endpoint
+from prfaas.serving.gateway.prompts import DEFAULT_COMPLETION_TOKENS, DirectPrompt, Endpoint
 from prfaas.serving.gateway.request import ServingRequest, TokenizedPrompt
 
 # A refusal comes within milliseconds, since vLLM checks before it queues. Only a token may take longer, and then the
@@ -27,7 +27,6 @@ _PROMPT_TOKENS = 2
 
 # vLLM's `VLLM_MAX_STOP_STRINGS`.
 _MOST_STOPS = 4
-_DEFAULT_COMPLETION_TOKENS = 16
 
 
 def _number(low: float, high: float) -> Callable[[Any], bool]:
@@ -188,7 +187,7 @@ def _has_safe_form(request: ServingRequest, max_model_len: int) -> bool:
                 return False
             limit = value
     if limit == math.inf and request.endpoint is Endpoint.COMPLETIONS:
-        limit = _DEFAULT_COMPLETION_TOKENS
+        limit = DEFAULT_COMPLETION_TOKENS
     least = body.get("min_tokens")
     if least is not None and (type(least) is not int or not 0 <= least <= limit):
         return False

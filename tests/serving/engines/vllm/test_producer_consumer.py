@@ -360,11 +360,8 @@ def test_a_dropped_transfer_frees_its_staging(ends: Ends) -> None:
     ends.order(TransferMetadata(drops=[(ticket.transfer_id, "twice")]))
 
 
-@pytest.mark.parametrize("page_digests", [True, False])
-def test_a_page_that_is_reused_before_it_is_sent(
-    page_digests: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Every checksum of the transport is right then: only the digest of the page tells."""
+def late_reads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Pages are read for sending once this is set."""
     sending = threading.Event()
     read = HostPages.read
 
@@ -373,6 +370,15 @@ def test_a_page_that_is_reused_before_it_is_sent(
         read(self, block, start, out)
 
     monkeypatch.setattr(HostPages, "read", late_read)
+    return sending
+
+
+@pytest.mark.parametrize("page_digests", [True, False])
+def test_a_page_that_is_reused_before_it_is_sent(
+    page_digests: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every checksum of the transport is right then: only the digest of the page tells."""
+    sending = late_reads(monkeypatch)
     for ends in make_ends(page_digests=page_digests):
         ticket = new_ticket(100)
         (orders,) = sends(ticket, [100])
@@ -397,14 +403,7 @@ def test_slots_behind_the_prompt_may_be_filled_before_they_are_sent(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine goes on with the request's next token, in the partial last blocks of attention and windows."""
-    sending = threading.Event()
-    read = HostPages.read
-
-    def late_read(self: HostPages, block: int, start: int, out: memoryview) -> None:
-        sending.wait(60)
-        read(self, block, start, out)
-
-    monkeypatch.setattr(HostPages, "read", late_read)
+    sending = late_reads(monkeypatch)
     ticket = new_ticket(100)
     (orders,) = sends(ticket, [100])
     computed = copy_of(ends.east)
