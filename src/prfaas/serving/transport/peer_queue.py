@@ -140,8 +140,18 @@ class PeerQueue:
         """See `OutgoingTransfer.await_quiescent`."""
         with self._lock:
             return self._quiet.wait_for(
-                lambda: transfer.phase.terminal and transfer.reading == 0, max(0.0, timeout_s)
+                lambda: transfer.phase.terminal and not transfer.reading, max(0.0, timeout_s)
             )
+
+    def recall(self, transfer: OutgoingTransfer, patience_s: float) -> None:
+        """See `OutgoingTransfer.recall`."""
+        with self._lock:
+            recalled = dict(transfer.reading)
+            self._quiet.wait_for(lambda: recalled.keys().isdisjoint(transfer.reading), patience_s)
+            for chunk in recalled.keys() & transfer.reading.keys():
+                # From here on the kernel takes nothing more of the chunk: its frame stays incomplete for ever.
+                recalled[chunk].shut()
+                self._counters["recalled_chunks"] += 1
 
     # The calls of a connection's writer
 
@@ -206,22 +216,24 @@ class PeerQueue:
                     if chunk is self._chunks[0]:
                         heapq.heappop(self._chunks)
                     window.add_chunk(chunk, time.monotonic())
-                    chunk.transfer.reading += 1
+                    chunk.transfer.reading[chunk] = window.connection
                     return chunk
                 self._ready.wait()
             return None
 
-    def read_done(self, chunk: Chunk, error: str) -> bool:
-        """The writer has copied the chunk, or could not (`error`). Returns whether to send it."""
+    def read_done(self, chunk: Chunk, error: str = "") -> bool:
+        """The writer needs the chunk's source no more, or could not read it (`error`).
+
+        Returns:
+            Whether the chunk is still to be sent.
+        """
         with self._lock:
             transfer = chunk.transfer
-            transfer.reading -= 1
+            del transfer.reading[chunk]
             if error and not transfer.phase.terminal:
                 self._fail(transfer, error)
-            if transfer.phase.terminal:
-                self._quiet.notify_all()
-                return False
-            return True
+            self._quiet.notify_all()
+            return not transfer.phase.terminal
 
     def close_window(self, window: InFlightWindow) -> None:
         """The connection is broken: its writer must not wait for work any more."""
@@ -411,5 +423,5 @@ class PeerQueue:
 
 _COUNTED = (
     *("opened", "completed", "failed", "connects", "connect_failures"),
-    *("requeued_chunks", "resent_chunks", "acked_bytes"),
+    *("requeued_chunks", "resent_chunks", "recalled_chunks", "acked_bytes"),
 )
