@@ -21,6 +21,8 @@ class Peer:
     """Of the whole link; None: not paced."""
     on_demand: bool = False
     """Connected by the first transfer instead of ahead of time."""
+    encrypted: bool = False
+    """Its connections are encrypted, and never fall back; the sender must have a TLS identity."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.connections <= 64:
