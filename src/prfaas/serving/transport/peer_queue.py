@@ -101,7 +101,15 @@ class PeerQueue:
         self._on_work()
         return transfer
 
-    def put(self, transfer: OutgoingTransfer, region: int, offset: int, source: ChunkSource) -> None:
+    def put(
+        self,
+        transfer: OutgoingTransfer,
+        region: int,
+        offset: int,
+        source: ChunkSource,
+        *,
+        urgent: bool = False,
+    ) -> None:
         """See `OutgoingTransfer.put`."""
         nbytes = source.nbytes
         end = offset + nbytes
@@ -113,7 +121,7 @@ class PeerQueue:
             transfer.coverage[region].add(offset, end)
             transfer.put_bytes += nbytes
             self._sequence += 1
-            chunk = Chunk(transfer, self._sequence, region, offset, end, offset, source)
+            chunk = Chunk(transfer, self._sequence, region, offset, end, offset, source, urgent=urgent)
             if transfer.phase is SendPhase.OPENING:
                 transfer.pending.append(chunk)
             else:
