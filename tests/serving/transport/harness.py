@@ -22,6 +22,7 @@ from prfaas.serving.transport import (
     TransferStatus,
     prompt_digest,
 )
+from prfaas.serving.transport.pacing import PaceOrder
 
 KEY = bytes(range(32))
 FINGERPRINT = {"model": "tiny", "layers": 4, "dtype": "bf16"}
@@ -157,6 +158,7 @@ def make_receiver(
     layout: SizesByTokens | None = None,
     port: int = 0,
     key: bytes = KEY,
+    on_pace: Callable[[PaceOrder], None] = lambda _order: None,
 ) -> Receiver:
     receiver = Receiver(
         name="c/0",
@@ -168,6 +170,7 @@ def make_receiver(
         fingerprint=FINGERPRINT,
         options=options,
         producers=["p/0"],
+        on_pace=on_pace,
     )
     receiver.start()
     return receiver

@@ -18,9 +18,11 @@ class Peer:
     connections: int
     """Parallel TCP connections, 1 to 64."""
     bandwidth_bits_per_s: float | None
-    """Of the whole link; None: not paced."""
+    """Goodput of the whole link; None: not paced."""
     on_demand: bool = False
     """Connected by the first transfer instead of ahead of time."""
+    share_bits_per_s: float | None = None
+    """What this sender may use of the link while no control plane tells it; None: all of it."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.connections <= 64:
@@ -29,6 +31,8 @@ class Peer:
             raise ValueError(f"peer {self.name}: port is {self.port}, not within 1..65535")
         if self.bandwidth_bits_per_s is not None and not self.bandwidth_bits_per_s > 0:
             raise ValueError(f"peer {self.name}: bandwidth_bits_per_s must be above 0 or absent")
+        if self.share_bits_per_s is not None and not self.share_bits_per_s > 0:
+            raise ValueError(f"peer {self.name}: share_bits_per_s must be above 0 or absent")
 
 
 @dataclass(frozen=True, slots=True)

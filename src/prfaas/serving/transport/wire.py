@@ -43,7 +43,7 @@ class VersionError(WireError):
 
 
 class FrameType(enum.IntEnum):
-    """Types by number: 1 to 5 handshake, 16 to 23 transfers, 32 to 35 observers."""
+    """Types by number: 1 to 5 handshake, 16 to 23 transfers, 32 to 36 observers."""
 
     HELLO = 1
     CHALLENGE = 2
@@ -62,6 +62,7 @@ class FrameType(enum.IntEnum):
     STATUS = 33
     ABANDON = 34
     STATS = 35
+    PACE = 36
 
 
 _TYPES = {int(kind): kind for kind in FrameType}
