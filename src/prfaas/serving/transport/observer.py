@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, HandshakeError
+from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.sockets import keep_alive
 from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.wire import (
@@ -124,6 +125,15 @@ class Observer:
         self._send(pack_control(FrameType.ABANDON, transfer_id, {"reason": reason[:4096]}))
         if self._writer is None:
             raise ConnectionError(f"connection to {self.peer_name} is lost")
+
+    async def pace(self, order: PaceOrder) -> None:
+        """Order what the engine's sender may send; there is no answer.
+
+        Raises:
+            ConnectionError: the receiver is gone.
+        """
+        await self.connect()
+        self._send(pack_control(FrameType.PACE, body=order.to_body()))
 
     async def stats(self) -> dict[str, Any]:
         """The receiver's `stats()`.

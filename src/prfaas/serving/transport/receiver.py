@@ -20,6 +20,7 @@ from prfaas.serving.transport.handshake import (
 )
 from prfaas.serving.transport.incoming import RegionLayout
 from prfaas.serving.transport.options import ReceiverOptions
+from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.receiver_connection import ReceiverConnection
 from prfaas.serving.transport.sockets import shut, tune
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
@@ -59,6 +60,7 @@ class Receiver:
         sender_telemetry: Callable[[], dict[str, Any]] | None = None,
         tls: TlsIdentity | None = None,
         plain_peers: Collection[str] = (),
+        on_pace: Callable[[PaceOrder], None] = lambda _order: None,
     ) -> None:
         """Nothing listens before `start`.
 
@@ -75,6 +77,7 @@ class Receiver:
             sender_telemetry: what this engine's sender knows of its links; observers get it with `stats`.
             tls: takes encrypted connections too; None: all connections are plain.
             plain_peers: with `tls`, the only instances (of producers and observers) whose connections may be plain.
+            on_pace: called with what an observer orders this engine's sender; in the connection's thread.
         """
         self.name = name
         self._key = key
@@ -87,6 +90,7 @@ class Receiver:
         self._sender_telemetry = sender_telemetry
         self._tls = tls
         self._plain_peers = frozenset(plain_peers)
+        self._on_pace = on_pace
         self._table = TransferTable(name=name, key=key, arena=arena, layout=layout, options=self._options)
         self._lock = threading.Lock()
         self._connections: dict[ReceiverConnection, threading.Thread] = {}
@@ -242,6 +246,7 @@ class Receiver:
             self.stats,
             self._shake_hands,
             self._strangers.note,
+            self._on_pace,
             self._options.progress_deadline_s,
         )
 
