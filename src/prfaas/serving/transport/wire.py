@@ -43,7 +43,7 @@ class VersionError(WireError):
 
 
 class FrameType(enum.IntEnum):
-    """Types by number: 1 to 5 handshake, 16 to 23 transfers, 32 to 35 observers."""
+    """Types by number: 1 to 5 handshake, 16 to 25 transfers, 32 to 36 observers."""
 
     HELLO = 1
     CHALLENGE = 2
@@ -58,10 +58,13 @@ class FrameType(enum.IntEnum):
     NACK = 21
     END = 22
     ABORT = 23
+    PING = 24
+    PONG = 25
     WATCH = 32
     STATUS = 33
     ABANDON = 34
     STATS = 35
+    PACE = 36
 
 
 _TYPES = {int(kind): kind for kind in FrameType}
@@ -84,7 +87,7 @@ class Header:
     region: int
     """Of DATA, ACK and NACK; `END_REGION` in the ACK of an END."""
     offset: int
-    """In the region, in bytes; of DATA, ACK and NACK."""
+    """In the region, in bytes; of DATA, ACK and NACK. Of PING a number, which its PONG repeats."""
     length_bytes: int
     """Of the payload that follows."""
     checksum: int
@@ -233,6 +236,16 @@ def ack(header: Header) -> bytes:
 def nack(header: Header) -> bytes:
     """The chunk of this header arrived damaged."""
     return pack_header(FrameType.NACK, header.transfer_id, region=header.region, offset=header.offset)
+
+
+def ping(number: int) -> bytes:
+    """Ask the other side for a sign of life; its PONG repeats `number`."""
+    return pack_header(FrameType.PING, offset=number)
+
+
+def pong(header: Header) -> bytes:
+    """The answer to the PING of this header."""
+    return pack_header(FrameType.PONG, offset=header.offset)
 
 
 def abort(transfer_id: bytes, reason: str) -> bytes:
