@@ -12,6 +12,7 @@ from prfaas.serving.transport.outgoing import (
     SendPhase,
     SourceGone,
 )
+from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.sockets import LinkSample, TcpInfo
@@ -20,6 +21,7 @@ from prfaas.serving.transport.ticket import (
     KeyFileError,
     Ticket,
     TicketError,
+    TransferClass,
     create_key,
     load_key,
     prompt_digest,
@@ -36,6 +38,7 @@ __all__ = [
     "LinkSample",
     "Observer",
     "OutgoingTransfer",
+    "PaceOrder",
     "Peer",
     "Receiver",
     "ReceiverOptions",
@@ -50,6 +53,7 @@ __all__ = [
     "TcpInfo",
     "Ticket",
     "TicketError",
+    "TransferClass",
     "TransferPhase",
     "TransferStatus",
     "WireError",
