@@ -28,7 +28,7 @@ KEY = bytes(range(32))
 FINGERPRINT = {"model": "tiny", "layers": 4, "dtype": "bf16"}
 FAST_RECEIVER = ReceiverOptions(
     staging_wait_s=5.0,
-    reconnect_grace_s=1.0,
+    resume_s=1.0,
     progress_deadline_s=2.0,
     ttl_s=60.0,
     tombstone_s=60.0,
@@ -36,7 +36,7 @@ FAST_RECEIVER = ReceiverOptions(
 )
 FAST_SENDER = SenderOptions(
     accept_deadline_s=10.0,
-    reconnect_grace_s=1.0,
+    resume_s=1.0,
     progress_deadline_s=1.0,
     transfer_deadline_s=5.0,
     connect_s=2.0,

@@ -317,7 +317,7 @@ class PeerQueue:
             unfinished = False
             for transfer in list(self._transfers.values()):
                 age_s = now_s - transfer.opened_at_s
-                if not self._windows and min(age_s, now_s - self._lost_at_s) > options.reconnect_grace_s:
+                if not self._windows and min(age_s, now_s - self._lost_at_s) > options.resume_s:
                     self._fail(transfer, f"{self.peer.name} unreachable: {self._trouble or 'no answer'}")
                 elif transfer.phase is not SendPhase.OPENING:
                     unfinished |= transfer.ended or transfer.acked_bytes < transfer.put_bytes

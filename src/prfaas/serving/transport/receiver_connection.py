@@ -236,12 +236,15 @@ class ReceiverConnection:
             pieces = place.pieces if place.transfer is not None else [self._scratch_view(header.length_bytes)]
             self._read_payload(pieces)
             # 3. Are they the bytes that the producer sent?
-            verified = checksum_of(pieces) == header.checksum
+            verified = self._verify(header, pieces)
         except BaseException:
             self._table.abandon_chunk(place)
             raise
         # 4. Record them and answer: ACK, or NACK for damaged ones. The last chunk completes the transfer.
         self._table.finish_chunk(place, verified=verified)
+
+    def _verify(self, header: Header, pieces: list[memoryview]) -> bool:
+        return checksum_of(pieces) == header.checksum
 
     def _wait_for_outbox(self) -> None:
         # The producer's acknowledgements don't fit into the socket: reading on would only pile up more.

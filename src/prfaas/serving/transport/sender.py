@@ -26,6 +26,7 @@ from prfaas.serving.transport.peer_queue import PeerQueue
 from prfaas.serving.transport.sender_connection import SenderConnection
 from prfaas.serving.transport.sockets import LinkSample
 from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.tls_identity import TlsIdentity
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class Sender:
     """Sends KV transfers; thread-safe. Two threads per connection and one that supervises all.
 
     Raises:
-        ValueError: peers of one link name different bandwidths.
+        ValueError: peers of one link name different bandwidths, or one is encrypted and there is no `tls`.
     """
 
     def __init__(
@@ -113,10 +114,12 @@ class Sender:
         peers: Mapping[str, Peer],
         fingerprint: Fingerprint,
         options: SenderOptions | None = None,
+        tls: TlsIdentity | None = None,
     ) -> None:
         self.name = name
         self._key = key
         self._fingerprint = dict(fingerprint)
+        self._tls = tls
         self._options = options or SenderOptions()
         # New with each start: a consumer tells a producer that lost its connections from one that was
         # restarted.
@@ -218,6 +221,8 @@ class Sender:
         return list(self._samples.values())
 
     def _add(self, peer_key: str, peer: Peer) -> None:
+        if peer.encrypted and self._tls is None:
+            raise ValueError(f"peer {peer.name} is encrypted, and {self.name} has no TLS identity")
         pacer = LinkPacer(peer.bandwidth_bits_per_s, peer.share_bits_per_s)
         pacer = self._pacers.setdefault(peer.link, pacer)
         if pacer.bandwidth_bits_per_s != peer.bandwidth_bits_per_s:
