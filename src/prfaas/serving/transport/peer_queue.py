@@ -70,13 +70,18 @@ class PeerQueue:
 
     # The engine's calls, through OutgoingTransfer
 
-    def open(self, transfer_id: bytes, sealed: str, region_bytes: Sequence[int]) -> OutgoingTransfer:
+    def open(
+        self,
+        transfer_id: bytes,
+        sealed: str,
+        region_bytes: Sequence[int],
+        cached_tokens: int | None = None,
+    ) -> OutgoingTransfer:
         """Begin a transfer; whatever is wrong shows in its phase and reason."""
         transfer = OutgoingTransfer(self, transfer_id, region_bytes, time.monotonic())
+        body = {"ticket": sealed, "regions": transfer.region_bytes, "cached_tokens": cached_tokens}
         try:
-            frame = pack_control(
-                FrameType.OPEN, transfer_id, {"ticket": sealed, "regions": list(transfer.region_bytes)}
-            )
+            frame = pack_control(FrameType.OPEN, transfer_id, body)
         except WireError as error:
             return OutgoingTransfer.failed(transfer_id, region_bytes, str(error))
         with self._lock:
