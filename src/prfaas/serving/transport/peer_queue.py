@@ -79,14 +79,14 @@ class PeerQueue:
         sealed: str,
         region_bytes: Sequence[int],
         service: TransferClass = DEFAULT_CLASS,
+        cached_tokens: int | None = None,
     ) -> OutgoingTransfer:
         """Begin a transfer; whatever is wrong shows in its phase and reason."""
         number = next(self._numbers)
         transfer = OutgoingTransfer(self, transfer_id, region_bytes, time.monotonic(), service, number)
+        body = {"ticket": sealed, "regions": transfer.region_bytes, "cached_tokens": cached_tokens}
         try:
-            frame = pack_control(
-                FrameType.OPEN, transfer_id, {"ticket": sealed, "regions": list(transfer.region_bytes)}
-            )
+            frame = pack_control(FrameType.OPEN, transfer_id, body)
         except WireError as error:
             return OutgoingTransfer.failed(transfer_id, region_bytes, str(error))
         with self._lock:
