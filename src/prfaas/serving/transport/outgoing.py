@@ -5,12 +5,14 @@ promise to deliver them. Order of the parts below: source, chunk, transfer, then
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from prfaas.core.units import BITS_PER_BYTE
 from prfaas.serving.transport.coverage import Coverage
 from prfaas.serving.transport.pacing import Paced
+from prfaas.serving.transport.ticket import DEFAULT_CLASS, TransferClass
 from prfaas.serving.transport.wire import FrameType
 
 
@@ -146,6 +148,8 @@ class OutgoingTransfer:
         transfer_id: bytes,
         region_bytes: Sequence[int],
         opened_at_s: float,
+        service: TransferClass = DEFAULT_CLASS,
+        number: int = 0,
     ) -> None:
         self.transfer_id = transfer_id
         self.region_bytes = tuple(region_bytes)
@@ -169,9 +173,19 @@ class OutgoingTransfer:
         self.end_acked = False
         self.reading: dict[Chunk, Carrier] = {}
         """The chunks whose source is read or sent from at this moment, and by which connection."""
-        self.pending: list[Chunk] = []
-        """What was put before the consumer accepted."""
+        self.service = service
+        self.place: tuple[int, float, int] = (1, opened_at_s, number)
+        """Its turn among the transfers of its tenant: the least is first."""
+        self.listed_at: tuple[int, float, int] | None = None
+        """The place at which the schedule has it; None: it has nothing to send there."""
+        self.queued: list[Chunk] = []
+        """A heap of what is to leave, once the consumer has accepted."""
         self.coverage = [Coverage() for _ in self.region_bytes]
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What was put before the consumer accepted."""
+        return sum(chunk.nbytes for chunk in self.queued) if self.phase is SendPhase.OPENING else 0
 
     @classmethod
     def failed(cls, transfer_id: bytes, region_bytes: Sequence[int], reason: str) -> "OutgoingTransfer":
@@ -200,6 +214,17 @@ class OutgoingTransfer:
                 f"bytes {offset}..{end} lie outside region {region} of {self.region_bytes[region]} bytes"
             )
         self.queue.put(self, region, offset, source, urgent=urgent)
+
+    def ends(self, now_s: float, bits_per_s: float) -> None:
+        """The queue's own: its prefill has ended, so its request waits for nothing but these bytes.
+
+        It is due when its bytes would be there, had it the link for itself from now on. So short ones overtake long
+        ones, but none for ever: one that was overtaken long enough is due before all that end after it.
+        """
+        self.ended = True
+        self.overlapped_bytes = self.acked_bytes
+        due_s = now_s + BITS_PER_BYTE * (self.total_bytes - self.acked_bytes) / bits_per_s
+        self.place = (0, due_s, self.place[2])
 
     def end(self) -> None:
         """Prefill has finished: END goes ahead of all queued data and freezes `overlapped_bytes`. Idempotent.
@@ -313,11 +338,27 @@ class QueueLoad:
     """Produced and not acknowledged yet."""
     waiting_bytes: int
     """Those of them that are held back until the consumer has room."""
+    background_bytes: int
+    """Those of `queued_bytes` that get what others leave."""
     open_bytes: int
     """`queued_bytes`, and what the open transfers have still to produce."""
     acked_bytes_total: int
     """Acknowledged since the start; only grows."""
     connections_up: int
+
+    @classmethod
+    def of(
+        cls, transfers: Collection[OutgoingTransfer], acked_bytes_total: int, connections_up: int
+    ) -> "QueueLoad":
+        """Sum the open transfers of a queue."""
+        return cls(
+            queued_bytes=sum(t.put_bytes - t.acked_bytes for t in transfers),
+            waiting_bytes=sum(t.waiting_bytes for t in transfers),
+            background_bytes=sum(t.put_bytes - t.acked_bytes for t in transfers if t.service.background),
+            open_bytes=sum(t.total_bytes - t.acked_bytes for t in transfers),
+            acked_bytes_total=acked_bytes_total,
+            connections_up=connections_up,
+        )
 
 
 class PeerSays(enum.Enum):
