@@ -275,6 +275,7 @@ class TransferSection(_Section):
     resume_s: Seconds = 2.5
     progress_deadline_s: Seconds = 8.0
     page_digests: bool = True
+    checksums: bool = True
     user_timeout_s: Seconds = 10.0
     keepalive_s: Annotated[Seconds, Field(ge=1)] = 10.0
 

@@ -219,6 +219,8 @@ class TransferLimits:
     progress_deadline_s: float
     page_digests: bool = True
     """A digest of every page travels with a transfer and is compared after its load."""
+    checksums: bool = True
+    """Every chunk on its way carries a checksum, and is sent again if it does not fit."""
     user_timeout_s: float = 10.0
     """TCP_USER_TIMEOUT of KV connections: bytes that are unacknowledged so long end one."""
     keepalive_s: float = 10.0

@@ -29,6 +29,7 @@ from prfaas.serving.transport.sockets import (
 )
 from prfaas.serving.transport.wire import (
     HEADER_BYTES,
+    UNCHECKED,
     FrameType,
     Header,
     WireError,
@@ -268,7 +269,8 @@ class SenderConnection:
             region=chunk.region,
             offset=chunk.start,
             length_bytes=sum(piece.nbytes for piece in pieces),
-            payload_checksum=checksum_of(pieces),
+            payload_checksum=checksum_of(pieces) if self._options.checksums else 0,
+            flags=0 if self._options.checksums else UNCHECKED,
         )
         return [memoryview(header), *pieces]
 

@@ -140,6 +140,7 @@ class Endpoints:
                 user_timeout_s=limits.user_timeout_s,
                 keepalive_s=limits.keepalive_s,
                 accept_deadline_s=limits.staging_wait_s + 10.0,
+                checksums=limits.checksums,
                 chunk_bytes=_CHUNK_BYTES,
             ),
         )
