@@ -23,12 +23,13 @@ from prfaas.serving.transport import (
     TransferStatus,
     prompt_digest,
 )
+from prfaas.serving.transport.pacing import PaceOrder
 
 KEY = bytes(range(32))
 FINGERPRINT = {"model": "tiny", "layers": 4, "dtype": "bf16"}
 FAST_RECEIVER = ReceiverOptions(
     staging_wait_s=5.0,
-    reconnect_grace_s=1.0,
+    resume_s=1.0,
     progress_deadline_s=2.0,
     ttl_s=60.0,
     tombstone_s=60.0,
@@ -36,7 +37,7 @@ FAST_RECEIVER = ReceiverOptions(
 )
 FAST_SENDER = SenderOptions(
     accept_deadline_s=10.0,
-    reconnect_grace_s=1.0,
+    resume_s=1.0,
     progress_deadline_s=1.0,
     transfer_deadline_s=5.0,
     connect_s=2.0,
@@ -160,6 +161,7 @@ def make_receiver(
     key: bytes = KEY,
     tls: TlsIdentity | None = None,
     plain_peers: Sequence[str] = (),
+    on_pace: Callable[[PaceOrder], None] = lambda _order: None,
 ) -> Receiver:
     receiver = Receiver(
         name="c/0",
@@ -173,6 +175,7 @@ def make_receiver(
         producers=["p/0"],
         tls=tls,
         plain_peers=plain_peers,
+        on_pace=on_pace,
     )
     receiver.start()
     return receiver
