@@ -271,6 +271,8 @@ class TransferSection(_Section):
     load_wait_s: Seconds = 30.0
     staging_wait_s: Seconds = 20.0
     staging_ttl_s: Seconds = 60.0
+    silence_s: Seconds = 3.0
+    resume_s: Seconds = 2.5
     progress_deadline_s: Seconds = 8.0
     page_digests: bool = True
     user_timeout_s: Seconds = 10.0

@@ -223,6 +223,10 @@ class TransferLimits:
     """TCP_USER_TIMEOUT of KV connections: bytes that are unacknowledged so long end one."""
     keepalive_s: float = 10.0
     """A silent KV connection is probed by TCP after that time."""
+    silence_s: float = 3.0
+    """A silent path of an open transfer is noticed within that time."""
+    resume_s: float = 2.5
+    """A transfer goes on if the other side comes back within that time after its last sign of life."""
 
 
 @dataclass(frozen=True, slots=True)

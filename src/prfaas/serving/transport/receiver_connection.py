@@ -15,6 +15,7 @@ from typing import Any
 
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, HandshakeError, PeerIdentity
 from prfaas.serving.transport.incoming import ProducerSession
+from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.sockets import (
     ConnectionEnded,
     read_tcp_info,
@@ -30,6 +31,7 @@ from prfaas.serving.transport.wire import (
     checksum_of,
     pack_control,
     parse_control,
+    seconds_field,
     text_field,
     unpack_header,
 )
@@ -39,6 +41,7 @@ log = logging.getLogger(__name__)
 _MAX_OUTBOX_FRAMES = 8192
 _OUTBOX_PRESSURE_FRAMES = 64
 _MAX_WATCHED = 65536
+_MAX_LEAD_S = 60.0
 
 
 class ReceiverConnection:
@@ -51,6 +54,7 @@ class ReceiverConnection:
         stats: Callable[[], dict[str, Any]],
         shake_hands: Callable[["ReceiverConnection", socket.socket], PeerIdentity],
         on_stranger_failed: Callable[[str, str], None],
+        on_pace: Callable[[PaceOrder], None],
         progress_deadline_s: float,
     ) -> None:
         """`on_stranger_failed` gets a sentence, and who it was if it has proved that before it failed."""
@@ -59,6 +63,7 @@ class ReceiverConnection:
         self._stats = stats
         self._shake_hands = shake_hands
         self._on_stranger_failed = on_stranger_failed
+        self._on_pace = on_pace
         self._progress_deadline_s = progress_deadline_s
         self._outbox: deque[memoryview] = deque()
         self._sending = threading.Lock()
@@ -190,11 +195,14 @@ class ReceiverConnection:
                     if len(self._watched) >= _MAX_WATCHED:
                         raise WireError(f"an observer may watch {_MAX_WATCHED} transfers at once")
                     self._watched.add(header.transfer_id)
-                    self._table.watch(self, header.transfer_id)
+                    lead_s = seconds_field(body, "lead_s", _MAX_LEAD_S)
+                    self._table.watch(self, header.transfer_id, lead_s)
                 elif header.kind is FrameType.ABANDON:
                     self._table.drop(header.transfer_id, text_field(body, "reason"))
                 elif header.kind is FrameType.STATS:
                     self.post(pack_control(FrameType.STATS, body=self._stats()))
+                elif header.kind is FrameType.PACE:
+                    self._on_pace(PaceOrder.from_body(body))
                 else:
                     raise WireError(f"an observer may not send {header.kind.name}")
         finally:

@@ -21,7 +21,7 @@ from prfaas.serving.transport.handshake import (
 )
 from prfaas.serving.transport.options import Peer, SenderOptions
 from prfaas.serving.transport.outgoing import OutgoingTransfer
-from prfaas.serving.transport.pacing import LinkPacer
+from prfaas.serving.transport.pacing import LinkPacer, PaceOrder
 from prfaas.serving.transport.peer_queue import PeerQueue
 from prfaas.serving.transport.sender_connection import SenderConnection
 from prfaas.serving.transport.sockets import LinkSample
@@ -156,7 +156,13 @@ class Sender:
         if self._supervisor.ident is not None:
             self._supervisor.join()
 
-    def open(self, ticket: Ticket, sealed: str, region_bytes: Sequence[int]) -> OutgoingTransfer:
+    def open(
+        self,
+        ticket: Ticket,
+        sealed: str,
+        region_bytes: Sequence[int],
+        cached_tokens: int | None = None,
+    ) -> OutgoingTransfer:
         """Begin the transfer that a ticket allows; never blocks, never raises for the network.
 
         A consumer that is not among the peers gives a transfer that is FAILED already. A ticket names an
@@ -166,6 +172,7 @@ class Sender:
             ticket: whose transfer it is.
             sealed: the same ticket as the consumer checks it.
             region_bytes: size of each region, in bytes, as the consumer computes them too.
+            cached_tokens: tokens that this side had cached, for those who watch the transfer; None: not told.
         """
         peer_key = ticket.consumer
         if peer_key not in self._queues and "/" in self.name:
@@ -175,7 +182,7 @@ class Sender:
             reason = f"{self.name} has no peer named {ticket.consumer}"
             return OutgoingTransfer.failed(ticket.transfer_id, region_bytes, reason)
         self._connect(peer_key)
-        return queue.open(ticket.transfer_id, sealed, region_bytes)
+        return queue.open(ticket.transfer_id, sealed, region_bytes, ticket.service, cached_tokens)
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, per peer; every gauge but `connections` is 0 when nothing is going on."""
@@ -191,12 +198,19 @@ class Sender:
         }
 
     def set_bandwidth(self, link: str, bits_per_s: float) -> None:
-        """Pace `link` at another rate from now on.
+        """Send at most that on `link` from now on, whatever is told by `pace`.
 
         Raises:
             KeyError: no peer is on this link.
         """
         self._pacers[link].set_bandwidth(bits_per_s)
+
+    def pace(self, order: PaceOrder) -> None:
+        """Obey the control plane; links that this sender does not know, or that are not paced, are ignored."""
+        for link, bits_per_s in order.bits_per_s.items():
+            pacer = self._pacers.get(link)
+            if pacer is not None:
+                pacer.tell(bits_per_s, order.hold_s)
 
     def telemetry(self) -> dict[str, Any]:
         """What observers of this engine get.
@@ -216,7 +230,8 @@ class Sender:
     def _add(self, peer_key: str, peer: Peer) -> None:
         if peer.encrypted and self._tls is None:
             raise ValueError(f"peer {peer.name} is encrypted, and {self.name} has no TLS identity")
-        pacer = self._pacers.setdefault(peer.link, LinkPacer(peer.bandwidth_bits_per_s))
+        pacer = LinkPacer(peer.bandwidth_bits_per_s, peer.share_bits_per_s)
+        pacer = self._pacers.setdefault(peer.link, pacer)
         if pacer.bandwidth_bits_per_s != peer.bandwidth_bits_per_s:
             raise ValueError(f"peers of link {peer.link!r} name different bandwidths")
         self._queues[peer_key] = PeerQueue(peer, self._options, pacer, self._wake.set)
@@ -264,6 +279,8 @@ class Sender:
     def _supervise_once(self) -> None:
         """Sample every busy peer's connections, apply the deadlines, close what is stuck."""
         now_s = time.monotonic()
+        for pacer in self._pacers.values():
+            pacer.look()
         for peer_key, queue in self._queues.items():
             if not queue.busy:
                 continue

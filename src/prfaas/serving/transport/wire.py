@@ -43,7 +43,7 @@ class VersionError(WireError):
 
 
 class FrameType(enum.IntEnum):
-    """Types by number: 1 to 5 handshake, 16 to 23 transfers, 32 to 35 observers."""
+    """Types by number: 1 to 5 handshake, 16 to 25 transfers, 32 to 36 observers."""
 
     HELLO = 1
     CHALLENGE = 2
@@ -58,10 +58,13 @@ class FrameType(enum.IntEnum):
     NACK = 21
     END = 22
     ABORT = 23
+    PING = 24
+    PONG = 25
     WATCH = 32
     STATUS = 33
     ABANDON = 34
     STATS = 35
+    PACE = 36
 
 
 _TYPES = {int(kind): kind for kind in FrameType}
@@ -84,7 +87,7 @@ class Header:
     region: int
     """Of DATA, ACK and NACK; `END_REGION` in the ACK of an END."""
     offset: int
-    """In the region, in bytes; of DATA, ACK and NACK."""
+    """In the region, in bytes; of DATA, ACK and NACK. Of PING a number, which its PONG repeats."""
     length_bytes: int
     """Of the payload that follows."""
     checksum: int
@@ -224,6 +227,27 @@ def count_field(body: Mapping[str, Any], name: str, maximum: int) -> int:
     return value
 
 
+def cached_tokens_of(body: Mapping[str, Any]) -> int | None:
+    """`body["cached_tokens"]` of an OPEN or STATUS; None where the producer has not told.
+
+    Raises:
+        WireError: it is no number of tokens.
+    """
+    return None if body.get("cached_tokens") is None else count_field(body, "cached_tokens", 1 << 30)
+
+
+def seconds_field(body: Mapping[str, Any], name: str, maximum: float) -> float:
+    """The seconds `body[name]` of a control frame, within 0..maximum; 0 where it is missing.
+
+    Raises:
+        WireError: it is no number or out of bounds.
+    """
+    value = body.get(name, 0)
+    if type(value) not in (int, float) or not 0 <= value <= maximum:
+        raise WireError(f"field {name!r} must be a number within 0..{maximum:g}")
+    return float(value)
+
+
 def ack(header: Header) -> bytes:
     """The consumer has the chunk, or the END, of this header."""
     region = END_REGION if header.kind is FrameType.END else header.region
@@ -233,6 +257,16 @@ def ack(header: Header) -> bytes:
 def nack(header: Header) -> bytes:
     """The chunk of this header arrived damaged."""
     return pack_header(FrameType.NACK, header.transfer_id, region=header.region, offset=header.offset)
+
+
+def ping(number: int) -> bytes:
+    """Ask the other side for a sign of life; its PONG repeats `number`."""
+    return pack_header(FrameType.PING, offset=number)
+
+
+def pong(header: Header) -> bytes:
+    """The answer to the PING of this header."""
+    return pack_header(FrameType.PONG, offset=header.offset)
 
 
 def abort(transfer_id: bytes, reason: str) -> bytes:
@@ -278,6 +312,10 @@ class TransferStatus:
     skip_tokens: int
     taken: bool = False
     """The engine owns the staged bytes already."""
+    soon: bool = False
+    """It has come so far that a watcher's request for it may be sent, see `IncomingTransfer.is_soon`."""
+    cached_tokens: int | None = None
+    """Tokens that the producer had cached, where its OPEN said so."""
 
     @classmethod
     def refused(cls, reason: str) -> Self:
@@ -295,6 +333,8 @@ class TransferStatus:
             "num_tokens": self.num_tokens,
             "skip_tokens": self.skip_tokens,
             "taken": self.taken,
+            "soon": self.soon,
+            "cached_tokens": self.cached_tokens,
         }
 
     @classmethod
@@ -317,4 +357,6 @@ class TransferStatus:
             num_tokens=count_field(body, "num_tokens", 1 << 30),
             skip_tokens=count_field(body, "skip_tokens", 1 << 30),
             taken=body.get("taken") is True,
+            soon=body.get("soon") is True,
+            cached_tokens=cached_tokens_of(body),
         )
