@@ -136,7 +136,7 @@ class _HostPageCopy:
         self._page = page
 
     def view(self, start: int, nbytes: int) -> memoryview:
-        return memoryview(self._page[start : start + nbytes])
+        return self._page[start : start + nbytes].data
 
     def read(self, start: int, out: memoryview) -> None:
         np.copyto(np.frombuffer(out, dtype=np.uint8), self._page[start : start + len(out)])
@@ -157,7 +157,7 @@ class HostPages:
         self._pages: Bytes2D = raw.numpy()
         self._stride_bytes = raw.stride(0)
         extent_bytes = (raw.shape[0] - 1) * self._stride_bytes + self.page_bytes
-        self._memory = memoryview(np.lib.stride_tricks.as_strided(self._pages, (extent_bytes,), (1,)))
+        self._memory = np.lib.stride_tricks.as_strided(self._pages, (extent_bytes,), (1,)).data
 
     def mark_written(self) -> None:
         """Nothing to remember: host kernels have finished when the hook runs."""
