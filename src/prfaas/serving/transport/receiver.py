@@ -187,12 +187,7 @@ class Receiver:
 
     def _shake_hands(self, connection: ReceiverConnection, sock: socket.socket) -> PeerIdentity:
         options = self._options
-        tune(
-            sock,
-            user_timeout_s=options.user_timeout_s,
-            keepalive_s=options.keepalive_s,
-            congestion=options.congestion,
-        )
+        tune(sock, user_timeout_s=options.user_timeout_s, keepalive_s=options.keepalive_s)
 
         def admit(identity: PeerIdentity) -> None:
             with self._lock:

@@ -182,7 +182,7 @@ class Sender:
             reason = f"{self.name} has no peer named {ticket.consumer}"
             return OutgoingTransfer.failed(ticket.transfer_id, region_bytes, reason)
         self._connect(peer_key)
-        return queue.open(ticket.transfer_id, sealed, region_bytes, cached_tokens)
+        return queue.open(ticket.transfer_id, sealed, region_bytes, ticket.service, cached_tokens)
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, per peer; every gauge but `connections` is 0 when nothing is going on."""

@@ -17,6 +17,9 @@ from prfaas.serving.transport.sender import Sender
 
 logger = logging.getLogger(__name__)
 
+# A preemption waits that long for chunks that are being sent: about as long as one takes on a paced link.
+_RECALL_PATIENCE_S = 0.05
+
 
 @dataclass(slots=True)
 class _OpenSend:
@@ -169,10 +172,13 @@ class KvProducer:
         """Copy out what is unsent of preempted requests before vLLM overwrites their blocks."""
         for request_id in request_ids:
             open_send = self._open_sends.get(request_id)
-            for ref in open_send.sources if open_send is not None else ():
+            if open_send is None:
+                continue
+            for ref in open_send.sources:
                 source = ref()
                 if source is not None:
                     source.detach()
+            open_send.transfer.recall(_RECALL_PATIENCE_S)
 
     def hold(self, held: Mapping[str, bool]) -> None:
         """Take note of finished requests whose blocks wait for us; give up those that were aborted (True)."""
