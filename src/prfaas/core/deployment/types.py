@@ -229,6 +229,8 @@ class TransferLimits:
     """A silent path of an open transfer is noticed within that time."""
     resume_s: float = 2.5
     """A transfer goes on if the other side comes back within that time after its last sign of life."""
+    decode_lead_s: float = 1.0
+    """A decode request is sent so long before its KV is expected to be complete; 0: not before it is."""
 
 
 @dataclass(frozen=True, slots=True)
