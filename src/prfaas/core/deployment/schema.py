@@ -247,6 +247,7 @@ class SecuritySection(_Section):
     encrypt_inside: bool = False
     engine_tls: EngineTls = "elsewhere"
     tenant_header: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")] | None = None
+    tenant_weights: dict[Text, Annotated[int, Field(ge=1, le=1000)]] = {}
 
 
 class EngineSection(_Section):

@@ -51,6 +51,8 @@ class TransferSpec:
     """How many requests load it at the consumer."""
     sealed_from: str | None = None
     """The sealed ticket of a prefix that the producer loads first."""
+    background: bool = False
+    """It gets what other transfers leave of the link."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,6 +271,8 @@ class PrefillOrchestrator:
                 token_ids=prompt.token_ids[:prefix_tokens],
                 skip_tokens=wanted.skip_tokens,
                 kv_bytes=wanted.kv_bytes,
+                # Only an abundant link is worth a cache transfer (section 3.4.3).
+                background=True,
             )
             try:
                 # Not `measured`: how long it took says nothing about the prefill.

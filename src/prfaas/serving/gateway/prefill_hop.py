@@ -19,7 +19,7 @@ from prfaas.serving.gateway.kv_transfer import (
     TransferredBytes,
     TransferSpec,
 )
-from prfaas.serving.gateway.request import ServingRequest
+from prfaas.serving.gateway.request import ServingRequest, Tenants
 from prfaas.serving.transport.ticket import Ticket, prompt_digest
 
 logger = logging.getLogger(__name__)
@@ -53,10 +53,16 @@ class PrefillHop:
     """Has a producer prefill and send, reports producers that fail, and frees what they leave in staging."""
 
     def __init__(
-        self, deployment: Deployment, key: bytes, transfers: KvTransfers, context: GatewayContext
+        self,
+        deployment: Deployment,
+        key: bytes,
+        transfers: KvTransfers,
+        tenants: Tenants,
+        context: GatewayContext,
     ) -> None:
         """`key` seals tickets."""
         self._key = key
+        self._tenants = tenants
         self._bandwidth_bits_per_s = {
             (link.source, link.target): link.bandwidth_bits_per_s for link in deployment.links
         }
@@ -147,6 +153,7 @@ class PrefillHop:
             lifetime_s=self._options.ticket_lifetime_s,
             now_s=time.time(),
             uses=spec.uses,
+            service=self._tenants.transfer_class(request.salt, background=spec.background),
         )
         sealed = ticket.seal(self._key)
         body = prefill_body(

@@ -19,6 +19,7 @@ from prfaas.serving.gateway.context import GatewayOptions, ThreadOffload
 from prfaas.serving.gateway.kv_transfer import StartedTransfer, TransferDone
 from prfaas.serving.gateway.prompts import Endpoint, Prompt, prompt_of, samples_of
 from prfaas.serving.gateway.request_log import RequestRecord, WaitsFor
+from prfaas.serving.transport.ticket import TENANT_BYTES, TransferClass
 
 # The only client headers that an engine sees, and only in this form.
 _TRACE_HEADERS = {
@@ -26,6 +27,7 @@ _TRACE_HEADERS = {
     "tracestate": re.compile(r"[ -~]{1,512}"),
 }
 _TENANT_PURPOSE = b"prfaas tenant\x00"
+_LINK_PURPOSE = b"prfaas tenant on a link\x00"
 _SALT_BYTES = 16
 
 
@@ -133,10 +135,16 @@ class Headers(Protocol):
 class Tenants:
     """Derives salts with the deployment's key, so that no client can guess or choose another's."""
 
-    def __init__(self, key: bytes, header: str | None) -> None:
-        """`header` names the tenant. None: all requests are one tenant's and share prefixes."""
+    def __init__(self, key: bytes, header: str | None, weights: Mapping[str, int] | None = None) -> None:
+        """
+        Args:
+            key: of the deployment.
+            header: names the tenant. None: all requests are one tenant's and share prefixes.
+            weights: parts of a link by the header's value; 1 for all others.
+        """
         self._key = key
         self._header = header
+        self._weights = {self._salt(name.encode()): weight for name, weight in (weights or {}).items()}
 
     def names(self, headers: Headers) -> bool:
         """Whether a request says whose it is. Those that don't are one tenant's together."""
@@ -156,6 +164,17 @@ class Tenants:
         if len(values) > 1:
             raise ApiError(400, f"The header {self._header} must not be given more than once.")
         value = values[0].encode("utf-8", "surrogateescape") if values else b""
+        return self._salt(value)
+
+    def transfer_class(self, salt: str, *, background: bool) -> TransferClass:
+        """How a transfer of the tenant with this salt shares a link."""
+        if not salt:
+            return TransferClass(background=background)
+        # Not the salt itself: a ticket may be read by anybody.
+        mark = hmac.digest(self._key, _LINK_PURPOSE + salt.encode(), hashlib.sha256)[:TENANT_BYTES]
+        return TransferClass(mark, self._weights.get(salt, 1), background)
+
+    def _salt(self, value: bytes) -> str:
         return hmac.digest(self._key, _TENANT_PURPOSE + value, hashlib.sha256)[:_SALT_BYTES].hex()
 
 
