@@ -79,7 +79,7 @@ def meet(client: Callable[[socket.socket], object], **server: Any) -> tuple[obje
 def test_both_sides_agree() -> None:
     outcome, identity = meet(lambda sock: greet(sock, hello()))
     assert outcome is None
-    assert identity == PeerIdentity("p/0", ROLE_PRODUCER, "s1")
+    assert identity == (PeerIdentity("p/0", ROLE_PRODUCER, "s1"), None)
 
 
 def test_observer_needs_no_layout_and_no_listing() -> None:
@@ -87,7 +87,7 @@ def test_observer_needs_no_layout_and_no_listing() -> None:
         lambda sock: greet(sock, hello(name="gateway", role=ROLE_OBSERVER, fingerprint={}))
     )
     assert outcome is None
-    assert identity == PeerIdentity("gateway", ROLE_OBSERVER, "s1")
+    assert identity == (PeerIdentity("gateway", ROLE_OBSERVER, "s1"), None)
 
 
 @pytest.mark.parametrize(
@@ -120,14 +120,14 @@ def test_other_version_is_told_both() -> None:
         return receive_control(sock)[1]["reason"]
 
     outcome, error = meet(client)
-    assert outcome == "c/0 speaks protocol version 1, the peer 7"
+    assert outcome == "c/0 speaks protocol version 2, the peer 7"
     assert isinstance(error, HandshakeError)
 
     def alien(sock: socket.socket) -> Any:
-        sock.sendall(pack_control(FrameType.HELLO, body={}, version=2))
+        sock.sendall(pack_control(FrameType.HELLO, body={}, version=3))
         return receive_control(sock)[1]["reason"]
 
-    assert meet(alien)[0] == "peer speaks protocol version 2, this side 1"
+    assert meet(alien)[0] == "peer speaks protocol version 3, this side 2"
 
 
 def test_proof_cannot_be_replayed_or_reflected() -> None:

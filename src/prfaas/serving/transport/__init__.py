@@ -1,7 +1,7 @@
 """Moving KV between machines over TCP: verified, paced, resumable. Knows bytes, regions and offsets, nothing
 of vLLM or HTTP. The wire format is in docs/reference/wire-format.md."""
 
-from prfaas.serving.transport.handshake import Fingerprint, HandshakeError
+from prfaas.serving.transport.handshake import Fingerprint
 from prfaas.serving.transport.incoming import RegionLayout
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
@@ -12,18 +12,21 @@ from prfaas.serving.transport.outgoing import (
     SendPhase,
     SourceGone,
 )
+from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.sockets import LinkSample, TcpInfo
+from prfaas.serving.transport.sockets import HandshakeError, LinkSample, TcpInfo
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena, StagingLease
 from prfaas.serving.transport.ticket import (
     KeyFileError,
     Ticket,
     TicketError,
+    TransferClass,
     create_key,
     load_key,
     prompt_digest,
 )
+from prfaas.serving.transport.tls_identity import TlsFileError, TlsIdentity
 from prfaas.serving.transport.wire import PROTOCOL_VERSION, TransferPhase, TransferStatus, WireError
 
 __all__ = [
@@ -36,6 +39,7 @@ __all__ = [
     "LinkSample",
     "Observer",
     "OutgoingTransfer",
+    "PaceOrder",
     "Peer",
     "Receiver",
     "ReceiverOptions",
@@ -50,6 +54,9 @@ __all__ = [
     "TcpInfo",
     "Ticket",
     "TicketError",
+    "TlsFileError",
+    "TlsIdentity",
+    "TransferClass",
     "TransferPhase",
     "TransferStatus",
     "WireError",

@@ -18,9 +18,13 @@ class Peer:
     connections: int
     """Parallel TCP connections, 1 to 64."""
     bandwidth_bits_per_s: float | None
-    """Of the whole link; None: not paced."""
+    """Goodput of the whole link; None: not paced."""
     on_demand: bool = False
     """Connected by the first transfer instead of ahead of time."""
+    encrypted: bool = False
+    """Its connections are encrypted, and never fall back; the sender must have a TLS identity."""
+    share_bits_per_s: float | None = None
+    """What this sender may use of the link while no control plane tells it; None: all of it."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.connections <= 64:
@@ -29,6 +33,8 @@ class Peer:
             raise ValueError(f"peer {self.name}: port is {self.port}, not within 1..65535")
         if self.bandwidth_bits_per_s is not None and not self.bandwidth_bits_per_s > 0:
             raise ValueError(f"peer {self.name}: bandwidth_bits_per_s must be above 0 or absent")
+        if self.share_bits_per_s is not None and not self.share_bits_per_s > 0:
+            raise ValueError(f"peer {self.name}: share_bits_per_s must be above 0 or absent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +43,14 @@ class ReceiverOptions:
 
     staging_wait_s: float = 30.0
     """An OPEN waits that long for staging before it is refused."""
-    reconnect_grace_s: float = 2.0
-    """A producer without any connection that long has lost its unfinished transfers."""
+    silence_s: float = 3.0
+    """A path that is silent so long while a transfer is open has been noticed. After half of it without a sign of
+    life a connection is closed, so that the producer can make a new one."""
+    resume_s: float = 2.5
+    """A producer that has no connection and gave no sign of life for so long has lost its unfinished transfers."""
     progress_deadline_s: float = 10.0
-    """After END, or inside a frame, the producer must deliver something that often."""
+    """After END, or inside a frame, the producer must deliver something that often. Before END it must at least
+    answer a PING that often."""
     idle_deadline_s: float = 600.0
     """Before END (prefill may be slow), a transfer must gain a byte that often."""
     ttl_s: float = 120.0
@@ -53,8 +63,6 @@ class ReceiverOptions:
     """TCP_USER_TIMEOUT of every connection."""
     keepalive_s: float = 10.0
     """A silent connection is probed after that time (TCP keepalive)."""
-    congestion: str | None = "bbr"
-    """Congestion control to ask the kernel for; None: its default."""
     max_connections: int = 256
     """Of peers that have proved to have the key."""
     max_strangers: int = 64
@@ -72,10 +80,14 @@ class SenderOptions:
 
     accept_deadline_s: float = 60.0
     """An OPEN without an answer that long fails; must be longer than the receiver's `staging_wait_s`."""
-    reconnect_grace_s: float = 2.0
-    """A peer without any connection that long fails its transfers."""
+    silence_s: float = 3.0
+    """A path that is silent so long while a transfer is open has been noticed. After half of it without a sign of
+    life a connection is closed; its chunks go to others, and a new one is made."""
+    resume_s: float = 2.5
+    """A peer that has no connection and gave no sign of life for so long fails its transfers."""
     progress_deadline_s: float = 5.0
-    """A connection with unanswered chunks that long is closed; the chunks go back to the queue."""
+    """A connection to an engine that so long takes no bytes and answers nothing, while its machine does, is
+    closed."""
     transfer_deadline_s: float = 20.0
     """A peer that has work and acknowledges nothing that long fails its transfers."""
     connect_s: float = 5.0
@@ -89,13 +101,15 @@ class SenderOptions:
     keepalive_s: float = 10.0
     """A silent connection is probed after that time (TCP keepalive)."""
     congestion: str | None = "bbr"
-    """Congestion control to ask the kernel for; None: its default."""
-    chunk_bytes: int = 1 << 20
-    """The largest chunk, and the size of each connection's buffer."""
+    """Congestion control to ask the kernel for on paths over a millisecond; None: its default everywhere."""
+    chunk_bytes: int = 4 << 20
+    """The largest chunk."""
     min_chunk_bytes: int = 32 << 10
     """The smallest chunk that a slow link leads to."""
     chunk_s: float = 0.05
     """A paced connection's chunks are cut so that each takes about that long."""
+    checksums: bool = True
+    """Every chunk carries an xxh3_64, and a damaged one is sent again; else TCP's checks must do."""
     max_resends: int = 8
     """A chunk reported damaged more often fails its transfer."""
     sample_s: float = 0.1

@@ -11,19 +11,22 @@ from typing import Any
 
 from prfaas import __version__
 from prfaas.serving.logs import PEER
+from prfaas.serving.transport.arrival import Arrival
 from prfaas.serving.transport.handshake import (
     Fingerprint,
-    HandshakeError,
     PeerIdentity,
     bounded_sentences,
     welcome,
 )
 from prfaas.serving.transport.incoming import RegionLayout
 from prfaas.serving.transport.options import ReceiverOptions
+from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.receiver_connection import ReceiverConnection
-from prfaas.serving.transport.sockets import shut, tune
+from prfaas.serving.transport.sealing import Sealing
+from prfaas.serving.transport.sockets import HandshakeError, shut, tune
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
 from prfaas.serving.transport.strangers import Strangers
+from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.transfer_table import TransferTable
 from prfaas.serving.transport.wire import TransferStatus
 
@@ -56,6 +59,9 @@ class Receiver:
         options: ReceiverOptions | None = None,
         producers: Collection[str] | None = None,
         sender_telemetry: Callable[[], dict[str, Any]] | None = None,
+        tls: TlsIdentity | None = None,
+        plain_peers: Collection[str] = (),
+        on_pace: Callable[[PaceOrder], None] = lambda _order: None,
     ) -> None:
         """Nothing listens before `start`.
 
@@ -70,6 +76,9 @@ class Receiver:
             options: deadlines and limits.
             producers: the only names that may send; None: all that have the key.
             sender_telemetry: what this engine's sender knows of its links; observers get it with `stats`.
+            tls: takes encrypted connections too; None: all connections are plain.
+            plain_peers: with `tls`, the only instances (of producers and observers) whose connections may be plain.
+            on_pace: called with what an observer orders this engine's sender; in the connection's thread.
         """
         self.name = name
         self._key = key
@@ -80,6 +89,9 @@ class Receiver:
         self._options = options or ReceiverOptions()
         self._producers = None if producers is None else frozenset(producers)
         self._sender_telemetry = sender_telemetry
+        self._tls = tls
+        self._plain_peers = frozenset(plain_peers)
+        self._on_pace = on_pace
         self._table = TransferTable(name=name, key=key, arena=arena, layout=layout, options=self._options)
         self._lock = threading.Lock()
         self._connections: dict[ReceiverConnection, threading.Thread] = {}
@@ -88,6 +100,7 @@ class Receiver:
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
         self._failed_connections = 0
+        self._forged_frames = 0
         self._accept_failures = 0
         self._thread_errors = 0
 
@@ -137,6 +150,14 @@ class Receiver:
         """The staged bytes of a COMPLETE transfer, once; the caller must free them. None otherwise."""
         return self._table.take(transfer_id)
 
+    def lend(self, transfer_id: bytes, on_change: Callable[[], None]) -> Arrival | None:
+        """A transfer to read while it arrives; None while it has no staging, or none any more.
+
+        `on_change` is called after each chunk and when the transfer completes or fails, by the thread that knows of
+        it: it must not block, nor call the receiver.
+        """
+        return self._table.lend(transfer_id, on_change)
+
     def drop(self, transfer_id: bytes, reason: str) -> None:
         """Give a transfer up: frees its staging unless taken, tells the producer, refuses the id from
         now on.
@@ -155,7 +176,9 @@ class Receiver:
             "connections": len(roles),
             "producer_connections": roles.count("producer"),
             "observer_connections": roles.count("observer"),
+            "encrypted_connections": sum(each.sealing is not None for each in connections),
             "failed_connections": self._failed_connections,
+            "forged_frames": self._forged_frames,
             "strangers": len(self._strangers),
             "closed_strangers": self._strangers.closed,
             "accept_failures": self._accept_failures,
@@ -165,14 +188,11 @@ class Receiver:
             "sender": self._sender_telemetry() if self._sender_telemetry is not None else {"links": {}},
         }
 
-    def _shake_hands(self, connection: ReceiverConnection, sock: socket.socket) -> PeerIdentity:
+    def _shake_hands(
+        self, connection: ReceiverConnection, sock: socket.socket
+    ) -> tuple[PeerIdentity, Sealing | None]:
         options = self._options
-        tune(
-            sock,
-            user_timeout_s=options.user_timeout_s,
-            keepalive_s=options.keepalive_s,
-            congestion=options.congestion,
-        )
+        tune(sock, user_timeout_s=options.user_timeout_s, keepalive_s=options.keepalive_s)
 
         def admit(identity: PeerIdentity) -> None:
             with self._lock:
@@ -185,7 +205,7 @@ class Receiver:
             self._strangers.leave(sock)
             self._strangers.forgive(identity.name)
 
-        identity = welcome(
+        identity, sealing = welcome(
             sock,
             key=self._key,
             name=self.name,
@@ -193,10 +213,12 @@ class Receiver:
             fingerprint=self._fingerprint,
             producers=self._producers,
             handshake_s=options.handshake_s,
+            tls=self._tls,
+            plain_peers=self._plain_peers,
             admit=admit,
         )
         sock.settimeout(None)
-        return identity
+        return identity, sealing
 
     def _accept(self) -> None:
         listener = self._listener
@@ -235,6 +257,7 @@ class Receiver:
             self.stats,
             self._shake_hands,
             self._strangers.note,
+            self._on_pace,
             self._options.progress_deadline_s,
         )
 
@@ -248,6 +271,7 @@ class Receiver:
                 with self._lock:
                     del self._connections[connection]
                     self._failed_connections += bool(connection.failure)
+                    self._forged_frames += connection.forged
 
         if not self._strangers.enter(sock, address):
             sock.close()
