@@ -16,8 +16,9 @@
  *
  *   set FROM TO RATE_BITS_PER_S DELAY_NS QUEUE_BYTES LOSS BLACKHOLE   rate 0: the line stands still, the queue is kept
  *   count FROM TO                                                     counters, as JSON
- *   kill COUNT PORT                                                   RST to both ends of that many TCP connections,
- *                                                                     the oldest first; COUNT or PORT 0: any
+ *   kill COUNT PORT                                                   RST to both ends of that many TCP connections
+ *                                                                     between sites, those with the most bytes first;
+ *                                                                     COUNT or PORT 0: any
  *
  * Only IPv4 passes. A packet occupies the line for 38 bytes more than its IP length: Ethernet's header, checksum,
  * preamble and gap. */
@@ -60,10 +61,11 @@ enum {
 };
 enum { FIN = 0x01, SYN = 0x02, RST = 0x04, PSH = 0x08, ACK = 0x10, CWR = 0x80 };
 
-/* A TCP connection; end 0 sent the first packet that was seen. Flows are never freed: a laboratory lives for minutes, and
- * packets in the queues point to them. */
+/* A TCP connection between sites; end 0 sent the first packet that was seen. Flows are never freed: a laboratory lives
+ * for minutes, and packets in the queues point to them. */
 struct flow {
     struct flow *bucket_next, *younger;
+    uint64_t bytes;
     uint32_t address[2], next_sequence[2], acknowledged[2];
     uint16_t port[2];
     bool ended[2], killed;
@@ -453,6 +455,7 @@ static bool track(struct packet *packet)
     uint8_t flags = tcp[13];
     int sender;
     struct flow *flow = packet->flow = flow_of(ip, tcp, &sender);
+    flow->bytes += packet->length;
     if ((flags & (SYN | ACK)) == SYN) /* the same ports are used again */
         flow->ended[0] = flow->ended[1] = flow->killed = false;
     uint32_t payload = packet->length - VNET_BYTES - (uint32_t)(tcp - ip) - (tcp[12] >> 4) * 4u;
@@ -473,14 +476,19 @@ static bool track(struct packet *packet)
 static unsigned kill_flows(unsigned most, unsigned port)
 {
     unsigned killed = 0;
-    for (struct flow *flow = oldest; flow != NULL && (most == 0 || killed < most); flow = flow->younger) {
-        if (flow->killed || (flow->ended[0] && flow->ended[1]))
-            continue;
-        if (port != 0 && flow->port[0] != port && flow->port[1] != port)
-            continue;
-        flow->killed = true;
-        reset_end(flow, 0);
-        reset_end(flow, 1);
+    while (most == 0 || killed < most) {
+        struct flow *busiest = NULL;
+        for (struct flow *flow = oldest; flow != NULL; flow = flow->younger) {
+            bool ended = flow->killed || (flow->ended[0] && flow->ended[1]);
+            bool meant = port == 0 || flow->port[0] == port || flow->port[1] == port;
+            if (!ended && meant && (busiest == NULL || flow->bytes > busiest->bytes))
+                busiest = flow;
+        }
+        if (busiest == NULL)
+            break;
+        busiest->killed = true;
+        reset_end(busiest, 0);
+        reset_end(busiest, 1);
         killed++;
     }
     return killed;
@@ -516,11 +524,14 @@ static struct packet *read_packet(int tun, bool *empty)
         uint32_t payload = packet->length - VNET_BYTES - packet->header_bytes;
         packet->segments = (uint16_t)((payload + packet->segment_bytes - 1) / packet->segment_bytes);
     }
-    if (ip[9] == TCP && (get16(ip + 6) & 0x1fff) == 0 && length >= VNET_BYTES + ip_bytes + 20 && !track(packet)) {
-        release(packet);
-        return NULL;
-    }
     return packet;
+}
+
+static bool is_tcp(const struct packet *packet)
+{
+    const uint8_t *ip = packet->data + VNET_BYTES;
+    bool first_fragment = (get16(ip + 6) & 0x1fff) == 0;
+    return ip[9] == TCP && first_fragment && packet->length >= VNET_BYTES + (ip[0] & 15) * 4u + 20;
 }
 
 static void take_in(unsigned from, uint64_t at_ns)
@@ -538,7 +549,7 @@ static void take_in(unsigned from, uint64_t at_ns)
                 continue;
             if (hosts[to].site == hosts[from].site)
                 deliver(&(struct piece){packet, at_ns, 0, packet->segments});
-            else
+            else if (!is_tcp(packet) || track(packet))
                 arrive(&lines[hosts[from].site][hosts[to].site], packet, at_ns);
         }
         release(packet);

@@ -261,10 +261,10 @@ class Laboratory:
         return LineCounters(**json.loads(answer))
 
     def kill_connections(self, count: int | None = None, port: int | None = None) -> int:
-        """End TCP connections: both ends get a RST, and nothing of them is delivered any more.
+        """End TCP connections between sites: both ends get a RST, and nothing of them is delivered any more.
 
         Args:
-            count: so many, the oldest first; None: all.
+            count: so many, those that have carried the most first; None: all.
             port: only those with this port at one end.
 
         Returns:
