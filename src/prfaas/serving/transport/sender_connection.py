@@ -32,6 +32,7 @@ from prfaas.serving.transport.sockets import (
 from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.wire import (
     HEADER_BYTES,
+    UNCHECKED,
     FrameType,
     Header,
     WireError,
@@ -285,17 +286,19 @@ class SenderConnection:
         Sealed bytes need none.
         """
         sealing = self._sealing
+        checked = sealing is None and self._options.checksums
         header = pack_header(
             FrameType.DATA,
             chunk.transfer.transfer_id,
             region=chunk.region,
             offset=chunk.start,
             length_bytes=sum(piece.nbytes for piece in pieces),
-            payload_checksum=checksum_of(pieces) if sealing is None else 0,
+            payload_checksum=checksum_of(pieces) if checked else 0,
+            flags=0 if checked else UNCHECKED,
         )
-        return (
-            [memoryview(header), *pieces] if sealing is None else sealing.sealer.seal_pieces(header, pieces)
-        )
+        if sealing is None:
+            return [memoryview(header), *pieces]
+        return sealing.sealer.seal_pieces(header, pieces)
 
     # The reader thread
 

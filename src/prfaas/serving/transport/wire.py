@@ -22,7 +22,7 @@ MAX_REGIONS = 1 << 16
 MAX_REGION_BYTES = 1 << 44
 NO_TRANSFER = bytes(16)
 # Flags of a header that this side understands; a frame with any other one is refused.
-KNOWN_FLAGS = 0
+KNOWN_FLAGS = UNCHECKED = 1 << 2
 # The region of an ACK that acknowledges END instead of a chunk.
 END_REGION = 0xFFFFFFFF
 
@@ -92,7 +92,7 @@ class Header:
     length_bytes: int
     """Of the payload that follows."""
     checksum: int
-    """xxh3_64 of the payload, 0 without one."""
+    """xxh3_64 of the payload, 0 without one or with flag `UNCHECKED`."""
     flags: int = 0
     """What was done to the payload: a set of `KNOWN_FLAGS`."""
 
