@@ -28,6 +28,7 @@ from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
 from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.wire import TransferPhase
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,12 @@ class Endpoints:
     """Sender and receiver of one instance, as its connector would have them."""
 
     def __init__(
-        self, deployment: Deployment, instance: Instance, layout: SyntheticLayout, key: bytes
+        self,
+        deployment: Deployment,
+        instance: Instance,
+        layout: SyntheticLayout,
+        key: bytes,
+        tls: TlsIdentity | None,
     ) -> None:
         limits = deployment.transfer
         self.counts = TransferCounts()
@@ -129,6 +135,7 @@ class Endpoints:
                     connections=peer.connections,
                     bandwidth_bits_per_s=peer.bandwidth_bits_per_s,
                     on_demand=peer.on_demand,
+                    encrypted=peer.encrypted,
                 )
                 for peer in deployment.peers_of(instance)
             },
@@ -142,6 +149,7 @@ class Endpoints:
                 accept_deadline_s=limits.staging_wait_s + 10.0,
                 chunk_bytes=_CHUNK_BYTES,
             ),
+            tls=tls,
         )
         self.arena = StagingArena(deployment.engine.staging_bytes, deployment.engine.transfer_block_bytes)
         self.receiver = Receiver(
@@ -164,6 +172,8 @@ class Endpoints:
                 keepalive_s=limits.keepalive_s,
             ),
             sender_telemetry=self.sender.telemetry,
+            tls=tls,
+            plain_peers=deployment.plain_peers_of(instance),
         )
         self._sweeper: asyncio.Task[None] | None = None
 
