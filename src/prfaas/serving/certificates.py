@@ -62,6 +62,11 @@ class Authority:
     name: str
     expires: datetime.datetime
 
+    @property
+    def ends_soon(self) -> bool:
+        """Certificates can't be made for their usual time any more."""
+        return self.expires - issuing.now() < LIFETIME_DAYS * issuing.DAY
+
 
 def members_of(deployment: Deployment) -> tuple[Member, ...]:
     """All that need a certificate: the instances in the order of the file, then the gateway and the tools."""
