@@ -157,6 +157,8 @@ def renamed(name: str) -> list[dict[str, Any]]:
         ({"clusters": renamed("10.0.0.7")}, '"10.0.0.7" can\'t stand in a certificate'),
         ({"security": {"engine_tls": "sometimes"}}, 'must be one of "elsewhere", "always", "never"'),
         ({"security": {"encrypt_inside": "yes"}}, "security.encrypt_inside: must be true or false"),
+        ({"security": {"tenant_weights": {"gold": 2}}}, "tenant_weights: needs security.tenant_header"),
+        ({"security": {"tenant_weights": {"gold": 0}}}, "security.tenant_weights.gold: must be"),
         ({"engine": {"extra_args": ["--ssl-keyfile=x"]}}, "give security.engine_tls and security.certificates"),
     ],
 )  # fmt: skip
@@ -165,6 +167,11 @@ def test_errors(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
         load(tmp_path, **changes)
     assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_tenants_have_weights(tmp_path: Path) -> None:
+    security = {"tenant_header": "x-tenant", "tenant_weights": {"gold": 4}}
+    assert load(tmp_path, security=security).security.tenant_weights == {"gold": 4}
 
 
 def test_names_are_free_where_nothing_is_encrypted(tmp_path: Path) -> None:

@@ -219,6 +219,8 @@ class TransferLimits:
     progress_deadline_s: float
     page_digests: bool = True
     """A digest of every page travels with a transfer and is compared after its load."""
+    checksums: bool = True
+    """Every chunk on its way carries a checksum, and is sent again if it does not fit."""
     user_timeout_s: float = 10.0
     """TCP_USER_TIMEOUT of KV connections: bytes that are unacknowledged so long end one."""
     keepalive_s: float = 10.0
@@ -227,6 +229,8 @@ class TransferLimits:
     """A silent path of an open transfer is noticed within that time."""
     resume_s: float = 2.5
     """A transfer goes on if the other side comes back within that time after its last sign of life."""
+    decode_lead_s: float = 1.0
+    """A decode request is sent so long before its KV is expected to be complete; 0: not before it is."""
 
 
 @dataclass(frozen=True, slots=True)
