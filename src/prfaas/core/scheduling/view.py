@@ -5,6 +5,7 @@ build it anew for every request would cost more than the decision (docs/explanat
 All times are seconds of one clock, `View.now_s`.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -115,6 +116,12 @@ class InstanceView:
         return f"InstanceView({', '.join(f'{field}={getattr(self, field)!r}' for field in self.__slots__)})"
 
 
+LinkCondition = Literal["clear", "busy", "congested", "slow", "slow-sender", "slow-receiver", "unheard", "down"]
+"""clear; busy: as full as its pace allows; congested: its queues build up, or it loses; slow: it carries less than
+configured; slow-sender, slow-receiver: one end and not the link sets the pace; unheard: nothing is heard of it; down:
+its connections are."""
+
+
 @dataclass(slots=True)
 class LinkView:
     """A directed link between clusters."""
@@ -128,10 +135,19 @@ class LinkView:
     drained_s: float = 0.0
     """When the bytes accepted for it will have left, as predicted."""
     rtt_s: float = 0.0
+    """The least that its connections have seen lately: what a transfer takes longer than its bytes."""
     retransmit_ratio: float = 0.0
+    """Share of the bytes sent in the last seconds that were sent again."""
     up: bool = True
     seen_s: float = 0.0
     """When it was last measured or known to be idle."""
+    congestion: float = 0.0
+    """0: none; up to 1: how far round trip and retransmissions say that queues build up in the network."""
+    condition: LinkCondition = "clear"
+    """What the last seconds say of the link, in a word."""
+    pace_bits_per_s: float = math.inf
+    """What its senders may send together; infinite: no less than the deployment file says. Above the capacity while
+    it is being found out whether the link carries more."""
 
     @property
     def utilisation(self) -> float:

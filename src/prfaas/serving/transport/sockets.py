@@ -11,12 +11,15 @@ from dataclasses import dataclass
 
 from prfaas.serving.transport.wire import HEADER_BYTES, Header, WireError, parse_control, unpack_header
 
-_TCP_INFO_BYTES = 176
+_TCP_INFO_BYTES = 232
 # Offsets into struct tcp_info: the layout only ever grows at its end.
 _U32 = struct.Struct("=I")
 _U64 = struct.Struct("=Q")
-_RTT, _TOTAL_RETRANS, _BYTES_ACKED, _BYTES_RECEIVED = 68, 100, 120, 128
-_NOTSENT, _DELIVERY_RATE, _BUSY = 144, 160, 168
+_APP_LIMITED, _RTT, _RCV_RTT, _TOTAL_RETRANS, _BYTES_ACKED, _BYTES_RECEIVED = 7, 68, 92, 100, 120, 128
+_NOTSENT, _MIN_RTT, _DELIVERY_RATE, _BUSY, _RWND_LIMITED, _SNDBUF_LIMITED = 144, 148, 160, 168, 176, 184
+_BYTES_SENT, _BYTES_RETRANS = 200, 208
+# The kernel's value for a least round trip that it has not seen yet.
+_NO_RTT = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,20 @@ class TcpInfo:
     notsent_bytes: int
     """Bytes that wait in the kernel and were never sent."""
     busy_s: float
-    """Time with unacknowledged bytes."""
+    """Time with unacknowledged bytes, since the connection was made."""
+    least_rtt_s: float
+    """The shortest round trip of the last minutes."""
+    receive_rtt_s: float
+    """Round-trip time as the receiving end sees it, from the timestamps of what arrives."""
+    receiver_limited_s: float
+    """Part of `busy_s` in which the peer's receive window was shut."""
+    buffer_limited_s: float
+    """Part of `busy_s` in which this side's send buffer was too small."""
+    sent_bytes: int
+    """Since the connection was made, those sent again included."""
+    resent_bytes: int
+    app_limited: bool
+    """`delivery_bits_per_s` was measured while there was too little to send: the path may carry more."""
 
 
 def read_tcp_info(sock: socket.socket) -> TcpInfo:
@@ -60,6 +76,14 @@ def read_tcp_info(sock: socket.socket) -> TcpInfo:
         bytes_received=u64(_BYTES_RECEIVED),
         notsent_bytes=u32(_NOTSENT),
         busy_s=u64(_BUSY) / 1e6,
+        least_rtt_s=0.0 if u32(_MIN_RTT) == _NO_RTT else u32(_MIN_RTT) / 1e6,
+        receive_rtt_s=u32(_RCV_RTT) / 1e6,
+        receiver_limited_s=u64(_RWND_LIMITED) / 1e6,
+        buffer_limited_s=u64(_SNDBUF_LIMITED) / 1e6,
+        sent_bytes=u64(_BYTES_SENT),
+        resent_bytes=u64(_BYTES_RETRANS),
+        # The lowest bit of the byte: struct tcp_info packs it with tcpi_fastopen_client_fail.
+        app_limited=bool(raw[_APP_LIMITED] & 1),
     )
 
 
