@@ -22,12 +22,13 @@ from prfaas.serving.transport import (
     TransferStatus,
     prompt_digest,
 )
+from prfaas.serving.transport.pacing import PaceOrder
 
 KEY = bytes(range(32))
 FINGERPRINT = {"model": "tiny", "layers": 4, "dtype": "bf16"}
 FAST_RECEIVER = ReceiverOptions(
     staging_wait_s=5.0,
-    reconnect_grace_s=1.0,
+    resume_s=1.0,
     progress_deadline_s=2.0,
     ttl_s=60.0,
     tombstone_s=60.0,
@@ -35,7 +36,7 @@ FAST_RECEIVER = ReceiverOptions(
 )
 FAST_SENDER = SenderOptions(
     accept_deadline_s=10.0,
-    reconnect_grace_s=1.0,
+    resume_s=1.0,
     progress_deadline_s=1.0,
     transfer_deadline_s=5.0,
     connect_s=2.0,
@@ -157,6 +158,7 @@ def make_receiver(
     layout: SizesByTokens | None = None,
     port: int = 0,
     key: bytes = KEY,
+    on_pace: Callable[[PaceOrder], None] = lambda _order: None,
 ) -> Receiver:
     receiver = Receiver(
         name="c/0",
@@ -168,6 +170,7 @@ def make_receiver(
         fingerprint=FINGERPRINT,
         options=options,
         producers=["p/0"],
+        on_pace=on_pace,
     )
     receiver.start()
     return receiver

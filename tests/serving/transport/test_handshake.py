@@ -120,14 +120,14 @@ def test_other_version_is_told_both() -> None:
         return receive_control(sock)[1]["reason"]
 
     outcome, error = meet(client)
-    assert outcome == "c/0 speaks protocol version 1, the peer 7"
+    assert outcome == "c/0 speaks protocol version 2, the peer 7"
     assert isinstance(error, HandshakeError)
 
     def alien(sock: socket.socket) -> Any:
-        sock.sendall(pack_control(FrameType.HELLO, body={}, version=2))
+        sock.sendall(pack_control(FrameType.HELLO, body={}, version=3))
         return receive_control(sock)[1]["reason"]
 
-    assert meet(alien)[0] == "peer speaks protocol version 2, this side 1"
+    assert meet(alien)[0] == "peer speaks protocol version 3, this side 2"
 
 
 def test_proof_cannot_be_replayed_or_reflected() -> None:

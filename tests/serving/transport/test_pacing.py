@@ -1,12 +1,15 @@
 """A slow link: the rate holds, progress is smooth, END overtakes, and peers share one budget."""
 
+import asyncio
+import threading
 import time
 from collections.abc import Callable
 
 import pytest
 
-from prfaas.serving.transport import BytesSource, Peer, Sender, StagingArena
-from prfaas.serving.transport.pacing import LinkPacer
+from prfaas.serving.transport import BytesSource, Observer, Peer, Sender, StagingArena
+from prfaas.serving.transport.pacing import LinkPacer, PaceOrder
+from prfaas.serving.transport.wire import WireError
 
 from .harness import FAST_SENDER, FINGERPRINT, KEY, World, await_over, await_true, make_receiver
 
@@ -29,7 +32,7 @@ def test_budget_is_divided_over_those_who_work() -> None:
     assert {one.rate, two.rate, three.rate} == {3_333_333}
     pacer.set_bandwidth(40e6)
     assert {one.rate, two.rate, three.rate} == {1_666_666}
-    pacer.set_bandwidth(80e6)
+    pacer.set_bandwidth(800e6)
     pacer.update("a", [])
     assert three.rate == 10_000_000
     pacer.update("b", [])
@@ -37,6 +40,109 @@ def test_budget_is_divided_over_those_who_work() -> None:
     four = _Socket()
     unpaced.update("a", [four])
     assert four.rate is None
+
+
+def test_what_is_told_holds_for_a_while_and_never_exceeds_the_link() -> None:
+    clock = [0.0]
+    pacer = LinkPacer(80e6, 20e6, lambda: clock[0])
+    one = _Socket()
+    pacer.update("a", [one])
+    assert (one.rate, pacer.pace_bits_per_s) == (2_500_000, 20e6)
+    pacer.tell(60e6, 3.0)
+    assert (one.rate, pacer.pace_bits_per_s) == (7_500_000, 60e6)
+    pacer.tell(1e12, 3.0)
+    assert one.rate == 10_000_000
+    clock[0] = 2.9
+    pacer.look()
+    assert one.rate == 10_000_000
+    clock[0] = 3.0
+    pacer.look()
+    assert (one.rate, pacer.pace_bits_per_s) == (2_500_000, 20e6)
+    pacer.tell(60e6, 3.0)
+    clock[0] = 9.0
+    pacer.update("a", [one])
+    assert one.rate == 2_500_000
+    unpaced = LinkPacer(None)
+    unpaced.update("a", [one])
+    unpaced.tell(8.0, 3.0)
+    assert (one.rate, unpaced.pace_bits_per_s) == (2_500_000, None)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"links": [], "hold_ms": 1},
+        {"links": {"wan": 0}, "hold_ms": 1},
+        {"links": {"wan": -1}, "hold_ms": 1},
+        {"links": {"wan": 1.5}, "hold_ms": 1},
+        {"links": {"wan": True}, "hold_ms": 1},
+        {"links": {"wan": 1 << 51}, "hold_ms": 1},
+        {"links": {"x" * 256: 1}, "hold_ms": 1},
+        {"links": {str(number): 1 for number in range(257)}, "hold_ms": 1},
+        {"links": {"wan": 1}},
+        {"links": {"wan": 1}, "hold_ms": 60_001},
+    ],
+)
+def test_an_absurd_order_is_refused(body: dict[str, object]) -> None:
+    with pytest.raises(WireError):
+        PaceOrder.from_body(body)
+
+
+def test_an_order_survives_the_wire() -> None:
+    order = PaceOrder({"a->b": 20_000_000}, 2.5)
+    assert PaceOrder.from_body(order.to_body()) == order
+
+
+def test_an_observer_paces_the_sender_beside_a_receiver() -> None:
+    arena = StagingArena(8 << 20)
+    peer = Peer("c/0", "127.0.0.1", 1, "wan", 1, 64e6, True, 16e6)
+    sender = Sender(name="c/0", key=KEY, peers={"c/0": peer}, fingerprint=FINGERPRINT, options=FAST_SENDER)
+    receiver = make_receiver(arena, on_pace=sender.pace)
+
+    async def main() -> None:
+        observer = Observer("control", KEY, "127.0.0.1", receiver.port, "c/0")
+        await observer.pace(PaceOrder({"wan": 32_000_000, "unknown": 5}, 30.0))
+        await observer.stats()  # answered behind it
+        assert sender._pacers["wan"].pace_bits_per_s == 32e6
+        await observer.close()
+
+    try:
+        asyncio.run(main())
+    finally:
+        receiver.close()
+
+
+def test_urgent_chunks_of_a_transfer_leave_first(make_world: MakeWorld) -> None:
+    world = make_world(sender_options=FAST_SENDER, connections=1)
+    read: list[str] = []
+
+    class Noted(BytesSource):
+        def __init__(self, name: str, nbytes: int) -> None:
+            super().__init__(bytes(nbytes))
+            self.name = name
+
+        def read_into(self, start: int, out: memoryview) -> None:
+            read.append(self.name)
+            super().read_into(start, out)
+
+    ticket, transfer, _ = world.open(1000)
+    first = threading.Event()
+
+    class Gate(Noted):
+        def read_into(self, start: int, out: memoryview) -> None:
+            first.wait(20)
+            super().read_into(start, out)
+
+    transfer.put(0, 0, Gate("gate", 1000))
+    transfer.put(1, 0, Noted("bulk", 2000))
+    transfer.put(2, 0, Noted("urgent", 1000), urgent=True)
+    transfer.put(2, 1000, Noted("urgent too", 2000), urgent=True)
+    first.set()
+    transfer.end()
+    await_over(transfer)
+    assert [name for name in read if name != "gate"] == ["urgent", "urgent too", "bulk"]
+    world.take(ticket)
 
 
 def test_peers_of_one_link_must_agree() -> None:

@@ -78,8 +78,10 @@ def test_bounds() -> None:
         unpack_header(pack_header(FrameType.DATA, region=65536))
     with pytest.raises(WireError, match="out of bounds"):
         unpack_header(pack_header(FrameType.DATA, offset=(1 << 44) + 1))
-    with pytest.raises(WireError, match="version 2, this side 1"):
-        unpack_header(pack_header(FrameType.HELLO, version=2))
+    with pytest.raises(WireError, match="version 3, this side 2"):
+        unpack_header(pack_header(FrameType.HELLO, version=3))
+    with pytest.raises(WireError, match="DATA frame has flags 0x8000"):
+        unpack_header(pack_header(FrameType.DATA, flags=0x8000))
     with pytest.raises(WireError, match="over 65536"):
         pack_control(FrameType.ABORT, body={"reason": "x" * 70_000})
 

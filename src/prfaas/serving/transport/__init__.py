@@ -24,6 +24,7 @@ from prfaas.serving.transport.ticket import (
     load_key,
     prompt_digest,
 )
+from prfaas.serving.transport.tls_identity import TlsFileError, TlsIdentity
 from prfaas.serving.transport.wire import PROTOCOL_VERSION, TransferPhase, TransferStatus, WireError
 
 __all__ = [
@@ -50,6 +51,8 @@ __all__ = [
     "TcpInfo",
     "Ticket",
     "TicketError",
+    "TlsFileError",
+    "TlsIdentity",
     "TransferPhase",
     "TransferStatus",
     "WireError",

@@ -172,7 +172,7 @@ class IncomingTransfer:
         if self.phase is TransferPhase.COMPLETE:
             late = now_s - self.progressed_at_s > options.ttl_s
             return f"nobody took it within {options.ttl_s:g} s" if late else ""
-        if session.lost_at_s is not None and now_s - session.lost_at_s > options.reconnect_grace_s:
+        if session.lost_at_s is not None and now_s - session.lost_at_s > options.resume_s:
             return f"connection to {session.name} lost"
         if self.phase is TransferPhase.WAITING:
             late = now_s - self.opened_at_s > options.staging_wait_s

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, HandshakeError
+from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.sockets import keep_alive
+from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.wire import (
     HEADER_BYTES,
     FrameType,
@@ -37,11 +39,15 @@ class Observer:
     transfers are gone).
     """
 
-    def __init__(self, name: str, key: bytes, host: str, port: int, peer_name: str) -> None:
+    def __init__(
+        self, name: str, key: bytes, host: str, port: int, peer_name: str, tls: TlsIdentity | None = None
+    ) -> None:
+        """`tls`: the connection is encrypted, and never falls back; None: it is plain."""
         self.name = name
         self.peer_name = peer_name
         self._key = key
         self._address = (host, port)
+        self._tls = tls
         self._session = secrets.token_hex(8)
         self._peer_session = ""
         self._writer: asyncio.StreamWriter | None = None
@@ -119,6 +125,15 @@ class Observer:
         self._send(pack_control(FrameType.ABANDON, transfer_id, {"reason": reason[:4096]}))
         if self._writer is None:
             raise ConnectionError(f"connection to {self.peer_name} is lost")
+
+    async def pace(self, order: PaceOrder) -> None:
+        """Order what the engine's sender may send; there is no answer.
+
+        Raises:
+            ConnectionError: the receiver is gone.
+        """
+        await self.connect()
+        self._send(pack_control(FrameType.PACE, body=order.to_body()))
 
     async def stats(self) -> dict[str, Any]:
         """The receiver's `stats()`.

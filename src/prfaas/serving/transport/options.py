@@ -18,9 +18,13 @@ class Peer:
     connections: int
     """Parallel TCP connections, 1 to 64."""
     bandwidth_bits_per_s: float | None
-    """Of the whole link; None: not paced."""
+    """Goodput of the whole link; None: not paced."""
     on_demand: bool = False
     """Connected by the first transfer instead of ahead of time."""
+    encrypted: bool = False
+    """Its connections are encrypted, and never fall back; the sender must have a TLS identity."""
+    share_bits_per_s: float | None = None
+    """What this sender may use of the link while no control plane tells it; None: all of it."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.connections <= 64:
@@ -29,6 +33,8 @@ class Peer:
             raise ValueError(f"peer {self.name}: port is {self.port}, not within 1..65535")
         if self.bandwidth_bits_per_s is not None and not self.bandwidth_bits_per_s > 0:
             raise ValueError(f"peer {self.name}: bandwidth_bits_per_s must be above 0 or absent")
+        if self.share_bits_per_s is not None and not self.share_bits_per_s > 0:
+            raise ValueError(f"peer {self.name}: share_bits_per_s must be above 0 or absent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +43,14 @@ class ReceiverOptions:
 
     staging_wait_s: float = 30.0
     """An OPEN waits that long for staging before it is refused."""
-    reconnect_grace_s: float = 2.0
-    """A producer without any connection that long has lost its unfinished transfers."""
+    silence_s: float = 3.0
+    """A path that is silent so long while a transfer is open has been noticed. After half of it without a sign of
+    life a connection is closed, so that the producer can make a new one."""
+    resume_s: float = 2.5
+    """A producer that has no connection and gave no sign of life for so long has lost its unfinished transfers."""
     progress_deadline_s: float = 10.0
-    """After END, or inside a frame, the producer must deliver something that often."""
+    """After END, or inside a frame, the producer must deliver something that often. Before END it must at least
+    answer a PING that often."""
     idle_deadline_s: float = 600.0
     """Before END (prefill may be slow), a transfer must gain a byte that often."""
     ttl_s: float = 120.0
@@ -72,10 +82,14 @@ class SenderOptions:
 
     accept_deadline_s: float = 60.0
     """An OPEN without an answer that long fails; must be longer than the receiver's `staging_wait_s`."""
-    reconnect_grace_s: float = 2.0
-    """A peer without any connection that long fails its transfers."""
+    silence_s: float = 3.0
+    """A path that is silent so long while a transfer is open has been noticed. After half of it without a sign of
+    life a connection is closed; its chunks go to others, and a new one is made."""
+    resume_s: float = 2.5
+    """A peer that has no connection and gave no sign of life for so long fails its transfers."""
     progress_deadline_s: float = 5.0
-    """A connection with unanswered chunks that long is closed; the chunks go back to the queue."""
+    """A connection to an engine that so long takes no bytes and answers nothing, while its machine does, is
+    closed."""
     transfer_deadline_s: float = 20.0
     """A peer that has work and acknowledges nothing that long fails its transfers."""
     connect_s: float = 5.0

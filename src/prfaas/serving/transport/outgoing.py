@@ -6,7 +6,7 @@ deliver them. Order of the parts below: source, chunk, transfer, then what one c
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from prfaas.serving.transport.coverage import Coverage
@@ -50,7 +50,7 @@ class BytesSource:
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """Bytes [start, end) of one region, to be sent. Chunks go out by `sequence`, then by `start`."""
+    """Bytes [start, end) of one region, to be sent: urgent ones first, then by `sequence`, then by `start`."""
 
     transfer: "OutgoingTransfer"
     sequence: int
@@ -64,11 +64,13 @@ class Chunk:
     source: ChunkSource
     resends: int = 0
     """How often the consumer reported it damaged."""
+    urgent: bool = False
+    """It overtakes what is not urgent."""
     whole: bool = False
     """It was sent once: it must be sent again as it is, since the consumer compares ranges."""
 
     def __lt__(self, other: "Chunk") -> bool:
-        return (self.sequence, self.start) < (other.sequence, other.start)
+        return (not self.urgent, self.sequence, self.start) < (not other.urgent, other.sequence, other.start)
 
     @property
     def nbytes(self) -> int:
@@ -80,9 +82,7 @@ class Chunk:
             self.whole = True
             return self
         end = self.start + nbytes
-        front = Chunk(
-            self.transfer, self.sequence, self.region, self.start, end, self.base, self.source, whole=True
-        )
+        front = replace(self, end=end, resends=0, whole=True)
         self.start = end
         return front
 
@@ -105,7 +105,9 @@ class SendPhase(enum.StrEnum):
 class TransferQueue(Protocol):
     """What a transfer asks of the queue that it was opened on."""
 
-    def put(self, transfer: "OutgoingTransfer", region: int, offset: int, source: ChunkSource) -> None: ...
+    def put(
+        self, transfer: "OutgoingTransfer", region: int, offset: int, source: ChunkSource, *, urgent: bool
+    ) -> None: ...
 
     def end(self, transfer: "OutgoingTransfer") -> None: ...
 
@@ -161,10 +163,10 @@ class OutgoingTransfer:
         transfer.phase = SendPhase.FAILED
         return transfer
 
-    def put(self, region: int, offset: int, source: ChunkSource) -> None:
-        """Queue all bytes of `source` for [offset, offset + source.nbytes) of `region`, behind what was put
-        before.
+    def put(self, region: int, offset: int, source: ChunkSource, *, urgent: bool = False) -> None:
+        """Queue all bytes of `source` for [offset, offset + source.nbytes) of `region`.
 
+        They leave behind what was put before. Urgent ones leave before those of the transfer that are not.
         Ignored once the transfer is over.
 
         Raises:
@@ -179,7 +181,7 @@ class OutgoingTransfer:
             raise ValueError(
                 f"bytes {offset}..{end} lie outside region {region} of {self.region_bytes[region]} bytes"
             )
-        self.queue.put(self, region, offset, source)
+        self.queue.put(self, region, offset, source, urgent=urgent)
 
     def end(self) -> None:
         """Prefill has finished: END goes ahead of all queued data and freezes `overlapped_bytes`. Idempotent.

@@ -1,8 +1,49 @@
-"""A link's bandwidth, divided over the connections that have something to send."""
+"""A link's bandwidth, divided over the connections that have something to send, and who may change it."""
 
 import threading
-from collections.abc import Sequence
-from typing import Protocol
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from prfaas.serving.transport.wire import WireError, count_field
+
+MAX_PACED_LINKS = 256
+MAX_PACE_BITS_PER_S = 1 << 50
+MAX_HOLD_S = 60.0
+_MAX_LINK_CHARS = 255
+
+
+@dataclass(frozen=True, slots=True)
+class PaceOrder:
+    """What a control plane tells a sender: what it may send on its links, and for how long that holds."""
+
+    bits_per_s: Mapping[str, int]
+    """Goodput by the link's name; a link that is not named keeps its pace."""
+    hold_s: float
+    """After that time without another order the sender returns to its standing share."""
+
+    def to_body(self) -> dict[str, Any]:
+        """The fields of a PACE frame."""
+        return {"links": dict(self.bits_per_s), "hold_ms": round(1000 * self.hold_s)}
+
+    @classmethod
+    def from_body(cls, body: Mapping[str, Any]) -> "PaceOrder":
+        """Read the fields of a PACE frame.
+
+        Raises:
+            WireError: a field is missing or absurd.
+        """
+        links = body.get("links")
+        if not isinstance(links, dict) or len(links) > MAX_PACED_LINKS:
+            raise WireError(f"field 'links' must be an object of at most {MAX_PACED_LINKS} links")
+        for link in links:
+            if len(link) > _MAX_LINK_CHARS or count_field(links, link, MAX_PACE_BITS_PER_S) == 0:
+                raise WireError(
+                    f"the pace of a link must be above 0, its name at most {_MAX_LINK_CHARS} characters"
+                )
+        hold_ms = count_field(body, "hold_ms", int(1000 * MAX_HOLD_S))
+        return cls(links, hold_ms / 1000)
 
 
 class Paced(Protocol):
@@ -13,13 +54,36 @@ class Paced(Protocol):
 
 
 class LinkPacer:
-    """Shares of one link. Lock order: a peer queue's lock, then this one."""
+    """One sender's part of a link. Lock order: a peer queue's lock, then this one.
 
-    def __init__(self, bandwidth_bits_per_s: float | None) -> None:
+    The part is what the control plane has told last. After `hold_s` without a word it is the standing share again.
+    It is never above the link's bandwidth.
+    """
+
+    def __init__(
+        self,
+        bandwidth_bits_per_s: float | None,
+        share_bits_per_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            bandwidth_bits_per_s: of the whole link; None: the link is not paced, and never will be.
+            share_bits_per_s: what this sender may use of it while nobody tells; None: all.
+            clock: seconds.
+        """
         self.bandwidth_bits_per_s = bandwidth_bits_per_s
-        """None: the link is not paced, and never will be."""
+        self.share_bits_per_s = bandwidth_bits_per_s if share_bits_per_s is None else share_bits_per_s
+        self._clock = clock
+        self._told_bits_per_s: float | None = None
+        self._told_until_s = 0.0
         self._lock = threading.Lock()
         self._sharing: dict[object, tuple[Paced, ...]] = {}
+
+    @property
+    def pace_bits_per_s(self) -> float | None:
+        """What this sender may send at present, all connections together; None: as much as it can."""
+        return self.share_bits_per_s if self._told_bits_per_s is None else self._told_bits_per_s
 
     def update(self, queue: object, connections: Sequence[Paced]) -> None:
         """Divide again if the connections of one peer queue changed.
@@ -29,7 +93,8 @@ class LinkPacer:
             connections: those of the queue that are up while it has work; none while it has no work.
         """
         with self._lock:
-            if self._sharing.get(queue, ()) == tuple(connections):
+            expired = self._expire()
+            if self._sharing.get(queue, ()) == tuple(connections) and not expired:
                 return
             if connections:
                 self._sharing[queue] = tuple(connections)
@@ -37,15 +102,39 @@ class LinkPacer:
                 self._sharing.pop(queue, None)
             self._divide()
 
+    def tell(self, bits_per_s: float, hold_s: float) -> None:
+        """The control plane's word on what this sender may send; ignored where the link is not paced."""
+        with self._lock:
+            if self.bandwidth_bits_per_s is None:
+                return
+            self._told_until_s = self._clock() + hold_s
+            if bits_per_s != self._told_bits_per_s:
+                self._told_bits_per_s = bits_per_s
+                self._divide()
+
+    def look(self) -> None:
+        """Return to the standing share if the control plane's word is too old."""
+        with self._lock:
+            if self._expire():
+                self._divide()
+
     def set_bandwidth(self, bits_per_s: float) -> None:
-        """Pace a link that was paced before at another rate from now on."""
+        """A paced link carries at most that from now on, whatever is told."""
         with self._lock:
             self.bandwidth_bits_per_s = bits_per_s
             self._divide()
 
+    def _expire(self) -> bool:
+        expired = self._told_bits_per_s is not None and self._clock() >= self._told_until_s
+        if expired:
+            self._told_bits_per_s = None
+        return expired
+
     def _divide(self) -> None:
-        if self.bandwidth_bits_per_s is None:
+        pace_bits_per_s = self.pace_bits_per_s
+        if self.bandwidth_bits_per_s is None or pace_bits_per_s is None:
             return
+        usable_bits_per_s = min(self.bandwidth_bits_per_s, pace_bits_per_s)
         sharing = [connection for those in self._sharing.values() for connection in those]
         for connection in sharing:
-            connection.set_rate(int(self.bandwidth_bits_per_s / 8 / len(sharing)))
+            connection.set_rate(int(usable_bits_per_s / 8 / len(sharing)))

@@ -1,7 +1,6 @@
 """Everything on its way to one peer: its transfers, the queue that its connections share, what is unanswered.
 
-One lock per queue guards all of it, the queue's part of its transfers included. Lock order: queue, then link
-pacer.
+One lock per queue guards all of it, and the queue's part of its transfers. Lock order: queue, then link pacer.
 """
 
 import heapq
@@ -55,8 +54,7 @@ class PeerQueue:
         self._sequence = 0
         self._lost_at_s = time.monotonic()
         self._progressed_at_s = 0.0
-        self._trouble = ""
-        self._rejection = ""
+        self._trouble = self._rejection = ""
         self._closing = False
 
     @property
@@ -101,24 +99,31 @@ class PeerQueue:
         self._on_work()
         return transfer
 
-    def put(self, transfer: OutgoingTransfer, region: int, offset: int, source: ChunkSource) -> None:
+    def put(
+        self,
+        transfer: OutgoingTransfer,
+        region: int,
+        offset: int,
+        source: ChunkSource,
+        *,
+        urgent: bool = False,
+    ) -> None:
         """See `OutgoingTransfer.put`."""
-        nbytes = source.nbytes
-        end = offset + nbytes
+        end = offset + source.nbytes
         with self._lock:
-            if transfer.phase.terminal or nbytes == 0:
+            if transfer.phase.terminal or end == offset:
                 return
             if transfer.coverage[region].overlap_bytes(offset, end):
                 raise ValueError(f"bytes {offset}..{end} of region {region} were put already")
             transfer.coverage[region].add(offset, end)
-            transfer.put_bytes += nbytes
+            transfer.put_bytes += end - offset
             self._sequence += 1
-            chunk = Chunk(transfer, self._sequence, region, offset, end, offset, source)
+            chunk = Chunk(transfer, self._sequence, region, offset, end, offset, source, urgent=urgent)
             if transfer.phase is SendPhase.OPENING:
                 transfer.pending.append(chunk)
             else:
                 heapq.heappush(self._chunks, chunk)
-                self._ready.notify(1 + nbytes // self._options.min_chunk_bytes)
+                self._ready.notify(1 + chunk.nbytes // self._options.min_chunk_bytes)
 
     def end(self, transfer: OutgoingTransfer) -> None:
         """See `OutgoingTransfer.end`."""
@@ -309,7 +314,7 @@ class PeerQueue:
             unfinished = False
             for transfer in list(self._transfers.values()):
                 age_s = now_s - transfer.opened_at_s
-                if not self._windows and min(age_s, now_s - self._lost_at_s) > options.reconnect_grace_s:
+                if not self._windows and min(age_s, now_s - self._lost_at_s) > options.resume_s:
                     self._fail(transfer, f"{self.peer.name} unreachable: {self._trouble or 'no answer'}")
                 elif transfer.phase is not SendPhase.OPENING:
                     unfinished |= transfer.ended or transfer.acked_bytes < transfer.put_bytes

@@ -20,10 +20,12 @@ from prfaas.serving.transport.handshake import (
 )
 from prfaas.serving.transport.incoming import RegionLayout
 from prfaas.serving.transport.options import ReceiverOptions
+from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.receiver_connection import ReceiverConnection
 from prfaas.serving.transport.sockets import shut, tune
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
 from prfaas.serving.transport.strangers import Strangers
+from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.transfer_table import TransferTable
 from prfaas.serving.transport.wire import TransferStatus
 
@@ -56,6 +58,9 @@ class Receiver:
         options: ReceiverOptions | None = None,
         producers: Collection[str] | None = None,
         sender_telemetry: Callable[[], dict[str, Any]] | None = None,
+        tls: TlsIdentity | None = None,
+        plain_peers: Collection[str] = (),
+        on_pace: Callable[[PaceOrder], None] = lambda _order: None,
     ) -> None:
         """Nothing listens before `start`.
 
@@ -70,6 +75,9 @@ class Receiver:
             options: deadlines and limits.
             producers: the only names that may send; None: all that have the key.
             sender_telemetry: what this engine's sender knows of its links; observers get it with `stats`.
+            tls: takes encrypted connections too; None: all connections are plain.
+            plain_peers: with `tls`, the only instances (of producers and observers) whose connections may be plain.
+            on_pace: called with what an observer orders this engine's sender; in the connection's thread.
         """
         self.name = name
         self._key = key
@@ -80,6 +88,9 @@ class Receiver:
         self._options = options or ReceiverOptions()
         self._producers = None if producers is None else frozenset(producers)
         self._sender_telemetry = sender_telemetry
+        self._tls = tls
+        self._plain_peers = frozenset(plain_peers)
+        self._on_pace = on_pace
         self._table = TransferTable(name=name, key=key, arena=arena, layout=layout, options=self._options)
         self._lock = threading.Lock()
         self._connections: dict[ReceiverConnection, threading.Thread] = {}
@@ -235,6 +246,7 @@ class Receiver:
             self.stats,
             self._shake_hands,
             self._strangers.note,
+            self._on_pace,
             self._options.progress_deadline_s,
         )
 

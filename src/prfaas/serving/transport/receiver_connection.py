@@ -15,6 +15,7 @@ from typing import Any
 
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, HandshakeError, PeerIdentity
 from prfaas.serving.transport.incoming import ProducerSession
+from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.sockets import (
     ConnectionEnded,
     read_tcp_info,
@@ -51,6 +52,7 @@ class ReceiverConnection:
         stats: Callable[[], dict[str, Any]],
         shake_hands: Callable[["ReceiverConnection", socket.socket], PeerIdentity],
         on_stranger_failed: Callable[[str, str], None],
+        on_pace: Callable[[PaceOrder], None],
         progress_deadline_s: float,
     ) -> None:
         """`on_stranger_failed` gets a sentence, and who it was if it has proved that before it failed."""
@@ -59,6 +61,7 @@ class ReceiverConnection:
         self._stats = stats
         self._shake_hands = shake_hands
         self._on_stranger_failed = on_stranger_failed
+        self._on_pace = on_pace
         self._progress_deadline_s = progress_deadline_s
         self._outbox: deque[memoryview] = deque()
         self._sending = threading.Lock()
@@ -195,6 +198,8 @@ class ReceiverConnection:
                     self._table.drop(header.transfer_id, text_field(body, "reason"))
                 elif header.kind is FrameType.STATS:
                     self.post(pack_control(FrameType.STATS, body=self._stats()))
+                elif header.kind is FrameType.PACE:
+                    self._on_pace(PaceOrder.from_body(body))
                 else:
                     raise WireError(f"an observer may not send {header.kind.name}")
         finally:
@@ -231,12 +236,15 @@ class ReceiverConnection:
             pieces = place.pieces if place.transfer is not None else [self._scratch_view(header.length_bytes)]
             self._read_payload(pieces)
             # 3. Are they the bytes that the producer sent?
-            verified = checksum_of(pieces) == header.checksum
+            verified = self._verify(header, pieces)
         except BaseException:
             self._table.abandon_chunk(place)
             raise
         # 4. Record them and answer: ACK, or NACK for damaged ones. The last chunk completes the transfer.
         self._table.finish_chunk(place, verified=verified)
+
+    def _verify(self, header: Header, pieces: list[memoryview]) -> bool:
+        return checksum_of(pieces) == header.checksum
 
     def _wait_for_outbox(self) -> None:
         # The producer's acknowledgements don't fit into the socket: reading on would only pile up more.

@@ -21,11 +21,12 @@ from prfaas.serving.transport.handshake import (
 )
 from prfaas.serving.transport.options import Peer, SenderOptions
 from prfaas.serving.transport.outgoing import OutgoingTransfer
-from prfaas.serving.transport.pacing import LinkPacer
+from prfaas.serving.transport.pacing import LinkPacer, PaceOrder
 from prfaas.serving.transport.peer_queue import PeerQueue
 from prfaas.serving.transport.sender_connection import SenderConnection
 from prfaas.serving.transport.sockets import LinkSample
 from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.tls_identity import TlsIdentity
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class Sender:
     """Sends KV transfers; thread-safe. Two threads per connection and one that supervises all.
 
     Raises:
-        ValueError: peers of one link name different bandwidths.
+        ValueError: peers of one link name different bandwidths, or one is encrypted and there is no `tls`.
     """
 
     def __init__(
@@ -113,10 +114,12 @@ class Sender:
         peers: Mapping[str, Peer],
         fingerprint: Fingerprint,
         options: SenderOptions | None = None,
+        tls: TlsIdentity | None = None,
     ) -> None:
         self.name = name
         self._key = key
         self._fingerprint = dict(fingerprint)
+        self._tls = tls
         self._options = options or SenderOptions()
         # New with each start: a consumer tells a producer that lost its connections from one that was
         # restarted.
@@ -188,12 +191,19 @@ class Sender:
         }
 
     def set_bandwidth(self, link: str, bits_per_s: float) -> None:
-        """Pace `link` at another rate from now on.
+        """Send at most that on `link` from now on, whatever is told by `pace`.
 
         Raises:
             KeyError: no peer is on this link.
         """
         self._pacers[link].set_bandwidth(bits_per_s)
+
+    def pace(self, order: PaceOrder) -> None:
+        """Obey the control plane; links that this sender does not know, or that are not paced, are ignored."""
+        for link, bits_per_s in order.bits_per_s.items():
+            pacer = self._pacers.get(link)
+            if pacer is not None:
+                pacer.tell(bits_per_s, order.hold_s)
 
     def telemetry(self) -> dict[str, Any]:
         """What observers of this engine get.
@@ -211,7 +221,10 @@ class Sender:
         return list(self._samples.values())
 
     def _add(self, peer_key: str, peer: Peer) -> None:
-        pacer = self._pacers.setdefault(peer.link, LinkPacer(peer.bandwidth_bits_per_s))
+        if peer.encrypted and self._tls is None:
+            raise ValueError(f"peer {peer.name} is encrypted, and {self.name} has no TLS identity")
+        pacer = LinkPacer(peer.bandwidth_bits_per_s, peer.share_bits_per_s)
+        pacer = self._pacers.setdefault(peer.link, pacer)
         if pacer.bandwidth_bits_per_s != peer.bandwidth_bits_per_s:
             raise ValueError(f"peers of link {peer.link!r} name different bandwidths")
         self._queues[peer_key] = PeerQueue(peer, self._options, pacer, self._wake.set)
@@ -259,6 +272,8 @@ class Sender:
     def _supervise_once(self) -> None:
         """Sample every busy peer's connections, apply the deadlines, close what is stuck."""
         now_s = time.monotonic()
+        for pacer in self._pacers.values():
+            pacer.look()
         for peer_key, queue in self._queues.items():
             if not queue.busy:
                 continue

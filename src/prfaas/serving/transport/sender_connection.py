@@ -20,7 +20,7 @@ from prfaas.serving.transport.sockets import (
     TcpInfo,
     read_tcp_info,
     receive_exactly,
-    send_all,
+    send_pieces,
     set_pacing,
     set_unsent_limit,
     shut,
@@ -31,7 +31,7 @@ from prfaas.serving.transport.wire import (
     FrameType,
     Header,
     WireError,
-    checksum,
+    checksum_of,
     pack_header,
     parse_control,
     unpack_header,
@@ -227,13 +227,21 @@ class SenderConnection:
     def _write(self, sock: socket.socket, window: InFlightWindow) -> None:
         while (job := self.queue.next_job(window)) is not None:
             if isinstance(job, ControlJob):
-                send_all(sock, job.frame)
+                sock.sendall(job.frame)
             else:
                 self._send_chunk(sock, job)
 
     def _send_chunk(self, sock: socket.socket, chunk: Chunk) -> None:
         """Bytes of the engine's KV to the wire; `next_job` has cut the chunk and counts it as in flight."""
-        # 1. Copy the bytes out of the engine's memory, into this connection's buffer.
+        # 1. The bytes, out of the engine's memory.
+        pieces = self._read_chunk(chunk)
+        if pieces is None:
+            return
+        # 2. They leave behind a header; the reader thread takes the ACK.
+        send_pieces(sock, self._frame_chunk(chunk, pieces))
+
+    def _read_chunk(self, chunk: Chunk) -> list[memoryview] | None:
+        """The chunk's bytes in this connection's buffer; None: they cannot be read, or nobody wants them."""
         payload = memoryview(self._buffer)[: chunk.nbytes]
         error = ""
         try:
@@ -244,20 +252,20 @@ class SenderConnection:
             self.errors += 1
             log.exception("a chunk for %s cannot be read", self.queue.peer.name)
             error = f"source failed: {failure!r}"
-        # 2. The engine's memory is free for others; a transfer that ended meanwhile sends nothing.
-        if not self.queue.read_done(chunk, error):
-            return
-        # 3. The header says where the bytes belong, and carries their checksum.
+        # The engine's memory is free for others; a transfer that ended meanwhile sends nothing.
+        return [payload] if self.queue.read_done(chunk, error) else None
+
+    def _frame_chunk(self, chunk: Chunk, pieces: list[memoryview]) -> list[memoryview]:
+        """The DATA frame of a chunk; its header says where the bytes belong, and carries their checksum."""
         header = pack_header(
             FrameType.DATA,
             chunk.transfer.transfer_id,
             region=chunk.region,
             offset=chunk.start,
-            length_bytes=payload.nbytes,
-            payload_checksum=checksum(payload),
+            length_bytes=sum(piece.nbytes for piece in pieces),
+            payload_checksum=checksum_of(pieces),
         )
-        # 4. Header and payload leave together; the reader thread takes the ACK.
-        send_all(sock, header, payload)
+        return [memoryview(header), *pieces]
 
     # The reader thread
 

@@ -7,6 +7,8 @@ import contextlib
 import socket
 import struct
 import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prfaas.serving.transport.wire import HEADER_BYTES, Header, WireError, parse_control, unpack_header
@@ -103,6 +105,8 @@ SO_MAX_PACING_RATE = 47
 UNPACED = 0xFFFFFFFFFFFFFFFF
 
 _KEEPALIVE_PROBES = 4
+# UIO_MAXIOV of <linux/uio.h>.
+_MAX_PIECES = 1024
 
 
 class ConnectionEnded(ConnectionError):
@@ -212,17 +216,21 @@ def receive_control(
     return header, parse_control(header, payload)
 
 
-def send_all(sock: socket.socket, header: bytes, payload: memoryview | None = None) -> None:
-    """Send header and payload with one system call where possible; the socket must be blocking."""
-    if payload is None:
-        sock.sendall(header)
-        return
-    sent = sock.sendmsg([header, payload])
-    if sent < len(header):
-        sock.sendall(header[sent:])
-        sent = len(header)
-    if sent - len(header) < payload.nbytes:
-        sock.sendall(payload[sent - len(header) :])
+def send_pieces(sock: socket.socket, pieces: Sequence[memoryview]) -> None:
+    """Send scattered memory in order, as many pieces a system call as the kernel takes.
+
+    Args:
+        sock: a blocking socket.
+        pieces: of bytes.
+    """
+    for first in range(0, len(pieces), _MAX_PIECES):
+        left = deque(pieces[first : first + _MAX_PIECES])
+        while left:
+            sent = sock.sendmsg(left)
+            while left and sent >= left[0].nbytes:
+                sent -= left.popleft().nbytes
+            if sent:
+                left[0] = left[0][sent:]
 
 
 def shut(sock: socket.socket) -> None:

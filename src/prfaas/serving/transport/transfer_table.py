@@ -324,7 +324,7 @@ class TransferTable:
                     self._counters["refused"] += transfer.phase is TransferPhase.WAITING
                     self._fail(transfer, reason)
             for found, session in list(self._sessions.items()):
-                lost = session.lost_at_s is not None and now_s - session.lost_at_s > options.reconnect_grace_s
+                lost = session.lost_at_s is not None and now_s - session.lost_at_s > options.resume_s
                 if lost and not session.connections:
                     del self._sessions[found]
             self._tombstones.sweep(now_s)

@@ -14,18 +14,20 @@ from typing import Any, Self
 
 import xxhash
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_CONTROL_BYTES = 64 << 10
 MAX_OPEN_BYTES = 1 << 20
 MAX_DATA_BYTES = 4 << 20
 MAX_REGIONS = 1 << 16
 MAX_REGION_BYTES = 1 << 44
 NO_TRANSFER = bytes(16)
+# Flags of a header that this side understands; a frame with any other one is refused.
+KNOWN_FLAGS = 0
 # The region of an ACK that acknowledges END instead of a chunk.
 END_REGION = 0xFFFFFFFF
 
 _MAGIC = b"PFAS"
-# magic, version, type, zero, transfer id, region, length, offset, payload xxh3_64; then xxh3_64 of those 48
+# magic, version, type, flags, transfer id, region, length, offset, payload xxh3_64; then xxh3_64 of those 48
 # bytes
 _FIELDS = struct.Struct("<4sBBH16sIIQQ")
 _CHECK = struct.Struct("<Q")
@@ -41,7 +43,7 @@ class VersionError(WireError):
 
 
 class FrameType(enum.IntEnum):
-    """Types by number: 1 to 5 handshake, 16 to 23 transfers, 32 to 35 observers."""
+    """Types by number: 1 to 5 handshake, 16 to 25 transfers, 32 to 36 observers."""
 
     HELLO = 1
     CHALLENGE = 2
@@ -56,10 +58,13 @@ class FrameType(enum.IntEnum):
     NACK = 21
     END = 22
     ABORT = 23
+    PING = 24
+    PONG = 25
     WATCH = 32
     STATUS = 33
     ABANDON = 34
     STATS = 35
+    PACE = 36
 
 
 _TYPES = {int(kind): kind for kind in FrameType}
@@ -82,11 +87,13 @@ class Header:
     region: int
     """Of DATA, ACK and NACK; `END_REGION` in the ACK of an END."""
     offset: int
-    """In the region, in bytes; of DATA, ACK and NACK."""
+    """In the region, in bytes; of DATA, ACK and NACK. Of PING a number, which its PONG repeats."""
     length_bytes: int
     """Of the payload that follows."""
     checksum: int
     """xxh3_64 of the payload, 0 without one."""
+    flags: int = 0
+    """What was done to the payload: a set of `KNOWN_FLAGS`."""
 
 
 def checksum(payload: bytes | bytearray | memoryview) -> int:
@@ -112,11 +119,12 @@ def pack_header(
     offset: int = 0,
     length_bytes: int = 0,
     payload_checksum: int = 0,
+    flags: int = 0,
     version: int = PROTOCOL_VERSION,
 ) -> bytes:
     """The 56 bytes in front of a payload; the arguments are `Header`'s fields."""
     fields = _FIELDS.pack(
-        _MAGIC, version, kind, 0, transfer_id, region, length_bytes, offset, payload_checksum
+        _MAGIC, version, kind, flags, transfer_id, region, length_bytes, offset, payload_checksum
     )
     return fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
 
@@ -127,7 +135,7 @@ def unpack_header(raw: bytes | bytearray | memoryview) -> Header:
     Raises:
         WireError: it is not one of this protocol, or damaged, or out of bounds.
     """
-    magic, version, kind, zero, transfer_id, region, length, offset, payload_checksum = _FIELDS.unpack_from(
+    magic, version, kind, flags, transfer_id, region, length, offset, payload_checksum = _FIELDS.unpack_from(
         raw
     )
     if magic != _MAGIC:
@@ -138,13 +146,17 @@ def unpack_header(raw: bytes | bytearray | memoryview) -> Header:
     if check != xxhash.xxh3_64_intdigest(raw[: _FIELDS.size]):
         raise WireError("frame header is damaged: its checksum does not fit")
     frame_type = _TYPES.get(kind)
-    if frame_type is None or zero != 0:
+    if frame_type is None:
         raise WireError(f"frame type {kind} is unknown in protocol version {PROTOCOL_VERSION}")
+    if flags & ~KNOWN_FLAGS:
+        raise WireError(
+            f"{frame_type.name} frame has flags {flags:#06x}, of which {KNOWN_FLAGS:#06x} are known"
+        )
     if length > _LIMITS[frame_type]:
         raise WireError(f"{frame_type.name} frame of {length} bytes is over {_LIMITS[frame_type]}")
     if offset > MAX_REGION_BYTES or (region >= MAX_REGIONS and region != END_REGION):
         raise WireError(f"{frame_type.name} frame names region {region} at offset {offset}: out of bounds")
-    return Header(frame_type, transfer_id, region, offset, length, payload_checksum)
+    return Header(frame_type, transfer_id, region, offset, length, payload_checksum, flags)
 
 
 def pack_control(
@@ -224,6 +236,16 @@ def ack(header: Header) -> bytes:
 def nack(header: Header) -> bytes:
     """The chunk of this header arrived damaged."""
     return pack_header(FrameType.NACK, header.transfer_id, region=header.region, offset=header.offset)
+
+
+def ping(number: int) -> bytes:
+    """Ask the other side for a sign of life; its PONG repeats `number`."""
+    return pack_header(FrameType.PING, offset=number)
+
+
+def pong(header: Header) -> bytes:
+    """The answer to the PING of this header."""
+    return pack_header(FrameType.PONG, offset=header.offset)
 
 
 def abort(transfer_id: bytes, reason: str) -> bytes:

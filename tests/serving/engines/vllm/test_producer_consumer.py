@@ -114,7 +114,7 @@ def make_ends(lease_s: float = 20.0, *, page_digests: bool = True) -> Iterator[E
         layout=home_plan or home_layout,
         fingerprint={"layers": 6},
         producers=["east/0"],
-        options=ReceiverOptions(reconnect_grace_s=0.3, uncounted_regions=int(page_digests)),
+        options=ReceiverOptions(resume_s=0.3, uncounted_regions=int(page_digests)),
     )
     receiver.start()
     sender = Sender(
@@ -122,7 +122,7 @@ def make_ends(lease_s: float = 20.0, *, page_digests: bool = True) -> Iterator[E
         key=KEY,
         peers={"home/0": Peer("home/0", "127.0.0.1", receiver.port, "east->home", 2, None)},
         fingerprint={"layers": 6},
-        options=SenderOptions(reconnect_grace_s=0.3),
+        options=SenderOptions(resume_s=0.3),
     )
     sender.start()
     stats = ConnectorStats()

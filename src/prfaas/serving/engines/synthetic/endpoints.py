@@ -134,6 +134,8 @@ class Endpoints:
             },
             fingerprint=marks,
             options=SenderOptions(
+                silence_s=limits.silence_s,
+                resume_s=limits.resume_s,
                 progress_deadline_s=limits.progress_deadline_s,
                 user_timeout_s=limits.user_timeout_s,
                 keepalive_s=limits.keepalive_s,
@@ -154,6 +156,8 @@ class Endpoints:
             options=ReceiverOptions(
                 staging_wait_s=limits.staging_wait_s,
                 ttl_s=limits.staging_ttl_s,
+                silence_s=limits.silence_s,
+                resume_s=limits.resume_s,
                 progress_deadline_s=limits.progress_deadline_s,
                 uncounted_regions=int(limits.page_digests),
                 user_timeout_s=limits.user_timeout_s,

@@ -90,6 +90,8 @@ class ConnectorWorker:
             peers=peers,
             fingerprint=marks,
             options=SenderOptions(
+                silence_s=settings.silence_s,
+                resume_s=settings.resume_s,
                 progress_deadline_s=settings.progress_deadline_s,
                 user_timeout_s=settings.user_timeout_s,
                 keepalive_s=settings.keepalive_s,
@@ -109,6 +111,8 @@ class ConnectorWorker:
             options=ReceiverOptions(
                 staging_wait_s=settings.staging_wait_s,
                 ttl_s=settings.staging_ttl_s,
+                silence_s=settings.silence_s,
+                resume_s=settings.resume_s,
                 progress_deadline_s=settings.progress_deadline_s,
                 uncounted_regions=int(digests),
                 user_timeout_s=settings.user_timeout_s,

@@ -52,6 +52,10 @@ class ConnectorSettings:
     """A complete transfer that is not loaded is dropped after that time."""
     staging_wait_s: float = 20.0
     """A transfer waits that long at most for staging."""
+    silence_s: float = 3.0
+    """A silent path of an open transfer is noticed within that time."""
+    resume_s: float = 2.5
+    """A transfer goes on if the other side comes back within that time after its last sign of life."""
     progress_deadline_s: float = 8.0
     """A transfer that gets no byte through for that long fails."""
     page_digests: bool = True
