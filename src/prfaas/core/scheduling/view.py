@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Literal
 
+from prfaas.core.link.meter import LinkCondition
 from prfaas.core.scheduling.decision import KvFacts
 
 ClusterKind = Literal["prfaas", "pd"]
@@ -114,12 +115,6 @@ class InstanceView:
 
     def __repr__(self) -> str:
         return f"InstanceView({', '.join(f'{field}={getattr(self, field)!r}' for field in self.__slots__)})"
-
-
-LinkCondition = Literal["clear", "busy", "congested", "slow", "slow-sender", "slow-receiver", "unheard", "down"]
-"""clear; busy: as full as its pace allows; congested: its queues build up, or it loses; slow: it carries less than
-configured; slow-sender, slow-receiver: one end and not the link sets the pace; unheard: nothing is heard of it; down:
-its connections are."""
 
 
 @dataclass(slots=True)

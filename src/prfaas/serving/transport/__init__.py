@@ -14,7 +14,7 @@ from prfaas.serving.transport.outgoing import (
 )
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.sockets import LinkSample, TcpInfo
+from prfaas.serving.transport.sockets import TcpInfo
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena, StagingLease
 from prfaas.serving.transport.ticket import (
     KeyFileError,
@@ -34,7 +34,6 @@ __all__ = [
     "Fingerprint",
     "HandshakeError",
     "KeyFileError",
-    "LinkSample",
     "Observer",
     "OutgoingTransfer",
     "Peer",

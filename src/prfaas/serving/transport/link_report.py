@@ -13,7 +13,7 @@ class LinkReport:
     """One link as one sender sees it, at the moment of the report. Totals only grow, over reconnections too."""
 
     pace_bits_per_s: float | None
-    """What this sender may send; None: unpaced."""
+    """What this sender was told that it may send; None: unpaced."""
     queued_bytes: int
     """Produced and not acknowledged yet."""
     waiting_bytes: int

@@ -4,6 +4,7 @@ The first half of the way of KV bytes from the wire: `_receive_chunk` (the secon
 takes complete transfers out of staging).
 """
 
+import contextlib
 import logging
 import select
 import socket
@@ -17,7 +18,10 @@ from prfaas.serving.transport.handshake import ROLE_PRODUCER, HandshakeError, Pe
 from prfaas.serving.transport.incoming import ProducerSession
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.sockets import (
+    Arrived,
     ConnectionEnded,
+    expedite,
+    read_arrived,
     read_tcp_info,
     receive_exactly,
     shut,
@@ -57,6 +61,7 @@ class ReceiverConnection:
     ) -> None:
         """`on_stranger_failed` gets a sentence, and who it was if it has proved that before it failed."""
         self._sock = sock
+        self._arrived = Arrived()
         self._table = table
         self._stats = stats
         self._shake_hands = shake_hands
@@ -110,6 +115,12 @@ class ReceiverConnection:
         """Make the connection's thread end."""
         shut(self._sock)
 
+    def arrived(self) -> Arrived:
+        """What the kernel has received so far; of a connection that has ended, all of it."""
+        with contextlib.suppress(OSError):
+            self._arrived = read_arrived(self._sock)
+        return self._arrived
+
     def check(self, now_s: float) -> None:
         """Close the connection if it is stuck inside a frame, send on if the outbox is stuck."""
         since_s = self._payload_since_s
@@ -154,6 +165,7 @@ class ReceiverConnection:
             self.failure = repr(error)
             log.exception("connection from %s failed", self._whom())
         finally:
+            self.arrived()
             self.shut()
             # Not while another thread posts: its send must not meet a reused file number.
             with self._sending:
@@ -175,6 +187,8 @@ class ReceiverConnection:
                     self._table.end(session, self, header, self._body(header))
                 elif header.kind is FrameType.ABORT:
                     self._table.aborted(session, header, self._body(header))
+                elif header.kind is FrameType.FILLER:
+                    self._body(header)
                 else:
                     raise WireError(f"a producer may not send {header.kind.name}")
                 if len(self._outbox) > _OUTBOX_PRESSURE_FRAMES:
@@ -197,9 +211,11 @@ class ReceiverConnection:
                 elif header.kind is FrameType.ABANDON:
                     self._table.drop(header.transfer_id, text_field(body, "reason"))
                 elif header.kind is FrameType.STATS:
-                    self.post(pack_control(FrameType.STATS, body=self._stats()))
+                    self.post(pack_control(FrameType.STATS, body=self._observed.stats(of_links(body))))
                 elif header.kind is FrameType.PACE:
-                    self._on_pace(PaceOrder.from_body(body))
+                    self._observed.pace(PaceOrder.from_body(body))
+                elif header.kind is FrameType.PROBE:
+                    self._observed.probe(*probe_fields(body))
                 else:
                     raise WireError(f"an observer may not send {header.kind.name}")
         finally:

@@ -43,7 +43,7 @@ class VersionError(WireError):
 
 
 class FrameType(enum.IntEnum):
-    """Types by number: 1 to 5 handshake, 16 to 25 transfers, 32 to 36 observers."""
+    """Types by number: 1 to 5 handshake, 16 to 26 transfers, 32 to 38 observers."""
 
     HELLO = 1
     CHALLENGE = 2
@@ -60,11 +60,13 @@ class FrameType(enum.IntEnum):
     ABORT = 23
     PING = 24
     PONG = 25
+    FILLER = 26
     WATCH = 32
     STATUS = 33
     ABANDON = 34
     STATS = 35
     PACE = 36
+    PROBE = 38
 
 
 _TYPES = {int(kind): kind for kind in FrameType}
