@@ -9,7 +9,9 @@ from prfaas.core.link.congestion import CongestionSignal
 from prfaas.core.link.samples import ArrivalSample, SenderSample
 from prfaas.core.units import BITS_PER_BYTE
 
-LinkCondition = Literal["clear", "busy", "congested", "slow", "slow-sender", "slow-receiver", "unheard", "down"]
+LinkCondition = Literal[
+    "clear", "busy", "congested", "slow", "slow-sender", "slow-receiver", "unheard", "down"
+]
 """clear; busy: as full as its pace allows; congested: its queues build up, or it loses; slow: it carries less than
 configured; slow-sender, slow-receiver: one end and not the link sets the pace; unheard: nothing is heard of it; down:
 its connections are."""

@@ -68,12 +68,16 @@ class KernelTotals:
 
 
 def link_reports(
-    queues: Iterable[PeerQueue], infos: Mapping[str, Sequence[TcpInfo]], totals: KernelTotals
+    queues: Iterable[PeerQueue],
+    paces: Mapping[str, float | None],
+    infos: Mapping[str, Sequence[TcpInfo]],
+    totals: KernelTotals,
 ) -> dict[str, dict[str, Any]]:
     """Link name → the fields of its `LinkReport`. Peers of a link share its bandwidth.
 
     Args:
         queues: of all peers.
+        paces: by link, in bits per second.
         infos: by link, what the kernel says now of every connection that is up.
         totals: with `infos` added.
     """
@@ -81,17 +85,23 @@ def link_reports(
     for queue in queues:
         by_link.setdefault(queue.peer.link, []).append(queue)
     return {
-        link: asdict(_report(of_link, infos.get(link, ()), totals.of(link))) for link, of_link in by_link.items()
+        link: asdict(_report(of_link, paces[link], infos.get(link, ()), totals.of(link)))
+        for link, of_link in by_link.items()
     }
 
 
-def _report(queues: Sequence[PeerQueue], infos: Sequence[TcpInfo], totals: Mapping[str, float]) -> LinkReport:
+def _report(
+    queues: Sequence[PeerQueue],
+    pace_bits_per_s: float | None,
+    infos: Sequence[TcpInfo],
+    totals: Mapping[str, float],
+) -> LinkReport:
     loads = [queue.load() for queue in queues]
     least_rtt_s = min((info.least_rtt_s for info in infos if info.least_rtt_s > 0), default=0.0)
     # A connection that has sent nothing lately knows only what was.
     at_work = [info.rtt_s for info in infos if info.notsent_bytes or info.in_flight]
     return LinkReport(
-        pace_bits_per_s=queues[0].pace_bits_per_s,
+        pace_bits_per_s=pace_bits_per_s,
         queued_bytes=sum(load.queued_bytes for load in loads),
         waiting_bytes=sum(load.waiting_bytes for load in loads),
         open_bytes=sum(load.open_bytes for load in loads),

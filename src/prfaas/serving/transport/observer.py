@@ -4,15 +4,16 @@ import asyncio
 import contextlib
 import secrets
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, HandshakeError
 from prfaas.serving.transport.pacing import PaceOrder
-from prfaas.serving.transport.sockets import keep_alive
+from prfaas.serving.transport.sockets import expedite, keep_alive
 from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.wire import (
     HEADER_BYTES,
+    MAX_PROBE_BYTES,
     FrameType,
     Header,
     TransferStatus,
@@ -23,6 +24,7 @@ from prfaas.serving.transport.wire import (
 )
 
 _T = TypeVar("_T")
+OnSoon = Callable[[TransferStatus], None]
 
 _CONNECT_S = 5.0
 # Frozen processes acknowledge what they don't read; dead machines and broken ways don't.
@@ -55,6 +57,7 @@ class Observer:
         self._connecting = asyncio.Lock()
         self._closed = False
         self._waits: dict[bytes, set[asyncio.Future[TransferStatus]]] = {}
+        self._leads: dict[bytes, tuple[float, OnSoon]] = {}
         self._announced: set[bytes] = set()
         self._stats_waits: deque[asyncio.Future[dict[str, Any]]] = deque()
 
@@ -89,8 +92,13 @@ class Observer:
         await self._disconnect()
         self._fail_all("the observer was closed")
 
-    async def wait(self, transfer_id: bytes, timeout_s: float) -> TransferStatus:
+    async def wait(
+        self, transfer_id: bytes, timeout_s: float, lead_s: float = 0.0, on_soon: OnSoon | None = None
+    ) -> TransferStatus:
         """The final status (COMPLETE or FAILED) of a transfer, which need not have been opened yet.
+
+        `on_soon` is called once, when the receiver expects the transfer to complete within `lead_s`; not at all for a
+        transfer that is faster than the word of it. One wait of a transfer at a time may ask for that.
 
         Raises:
             TimeoutError: there is none after `timeout_s`.
@@ -100,10 +108,13 @@ class Observer:
             await self.connect()
             future: asyncio.Future[TransferStatus] = asyncio.get_running_loop().create_future()
             self._waits.setdefault(transfer_id, set()).add(future)
+            if on_soon is not None and lead_s > 0:
+                self._leads[transfer_id] = (lead_s, on_soon)
             try:
-                self._send(pack_control(FrameType.WATCH, transfer_id))
+                self._watch(transfer_id)
                 return await future
             finally:
+                self._leads.pop(transfer_id, None)
                 waiting = self._waits.get(transfer_id)
                 if waiting is not None:
                     waiting.discard(future)
@@ -141,10 +152,31 @@ class Observer:
         Raises:
             ConnectionError: the receiver is gone.
         """
+        return await self._ask_stats({})
+
+    async def telemetry(self) -> dict[str, Any]:
+        """The receiver's `telemetry()`. Several may be asked at once: a late answer holds no question back.
+
+        Raises:
+            ConnectionError: the receiver is gone.
+        """
+        return await self._ask_stats({"of": "links"})
+
+    async def probe(self, link: str, nbytes: int) -> None:
+        """Have the engine's sender send so much filler on a link; there is no answer.
+
+        Raises:
+            ConnectionError: the receiver is gone.
+        """
+        await self.connect()
+        body = {"link": link, "bytes": min(nbytes, MAX_PROBE_BYTES)}
+        self._send(pack_control(FrameType.PROBE, body=body))
+
+    async def _ask_stats(self, body: dict[str, Any]) -> dict[str, Any]:
         await self.connect()
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._stats_waits.append(future)
-        self._send(pack_control(FrameType.STATS))
+        self._send(pack_control(FrameType.STATS, body=body))
         return await future
 
     def _send(self, frame: bytes) -> None:
@@ -158,7 +190,9 @@ class Observer:
         try:
             async with asyncio.timeout(_CONNECT_S):
                 reader, writer = await asyncio.open_connection(host, port)
-                keep_alive(writer.get_extra_info("socket"), user_timeout_s=_USER_TIMEOUT_S)
+                sock = writer.get_extra_info("socket")
+                keep_alive(sock, user_timeout_s=_USER_TIMEOUT_S)
+                expedite(sock)
                 try:
                     await self._greet(reader, writer)
                 except BaseException:
@@ -205,7 +239,7 @@ class Observer:
                 self._fail_stats(f"connection to {self.peer_name} lost")
                 reader = await self._reconnect()
                 for transfer_id in self._waits:
-                    self._send(pack_control(FrameType.WATCH, transfer_id))
+                    self._watch(transfer_id)
         except ConnectionError as error:
             trouble = str(error)
         finally:
@@ -238,6 +272,9 @@ class Observer:
     def _settle(self, transfer_id: bytes, status: TransferStatus) -> None:
         if transfer_id in self._waits:
             self._announced.add(transfer_id)
+        if status.soon and not status.phase.terminal and transfer_id in self._leads:
+            _, on_soon = self._leads.pop(transfer_id)
+            on_soon(status)
         if status.phase.terminal:
             for future in self._waits.get(transfer_id, ()):
                 _resolve(future, status)

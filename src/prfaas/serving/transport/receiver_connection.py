@@ -29,12 +29,16 @@ from prfaas.serving.transport.sockets import (
 from prfaas.serving.transport.transfer_table import TransferTable
 from prfaas.serving.transport.wire import (
     HEADER_BYTES,
+    MAX_LINK_CHARS,
+    MAX_PROBE_BYTES,
     FrameType,
     Header,
     WireError,
     checksum_of,
+    count_field,
     pack_control,
     parse_control,
+    seconds_field,
     text_field,
     unpack_header,
 )
@@ -44,6 +48,7 @@ log = logging.getLogger(__name__)
 _MAX_OUTBOX_FRAMES = 8192
 _OUTBOX_PRESSURE_FRAMES = 64
 _MAX_WATCHED = 65536
+_MAX_LEAD_S = 60.0
 
 
 class ReceiverConnection:
@@ -53,13 +58,15 @@ class ReceiverConnection:
         self,
         sock: socket.socket,
         table: TransferTable,
-        stats: Callable[[], dict[str, Any]],
+        stats: Callable[[bool], dict[str, Any]],
         shake_hands: Callable[["ReceiverConnection", socket.socket], PeerIdentity],
         on_stranger_failed: Callable[[str, str], None],
         on_pace: Callable[[PaceOrder], None],
+        on_probe: Callable[[str, int], None],
         progress_deadline_s: float,
     ) -> None:
-        """`on_stranger_failed` gets a sentence, and who it was if it has proved that before it failed."""
+        """`stats` is asked whether only what concerns links is wanted. `on_stranger_failed` gets a sentence, and who it
+        was if it has proved that before it failed."""
         self._sock = sock
         self._arrived = Arrived()
         self._table = table
@@ -67,6 +74,7 @@ class ReceiverConnection:
         self._shake_hands = shake_hands
         self._on_stranger_failed = on_stranger_failed
         self._on_pace = on_pace
+        self._on_probe = on_probe
         self._progress_deadline_s = progress_deadline_s
         self._outbox: deque[memoryview] = deque()
         self._sending = threading.Lock()
@@ -197,6 +205,7 @@ class ReceiverConnection:
             self._table.disconnected(session, self)
 
     def _serve_observer(self) -> None:
+        expedite(self._sock)
         try:
             while True:
                 header = self._next_header()
@@ -207,15 +216,17 @@ class ReceiverConnection:
                     if len(self._watched) >= _MAX_WATCHED:
                         raise WireError(f"an observer may watch {_MAX_WATCHED} transfers at once")
                     self._watched.add(header.transfer_id)
-                    self._table.watch(self, header.transfer_id)
+                    lead_s = seconds_field(body, "lead_s", _MAX_LEAD_S)
+                    self._table.watch(self, header.transfer_id, lead_s)
                 elif header.kind is FrameType.ABANDON:
                     self._table.drop(header.transfer_id, text_field(body, "reason"))
                 elif header.kind is FrameType.STATS:
-                    self.post(pack_control(FrameType.STATS, body=self._observed.stats(of_links(body))))
+                    self.post(pack_control(FrameType.STATS, body=self._stats(body.get("of") == "links")))
                 elif header.kind is FrameType.PACE:
-                    self._observed.pace(PaceOrder.from_body(body))
+                    self._on_pace(PaceOrder.from_body(body))
                 elif header.kind is FrameType.PROBE:
-                    self._observed.probe(*probe_fields(body))
+                    nbytes = count_field(body, "bytes", MAX_PROBE_BYTES)
+                    self._on_probe(text_field(body, "link", MAX_LINK_CHARS), nbytes)
                 else:
                     raise WireError(f"an observer may not send {header.kind.name}")
         finally:
