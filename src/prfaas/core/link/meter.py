@@ -17,8 +17,8 @@ configured; slow-sender, slow-receiver: one end and not the link sets the pace; 
 its connections are."""
 
 EGRESS_WINDOW_S = 2.0
-FRESH_S = 0.4
-"""Older samples are not judged."""
+FRESH_S = 0.6
+"""Older words of senders are not judged by themselves."""
 UNHEARD_S = 3.0
 """A link of which nothing is heard for so long is not up."""
 # Connections are being made again for a while after an engine's start.
@@ -26,6 +26,7 @@ _DOWN_AFTER_S = 1.5
 
 # How long the link must have been full without a break to be judged, and how long a burst must be to raise it.
 _FULL_S = 0.5
+_LONGEST_LOOK_S = 0.4
 _BURST_S = 0.3
 # A link on which nothing moves for longer is dark, or its connections wait for their timers: that is no measurement.
 _STILL_S = 0.6
@@ -56,7 +57,7 @@ class LinkMeter:
     in a row that agree within 1.4 move the capacity to the median of the last five, if that is more than a tenth away.
     What arrives is also a lower bound: 0.3 s with more than the capacity raise it at once, where nothing is congested.
 
-    While a sender's word is late (0.4 s), its last one goes on as long as not all that it spoke of has arrived; and a
+    While a sender's word is late (0.6 s), its last one goes on as long as not all that it spoke of has arrived; and a
     round trip of twice the least at the consumer, seen there, tells a full link without any sender's word.
     Nothing else moves the capacity: time alone never does. It stays between 1 % and all of what was configured.
     A link believed slow and without work asks for probes: every 3 s as many bytes as twice the capacity carries in
@@ -121,10 +122,10 @@ class LinkMeter:
         fresh = [sample for sample in senders.values() if now_s - sample.at_s <= FRESH_S]
         self._look_at_network(fresh, now_s)
         if at_s is None or at_s <= self._looked_s:
-            if now_s - self._looked_s > FRESH_S:
+            if now_s - self._looked_s > _LONGEST_LOOK_S:
                 self._restart()
             return carried
-        if at_s - self._looked_s > FRESH_S:
+        if at_s - self._looked_s > _LONGEST_LOOK_S:
             self._restart()
         self._history.append((at_s, self.carried_bytes))
         while len(self._history) > 2 and self._history[1][0] <= at_s - EGRESS_WINDOW_S:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Literal
 
-from prfaas.core.link.meter import LinkCondition
+from prfaas.core.link.meter import LinkCondition, LinkMeter
 from prfaas.core.scheduling.decision import KvFacts
 
 ClusterKind = Literal["prfaas", "pd"]
@@ -148,6 +148,17 @@ class LinkView:
     def utilisation(self) -> float:
         """Share of the capacity in use, from 0; above 1 when the capacity has just fallen."""
         return self.egress_bits_per_s / self.capacity_bits_per_s if self.capacity_bits_per_s > 0 else 1.0
+
+
+def show(meter: LinkMeter, link: LinkView, now_s: float) -> None:
+    """Write what a meter says into a view, but its capacity and whether the link is up: those have effects."""
+    link.egress_bits_per_s = meter.egress_bits_per_s(now_s)
+    link.rtt_s = meter.least_rtt_s
+    link.retransmit_ratio = meter.retransmit_ratio
+    link.congestion = meter.congestion
+    link.condition = meter.condition(now_s)
+    link.pace_bits_per_s = meter.pace_bits_per_s
+    link.seen_s = meter.seen_s
 
 
 @dataclass(slots=True)

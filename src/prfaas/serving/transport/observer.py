@@ -179,6 +179,11 @@ class Observer:
         self._send(pack_control(FrameType.STATS, body=body))
         return await future
 
+    def _watch(self, transfer_id: bytes) -> None:
+        lead = self._leads.get(transfer_id)
+        body = None if lead is None else {"lead_s": lead[0]}
+        self._send(pack_control(FrameType.WATCH, transfer_id, body))
+
     def _send(self, frame: bytes) -> None:
         # While reconnecting there is no writer: what still waits is asked again once the connection is back.
         if self._writer is not None:

@@ -164,6 +164,7 @@ class Endpoints:
                 keepalive_s=limits.keepalive_s,
             ),
             sender_telemetry=self.sender.telemetry,
+            on_probe=self.sender.probe,
         )
         self._sweeper: asyncio.Task[None] | None = None
 

@@ -119,6 +119,7 @@ class ConnectorWorker:
                 keepalive_s=settings.keepalive_s,
             ),
             sender_telemetry=sender.telemetry,
+            on_probe=sender.probe,
         )
         receiver.start()
         sender.start()
