@@ -8,7 +8,7 @@ import pytest
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMonitor, period_s
-from prfaas.serving.control.link_monitor import LinkMonitor
+from prfaas.serving.control.link_monitor import LinkBreaker, LinkMonitor
 
 from .world import LINK, FakeClock, FakeHttp, FakeSender, arrived, decision, report
 
@@ -314,3 +314,22 @@ def test_a_deployment_without_links_is_not_watched(tmp_path: Path, clock: FakeCl
     links = Links(alone, cluster_state_of(alone, clock), clock)
     asyncio.run(links.telemetry.run())
     assert links.senders == {}
+
+
+def test_three_failures_close_a_link_and_one_success_opens_it() -> None:
+    faults = LinkBreaker()
+    for _ in range(2):
+        faults.failed(100.0)
+    faults.succeeded()
+    for _ in range(3):
+        assert faults.is_up(101.0)
+        faults.failed(101.0)
+    faults.failed(101.5)
+    assert not faults.is_up(110.9)
+    assert faults.is_up(111.0)
+    faults.failed(112.0)
+    assert not faults.is_up(131.9)
+    assert faults.is_up(132.0)
+    faults.succeeded()
+    faults.failed(133.0)
+    assert faults.is_up(133.0)

@@ -16,7 +16,6 @@ from prfaas.serving.transport.arrival import Arrival
 from prfaas.serving.transport.handshake import (
     ROLE_PRODUCER,
     Fingerprint,
-    HandshakeError,
     PeerIdentity,
     bounded_sentences,
     welcome,
@@ -25,7 +24,8 @@ from prfaas.serving.transport.incoming import RegionLayout
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.receiver_connection import ReceiverConnection
-from prfaas.serving.transport.sockets import shut, tune
+from prfaas.serving.transport.sealing import Sealing
+from prfaas.serving.transport.sockets import HandshakeError, shut, tune
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
 from prfaas.serving.transport.strangers import Strangers
 from prfaas.serving.transport.tls_identity import TlsIdentity
@@ -108,6 +108,7 @@ class Receiver:
         # By producer, of connections that have ended.
         self._arrived_bytes: Counter[str] = Counter()
         self._failed_connections = 0
+        self._forged_frames = 0
         self._accept_failures = 0
         self._thread_errors = 0
 
@@ -177,24 +178,23 @@ class Receiver:
             connections = list(self._connections)
             threads = sum(thread.is_alive() for thread in self._threads) + len(connections)
         roles = [each.identity.role for each in connections if each.identity is not None]
-        return (
-            self._table.stats()
-            | {
-                "name": self.name,
-                "version": __version__,
-                "connections": len(roles),
-                "producer_connections": roles.count("producer"),
-                "observer_connections": roles.count("observer"),
-                "failed_connections": self._failed_connections,
-                "strangers": len(self._strangers),
-                "closed_strangers": self._strangers.closed,
-                "accept_failures": self._accept_failures,
-                "rejected": bounded_sentences(self._strangers.rejected),
-                "thread_errors": self._thread_errors,
-                "threads": threads,
-            }
-            | self.telemetry()
-        )
+        return self._table.stats() | {
+            "name": self.name,
+            "version": __version__,
+            "connections": len(roles),
+            "producer_connections": roles.count("producer"),
+            "observer_connections": roles.count("observer"),
+            "encrypted_connections": sum(each.sealing is not None for each in connections),
+            "failed_connections": self._failed_connections,
+            "forged_frames": self._forged_frames,
+            "strangers": len(self._strangers),
+            "closed_strangers": self._strangers.closed,
+            "accept_failures": self._accept_failures,
+            "rejected": bounded_sentences(self._strangers.rejected),
+            "thread_errors": self._thread_errors,
+            "threads": threads,
+            **self.telemetry(),
+        }
 
     def telemetry(self) -> dict[str, Any]:
         """What concerns links, small enough for one packet: what has arrived, and what this engine's sender tells.
@@ -228,7 +228,9 @@ class Receiver:
                     sums["connections"] += 1
         return found
 
-    def _shake_hands(self, connection: ReceiverConnection, sock: socket.socket) -> PeerIdentity:
+    def _shake_hands(
+        self, connection: ReceiverConnection, sock: socket.socket
+    ) -> tuple[PeerIdentity, Sealing | None]:
         options = self._options
         tune(sock, user_timeout_s=options.user_timeout_s, keepalive_s=options.keepalive_s)
 
@@ -243,7 +245,7 @@ class Receiver:
             self._strangers.leave(sock)
             self._strangers.forgive(identity.name)
 
-        identity = welcome(
+        identity, sealing = welcome(
             sock,
             key=self._key,
             name=self.name,
@@ -251,10 +253,12 @@ class Receiver:
             fingerprint=self._fingerprint,
             producers=self._producers,
             handshake_s=options.handshake_s,
+            tls=self._tls,
+            plain_peers=self._plain_peers,
             admit=admit,
         )
         sock.settimeout(None)
-        return identity
+        return identity, sealing
 
     def _accept(self) -> None:
         listener = self._listener
@@ -311,6 +315,7 @@ class Receiver:
                     if identity is not None and identity.role == ROLE_PRODUCER:
                         self._arrived_bytes[identity.name] += connection.arrived().bytes_received
                     self._failed_connections += bool(connection.failure)
+                    self._forged_frames += connection.forged
 
         if not self._strangers.enter(sock, address):
             sock.close()
