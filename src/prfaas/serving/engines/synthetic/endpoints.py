@@ -179,6 +179,7 @@ class Endpoints:
             sender_telemetry=self.sender.telemetry,
             tls=tls,
             plain_peers=deployment.plain_peers_of(instance),
+            on_probe=self.sender.probe,
         )
         self._sweeper: asyncio.Task[None] | None = None
 

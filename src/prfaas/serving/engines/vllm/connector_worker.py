@@ -126,6 +126,7 @@ class ConnectorWorker:
             sender_telemetry=sender.telemetry,
             tls=tls,
             plain_peers=settings.plain_peers,
+            on_probe=sender.probe,
         )
         receiver.start()
         sender.start()
