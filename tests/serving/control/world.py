@@ -8,6 +8,7 @@ from prfaas.core.deployment import Deployment, Instance, load_deployment
 from prfaas.core.scheduling import CacheTransfer, Decision, KvFacts, Route
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.planning_inputs import service_curves, view_of
+from prfaas.serving.transport.pacing import PaceOrder
 
 KEY = bytes(range(32))
 
@@ -142,6 +143,7 @@ class FakeSender:
         self.links: dict[str, dict[str, Any]] | None = {}
         self.rejected: dict[str, str] = {}
         self.asked = 0
+        self.orders: list[PaceOrder] = []
         self.closed = False
 
     async def stats(self) -> dict[str, Any]:
@@ -150,6 +152,11 @@ class FakeSender:
             raise ConnectionError("nobody there")
         links = {name: dict(report) for name, report in self.links.items()}
         return {"sender": {"links": links, "rejected": dict(self.rejected)}}
+
+    async def pace(self, order: PaceOrder) -> None:
+        if self.links is None:
+            raise ConnectionError("nobody there")
+        self.orders.append(order)
 
     async def close(self) -> None:
         self.closed = True

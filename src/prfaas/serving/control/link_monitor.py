@@ -145,6 +145,10 @@ class LinkMonitor:
             acked_bytes = meter.observe(samples, now_s)
             self._update_link(pair, meter, acked_bytes, now_s)
 
+    def samples(self, pair: tuple[str, str]) -> Mapping[str, SenderSample]:
+        """The newest word of each sender of a link, by "instance/rank"."""
+        return self._samples[pair]
+
     def failed(self, pair: tuple[str, str]) -> None:
         """A transfer over a link failed, and neither end is known to be dead."""
         if pair in self.breakers:

@@ -101,7 +101,8 @@ def kv_transfer_config(deployment: Deployment, instance: Instance) -> dict[str, 
                     "kv_port": peer.instance.kv_port,
                     "link": peer.link,
                     "connections": peer.connections,
-                    "bandwidth_bits_per_s": _bandwidth_per_rank(peer, instance),
+                    "bandwidth_bits_per_s": peer.bandwidth_bits_per_s,
+                    "share_bits_per_s": _share_per_rank(peer, instance),
                     "on_demand": peer.on_demand,
                 }
                 for peer in deployment.peers_of(instance)
@@ -123,11 +124,9 @@ def kv_transfer_config(deployment: Deployment, instance: Instance) -> dict[str, 
     }
 
 
-def _bandwidth_per_rank(peer: KvPeer, instance: Instance) -> float | None:
-    # Every rank paces its own share of a transfer, all at the same time.
-    if peer.bandwidth_bits_per_s is None:
-        return None
-    return peer.bandwidth_bits_per_s / instance.tensor_parallel
+def _share_per_rank(peer: KvPeer, instance: Instance) -> float | None:
+    # Every rank sends its own part of a transfer, all at the same time.
+    return None if peer.share_bits_per_s is None else peer.share_bits_per_s / instance.tensor_parallel
 
 
 def _retention(deployment: Deployment, kv_model: KvModel, on_cpu: bool) -> tuple[str, ...]:

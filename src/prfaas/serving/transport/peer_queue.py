@@ -71,6 +71,11 @@ class PeerQueue:
         """Why the peer will not have this side; empty if it has not said so."""
         return "" if self._windows else self._rejection
 
+    @property
+    def pace_bits_per_s(self) -> float | None:
+        """What the sender may send on this peer's link at present; None: all it can."""
+        return self._pacer.pace_bits_per_s
+
     # The engine's calls, through OutgoingTransfer
 
     def open(
@@ -174,8 +179,7 @@ class PeerQueue:
             self._trouble = trouble
             if not self._windows:
                 self._lost_at_s = time.monotonic()
-            for job in (*window.opens.values(), *window.ends.values()):
-                self._controls.appendleft(job)
+            self._controls.extendleft((*window.opens.values(), *window.ends.values()))
             for chunk in window.chunks.values():
                 self._schedule.add(chunk)
             self._counters["requeued_chunks"] += len(window.chunks)
@@ -322,8 +326,9 @@ class PeerQueue:
                 elif transfer.phase is not SendPhase.OPENING:
                     unfinished |= transfer.ended or transfer.acked_bytes < transfer.put_bytes
                 elif age_s > options.accept_deadline_s:
-                    limit_s = options.accept_deadline_s
-                    self._fail(transfer, f"{self.peer.name} did not accept within {limit_s:g} s")
+                    self._fail(
+                        transfer, f"{self.peer.name} did not accept within {options.accept_deadline_s:g} s"
+                    )
             # A transfer may wait long behind another's chunks: the progress of the whole queue counts.
             if not unfinished:
                 self._progressed_at_s = now_s
@@ -351,12 +356,11 @@ class PeerQueue:
         """Counters and gauges as observers get them."""
         with self._lock:
             transfers = self._transfers.values()
-            phases = Counter(transfer.phase.value for transfer in transfers)
             pending_bytes = sum(transfer.waiting_bytes for transfer in transfers)
             return {
                 "connections": len(self._windows),
-                "transfers": dict(phases),
-                "queued_bytes": sum(chunk.nbytes for t in transfers for chunk in t.queued) - pending_bytes,
+                "transfers": dict(Counter(transfer.phase.value for transfer in transfers)),
+                "queued_bytes": sum(c.nbytes for t in transfers for c in t.queued) - pending_bytes,
                 "pending_bytes": pending_bytes,
                 "in_flight_chunks": sum(len(window.chunks) for window in self._windows),
                 "trouble": self._rejection or self._trouble,

@@ -38,7 +38,7 @@ class LinkReport:
     """One link as one sender sees it."""
 
     capacity_bits_per_s: float | None
-    """The configured pace; None: unpaced."""
+    """What this sender may send at present; None: all it can."""
     queued_bytes: int
     """Produced and not acknowledged yet."""
     waiting_bytes: int
@@ -81,7 +81,7 @@ def _report(queues: Sequence[PeerQueue], samples: Sequence[LinkSample], now_s: f
     # Connections of an idle peer keep their last sample: it says nothing about now.
     fresh = [sample for sample in samples if newest_s is not None and sample.at_s > newest_s - _FRESH_S]
     return LinkReport(
-        capacity_bits_per_s=queues[0].peer.bandwidth_bits_per_s,
+        capacity_bits_per_s=queues[0].pace_bits_per_s,
         queued_bytes=sum(load.queued_bytes for load in loads),
         waiting_bytes=sum(load.waiting_bytes for load in loads),
         open_bytes=sum(load.open_bytes for load in loads),

@@ -129,6 +129,7 @@ class Endpoints:
                     connections=peer.connections,
                     bandwidth_bits_per_s=peer.bandwidth_bits_per_s,
                     on_demand=peer.on_demand,
+                    share_bits_per_s=peer.share_bits_per_s,
                 )
                 for peer in deployment.peers_of(instance)
             },
@@ -164,6 +165,7 @@ class Endpoints:
                 keepalive_s=limits.keepalive_s,
             ),
             sender_telemetry=self.sender.telemetry,
+            on_pace=self.sender.pace,
         )
         self._sweeper: asyncio.Task[None] | None = None
 

@@ -81,6 +81,7 @@ class ConnectorWorker:
                 connections=peer.connections,
                 bandwidth_bits_per_s=peer.bandwidth_bits_per_s,
                 on_demand=peer.on_demand,
+                share_bits_per_s=peer.share_bits_per_s,
             )
             for name, peer in settings.peers.items()
         }
@@ -119,6 +120,7 @@ class ConnectorWorker:
                 keepalive_s=settings.keepalive_s,
             ),
             sender_telemetry=sender.telemetry,
+            on_pace=sender.pace,
         )
         receiver.start()
         sender.start()
