@@ -18,6 +18,7 @@ from prfaas.serving.transport import (
     SenderOptions,
     StagingArena,
     Ticket,
+    TlsIdentity,
     TransferClass,
     TransferPhase,
     TransferStatus,
@@ -172,6 +173,8 @@ def make_receiver(
     layout: SizesByTokens | None = None,
     port: int = 0,
     key: bytes = KEY,
+    tls: TlsIdentity | None = None,
+    plain_peers: Sequence[str] = (),
     on_pace: Callable[[PaceOrder], None] = lambda _order: None,
 ) -> Receiver:
     receiver = Receiver(
@@ -184,6 +187,8 @@ def make_receiver(
         fingerprint=FINGERPRINT,
         options=options,
         producers=["p/0"],
+        tls=tls,
+        plain_peers=plain_peers,
         on_pace=on_pace,
     )
     receiver.start()
@@ -199,10 +204,17 @@ def make_sender(
     name: str = "p/0",
     key: bytes = KEY,
     fingerprint: dict[str, str | int] | None = None,
+    tls: TlsIdentity | None = None,
 ) -> Sender:
-    peer = Peer("c/0", "127.0.0.1", port, "wan", connections, bandwidth_bits_per_s)
+    """`tls`: it encrypts, with this identity."""
+    peer = Peer("c/0", "127.0.0.1", port, "wan", connections, bandwidth_bits_per_s, encrypted=tls is not None)
     sender = Sender(
-        name=name, key=key, peers={"c/0": peer}, fingerprint=fingerprint or FINGERPRINT, options=options
+        name=name,
+        key=key,
+        peers={"c/0": peer},
+        fingerprint=fingerprint or FINGERPRINT,
+        options=options,
+        tls=tls,
     )
     sender.start()
     return sender

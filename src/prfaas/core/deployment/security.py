@@ -11,8 +11,17 @@ EngineTls = Literal["elsewhere", "always", "never"]
 GATEWAY = "gateway"
 """Whose certificate the gateway and its control plane show."""
 
+CONTROL = "control"
+"""The control plane's name at KV ports; it is part of the gateway."""
+
 TOOLS = "tools"
-"""Whose certificate `prfaas doctor` and other tools show."""
+"""Whose certificate `prfaas doctor` and other tools show, and their name at KV ports."""
+
+CERTIFICATE_NAMES = {GATEWAY: (GATEWAY, CONTROL), TOOLS: (TOOLS,)}
+"""The certificates beside those of instances, and the names on the wire that each stands for."""
+
+OBSERVERS = frozenset(name for names in CERTIFICATE_NAMES.values() for name in names)
+"""The names of all that ask at KV ports without sending KVCache."""
 
 
 @dataclass(frozen=True, slots=True)

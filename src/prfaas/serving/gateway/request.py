@@ -1,5 +1,6 @@
 """One request at each stage: as the client made it, in tokens, and ready for its decode engine."""
 
+import asyncio
 import hashlib
 import hmac
 import re
@@ -15,7 +16,7 @@ from prfaas.core.route_header import REQUEST_ID_HEADER, RouteHeader
 from prfaas.core.scheduling import Decision, Route
 from prfaas.serving.gateway.bodies import ApiError, Json, parse_body, strip_owned
 from prfaas.serving.gateway.context import GatewayOptions, ThreadOffload
-from prfaas.serving.gateway.kv_transfer import TransferDone
+from prfaas.serving.gateway.kv_transfer import StartedTransfer, TransferDone
 from prfaas.serving.gateway.prompts import Endpoint, Prompt, prompt_of, samples_of
 from prfaas.serving.gateway.request_log import RequestRecord, WaitsFor
 from prfaas.serving.transport.ticket import TENANT_BYTES, TransferClass
@@ -82,8 +83,10 @@ class PreparedRequest:
     """The decision that was carried out; None when the prompt was not looked at."""
     own_prefill_tokens: int = 0
     """Tokens that the decode engine prefills itself; 0 when it is not known, or none."""
-    transfer: TransferDone | None = None
-    """The KV that waits at the decode engine; None when that engine prefills."""
+    transfer: StartedTransfer | None = None
+    """The KV that waits at the decode engine, or is about to; None when that engine prefills."""
+    arriving: "asyncio.Task[PreparedRequest] | None" = None
+    """Ends when all KV is there, with what is known of it then; None: it is."""
     prefix: TransferDone | None = None
     """The cached prefix that was moved to the prefill instance first."""
     fallback: str | None = None
@@ -103,16 +106,17 @@ class PreparedRequest:
     def header(self) -> RouteHeader:
         """What the route header tells."""
         decision, transfer, prefix = self.decision, self.transfer, self.prefix
+        done = transfer if isinstance(transfer, TransferDone) else None
         return RouteHeader(
             route=str(self.route),
             prefill=self.prefill,
             decode=self.decode,
             uncached_tokens=None if decision is None else decision.uncached_tokens,
             cached_tokens=0 if transfer is None else transfer.ticket.skip_tokens,
-            kv_bytes=0 if transfer is None else transfer.moved.total_bytes,
-            hidden_fraction=None if transfer is None else transfer.moved.overlapped_fraction,
-            transfer_s=None if transfer is None else transfer.transfer_s,
-            prefill_s=None if transfer is None else transfer.prefill_s,
+            kv_bytes=0 if done is None else done.moved.total_bytes,
+            hidden_fraction=None if done is None else done.moved.overlapped_fraction,
+            transfer_s=None if done is None else done.transfer_s,
+            prefill_s=None if done is None else done.prefill_s,
             threshold_tokens=None if decision is None else decision.threshold_tokens,
             predicted_ttft_s=None if decision is None else decision.predicted_ttft_s,
             prefix_source=None if prefix is None else prefix.ticket.producer,

@@ -3,14 +3,17 @@
 import asyncio
 import contextlib
 import secrets
+import ssl
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, HandshakeError
+from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello
 from prfaas.serving.transport.pacing import PaceOrder
-from prfaas.serving.transport.sockets import keep_alive
+from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, Sealing
+from prfaas.serving.transport.sockets import HandshakeError, keep_alive
 from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.transport.tls_stream import AsyncTlsStream, NotTlsError, tls_trouble
 from prfaas.serving.transport.wire import (
     HEADER_BYTES,
     FrameType,
@@ -23,6 +26,7 @@ from prfaas.serving.transport.wire import (
 )
 
 _T = TypeVar("_T")
+OnSoon = Callable[[TransferStatus], None]
 
 _CONNECT_S = 5.0
 # Frozen processes acknowledge what they don't read; dead machines and broken ways don't.
@@ -51,10 +55,12 @@ class Observer:
         self._session = secrets.token_hex(8)
         self._peer_session = ""
         self._writer: asyncio.StreamWriter | None = None
+        self._sealing: Sealing | None = None
         self._connection_task: asyncio.Task[None] | None = None
         self._connecting = asyncio.Lock()
         self._closed = False
         self._waits: dict[bytes, set[asyncio.Future[TransferStatus]]] = {}
+        self._leads: dict[bytes, tuple[float, OnSoon]] = {}
         self._announced: set[bytes] = set()
         self._stats_waits: deque[asyncio.Future[dict[str, Any]]] = deque()
 
@@ -89,8 +95,13 @@ class Observer:
         await self._disconnect()
         self._fail_all("the observer was closed")
 
-    async def wait(self, transfer_id: bytes, timeout_s: float) -> TransferStatus:
+    async def wait(
+        self, transfer_id: bytes, timeout_s: float, lead_s: float = 0.0, on_soon: OnSoon | None = None
+    ) -> TransferStatus:
         """The final status (COMPLETE or FAILED) of a transfer, which need not have been opened yet.
+
+        `on_soon` is called once, when the receiver expects the transfer to complete within `lead_s`; not at all for a
+        transfer that is faster than the word of it. One wait of a transfer at a time may ask for that.
 
         Raises:
             TimeoutError: there is none after `timeout_s`.
@@ -100,10 +111,13 @@ class Observer:
             await self.connect()
             future: asyncio.Future[TransferStatus] = asyncio.get_running_loop().create_future()
             self._waits.setdefault(transfer_id, set()).add(future)
+            if on_soon is not None and lead_s > 0:
+                self._leads[transfer_id] = (lead_s, on_soon)
             try:
-                self._send(pack_control(FrameType.WATCH, transfer_id))
+                self._watch(transfer_id)
                 return await future
             finally:
+                self._leads.pop(transfer_id, None)
                 waiting = self._waits.get(transfer_id)
                 if waiting is not None:
                     waiting.discard(future)
@@ -147,10 +161,15 @@ class Observer:
         self._send(pack_control(FrameType.STATS))
         return await future
 
+    def _watch(self, transfer_id: bytes) -> None:
+        lead = self._leads.get(transfer_id)
+        body = None if lead is None else {"lead_s": lead[0]}
+        self._send(pack_control(FrameType.WATCH, transfer_id, body))
+
     def _send(self, frame: bytes) -> None:
         # While reconnecting there is no writer: what still waits is asked again once the connection is back.
         if self._writer is not None:
-            self._writer.write(frame)
+            self._writer.write(frame if self._sealing is None else self._sealing.sealer.seal(frame))
 
     async def _open_connection(self) -> asyncio.StreamReader:
         """Connect and shake hands."""
@@ -185,9 +204,22 @@ class Observer:
             session=self._session,
             fingerprint={},
         )
-        writer.write(hello.frame())
-        writer.write(hello.answer(*await _read_frame(reader)))
-        peer_session = hello.finish(*await _read_frame(reader))
+        sealing: Sealing | None = None
+        if self._tls is None:
+            writer.write(hello.frame())
+            writer.write(hello.answer(*await _read_frame(reader)))
+            peer_session = hello.finish(*await _read_frame(reader))
+        else:
+            try:
+                stream = await AsyncTlsStream.open(reader, writer, self._tls.client_context())
+                hello.check_certificate(stream.certificate())
+                stream.write(hello.frame())
+                stream.write(hello.answer(*await _read_frame(stream)))
+                peer_session = hello.finish(*await _read_frame(stream))
+                sealing = hello.keys(*await _read_frame(stream))
+            except (ssl.SSLError, NotTlsError) as error:
+                raise tls_trouble(error, self.peer_name) from None
+        self._sealing = sealing
         if self._peer_session not in ("", peer_session):
             self._fail_all(f"{self.peer_name} was restarted")
         self._peer_session = peer_session
@@ -205,7 +237,7 @@ class Observer:
                 self._fail_stats(f"connection to {self.peer_name} lost")
                 reader = await self._reconnect()
                 for transfer_id in self._waits:
-                    self._send(pack_control(FrameType.WATCH, transfer_id))
+                    self._watch(transfer_id)
         except ConnectionError as error:
             trouble = str(error)
         finally:
@@ -226,7 +258,7 @@ class Observer:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while True:
-            header, body = await _read_frame(reader)
+            header, body = await _read_frame(reader, self._sealing)
             if header.kind is FrameType.STATUS:
                 self._settle(header.transfer_id, TransferStatus.from_body(body))
             elif header.kind is FrameType.STATS:
@@ -238,6 +270,9 @@ class Observer:
     def _settle(self, transfer_id: bytes, status: TransferStatus) -> None:
         if transfer_id in self._waits:
             self._announced.add(transfer_id)
+        if status.soon and not status.phase.terminal and transfer_id in self._leads:
+            _, on_soon = self._leads.pop(transfer_id)
+            on_soon(status)
         if status.phase.terminal:
             for future in self._waits.get(transfer_id, ()):
                 _resolve(future, status)
@@ -268,8 +303,17 @@ def _resolve(future: "asyncio.Future[_T]", value: _T) -> None:
         future.set_result(value)
 
 
-async def _read_frame(reader: asyncio.StreamReader) -> tuple[Header, Mapping[str, Any]]:
-    header = unpack_header(await reader.readexactly(HEADER_BYTES))
+async def _read_frame(
+    reader: asyncio.StreamReader | AsyncTlsStream, sealing: Sealing | None = None
+) -> tuple[Header, Mapping[str, Any]]:
+    if sealing is None:
+        header = unpack_header(await reader.readexactly(HEADER_BYTES))
+    else:
+        header = unpack_header(sealing.opener.open_header(await reader.readexactly(SEALED_HEADER_BYTES)))
     if header.kind is FrameType.DATA:
         raise WireError("an observer gets no DATA")
-    return header, parse_control(header, await reader.readexactly(header.length_bytes))
+    if sealing is None or header.length_bytes == 0:
+        payload = await reader.readexactly(header.length_bytes)
+    else:
+        payload = sealing.opener.open_payload(await reader.readexactly(header.length_bytes + TAG_BYTES))
+    return header, parse_control(header, payload)

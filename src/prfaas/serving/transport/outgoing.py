@@ -1,7 +1,7 @@
 """One transfer on the producer's side: the engine's handle, the chunks it is cut into, what is unanswered.
 
-The bytes of a transfer stay with the engine until a connection copies them: a `ChunkSource` is a promise to
-deliver them. Order of the parts below: source, chunk, transfer, then what one connection has in flight.
+The bytes of a transfer stay with the engine until a connection sends or copies them: a `ChunkSource` is a
+promise to deliver them. Order of the parts below: source, chunk, transfer, then what one connection has in flight.
 """
 
 import enum
@@ -26,6 +26,19 @@ class ChunkSource(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    def views(self, start: int, nbytes: int) -> list[memoryview] | None:
+        """The memory itself that holds bytes [start, start + nbytes), in order, to be sent without a copy.
+
+        Called by writer threads, several at once. The memory stays as it is until the writer has sent it, or
+        until `OutgoingTransfer.recall` has returned.
+
+        Returns:
+            None: the memory cannot be shown, or not well; the bytes must be copied by `read_into`.
+
+        Raises:
+            SourceGone: the bytes are no longer there.
+        """
+
     def read_into(self, start: int, out: memoryview) -> None:
         """Copy bytes [start, start + len(out)) into `out`. Called by writer threads, several at once.
 
@@ -45,6 +58,9 @@ class BytesSource:
     @property
     def nbytes(self) -> int:
         return self._view.nbytes
+
+    def views(self, start: int, nbytes: int) -> list[memoryview]:
+        return [self._view[start : start + nbytes]]
 
     def read_into(self, start: int, out: memoryview) -> None:
         out[:] = self._view[start : start + out.nbytes]
@@ -115,11 +131,13 @@ class TransferQueue(Protocol):
 
     def abort(self, transfer: "OutgoingTransfer", reason: str) -> None: ...
 
+    def recall(self, transfer: "OutgoingTransfer", patience_s: float) -> None: ...
+
     def await_quiescent(self, transfer: "OutgoingTransfer", timeout_s: float) -> bool: ...
 
 
 class OutgoingTransfer:
-    """Handle of a transfer; thread-safe, and no method waits for the network but `await_quiescent`.
+    """Handle of a transfer; thread-safe, and no method waits for the network but `recall` and `await_quiescent`.
 
     The attributes are plain: cheap to read at every engine step.
     """
@@ -153,8 +171,8 @@ class OutgoingTransfer:
         self.opened_at_s = opened_at_s
         self.ended = False
         self.end_acked = False
-        self.reading = 0
-        """Writer threads that read a source at this moment."""
+        self.reading: dict[Chunk, Carrier] = {}
+        """The chunks whose source is read or sent from at this moment, and by which connection."""
         self.service = service
         self.place: tuple[int, float, int] = (1, opened_at_s, number)
         """Its turn among the transfers of its tenant: the least is first."""
@@ -227,10 +245,19 @@ class OutgoingTransfer:
     def idle(self) -> bool:
         """Nothing of what was put is still needed: all of it is acknowledged, or the transfer is over; and
         nothing reads a source at this moment."""
-        return self.reading == 0 and (self.phase.terminal or self.acked_bytes == self.put_bytes)
+        return not self.reading and (self.phase.terminal or self.acked_bytes == self.put_bytes)
+
+    def recall(self, patience_s: float) -> None:
+        """No memory that a source has shown until now is read, or sent from, once this returns.
+
+        Call it when the sources show other memory from now on. A connection that still sends from the old one
+        after `patience_s` is closed: its peer drops the half chunk, and the chunk is read and sent again.
+        """
+        if self.queue is not None:
+            self.queue.recall(self, patience_s)
 
     def await_quiescent(self, timeout_s: float) -> bool:
-        """Wait until the transfer is over and no `read_into` of it runs or will run again; False on timeout.
+        """Wait until the transfer is over and no source of it is read or will be again; False on timeout.
 
         Only after True may the memory behind the sources of an aborted or failed transfer be reused.
         """

@@ -49,9 +49,7 @@ class PeerQueue:
         self._pacer = pacer
         self._on_work = on_work
         self._lock = threading.Lock()
-        self._ready = threading.Condition(self._lock)
-        self._retry = threading.Condition(self._lock)
-        self._quiet = threading.Condition(self._lock)
+        self._ready, self._retry, self._quiet = (threading.Condition(self._lock) for _ in range(3))
         self._transfers: dict[bytes, OutgoingTransfer] = {}
         self._schedule = ChunkSchedule()
         self._controls: deque[ControlJob] = deque()
@@ -84,18 +82,17 @@ class PeerQueue:
         sealed: str,
         region_bytes: Sequence[int],
         service: TransferClass = DEFAULT_CLASS,
+        cached_tokens: int | None = None,
     ) -> OutgoingTransfer:
         """Begin a transfer; whatever is wrong shows in its phase and reason."""
         number = next(self._numbers)
         transfer = OutgoingTransfer(self, transfer_id, region_bytes, time.monotonic(), service, number)
+        body = {"ticket": sealed, "regions": transfer.region_bytes, "cached_tokens": cached_tokens}
         try:
-            frame = pack_control(
-                FrameType.OPEN, transfer_id, {"ticket": sealed, "regions": list(transfer.region_bytes)}
-            )
+            frame = pack_control(FrameType.OPEN, transfer_id, body)
         except WireError as error:
             return OutgoingTransfer.failed(transfer_id, region_bytes, str(error))
         with self._lock:
-            reason = ""
             if self._closing:
                 reason = "the sender is closed"
             elif transfer_id in self._transfers:
@@ -151,15 +148,21 @@ class PeerQueue:
     def abort(self, transfer: OutgoingTransfer, reason: str) -> None:
         """See `OutgoingTransfer.abort`."""
         with self._lock:
-            if not transfer.phase.terminal:
-                self._fail(transfer, reason)
+            self._fail(transfer, reason)
 
     def await_quiescent(self, transfer: OutgoingTransfer, timeout_s: float) -> bool:
         """See `OutgoingTransfer.await_quiescent`."""
         with self._lock:
-            return self._quiet.wait_for(
-                lambda: transfer.phase.terminal and transfer.reading == 0, max(0.0, timeout_s)
-            )
+            return self._quiet.wait_for(lambda: transfer.phase.terminal and not transfer.reading, timeout_s)
+
+    def recall(self, transfer: OutgoingTransfer, patience_s: float) -> None:
+        """See `OutgoingTransfer.recall`."""
+        with self._lock:
+            recalled = dict(transfer.reading)
+            self._quiet.wait_for(lambda: recalled.keys().isdisjoint(transfer.reading), patience_s)
+            for chunk in recalled.keys() & transfer.reading.keys():
+                # From here on the kernel takes nothing more of the chunk: its frame stays incomplete for ever.
+                recalled[chunk].shut()
 
     # The calls of a connection's writer
 
@@ -220,22 +223,20 @@ class PeerQueue:
                     return job
                 if (chunk := self._schedule.take(window.connection.chunk_bytes)) is not None:
                     window.add_chunk(chunk, time.monotonic())
-                    chunk.transfer.reading += 1
+                    chunk.transfer.reading[chunk] = window.connection
                     return chunk
                 self._ready.wait()
             return None
 
-    def read_done(self, chunk: Chunk, error: str) -> bool:
-        """The writer has copied the chunk, or could not (`error`). Returns whether to send it."""
+    def read_done(self, chunk: Chunk, error: str = "") -> bool:
+        """The writer needs the source no more, or could not read it (`error`). Returns whether to send on."""
         with self._lock:
             transfer = chunk.transfer
-            transfer.reading -= 1
-            if error and not transfer.phase.terminal:
+            del transfer.reading[chunk]
+            if error:
                 self._fail(transfer, error)
-            if transfer.phase.terminal:
-                self._quiet.notify_all()
-                return False
-            return True
+            self._quiet.notify_all()
+            return not transfer.phase.terminal
 
     def close_window(self, window: InFlightWindow) -> None:
         """The connection is broken: its writer must not wait for work any more."""
@@ -327,7 +328,7 @@ class PeerQueue:
                     unfinished |= transfer.ended or transfer.acked_bytes < transfer.put_bytes
                 elif age_s > options.accept_deadline_s:
                     self._fail(
-                        transfer, f"{self.peer.name} did not accept within {options.accept_deadline_s:g} s"
+                        transfer, f"{self.peer.name} did not accept it in {options.accept_deadline_s:g} s"
                     )
             # A transfer may wait long behind another's chunks: the progress of the whole queue counts.
             if not unfinished:
@@ -359,8 +360,8 @@ class PeerQueue:
             pending_bytes = sum(transfer.waiting_bytes for transfer in transfers)
             return {
                 "connections": len(self._windows),
-                "transfers": dict(Counter(transfer.phase.value for transfer in transfers)),
-                "queued_bytes": sum(c.nbytes for t in transfers for c in t.queued) - pending_bytes,
+                "transfers": dict(Counter(t.phase.value for t in transfers)),
+                "queued_bytes": sum(chunk.nbytes for t in transfers for chunk in t.queued) - pending_bytes,
                 "pending_bytes": pending_bytes,
                 "in_flight_chunks": sum(len(window.chunks) for window in self._windows),
                 "trouble": self._rejection or self._trouble,

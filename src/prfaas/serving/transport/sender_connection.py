@@ -11,13 +11,16 @@ import threading
 import time
 from collections.abc import Callable
 
-from prfaas.serving.transport.handshake import ClientHello, HandshakeError, greet
+from prfaas.serving.transport.handshake import ClientHello, greet
 from prfaas.serving.transport.options import SenderOptions
 from prfaas.serving.transport.outgoing import Chunk, ControlJob, InFlightWindow, PeerSays, SourceGone
 from prfaas.serving.transport.peer_queue import PeerQueue
+from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, ForgedFrameError, Sealing
 from prfaas.serving.transport.sockets import (
     ConnectionEnded,
+    HandshakeError,
     TcpInfo,
+    choose_congestion_control,
     read_tcp_info,
     receive_exactly,
     send_pieces,
@@ -26,8 +29,10 @@ from prfaas.serving.transport.sockets import (
     shut,
     tune,
 )
+from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.wire import (
     HEADER_BYTES,
+    UNCHECKED,
     FrameType,
     Header,
     WireError,
@@ -39,9 +44,8 @@ from prfaas.serving.transport.wire import (
 
 log = logging.getLogger(__name__)
 
-_PAGE_BYTES = 4096
 _READ_BYTES = 64 << 10
-# What may wait unsent in the kernel: about 20 ms on a paced link.
+# What may wait unsent in the kernel on a paced link.
 _UNSENT_S = 0.02
 _MIN_UNSENT_BYTES = 16 << 10
 _MAX_UNSENT_BYTES = 1 << 20
@@ -51,8 +55,14 @@ class SenderConnection:
     """Connection `number` of a peer queue: reconnects with back-off for as long as the queue lives."""
 
     def __init__(
-        self, queue: PeerQueue, number: int, hello: Callable[[], ClientHello], options: SenderOptions
+        self,
+        queue: PeerQueue,
+        number: int,
+        hello: Callable[[], ClientHello],
+        options: SenderOptions,
+        tls: TlsIdentity | None = None,
     ) -> None:
+        """`tls`: every connection is encrypted, with this identity; None: all are plain."""
         self.queue = queue
         self.number = number
         self.chunk_bytes = options.chunk_bytes
@@ -61,10 +71,13 @@ class SenderConnection:
         """The congestion control in use; empty before the first connection."""
         self.errors = 0
         """Unexpected exceptions in the two threads."""
+        self.forged_frames = 0
+        """Answers that the peer did not seal, or not then: each has ended a connection."""
         self._hello = hello
+        self._tls = tls
+        self._sealing: Sealing | None = None
         self._options = options
-        self._buffer = bytearray(options.chunk_bytes)
-        self._buffer[::_PAGE_BYTES] = bytes(-(-options.chunk_bytes // _PAGE_BYTES))
+        self._buffer = bytearray()
         self._sock: socket.socket | None = None
         self._up = False
         self._closing = False
@@ -98,19 +111,21 @@ class SenderConnection:
             shut(sock)
 
     def set_rate(self, bytes_per_s: int | None) -> None:
-        """Pace the socket, and cut chunks small enough that a slow link still acknowledges smoothly."""
+        """Pace the socket; a slow link gets small chunks, to acknowledge smoothly, and little waits unsent."""
         options = self._options
         chunk = options.chunk_bytes if bytes_per_s is None else int(bytes_per_s * options.chunk_s)
         self.chunk_bytes = max(
             min(options.min_chunk_bytes, options.chunk_bytes), min(options.chunk_bytes, chunk)
         )
-        unsent = _MAX_UNSENT_BYTES if bytes_per_s is None else int(bytes_per_s * _UNSENT_S)
+        unsent_bytes = None
+        if bytes_per_s is not None:
+            unsent_bytes = max(_MIN_UNSENT_BYTES, min(_MAX_UNSENT_BYTES, int(bytes_per_s * _UNSENT_S)))
         sock = self._sock
         if sock is None:
             return
         try:
             set_pacing(sock, bytes_per_s)
-            set_unsent_limit(sock, max(_MIN_UNSENT_BYTES, min(_MAX_UNSENT_BYTES, unsent)))
+            set_unsent_limit(sock, unsent_bytes)
         except OSError:
             pass  # the connection is going down: its threads notice by themselves
 
@@ -206,17 +221,12 @@ class SenderConnection:
         try:
             if self._closing:
                 raise ConnectionEnded("closing")
-            self.congestion = tune(
-                sock,
-                user_timeout_s=options.user_timeout_s,
-                keepalive_s=options.keepalive_s,
-                congestion=options.congestion,
-            )
-            set_unsent_limit(sock, _MAX_UNSENT_BYTES)
+            tune(sock, user_timeout_s=options.user_timeout_s, keepalive_s=options.keepalive_s)
             deadline_s = time.monotonic() + options.connect_s
             sock.settimeout(options.connect_s)
             sock.connect(address)
-            greet(sock, self._hello(), deadline_s)
+            self._sealing = greet(sock, self._hello(), deadline_s, self._tls)
+            self.congestion = choose_congestion_control(sock, options.congestion)
             sock.settimeout(None)
         except BaseException:
             self._sock = None
@@ -227,45 +237,68 @@ class SenderConnection:
     def _write(self, sock: socket.socket, window: InFlightWindow) -> None:
         while (job := self.queue.next_job(window)) is not None:
             if isinstance(job, ControlJob):
-                sock.sendall(job.frame)
+                sealing = self._sealing
+                sock.sendall(job.frame if sealing is None else sealing.sealer.seal(job.frame))
             else:
                 self._send_chunk(sock, job)
 
     def _send_chunk(self, sock: socket.socket, chunk: Chunk) -> None:
         """Bytes of the engine's KV to the wire; `next_job` has cut the chunk and counts it as in flight."""
-        # 1. The bytes, out of the engine's memory.
-        pieces = self._read_chunk(chunk)
-        if pieces is None:
-            return
-        # 2. They leave behind a header; the reader thread takes the ACK.
-        send_pieces(sock, self._frame_chunk(chunk, pieces))
-
-    def _read_chunk(self, chunk: Chunk) -> list[memoryview] | None:
-        """The chunk's bytes in this connection's buffer; None: they cannot be read, or nobody wants them."""
-        payload = memoryview(self._buffer)[: chunk.nbytes]
+        # 1. The bytes: the engine's memory itself where it can be shown, else a copy.
+        shown: list[memoryview] | None = None
+        copied: list[memoryview] = []
         error = ""
         try:
-            chunk.source.read_into(chunk.start - chunk.base, payload)
+            shown = chunk.source.views(chunk.start - chunk.base, chunk.nbytes)
+            if shown is None:
+                copied = self._copied(chunk)
         except SourceGone as gone:
             error = f"source gone: {gone}"
         except Exception as failure:
             self.errors += 1
             log.exception("a chunk for %s cannot be read", self.queue.peer.name)
             error = f"source failed: {failure!r}"
-        # The engine's memory is free for others; a transfer that ended meanwhile sends nothing.
-        return [payload] if self.queue.read_done(chunk, error) else None
+        # 2. After a copy the engine's memory is free for others; a transfer that ended meanwhile sends nothing.
+        if shown is None and not self.queue.read_done(chunk, error):
+            return
+        # 3. The bytes leave behind a header; the reader thread takes the ACK.
+        try:
+            frame = self._frame_chunk(chunk, copied if shown is None else shown)
+            if shown is not None and self._sealing is not None:
+                # Sealed bytes are a copy.
+                shown = None
+                self.queue.read_done(chunk)
+            send_pieces(sock, frame)
+        finally:
+            if shown is not None:
+                self.queue.read_done(chunk)
+
+    def _copied(self, chunk: Chunk) -> list[memoryview]:
+        if len(self._buffer) < chunk.nbytes:
+            self._buffer = bytearray(chunk.nbytes)
+        payload = memoryview(self._buffer)[: chunk.nbytes]
+        chunk.source.read_into(chunk.start - chunk.base, payload)
+        return [payload]
 
     def _frame_chunk(self, chunk: Chunk, pieces: list[memoryview]) -> list[memoryview]:
-        """The DATA frame of a chunk; its header says where the bytes belong, and carries their checksum."""
+        """The DATA frame of a chunk; its header says where the bytes belong, and carries their checksum.
+
+        Sealed bytes need none.
+        """
+        sealing = self._sealing
+        checked = sealing is None and self._options.checksums
         header = pack_header(
             FrameType.DATA,
             chunk.transfer.transfer_id,
             region=chunk.region,
             offset=chunk.start,
             length_bytes=sum(piece.nbytes for piece in pieces),
-            payload_checksum=checksum_of(pieces),
+            payload_checksum=checksum_of(pieces) if checked else 0,
+            flags=0 if checked else UNCHECKED,
         )
-        return [memoryview(header), *pieces]
+        if sealing is None:
+            return [memoryview(header), *pieces]
+        return sealing.sealer.seal_pieces(header, pieces)
 
     # The reader thread
 
@@ -275,6 +308,7 @@ class SenderConnection:
         except (ConnectionEnded, OSError):
             pass
         except WireError as error:
+            self.forged_frames += isinstance(error, ForgedFrameError)
             log.warning("connection to %s closed: %s", self.queue.peer.name, error)
         except Exception:
             self.errors += 1
@@ -284,6 +318,8 @@ class SenderConnection:
             self.queue.close_window(window)
 
     def _read_answers(self, sock: socket.socket, window: InFlightWindow) -> None:
+        opener = None if self._sealing is None else self._sealing.opener
+        header_bytes, tag_bytes = (HEADER_BYTES, 0) if opener is None else (SEALED_HEADER_BYTES, TAG_BYTES)
         buffer = bytearray(_READ_BYTES)
         view = memoryview(buffer)
         filled = 0
@@ -293,16 +329,19 @@ class SenderConnection:
                 raise ConnectionEnded("connection ended")
             filled += count
             at = 0
-            while filled - at >= HEADER_BYTES:
-                header = unpack_header(view[at : at + HEADER_BYTES])
-                at += HEADER_BYTES
+            while filled - at >= header_bytes:
+                raw: bytes | memoryview = view[at : at + header_bytes]
+                header = unpack_header(raw if opener is None else opener.open_header(raw))
+                at += header_bytes
                 if header.length_bytes:
-                    payload = bytearray(header.length_bytes)
-                    have = min(filled - at, header.length_bytes)
+                    payload = bytearray(header.length_bytes + tag_bytes)
+                    have = min(filled - at, len(payload))
                     payload[:have] = view[at : at + have]
                     at += have
                     receive_exactly(sock, memoryview(payload)[have:])
-                    self._take_answer(window, header, payload)
+                    self._take_answer(
+                        window, header, payload if opener is None else opener.open_payload(payload)
+                    )
                 else:
                     self._take_answer(window, header, b"")
             buffer[: filled - at] = buffer[at:filled]

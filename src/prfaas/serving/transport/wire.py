@@ -22,11 +22,11 @@ MAX_REGIONS = 1 << 16
 MAX_REGION_BYTES = 1 << 44
 NO_TRANSFER = bytes(16)
 # Flags of a header that this side understands; a frame with any other one is refused.
-KNOWN_FLAGS = 0
+KNOWN_FLAGS = UNCHECKED = 1 << 2
 # The region of an ACK that acknowledges END instead of a chunk.
 END_REGION = 0xFFFFFFFF
 
-_MAGIC = b"PFAS"
+MAGIC = b"PFAS"
 # magic, version, type, flags, transfer id, region, length, offset, payload xxh3_64; then xxh3_64 of those 48
 # bytes
 _FIELDS = struct.Struct("<4sBBH16sIIQQ")
@@ -43,13 +43,14 @@ class VersionError(WireError):
 
 
 class FrameType(enum.IntEnum):
-    """Types by number: 1 to 5 handshake, 16 to 25 transfers, 32 to 36 observers."""
+    """Types by number: 1 to 6 handshake, 16 to 25 transfers, 32 to 36 observers."""
 
     HELLO = 1
     CHALLENGE = 2
     AUTH = 3
     WELCOME = 4
     REJECT = 5
+    KEYS = 6
     OPEN = 16
     ACCEPT = 17
     REFUSE = 18
@@ -91,7 +92,7 @@ class Header:
     length_bytes: int
     """Of the payload that follows."""
     checksum: int
-    """xxh3_64 of the payload, 0 without one."""
+    """xxh3_64 of the payload, 0 without one or with flag `UNCHECKED`."""
     flags: int = 0
     """What was done to the payload: a set of `KNOWN_FLAGS`."""
 
@@ -124,7 +125,7 @@ def pack_header(
 ) -> bytes:
     """The 56 bytes in front of a payload; the arguments are `Header`'s fields."""
     fields = _FIELDS.pack(
-        _MAGIC, version, kind, flags, transfer_id, region, length_bytes, offset, payload_checksum
+        MAGIC, version, kind, flags, transfer_id, region, length_bytes, offset, payload_checksum
     )
     return fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
 
@@ -138,7 +139,7 @@ def unpack_header(raw: bytes | bytearray | memoryview) -> Header:
     magic, version, kind, flags, transfer_id, region, length, offset, payload_checksum = _FIELDS.unpack_from(
         raw
     )
-    if magic != _MAGIC:
+    if magic != MAGIC:
         raise WireError("peer does not speak the prfaas transport protocol")
     if version != PROTOCOL_VERSION:
         raise VersionError(f"peer speaks protocol version {version}, this side {PROTOCOL_VERSION}")
@@ -227,6 +228,27 @@ def count_field(body: Mapping[str, Any], name: str, maximum: int) -> int:
     return value
 
 
+def cached_tokens_of(body: Mapping[str, Any]) -> int | None:
+    """`body["cached_tokens"]` of an OPEN or STATUS; None where the producer has not told.
+
+    Raises:
+        WireError: it is no number of tokens.
+    """
+    return None if body.get("cached_tokens") is None else count_field(body, "cached_tokens", 1 << 30)
+
+
+def seconds_field(body: Mapping[str, Any], name: str, maximum: float) -> float:
+    """The seconds `body[name]` of a control frame, within 0..maximum; 0 where it is missing.
+
+    Raises:
+        WireError: it is no number or out of bounds.
+    """
+    value = body.get(name, 0)
+    if type(value) not in (int, float) or not 0 <= value <= maximum:
+        raise WireError(f"field {name!r} must be a number within 0..{maximum:g}")
+    return float(value)
+
+
 def ack(header: Header) -> bytes:
     """The consumer has the chunk, or the END, of this header."""
     region = END_REGION if header.kind is FrameType.END else header.region
@@ -291,6 +313,10 @@ class TransferStatus:
     skip_tokens: int
     taken: bool = False
     """The engine owns the staged bytes already."""
+    soon: bool = False
+    """It has come so far that a watcher's request for it may be sent, see `IncomingTransfer.is_soon`."""
+    cached_tokens: int | None = None
+    """Tokens that the producer had cached, where its OPEN said so."""
 
     @classmethod
     def refused(cls, reason: str) -> Self:
@@ -308,6 +334,8 @@ class TransferStatus:
             "num_tokens": self.num_tokens,
             "skip_tokens": self.skip_tokens,
             "taken": self.taken,
+            "soon": self.soon,
+            "cached_tokens": self.cached_tokens,
         }
 
     @classmethod
@@ -330,4 +358,6 @@ class TransferStatus:
             num_tokens=count_field(body, "num_tokens", 1 << 30),
             skip_tokens=count_field(body, "skip_tokens", 1 << 30),
             taken=body.get("taken") is True,
+            soon=body.get("soon") is True,
+            cached_tokens=cached_tokens_of(body),
         )
