@@ -69,11 +69,6 @@ class PeerQueue:
         """Why the peer will not have this side; empty if it has not said so."""
         return "" if self._windows else self._rejection
 
-    @property
-    def pace_bits_per_s(self) -> float | None:
-        """What the sender may send on this peer's link at present; None: all it can."""
-        return self._pacer.pace_bits_per_s
-
     # The engine's calls, through OutgoingTransfer
 
     def open(

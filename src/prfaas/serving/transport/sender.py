@@ -81,7 +81,7 @@ def _report(queues: Sequence[PeerQueue], samples: Sequence[LinkSample], now_s: f
     # Connections of an idle peer keep their last sample: it says nothing about now.
     fresh = [sample for sample in samples if newest_s is not None and sample.at_s > newest_s - _FRESH_S]
     return LinkReport(
-        capacity_bits_per_s=queues[0].pace_bits_per_s,
+        capacity_bits_per_s=queues[0].peer.bandwidth_bits_per_s,
         queued_bytes=sum(load.queued_bytes for load in loads),
         waiting_bytes=sum(load.waiting_bytes for load in loads),
         open_bytes=sum(load.open_bytes for load in loads),
@@ -222,8 +222,11 @@ class Sender:
         `{"links": {name: LinkReport's fields}, "rejected": {peer: why it will not have this sender}}`
         """
         rejected = {name: queue.rejection for name, queue in self._queues.items() if queue.rejection}
+        links = link_reports(self._queues.values(), self.link_samples())
+        for link, report in links.items():
+            report["capacity_bits_per_s"] = self._pacers[link].pace_bits_per_s
         return {
-            "links": link_reports(self._queues.values(), self.link_samples()),
+            "links": links,
             "rejected": bounded_sentences(rejected),
         }
 
