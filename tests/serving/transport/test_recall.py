@@ -15,9 +15,7 @@ from .proxy import FaultyProxy
 MakeWorld = Callable[..., World]
 # More than sockets can hold: the writer blocks inside a chunk.
 MEMORY_BYTES = 48 << 20
-PATIENT = replace(
-    FAST_SENDER, silence_s=60.0, progress_deadline_s=60.0, transfer_deadline_s=120.0, resume_s=60.0
-)
+PATIENT = replace(FAST_SENDER, progress_deadline_s=60.0, transfer_deadline_s=120.0, resume_s=60.0)
 
 
 @pytest.fixture
