@@ -22,12 +22,12 @@ from prfaas.serving.control.engine_monitor import EngineAccess, EngineHttp, Engi
 from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.hot_prefixes import HotPrefixes
 from prfaas.serving.control.kv_events import EventFeed
-from prfaas.serving.control.link_monitor import LinkMonitor, observer_of
+from prfaas.serving.control.link_budget import LinkBudget
+from prfaas.serving.control.link_monitor import LinkMonitor, LinkPort, observer_of
 from prfaas.serving.control.metrics import ControlMetrics, GaugeWriter
 from prfaas.serving.control.planning_inputs import LiveFacts, service_curves, view_of
 from prfaas.serving.control.prefill_admission import PrefillAdmission
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
-from prfaas.serving.control.pulse import KvPort
 from prfaas.serving.control.role_allocation import RoleAllocation, RoleChange, RoleChanges, stage_utilisation
 from prfaas.serving.control.state import Overview, Routed, state_of
 from prfaas.serving.control.thresholds import Thresholds
@@ -51,7 +51,7 @@ class LivePlane:
         *,
         clock: Clock = time.monotonic,
         http: EngineAccess | None = None,
-        sender_of: Callable[[Instance, int], KvPort] | None = None,
+        sender_of: Callable[[Instance, int], LinkPort] | None = None,
         tls: TlsIdentity | None = None,
     ) -> None:
         """Put the parts together.
@@ -144,6 +144,13 @@ class LivePlane:
             clock=clock,
             on_change=self.thresholds.ask_for_link,
             on_answer=self.health.pulse.heard_kv,
+        )
+        self.budget = LinkBudget(
+            deployment,
+            self._kv_ports,
+            self.cluster_state.view.links,
+            self.links.samples,
+            clock=clock,
         )
         self.role_changes = RoleChanges(
             self.cluster_state,
@@ -312,6 +319,7 @@ class LivePlane:
                 self.loop_clock,
                 self.event_feed,
                 self.links,
+                self.budget,
                 self.compatibility,
                 self.engines,
                 self.health,
