@@ -11,7 +11,7 @@ from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.kv import ConfigError
 from prfaas.serving.certificates import CertificateFolder
 from prfaas.serving.engines.command import EngineCommand, vllm_command
-from prfaas.serving.transport.tls_identity import TlsFileError
+from prfaas.serving.secret_files import TlsFileError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "local.yaml"
 
