@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prfaas.core.deployment import Deployment, Instance
+from prfaas.core.deployment import CONTROL, Deployment, Instance
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_monitor import period_s
 from prfaas.serving.control.link_meter import LinkMeter, SenderSample
 from prfaas.serving.control.pulse import KvPort
-from prfaas.serving.transport import Observer
+from prfaas.serving.transport import Observer, TlsIdentity
 
 _FAILURES_TO_CLOSE = 3
 _FIRST_PAUSE_S = 10.0
@@ -55,7 +55,6 @@ class LinkBreaker:
 
 logger = logging.getLogger(__name__)
 
-OBSERVER_NAME = "control"
 WANTED_S = 0.1
 MOST_ASKED_PER_S = 250.0
 _ANSWER_S = 1.0
@@ -211,12 +210,13 @@ class LinkMonitor:
             self._on_change(f"{pair[0]}->{pair[1]}")
 
 
-def observer_of(key: bytes) -> Callable[[Instance, int], KvPort]:
-    """Makes the observers of a deployment with this key."""
+def observer_of(key: bytes, tls: TlsIdentity | None = None) -> Callable[[Instance, int], KvPort]:
+    """Makes the observers of a deployment with this key. `tls`: for instances that the gateway speaks TLS with."""
 
     def make(instance: Instance, rank: int) -> KvPort:
         port = instance.kv_ports[rank]
-        return Observer(OBSERVER_NAME, key, instance.host, port, f"{instance.name}/{rank}")
+        encrypted_by = tls if instance.tls else None
+        return Observer(CONTROL, key, instance.host, port, f"{instance.name}/{rank}", encrypted_by)
 
     return make
 

@@ -27,6 +27,7 @@ from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
 from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.wire import TransferPhase
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,12 @@ class Endpoints:
     """Sender and receiver of one instance, as its connector would have them."""
 
     def __init__(
-        self, deployment: Deployment, instance: Instance, layout: SyntheticLayout, key: bytes
+        self,
+        deployment: Deployment,
+        instance: Instance,
+        layout: SyntheticLayout,
+        key: bytes,
+        tls: TlsIdentity | None,
     ) -> None:
         limits = deployment.transfer
         self.counts = TransferCounts()
@@ -134,6 +140,7 @@ class Endpoints:
                     bandwidth_bits_per_s=peer.bandwidth_bits_per_s,
                     on_demand=peer.on_demand,
                     share_bits_per_s=peer.share_bits_per_s,
+                    encrypted=peer.encrypted,
                 )
                 for peer in deployment.peers_of(instance)
             },
@@ -148,6 +155,7 @@ class Endpoints:
                 checksums=limits.checksums,
                 chunk_bytes=_CHUNK_BYTES,
             ),
+            tls=tls,
         )
         self.arena = StagingArena(deployment.engine.staging_bytes, deployment.engine.transfer_block_bytes)
         self.receiver = Receiver(
@@ -171,6 +179,8 @@ class Endpoints:
             ),
             sender_telemetry=self.sender.telemetry,
             on_pace=self.sender.pace,
+            tls=tls,
+            plain_peers=deployment.plain_peers_of(instance),
         )
         self._sweeper: asyncio.Task[None] | None = None
 

@@ -58,6 +58,7 @@ class ConnectorWorker:
             rank: the tensor-parallel rank of this worker.
 
         Raises:
+            TlsFileError: this instance's certificate can't be used.
             LayoutError: a group or tensor that can't be moved as pages.
             OSError: the KV port is taken.
         """
@@ -82,9 +83,11 @@ class ConnectorWorker:
                 bandwidth_bits_per_s=peer.bandwidth_bits_per_s,
                 on_demand=peer.on_demand,
                 share_bits_per_s=peer.share_bits_per_s,
+                encrypted=peer.encrypted,
             )
             for name, peer in settings.peers.items()
         }
+        tls = settings.tls
         sender = Sender(
             name=ranked(settings.name, rank),
             key=key,
@@ -100,6 +103,7 @@ class ConnectorWorker:
                 # The other side may let a transfer wait for staging; its answer comes after that.
                 accept_deadline_s=settings.staging_wait_s + 10.0,
             ),
+            tls=tls,
         )
         receiver = Receiver(
             name=ranked(settings.name, rank),
@@ -122,6 +126,8 @@ class ConnectorWorker:
             ),
             sender_telemetry=sender.telemetry,
             on_pace=sender.pace,
+            tls=tls,
+            plain_peers=settings.plain_peers,
         )
         receiver.start()
         sender.start()
