@@ -258,6 +258,8 @@ class TransferTable:
     def watch(self, connection: FrameSink, transfer_id: bytes, lead_s: float = 0.0) -> None:
         """Send the present status, if there is one, each later phase, and a word `lead_s` before the end."""
         with self._lock:
+            if transfer_id in self._transfers:
+                self._transfers[transfer_id].becomes_soon(lead_s, time.monotonic())
             self._watchers.add(connection, transfer_id, self._status(transfer_id), lead_s)
 
     def is_watching(self, connection: FrameSink, transfer_id: bytes) -> bool:
