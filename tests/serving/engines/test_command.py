@@ -82,7 +82,8 @@ def test_other_hardware_finds_its_own_settings(tmp_path: Path) -> None:
     assert "--prefix-cache-retention-interval" not in built.argv
     assert value(built, "--tensor-parallel-size") == "2"
     peer = extra(built)["peers"]["home-decode-0"]
-    assert 2 * peer["bandwidth_bits_per_s"] == deployment.links[0].bandwidth_bits_per_s
+    assert peer["bandwidth_bits_per_s"] == deployment.links[0].bandwidth_bits_per_s
+    assert 2 * peer["share_bits_per_s"] == deployment.links[0].bandwidth_bits_per_s
     assert value(built, "--kv-cache-memory-bytes") == str(1024**3)
     assert not [name for name in built.env if "CPU" in name or "OMP" in name]
 
@@ -105,6 +106,7 @@ def test_the_connector_is_told_whom_it_may_know(tmp_path: Path) -> None:
         "bandwidth_bits_per_s": deployment.links[0].bandwidth_bits_per_s,
         "on_demand": False,
         "encrypted": True,
+        "share_bits_per_s": deployment.links[0].bandwidth_bits_per_s,
     }
     assert producer["peers"]["home-prefill-0"]["on_demand"]
     assert not inside["peers"]["home-decode-0"]["encrypted"]

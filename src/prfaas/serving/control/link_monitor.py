@@ -190,6 +190,10 @@ class LinkMonitor:
             if probe_bytes:
                 self._probe(pair, samples, probe_bytes)
 
+    def samples(self, pair: tuple[str, str]) -> Mapping[str, SenderSample]:
+        """The newest word of each sender of a link, by "instance/rank"."""
+        return self._samples[pair]
+
     def failed(self, pair: tuple[str, str]) -> None:
         """A transfer over a link failed, and neither end is known to be dead."""
         if pair in self.breakers:

@@ -22,6 +22,7 @@ from prfaas.serving.control.engine_monitor import EngineAccess, EngineHttp, Engi
 from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.hot_prefixes import HotPrefixes
 from prfaas.serving.control.kv_events import EventFeed
+from prfaas.serving.control.link_budget import LinkBudget
 from prfaas.serving.control.link_monitor import LinkMonitor, LinkPort, observer_of
 from prfaas.serving.control.metrics import ControlMetrics, GaugeWriter
 from prfaas.serving.control.planning_inputs import LiveFacts, service_curves, view_of
@@ -143,6 +144,13 @@ class LivePlane:
             clock=clock,
             on_change=self.thresholds.ask_for_link,
             on_answer=self.health.pulse.heard_kv,
+        )
+        self.budget = LinkBudget(
+            deployment,
+            self._kv_ports,
+            self.cluster_state.view.links,
+            self.links.samples,
+            clock=clock,
         )
         self.role_changes = RoleChanges(
             self.cluster_state,
@@ -311,6 +319,7 @@ class LivePlane:
                 self.loop_clock,
                 self.event_feed,
                 self.links,
+                self.budget,
                 self.compatibility,
                 self.engines,
                 self.health,

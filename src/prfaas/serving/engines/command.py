@@ -102,7 +102,8 @@ def kv_transfer_config(deployment: Deployment, instance: Instance) -> dict[str, 
                     "kv_port": peer.instance.kv_port,
                     "link": peer.link,
                     "connections": peer.connections,
-                    "bandwidth_bits_per_s": _bandwidth_per_rank(peer, instance),
+                    "bandwidth_bits_per_s": peer.bandwidth_bits_per_s,
+                    "share_bits_per_s": _share_per_rank(peer, instance),
                     "on_demand": peer.on_demand,
                     "encrypted": peer.encrypted,
                 }
@@ -138,11 +139,9 @@ def _certificates(deployment: Deployment, instance: Instance) -> dict[str, objec
     }
 
 
-def _bandwidth_per_rank(peer: KvPeer, instance: Instance) -> float | None:
-    # Every rank paces its own share of a transfer, all at the same time.
-    if peer.bandwidth_bits_per_s is None:
-        return None
-    return peer.bandwidth_bits_per_s / instance.tensor_parallel
+def _share_per_rank(peer: KvPeer, instance: Instance) -> float | None:
+    # Every rank sends its own part of a transfer, all at the same time.
+    return None if peer.share_bits_per_s is None else peer.share_bits_per_s / instance.tensor_parallel
 
 
 def _tls(deployment: Deployment, instance: Instance) -> tuple[str, ...]:

@@ -140,6 +140,7 @@ class Endpoints:
                     bandwidth_bits_per_s=peer.bandwidth_bits_per_s,
                     on_demand=peer.on_demand,
                     encrypted=peer.encrypted,
+                    share_bits_per_s=peer.share_bits_per_s,
                 )
                 for peer in deployment.peers_of(instance)
             },
@@ -180,6 +181,7 @@ class Endpoints:
             tls=tls,
             plain_peers=deployment.plain_peers_of(instance),
             on_probe=self.sender.probe,
+            on_pace=self.sender.pace,
         )
         self._sweeper: asyncio.Task[None] | None = None
 

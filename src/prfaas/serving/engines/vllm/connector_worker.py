@@ -83,6 +83,7 @@ class ConnectorWorker:
                 bandwidth_bits_per_s=peer.bandwidth_bits_per_s,
                 on_demand=peer.on_demand,
                 encrypted=peer.encrypted,
+                share_bits_per_s=peer.share_bits_per_s,
             )
             for name, peer in settings.peers.items()
         }
@@ -127,6 +128,7 @@ class ConnectorWorker:
             tls=tls,
             plain_peers=settings.plain_peers,
             on_probe=sender.probe,
+            on_pace=sender.pace,
         )
         receiver.start()
         sender.start()

@@ -25,11 +25,13 @@ class PeerSettings:
     """The bandwidth budget that it shares with others."""
     connections: int
     bandwidth_bits_per_s: float | None
-    """One rank's share of the link; None: not paced (inside a cluster)."""
+    """Goodput of the whole link; None: not paced (inside a cluster)."""
     on_demand: bool = False
     """Connected when there is something to send, not before."""
     encrypted: bool = False
     """Over TLS and sealed frames, which needs `identity_file`."""
+    share_bits_per_s: float | None = None
+    """One rank's part of the link while no control plane tells it another."""
 
 
 @dataclass(frozen=True, slots=True)
