@@ -285,20 +285,10 @@ class TransferTable:
             transfer = self._transfers.get(transfer_id)
             if transfer is None or transfer.phase is not TransferPhase.COMPLETE:
                 return None
-            lease, transfer.lease = transfer.lease, None
-            assert lease is not None
+            staged = transfer.hand_over(self.admit)
             self._record_ended(transfer, taken=True)
             self._counters["taken"] += 1
-        return StagedTransfer(
-            transfer_id=transfer_id,
-            num_tokens=transfer.ticket.num_tokens,
-            skip_tokens=transfer.ticket.skip_tokens,
-            prompt_digest=transfer.ticket.prompt_digest,
-            region_starts=transfer.region_starts,
-            region_bytes=transfer.region_bytes,
-            lease=lease,
-            on_free=self.admit,
-        )
+            return staged
 
     def lend(self, transfer_id: bytes, on_change: Callable[[], None]) -> Arrival | None:
         """See `Receiver.lend`."""
