@@ -84,7 +84,7 @@ class Gateway:
                 clock=plane.loop_clock,
             )
         )
-        self._transfers = _transfers(deployment.instances, key)
+        self._transfers = _transfers(deployment.instances, key, deployment.transfer.silence_s)
         self._metrics = Metrics(registry)
         self.descriptors = DescriptorBudget(raise_descriptor_limit(), _reserved_descriptors(deployment))
         logger.info("file descriptors: %d at most", self.descriptors.limit)
@@ -179,7 +179,7 @@ def _reserved_descriptors(deployment: Deployment) -> int:
     return _OWN_DESCRIPTORS + _DESCRIPTORS_PER_RANK * ranks
 
 
-def _transfers(instances: tuple[Instance, ...], key: bytes) -> KvTransfers:
+def _transfers(instances: tuple[Instance, ...], key: bytes, silence_s: float) -> KvTransfers:
     """One observer per instance and rank, since any of them may be sent to. They connect when first used."""
     return KvTransfers(
         {
@@ -190,6 +190,7 @@ def _transfers(instances: tuple[Instance, ...], key: bytes) -> KvTransfers:
                     host=instance.host,
                     port=port,
                     peer_name=f"{instance.name}/{rank}",
+                    silence_s=silence_s,
                 )
                 for rank, port in enumerate(instance.kv_ports)
             )

@@ -11,7 +11,8 @@ from typing import Protocol
 
 from prfaas.serving.transport.coverage import Coverage
 from prfaas.serving.transport.pacing import Paced
-from prfaas.serving.transport.wire import FrameType
+from prfaas.serving.transport.silence import Silence
+from prfaas.serving.transport.wire import FrameType, Header, pack_control, ping, pong
 
 
 class SourceGone(Exception):
@@ -128,7 +129,9 @@ class OutgoingTransfer:
         transfer_id: bytes,
         region_bytes: Sequence[int],
         opened_at_s: float,
+        sealed: str = "",
     ) -> None:
+        """`sealed`: the ticket as the consumer checks it."""
         self.transfer_id = transfer_id
         self.region_bytes = tuple(region_bytes)
         """Size of each region, in bytes."""
@@ -147,6 +150,7 @@ class OutgoingTransfer:
         self.queue = queue
         """None: it failed before it could begin."""
         self.opened_at_s = opened_at_s
+        self.sealed = sealed
         self.ended = False
         self.end_acked = False
         self.reading = 0
@@ -162,6 +166,15 @@ class OutgoingTransfer:
         transfer.reason = reason
         transfer.phase = SendPhase.FAILED
         return transfer
+
+    def open_frame(self, *, resume: bool = False) -> bytes:
+        """The OPEN frame; `resume`: the consumer has accepted the transfer before.
+
+        Raises:
+            WireError: there are too many regions.
+        """
+        body = {"ticket": self.sealed, "regions": list(self.region_bytes), "resume": resume}
+        return pack_control(FrameType.OPEN, self.transfer_id, body)
 
     def put(self, region: int, offset: int, source: ChunkSource, *, urgent: bool = False) -> None:
         """Queue all bytes of `source` for [offset, offset + source.nbytes) of `region`.
@@ -245,30 +258,64 @@ class InFlightWindow:
     """OPEN frames by transfer id."""
     ends: dict[bytes, ControlJob] = field(default_factory=dict)
     """END frames by transfer id."""
-    heard_at_s: float = 0.0
-    """When an answer came last, or when the first unanswered frame was sent."""
+    aborts: dict[int, ControlJob] = field(default_factory=dict)
+    """ABORT frames by the number of the PING behind them, whose PONG says that they came."""
+    silence: Silence = field(default_factory=Silence)
+    sent_at_s: float = 0.0
+    """When a frame was sent last."""
+    pings: int = 0
+    """The number of the last PING."""
+    pongs: int = 0
+    """The number of the last PONG."""
+    asked: Header | None = None
+    """The peer's PING that is to be answered."""
+    trouble: str = ""
+    """Why this side closes it."""
     closed: bool = False
     """The connection is broken: nothing more goes out on it."""
 
     @property
     def awaits_answer(self) -> bool:
         """Whether an answer is due soon (an OPEN may wait long for staging, so it does not count)."""
-        return bool(self.chunks or self.ends)
+        return bool(self.chunks or self.ends) or self.pongs < self.pings
 
     def add_chunk(self, chunk: Chunk, now_s: float) -> None:
         """The chunk is about to be sent."""
-        if not self.awaits_answer:
-            self.heard_at_s = now_s
+        self.sent_at_s = now_s
         self.chunks[chunk.transfer.transfer_id, chunk.region, chunk.start] = chunk
 
     def add_control(self, job: ControlJob, now_s: float) -> None:
-        """The frame is about to be sent; an ABORT has no answer to wait for."""
+        """The frame is about to be sent."""
+        self.sent_at_s = now_s
         if job.kind is FrameType.ABORT:
-            return
-        if not self.awaits_answer:
-            self.heard_at_s = now_s
-        unanswered = self.opens if job.kind is FrameType.OPEN else self.ends
-        unanswered[job.transfer.transfer_id] = job
+            self.aborts[self.pings + 1] = job
+        elif job.kind is FrameType.OPEN:
+            self.opens[job.transfer.transfer_id] = job
+        else:
+            self.ends[job.transfer.transfer_id] = job
+
+    def sign_of_life(self, now_s: float, period_s: float, *, busy: bool) -> bytes:
+        """The PONG or PING that is due now, empty if none is.
+
+        Args:
+            now_s: time.monotonic().
+            period_s: without another frame, a PING is due after so long.
+            busy: transfers are open; otherwise only an ABORT needs one.
+        """
+        asked, self.asked = self.asked, None
+        if asked is not None:
+            return pong(asked)
+        if (busy and now_s - self.sent_at_s >= period_s) or self.pings + 1 in self.aborts:
+            self.sent_at_s = now_s
+            self.pings += 1
+            return ping(self.pings)
+        return b""
+
+    def ponged(self, number: int) -> None:
+        """A PONG has come."""
+        self.pongs = max(self.pongs, min(number, self.pings))
+        for before in [before for before in self.aborts if before <= self.pongs]:
+            del self.aborts[before]
 
     def forget(self, transfer: OutgoingTransfer) -> None:
         """Drop what belongs to a transfer that is over; late answers to it are ignored."""

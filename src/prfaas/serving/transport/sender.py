@@ -20,11 +20,11 @@ from prfaas.serving.transport.handshake import (
     bounded_sentences,
 )
 from prfaas.serving.transport.options import Peer, SenderOptions
-from prfaas.serving.transport.outgoing import OutgoingTransfer
+from prfaas.serving.transport.outgoing import Carrier, OutgoingTransfer
 from prfaas.serving.transport.pacing import LinkPacer, PaceOrder
 from prfaas.serving.transport.peer_queue import PeerQueue
 from prfaas.serving.transport.sender_connection import SenderConnection
-from prfaas.serving.transport.sockets import LinkSample
+from prfaas.serving.transport.sockets import LinkSample, TcpInfo
 from prfaas.serving.transport.ticket import Ticket
 
 log = logging.getLogger(__name__)
@@ -205,12 +205,15 @@ class Sender:
     def telemetry(self) -> dict[str, Any]:
         """What observers of this engine get.
 
-        `{"links": {name: LinkReport's fields}, "rejected": {peer: why it will not have this sender}}`
+        `{"links": {name: LinkReport's fields}, "rejected": {peer: why it will not have this sender},
+        "silent": {peer: what is known of its silence}}`
         """
+        silent = {name: queue.silent for name, queue in self._queues.items() if queue.silent}
         rejected = {name: queue.rejection for name, queue in self._queues.items() if queue.rejection}
         return {
             "links": link_reports(self._queues.values(), self.link_samples()),
             "rejected": bounded_sentences(rejected),
+            "silent": bounded_sentences(silent),
         }
 
     def link_samples(self) -> list[LinkSample]:
@@ -272,13 +275,14 @@ class Sender:
         for peer_key, queue in self._queues.items():
             if not queue.busy:
                 continue
+            infos: dict[Carrier, TcpInfo] = {}
             for connection in self._connections.get(peer_key, ()):
                 info = connection.tcp_info()
                 if info is not None:
+                    infos[connection] = info
                     self._samples[peer_key, connection.number] = LinkSample(
                         peer=queue.peer.name, link=queue.peer.link, at_s=now_s, info=info
                     )
-            progressed = {c for c in self._connections.get(peer_key, ()) if c.has_progressed()}
-            for stuck in queue.apply_deadlines(now_s, progressed):
-                log.warning("%s acknowledges nothing: connection %d closed", queue.peer.name, stuck.number)
-                stuck.shut()
+            for silent, why in queue.apply_deadlines(now_s, infos).items():
+                log.warning("connection %d to %s is closed: %s", silent.number, queue.peer.name, why)
+                silent.shut()

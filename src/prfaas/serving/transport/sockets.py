@@ -17,7 +17,7 @@ _TCP_INFO_BYTES = 176
 # Offsets into struct tcp_info: the layout only ever grows at its end.
 _U32 = struct.Struct("=I")
 _U64 = struct.Struct("=Q")
-_RTT, _TOTAL_RETRANS, _BYTES_ACKED, _BYTES_RECEIVED = 68, 100, 120, 128
+_UNACKED, _RTT, _TOTAL_RETRANS, _BYTES_ACKED, _BYTES_RECEIVED = 24, 68, 100, 120, 128
 _NOTSENT, _DELIVERY_RATE, _BUSY = 144, 160, 168
 
 
@@ -37,6 +37,8 @@ class TcpInfo:
     """Bytes that wait in the kernel and were never sent."""
     busy_s: float
     """Time with unacknowledged bytes."""
+    unacked_segments: int
+    """Segments on their way. None while bytes wait: the peer's window is closed."""
 
 
 def read_tcp_info(sock: socket.socket) -> TcpInfo:
@@ -62,6 +64,7 @@ def read_tcp_info(sock: socket.socket) -> TcpInfo:
         bytes_received=u64(_BYTES_RECEIVED),
         notsent_bytes=u32(_NOTSENT),
         busy_s=u64(_BUSY) / 1e6,
+        unacked_segments=u32(_UNACKED),
     )
 
 
