@@ -77,7 +77,7 @@ def test_a_good_file(tmp_path: Path) -> None:
     east = deployment.instance("east-0")
     assert deployment.cluster_of(east).kind == "prfaas"
     assert list(east.kv_ports) == [8200, 8201, 8202, 8203]
-    assert east.url == "http://10.0.0.1:8100"
+    assert east.url == "https://10.0.0.1:8100"
     assert [cluster.name for cluster in deployment.prefill_clusters_to("home")] == ["east"]
     assert [cluster.name for cluster in deployment.pd_clusters] == ["home"]
     assert [instance.name for instance in deployment.with_role("decode")] == ["home-0", "home-1"]

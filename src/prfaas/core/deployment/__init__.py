@@ -1,7 +1,7 @@
 """The one YAML file a user writes, read into frozen typed objects."""
 
 from prfaas.core.deployment.addresses import EventsEndpoint, is_loopback
-from prfaas.core.deployment.limits import GatewayLimits
+from prfaas.core.deployment.gateway import AdminConfig, GatewayConfig, GatewayLimits, RouteDetail
 from prfaas.core.deployment.load import default_state_dir, load_deployment, load_planned
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
@@ -15,30 +15,29 @@ from prfaas.core.deployment.planned import (
     UniformLengths,
     WorkloadSpec,
 )
+from prfaas.core.deployment.security import GATEWAY, TOOLS, EngineTls, Security
 from prfaas.core.deployment.source import DeploymentError
 from prfaas.core.deployment.types import (
     SYNTHETIC,
-    AdminConfig,
     Cluster,
     ControlConfig,
     Deployment,
     EngineConfig,
-    GatewayConfig,
     Instance,
     KvPeer,
     Link,
     ModelRef,
     Policy,
     Role,
-    RouteDetail,
     Routing,
-    Security,
     Slo,
     TransferLimits,
 )
 
 __all__ = [
+    "GATEWAY",
     "SYNTHETIC",
+    "TOOLS",
     "AdminConfig",
     "Cluster",
     "ControlConfig",
@@ -46,6 +45,7 @@ __all__ = [
     "DeploymentError",
     "EmpiricalLengths",
     "EngineConfig",
+    "EngineTls",
     "EventsEndpoint",
     "FixedLengths",
     "GatewayConfig",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from prfaas.core.deployment.addresses import is_loopback
+from prfaas.core.deployment.encryption import check_encryption
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, InstanceSection, LengthsSection
 from prfaas.core.deployment.source import Location, YamlSource
 from prfaas.core.deployment.types import SYNTHETIC
@@ -97,6 +98,7 @@ def check_to_run(source: YamlSource, file: DeploymentFile) -> None:
     _check_common(source, file)
     _check_ports(source, file)
     _check_engine(source, file)
+    check_encryption(source, file)
 
 
 def check_to_plan(source: YamlSource, file: DeploymentFile) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from prfaas.core.deployment.checks import admin_port, check_to_plan, check_to_run
-from prfaas.core.deployment.limits import GatewayLimits
+from prfaas.core.deployment.encryption import gateway_cluster, speaks_tls
+from prfaas.core.deployment.gateway import AdminConfig, GatewayConfig, GatewayLimits
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
     FixedLengths,
@@ -20,19 +21,17 @@ from prfaas.core.deployment.planned import (
     WorkloadSpec,
 )
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, LengthsSection, first_problem
+from prfaas.core.deployment.security import Security
 from prfaas.core.deployment.source import YamlSource, changed, read_source
 from prfaas.core.deployment.types import (
-    AdminConfig,
     Cluster,
     ControlConfig,
     Deployment,
     EngineConfig,
-    GatewayConfig,
     Instance,
     Link,
     ModelRef,
     Routing,
-    Security,
     Slo,
     TransferLimits,
 )
@@ -92,6 +91,7 @@ def links_of(file: DeploymentFile) -> tuple[Link, ...]:
             link.connections,
             link.rtt_s,
             link.connection_bandwidth,
+            link.encryption,
         )
         for link in file.links
     )
@@ -109,12 +109,12 @@ def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deploy
         path=path,
         state_dir=state_dir,
         model=_model(path, file, state_dir),
-        clusters=tuple(_cluster(source, c, cluster) for c, cluster in enumerate(file.clusters)),
+        clusters=tuple(_cluster(source, c, file) for c in range(len(file.clusters))),
         links=links_of(file),
         routing=_routing(file),
         slo=slo_of(file),
         gateway=_gateway(file, home),
-        security=Security(home / Path(file.security.key_file).expanduser(), file.security.tenant_header),
+        security=_security(file, home),
         engine=EngineConfig(
             max_num_batched_tokens=engine.max_num_batched_tokens,
             max_num_seqs=engine.max_num_seqs,
@@ -132,6 +132,16 @@ def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deploy
     )
 
 
+def _security(file: DeploymentFile, home: Path) -> Security:
+    security = file.security
+    return Security(
+        key_file=home / Path(security.key_file).expanduser(),
+        tenant_header=security.tenant_header,
+        certificates=home / Path(security.certificates).expanduser(),
+        encrypt_inside=security.encrypt_inside,
+    )
+
+
 def _gateway(file: DeploymentFile, home: Path) -> GatewayConfig:
     gateway, admin, limits = file.gateway, file.gateway.admin, file.gateway.limits
     token_file = None if admin.token_file is None else home / Path(admin.token_file).expanduser()
@@ -145,6 +155,7 @@ def _gateway(file: DeploymentFile, home: Path) -> GatewayConfig:
         route_header=gateway.route_header,
         shadow=gateway.shadow,
         limits=GatewayLimits(limits.requests, limits.queue_s, limits.bodies, limits.body_values),
+        cluster=gateway_cluster(file),
     )
 
 
@@ -162,8 +173,8 @@ def _model(path: Path, file: DeploymentFile, state_dir: Path) -> ModelRef:
     return ModelRef(model.served_name, model.max_model_len, directory, model.tiny, adapters)
 
 
-def _cluster(source: YamlSource, index: int, cluster: ClusterSection) -> Cluster:
-    profile = None
+def _cluster(source: YamlSource, index: int, file: DeploymentFile) -> Cluster:
+    cluster, profile = file.clusters[index], None
     if cluster.profile is not None:
         try:
             profile = load_profile(cluster.profile, relative_to=source.path.parent)
@@ -179,6 +190,7 @@ def _cluster(source: YamlSource, index: int, cluster: ClusterSection) -> Cluster
             kv_port=instance.kv_port,
             tensor_parallel=instance.tensor_parallel,
             events_port=instance.events_port,
+            tls=speaks_tls(file, cluster, instance),
         )
         for instance in cluster.instances or ()
     )

@@ -11,8 +11,10 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from prfaas.core.deployment.gateway import RouteDetail
+from prfaas.core.deployment.security import EngineTls
 from prfaas.core.deployment.source import DeploymentError, Location, YamlSource
-from prfaas.core.deployment.types import Policy, RouteDetail
+from prfaas.core.deployment.types import Policy
 from prfaas.core.units import GIB, MIB, parse_bits_per_s, parse_bytes
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
@@ -27,6 +29,10 @@ OWNED_ARGS = {
     "--tensor-parallel-size": "give the instance's tensor_parallel",
     "--kv-events-config": "it is made from the instance's host and events_port",
     "--lora-modules": "give model.adapters",
+    "--ssl-keyfile": "give security.engine_tls and security.certificates",
+    "--ssl-certfile": "give security.engine_tls and security.certificates",
+    "--ssl-ca-certs": "give security.engine_tls and security.certificates",
+    "--ssl-cert-reqs": "give security.engine_tls and security.certificates",
 }
 
 
@@ -147,6 +153,7 @@ class LinkSection(_Section):
     connections: Annotated[int, Field(ge=1, le=64)] = 4
     connection_bandwidth: Annotated[Bandwidth | None, _GIVEN] = None
     rtt_s: Annotated[float, Field(ge=0, lt=60)] = 0.0
+    encryption: bool = True
 
 
 class RoutingSection(_Section):
@@ -229,12 +236,16 @@ class GatewaySection(_Section):
     route_header: RouteDetail = "short"
     shadow: Annotated[float, Field(ge=0, le=1)] = 0.0
     limits: Annotated[LimitsSection, _SECTION] = LimitsSection()
+    cluster: Annotated[Name | None, _GIVEN] = None
 
 
 class SecuritySection(_Section):
-    """Where the key lies; relative to the deployment's folder in the state directory."""
+    """Where key and certificates lie, relative to the deployment's folder in the state directory; what is encrypted."""
 
     key_file: Text = "key"
+    certificates: Text = "certificates"
+    encrypt_inside: bool = False
+    engine_tls: EngineTls = "elsewhere"
     tenant_header: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")] | None = None
 
 
@@ -292,6 +303,7 @@ _KINDS = {
     "float_type": "must be a number",
     "finite_number": "must be a finite number",
     "string_type": "must be text",
+    "bool_type": "must be true or false",
     "list_type": "must be a list",
     "dict_type": 'must be a mapping ("name: value" lines)',
     "model_type": 'must be a mapping ("field: value" lines)',

@@ -13,7 +13,8 @@ from prfaas.core.deployment.addresses import (
     local_endpoint,
     tcp_endpoint,
 )
-from prfaas.core.deployment.limits import GatewayLimits
+from prfaas.core.deployment.gateway import GatewayConfig
+from prfaas.core.deployment.security import Security
 from prfaas.core.deployment.source import DeploymentError
 from prfaas.core.latency import LatencyProfile
 
@@ -22,8 +23,6 @@ ClusterKind = Literal["prfaas", "pd"]
 Policy = Literal[
     "paper", "tilted", "local_only", "offload_all", "static_threshold", "least_ttft", "round_robin"
 ]
-
-RouteDetail = Literal["short", "full"]
 
 INTRA_CLUSTER_CONNECTIONS = 4
 # Stand-ins of one cluster mostly share a process: more connections would only be more threads.
@@ -64,11 +63,13 @@ class Instance:
     tensor_parallel: int
     events_port: int | None = None
     """Where KV-cache events are published over TCP; None: over a socket of this machine."""
+    tls: bool = False
+    """The gateway and the tools speak TLS with it, over HTTP and at its KV port; its HTTP server knows nothing else."""
 
     @property
     def url(self) -> str:
         """Base of the instance's HTTP API, without a trailing slash."""
-        return f"http://{host_in_url(self.host)}:{self.http_port}"
+        return f"http{'s' if self.tls else ''}://{host_in_url(self.host)}:{self.http_port}"
 
     @property
     def kv_ports(self) -> range:
@@ -113,6 +114,8 @@ class Link:
     """Round trip; only the simulator uses it."""
     connection_bits_per_s: float | None = None
     """What one connection carries at most; None: no limit. Only the simulator uses it."""
+    encryption: bool = True
+    """KVCache goes over it encrypted, between ends that have shown their certificates."""
 
     @property
     def transfer_limit_bits_per_s(self) -> float:
@@ -139,6 +142,8 @@ class KvPeer:
     """The sender's own share of the budget; None: unpaced."""
     on_demand: bool = False
     """Connected with the first transfer: nothing is sent before a role changes or a prefix moves."""
+    encrypted: bool = False
+    """Over TLS and sealed frames; a receiver takes nothing plain from such a sender."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,57 +184,6 @@ class Slo:
     def tokens_per_s(self) -> float | None:
         """How fast each answer grows, at least: the inverse of `tpot_s`."""
         return None if self.tpot_s is None else 1 / self.tpot_s
-
-
-@dataclass(frozen=True, slots=True)
-class AdminConfig:
-    """Where operators connect: metrics, the deployment's state, and what became of each request."""
-
-    host: str
-    port: int
-    """0: any port that is free."""
-    token_file: Path | None = None
-    """File of the bearer token that requests must bear; None: none is asked for, which needs a loopback host."""
-
-    @property
-    def url(self) -> str:
-        """Base of the operators' pages as seen on the gateway's own machine, without a trailing slash."""
-        return _url_on_its_machine(self.host, self.port)
-
-
-@dataclass(frozen=True, slots=True)
-class GatewayConfig:
-    """Where clients and operators connect, and what clients are told."""
-
-    host: str
-    port: int
-    admin: AdminConfig = AdminConfig("127.0.0.1", 0)
-    hosts: tuple[str, ...] = ()
-    """Further names by which operators may call the gateway: a load balancer's, or a Kubernetes Service's."""
-    route_header: RouteDetail = "short"
-    """Whether `x-prfaas-route` tells every client the numbers that decided (`full`), or only a named tenant."""
-    shadow: float = 0.0
-    """Share of the requests with a transfer that are computed again on a plain path and compared."""
-    first_byte_s: float = 1800.0
-    """How long an engine may take until its answer begins."""
-    idle_s: float = 600.0
-    """How long an answer that has begun may pause."""
-    limits: GatewayLimits = field(default_factory=GatewayLimits)
-
-    @property
-    def url(self) -> str:
-        """Base of the gateway's HTTP API as seen on its own machine, without a trailing slash."""
-        return _url_on_its_machine(self.host, self.port)
-
-
-@dataclass(frozen=True, slots=True)
-class Security:
-    """How engines know each other, and which requests may share."""
-
-    key_file: Path
-    """File of the key that authenticates engines and seals tickets; the key itself is never kept here."""
-    tenant_header: str | None = None
-    """Requests with different values of this header share no cached prefix; None: all requests share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,10 +339,11 @@ class Deployment:
             on_demand = not (instance.has_role("prefill") and target.has_role("decode"))
             if target.cluster == instance.cluster:
                 if self.can_decode(target):
-                    peers.append(KvPeer(target, target.cluster, inside, None, on_demand))
+                    encrypted = self.security.encrypt_inside
+                    peers.append(KvPeer(target, target.cluster, inside, None, on_demand, encrypted))
             elif (link := self.link(instance.cluster, target.cluster)) is not None:
                 share = self.share_bits_per_s(link)
-                peers.append(KvPeer(target, link.name, link.connections, share, on_demand))
+                peers.append(KvPeer(target, link.name, link.connections, share, on_demand, link.encryption))
         return tuple(peers)
 
     def share_bits_per_s(self, link: Link) -> float:
@@ -396,6 +351,14 @@ class Deployment:
         senders = self.cluster(link.source)
         # In a pd cluster roles change: what prefills at the start is the best guess there is.
         return link.bandwidth_bits_per_s / max(len(senders.with_role("prefill")), 1)
+
+    @property
+    def uses_certificates(self) -> bool:
+        """True if anything of the deployment goes over TLS: without, its certificates are not needed."""
+        return any(
+            instance.tls or any(peer.encrypted for peer in self.peers_of(instance))
+            for instance in self.instances
+        )
 
     def producers_for(self, instance: Instance) -> tuple[Instance, ...]:
         """Instances that may send KV to this one; the inverse of `peers_of`."""
@@ -413,8 +376,3 @@ class Deployment:
         if instance.events_port is not None:
             return tcp_endpoint(host_in_url(instance.host), instance.events_port)
         return local_endpoint(self.home, instance.name) if is_loopback(instance.host) else None
-
-
-def _url_on_its_machine(host: str, port: int) -> str:
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://{host_in_url(host)}:{port}"

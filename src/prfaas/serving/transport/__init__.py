@@ -12,6 +12,7 @@ from prfaas.serving.transport.outgoing import (
     SendPhase,
     SourceGone,
 )
+from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.sockets import LinkSample, TcpInfo
@@ -20,10 +21,12 @@ from prfaas.serving.transport.ticket import (
     KeyFileError,
     Ticket,
     TicketError,
+    TransferClass,
     create_key,
     load_key,
     prompt_digest,
 )
+from prfaas.serving.transport.tls_identity import TlsFileError, TlsIdentity
 from prfaas.serving.transport.wire import PROTOCOL_VERSION, TransferPhase, TransferStatus, WireError
 
 __all__ = [
@@ -36,6 +39,7 @@ __all__ = [
     "LinkSample",
     "Observer",
     "OutgoingTransfer",
+    "PaceOrder",
     "Peer",
     "Receiver",
     "ReceiverOptions",
@@ -50,6 +54,9 @@ __all__ = [
     "TcpInfo",
     "Ticket",
     "TicketError",
+    "TlsFileError",
+    "TlsIdentity",
+    "TransferClass",
     "TransferPhase",
     "TransferStatus",
     "WireError",

@@ -5,13 +5,14 @@ import contextlib
 import secrets
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, HandshakeError
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.silence import LookClock, Silence, patience_s, ping_period_s
 from prfaas.serving.transport.sockets import keep_alive, read_tcp_info
+from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.wire import (
     HEADER_BYTES,
     FrameType,
@@ -25,6 +26,7 @@ from prfaas.serving.transport.wire import (
 )
 
 _T = TypeVar("_T")
+OnSoon = Callable[[TransferStatus], None]
 
 _CONNECT_S = 5.0
 # Frozen processes acknowledge what they don't read; dead machines and broken ways don't.
@@ -41,13 +43,32 @@ class Observer:
     """
 
     def __init__(
-        self, name: str, key: bytes, host: str, port: int, peer_name: str, *, silence_s: float = 3.0
+        self,
+        name: str,
+        key: bytes,
+        host: str,
+        port: int,
+        peer_name: str,
+        tls: TlsIdentity | None = None,
+        *,
+        silence_s: float = 3.0,
     ) -> None:
-        """`silence_s`: while a `wait` is under way, a silent path is noticed and given up within that time."""
+        """Nothing is connected before the first call.
+
+        Args:
+            name: this side's.
+            key: of the deployment, 32 bytes.
+            host: the receiver's.
+            port: the receiver's.
+            peer_name: whom to expect there.
+            tls: the connection is encrypted, and never falls back; None: it is plain.
+            silence_s: while a `wait` is under way, a silent path is noticed and given up within that time.
+        """
         self.name = name
         self.peer_name = peer_name
         self._key = key
         self._address = (host, port)
+        self._tls = tls
         self._session = secrets.token_hex(8)
         self._peer_session = ""
         self._writer: asyncio.StreamWriter | None = None
@@ -56,6 +77,7 @@ class Observer:
         self._closed = False
         self._silence_s = silence_s
         self._waits: dict[bytes, set[asyncio.Future[TransferStatus]]] = {}
+        self._leads: dict[bytes, tuple[float, OnSoon]] = {}
         self._announced: set[bytes] = set()
         self._stats_waits: deque[asyncio.Future[dict[str, Any]]] = deque()
 
@@ -90,8 +112,13 @@ class Observer:
         await self._disconnect()
         self._fail_all("the observer was closed")
 
-    async def wait(self, transfer_id: bytes, timeout_s: float) -> TransferStatus:
+    async def wait(
+        self, transfer_id: bytes, timeout_s: float, lead_s: float = 0.0, on_soon: OnSoon | None = None
+    ) -> TransferStatus:
         """The final status (COMPLETE or FAILED) of a transfer, which need not have been opened yet.
+
+        `on_soon` is called once, when the receiver expects the transfer to complete within `lead_s`; not at all for a
+        transfer that is faster than the word of it. One wait of a transfer at a time may ask for that.
 
         Raises:
             TimeoutError: there is none after `timeout_s`.
@@ -101,10 +128,13 @@ class Observer:
             await self.connect()
             future: asyncio.Future[TransferStatus] = asyncio.get_running_loop().create_future()
             self._waits.setdefault(transfer_id, set()).add(future)
+            if on_soon is not None and lead_s > 0:
+                self._leads[transfer_id] = (lead_s, on_soon)
             try:
-                self._send(pack_control(FrameType.WATCH, transfer_id))
+                self._watch(transfer_id)
                 return await future
             finally:
+                self._leads.pop(transfer_id, None)
                 waiting = self._waits.get(transfer_id)
                 if waiting is not None:
                     waiting.discard(future)
@@ -147,6 +177,11 @@ class Observer:
         self._stats_waits.append(future)
         self._send(pack_control(FrameType.STATS))
         return await future
+
+    def _watch(self, transfer_id: bytes) -> None:
+        lead = self._leads.get(transfer_id)
+        body = None if lead is None else {"lead_s": lead[0]}
+        self._send(pack_control(FrameType.WATCH, transfer_id, body))
 
     def _send(self, frame: bytes) -> None:
         # While reconnecting there is no writer: what still waits is asked again once the connection is back.
@@ -209,7 +244,7 @@ class Observer:
                 self._fail_stats(f"connection to {self.peer_name} lost")
                 reader = await self._reconnect()
                 for transfer_id in self._waits:
-                    self._send(pack_control(FrameType.WATCH, transfer_id))
+                    self._watch(transfer_id)
         except ConnectionError as error:
             trouble = str(error)
         finally:
@@ -266,6 +301,9 @@ class Observer:
     def _settle(self, transfer_id: bytes, status: TransferStatus) -> None:
         if transfer_id in self._waits:
             self._announced.add(transfer_id)
+        if status.soon and not status.phase.terminal and transfer_id in self._leads:
+            _, on_soon = self._leads.pop(transfer_id)
+            on_soon(status)
         if status.phase.terminal:
             for future in self._waits.get(transfer_id, ()):
                 _resolve(future, status)

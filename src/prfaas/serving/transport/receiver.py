@@ -11,6 +11,7 @@ from typing import Any
 
 from prfaas import __version__
 from prfaas.serving.logs import PEER
+from prfaas.serving.transport.arrival import Arrival
 from prfaas.serving.transport.handshake import (
     Fingerprint,
     HandshakeError,
@@ -26,6 +27,7 @@ from prfaas.serving.transport.silence import LONGEST_LOOK_S, LookClock
 from prfaas.serving.transport.sockets import shut, tune
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
 from prfaas.serving.transport.strangers import Strangers
+from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.transfer_table import TransferTable
 from prfaas.serving.transport.wire import TransferStatus
 
@@ -58,6 +60,8 @@ class Receiver:
         options: ReceiverOptions | None = None,
         producers: Collection[str] | None = None,
         sender_telemetry: Callable[[], dict[str, Any]] | None = None,
+        tls: TlsIdentity | None = None,
+        plain_peers: Collection[str] = (),
         on_pace: Callable[[PaceOrder], None] = lambda _order: None,
     ) -> None:
         """Nothing listens before `start`.
@@ -73,6 +77,8 @@ class Receiver:
             options: deadlines and limits.
             producers: the only names that may send; None: all that have the key.
             sender_telemetry: what this engine's sender knows of its links; observers get it with `stats`.
+            tls: takes encrypted connections too; None: all connections are plain.
+            plain_peers: with `tls`, the only instances (of producers and observers) whose connections may be plain.
             on_pace: called with what an observer orders this engine's sender; in the connection's thread.
         """
         self.name = name
@@ -84,6 +90,8 @@ class Receiver:
         self._options = options or ReceiverOptions()
         self._producers = None if producers is None else frozenset(producers)
         self._sender_telemetry = sender_telemetry
+        self._tls = tls
+        self._plain_peers = frozenset(plain_peers)
         self._on_pace = on_pace
         self._table = TransferTable(name=name, key=key, arena=arena, layout=layout, options=self._options)
         self._lock = threading.Lock()
@@ -142,6 +150,14 @@ class Receiver:
         """The staged bytes of a COMPLETE transfer, once; the caller must free them. None otherwise."""
         return self._table.take(transfer_id)
 
+    def lend(self, transfer_id: bytes, on_change: Callable[[], None]) -> Arrival | None:
+        """A transfer to read while it arrives; None while it has no staging, or none any more.
+
+        `on_change` is called after each chunk and when the transfer completes or fails, by the thread that knows of
+        it: it must not block, nor call the receiver.
+        """
+        return self._table.lend(transfer_id, on_change)
+
     def drop(self, transfer_id: bytes, reason: str) -> None:
         """Give a transfer up: frees its staging unless taken, tells the producer, refuses the id from
         now on.
@@ -172,12 +188,7 @@ class Receiver:
 
     def _shake_hands(self, connection: ReceiverConnection, sock: socket.socket) -> PeerIdentity:
         options = self._options
-        tune(
-            sock,
-            user_timeout_s=options.user_timeout_s,
-            keepalive_s=options.keepalive_s,
-            congestion=options.congestion,
-        )
+        tune(sock, user_timeout_s=options.user_timeout_s, keepalive_s=options.keepalive_s)
 
         def admit(identity: PeerIdentity) -> None:
             with self._lock:

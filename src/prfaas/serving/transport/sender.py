@@ -26,6 +26,7 @@ from prfaas.serving.transport.peer_queue import PeerQueue
 from prfaas.serving.transport.sender_connection import SenderConnection
 from prfaas.serving.transport.sockets import LinkSample, TcpInfo
 from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.tls_identity import TlsIdentity
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class Sender:
     """Sends KV transfers; thread-safe. Two threads per connection and one that supervises all.
 
     Raises:
-        ValueError: peers of one link name different bandwidths.
+        ValueError: peers of one link name different bandwidths, or one is encrypted and there is no `tls`.
     """
 
     def __init__(
@@ -113,10 +114,12 @@ class Sender:
         peers: Mapping[str, Peer],
         fingerprint: Fingerprint,
         options: SenderOptions | None = None,
+        tls: TlsIdentity | None = None,
     ) -> None:
         self.name = name
         self._key = key
         self._fingerprint = dict(fingerprint)
+        self._tls = tls
         self._options = options or SenderOptions()
         # New with each start: a consumer tells a producer that lost its connections from one that was
         # restarted.
@@ -153,7 +156,13 @@ class Sender:
         if self._supervisor.ident is not None:
             self._supervisor.join()
 
-    def open(self, ticket: Ticket, sealed: str, region_bytes: Sequence[int]) -> OutgoingTransfer:
+    def open(
+        self,
+        ticket: Ticket,
+        sealed: str,
+        region_bytes: Sequence[int],
+        cached_tokens: int | None = None,
+    ) -> OutgoingTransfer:
         """Begin the transfer that a ticket allows; never blocks, never raises for the network.
 
         A consumer that is not among the peers gives a transfer that is FAILED already. A ticket names an
@@ -163,6 +172,7 @@ class Sender:
             ticket: whose transfer it is.
             sealed: the same ticket as the consumer checks it.
             region_bytes: size of each region, in bytes, as the consumer computes them too.
+            cached_tokens: tokens that this side had cached, for those who watch the transfer; None: not told.
         """
         peer_key = ticket.consumer
         if peer_key not in self._queues and "/" in self.name:
@@ -172,7 +182,7 @@ class Sender:
             reason = f"{self.name} has no peer named {ticket.consumer}"
             return OutgoingTransfer.failed(ticket.transfer_id, region_bytes, reason)
         self._connect(peer_key)
-        return queue.open(ticket.transfer_id, sealed, region_bytes)
+        return queue.open(ticket.transfer_id, sealed, region_bytes, ticket.service, cached_tokens)
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, per peer; every gauge but `connections` is 0 when nothing is going on."""
@@ -221,6 +231,8 @@ class Sender:
         return list(self._samples.values())
 
     def _add(self, peer_key: str, peer: Peer) -> None:
+        if peer.encrypted and self._tls is None:
+            raise ValueError(f"peer {peer.name} is encrypted, and {self.name} has no TLS identity")
         pacer = LinkPacer(peer.bandwidth_bits_per_s, peer.share_bits_per_s)
         pacer = self._pacers.setdefault(peer.link, pacer)
         if pacer.bandwidth_bits_per_s != peer.bandwidth_bits_per_s:

@@ -1,0 +1,77 @@
+"""Which ways of a deployment file are encrypted, and what must fit together for it."""
+
+import ipaddress
+import re
+
+from prfaas.core.deployment.addresses import is_loopback
+from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, InstanceSection
+from prfaas.core.deployment.security import GATEWAY, TOOLS
+from prfaas.core.deployment.source import YamlSource
+
+
+def gateway_cluster(file: DeploymentFile) -> str | None:
+    """The cluster whose network the gateway is in: the file's word, or the only one that decodes."""
+    if file.gateway.cluster is not None:
+        return file.gateway.cluster
+    decoding = [cluster.name for cluster in file.clusters if cluster.kind == "pd"]
+    return decoding[0] if len(decoding) == 1 else None
+
+
+def speaks_tls(file: DeploymentFile, cluster: ClusterSection, instance: InstanceSection) -> bool:
+    """Whether the gateway and the tools speak TLS with an instance.
+
+    By default they do where prompts would cross to another cluster. What goes to a loopback address stays on this
+    machine.
+    """
+    if file.security.engine_tls != "elsewhere":
+        return file.security.engine_tls == "always"
+    return cluster.name != gateway_cluster(file) and not is_loopback(instance.host)
+
+
+def check_encryption(source: YamlSource, file: DeploymentFile) -> None:
+    """Whether certificates can be made for all that need one.
+
+    Raises:
+        DeploymentError: `gateway.cluster` is no cluster, or an instance has a name that no certificate can bear.
+    """
+    names = [cluster.name for cluster in file.clusters]
+    if file.gateway.cluster is not None and file.gateway.cluster not in names:
+        raise source.error(
+            ("gateway", "cluster"),
+            f'there is no cluster "{file.gateway.cluster}"; the clusters are {", ".join(names)}',
+        )
+    if not _encrypts(file):
+        return
+    for c, cluster in enumerate(file.clusters):
+        for i, instance in enumerate(cluster.instances or ()):
+            location = ("clusters", c, "instances", i, "name")
+            if instance.name in (GATEWAY, TOOLS):
+                raise source.error(
+                    location, f'"{instance.name}" is the name of a certificate of its own; take another'
+                )
+            if not _is_dns_name(instance.name):
+                raise source.error(
+                    location,
+                    f'"{instance.name}" can\'t stand in a certificate, which needs the form of a host name; '
+                    'take one without empty parts between ".", and no IP address',
+                )
+
+
+def _encrypts(file: DeploymentFile) -> bool:
+    return (
+        file.security.encrypt_inside
+        or any(link.encryption for link in file.links)
+        or any(
+            speaks_tls(file, cluster, instance)
+            for cluster in file.clusters
+            for instance in cluster.instances or ()
+        )
+    )
+
+
+def _is_dns_name(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return re.fullmatch(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*", name) is not None
+    return False

@@ -1,0 +1,152 @@
+"""What of a deployment is encrypted, by default and as the file says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from prfaas.core.deployment import Deployment, DeploymentError, load_deployment
+
+
+def instance(name: str, host: str, port: int, role: str) -> dict[str, Any]:
+    return {"name": name, "roles": [role], "host": host, "http_port": port, "kv_port": port + 100}
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    """A prfaas cluster, two pd clusters, and links to both of these."""
+    return {
+        "name": "sites",
+        "model": {"served_name": "m", "path": "m", "max_model_len": 1000},
+        "clusters": [
+            {
+                "name": "far",
+                "kind": "prfaas",
+                "hardware": "h200",
+                "instances": [instance("far-0", "10.0.0.1", 8100, "prefill")],
+            },
+            {
+                "name": "home",
+                "kind": "pd",
+                "hardware": "h20",
+                "instances": [
+                    instance("home-0", "10.1.0.1", 8100, "prefill"),
+                    instance("home-1", "10.1.0.2", 8100, "decode"),
+                ],
+            },
+            {
+                "name": "branch",
+                "kind": "pd",
+                "hardware": "h20",
+                "instances": [instance("branch-0", "127.0.0.1", 8100, "decode")],
+            },
+        ],
+        "links": [
+            {"source": "far", "target": "home", "bandwidth": "1 Gbit/s"},
+            {"source": "far", "target": "branch", "bandwidth": "1 Gbit/s", "encryption": False},
+        ],
+        **changes,
+    }
+
+
+def load(folder: Path, **changes: Any) -> Deployment:
+    path = folder / "sites.yaml"
+    path.write_text(yaml.safe_dump(document(**changes)))
+    return load_deployment(path, state_dir=folder / "state")
+
+
+def tls_of(deployment: Deployment) -> set[str]:
+    return {each.name for each in deployment.instances if each.tls}
+
+
+def encrypted_ways(deployment: Deployment) -> set[tuple[str, str]]:
+    return {
+        (each.name, peer.instance.name)
+        for each in deployment.instances
+        for peer in deployment.peers_of(each)
+        if peer.encrypted
+    }
+
+
+def test_links_are_encrypted_unless_they_say_otherwise(tmp_path: Path) -> None:
+    assert encrypted_ways(load(tmp_path)) == {("far-0", "home-0"), ("far-0", "home-1")}
+
+
+def test_inside_a_cluster_encryption_is_a_setting(tmp_path: Path) -> None:
+    inside = {("home-0", "home-1"), ("home-1", "home-0")}
+    assert encrypted_ways(load(tmp_path, security={"encrypt_inside": True})) == inside | {
+        ("far-0", "home-0"),
+        ("far-0", "home-1"),
+    }
+
+
+def test_the_gateway_speaks_tls_with_other_clusters(tmp_path: Path) -> None:
+    with_two_pd_clusters = load(tmp_path)
+    assert with_two_pd_clusters.gateway.cluster is None
+    # branch-0 is reached by a loopback address.
+    assert tls_of(with_two_pd_clusters) == {"far-0", "home-0", "home-1"}
+    at_home = load(tmp_path, gateway={"cluster": "home"})
+    assert tls_of(at_home) == {"far-0"}
+    assert at_home.instance("far-0").url == "https://10.0.0.1:8100"
+    assert at_home.instance("home-0").url == "http://10.1.0.1:8100"
+
+
+def test_the_only_cluster_that_decodes_is_the_gateways(tmp_path: Path) -> None:
+    clusters, links = document()["clusters"][:2], document()["links"][:1]
+    deployment = load(tmp_path, clusters=clusters, links=links)
+    assert deployment.gateway.cluster == "home"
+    assert tls_of(deployment) == {"far-0"}
+
+
+@pytest.mark.parametrize(
+    "word, names", [("always", {"far-0", "home-0", "home-1", "branch-0"}), ("never", set())]
+)
+def test_the_file_says_with_whom_tls_is_spoken(tmp_path: Path, word: str, names: set[str]) -> None:
+    assert tls_of(load(tmp_path, security={"engine_tls": word})) == names
+
+
+def test_where_certificates_lie(tmp_path: Path) -> None:
+    security = load(tmp_path).security
+    assert security.certificates == tmp_path / "state" / "sites" / "certificates"
+    assert security.ca_file == security.certificates / "ca.crt"
+    assert security.identity_file("far-0") == security.certificates / "far-0.pem"
+    elsewhere = load(tmp_path, security={"certificates": "/etc/prfaas"}).security
+    assert elsewhere.identity_file("far-0") == Path("/etc/prfaas/far-0.pem")
+
+
+def test_a_deployment_without_encryption_needs_no_certificates(tmp_path: Path) -> None:
+    assert load(tmp_path).uses_certificates
+    plain = [{**link, "encryption": False} for link in document()["links"]]
+    assert not load(tmp_path, links=plain, security={"engine_tls": "never"}).uses_certificates
+    assert load(tmp_path, links=plain, security={"engine_tls": "always"}).uses_certificates
+
+
+def renamed(name: str) -> list[dict[str, Any]]:
+    clusters: list[dict[str, Any]] = document()["clusters"]
+    clusters[0]["instances"][0]["name"] = name
+    return clusters
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"gateway": {"cluster": "nowhere"}}, 'gateway.cluster: there is no cluster "nowhere"; the clusters are far'),
+        ({"clusters": renamed("gateway")}, '"gateway" is the name of a certificate of its own'),
+        ({"clusters": renamed("tools")}, '"tools" is the name of a certificate of its own'),
+        ({"clusters": renamed("a..b")}, '"a..b" can\'t stand in a certificate'),
+        ({"clusters": renamed("10.0.0.7")}, '"10.0.0.7" can\'t stand in a certificate'),
+        ({"security": {"engine_tls": "sometimes"}}, 'must be one of "elsewhere", "always", "never"'),
+        ({"security": {"encrypt_inside": "yes"}}, "security.encrypt_inside: must be true or false"),
+        ({"engine": {"extra_args": ["--ssl-keyfile=x"]}}, "give security.engine_tls and security.certificates"),
+    ],
+)  # fmt: skip
+def test_errors(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DeploymentError) as error:
+        load(tmp_path, **changes)
+    assert message in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_names_are_free_where_nothing_is_encrypted(tmp_path: Path) -> None:
+    plain = [{**link, "encryption": False} for link in document()["links"]]
+    load(tmp_path, clusters=renamed("gateway"), links=plain, security={"engine_tls": "never"})
