@@ -70,6 +70,7 @@ fields = st.sampled_from(FIELDS.split())
 counts = st.sampled_from([0, 1, 6 * UNIT_BYTES, 6 * UNIT_BYTES - 1, -1, 1 << 44, 1 << 70])
 bodies = st.dictionaries(fields | st.text(max_size=8), values | counts, max_size=5)
 offsets = st.integers(0, 3 * UNIT_BYTES) | st.sampled_from([1 << 44, (1 << 44) + 1, (1 << 64) - 1])
+numbers = st.sampled_from([0, 0, 0, 1, 2])
 regions = st.integers(0, 3) | st.sampled_from([END_REGION, 65535, 65536, 1 << 31])
 
 
@@ -89,17 +90,25 @@ class Step:
 data = st.builds(
     Step,
     kind=st.just(int(FrameType.DATA)),
-    transfer=st.integers(0, TRANSFERS - 1),
+    transfer=numbers,
     region=regions,
     offset=offsets,
     payload=st.integers(0, 3 * UNIT_BYTES).map(lambda count: b"\x5a" * count),
     damage=st.sampled_from([0, 0, 0, 1]),
     flags=st.just(0),
 )
+likely = st.builds(
+    replace,
+    data,
+    region=st.integers(0, 2),
+    offset=st.sampled_from([0, 50, 100, 150]),
+    payload=st.sampled_from([50, 51, 100, 150]).map(lambda count: b"\x5a" * count),
+    damage=st.just(0),
+)
 controls = st.builds(
     Step,
     kind=st.sampled_from([int(kind) for kind in FrameType]) | st.integers(0, 255),
-    transfer=st.integers(-1, TRANSFERS - 1),
+    transfer=st.just(-1) | numbers,
     region=regions,
     offset=offsets,
     payload=st.one_of(
@@ -108,20 +117,30 @@ controls = st.builds(
     damage=st.sampled_from([0, 0, 0, 1]),
     flags=st.sampled_from([0, 0, 0, 0, 0, 1, 0x8000]),
 )
+told = st.builds(
+    replace,
+    controls,
+    kind=st.sampled_from([int(FrameType.STATUS), int(FrameType.STATS)]),
+    region=st.just(0),
+    offset=st.just(0),
+    payload=bodies.map(lambda body: json.dumps(body).encode()),
+    damage=st.just(0),
+    flags=st.just(0),
+)
 opens = st.builds(
     Step,
     kind=st.just(-1),
-    transfer=st.integers(0, TRANSFERS - 1),
+    transfer=numbers,
     region=st.just(0),
     offset=st.just(0),
     payload=st.just(b""),
-    damage=st.integers(0, 2),
+    damage=st.sampled_from([0, 0, 0, 0, 1, 2]),
     flags=st.just(0),
 )
 ends = st.builds(
     Step,
     kind=st.just(int(FrameType.END)),
-    transfer=st.integers(0, TRANSFERS - 1),
+    transfer=numbers,
     region=st.just(0),
     offset=st.just(0),
     payload=st.tuples(counts, counts).map(
@@ -246,15 +265,20 @@ def drain(sock: socket.socket, number: int) -> bool:
 
 
 @FUZZ
-@given(steps=st.lists(st.one_of(opens, opens, data, data, data, ends, controls), max_size=25))
-def test_a_producer_may_send_anything(consumer: tuple[Receiver, GuardedArena], steps: list[Step]) -> None:
+@given(
+    first=st.lists(opens, max_size=3),
+    steps=st.lists(st.one_of(data, likely, ends, controls, opens), min_size=2, max_size=20),
+)
+def test_a_producer_may_send_anything(
+    consumer: tuple[Receiver, GuardedArena], first: list[Step], steps: list[Step]
+) -> None:
     """Invariant: no byte is written outside a region, no thread fails, what is staged is what was verified."""
     receiver, arena = consumer
     world = World(receiver, None, arena, SizesByTokens())  # type: ignore[arg-type]
     tickets = [make_ticket(UNIT_BYTES) for _ in range(TRANSFERS)]
     producer = RawProducer(world, session="fuzz")
     try:
-        for step in steps:
+        for step in [*first, *steps]:
             alive = True
             with suppress(OSError):
                 producer.sock.sendall(frame(step, tickets))
@@ -421,7 +445,7 @@ def test_a_consumer_may_answer_anything(answers: list[Step]) -> None:
 
 
 @settings(FUZZ, max_examples=40)
-@given(answers=st.lists(controls, max_size=12))
+@given(answers=st.lists(controls | told, min_size=1, max_size=12))
 def test_a_consumer_may_tell_an_observer_anything(answers: list[Step]) -> None:
     """Invariant: a wait ends, with a status or a ConnectionError, and nothing else is raised."""
     consumer = RawConsumer(
@@ -448,6 +472,9 @@ def test_a_consumer_may_tell_an_observer_anything(answers: list[Step]) -> None:
                 with suppress(ConnectionError, TimeoutError):
                     async with asyncio.timeout(0.05):
                         await observer.stats()
+                reading = observer._connection_task
+                if reading is not None and reading.done():
+                    assert reading.exception() is None
         finally:
             await observer.close()
 
