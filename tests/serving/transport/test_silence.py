@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -20,14 +20,7 @@ from .raw_peer import RawProducer
 MakeWorld = Callable[..., World]
 
 QUIET = TcpInfo(
-    rtt_s=0.03,
-    retransmits=0,
-    delivery_bits_per_s=0.0,
-    bytes_acked=1000,
-    bytes_received=1000,
-    notsent_bytes=0,
-    busy_s=0.0,
-    unacked_segments=0,
+    **{field.name: 0 for field in fields(TcpInfo)} | {"bytes_acked": 1000, "bytes_received": 1000}
 )
 # In a process of its own, which can be stopped.
 CONSUMER = """
@@ -51,10 +44,10 @@ def test_a_dark_path_is_told_from_a_stopped_engine() -> None:
     dark, stopped = Silence(), Silence()
     look(dark, QUIET)
     look(stopped, QUIET)
-    look(dark, replace(QUIET, unacked_segments=1), 20)
+    look(dark, replace(QUIET, in_flight=1), 20)
     for count in range(20):
         # Its machine acknowledges one sign of life after the other.
-        look(stopped, replace(QUIET, unacked_segments=1, bytes_acked=1000 + 56 * count))
+        look(stopped, replace(QUIET, in_flight=1, bytes_acked=1000 + 56 * count))
     assert dark.path_s == pytest.approx(2.0)
     assert stopped.path_s == 0.0
     assert stopped.engine_s == pytest.approx(2.0)
@@ -71,7 +64,7 @@ def test_a_closed_window_is_the_engine_s_silence() -> None:
 def test_data_that_moves_is_a_sign_of_life_however_late_the_answer() -> None:
     silence = Silence()
     for count in range(100):
-        look(silence, replace(QUIET, unacked_segments=9, bytes_acked=1000 + 1448 * count))
+        look(silence, replace(QUIET, in_flight=9, bytes_acked=1000 + 1448 * count))
     assert silence.path_s == silence.engine_s == 0.0
 
 

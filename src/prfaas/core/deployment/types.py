@@ -14,7 +14,7 @@ from prfaas.core.deployment.addresses import (
     tcp_endpoint,
 )
 from prfaas.core.deployment.gateway import GatewayConfig
-from prfaas.core.deployment.security import Security
+from prfaas.core.deployment.security import CERTIFICATE_NAMES, OBSERVERS, Security
 from prfaas.core.deployment.source import DeploymentError
 from prfaas.core.latency import LatencyProfile
 
@@ -107,7 +107,7 @@ class Link:
     source: str
     target: str
     bandwidth_bits_per_s: float
-    """Shared by all transfers on the link."""
+    """Goodput: bits of payload, shared by all transfers on the link."""
     connections: int
     """TCP connections of one sender to one receiver."""
     rtt_s: float = 0.0
@@ -139,11 +139,13 @@ class KvPeer:
     """Name of the bandwidth budget that its transfers share."""
     connections: int
     bandwidth_bits_per_s: float | None
-    """The sender's own share of the budget; None: unpaced."""
+    """Of the whole budget; None: unpaced."""
     on_demand: bool = False
     """Connected with the first transfer: nothing is sent before a role changes or a prefix moves."""
     encrypted: bool = False
     """Over TLS and sealed frames; a receiver takes nothing plain from such a sender."""
+    share_bits_per_s: float | None = None
+    """The sender's part of the budget while no control plane tells it another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +221,8 @@ class TransferLimits:
     progress_deadline_s: float
     page_digests: bool = True
     """A digest of every page travels with a transfer and is compared after its load."""
+    checksums: bool = True
+    """Every chunk on its way carries a checksum, and is sent again if it does not fit."""
     user_timeout_s: float = 10.0
     """TCP_USER_TIMEOUT of KV connections: bytes that are unacknowledged so long end one."""
     keepalive_s: float = 10.0
@@ -227,6 +231,8 @@ class TransferLimits:
     """A silent path of an open transfer is noticed within that time."""
     resume_s: float = 2.5
     """A transfer goes on if the other side comes back within that time after its last sign of life."""
+    decode_lead_s: float = 1.0
+    """A decode request is sent so long before its KV is expected to be complete; 0: not before it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,23 +348,38 @@ class Deployment:
                     encrypted = self.security.encrypt_inside
                     peers.append(KvPeer(target, target.cluster, inside, None, on_demand, encrypted))
             elif (link := self.link(instance.cluster, target.cluster)) is not None:
-                share = self.share_bits_per_s(link)
-                peers.append(KvPeer(target, link.name, link.connections, share, on_demand, link.encryption))
+                whole, share = link.bandwidth_bits_per_s, self.share_bits_per_s(link)
+                peers.append(
+                    KvPeer(target, link.name, link.connections, whole, on_demand, link.encryption, share)
+                )
         return tuple(peers)
 
     def share_bits_per_s(self, link: Link) -> float:
-        """What one sending engine may use of a link: senders pace themselves and don't know of each other."""
+        """What one sending engine may use of a link while no control plane tells it: it doesn't know of the others."""
         senders = self.cluster(link.source)
         # In a pd cluster roles change: what prefills at the start is the best guess there is.
         return link.bandwidth_bits_per_s / max(len(senders.with_role("prefill")), 1)
 
-    @property
-    def uses_certificates(self) -> bool:
-        """True if anything of the deployment goes over TLS: without, its certificates are not needed."""
-        return any(
-            instance.tls or any(peer.encrypted for peer in self.peers_of(instance))
-            for instance in self.instances
+    def needs_certificate(self, name: str) -> bool:
+        """True if an instance, `GATEWAY` or `TOOLS` takes part in anything encrypted."""
+        if name in CERTIFICATE_NAMES:
+            return any(instance.tls for instance in self.instances)
+        instance = self.instance(name)
+        return (
+            instance.tls
+            or (self.security.encrypt_inside and self.can_decode(instance))
+            or any(link.encryption and instance.cluster in (link.source, link.target) for link in self.links)
         )
+
+    def plain_peers_of(self, instance: Instance) -> frozenset[str]:
+        """Who may connect to an instance's KV port without encryption: producers, and those that only ask."""
+        plain = {
+            other.name
+            for other in self.instances
+            for peer in self.peers_of(other)
+            if peer.instance.name == instance.name and not peer.encrypted
+        }
+        return frozenset(plain if instance.tls else plain | OBSERVERS)
 
     def producers_for(self, instance: Instance) -> tuple[Instance, ...]:
         """Instances that may send KV to this one; the inverse of `peers_of`."""

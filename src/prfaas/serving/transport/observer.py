@@ -3,18 +3,22 @@
 import asyncio
 import contextlib
 import secrets
+import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, HandshakeError
+from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello
 from prfaas.serving.transport.pacing import PaceOrder
+from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, Sealing
 from prfaas.serving.transport.silence import LookClock, Silence, patience_s, ping_period_s
-from prfaas.serving.transport.sockets import keep_alive, read_tcp_info
+from prfaas.serving.transport.sockets import HandshakeError, expedite, keep_alive, read_tcp_info
 from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.transport.tls_stream import AsyncTlsStream, NotTlsError, tls_trouble
 from prfaas.serving.transport.wire import (
     HEADER_BYTES,
+    MAX_PROBE_BYTES,
     FrameType,
     Header,
     TransferStatus,
@@ -72,6 +76,7 @@ class Observer:
         self._session = secrets.token_hex(8)
         self._peer_session = ""
         self._writer: asyncio.StreamWriter | None = None
+        self._sealing: Sealing | None = None
         self._connection_task: asyncio.Task[None] | None = None
         self._connecting = asyncio.Lock()
         self._closed = False
@@ -172,10 +177,31 @@ class Observer:
         Raises:
             ConnectionError: the receiver is gone.
         """
+        return await self._ask_stats({})
+
+    async def telemetry(self) -> dict[str, Any]:
+        """The receiver's `telemetry()`. Several may be asked at once: a late answer holds no question back.
+
+        Raises:
+            ConnectionError: the receiver is gone.
+        """
+        return await self._ask_stats({"of": "links"})
+
+    async def probe(self, link: str, nbytes: int) -> None:
+        """Have the engine's sender send so much filler on a link; there is no answer.
+
+        Raises:
+            ConnectionError: the receiver is gone.
+        """
+        await self.connect()
+        body = {"link": link, "bytes": min(nbytes, MAX_PROBE_BYTES)}
+        self._send(pack_control(FrameType.PROBE, body=body))
+
+    async def _ask_stats(self, body: dict[str, Any]) -> dict[str, Any]:
         await self.connect()
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._stats_waits.append(future)
-        self._send(pack_control(FrameType.STATS))
+        self._send(pack_control(FrameType.STATS, body=body))
         return await future
 
     def _watch(self, transfer_id: bytes) -> None:
@@ -186,7 +212,7 @@ class Observer:
     def _send(self, frame: bytes) -> None:
         # While reconnecting there is no writer: what still waits is asked again once the connection is back.
         if self._writer is not None:
-            self._writer.write(frame)
+            self._writer.write(frame if self._sealing is None else self._sealing.sealer.seal(frame))
 
     async def _open_connection(self) -> asyncio.StreamReader:
         """Connect and shake hands."""
@@ -194,7 +220,9 @@ class Observer:
         try:
             async with asyncio.timeout(_CONNECT_S):
                 reader, writer = await asyncio.open_connection(host, port)
-                keep_alive(writer.get_extra_info("socket"), user_timeout_s=_USER_TIMEOUT_S)
+                sock = writer.get_extra_info("socket")
+                keep_alive(sock, user_timeout_s=_USER_TIMEOUT_S)
+                expedite(sock)
                 try:
                     await self._greet(reader, writer)
                 except BaseException:
@@ -221,9 +249,22 @@ class Observer:
             session=self._session,
             fingerprint={},
         )
-        writer.write(hello.frame())
-        writer.write(hello.answer(*await _read_frame(reader)))
-        peer_session = hello.finish(*await _read_frame(reader))
+        sealing: Sealing | None = None
+        if self._tls is None:
+            writer.write(hello.frame())
+            writer.write(hello.answer(*await _read_frame(reader)))
+            peer_session = hello.finish(*await _read_frame(reader))
+        else:
+            try:
+                stream = await AsyncTlsStream.open(reader, writer, self._tls.client_context())
+                hello.check_certificate(stream.certificate())
+                stream.write(hello.frame())
+                stream.write(hello.answer(*await _read_frame(stream)))
+                peer_session = hello.finish(*await _read_frame(stream))
+                sealing = hello.keys(*await _read_frame(stream))
+            except (ssl.SSLError, NotTlsError) as error:
+                raise tls_trouble(error, self.peer_name) from None
+        self._sealing = sealing
         if self._peer_session not in ("", peer_session):
             self._fail_all(f"{self.peer_name} was restarted")
         self._peer_session = peer_session
@@ -289,7 +330,7 @@ class Observer:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while True:
-            header, body = await _read_frame(reader)
+            header, body = await _read_frame(reader, self._sealing)
             if header.kind is FrameType.STATUS:
                 self._settle(header.transfer_id, TransferStatus.from_body(body))
             elif header.kind is FrameType.STATS:
@@ -334,8 +375,17 @@ def _resolve(future: "asyncio.Future[_T]", value: _T) -> None:
         future.set_result(value)
 
 
-async def _read_frame(reader: asyncio.StreamReader) -> tuple[Header, Mapping[str, Any]]:
-    header = unpack_header(await reader.readexactly(HEADER_BYTES))
+async def _read_frame(
+    reader: asyncio.StreamReader | AsyncTlsStream, sealing: Sealing | None = None
+) -> tuple[Header, Mapping[str, Any]]:
+    if sealing is None:
+        header = unpack_header(await reader.readexactly(HEADER_BYTES))
+    else:
+        header = unpack_header(sealing.opener.open_header(await reader.readexactly(SEALED_HEADER_BYTES)))
     if header.kind is FrameType.DATA:
         raise WireError("an observer gets no DATA")
-    return header, parse_control(header, await reader.readexactly(header.length_bytes))
+    if sealing is None or header.length_bytes == 0:
+        payload = await reader.readexactly(header.length_bytes)
+    else:
+        payload = sealing.opener.open_payload(await reader.readexactly(header.length_bytes + TAG_BYTES))
+    return header, parse_control(header, payload)

@@ -14,7 +14,7 @@ from prfaas.serving.transport.coverage import Coverage
 from prfaas.serving.transport.pacing import Paced
 from prfaas.serving.transport.silence import Silence
 from prfaas.serving.transport.ticket import DEFAULT_CLASS, TransferClass
-from prfaas.serving.transport.wire import FrameType, Header, pack_control, ping, pong
+from prfaas.serving.transport.wire import NO_TRANSFER, FrameType, Header, pack_control, ping, pong
 
 
 class SourceGone(Exception):
@@ -295,6 +295,17 @@ class ControlJob:
     kind: FrameType
     transfer: OutgoingTransfer
     frame: bytes
+
+
+NOBODY = OutgoingTransfer.failed(NO_TRANSFER, (), "no transfer")
+"""Whose frames of no transfer are."""
+_FILLER_CHARS = 60_000
+FILLER = ControlJob(
+    FrameType.FILLER,
+    NOBODY,
+    pack_control(FrameType.FILLER, body={"filler": "0" * _FILLER_CHARS}),
+)
+"""A frame of bytes that nobody needs, to see what a link carries; it belongs to no transfer."""
 
 
 @dataclass(slots=True, eq=False)

@@ -14,6 +14,8 @@ from typing import Any
 from prfaas.serving.transport.chunk_schedule import ChunkSchedule
 from prfaas.serving.transport.options import Peer, SenderOptions
 from prfaas.serving.transport.outgoing import (
+    FILLER,
+    NOBODY,
     Carrier,
     Chunk,
     ChunkSource,
@@ -52,9 +54,7 @@ class PeerQueue:
         self._pacer = pacer
         self._on_work = on_work
         self._lock = threading.Lock()
-        self._ready = threading.Condition(self._lock)
-        self._retry = threading.Condition(self._lock)
-        self._quiet = threading.Condition(self._lock)
+        self._ready, self._retry, self._quiet = (threading.Condition(self._lock) for _ in range(3))
         self._transfers: dict[bytes, OutgoingTransfer] = {}
         self._schedule = ChunkSchedule()
         self._controls: deque[ControlJob] = deque()
@@ -63,6 +63,7 @@ class PeerQueue:
         self._work = 0
         self._ping_s = ping_period_s(options.silence_s)
         self._watch = PeerWatch(peer.name, options)
+        self._filler_frames = 0
         self._trouble = self._rejection = ""
         self._closing = False
 
@@ -104,7 +105,6 @@ class PeerQueue:
         except WireError as error:
             return OutgoingTransfer.failed(transfer_id, region_bytes, str(error))
         with self._lock:
-            reason = ""
             if self._closing:
                 reason = "the sender is closed"
             elif transfer_id in self._transfers:
@@ -116,6 +116,7 @@ class PeerQueue:
             if not self._transfers:
                 self._watch.begin()
             self._transfers[transfer_id] = transfer
+            self._filler_frames = 0
             self._counters["opened"] += 1
             self._controls.append(ControlJob(FrameType.OPEN, transfer, frame))
             self._repace()
@@ -162,15 +163,20 @@ class PeerQueue:
     def abort(self, transfer: OutgoingTransfer, reason: str) -> None:
         """See `OutgoingTransfer.abort`."""
         with self._lock:
-            if not transfer.phase.terminal:
-                self._fail(transfer, reason)
+            self._fail(transfer, reason)
+
+    def fill(self, nbytes: int) -> None:
+        """Have about so many bytes of filler sent; not where transfers are open, and the next one ends it."""
+        with self._lock:
+            if self._windows and not self._transfers:
+                self._filler_frames = -(-nbytes // len(FILLER.frame))
+                self._repace()
+                self._ready.notify_all()
 
     def await_quiescent(self, transfer: OutgoingTransfer, timeout_s: float) -> bool:
         """See `OutgoingTransfer.await_quiescent`."""
         with self._lock:
-            return self._quiet.wait_for(
-                lambda: transfer.phase.terminal and not transfer.reading, max(0.0, timeout_s)
-            )
+            return self._quiet.wait_for(lambda: transfer.phase.terminal and not transfer.reading, timeout_s)
 
     def recall(self, transfer: OutgoingTransfer, patience_s: float) -> None:
         """See `OutgoingTransfer.recall`."""
@@ -180,7 +186,6 @@ class PeerQueue:
             for chunk in recalled.keys() & transfer.reading.keys():
                 # From here on the kernel takes nothing more of the chunk: its frame stays incomplete for ever.
                 recalled[chunk].shut()
-                self._counters["recalled_chunks"] += 1
 
     # The calls of a connection's writer
 
@@ -201,8 +206,8 @@ class PeerQueue:
         with self._lock:
             self._windows.remove(window)
             self._trouble = window.trouble or trouble
-            for job in (*window.opens.values(), *window.ends.values(), *window.aborts.values()):
-                self._controls.appendleft(job)
+            again = (*window.opens.values(), *window.ends.values(), *window.aborts.values())
+            self._controls.extendleft(again)
             for chunk in window.chunks.values():
                 self._schedule.add(chunk)
             self._counters["requeued_chunks"] += len(window.chunks)
@@ -233,17 +238,14 @@ class PeerQueue:
             self._retry.wait_for(lambda: self._closing or self._work > before, seconds)
             return self._work > before
 
-    def next_job(self, window: InFlightWindow) -> ControlJob | Chunk | bytes | None:
-        """Block until there is something to send; None when this connection or the queue is over.
-
-        Bytes are a whole frame, a sign of life.
-        """
+    def next_job(self, window: InFlightWindow) -> ControlJob | Chunk | None:
+        """Block until there is something to send; None when this connection or the queue is over."""
         with self._lock:
             while not (self._closing or window.closed):
                 now_s, busy = time.monotonic(), self.busy
                 sign = window.sign_of_life(now_s, self._ping_s, busy=busy)
                 if sign:
-                    return sign
+                    return ControlJob(FrameType.PING, NOBODY, sign)
                 if self._controls:
                     job = self._controls.popleft()
                     window.add_control(job, now_s)
@@ -252,19 +254,19 @@ class PeerQueue:
                     window.add_chunk(chunk, time.monotonic())
                     chunk.transfer.reading[chunk] = window.connection
                     return chunk
+                if self._filler_frames:
+                    self._filler_frames -= 1
+                    self._repace()
+                    return FILLER
                 self._ready.wait(self._ping_s if busy else None)
             return None
 
     def read_done(self, chunk: Chunk, error: str = "") -> bool:
-        """The writer needs the chunk's source no more, or could not read it (`error`).
-
-        Returns:
-            Whether the chunk is still to be sent.
-        """
+        """The writer needs the source no more, or could not read it (`error`). Returns whether to send on."""
         with self._lock:
             transfer = chunk.transfer
             del transfer.reading[chunk]
-            if error and not transfer.phase.terminal:
+            if error:
                 self._fail(transfer, error)
             self._quiet.notify_all()
             return not transfer.phase.terminal
@@ -380,11 +382,10 @@ class PeerQueue:
         """Counters and gauges as observers get them."""
         with self._lock:
             transfers = self._transfers.values()
-            phases = Counter(transfer.phase.value for transfer in transfers)
             pending_bytes = sum(transfer.waiting_bytes for transfer in transfers)
             return {
                 "connections": len(self._windows),
-                "transfers": dict(phases),
+                "transfers": dict(Counter(t.phase.value for t in transfers)),
                 "queued_bytes": sum(chunk.nbytes for t in transfers for chunk in t.queued) - pending_bytes,
                 "pending_bytes": pending_bytes,
                 "in_flight_chunks": sum(len(window.chunks) for window in self._windows),
@@ -441,12 +442,14 @@ class PeerQueue:
         self._quiet.notify_all()
 
     def _repace(self) -> None:
-        connections = [window.connection for window in self._windows] if self._transfers else []
+        connections = (
+            [window.connection for window in self._windows] if self._transfers or self._filler_frames else []
+        )
         background = all(transfer.service.background for transfer in self._transfers.values())
         self._pacer.update(self, connections, background=background)
 
 
 _COUNTED = (
     *("opened", "completed", "failed", "connects", "connect_failures"),
-    *("requeued_chunks", "resent_chunks", "recalled_chunks", "acked_bytes"),
+    *("requeued_chunks", "resent_chunks", "acked_bytes"),
 )

@@ -6,6 +6,7 @@ import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -13,8 +14,8 @@ from prfaas import __version__
 from prfaas.serving.logs import PEER
 from prfaas.serving.transport.arrival import Arrival
 from prfaas.serving.transport.handshake import (
+    ROLE_PRODUCER,
     Fingerprint,
-    HandshakeError,
     PeerIdentity,
     bounded_sentences,
     welcome,
@@ -23,8 +24,9 @@ from prfaas.serving.transport.incoming import RegionLayout
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.receiver_connection import ReceiverConnection
+from prfaas.serving.transport.sealing import Sealing
 from prfaas.serving.transport.silence import LONGEST_LOOK_S, LookClock
-from prfaas.serving.transport.sockets import shut, tune
+from prfaas.serving.transport.sockets import HandshakeError, shut, tune
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
 from prfaas.serving.transport.strangers import Strangers
 from prfaas.serving.transport.tls_identity import TlsIdentity
@@ -33,6 +35,7 @@ from prfaas.serving.transport.wire import TransferStatus
 
 log = logging.getLogger(__name__)
 
+_NOTHING_ARRIVED: dict[str, Any] = {"bytes_total": 0, "unread_bytes": 0, "rtt_s": 0.0, "connections": 0}
 _TICK_S = 0.2
 _ACCEPT_BACKLOG = 128
 # The machine, not the peer, is the cause: wait for something to be given back, and go on.
@@ -63,6 +66,7 @@ class Receiver:
         tls: TlsIdentity | None = None,
         plain_peers: Collection[str] = (),
         on_pace: Callable[[PaceOrder], None] = lambda _order: None,
+        on_probe: Callable[[str, int], None] = lambda _link, _nbytes: None,
     ) -> None:
         """Nothing listens before `start`.
 
@@ -79,6 +83,7 @@ class Receiver:
             sender_telemetry: what this engine's sender knows of its links; observers get it with `stats`.
             tls: takes encrypted connections too; None: all connections are plain.
             plain_peers: with `tls`, the only instances (of producers and observers) whose connections may be plain.
+            on_probe: called with a link and the bytes of filler that an observer wants to see on it, as `on_pace` is.
             on_pace: called with what an observer orders this engine's sender; in the connection's thread.
         """
         self.name = name
@@ -93,6 +98,7 @@ class Receiver:
         self._tls = tls
         self._plain_peers = frozenset(plain_peers)
         self._on_pace = on_pace
+        self._on_probe = on_probe
         self._table = TransferTable(name=name, key=key, arena=arena, layout=layout, options=self._options)
         self._lock = threading.Lock()
         self._connections: dict[ReceiverConnection, threading.Thread] = {}
@@ -100,7 +106,10 @@ class Receiver:
         self._listener: socket.socket | None = None
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
+        # By producer, of connections that have ended.
+        self._arrived_bytes: Counter[str] = Counter()
         self._failed_connections = 0
+        self._forged_frames = 0
         self._accept_failures = 0
         self._thread_errors = 0
 
@@ -176,17 +185,53 @@ class Receiver:
             "connections": len(roles),
             "producer_connections": roles.count("producer"),
             "observer_connections": roles.count("observer"),
+            "encrypted_connections": sum(each.sealing is not None for each in connections),
             "failed_connections": self._failed_connections,
+            "forged_frames": self._forged_frames,
             "strangers": len(self._strangers),
             "closed_strangers": self._strangers.closed,
             "accept_failures": self._accept_failures,
             "rejected": bounded_sentences(self._strangers.rejected),
             "thread_errors": self._thread_errors,
             "threads": threads,
+            **self.telemetry(),
+        }
+
+    def telemetry(self) -> dict[str, Any]:
+        """What concerns links, small enough for one packet: what has arrived, and what this engine's sender tells.
+
+        `{"arrivals": {producer: fields of ArrivalSample but the time}, "sender": Sender.telemetry()}`
+        """
+        return {
+            "arrivals": self._arrivals(),
             "sender": self._sender_telemetry() if self._sender_telemetry is not None else {"links": {}},
         }
 
-    def _shake_hands(self, connection: ReceiverConnection, sock: socket.socket) -> PeerIdentity:
+    def _observed(self, of_links: bool) -> dict[str, Any]:
+        return self.telemetry() if of_links else self.stats()
+
+    def _arrivals(self) -> dict[str, dict[str, Any]]:
+        with self._lock:
+            found = {
+                name: _NOTHING_ARRIVED | {"bytes_total": nbytes}
+                for name, nbytes in self._arrived_bytes.items()
+            }
+            for connection in self._connections:
+                identity = connection.identity
+                if identity is not None and identity.role == ROLE_PRODUCER:
+                    arrived, sums = (
+                        connection.arrived(),
+                        found.setdefault(identity.name, dict(_NOTHING_ARRIVED)),
+                    )
+                    sums["bytes_total"] += arrived.bytes_received
+                    sums["unread_bytes"] += arrived.unread_bytes
+                    sums["rtt_s"] = max(sums["rtt_s"], arrived.rtt_s)
+                    sums["connections"] += 1
+        return found
+
+    def _shake_hands(
+        self, connection: ReceiverConnection, sock: socket.socket
+    ) -> tuple[PeerIdentity, Sealing | None]:
         options = self._options
         tune(sock, user_timeout_s=options.user_timeout_s, keepalive_s=options.keepalive_s)
 
@@ -201,7 +246,7 @@ class Receiver:
             self._strangers.leave(sock)
             self._strangers.forgive(identity.name)
 
-        identity = welcome(
+        identity, sealing = welcome(
             sock,
             key=self._key,
             name=self.name,
@@ -209,10 +254,12 @@ class Receiver:
             fingerprint=self._fingerprint,
             producers=self._producers,
             handshake_s=options.handshake_s,
+            tls=self._tls,
+            plain_peers=self._plain_peers,
             admit=admit,
         )
         sock.settimeout(None)
-        return identity
+        return identity, sealing
 
     def _accept(self) -> None:
         listener = self._listener
@@ -248,10 +295,11 @@ class Receiver:
         connection = ReceiverConnection(
             sock,
             self._table,
-            self.stats,
+            self._observed,
             self._shake_hands,
             self._strangers.note,
             self._on_pace,
+            self._on_probe,
             self._options,
         )
 
@@ -264,7 +312,11 @@ class Receiver:
                 self._strangers.leave(sock)
                 with self._lock:
                     del self._connections[connection]
+                    identity = connection.identity
+                    if identity is not None and identity.role == ROLE_PRODUCER:
+                        self._arrived_bytes[identity.name] += connection.arrived().bytes_received
                     self._failed_connections += bool(connection.failure)
+                    self._forged_frames += connection.forged
 
         if not self._strangers.enter(sock, address):
             sock.close()

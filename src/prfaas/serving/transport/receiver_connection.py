@@ -4,6 +4,7 @@ The first half of the way of KV bytes from the wire: `_receive_chunk` (the secon
 takes complete transfers out of staging).
 """
 
+import contextlib
 import logging
 import select
 import socket
@@ -13,13 +14,18 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
-from prfaas.serving.transport.handshake import ROLE_PRODUCER, HandshakeError, PeerIdentity
+from prfaas.serving.transport.handshake import ROLE_PRODUCER, PeerIdentity
 from prfaas.serving.transport.incoming import ProducerSession
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.pacing import PaceOrder
+from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, ForgedFrameError, Sealing
 from prfaas.serving.transport.silence import Silence, patience_s, ping_period_s
 from prfaas.serving.transport.sockets import (
+    Arrived,
     ConnectionEnded,
+    HandshakeError,
+    expedite,
+    read_arrived,
     read_tcp_info,
     receive_exactly,
     shut,
@@ -27,10 +33,14 @@ from prfaas.serving.transport.sockets import (
 from prfaas.serving.transport.transfer_table import TransferTable
 from prfaas.serving.transport.wire import (
     HEADER_BYTES,
+    MAX_LINK_CHARS,
+    MAX_PROBE_BYTES,
+    UNCHECKED,
     FrameType,
     Header,
     WireError,
     checksum_of,
+    count_field,
     pack_control,
     parse_control,
     ping,
@@ -55,21 +65,26 @@ class ReceiverConnection:
         self,
         sock: socket.socket,
         table: TransferTable,
-        stats: Callable[[], dict[str, Any]],
-        shake_hands: Callable[["ReceiverConnection", socket.socket], PeerIdentity],
+        stats: Callable[[bool], dict[str, Any]],
+        shake_hands: Callable[["ReceiverConnection", socket.socket], tuple[PeerIdentity, Sealing | None]],
         on_stranger_failed: Callable[[str, str], None],
         on_pace: Callable[[PaceOrder], None],
+        on_probe: Callable[[str, int], None],
         options: ReceiverOptions,
     ) -> None:
-        """`on_stranger_failed` gets a sentence, and who it was if it has proved that before it failed."""
+        """`stats` is asked whether only what concerns links is wanted. `on_stranger_failed` gets a sentence, and who it
+        was if it has proved that before it failed."""
         self._sock = sock
+        self._arrived = Arrived()
         self._table = table
         self._stats = stats
         self._shake_hands = shake_hands
         self._on_stranger_failed = on_stranger_failed
         self._on_pace = on_pace
+        self._on_probe = on_probe
         self._options = options
-        self._outbox: deque[memoryview] = deque()
+        self._outbox: deque[bytes] = deque()
+        self._unsent = memoryview(b"")
         self._sending = threading.Lock()
         self._inside_frame = False
         self._silence = Silence()
@@ -82,8 +97,12 @@ class ReceiverConnection:
         self._watched: set[bytes] = set()
         self.identity: PeerIdentity | None = None
         """Who is at the other end; None until the handshake is over."""
+        self.sealing: Sealing | None = None
+        """The keys of an encrypted connection."""
         self.failure = ""
         """Why the connection ended, where that was no orderly end."""
+        self.forged = False
+        """It ended for a frame that the peer did not seal, or not then."""
 
     # Any thread
 
@@ -92,33 +111,45 @@ class ReceiverConnection:
         if len(self._outbox) >= _MAX_OUTBOX_FRAMES:
             self.shut()  # a peer that doesn't read its answers
             return
-        self._outbox.append(memoryview(frame))
+        self._outbox.append(frame)
         self.flush()
 
     def flush(self) -> None:
         """Send what waits, as far as the socket takes it without blocking."""
         # Whoever holds the lock sends for all; looking again after releasing it catches what came meanwhile.
-        while self._outbox and self._sending.acquire(blocking=False):
+        while self._has_unsent and self._sending.acquire(blocking=False):
             try:
-                while self._outbox:
-                    frame = self._outbox[0]
-                    sent = self._sock.send(frame, socket.MSG_DONTWAIT)
-                    if sent < frame.nbytes:
-                        self._outbox[0] = frame[sent:]
-                    else:
-                        self._outbox.popleft()
+                while self._has_unsent:
+                    if not self._unsent:
+                        # Frames are sealed in the order in which they leave.
+                        frame = self._outbox.popleft()
+                        sealed = frame if self.sealing is None else self.sealing.sealer.seal(frame)
+                        self._unsent = memoryview(sealed)
+                    sent = self._sock.send(self._unsent, socket.MSG_DONTWAIT)
+                    self._unsent = self._unsent[sent:]
             except BlockingIOError:
                 return
             except OSError:
                 self._outbox.clear()
+                self._unsent = memoryview(b"")
                 self.shut()
                 return
             finally:
                 self._sending.release()
 
+    @property
+    def _has_unsent(self) -> bool:
+        return bool(self._outbox or self._unsent)
+
     def shut(self) -> None:
         """Make the connection's thread end."""
         shut(self._sock)
+
+    def arrived(self) -> Arrived:
+        """What the kernel has received so far; of a connection that has ended, all of it."""
+        with contextlib.suppress(OSError):
+            self._arrived = read_arrived(self._sock)
+        return self._arrived
 
     def check(self, now_s: float, elapsed_s: float, awaited: Collection[tuple[str, str]]) -> None:
         """Ask a silent producer for a sign of life, close its connection in the end, send on what waits.
@@ -128,7 +159,7 @@ class ReceiverConnection:
             elapsed_s: since the last check.
             awaited: name and session of the producers that have a transfer to finish.
         """
-        if self._outbox:
+        if self._has_unsent:
             self.flush()
         who = self.identity
         if who is None or not (self._inside_frame or (who.name, who.session) in awaited):
@@ -162,7 +193,7 @@ class ReceiverConnection:
     def serve(self) -> None:
         """Shake hands, then serve frames until the connection ends. Never raises."""
         try:
-            self.identity = self._shake_hands(self, self._sock)
+            self.identity, self.sealing = self._shake_hands(self, self._sock)
             if self.identity.role == ROLE_PRODUCER:
                 self._serve_producer(self.identity)
             else:
@@ -174,6 +205,7 @@ class ReceiverConnection:
             self._on_stranger_failed(self.failure, error.peer)
         except (OSError, WireError) as error:
             self.failure = str(error)
+            self.forged = isinstance(error, ForgedFrameError)
             if self.identity is None:
                 self._on_stranger_failed(self.failure, "")
             else:
@@ -183,6 +215,7 @@ class ReceiverConnection:
             self.failure = repr(error)
             log.exception("connection from %s failed", self._whom())
         finally:
+            self.arrived()
             self.shut()
             # Not while another thread posts: its send must not meet a reused file number.
             with self._sending:
@@ -204,6 +237,8 @@ class ReceiverConnection:
                     self._table.end(session, self, header, self._body(header))
                 elif header.kind is FrameType.ABORT:
                     self._table.aborted(session, header, self._body(header))
+                elif header.kind is FrameType.FILLER:
+                    self._body(header)
                 elif not self._took_sign_of_life(header):
                     raise WireError(f"a producer may not send {header.kind.name}")
                 if len(self._outbox) > _OUTBOX_PRESSURE_FRAMES:
@@ -212,6 +247,7 @@ class ReceiverConnection:
             self._table.disconnected(session, self, self._silence.path_s, self._trouble)
 
     def _serve_observer(self) -> None:
+        expedite(self._sock)
         try:
             while True:
                 header = self._next_header()
@@ -227,9 +263,12 @@ class ReceiverConnection:
                 elif header.kind is FrameType.ABANDON:
                     self._table.drop(header.transfer_id, text_field(body, "reason"))
                 elif header.kind is FrameType.STATS:
-                    self.post(pack_control(FrameType.STATS, body=self._stats()))
+                    self.post(pack_control(FrameType.STATS, body=self._stats(body.get("of") == "links")))
                 elif header.kind is FrameType.PACE:
                     self._on_pace(PaceOrder.from_body(body))
+                elif header.kind is FrameType.PROBE:
+                    nbytes = count_field(body, "bytes", MAX_PROBE_BYTES)
+                    self._on_probe(text_field(body, "link", MAX_LINK_CHARS), nbytes)
                 elif not self._took_sign_of_life(header):
                     raise WireError(f"an observer may not send {header.kind.name}")
                 if len(self._outbox) > _OUTBOX_PRESSURE_FRAMES:
@@ -249,13 +288,24 @@ class ReceiverConnection:
         return True
 
     def _next_header(self) -> Header:
-        receive_exactly(self._sock, memoryview(self._header))
-        return unpack_header(self._header)
+        if self.sealing is None:
+            receive_exactly(self._sock, memoryview(self._header))
+            return unpack_header(self._header)
+        sealed = bytearray(SEALED_HEADER_BYTES)
+        receive_exactly(self._sock, memoryview(sealed))
+        return unpack_header(self.sealing.opener.open_header(sealed))
 
     def _body(self, header: Header) -> dict[str, Any]:
-        payload = self._scratch_view(header.length_bytes)
-        self._read_payload([payload])
-        return parse_control(header, payload)
+        if self.sealing is None or header.length_bytes == 0:
+            payload = self._scratch_view(header.length_bytes)
+            self._read_payload([payload])
+            return parse_control(header, payload)
+        return parse_control(header, self.sealing.opener.open_payload(self._read_sealed(header)))
+
+    def _read_sealed(self, header: Header) -> memoryview:
+        sealed = self._scratch_view(header.length_bytes + TAG_BYTES)
+        self._read_payload([sealed])
+        return sealed
 
     def _scratch_view(self, nbytes: int) -> memoryview:
         if len(self._scratch) < nbytes:
@@ -275,11 +325,18 @@ class ReceiverConnection:
         # 1. Where they belong: a place in the transfer's staging, which is held until step 4.
         place = self._table.place_chunk(session, self, header)
         try:
-            # 2. From the socket straight into that place; what is of no use goes into the scratch buffer.
-            pieces = place.pieces if place.transfer is not None else [self._scratch_view(header.length_bytes)]
-            self._read_payload(pieces)
-            # 3. Are they the bytes that the producer sent?
-            verified = self._verify(header, pieces)
+            if self.sealing is None:
+                # 2. From the socket straight into that place; what is of no use goes into the scratch buffer.
+                pieces = (
+                    place.pieces if place.transfer is not None else [self._scratch_view(header.length_bytes)]
+                )
+                self._read_payload(pieces)
+                # 3. Are they the bytes that the producer sent?
+                verified = self._verify(header, pieces)
+            else:
+                # 2 and 3. By way of the scratch buffer: decryption writes into the place and verifies.
+                self.sealing.opener.open_into(self._read_sealed(header), place.pieces)
+                verified = True
         except BaseException:
             self._table.abandon_chunk(place)
             raise
@@ -287,14 +344,14 @@ class ReceiverConnection:
         self._table.finish_chunk(place, verified=verified)
 
     def _verify(self, header: Header, pieces: list[memoryview]) -> bool:
-        return checksum_of(pieces) == header.checksum
+        return bool(header.flags & UNCHECKED) or checksum_of(pieces) == header.checksum
 
     def _wait_for_outbox(self) -> None:
         # Its answers don't fit into the socket: reading on would only pile up more.
         deadline_s = time.monotonic() + self._options.progress_deadline_s
         poll = select.poll()
         poll.register(self._sock, select.POLLOUT)
-        while self._outbox:
+        while self._has_unsent:
             if time.monotonic() > deadline_s:
                 raise WireError("the other side does not read its answers")
             poll.poll(100)

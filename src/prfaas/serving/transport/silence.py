@@ -66,7 +66,7 @@ class Silence:
         acked_bytes = info.bytes_acked - self.bytes_acked
         self.bytes_received, self.bytes_acked = info.bytes_received, info.bytes_acked
         alive = heard or acked_bytes > 0
-        self.path_s = _longer(self.path_s, elapsed_s, alive, info.unacked_segments > 0, spare_s)
+        self.path_s = _longer(self.path_s, elapsed_s, alive, info.in_flight > 0, spare_s)
         alive = heard or acked_bytes > HEARTBEAT_BYTES
         self.engine_s = _longer(self.engine_s, elapsed_s, alive, asked, spare_s)
 
