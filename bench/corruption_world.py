@@ -18,7 +18,7 @@ from prfaas.serving.engines.page_digests import DIGEST_BYTES
 from prfaas.serving.engines.vllm.consumer import KvConsumer
 from prfaas.serving.engines.vllm.layout import EngineGroup, EngineRegion, KvLayout
 from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder
-from prfaas.serving.engines.vllm.pages import HostPages
+from prfaas.serving.engines.vllm.pages import BlockIds, HostPages
 from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
@@ -43,10 +43,13 @@ class HeldPages(HostPages):
     gate: threading.Event
     instead: HostPages | None = None
 
-    def read(self, block: int, start: int, out: memoryview) -> None:
+    def views(self, blocks: BlockIds, start: int, nbytes: int) -> list[memoryview] | None:
         if not self.gate.wait(WAIT_S):
             raise TimeoutError("the gate stayed shut")
-        HostPages.read(self.instead or self, block, start, out)
+        return HostPages.views(self.instead or self, blocks, start, nbytes)
+
+    def read(self, blocks: BlockIds, start: int, out: memoryview) -> None:
+        HostPages.read(self.instead or self, blocks, start, out)
 
 
 class EarlyReceiver(Receiver):

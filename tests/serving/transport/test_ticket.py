@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.serving.transport import Ticket, TicketError, prompt_digest
+from prfaas.serving.transport import Ticket, TicketError, TransferClass, prompt_digest
 
 KEY = bytes(range(32))
 names = st.text(min_size=1, max_size=60).filter(
@@ -33,6 +33,12 @@ tickets = st.builds(
     producer=names,
     consumer=names,
     expires_at_s=st.floats(1, 1e12),
+    service=st.builds(
+        TransferClass,
+        tenant=st.binary(min_size=8, max_size=8),
+        weight=st.integers(1, 65535),
+        background=st.booleans(),
+    ),
 )
 
 
@@ -97,6 +103,12 @@ def test_absurd_tickets(change: dict[str, object]) -> None:
     good = Ticket(bytes(16), "p", "c", 10, 0, bytes(16), 1e9)
     with pytest.raises(TicketError):
         replace(good, **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", [{"tenant": b"7 bytes"}, {"weight": 0}, {"weight": 65536}])
+def test_absurd_classes(change: dict[str, object]) -> None:
+    with pytest.raises(TicketError):
+        TransferClass(**change)  # type: ignore[arg-type]
 
 
 def test_prompt_digest_is_over_little_endian_uint32() -> None:

@@ -217,6 +217,8 @@ def test_idle_deadline_ends_a_forgotten_transfer(make_world: MakeWorld) -> None:
 class _GoneSource:
     nbytes = 1000
 
+    def views(self, start: int, nbytes: int) -> None: ...
+
     def read_into(self, start: int, out: memoryview) -> None:
         raise SourceGone("blocks were freed")
 
@@ -238,6 +240,8 @@ class _SlowSource:
         self.nbytes = 1000
         self.reading = threading.Event()
         self.go_on = threading.Event()
+
+    def views(self, start: int, nbytes: int) -> None: ...
 
     def read_into(self, start: int, out: memoryview) -> None:
         self.reading.set()

@@ -182,20 +182,24 @@ class DigestSource:
         self.nbytes = digests.nbytes
         self._digests = digests
         self._parts: list[tuple[int, int, PendingSums]] = []
-        self._gathered: bytes | None = None
+        self._gathered: memoryview | None = None
         self._lock = Lock()
 
     def add(self, region: int, first_block: int, sums: PendingSums) -> None:
         """Note the sums of consecutive blocks; before the source is put."""
         self._parts.append((region, first_block, sums))
 
-    def read_into(self, start: int, out: memoryview) -> None:
-        """Copy bytes [start, start + len(out)) of the region; waits for the sums."""
+    def views(self, start: int, nbytes: int) -> list[memoryview]:
+        """Bytes [start, start + nbytes) of the region; waits for the sums."""
         with self._lock:
             if self._gathered is None:
-                self._gathered = self._gather()
+                self._gathered = memoryview(self._gather())
                 self._parts.clear()
-        out[:] = self._gathered[start : start + len(out)]
+        return [self._gathered[start : start + nbytes]]
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """Copy bytes [start, start + len(out)) of the region; waits for the sums."""
+        out[:] = self.views(start, len(out))[0]
 
     def _gather(self) -> bytes:
         gathered = np.zeros(self.nbytes // DIGEST_BYTES, dtype="<u8")

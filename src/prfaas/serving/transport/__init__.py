@@ -12,6 +12,7 @@ from prfaas.serving.transport.outgoing import (
     SendPhase,
     SourceGone,
 )
+from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.sockets import LinkSample, TcpInfo
@@ -20,6 +21,7 @@ from prfaas.serving.transport.ticket import (
     KeyFileError,
     Ticket,
     TicketError,
+    TransferClass,
     create_key,
     load_key,
     prompt_digest,
@@ -37,6 +39,7 @@ __all__ = [
     "LinkSample",
     "Observer",
     "OutgoingTransfer",
+    "PaceOrder",
     "Peer",
     "Receiver",
     "ReceiverOptions",
@@ -53,6 +56,7 @@ __all__ = [
     "TicketError",
     "TlsFileError",
     "TlsIdentity",
+    "TransferClass",
     "TransferPhase",
     "TransferStatus",
     "WireError",

@@ -19,6 +19,11 @@ class Coverage:
             index += 1
         return total
 
+    def end_from(self, start: int) -> int:
+        """Where the bytes that are in place from `start` on end; `start` itself if that byte is not."""
+        index = bisect_right(self._starts, start) - 1
+        return max(start, self._ends[index]) if index >= 0 else start
+
     def add(self, start: int, end: int) -> int:
         """Put [start, end) in place.
 

@@ -1,12 +1,12 @@
 """One transfer on the consumer's side: its regions, its staging, what has arrived, and its phase.
 
-Also the parts of the transfer table around it: the check of an OPEN, the ids of transfers that are over, and
-the observers of each transfer. None of the classes here is thread-safe: the table's lock guards them.
+Also the parts of the transfer table around it: the check of an OPEN, and the ids of transfers that are over. None
+of the classes here is thread-safe: the table's lock guards them.
 """
 
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,12 +17,10 @@ from prfaas.serving.transport.ticket import Ticket, TicketError
 from prfaas.serving.transport.wire import (
     MAX_REGION_BYTES,
     MAX_REGIONS,
-    FrameType,
     Header,
     TransferPhase,
     TransferStatus,
     WireError,
-    pack_control,
     text_field,
 )
 
@@ -116,8 +114,9 @@ class IncomingTransfer:
         session: ProducerSession,
         now_s: float,
         uncounted_regions: int = 0,
+        cached_tokens: int | None = None,
     ) -> None:
-        """`uncounted_regions`: see `ReceiverOptions`."""
+        """`uncounted_regions`: see `ReceiverOptions`; `cached_tokens`: see `TransferStatus`."""
         self.ticket = ticket
         self.region_bytes = region_bytes
         self.session = session
@@ -145,8 +144,12 @@ class IncomingTransfer:
         self.opened_at_s = now_s
         self.progressed_at_s = now_s
         """When the phase changed last or a verified chunk came."""
+        self._accepted_at_s = now_s
+        self._cached_tokens = cached_tokens
+        self._soon = False
         self._coverage = [Coverage() for _ in region_bytes]
         self._arriving: list[ChunkPlace] = []
+        self._lent: dict[object, Callable[[], None]] = {}
 
     def status(self, *, taken: bool = False) -> TransferStatus:
         """A snapshot; `taken`: the engine owns the staged bytes."""
@@ -159,7 +162,57 @@ class IncomingTransfer:
             num_tokens=self.ticket.num_tokens,
             skip_tokens=self.ticket.skip_tokens,
             taken=taken,
+            soon=self._soon,
+            cached_tokens=self._cached_tokens,
         )
+
+    def accept(self, lease: StagingLease, now_s: float) -> None:
+        """WAITING → RECEIVING: it has its staging."""
+        self.lease = lease
+        self.phase = TransferPhase.RECEIVING
+        self._accepted_at_s = self.progressed_at_s = now_s
+
+    def complete(self, now_s: float) -> None:
+        """RECEIVING → COMPLETE."""
+        self.phase = TransferPhase.COMPLETE
+        self.progressed_at_s = now_s
+        self._tell_engine()
+
+    def fail(self, reason: str) -> None:
+        """Whatever it was → FAILED."""
+        # The reason first: the table's `state` reads without the lock.
+        self.reason = reason
+        self.phase = TransferPhase.FAILED
+        self._tell_engine()
+
+    def lend(self, loan: object, on_change: Callable[[], None]) -> None:
+        """The engine reads the staging: it stays until `give_back`, and each change calls `on_change`."""
+        self._lent[loan] = on_change
+
+    def give_back(self, loan: object) -> None:
+        """The engine no longer reads; frees the staging if it was held back only for that."""
+        if self._lent.pop(loan, None) is not None and self.phase is TransferPhase.FAILED:
+            self.release()
+
+    def _tell_engine(self) -> None:
+        for on_change in self._lent.values():
+            on_change()
+
+    def becomes_soon(self, lead_s: float, now_s: float) -> bool:
+        """Whether it is to complete within `lead_s` by its pace until now; True once, at the first time.
+
+        Half of it must be there, so that the pace is not that of a few chunks.
+        """
+        left_bytes = self.total_bytes - self.received_bytes
+        pace_s = now_s - self._accepted_at_s
+        if self._soon or self.phase is not TransferPhase.RECEIVING or left_bytes > self.received_bytes:
+            return False
+        self._soon = left_bytes * pace_s <= lead_s * self.received_bytes and lead_s > 0
+        return self._soon
+
+    def covered_end(self, region: int, start: int) -> int:
+        """Where the verified bytes of a region from `start` on end."""
+        return self._coverage[region].end_from(start)
 
     @property
     def covered(self) -> bool:
@@ -230,64 +283,17 @@ class IncomingTransfer:
             if region >= self._counted_regions:
                 self._received_uncounted_bytes += new_bytes
             self.progressed_at_s = now_s
+            self._tell_engine()
         if self.phase is TransferPhase.FAILED:
             self.release()
 
     def release(self) -> None:
-        """Free the staging unless a connection still writes into it (then `unpin` does) or it was
-        handed over.
+        """Free the staging unless a connection still writes into it (then `unpin` does), the engine reads it (then
+        `give_back` does), or it was handed over.
         """
-        if self.lease is not None and not self._arriving:
+        if self.lease is not None and not self._arriving and not self._lent:
             self.lease.free()
             self.lease = None
-
-
-class Watchers:
-    """The connections that watch each transfer, until its last phase was sent to them."""
-
-    def __init__(self) -> None:
-        self._connections: dict[bytes, set[FrameSink]] = {}
-
-    def __len__(self) -> int:
-        return len(self._connections)
-
-    def add(self, connection: FrameSink, transfer_id: bytes, status: TransferStatus | None) -> None:
-        """Send the present status, if there is one, and remember the connection if more can follow."""
-        if status is not None:
-            connection.post(_frame(transfer_id, status))
-        if status is None or not status.phase.terminal:
-            self._connections.setdefault(transfer_id, set()).add(connection)
-
-    def has(self, connection: FrameSink, transfer_id: bytes) -> bool:
-        """Whether the connection still waits for a phase of the transfer."""
-        return connection in self._connections.get(transfer_id, ())
-
-    def remove(self, connection: FrameSink, transfer_ids: set[bytes]) -> None:
-        """The connection is gone."""
-        for transfer_id in transfer_ids:
-            connections = self._connections.get(transfer_id)
-            if connections is not None:
-                connections.discard(connection)
-                if not connections:
-                    del self._connections[transfer_id]
-
-    def notify(self, transfer_id: bytes, status: TransferStatus) -> None:
-        """Send a new status to every connection that watches the transfer."""
-        connections = self._connections.get(transfer_id)
-        if connections:
-            frame = _frame(transfer_id, status)
-            for connection in connections:
-                connection.post(frame)
-            if status.phase.terminal:
-                del self._connections[transfer_id]
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._connections.clear()
-
-
-def _frame(transfer_id: bytes, status: TransferStatus) -> bytes:
-    return pack_control(FrameType.STATUS, transfer_id, status.to_body())
 
 
 class RegionLayout(Protocol):

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, HandshakeError
@@ -23,6 +23,7 @@ from prfaas.serving.transport.wire import (
 )
 
 _T = TypeVar("_T")
+OnSoon = Callable[[TransferStatus], None]
 
 _CONNECT_S = 5.0
 # Frozen processes acknowledge what they don't read; dead machines and broken ways don't.
@@ -55,6 +56,7 @@ class Observer:
         self._connecting = asyncio.Lock()
         self._closed = False
         self._waits: dict[bytes, set[asyncio.Future[TransferStatus]]] = {}
+        self._leads: dict[bytes, tuple[float, OnSoon]] = {}
         self._announced: set[bytes] = set()
         self._stats_waits: deque[asyncio.Future[dict[str, Any]]] = deque()
 
@@ -89,8 +91,13 @@ class Observer:
         await self._disconnect()
         self._fail_all("the observer was closed")
 
-    async def wait(self, transfer_id: bytes, timeout_s: float) -> TransferStatus:
+    async def wait(
+        self, transfer_id: bytes, timeout_s: float, lead_s: float = 0.0, on_soon: OnSoon | None = None
+    ) -> TransferStatus:
         """The final status (COMPLETE or FAILED) of a transfer, which need not have been opened yet.
+
+        `on_soon` is called once, when the receiver expects the transfer to complete within `lead_s`; not at all for a
+        transfer that is faster than the word of it. One wait of a transfer at a time may ask for that.
 
         Raises:
             TimeoutError: there is none after `timeout_s`.
@@ -100,10 +107,13 @@ class Observer:
             await self.connect()
             future: asyncio.Future[TransferStatus] = asyncio.get_running_loop().create_future()
             self._waits.setdefault(transfer_id, set()).add(future)
+            if on_soon is not None and lead_s > 0:
+                self._leads[transfer_id] = (lead_s, on_soon)
             try:
-                self._send(pack_control(FrameType.WATCH, transfer_id))
+                self._watch(transfer_id)
                 return await future
             finally:
+                self._leads.pop(transfer_id, None)
                 waiting = self._waits.get(transfer_id)
                 if waiting is not None:
                     waiting.discard(future)
@@ -146,6 +156,11 @@ class Observer:
         self._stats_waits.append(future)
         self._send(pack_control(FrameType.STATS))
         return await future
+
+    def _watch(self, transfer_id: bytes) -> None:
+        lead = self._leads.get(transfer_id)
+        body = None if lead is None else {"lead_s": lead[0]}
+        self._send(pack_control(FrameType.WATCH, transfer_id, body))
 
     def _send(self, frame: bytes) -> None:
         # While reconnecting there is no writer: what still waits is asked again once the connection is back.
@@ -205,7 +220,7 @@ class Observer:
                 self._fail_stats(f"connection to {self.peer_name} lost")
                 reader = await self._reconnect()
                 for transfer_id in self._waits:
-                    self._send(pack_control(FrameType.WATCH, transfer_id))
+                    self._watch(transfer_id)
         except ConnectionError as error:
             trouble = str(error)
         finally:
@@ -238,6 +253,9 @@ class Observer:
     def _settle(self, transfer_id: bytes, status: TransferStatus) -> None:
         if transfer_id in self._waits:
             self._announced.add(transfer_id)
+        if status.soon and not status.phase.terminal and transfer_id in self._leads:
+            _, on_soon = self._leads.pop(transfer_id)
+            on_soon(status)
         if status.phase.terminal:
             for future in self._waits.get(transfer_id, ()):
                 _resolve(future, status)

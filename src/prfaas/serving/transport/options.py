@@ -63,8 +63,6 @@ class ReceiverOptions:
     """TCP_USER_TIMEOUT of every connection."""
     keepalive_s: float = 10.0
     """A silent connection is probed after that time (TCP keepalive)."""
-    congestion: str | None = "bbr"
-    """Congestion control to ask the kernel for; None: its default."""
     max_connections: int = 256
     """Of peers that have proved to have the key."""
     max_strangers: int = 64
@@ -103,9 +101,9 @@ class SenderOptions:
     keepalive_s: float = 10.0
     """A silent connection is probed after that time (TCP keepalive)."""
     congestion: str | None = "bbr"
-    """Congestion control to ask the kernel for; None: its default."""
-    chunk_bytes: int = 1 << 20
-    """The largest chunk, and the size of each connection's buffer."""
+    """Congestion control to ask the kernel for on paths over a millisecond; None: its default everywhere."""
+    chunk_bytes: int = 4 << 20
+    """The largest chunk."""
     min_chunk_bytes: int = 32 << 10
     """The smallest chunk that a slow link leads to."""
     chunk_s: float = 0.05

@@ -1,16 +1,18 @@
 """One transfer on the producer's side: the engine's handle, the chunks it is cut into, what is unanswered.
 
-The bytes of a transfer stay with the engine until a connection copies them: a `ChunkSource` is a promise to
-deliver them. Order of the parts below: source, chunk, transfer, then what one connection has in flight.
+The bytes of a transfer stay with the engine until a connection sends or copies them: a `ChunkSource` is a
+promise to deliver them. Order of the parts below: source, chunk, transfer, then what one connection has in flight.
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from prfaas.core.units import BITS_PER_BYTE
 from prfaas.serving.transport.coverage import Coverage
 from prfaas.serving.transport.pacing import Paced
+from prfaas.serving.transport.ticket import DEFAULT_CLASS, TransferClass
 from prfaas.serving.transport.wire import FrameType
 
 
@@ -23,6 +25,19 @@ class ChunkSource(Protocol):
 
     @property
     def nbytes(self) -> int: ...
+
+    def views(self, start: int, nbytes: int) -> list[memoryview] | None:
+        """The memory itself that holds bytes [start, start + nbytes), in order, to be sent without a copy.
+
+        Called by writer threads, several at once. The memory stays as it is until the writer has sent it, or
+        until `OutgoingTransfer.recall` has returned.
+
+        Returns:
+            None: the memory cannot be shown, or not well; the bytes must be copied by `read_into`.
+
+        Raises:
+            SourceGone: the bytes are no longer there.
+        """
 
     def read_into(self, start: int, out: memoryview) -> None:
         """Copy bytes [start, start + len(out)) into `out`. Called by writer threads, several at once.
@@ -43,6 +58,9 @@ class BytesSource:
     @property
     def nbytes(self) -> int:
         return self._view.nbytes
+
+    def views(self, start: int, nbytes: int) -> list[memoryview]:
+        return [self._view[start : start + nbytes]]
 
     def read_into(self, start: int, out: memoryview) -> None:
         out[:] = self._view[start : start + out.nbytes]
@@ -113,11 +131,13 @@ class TransferQueue(Protocol):
 
     def abort(self, transfer: "OutgoingTransfer", reason: str) -> None: ...
 
+    def recall(self, transfer: "OutgoingTransfer", patience_s: float) -> None: ...
+
     def await_quiescent(self, transfer: "OutgoingTransfer", timeout_s: float) -> bool: ...
 
 
 class OutgoingTransfer:
-    """Handle of a transfer; thread-safe, and no method waits for the network but `await_quiescent`.
+    """Handle of a transfer; thread-safe, and no method waits for the network but `recall` and `await_quiescent`.
 
     The attributes are plain: cheap to read at every engine step.
     """
@@ -128,6 +148,8 @@ class OutgoingTransfer:
         transfer_id: bytes,
         region_bytes: Sequence[int],
         opened_at_s: float,
+        service: TransferClass = DEFAULT_CLASS,
+        number: int = 0,
     ) -> None:
         self.transfer_id = transfer_id
         self.region_bytes = tuple(region_bytes)
@@ -149,11 +171,21 @@ class OutgoingTransfer:
         self.opened_at_s = opened_at_s
         self.ended = False
         self.end_acked = False
-        self.reading = 0
-        """Writer threads that read a source at this moment."""
-        self.pending: list[Chunk] = []
-        """What was put before the consumer accepted."""
+        self.reading: dict[Chunk, Carrier] = {}
+        """The chunks whose source is read or sent from at this moment, and by which connection."""
+        self.service = service
+        self.place: tuple[int, float, int] = (1, opened_at_s, number)
+        """Its turn among the transfers of its tenant: the least is first."""
+        self.listed_at: tuple[int, float, int] | None = None
+        """The place at which the schedule has it; None: it has nothing to send there."""
+        self.queued: list[Chunk] = []
+        """A heap of what is to leave, once the consumer has accepted."""
         self.coverage = [Coverage() for _ in self.region_bytes]
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What was put before the consumer accepted."""
+        return sum(chunk.nbytes for chunk in self.queued) if self.phase is SendPhase.OPENING else 0
 
     @classmethod
     def failed(cls, transfer_id: bytes, region_bytes: Sequence[int], reason: str) -> "OutgoingTransfer":
@@ -183,6 +215,17 @@ class OutgoingTransfer:
             )
         self.queue.put(self, region, offset, source, urgent=urgent)
 
+    def ends(self, now_s: float, bits_per_s: float) -> None:
+        """The queue's own: its prefill has ended, so its request waits for nothing but these bytes.
+
+        It is due when its bytes would be there, had it the link for itself from now on. So short ones overtake long
+        ones, but none for ever: one that was overtaken long enough is due before all that end after it.
+        """
+        self.ended = True
+        self.overlapped_bytes = self.acked_bytes
+        due_s = now_s + BITS_PER_BYTE * (self.total_bytes - self.acked_bytes) / bits_per_s
+        self.place = (0, due_s, self.place[2])
+
     def end(self) -> None:
         """Prefill has finished: END goes ahead of all queued data and freezes `overlapped_bytes`. Idempotent.
 
@@ -202,10 +245,19 @@ class OutgoingTransfer:
     def idle(self) -> bool:
         """Nothing of what was put is still needed: all of it is acknowledged, or the transfer is over; and
         nothing reads a source at this moment."""
-        return self.reading == 0 and (self.phase.terminal or self.acked_bytes == self.put_bytes)
+        return not self.reading and (self.phase.terminal or self.acked_bytes == self.put_bytes)
+
+    def recall(self, patience_s: float) -> None:
+        """No memory that a source has shown until now is read, or sent from, once this returns.
+
+        Call it when the sources show other memory from now on. A connection that still sends from the old one
+        after `patience_s` is closed: its peer drops the half chunk, and the chunk is read and sent again.
+        """
+        if self.queue is not None:
+            self.queue.recall(self, patience_s)
 
     def await_quiescent(self, timeout_s: float) -> bool:
-        """Wait until the transfer is over and no `read_into` of it runs or will run again; False on timeout.
+        """Wait until the transfer is over and no source of it is read or will be again; False on timeout.
 
         Only after True may the memory behind the sources of an aborted or failed transfer be reused.
         """
@@ -286,11 +338,27 @@ class QueueLoad:
     """Produced and not acknowledged yet."""
     waiting_bytes: int
     """Those of them that are held back until the consumer has room."""
+    background_bytes: int
+    """Those of `queued_bytes` that get what others leave."""
     open_bytes: int
     """`queued_bytes`, and what the open transfers have still to produce."""
     acked_bytes_total: int
     """Acknowledged since the start; only grows."""
     connections_up: int
+
+    @classmethod
+    def of(
+        cls, transfers: Collection[OutgoingTransfer], acked_bytes_total: int, connections_up: int
+    ) -> "QueueLoad":
+        """Sum the open transfers of a queue."""
+        return cls(
+            queued_bytes=sum(t.put_bytes - t.acked_bytes for t in transfers),
+            waiting_bytes=sum(t.waiting_bytes for t in transfers),
+            background_bytes=sum(t.put_bytes - t.acked_bytes for t in transfers if t.service.background),
+            open_bytes=sum(t.total_bytes - t.acked_bytes for t in transfers),
+            acked_bytes_total=acked_bytes_total,
+            connections_up=connections_up,
+        )
 
 
 class PeerSays(enum.Enum):

@@ -6,12 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from prfaas.core.units import BITS_PER_BYTE
 from prfaas.serving.transport.wire import WireError, count_field
 
 MAX_PACED_LINKS = 256
 MAX_PACE_BITS_PER_S = 1 << 50
 MAX_HOLD_S = 60.0
 _MAX_LINK_CHARS = 255
+# Of a link, while a transfer to another peer goes on that is not in the background: enough to be no dead connection.
+_BACKGROUND = 0.02
+_NO_WORK: "tuple[tuple[Paced, ...], bool]" = ((), False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,26 +82,28 @@ class LinkPacer:
         self._told_bits_per_s: float | None = None
         self._told_until_s = 0.0
         self._lock = threading.Lock()
-        self._sharing: dict[object, tuple[Paced, ...]] = {}
+        self._sharing: dict[object, tuple[tuple[Paced, ...], bool]] = {}
 
     @property
     def pace_bits_per_s(self) -> float | None:
         """What this sender may send at present, all connections together; None: as much as it can."""
         return self.share_bits_per_s if self._told_bits_per_s is None else self._told_bits_per_s
 
-    def update(self, queue: object, connections: Sequence[Paced]) -> None:
+    def update(self, queue: object, connections: Sequence[Paced], *, background: bool = False) -> None:
         """Divide again if the connections of one peer queue changed.
 
         Args:
             queue: the peer queue, as a key.
             connections: those of the queue that are up while it has work; none while it has no work.
+            background: all its transfers are in the background.
         """
         with self._lock:
             expired = self._expire()
-            if self._sharing.get(queue, ()) == tuple(connections) and not expired:
+            work = (tuple(connections), background and bool(connections))
+            if self._sharing.get(queue, _NO_WORK) == work and not expired:
                 return
             if connections:
-                self._sharing[queue] = tuple(connections)
+                self._sharing[queue] = work
             else:
                 self._sharing.pop(queue, None)
             self._divide()
@@ -135,6 +141,12 @@ class LinkPacer:
         if self.bandwidth_bits_per_s is None or pace_bits_per_s is None:
             return
         usable_bits_per_s = min(self.bandwidth_bits_per_s, pace_bits_per_s)
-        sharing = [connection for those in self._sharing.values() for connection in those]
-        for connection in sharing:
-            connection.set_rate(int(usable_bits_per_s / 8 / len(sharing)))
+        sharing = [each for those, background in self._sharing.values() if not background for each in those]
+        behind = [each for those, background in self._sharing.values() if background for each in those]
+        behind_bits_per_s = usable_bits_per_s * (_BACKGROUND if sharing else 1.0)
+        for connections, bits_per_s in (
+            (sharing, usable_bits_per_s - (behind_bits_per_s if behind else 0.0)),
+            (behind, behind_bits_per_s),
+        ):
+            for connection in connections:
+                connection.set_rate(int(bits_per_s / BITS_PER_BYTE / len(connections)))

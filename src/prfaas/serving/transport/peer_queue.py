@@ -3,7 +3,7 @@
 One lock per queue guards all of it, and the queue's part of its transfers. Lock order: queue, then link pacer.
 """
 
-import heapq
+import itertools
 import logging
 import threading
 import time
@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from prfaas.serving.transport.chunk_schedule import ChunkSchedule
 from prfaas.serving.transport.options import Peer, SenderOptions
 from prfaas.serving.transport.outgoing import (
     Carrier,
@@ -24,9 +25,13 @@ from prfaas.serving.transport.outgoing import (
     SendPhase,
 )
 from prfaas.serving.transport.pacing import LinkPacer
+from prfaas.serving.transport.ticket import DEFAULT_CLASS, TransferClass
 from prfaas.serving.transport.wire import END_REGION, FrameType, Header, WireError, pack_control, text_field
 
 log = logging.getLogger(__name__)
+
+# What a transfer is taken to leave at where no pace says it: only the order of transfers depends on it.
+_UNPACED_BITS_PER_S = 1e10
 
 
 class PeerQueue:
@@ -48,10 +53,10 @@ class PeerQueue:
         self._retry = threading.Condition(self._lock)
         self._quiet = threading.Condition(self._lock)
         self._transfers: dict[bytes, OutgoingTransfer] = {}
-        self._chunks: list[Chunk] = []
+        self._schedule = ChunkSchedule()
         self._controls: deque[ControlJob] = deque()
         self._windows: list[InFlightWindow] = []
-        self._sequence = 0
+        self._numbers = itertools.count()
         self._lost_at_s = time.monotonic()
         self._progressed_at_s = 0.0
         self._trouble = self._rejection = ""
@@ -68,13 +73,20 @@ class PeerQueue:
 
     # The engine's calls, through OutgoingTransfer
 
-    def open(self, transfer_id: bytes, sealed: str, region_bytes: Sequence[int]) -> OutgoingTransfer:
+    def open(
+        self,
+        transfer_id: bytes,
+        sealed: str,
+        region_bytes: Sequence[int],
+        service: TransferClass = DEFAULT_CLASS,
+        cached_tokens: int | None = None,
+    ) -> OutgoingTransfer:
         """Begin a transfer; whatever is wrong shows in its phase and reason."""
-        transfer = OutgoingTransfer(self, transfer_id, region_bytes, time.monotonic())
+        number = next(self._numbers)
+        transfer = OutgoingTransfer(self, transfer_id, region_bytes, time.monotonic(), service, number)
+        body = {"ticket": sealed, "regions": transfer.region_bytes, "cached_tokens": cached_tokens}
         try:
-            frame = pack_control(
-                FrameType.OPEN, transfer_id, {"ticket": sealed, "regions": list(transfer.region_bytes)}
-            )
+            frame = pack_control(FrameType.OPEN, transfer_id, body)
         except WireError as error:
             return OutgoingTransfer.failed(transfer_id, region_bytes, str(error))
         with self._lock:
@@ -117,21 +129,17 @@ class PeerQueue:
                 raise ValueError(f"bytes {offset}..{end} of region {region} were put already")
             transfer.coverage[region].add(offset, end)
             transfer.put_bytes += end - offset
-            self._sequence += 1
-            chunk = Chunk(transfer, self._sequence, region, offset, end, offset, source, urgent=urgent)
-            if transfer.phase is SendPhase.OPENING:
-                transfer.pending.append(chunk)
-            else:
-                heapq.heappush(self._chunks, chunk)
-                self._ready.notify(1 + chunk.nbytes // self._options.min_chunk_bytes)
+            chunk = Chunk(transfer, next(self._numbers), region, offset, end, offset, source, urgent=urgent)
+            self._schedule.add(chunk)
+            self._ready.notify(1 + chunk.nbytes // self._options.min_chunk_bytes)
 
     def end(self, transfer: OutgoingTransfer) -> None:
         """See `OutgoingTransfer.end`."""
         with self._lock:
             if transfer.phase.terminal or transfer.ended:
                 return
-            transfer.ended = True
-            transfer.overlapped_bytes = transfer.acked_bytes
+            transfer.ends(time.monotonic(), self._pacer.pace_bits_per_s or _UNPACED_BITS_PER_S)
+            self._schedule.place(transfer)
             if transfer.phase is SendPhase.SENDING:
                 self._send_end(transfer)
 
@@ -145,8 +153,18 @@ class PeerQueue:
         """See `OutgoingTransfer.await_quiescent`."""
         with self._lock:
             return self._quiet.wait_for(
-                lambda: transfer.phase.terminal and transfer.reading == 0, max(0.0, timeout_s)
+                lambda: transfer.phase.terminal and not transfer.reading, max(0.0, timeout_s)
             )
+
+    def recall(self, transfer: OutgoingTransfer, patience_s: float) -> None:
+        """See `OutgoingTransfer.recall`."""
+        with self._lock:
+            recalled = dict(transfer.reading)
+            self._quiet.wait_for(lambda: recalled.keys().isdisjoint(transfer.reading), patience_s)
+            for chunk in recalled.keys() & transfer.reading.keys():
+                # From here on the kernel takes nothing more of the chunk: its frame stays incomplete for ever.
+                recalled[chunk].shut()
+                self._counters["recalled_chunks"] += 1
 
     # The calls of a connection's writer
 
@@ -169,7 +187,7 @@ class PeerQueue:
             for job in (*window.opens.values(), *window.ends.values()):
                 self._controls.appendleft(job)
             for chunk in window.chunks.values():
-                heapq.heappush(self._chunks, chunk)
+                self._schedule.add(chunk)
             self._counters["requeued_chunks"] += len(window.chunks)
             self._repace()
             self._ready.notify_all()
@@ -206,27 +224,26 @@ class PeerQueue:
                     job = self._controls.popleft()
                     window.add_control(job, time.monotonic())
                     return job
-                if self._chunks:
-                    chunk = self._chunks[0].cut(window.connection.chunk_bytes)
-                    if chunk is self._chunks[0]:
-                        heapq.heappop(self._chunks)
+                if (chunk := self._schedule.take(window.connection.chunk_bytes)) is not None:
                     window.add_chunk(chunk, time.monotonic())
-                    chunk.transfer.reading += 1
+                    chunk.transfer.reading[chunk] = window.connection
                     return chunk
                 self._ready.wait()
             return None
 
-    def read_done(self, chunk: Chunk, error: str) -> bool:
-        """The writer has copied the chunk, or could not (`error`). Returns whether to send it."""
+    def read_done(self, chunk: Chunk, error: str = "") -> bool:
+        """The writer needs the chunk's source no more, or could not read it (`error`).
+
+        Returns:
+            Whether the chunk is still to be sent.
+        """
         with self._lock:
             transfer = chunk.transfer
-            transfer.reading -= 1
+            del transfer.reading[chunk]
             if error and not transfer.phase.terminal:
                 self._fail(transfer, error)
-            if transfer.phase.terminal:
-                self._quiet.notify_all()
-                return False
-            return True
+            self._quiet.notify_all()
+            return not transfer.phase.terminal
 
     def close_window(self, window: InFlightWindow) -> None:
         """The connection is broken: its writer must not wait for work any more."""
@@ -264,7 +281,7 @@ class PeerQueue:
             if chunk.resends > self._options.max_resends:
                 self._fail(chunk.transfer, f"a chunk arrived damaged {chunk.resends} times")
             else:
-                heapq.heappush(self._chunks, chunk)
+                self._schedule.add(chunk)
                 self._ready.notify()
 
     def accepted(self, window: InFlightWindow, header: Header) -> None:
@@ -274,9 +291,7 @@ class PeerQueue:
             if transfer is None or transfer.phase is not SendPhase.OPENING:
                 return
             transfer.phase = SendPhase.SENDING
-            for chunk in transfer.pending:
-                heapq.heappush(self._chunks, chunk)
-            transfer.pending.clear()
+            self._schedule.place(transfer)
             self._progressed_at_s = time.monotonic()
             if transfer.ended:
                 self._send_end(transfer)
@@ -341,24 +356,20 @@ class PeerQueue:
     def load(self) -> QueueLoad:
         """What the queue has to do: cheap enough to ask ten times a second."""
         with self._lock:
-            transfers = self._transfers.values()
-            return QueueLoad(
-                queued_bytes=sum(t.put_bytes - t.acked_bytes for t in transfers),
-                waiting_bytes=sum(chunk.nbytes for t in transfers for chunk in t.pending),
-                open_bytes=sum(t.total_bytes - t.acked_bytes for t in transfers),
-                acked_bytes_total=self._counters["acked_bytes"],
-                connections_up=len(self._windows),
-            )
+            acked_bytes_total = self._counters["acked_bytes"]
+            return QueueLoad.of(self._transfers.values(), acked_bytes_total, len(self._windows))
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges as observers get them."""
         with self._lock:
-            phases = Counter(transfer.phase.value for transfer in self._transfers.values())
+            transfers = self._transfers.values()
+            phases = Counter(transfer.phase.value for transfer in transfers)
+            pending_bytes = sum(transfer.waiting_bytes for transfer in transfers)
             return {
                 "connections": len(self._windows),
                 "transfers": dict(phases),
-                "queued_bytes": sum(chunk.nbytes for chunk in self._chunks),
-                "pending_bytes": sum(s.nbytes for t in self._transfers.values() for s in t.pending),
+                "queued_bytes": sum(chunk.nbytes for t in transfers for chunk in t.queued) - pending_bytes,
+                "pending_bytes": pending_bytes,
                 "in_flight_chunks": sum(len(window.chunks) for window in self._windows),
                 "trouble": self._rejection or self._trouble,
                 **{name: self._counters[name] for name in _COUNTED},
@@ -399,10 +410,7 @@ class PeerQueue:
         """Forget everything about the transfer, so that its sources are not kept alive."""
         transfer.phase = phase
         del self._transfers[transfer.transfer_id]
-        transfer.pending.clear()
-        if any(chunk.transfer is transfer for chunk in self._chunks):
-            self._chunks = [chunk for chunk in self._chunks if chunk.transfer is not transfer]
-            heapq.heapify(self._chunks)
+        transfer.queued.clear()
         if any(job.transfer is transfer for job in self._controls):
             self._controls = deque(job for job in self._controls if job.transfer is not transfer)
         for window in self._windows:
@@ -411,10 +419,12 @@ class PeerQueue:
         self._quiet.notify_all()
 
     def _repace(self) -> None:
-        self._pacer.update(self, [window.connection for window in self._windows] if self._transfers else [])
+        connections = [window.connection for window in self._windows] if self._transfers else []
+        background = all(transfer.service.background for transfer in self._transfers.values())
+        self._pacer.update(self, connections, background=background)
 
 
 _COUNTED = (
     *("opened", "completed", "failed", "connects", "connect_failures"),
-    *("requeued_chunks", "resent_chunks", "acked_bytes"),
+    *("requeued_chunks", "resent_chunks", "recalled_chunks", "acked_bytes"),
 )

@@ -11,6 +11,7 @@ from typing import Any
 
 from prfaas import __version__
 from prfaas.serving.logs import PEER
+from prfaas.serving.transport.arrival import Arrival
 from prfaas.serving.transport.handshake import (
     Fingerprint,
     HandshakeError,
@@ -148,6 +149,14 @@ class Receiver:
         """The staged bytes of a COMPLETE transfer, once; the caller must free them. None otherwise."""
         return self._table.take(transfer_id)
 
+    def lend(self, transfer_id: bytes, on_change: Callable[[], None]) -> Arrival | None:
+        """A transfer to read while it arrives; None while it has no staging, or none any more.
+
+        `on_change` is called after each chunk and when the transfer completes or fails, by the thread that knows of
+        it: it must not block, nor call the receiver.
+        """
+        return self._table.lend(transfer_id, on_change)
+
     def drop(self, transfer_id: bytes, reason: str) -> None:
         """Give a transfer up: frees its staging unless taken, tells the producer, refuses the id from
         now on.
@@ -178,12 +187,7 @@ class Receiver:
 
     def _shake_hands(self, connection: ReceiverConnection, sock: socket.socket) -> PeerIdentity:
         options = self._options
-        tune(
-            sock,
-            user_timeout_s=options.user_timeout_s,
-            keepalive_s=options.keepalive_s,
-            congestion=options.congestion,
-        )
+        tune(sock, user_timeout_s=options.user_timeout_s, keepalive_s=options.keepalive_s)
 
         def admit(identity: PeerIdentity) -> None:
             with self._lock:

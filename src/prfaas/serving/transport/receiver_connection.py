@@ -31,6 +31,7 @@ from prfaas.serving.transport.wire import (
     checksum_of,
     pack_control,
     parse_control,
+    seconds_field,
     text_field,
     unpack_header,
 )
@@ -40,6 +41,7 @@ log = logging.getLogger(__name__)
 _MAX_OUTBOX_FRAMES = 8192
 _OUTBOX_PRESSURE_FRAMES = 64
 _MAX_WATCHED = 65536
+_MAX_LEAD_S = 60.0
 
 
 class ReceiverConnection:
@@ -193,7 +195,8 @@ class ReceiverConnection:
                     if len(self._watched) >= _MAX_WATCHED:
                         raise WireError(f"an observer may watch {_MAX_WATCHED} transfers at once")
                     self._watched.add(header.transfer_id)
-                    self._table.watch(self, header.transfer_id)
+                    lead_s = seconds_field(body, "lead_s", _MAX_LEAD_S)
+                    self._table.watch(self, header.transfer_id, lead_s)
                 elif header.kind is FrameType.ABANDON:
                     self._table.drop(header.transfer_id, text_field(body, "reason"))
                 elif header.kind is FrameType.STATS:

@@ -156,7 +156,13 @@ class Sender:
         if self._supervisor.ident is not None:
             self._supervisor.join()
 
-    def open(self, ticket: Ticket, sealed: str, region_bytes: Sequence[int]) -> OutgoingTransfer:
+    def open(
+        self,
+        ticket: Ticket,
+        sealed: str,
+        region_bytes: Sequence[int],
+        cached_tokens: int | None = None,
+    ) -> OutgoingTransfer:
         """Begin the transfer that a ticket allows; never blocks, never raises for the network.
 
         A consumer that is not among the peers gives a transfer that is FAILED already. A ticket names an
@@ -166,6 +172,7 @@ class Sender:
             ticket: whose transfer it is.
             sealed: the same ticket as the consumer checks it.
             region_bytes: size of each region, in bytes, as the consumer computes them too.
+            cached_tokens: tokens that this side had cached, for those who watch the transfer; None: not told.
         """
         peer_key = ticket.consumer
         if peer_key not in self._queues and "/" in self.name:
@@ -175,7 +182,7 @@ class Sender:
             reason = f"{self.name} has no peer named {ticket.consumer}"
             return OutgoingTransfer.failed(ticket.transfer_id, region_bytes, reason)
         self._connect(peer_key)
-        return queue.open(ticket.transfer_id, sealed, region_bytes)
+        return queue.open(ticket.transfer_id, sealed, region_bytes, ticket.service, cached_tokens)
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, per peer; every gauge but `connections` is 0 when nothing is going on."""

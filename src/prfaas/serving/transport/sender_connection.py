@@ -18,6 +18,7 @@ from prfaas.serving.transport.peer_queue import PeerQueue
 from prfaas.serving.transport.sockets import (
     ConnectionEnded,
     TcpInfo,
+    choose_congestion_control,
     read_tcp_info,
     receive_exactly,
     send_pieces,
@@ -39,9 +40,8 @@ from prfaas.serving.transport.wire import (
 
 log = logging.getLogger(__name__)
 
-_PAGE_BYTES = 4096
 _READ_BYTES = 64 << 10
-# What may wait unsent in the kernel: about 20 ms on a paced link.
+# What may wait unsent in the kernel on a paced link.
 _UNSENT_S = 0.02
 _MIN_UNSENT_BYTES = 16 << 10
 _MAX_UNSENT_BYTES = 1 << 20
@@ -63,8 +63,7 @@ class SenderConnection:
         """Unexpected exceptions in the two threads."""
         self._hello = hello
         self._options = options
-        self._buffer = bytearray(options.chunk_bytes)
-        self._buffer[::_PAGE_BYTES] = bytes(-(-options.chunk_bytes // _PAGE_BYTES))
+        self._buffer = bytearray()
         self._sock: socket.socket | None = None
         self._up = False
         self._closing = False
@@ -98,19 +97,21 @@ class SenderConnection:
             shut(sock)
 
     def set_rate(self, bytes_per_s: int | None) -> None:
-        """Pace the socket, and cut chunks small enough that a slow link still acknowledges smoothly."""
+        """Pace the socket; a slow link gets small chunks, to acknowledge smoothly, and little waits unsent."""
         options = self._options
         chunk = options.chunk_bytes if bytes_per_s is None else int(bytes_per_s * options.chunk_s)
         self.chunk_bytes = max(
             min(options.min_chunk_bytes, options.chunk_bytes), min(options.chunk_bytes, chunk)
         )
-        unsent = _MAX_UNSENT_BYTES if bytes_per_s is None else int(bytes_per_s * _UNSENT_S)
+        unsent_bytes = None
+        if bytes_per_s is not None:
+            unsent_bytes = max(_MIN_UNSENT_BYTES, min(_MAX_UNSENT_BYTES, int(bytes_per_s * _UNSENT_S)))
         sock = self._sock
         if sock is None:
             return
         try:
             set_pacing(sock, bytes_per_s)
-            set_unsent_limit(sock, max(_MIN_UNSENT_BYTES, min(_MAX_UNSENT_BYTES, unsent)))
+            set_unsent_limit(sock, unsent_bytes)
         except OSError:
             pass  # the connection is going down: its threads notice by themselves
 
@@ -206,17 +207,12 @@ class SenderConnection:
         try:
             if self._closing:
                 raise ConnectionEnded("closing")
-            self.congestion = tune(
-                sock,
-                user_timeout_s=options.user_timeout_s,
-                keepalive_s=options.keepalive_s,
-                congestion=options.congestion,
-            )
-            set_unsent_limit(sock, _MAX_UNSENT_BYTES)
+            tune(sock, user_timeout_s=options.user_timeout_s, keepalive_s=options.keepalive_s)
             deadline_s = time.monotonic() + options.connect_s
             sock.settimeout(options.connect_s)
             sock.connect(address)
             greet(sock, self._hello(), deadline_s)
+            self.congestion = choose_congestion_control(sock, options.congestion)
             sock.settimeout(None)
         except BaseException:
             self._sock = None
@@ -233,27 +229,36 @@ class SenderConnection:
 
     def _send_chunk(self, sock: socket.socket, chunk: Chunk) -> None:
         """Bytes of the engine's KV to the wire; `next_job` has cut the chunk and counts it as in flight."""
-        # 1. The bytes, out of the engine's memory.
-        pieces = self._read_chunk(chunk)
-        if pieces is None:
-            return
-        # 2. They leave behind a header; the reader thread takes the ACK.
-        send_pieces(sock, self._frame_chunk(chunk, pieces))
-
-    def _read_chunk(self, chunk: Chunk) -> list[memoryview] | None:
-        """The chunk's bytes in this connection's buffer; None: they cannot be read, or nobody wants them."""
-        payload = memoryview(self._buffer)[: chunk.nbytes]
+        # 1. The bytes: the engine's memory itself where it can be shown, else a copy.
+        shown: list[memoryview] | None = None
+        copied: list[memoryview] = []
         error = ""
         try:
-            chunk.source.read_into(chunk.start - chunk.base, payload)
+            shown = chunk.source.views(chunk.start - chunk.base, chunk.nbytes)
+            if shown is None:
+                copied = self._copied(chunk)
         except SourceGone as gone:
             error = f"source gone: {gone}"
         except Exception as failure:
             self.errors += 1
             log.exception("a chunk for %s cannot be read", self.queue.peer.name)
             error = f"source failed: {failure!r}"
-        # The engine's memory is free for others; a transfer that ended meanwhile sends nothing.
-        return [payload] if self.queue.read_done(chunk, error) else None
+        # 2. After a copy the engine's memory is free for others; a transfer that ended meanwhile sends nothing.
+        if shown is None and not self.queue.read_done(chunk, error):
+            return
+        # 3. The bytes leave behind a header; the reader thread takes the ACK.
+        try:
+            send_pieces(sock, self._frame_chunk(chunk, copied if shown is None else shown))
+        finally:
+            if shown is not None:
+                self.queue.read_done(chunk)
+
+    def _copied(self, chunk: Chunk) -> list[memoryview]:
+        if len(self._buffer) < chunk.nbytes:
+            self._buffer = bytearray(chunk.nbytes)
+        payload = memoryview(self._buffer)[: chunk.nbytes]
+        chunk.source.read_into(chunk.start - chunk.base, payload)
+        return [payload]
 
     def _frame_chunk(self, chunk: Chunk, pieces: list[memoryview]) -> list[memoryview]:
         """The DATA frame of a chunk; its header says where the bytes belong, and carries their checksum."""

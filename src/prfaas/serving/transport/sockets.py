@@ -18,7 +18,7 @@ _TCP_INFO_BYTES = 176
 _U32 = struct.Struct("=I")
 _U64 = struct.Struct("=Q")
 _RTT, _TOTAL_RETRANS, _BYTES_ACKED, _BYTES_RECEIVED = 68, 100, 120, 128
-_NOTSENT, _DELIVERY_RATE, _BUSY = 144, 160, 168
+_NOTSENT, _MIN_RTT, _DELIVERY_RATE, _BUSY = 144, 148, 160, 168
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,13 @@ class LinkSample:
     info: TcpInfo
 
 
-# <asm-generic/socket.h>; Python 3.11 does not name it.
+# <asm-generic/socket.h>; Python 3.11 names neither.
+SO_RCVLOWAT = 18
 SO_MAX_PACING_RATE = 47
 UNPACED = 0xFFFFFFFFFFFFFFFF
+
+# A path with a longer round trip is not within one datacenter.
+LONG_PATH_RTT_S = 0.001
 
 _KEEPALIVE_PROBES = 4
 # UIO_MAXIOV of <linux/uio.h>.
@@ -89,7 +93,7 @@ class ConnectionEnded(ConnectionError):
     """The peer closed the connection, or it was shut down on this side."""
 
 
-def tune(sock: socket.socket, *, user_timeout_s: float, keepalive_s: float, congestion: str | None) -> str:
+def tune(sock: socket.socket, *, user_timeout_s: float, keepalive_s: float) -> None:
     """Set the options that every data connection gets.
 
     Buffer sizes are left to the kernel: its autotuning beats every fixed value (notes on transport).
@@ -99,17 +103,31 @@ def tune(sock: socket.socket, *, user_timeout_s: float, keepalive_s: float, cong
         user_timeout_s: unacknowledged bytes that old end the connection.
         keepalive_s: a connection that is silent that long is probed, and probed again every third of it. The
             kernel counts whole seconds, 1 at least.
-        congestion: the congestion control to ask for; None: the kernel's default.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    keep_alive(sock, user_timeout_s=user_timeout_s, keepalive_s=keepalive_s)
+
+
+def choose_congestion_control(sock: socket.socket, wanted: str | None) -> str:
+    """Switch a connection over a long path to another congestion control; nearby, the kernel's default stays.
+
+    bbr halves what a loss costs on a long path, and costs a third of the rate on a loopback.
+
+    Args:
+        sock: a connection that has exchanged a few segments, so that the kernel knows its round trip.
+        wanted: its name; None: the kernel's default everywhere.
 
     Returns:
         The congestion control that is in use.
     """
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    keep_alive(sock, user_timeout_s=user_timeout_s, keepalive_s=keepalive_s)
-    if congestion is not None:
+    raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES).ljust(
+        _TCP_INFO_BYTES, b"\x00"
+    )
+    least_rtt_s = int(_U32.unpack_from(raw, _MIN_RTT)[0]) / 1e6
+    if wanted is not None and least_rtt_s > LONG_PATH_RTT_S:
         # Where the kernel lacks it or forbids it the default serves, and the return value says so.
         with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, wanted.encode())
     raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
     return raw.split(b"\x00", 1)[0].decode("ascii", "replace")
 
@@ -129,9 +147,12 @@ def set_pacing(sock: socket.socket, bytes_per_s: int | None) -> None:
     sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=Q", rate))
 
 
-def set_unsent_limit(sock: socket.socket, nbytes: int) -> None:
-    """Let at most about `nbytes` wait unsent in the kernel, so that what is urgent can still overtake."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, nbytes)
+def set_unsent_limit(sock: socket.socket, nbytes: int | None) -> None:
+    """Let at most about `nbytes` wait unsent in the kernel, so that what is urgent can still overtake.
+
+    None lifts the limit: without pacing it costs more processor time than everything else.
+    """
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, nbytes or 0)
 
 
 def receive_exactly(sock: socket.socket, view: memoryview, deadline_s: float | None = None) -> None:

@@ -180,7 +180,35 @@ def _touch(buffer: memoryview) -> None:
         part[::_PAGE_BYTES] = bytes(-(-part.nbytes // _PAGE_BYTES))
 
 
-class StagedTransfer:
+class StagedRegions:
+    """The regions of one transfer in its staging."""
+
+    def __init__(
+        self, lease: StagingLease, region_starts: Sequence[int], region_bytes: Sequence[int]
+    ) -> None:
+        self.region_bytes = tuple(region_bytes)
+        self._region_starts = region_starts
+        self._lease = lease
+
+    def region_views(self, region: int, offset: int, nbytes: int) -> list[memoryview]:
+        """Pieces that together are bytes [offset, offset + nbytes) of `region`, in order.
+
+        Region starts are 64-byte aligned in staging, pieces end at transfer-block boundaries. No piece may be
+        used after the staging was freed.
+
+        Raises:
+            ValueError: outside the region.
+            RuntimeError: the staging was freed.
+        """
+        if not 0 <= region < len(self.region_bytes):
+            raise ValueError(f"region {region} is not one of the {len(self.region_bytes)} of this transfer")
+        size = self.region_bytes[region]
+        if offset < 0 or nbytes < 0 or offset + nbytes > size:
+            raise ValueError(f"range {offset}+{nbytes} lies outside region {region} of {size} bytes")
+        return self._lease.views(self._region_starts[region] + offset, nbytes)
+
+
+class StagedTransfer(StagedRegions):
     """The verified bytes of every region of one transfer; the engine owns it until it calls `free`."""
 
     def __init__(
@@ -195,31 +223,12 @@ class StagedTransfer:
         lease: StagingLease,
         on_free: Callable[[], None],
     ) -> None:
+        super().__init__(lease, region_starts, region_bytes)
         self.transfer_id = transfer_id
         self.num_tokens = num_tokens
         self.skip_tokens = skip_tokens
         self.prompt_digest = prompt_digest
-        self.region_bytes = tuple(region_bytes)
-        self._region_starts = region_starts
-        self._lease = lease
         self._on_free = on_free
-
-    def region_views(self, region: int, offset: int, nbytes: int) -> list[memoryview]:
-        """Pieces that together are bytes [offset, offset + nbytes) of `region`, in order.
-
-        Region starts are 64-byte aligned in staging, pieces end at transfer-block boundaries. No piece may be
-        used after `free`.
-
-        Raises:
-            ValueError: outside the region.
-            RuntimeError: the staging was freed.
-        """
-        if not 0 <= region < len(self.region_bytes):
-            raise ValueError(f"region {region} is not one of the {len(self.region_bytes)} of this transfer")
-        size = self.region_bytes[region]
-        if offset < 0 or nbytes < 0 or offset + nbytes > size:
-            raise ValueError(f"range {offset}+{nbytes} lies outside region {region} of {size} bytes")
-        return self._lease.views(self._region_starts[region] + offset, nbytes)
 
     def free(self) -> None:
         """Give the staging back and let waiting transfers in.

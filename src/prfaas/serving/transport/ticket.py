@@ -95,12 +95,15 @@ MAX_TOKENS = 1 << 30
 MAX_NAME_BYTES = 255
 MAX_SEALED_CHARS = 1024
 
-_VERSION = 1
+_VERSION = 2
 _MAC_BYTES = 16
 _PURPOSE = b"prfaas ticket\x00"
 MAX_USES = 1024
-# version, transfer id, num_tokens, skip_tokens, uses, expires_at_s, prompt digest, name lengths
-_FIXED = struct.Struct("<B16sIIHd16sBB")
+MAX_WEIGHT = 65535
+TENANT_BYTES = 8
+# version, transfer id, num_tokens, skip_tokens, uses, expires_at_s, prompt digest, background, tenant, weight, name
+# lengths
+_FIXED = struct.Struct("<B16sIIHd16sB8sHBB")
 
 
 class TicketError(ValueError):
@@ -124,6 +127,27 @@ def prompt_digest(token_ids: Sequence[int], salt: str = "", adapter: str = "") -
 
 
 @dataclass(frozen=True, slots=True)
+class TransferClass:
+    """Whose a transfer is and how it shares a link with others. Sealed in the ticket, so no client can choose it."""
+
+    tenant: bytes = bytes(TENANT_BYTES)
+    """What tells tenants apart, 8 bytes; zeros where nobody does."""
+    weight: int = 1
+    """A tenant with twice the weight of another gets twice the bytes while both have something to send."""
+    background: bool = False
+    """It gets what the others leave."""
+
+    def __post_init__(self) -> None:
+        if len(self.tenant) != TENANT_BYTES:
+            raise TicketError(f"ticket's tenant has {len(self.tenant)} bytes, not {TENANT_BYTES}")
+        if not 1 <= self.weight <= MAX_WEIGHT:
+            raise TicketError(f"ticket's weight is {self.weight}, not within 1..{MAX_WEIGHT}")
+
+
+DEFAULT_CLASS = TransferClass()
+
+
+@dataclass(frozen=True, slots=True)
 class Ticket:
     """KV of tokens [skip_tokens, num_tokens) of one prompt goes from `producer` to `consumer`."""
 
@@ -142,6 +166,8 @@ class Ticket:
     """Unix time."""
     uses: int = 1
     """Requests of the consumer that load the transfer (vLLM makes `n` requests of one with `n` > 1)."""
+    service: TransferClass = DEFAULT_CLASS
+    """How it shares the link."""
 
     def __post_init__(self) -> None:
         if len(self.transfer_id) != TRANSFER_ID_BYTES:
@@ -172,6 +198,7 @@ class Ticket:
         lifetime_s: float,
         now_s: float,
         uses: int = 1,
+        service: TransferClass = DEFAULT_CLASS,
     ) -> Self:
         """A new ticket with a random id, good until `now_s + lifetime_s`."""
         return cls(
@@ -183,6 +210,7 @@ class Ticket:
             prompt_digest=prompt_digest,
             expires_at_s=now_s + lifetime_s,
             uses=uses,
+            service=service,
         )
 
     def seal(self, key: bytes) -> str:
@@ -196,6 +224,9 @@ class Ticket:
             self.uses,
             self.expires_at_s,
             self.prompt_digest,
+            self.service.background,
+            self.service.tenant,
+            self.service.weight,
             len(producer),
             len(consumer),
         )
@@ -221,6 +252,9 @@ class Ticket:
             uses,
             expires_at_s,
             digest,
+            background,
+            tenant,
+            weight,
             producer_len,
             consumer_len,
         ) = _FIXED.unpack_from(body)
@@ -233,7 +267,12 @@ class Ticket:
             producer, consumer = names[:producer_len].decode(), names[producer_len:].decode()
         except UnicodeDecodeError:
             raise TicketError("ticket's names are not UTF-8") from None
-        ticket = cls(transfer_id, producer, consumer, num_tokens, skip_tokens, digest, expires_at_s, uses)
+        if background > 1:
+            raise TicketError(f"ticket's background is {background}, not 0 or 1")
+        service = TransferClass(tenant, weight, bool(background))
+        ticket = cls(
+            transfer_id, producer, consumer, num_tokens, skip_tokens, digest, expires_at_s, uses, service
+        )
         if ticket.expires_at_s <= now_s:
             raise TicketError(f"ticket expired {now_s - ticket.expires_at_s:.1f} s ago")
         return ticket

@@ -7,9 +7,10 @@ blocks), so that each watcher sees phases in order.
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from prfaas.serving.transport.arrival import Arrival
 from prfaas.serving.transport.handshake import PeerIdentity
 from prfaas.serving.transport.incoming import (
     ChunkPlace,
@@ -18,11 +19,11 @@ from prfaas.serving.transport.incoming import (
     ProducerSession,
     RegionLayout,
     Tombstones,
-    Watchers,
     check_open,
 )
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
+from prfaas.serving.transport.watchers import Watchers
 from prfaas.serving.transport.wire import (
     MAX_REGION_BYTES,
     MAX_REGIONS,
@@ -33,6 +34,7 @@ from prfaas.serving.transport.wire import (
     WireError,
     abort,
     ack,
+    cached_tokens_of,
     count_field,
     nack,
     pack_control,
@@ -123,8 +125,8 @@ class TransferTable:
             key=self._key,
             layout=self._layout,
         )
-        uncounted = self._options.uncounted_regions
-        transfer = IncomingTransfer(ticket, regions, session, time.monotonic(), uncounted)
+        uncounted, cached_tokens = self._options.uncounted_regions, cached_tokens_of(body)
+        transfer = IncomingTransfer(ticket, regions, session, time.monotonic(), uncounted, cached_tokens)
         if self._arena.blocks_for(transfer.lease_bytes) > self._arena.total_blocks:
             raise WireError(
                 f"{transfer.total_bytes} bytes can never fit into staging of {self._arena.total_bytes}"
@@ -141,9 +143,7 @@ class TransferTable:
             if lease is None:
                 return
             self._waiting.popleft()
-            transfer.lease = lease
-            transfer.phase = TransferPhase.RECEIVING
-            transfer.progressed_at_s = time.monotonic()
+            transfer.accept(lease, time.monotonic())
             transfer_id = transfer.ticket.transfer_id
             self._tell_producer(transfer, pack_control(FrameType.ACCEPT, transfer_id))
             self._watchers.notify(transfer_id, transfer.status())
@@ -200,6 +200,8 @@ class TransferTable:
                 # First complete, then acknowledge: what the producer calls complete, is.
                 self._complete_if_done(transfer)
                 place.connection.post(ack(header))
+                if transfer.becomes_soon(self._watchers.lead_s(header.transfer_id), now_s):
+                    self._watchers.notify(header.transfer_id, transfer.status())
             else:
                 self._counters["checksum_failures"] += 1
                 place.connection.post(nack(header))
@@ -250,10 +252,10 @@ class TransferTable:
 
     # Observers
 
-    def watch(self, connection: FrameSink, transfer_id: bytes) -> None:
-        """Send the present status, if there is one, and each later phase."""
+    def watch(self, connection: FrameSink, transfer_id: bytes, lead_s: float = 0.0) -> None:
+        """Send the present status, if there is one, each later phase, and a word `lead_s` before the end."""
         with self._lock:
-            self._watchers.add(connection, transfer_id, self._status(transfer_id))
+            self._watchers.add(connection, transfer_id, self._status(transfer_id), lead_s)
 
     def is_watching(self, connection: FrameSink, transfer_id: bytes) -> bool:
         """False once the last phase was sent."""
@@ -295,6 +297,14 @@ class TransferTable:
             lease=lease,
             on_free=self.admit,
         )
+
+    def lend(self, transfer_id: bytes, on_change: Callable[[], None]) -> Arrival | None:
+        """See `Receiver.lend`."""
+        with self._lock:
+            transfer = self._transfers.get(transfer_id)
+            if transfer is not None and transfer.lease is not None:
+                return Arrival(transfer, transfer.lease, self._lock, on_change, self._admit)
+            return None
 
     def admit(self) -> None:
         """Staging may have become free."""
@@ -361,16 +371,13 @@ class TransferTable:
 
     def _complete_if_done(self, transfer: IncomingTransfer) -> None:
         if transfer.phase is TransferPhase.RECEIVING and transfer.ended and transfer.covered:
-            transfer.phase = TransferPhase.COMPLETE
-            transfer.progressed_at_s = time.monotonic()
+            transfer.complete(time.monotonic())
             self._counters["completed"] += 1
             self._watchers.notify(transfer.ticket.transfer_id, transfer.status())
 
     def _fail(self, transfer: IncomingTransfer, reason: str, *, tell_producer: bool = True) -> None:
         was = transfer.phase
-        # The reason first: `state` reads without the lock.
-        transfer.reason = reason
-        transfer.phase = TransferPhase.FAILED
+        transfer.fail(reason)
         self._counters["failed"] += 1
         transfer_id = transfer.ticket.transfer_id
         if was is TransferPhase.WAITING:

@@ -227,6 +227,27 @@ def count_field(body: Mapping[str, Any], name: str, maximum: int) -> int:
     return value
 
 
+def cached_tokens_of(body: Mapping[str, Any]) -> int | None:
+    """`body["cached_tokens"]` of an OPEN or STATUS; None where the producer has not told.
+
+    Raises:
+        WireError: it is no number of tokens.
+    """
+    return None if body.get("cached_tokens") is None else count_field(body, "cached_tokens", 1 << 30)
+
+
+def seconds_field(body: Mapping[str, Any], name: str, maximum: float) -> float:
+    """The seconds `body[name]` of a control frame, within 0..maximum; 0 where it is missing.
+
+    Raises:
+        WireError: it is no number or out of bounds.
+    """
+    value = body.get(name, 0)
+    if type(value) not in (int, float) or not 0 <= value <= maximum:
+        raise WireError(f"field {name!r} must be a number within 0..{maximum:g}")
+    return float(value)
+
+
 def ack(header: Header) -> bytes:
     """The consumer has the chunk, or the END, of this header."""
     region = END_REGION if header.kind is FrameType.END else header.region
@@ -291,6 +312,10 @@ class TransferStatus:
     skip_tokens: int
     taken: bool = False
     """The engine owns the staged bytes already."""
+    soon: bool = False
+    """It has come so far that a watcher's request for it may be sent, see `IncomingTransfer.is_soon`."""
+    cached_tokens: int | None = None
+    """Tokens that the producer had cached, where its OPEN said so."""
 
     @classmethod
     def refused(cls, reason: str) -> Self:
@@ -308,6 +333,8 @@ class TransferStatus:
             "num_tokens": self.num_tokens,
             "skip_tokens": self.skip_tokens,
             "taken": self.taken,
+            "soon": self.soon,
+            "cached_tokens": self.cached_tokens,
         }
 
     @classmethod
@@ -330,4 +357,6 @@ class TransferStatus:
             num_tokens=count_field(body, "num_tokens", 1 << 30),
             skip_tokens=count_field(body, "skip_tokens", 1 << 30),
             taken=body.get("taken") is True,
+            soon=body.get("soon") is True,
+            cached_tokens=cached_tokens_of(body),
         )

@@ -114,7 +114,7 @@ def test_pages_larger_than_the_bounce_buffer_are_read_in_parts(
     monkeypatch.setattr(DevicePages, "BOUNCE_BYTES", 7)
     memory = torch.arange(200, dtype=torch.uint8).reshape(2, 100)
     out = bytearray(90)
-    backend(memory).read(1, 5, memoryview(out))
+    backend(memory).read(np.array([0, 1]), 105, memoryview(out))
     assert bytes(out) == bytes(range(105, 195))
 
 
@@ -164,3 +164,49 @@ def test_a_copied_last_page_is_read_in_place_of_the_block(backend: type[HostPage
     out = bytearray(13)
     source.read_into(3, memoryview(out))
     assert bytes(out) == bytes(range(19, 24)) + bytes(range(8, 16))
+
+
+@given(data=st.data())
+def test_views_and_copies_are_the_same_bytes_of_the_pages(data: st.DataObject) -> None:
+    page_bytes, padding = data.draw(st.integers(1, 40)), data.draw(st.sampled_from([0, 0, 3]))
+    memory = np.random.default_rng(5).integers(0, 256, (9, page_bytes + padding), dtype=np.uint8)
+    pages = HostPages(torch.from_numpy(memory)[:, :page_bytes])
+    blocks = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=12))
+    last_page = pages.copied(blocks[-1]) if data.draw(st.booleans()) else None
+    whole = b"".join(memory[b, :page_bytes].tobytes() for b in blocks)
+    source = PagedSource(pages, blocks, last_page)
+    start = data.draw(st.integers(0, len(whole) - 1))
+    stop = data.draw(st.integers(start + 1, len(whole)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostPages, "MIN_PIECE_BYTES", 0)
+        pieces = source.views(start, stop - start)
+    assert pieces is not None
+    assert b"".join(pieces) == whole[start:stop]
+    out = bytearray(stop - start)
+    source.read_into(start, memoryview(out))
+    assert bytes(out) == whole[start:stop]
+
+
+def test_neighbours_are_one_view_of_the_engines_own_memory() -> None:
+    memory = torch.zeros(8, 4096, dtype=torch.uint8)
+    source = PagedSource(HostPages(memory), [2, 3, 4, 7, 6])
+    views = source.views(100, 5 * 4096 - 100)
+    assert views is not None
+    assert [view.nbytes for view in views] == [3 * 4096 - 100, 4096, 4096]
+    memory[3] = 9
+    assert views[0][4096 - 100 : 2 * 4096 - 100] == bytes([9]) * 4096
+
+
+def test_many_small_pieces_are_copied() -> None:
+    pages = HostPages(torch.zeros(8, 4095, dtype=torch.uint8))
+    assert PagedSource(pages, [1, 3, 5]).views(0, 3 * 4095) is None
+    assert PagedSource(pages, [1, 2, 5]).views(0, 3 * 4095) is not None
+
+
+def test_a_detached_source_shows_its_own_memory() -> None:
+    memory = torch.full((4, 4096), 5, dtype=torch.uint8)
+    source = PagedSource(HostPages(memory), [2, 1])
+    source.detach()
+    memory.zero_()
+    (view,) = source.views(4000, 200) or []
+    assert view == bytes([5]) * 200

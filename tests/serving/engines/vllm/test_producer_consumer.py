@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -300,14 +301,14 @@ def test_an_aborted_prefill_fails_the_load_and_frees_its_blocks(ends: Ends) -> N
 
 def test_blocks_are_kept_while_a_thread_reads_them(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, go_on = threading.Event(), threading.Event()
-    read = HostPages.read
+    views = HostPages.views
 
-    def slow_read(self: HostPages, block: int, start: int, out: memoryview) -> None:
+    def slow_views(self: HostPages, *where: Any) -> list[memoryview] | None:
         reading.set()
         go_on.wait(60)
-        read(self, block, start, out)
+        return views(self, *where)
 
-    monkeypatch.setattr(HostPages, "read", slow_read)
+    monkeypatch.setattr(HostPages, "views", slow_views)
     ends.step(sends(new_ticket(100), [50, 100])[0])
     assert reading.wait(60)
     ends.step(TransferMetadata(held={"p": True}))
@@ -363,13 +364,13 @@ def test_a_dropped_transfer_frees_its_staging(ends: Ends) -> None:
 def late_reads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Pages are read for sending once this is set."""
     sending = threading.Event()
-    read = HostPages.read
+    views = HostPages.views
 
-    def late_read(self: HostPages, block: int, start: int, out: memoryview) -> None:
+    def late_views(self: HostPages, *where: Any) -> list[memoryview] | None:
         sending.wait(60)
-        read(self, block, start, out)
+        return views(self, *where)
 
-    monkeypatch.setattr(HostPages, "read", late_read)
+    monkeypatch.setattr(HostPages, "views", late_views)
     return sending
 
 

@@ -141,6 +141,9 @@ class PageSource:
     def nbytes(self) -> int:
         return len(self._digests) * self._page_bytes
 
+    def views(self, start: int, nbytes: int) -> None:
+        """There is no memory to show: pages are made as they are read."""
+
     def read_into(self, start: int, out: memoryview) -> None:
         done = 0
         while done < out.nbytes:

@@ -40,6 +40,8 @@ class ProducingRequest:
     It only grows: after a preemption the chunks come again from token 0 with other blocks, and what was sent
     stays sent.
     """
+    cached_tokens: int = 0
+    """Tokens that its first chunk found computed: the engine's own hit, and a prefix that was moved here."""
     started: bool = False
     """Some chunk was ordered to be sent."""
     ended: bool = False
@@ -192,6 +194,8 @@ class ConnectorScheduler:
             return None
         end_tokens = start_tokens + scheduled_tokens
         final = end_tokens >= ticket.num_tokens
+        if not producing.started:
+            producing.cached_tokens = start_tokens
         producing.started, producing.ended = True, final
         streamed = []
         for group in self._full_groups():
@@ -202,7 +206,8 @@ class ConnectorScheduler:
                 producing.sent_blocks[group.index] = end
         others = [group for group in self._groups if group.kind is not GroupKind.FULL]
         closing = self._runs(others, block_ids, ticket.num_tokens, 0) if final else ()
-        return SendOrder(request.request_id, ticket, producing.sealed, tuple(streamed), closing, final)
+        sealed, cached_tokens = producing.sealed, producing.cached_tokens
+        return SendOrder(request.request_id, ticket, sealed, tuple(streamed), closing, final, cached_tokens)
 
     def request_finished(self, request: "Request", *, aborted: bool) -> bool:
         """True where the engine must keep the blocks until the worker side reports the send as finished.

@@ -61,7 +61,7 @@ class ConnectorWorker:
             LayoutError: a group or tensor that can't be moved as pages.
             OSError: the KV port is taken.
         """
-        layout = KvLayout.of_engine(kv_cache_config, kv_caches)
+        layout = KvLayout.of_engine(kv_cache_config, kv_caches, _built_order(vllm_config))
         digests = settings.page_digests
         marks = fingerprint(layout, vllm_config, get_conv_state_layout(), page_digests=digests)
         digest_plan = layout.digest_plan(rank) if digests else None
@@ -143,6 +143,13 @@ class ConnectorWorker:
         self.consumer.close()
         self._sender.close()
         self._receiver.close()
+
+
+def _built_order(vllm_config: VllmConfig) -> Sequence[str]:
+    """The layers' names as the model was built; none with speculative decoding, which rewrites states after a step."""
+    if vllm_config.speculative_config is not None:
+        return ()
+    return tuple(getattr(vllm_config.compilation_config, "static_forward_context", ()))
 
 
 def _tensors(kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> list[torch.Tensor]:

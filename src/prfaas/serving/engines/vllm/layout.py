@@ -75,8 +75,18 @@ def _kind(spec: KVCacheSpec) -> tuple[GroupKind, int]:
 class KvLayout:
     """Regions of an engine's KV with their pages, in the order of a transfer: by groups, then by layers."""
 
-    def __init__(self, groups: Sequence[EngineGroup], pages: Mapping[str, Sequence[LayerPages]]) -> None:
-        """`pages`: of every layer of the groups by its name, one for each tensor that it has."""
+    def __init__(
+        self,
+        groups: Sequence[EngineGroup],
+        pages: Mapping[str, Sequence[LayerPages]],
+        built_order: Sequence[str] = (),
+    ) -> None:
+        """
+        Args:
+            groups: the engine's.
+            pages: of every layer of the groups by its name, one for each tensor that it has.
+            built_order: the names of the model's layers as it was built; none if a step may go over a layer twice.
+        """
         parts = [
             (group, name, part, layer)
             for group in full_attention_first(groups)
@@ -91,14 +101,24 @@ class KvLayout:
         for region in self.regions:
             by_layer.setdefault(region.layer_name, []).append(region)
         self.regions_of_layer: Mapping[str, Sequence[EngineRegion]] = by_layer
+        self.places = _places(tuple(by_layer), built_order)
+        """Of the layers by name, in the order in which a step computes them; empty where that is not certain."""
+        self.closing_layers = tuple(
+            sorted(
+                (name for name, of_layer in by_layer.items() if of_layer[0].group.kind is not GroupKind.FULL),
+                key=lambda name: self.places.get(name, 0),
+            )
+        )
+        """Layers of linear state and sliding windows: what moves of them is final in the last chunk."""
 
     @classmethod
     def of_engine(
         cls,
         kv_cache_config: KVCacheConfig,
         kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+        built_order: Sequence[str] = (),
     ) -> "KvLayout":
-        """Build from what vLLM hands to `register_kv_caches`.
+        """Build from what vLLM hands to `register_kv_caches`; `built_order`: see `__init__`.
 
         Raises:
             LayoutError: a group or tensor that can't be moved as pages.
@@ -115,7 +135,7 @@ class KvLayout:
                 pages[name] = [
                     layer_pages(raw_pages(part, kv_cache_config.num_blocks, content_bytes)) for part in parts
                 ]
-        return cls(groups, pages)
+        return cls(groups, pages, built_order)
 
     def region_bytes(self, num_tokens: int, skip_tokens: int) -> list[int]:
         """See `kv_groups.region_bytes`."""
@@ -126,6 +146,20 @@ class KvLayout:
         return DigestPlan(
             self.regions, [f"{region.layer_name}/{region.part}" for region in self.regions], rank
         )
+
+
+def _places(names: Sequence[str], built_order: Sequence[str]) -> Mapping[str, int]:
+    """The number in each layer's name, if a model that was built in their order has these layers.
+
+    Names and building are two witnesses that a step computes layers in this order. Layers with the same number (an
+    attention beside a linear one) have the same place: nothing is known of their order.
+    """
+    built = {name: place for place, name in enumerate(built_order)}
+    numbers = {name: [int(part) for part in name.split(".") if part.isdigit()] for name in names}
+    if any(len(found) != 1 for found in numbers.values()) or not built.keys() >= numbers.keys():
+        return {}
+    places = {name: numbers[name][0] for name in sorted(names, key=built.__getitem__)}
+    return places if list(places.values()) == sorted(places.values()) else {}
 
 
 def fingerprint(

@@ -30,9 +30,11 @@ class SendOrder:
     streamed: tuple[BlockRun, ...]
     """Full attention: they leave layer by layer while the chunk is computed."""
     closing: tuple[BlockRun, ...]
-    """Linear state and sliding windows: they leave after the last chunk."""
+    """Linear state and sliding windows: they leave layer by layer while the last chunk is computed."""
     final: bool
     """It is the last chunk: the end mark leaves too."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt that were not computed for this request; None: not told."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from prfaas.serving.engines.page_digests import (
 )
 
 Bytes2D = npt.NDArray[np.uint8]
+BlockIds = npt.NDArray[np.int64]
 
 
 class LayoutError(ValueError):
@@ -28,6 +29,10 @@ class LayoutError(ValueError):
 
 class PageCopy(Protocol):
     """One page as it was when it was copied."""
+
+    def view(self, start: int, nbytes: int) -> memoryview | None:
+        """Bytes [start, start + nbytes) where they lie, None if that is not in host memory."""
+        ...
 
     def read(self, start: int, out: memoryview) -> None:
         """Copy bytes [start, start + len(out)) to host memory; returns when they are there."""
@@ -43,8 +48,16 @@ class LayerPages(Protocol):
         """Remember that what the compute stream has queued so far must be done before a read."""
         ...
 
-    def read(self, block: int, start: int, out: memoryview) -> None:
-        """Copy bytes [start, start + len(out)) of a page to host memory; returns when they are there."""
+    def views(self, blocks: BlockIds, start: int, nbytes: int) -> list[memoryview] | None:
+        """Bytes [start, start + nbytes) of the pages of `blocks`, one page behind the other, where they lie.
+
+        Returns:
+            None: they are not in host memory, or in so many small pieces that a copy costs less.
+        """
+        ...
+
+    def read(self, blocks: BlockIds, start: int, out: memoryview) -> None:
+        """Copy the same bytes to host memory; returns when they are there."""
         ...
 
     def write(self, block: int, pieces: Sequence[memoryview]) -> None:
@@ -122,12 +135,18 @@ class _HostPageCopy:
     def __init__(self, page: Bytes2D) -> None:
         self._page = page
 
+    def view(self, start: int, nbytes: int) -> memoryview:
+        return self._page[start : start + nbytes].data
+
     def read(self, start: int, out: memoryview) -> None:
         np.copyto(np.frombuffer(out, dtype=np.uint8), self._page[start : start + len(out)])
 
 
 class HostPages:
     """Pages in host memory (vLLM's CPU backend)."""
+
+    # Of smaller pieces, the loop over them would take longer than a copy.
+    MIN_PIECE_BYTES = 4096
 
     # For their sums, pages are gathered in the processor's cache. Page by page would take longer beside writer
     # threads: each operation gives Python's lock away and has to get it back.
@@ -136,12 +155,50 @@ class HostPages:
     def __init__(self, raw: torch.Tensor) -> None:
         self.page_bytes = raw.shape[1]
         self._pages: Bytes2D = raw.numpy()
+        self._stride_bytes = raw.stride(0)
+        extent_bytes = (raw.shape[0] - 1) * self._stride_bytes + self.page_bytes
+        self._memory = np.lib.stride_tricks.as_strided(self._pages, (extent_bytes,), (1,)).data
 
     def mark_written(self) -> None:
         """Nothing to remember: host kernels have finished when the hook runs."""
 
-    def read(self, block: int, start: int, out: memoryview) -> None:
-        np.copyto(np.frombuffer(out, dtype=np.uint8), self._pages[block, start : start + len(out)])
+    def views(self, blocks: BlockIds, start: int, nbytes: int) -> list[memoryview] | None:
+        pieces = self._pieces(blocks, start, nbytes)
+        return None if nbytes < len(pieces) * self.MIN_PIECE_BYTES else pieces
+
+    def _pieces(self, blocks: BlockIds, start: int, nbytes: int) -> list[memoryview]:
+        first, end = start // self.page_bytes, start + nbytes
+        last = (end - 1) // self.page_bytes
+        ids = blocks[first : last + 1]
+        # A piece ends where the next page is no neighbour in memory.
+        apart = (np.diff(ids) != 1) | (self._stride_bytes != self.page_bytes)
+        cuts = np.flatnonzero(apart)
+        starts = ids[np.concatenate(([0], cuts + 1))] * self._stride_bytes
+        ends = ids[np.concatenate((cuts, [-1]))] * self._stride_bytes + self.page_bytes
+        starts[0] += start - first * self.page_bytes
+        ends[-1] -= (last + 1) * self.page_bytes - end
+        return [self._memory[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+
+    def read(self, blocks: BlockIds, start: int, out: memoryview) -> None:
+        # Whole pages in one call, which gives Python's lock away; what is before and behind them by itself.
+        page_bytes = self.page_bytes
+        first, last = -(-start // page_bytes), (start + len(out)) // page_bytes
+        if self._stride_bytes != page_bytes or first >= last:
+            self._read_pieces(blocks, start, out)
+            return
+        head = first * page_bytes - start
+        tail = head + (last - first) * page_bytes
+        whole = np.frombuffer(out[head:tail], dtype=np.uint8).reshape(-1, page_bytes)
+        # Blocks are known to be there: the mode only spares numpy a copy of its own.
+        np.take(self._pages, blocks[first:last], axis=0, out=whole, mode="clip")
+        self._read_pieces(blocks, start, out[:head])
+        self._read_pieces(blocks, start + tail, out[tail:])
+
+    def _read_pieces(self, blocks: BlockIds, start: int, out: memoryview) -> None:
+        done = 0
+        for piece in self._pieces(blocks, start, len(out)) if out else ():
+            out[done : done + len(piece)] = piece
+            done += len(piece)
 
     def write(self, block: int, pieces: Sequence[memoryview]) -> None:
         page, start = self._pages[block], 0
@@ -220,8 +277,16 @@ class DevicePages:
             event.record(torch.cuda.current_stream(self._raw.device))
             self._written = event
 
-    def read(self, block: int, start: int, out: memoryview) -> None:
-        self.read_from(self._raw[block], start, out)
+    def views(self, blocks: BlockIds, start: int, nbytes: int) -> None:
+        """Pages in an accelerator's memory must be copied."""
+
+    def read(self, blocks: BlockIds, start: int, out: memoryview) -> None:
+        done = 0
+        while done < len(out):
+            index, offset = divmod(start + done, self.page_bytes)
+            count = min(self.page_bytes - offset, len(out) - done)
+            self.read_from(self._raw[int(blocks[index])], offset, out[done : done + count])
+            done += count
 
     def read_from(self, page: torch.Tensor, start: int, out: memoryview) -> None:
         """As `read`, from a page of these or a copy of one."""
@@ -287,6 +352,8 @@ class _DevicePageCopy:
         self._pages = pages
         self._page = page
 
+    def view(self, start: int, nbytes: int) -> None: ...
+
     def read(self, start: int, out: memoryview) -> None:
         self._pages.read_from(self._page, start, out)
 
@@ -304,45 +371,56 @@ def layer_pages(raw: torch.Tensor) -> LayerPages:
 
 
 class PagedSource:
-    """A run of pages of one layer, read by the transport's writer threads when their turn comes.
+    """A run of pages of one layer, sent or copied by the transport's writer threads when their turn comes.
 
-    The engine's blocks are the send buffer: nothing is copied until a connection is free to take it.
-    Before the engine reuses the blocks (preemption), `detach` copies what is left to private memory.
+    The engine's blocks are the send buffer. Before the engine reuses them (preemption), `detach` copies what is
+    left to private memory.
     """
 
     def __init__(self, pages: LayerPages, blocks: Sequence[int], last_page: PageCopy | None = None) -> None:
         """`last_page`: a copy of the last page to read in its place, from `LayerPages.copied`."""
         self.nbytes = len(blocks) * pages.page_bytes
         self._pages = pages
-        self._blocks = tuple(blocks)
+        self._blocks: BlockIds = np.array(blocks, dtype=np.int64)
         self._last_page = last_page
+        self._bytes_in_blocks = self.nbytes - (0 if last_page is None else pages.page_bytes)
         self._private: memoryview | None = None
-        self._lock = Lock()
+
+    def views(self, start: int, nbytes: int) -> list[memoryview] | None:
+        """Bytes [start, start + nbytes) of the run where they lie; None where they must be copied."""
+        if self._private is not None:
+            return [self._private[start : start + nbytes]]
+        in_blocks = self._count_in_blocks(start, nbytes)
+        pieces = self._pages.views(self._blocks, start, in_blocks) if in_blocks else []
+        if self._last_page is not None and in_blocks < nbytes:
+            copied = self._last_page.view(start + in_blocks - self._bytes_in_blocks, nbytes - in_blocks)
+            return None if pieces is None or copied is None else [*pieces, copied]
+        return pieces
 
     def read_into(self, start: int, out: memoryview) -> None:
         """Copy bytes [start, start + len(out)) of the run to `out`."""
-        with self._lock:
-            if self._private is not None:
-                out[:] = self._private[start : start + len(out)]
-                return
+        if self._private is not None:
+            out[:] = self._private[start : start + len(out)]
+        else:
             self._copy(start, out)
 
     def detach(self) -> None:
-        """Stop depending on the engine's blocks; returns when they may be overwritten."""
-        with self._lock:
-            if self._private is None:
-                private = memoryview(bytearray(self.nbytes))
-                self._copy(0, private)
-                self._private = private
+        """Show and copy private memory from now on.
+
+        The engine's blocks may be overwritten once nobody uses what was shown before, and no copy of before is
+        under way (`OutgoingTransfer.recall`).
+        """
+        if self._private is None:
+            private = memoryview(bytearray(self.nbytes))
+            self._copy(0, private)
+            self._private = private
 
     def _copy(self, start: int, out: memoryview) -> None:
-        page_bytes, done = self._pages.page_bytes, 0
-        while done < len(out):
-            index, offset = divmod(start + done, page_bytes)
-            count = min(page_bytes - offset, len(out) - done)
-            target = out[done : done + count]
-            if self._last_page is not None and index == len(self._blocks) - 1:
-                self._last_page.read(offset, target)
-            else:
-                self._pages.read(self._blocks[index], offset, target)
-            done += count
+        in_blocks = self._count_in_blocks(start, len(out))
+        if in_blocks:
+            self._pages.read(self._blocks, start, out[:in_blocks])
+        if self._last_page is not None and in_blocks < len(out):
+            self._last_page.read(start + in_blocks - self._bytes_in_blocks, out[in_blocks:])
+
+    def _count_in_blocks(self, start: int, nbytes: int) -> int:
+        return max(0, min(nbytes, self._bytes_in_blocks - start))

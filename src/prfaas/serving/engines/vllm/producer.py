@@ -17,6 +17,9 @@ from prfaas.serving.transport.sender import Sender
 
 logger = logging.getLogger(__name__)
 
+# A preemption waits that long for chunks that are being sent: about as long as one takes on a paced link.
+_RECALL_PATIENCE_S = 0.05
+
 
 @dataclass(slots=True)
 class _OpenSend:
@@ -30,6 +33,8 @@ class _OpenSend:
     digests: DigestSource | None
     """None where pages are not digested."""
     sources: "list[weakref.ref[PagedSource]]" = field(default_factory=list)
+    closed_layers: set[str] = field(default_factory=set)
+    """Whose linear state or window is in the queue."""
 
 
 class KvProducer:
@@ -60,15 +65,43 @@ class KvProducer:
         self._held_since_s: dict[str, float] = {}
 
     def save_layer(self, sends: Sequence[SendOrder], layer_name: str) -> None:
-        """Queue what this step has completed of one full-attention layer, for every request that sends."""
+        """Queue what this step has completed of one attention layer, for every request that sends.
+
+        vLLM calls this for attention only. But layers are computed in order: what a last chunk leaves in the linear
+        layers before this one is final, on a device in what the compute stream has queued.
+        """
+        place = self._layout.places.get(layer_name)
         for send in sends:
             try:
-                self._queue_layer(send, send.streamed, layer_name)
+                if place is not None:
+                    self._close_layers(send, before=place)
+                if layer_name in self._layout.closing_layers:
+                    self._close_layer(send, layer_name)
+                else:
+                    self._queue_layer(send, send.streamed, layer_name)
             except Exception:
                 self._abort_unreadable(send)
 
-    def _queue_layer(self, send: SendOrder, runs: Sequence[BlockRun], layer_name: str) -> None:
-        """KV of one layer from the engine's blocks into the queue to its peer.
+    def _close_layers(self, send: SendOrder, before: int | None = None) -> None:
+        """Queue states and windows of a last chunk; `before`: only those of layers before this place."""
+        if not send.closing:
+            return
+        places = self._layout.places
+        for layer_name in self._layout.closing_layers:
+            if before is not None and places[layer_name] >= before:
+                return
+            self._close_layer(send, layer_name)
+
+    def _close_layer(self, send: SendOrder, layer_name: str) -> None:
+        open_send = self._open_sends.get(send.request_id) or self._open(send)
+        if send.closing and layer_name not in open_send.closed_layers:
+            open_send.closed_layers.add(layer_name)
+            self._queue_layer(send, send.closing, layer_name, urgent=True)
+
+    def _queue_layer(
+        self, send: SendOrder, runs: Sequence[BlockRun], layer_name: str, *, urgent: bool = False
+    ) -> None:
+        """KV of one layer from the engine's blocks into the queue to its peer; what is urgent overtakes the rest.
 
         The way to the wire goes on in a thread of the transport, as soon as a connection is free:
         `SenderConnection._send_chunk`.
@@ -97,7 +130,7 @@ class KvProducer:
                     open_send.digests.add(region.index, run.first_block, sums)
                 # 5. Into the queue, at their place in the layer's region.
                 offset = (run.first_block - open_send.first_blocks[run.group]) * region.page_bytes
-                open_send.transfer.put(region.index, offset, source)
+                open_send.transfer.put(region.index, offset, source, urgent=urgent)
         open_send.sources = [ref for ref in open_send.sources if ref() is not None]
 
     def _open(self, send: SendOrder) -> _OpenSend:
@@ -106,7 +139,7 @@ class KvProducer:
         plan, kv_region_bytes = self._digest_plan, self._layout.region_bytes(*extent)
         digests = DigestSource(plan.of_transfer(ticket.transfer_id, *extent)) if plan is not None else None
         region_bytes = kv_region_bytes if digests is None else [*kv_region_bytes, digests.nbytes]
-        transfer = self._sender.open(ticket, send.sealed, region_bytes)
+        transfer = self._sender.open(ticket, send.sealed, region_bytes, send.cached_tokens)
         groups = {region.group for region in self._layout.regions}
         first_blocks = {group.index: group.first_block(*extent) for group in groups}
         opened = _OpenSend(transfer, first_blocks, sum(kv_region_bytes), digests)
@@ -114,20 +147,17 @@ class KvProducer:
         return opened
 
     def end_step(self, sends: Sequence[SendOrder]) -> None:
-        """Queue linear and sliding-window state after a last chunk, and mark the end of the prefill."""
+        """Queue what a last chunk has left of states and windows, and mark the end of the prefill."""
         for send in sends:
             if not send.final:
                 continue
             try:
-                groups = {run.group for run in send.closing}
-                for layer_name, regions in self._layout.regions_of_layer.items():
-                    if regions[0].group.index in groups:
-                        self._queue_layer(send, send.closing, layer_name)
+                self._close_layers(send)
                 open_send = self._open_sends.get(send.request_id) or self._open(send)
                 open_send.transfer.end()
                 if open_send.digests is not None:
                     # Behind the end mark, so that what it says of overlapped bytes is of KV alone.
-                    open_send.transfer.put(open_send.digests.region, 0, open_send.digests)
+                    open_send.transfer.put(open_send.digests.region, 0, open_send.digests, urgent=True)
             except Exception:
                 self._abort_unreadable(send)
 
@@ -142,10 +172,13 @@ class KvProducer:
         """Copy out what is unsent of preempted requests before vLLM overwrites their blocks."""
         for request_id in request_ids:
             open_send = self._open_sends.get(request_id)
-            for ref in open_send.sources if open_send is not None else ():
+            if open_send is None:
+                continue
+            for ref in open_send.sources:
                 source = ref()
                 if source is not None:
                     source.detach()
+            open_send.transfer.recall(_RECALL_PATIENCE_S)
 
     def hold(self, held: Mapping[str, bool]) -> None:
         """Take note of finished requests whose blocks wait for us; give up those that were aborted (True)."""
