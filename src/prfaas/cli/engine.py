@@ -30,7 +30,12 @@ def engine(
     from prfaas.core.deployment import SYNTHETIC, load_deployment
     from prfaas.serving.descriptors import raise_descriptor_limit
     from prfaas.serving.engines.command import synthetic_command, vllm_command
-    from prfaas.serving.engines.preparation import ensure_key, ensure_model, ensure_vllm
+    from prfaas.serving.engines.preparation import (
+        ensure_certificates,
+        ensure_key,
+        ensure_model,
+        ensure_vllm,
+    )
 
     loaded = load_deployment(deployment)
     instance = loaded.instance(name)
@@ -52,5 +57,6 @@ def engine(
     if not is_synthetic:
         ensure_vllm()
     ensure_key(loaded)
+    ensure_certificates(loaded, [name])
     typer.echo(f"open files: {raise_descriptor_limit():,} at most", err=True)
     os.execve(command.argv[0], command.argv, command.environment())

@@ -11,6 +11,7 @@ import typer
 
 from prfaas import __version__
 from prfaas.cli.bandwidth import bandwidth
+from prfaas.cli.certs import certs
 from prfaas.cli.common import sentence
 from prfaas.cli.demo import demo
 from prfaas.cli.doctor import doctor
@@ -43,6 +44,7 @@ for command in (
     serve,
     engine,
     key,
+    certs,
     doctor,
     status,
     drain,

@@ -34,14 +34,15 @@ def serve(
     Example: prfaas serve examples/local.yaml
     """
     from prfaas.cli.common import log_settings, write_logs
-    from prfaas.core.deployment import load_deployment
-    from prfaas.serving.engines.preparation import ensure_key, ensure_model
+    from prfaas.core.deployment import GATEWAY, load_deployment
+    from prfaas.serving.engines.preparation import ensure_certificates, ensure_key, ensure_model
 
     loaded = load_deployment(deployment)
     write_logs(log_settings(log_format, log_level))
     if loaded.model.tiny is not None:
         ensure_model(loaded)
     ensure_key(loaded)
+    ensure_certificates(loaded, [GATEWAY])
     run_gateway(
         loaded,
         ready=lambda _port: typer.echo(f"ready: {loaded.gateway.url}/v1"),

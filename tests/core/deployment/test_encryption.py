@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from prfaas.core.deployment import Deployment, DeploymentError, load_deployment
+from prfaas.core.deployment import CONTROL, GATEWAY, TOOLS, Deployment, DeploymentError, load_deployment
 
 
 def instance(name: str, host: str, port: int, role: str) -> dict[str, Any]:
@@ -114,11 +114,30 @@ def test_where_certificates_lie(tmp_path: Path) -> None:
     assert elsewhere.identity_file("far-0") == Path("/etc/prfaas/far-0.pem")
 
 
-def test_a_deployment_without_encryption_needs_no_certificates(tmp_path: Path) -> None:
-    assert load(tmp_path).uses_certificates
+def test_who_needs_a_certificate(tmp_path: Path) -> None:
+    def needing(**changes: Any) -> set[str]:
+        deployment = load(tmp_path, **changes)
+        names = [*(each.name for each in deployment.instances), GATEWAY, TOOLS]
+        return {name for name in names if deployment.needs_certificate(name)}
+
+    never, inside = {"engine_tls": "never"}, {"engine_tls": "never", "encrypt_inside": True}
     plain = [{**link, "encryption": False} for link in document()["links"]]
-    assert not load(tmp_path, links=plain, security={"engine_tls": "never"}).uses_certificates
-    assert load(tmp_path, links=plain, security={"engine_tls": "always"}).uses_certificates
+    assert needing() == {"far-0", "home-0", "home-1", GATEWAY, TOOLS}
+    assert needing(security=never) == {"far-0", "home-0", "home-1"}
+    assert needing(links=plain, security=never) == set()
+    assert needing(links=plain, security=inside) == {"home-0", "home-1", "branch-0"}
+
+
+def test_who_may_connect_without_encryption(tmp_path: Path) -> None:
+    deployment = load(tmp_path, gateway={"cluster": "home"})
+
+    def plain(name: str) -> set[str]:
+        return set(deployment.plain_peers_of(deployment.instance(name)))
+
+    asking = {GATEWAY, CONTROL, TOOLS}
+    assert plain("far-0") == set()
+    assert plain("home-1") == {"home-0", *asking}
+    assert plain("branch-0") == {"far-0", *asking}
 
 
 def renamed(name: str) -> list[dict[str, Any]]:
@@ -131,12 +150,15 @@ def renamed(name: str) -> list[dict[str, Any]]:
     "changes, message",
     [
         ({"gateway": {"cluster": "nowhere"}}, 'gateway.cluster: there is no cluster "nowhere"; the clusters are far'),
-        ({"clusters": renamed("gateway")}, '"gateway" is the name of a certificate of its own'),
-        ({"clusters": renamed("tools")}, '"tools" is the name of a certificate of its own'),
+        ({"clusters": renamed("gateway")}, '"gateway" is a name of prfaas itself'),
+        ({"clusters": renamed("Control")}, '"Control" is a name of prfaas itself'),
+        ({"clusters": renamed("Home-1")}, '"home-1" and "Home-1" are one name in certificates'),
         ({"clusters": renamed("a..b")}, '"a..b" can\'t stand in a certificate'),
         ({"clusters": renamed("10.0.0.7")}, '"10.0.0.7" can\'t stand in a certificate'),
         ({"security": {"engine_tls": "sometimes"}}, 'must be one of "elsewhere", "always", "never"'),
         ({"security": {"encrypt_inside": "yes"}}, "security.encrypt_inside: must be true or false"),
+        ({"security": {"tenant_weights": {"gold": 2}}}, "tenant_weights: needs security.tenant_header"),
+        ({"security": {"tenant_weights": {"gold": 0}}}, "security.tenant_weights.gold: must be"),
         ({"engine": {"extra_args": ["--ssl-keyfile=x"]}}, "give security.engine_tls and security.certificates"),
     ],
 )  # fmt: skip
@@ -145,6 +167,11 @@ def test_errors(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
         load(tmp_path, **changes)
     assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_tenants_have_weights(tmp_path: Path) -> None:
+    security = {"tenant_header": "x-tenant", "tenant_weights": {"gold": 4}}
+    assert load(tmp_path, security=security).security.tenant_weights == {"gold": 4}
 
 
 def test_names_are_free_where_nothing_is_encrypted(tmp_path: Path) -> None:

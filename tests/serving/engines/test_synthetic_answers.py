@@ -161,8 +161,10 @@ def test_one_wrong_byte_is_seen_and_costs_a_prefill(
 def test_layers_that_change_places_are_seen(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     put = OutgoingTransfer.put
 
-    def swapped(self: OutgoingTransfer, region: int, offset: int, source: ChunkSource) -> None:
-        put(self, {0: 1, 1: 0}.get(region, region), offset, source)
+    def swapped(
+        self: OutgoingTransfer, region: int, offset: int, source: ChunkSource, *, urgent: bool = False
+    ) -> None:
+        put(self, {0: 1, 1: 0}.get(region, region), offset, source, urgent=urgent)
 
     async def check() -> None:
         ids = random_ids(1200, 5)

@@ -42,6 +42,9 @@ def test_the_prefix_moves_first(in_world: InWorld, asked: int, sent: int) -> Non
         params = prefill.body["kv_transfer_params"]
         assert params["prfaas_from"] == source.body["kv_transfer_params"]["prfaas"] != params["prfaas"]
         assert list(params) == ["prfaas", "prfaas_from"]
+        moves, own = world.local._ticket(params["prfaas_from"]), world.local._ticket(params["prfaas"])
+        assert moves is not None and moves.service.background
+        assert own is not None and not own.service.background
         assert await world.metric('prfaas_gateway_cache_transfers_total{outcome="done"}') == 1
         assert await world.metric("prfaas_gateway_cache_transferred_bytes_total") == 4 * (sent - 256)
         assert world.plane.measured == ["remote"]

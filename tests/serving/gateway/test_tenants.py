@@ -7,6 +7,7 @@ from multidict import CIMultiDict
 
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.request import Tenants
+from prfaas.serving.transport import TransferClass
 
 from .stand_in import StandInEngine
 from .world import World, route_of
@@ -61,8 +62,21 @@ def test_a_tenant_hits_what_it_sent_and_another_one_does_not(in_world: InWorld) 
         ]
         digests = [ticket.prompt_digest for ticket in tickets if ticket is not None]
         assert len(digests) == 3 and digests[0] == digests[1] != digests[2]
+        classes = [ticket.service for ticket in tickets if ticket is not None]
+        assert classes[0] == classes[1] != classes[2] and not any(each.background for each in classes)
 
     in_world(body, tenant_header="x-tenant")
+
+
+def test_a_tenants_part_of_a_link_is_sealed_in_its_ticket() -> None:
+    tenants = Tenants(KEY, "x-tenant", {"gold": 4})
+    gold, other, nobody = (salt(tenants, x_tenant=name) for name in ("gold", "other", ""))
+    classes = [tenants.transfer_class(each, background=False) for each in (gold, other, nobody)]
+    assert [each.weight for each in classes] == [4, 1, 1]
+    assert len({each.tenant for each in classes}) == 3
+    assert all(each.tenant.hex() not in gold + other + nobody for each in classes)
+    assert tenants.transfer_class(gold, background=True) == TransferClass(classes[0].tenant, 4, True)
+    assert Tenants(KEY, None).transfer_class("", background=False) == TransferClass()
 
 
 def test_without_a_tenant_header_engines_get_no_salt(in_world: InWorld) -> None:

@@ -1,10 +1,12 @@
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prfaas.serving.transport import ReceiverOptions, SenderOptions, StagingArena
+from prfaas.serving.transport import ReceiverOptions, SenderOptions, StagingArena, TlsIdentity
 
+from .authority import Authority
 from .harness import (
     FAST_RECEIVER,
     FAST_SENDER,
@@ -39,11 +41,16 @@ def make_world() -> Iterator[Callable[..., World]]:
         receiver_options: ReceiverOptions = FAST_RECEIVER,
         sender_options: SenderOptions = FAST_SENDER,
         through: Callable[[int], int] = lambda port: port,
+        server_tls: TlsIdentity | None = None,
+        plain_peers: Sequence[str] = (),
         **more: Any,
     ) -> World:
+        """`more`: arguments of `make_sender`; `tls` among them is the sender's identity."""
         layout = SizesByTokens()
         arena = StagingArena(staging_bytes, block_bytes)
-        receiver = make_receiver(arena, options=receiver_options, layout=layout)
+        receiver = make_receiver(
+            arena, options=receiver_options, layout=layout, tls=server_tls, plain_peers=plain_peers
+        )
         sender = make_sender(through(receiver.port), connections=connections, options=sender_options, **more)
         worlds.append(World(receiver, sender, arena, layout))
         return worlds[-1]
@@ -56,3 +63,8 @@ def make_world() -> Iterator[Callable[..., World]]:
 @pytest.fixture
 def world(make_world: Callable[..., World]) -> World:
     return make_world()
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "tls")

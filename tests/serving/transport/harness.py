@@ -18,6 +18,8 @@ from prfaas.serving.transport import (
     SenderOptions,
     StagingArena,
     Ticket,
+    TlsIdentity,
+    TransferClass,
     TransferPhase,
     TransferStatus,
     prompt_digest,
@@ -67,19 +69,26 @@ class World:
     senders: list[Sender] = field(default_factory=list)
 
     def open(
-        self, unit_bytes: int, *, lifetime_s: float = 60.0, sender: Sender | None = None
+        self,
+        unit_bytes: int,
+        *,
+        lifetime_s: float = 60.0,
+        sender: Sender | None = None,
+        background: bool = False,
     ) -> tuple[Ticket, OutgoingTransfer, list[bytes]]:
         """A transfer with regions of 1, 2, 3 … times `unit_bytes`, and its seeded content; nothing is put yet."""
-        ticket = make_ticket(unit_bytes, lifetime_s=lifetime_s)
+        ticket = make_ticket(unit_bytes, lifetime_s=lifetime_s, background=background)
         sizes = self.layout.region_bytes(unit_bytes, 0)
         self.seed += 1
         rng = random.Random(self.seed)
         content = [rng.randbytes(size) for size in sizes]
         return ticket, (sender or self.sender).open(ticket, ticket.seal(KEY), sizes), content
 
-    def send(self, unit_bytes: int) -> tuple[Ticket, OutgoingTransfer, list[bytes]]:
+    def send(
+        self, unit_bytes: int, *, background: bool = False
+    ) -> tuple[Ticket, OutgoingTransfer, list[bytes]]:
         """Open, put all regions whole, end."""
-        ticket, transfer, content = self.open(unit_bytes)
+        ticket, transfer, content = self.open(unit_bytes, background=background)
         for region, data in enumerate(content):
             transfer.put(region, 0, BytesSource(data))
         transfer.end()
@@ -138,7 +147,12 @@ class World:
 
 
 def make_ticket(
-    unit_bytes: int, *, lifetime_s: float = 60.0, producer: str = "p", consumer: str = "c"
+    unit_bytes: int,
+    *,
+    lifetime_s: float = 60.0,
+    producer: str = "p",
+    consumer: str = "c",
+    background: bool = False,
 ) -> Ticket:
     return Ticket.issue(
         producer=producer,
@@ -148,6 +162,7 @@ def make_ticket(
         prompt_digest=prompt_digest([1, 2, 3]),
         lifetime_s=lifetime_s,
         now_s=time.time(),
+        service=TransferClass(background=background),
     )
 
 
@@ -158,6 +173,8 @@ def make_receiver(
     layout: SizesByTokens | None = None,
     port: int = 0,
     key: bytes = KEY,
+    tls: TlsIdentity | None = None,
+    plain_peers: Sequence[str] = (),
     on_pace: Callable[[PaceOrder], None] = lambda _order: None,
 ) -> Receiver:
     receiver = Receiver(
@@ -170,6 +187,8 @@ def make_receiver(
         fingerprint=FINGERPRINT,
         options=options,
         producers=["p/0"],
+        tls=tls,
+        plain_peers=plain_peers,
         on_pace=on_pace,
     )
     receiver.start()
@@ -185,10 +204,17 @@ def make_sender(
     name: str = "p/0",
     key: bytes = KEY,
     fingerprint: dict[str, str | int] | None = None,
+    tls: TlsIdentity | None = None,
 ) -> Sender:
-    peer = Peer("c/0", "127.0.0.1", port, "wan", connections, bandwidth_bits_per_s)
+    """`tls`: it encrypts, with this identity."""
+    peer = Peer("c/0", "127.0.0.1", port, "wan", connections, bandwidth_bits_per_s, encrypted=tls is not None)
     sender = Sender(
-        name=name, key=key, peers={"c/0": peer}, fingerprint=fingerprint or FINGERPRINT, options=options
+        name=name,
+        key=key,
+        peers={"c/0": peer},
+        fingerprint=fingerprint or FINGERPRINT,
+        options=options,
+        tls=tls,
     )
     sender.start()
     return sender

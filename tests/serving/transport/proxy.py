@@ -32,6 +32,9 @@ class FaultyProxy:
     def freeze(self) -> None:
         self._flowing.clear()
 
+    def thaw(self) -> None:
+        self._flowing.set()
+
     def close(self) -> None:
         self._closing = True
         self._flowing.set()

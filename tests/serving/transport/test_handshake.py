@@ -79,7 +79,7 @@ def meet(client: Callable[[socket.socket], object], **server: Any) -> tuple[obje
 def test_both_sides_agree() -> None:
     outcome, identity = meet(lambda sock: greet(sock, hello()))
     assert outcome is None
-    assert identity == PeerIdentity("p/0", ROLE_PRODUCER, "s1")
+    assert identity == (PeerIdentity("p/0", ROLE_PRODUCER, "s1"), None)
 
 
 def test_observer_needs_no_layout_and_no_listing() -> None:
@@ -87,7 +87,7 @@ def test_observer_needs_no_layout_and_no_listing() -> None:
         lambda sock: greet(sock, hello(name="gateway", role=ROLE_OBSERVER, fingerprint={}))
     )
     assert outcome is None
-    assert identity == PeerIdentity("gateway", ROLE_OBSERVER, "s1")
+    assert identity == (PeerIdentity("gateway", ROLE_OBSERVER, "s1"), None)
 
 
 @pytest.mark.parametrize(

@@ -122,20 +122,17 @@ def test_urgent_chunks_of_a_transfer_leave_first(make_world: MakeWorld) -> None:
             super().__init__(bytes(nbytes))
             self.name = name
 
-        def views(self, start: int, nbytes: int) -> None:  # type: ignore[override]
-            return None  # so that all is read by the next one
-
-        def read_into(self, start: int, out: memoryview) -> None:
+        def views(self, start: int, nbytes: int) -> list[memoryview]:
             read.append(self.name)
-            super().read_into(start, out)
+            return super().views(start, nbytes)
 
     ticket, transfer, _ = world.open(1000)
     first = threading.Event()
 
     class Gate(Noted):
-        def read_into(self, start: int, out: memoryview) -> None:
+        def views(self, start: int, nbytes: int) -> list[memoryview]:
             first.wait(20)
-            super().read_into(start, out)
+            return super().views(start, nbytes)
 
     transfer.put(0, 0, Gate("gate", 1000))
     transfer.put(1, 0, Noted("bulk", 2000))

@@ -27,11 +27,6 @@ def shown_to(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[dict[str, 
     return seen  # type: ignore[return-value]
 
 
-@pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
-
-
 def test_both_sides_see_whose_certificate_it_is(authority: Authority) -> None:
     server, client = authority.identity("c", "node-7"), authority.identity("p")
     of_client, of_server = shown_to(server.server_context(), client.client_context())

@@ -133,6 +133,21 @@ def test_staging_full_makes_others_wait_in_order(make_world: MakeWorld) -> None:
     assert world.arena.peak_used_blocks <= world.arena.total_blocks
 
 
+def test_staging_goes_to_the_background_last(make_world: MakeWorld) -> None:
+    world = make_world(staging_bytes=4 << 20)
+    sent = []
+    for background in (False, True, False, True, False):
+        sent.append(world.send(500_000, background=background))
+        known = sent[-1][0].transfer_id
+        await_true(lambda known=known: world.receiver.state(known) is not None, 5.0, lambda: "OPEN")
+    for number in (0, 2, 4, 1, 3):
+        ticket, transfer, content = sent[number]
+        world.await_phase(ticket, TransferPhase.COMPLETE)
+        assert world.take(ticket) == content
+        await_over(transfer)
+    world.await_clean()
+
+
 def test_staging_wait_ends_in_a_refusal(make_world: MakeWorld) -> None:
     world = make_world(staging_bytes=4 << 20, receiver_options=replace(FAST_RECEIVER, staging_wait_s=0.3))
     first, _, _ = world.send(500_000)

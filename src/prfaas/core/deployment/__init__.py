@@ -15,7 +15,15 @@ from prfaas.core.deployment.planned import (
     UniformLengths,
     WorkloadSpec,
 )
-from prfaas.core.deployment.security import GATEWAY, TOOLS, EngineTls, Security
+from prfaas.core.deployment.security import (
+    CERTIFICATE_NAMES,
+    CONTROL,
+    GATEWAY,
+    OBSERVERS,
+    TOOLS,
+    EngineTls,
+    Security,
+)
 from prfaas.core.deployment.source import DeploymentError
 from prfaas.core.deployment.types import (
     SYNTHETIC,
@@ -35,7 +43,10 @@ from prfaas.core.deployment.types import (
 )
 
 __all__ = [
+    "CERTIFICATE_NAMES",
+    "CONTROL",
     "GATEWAY",
+    "OBSERVERS",
     "SYNTHETIC",
     "TOOLS",
     "AdminConfig",

@@ -98,7 +98,15 @@ def check_to_run(source: YamlSource, file: DeploymentFile) -> None:
     _check_common(source, file)
     _check_ports(source, file)
     _check_engine(source, file)
+    _check_tenants(source, file)
     check_encryption(source, file)
+
+
+def _check_tenants(source: YamlSource, file: DeploymentFile) -> None:
+    if file.security.tenant_weights and file.security.tenant_header is None:
+        raise source.error(
+            ("security", "tenant_weights"), "needs security.tenant_header, which says whose a request is"
+        )
 
 
 def check_to_plan(source: YamlSource, file: DeploymentFile) -> None:

@@ -5,7 +5,7 @@ import re
 
 from prfaas.core.deployment.addresses import is_loopback
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, InstanceSection
-from prfaas.core.deployment.security import GATEWAY, TOOLS
+from prfaas.core.deployment.security import OBSERVERS
 from prfaas.core.deployment.source import YamlSource
 
 
@@ -42,13 +42,19 @@ def check_encryption(source: YamlSource, file: DeploymentFile) -> None:
         )
     if not _encrypts(file):
         return
+    seen: dict[str, str] = {}
     for c, cluster in enumerate(file.clusters):
         for i, instance in enumerate(cluster.instances or ()):
             location = ("clusters", c, "instances", i, "name")
-            if instance.name in (GATEWAY, TOOLS):
+            lower = instance.name.lower()
+            if lower in OBSERVERS:
+                raise source.error(location, f'"{instance.name}" is a name of prfaas itself; take another')
+            if lower in seen:
                 raise source.error(
-                    location, f'"{instance.name}" is the name of a certificate of its own; take another'
+                    location,
+                    f'"{instance.name}" and "{seen[lower]}" are one name in certificates; let more than case differ',
                 )
+            seen[lower] = instance.name
             if not _is_dns_name(instance.name):
                 raise source.error(
                     location,

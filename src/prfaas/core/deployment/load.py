@@ -137,6 +137,7 @@ def _security(file: DeploymentFile, home: Path) -> Security:
     return Security(
         key_file=home / Path(security.key_file).expanduser(),
         tenant_header=security.tenant_header,
+        tenant_weights=dict(security.tenant_weights),
         certificates=home / Path(security.certificates).expanduser(),
         encrypt_inside=security.encrypt_inside,
     )

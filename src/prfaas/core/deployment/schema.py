@@ -247,6 +247,7 @@ class SecuritySection(_Section):
     encrypt_inside: bool = False
     engine_tls: EngineTls = "elsewhere"
     tenant_header: Annotated[str, Field(pattern=r"^[A-Za-z0-9-]{1,64}$")] | None = None
+    tenant_weights: dict[Text, Annotated[int, Field(ge=1, le=1000)]] = {}
 
 
 class EngineSection(_Section):
@@ -273,8 +274,10 @@ class TransferSection(_Section):
     staging_ttl_s: Seconds = 60.0
     silence_s: Seconds = 3.0
     resume_s: Seconds = 2.5
+    decode_lead_s: Annotated[float, Field(ge=0, le=60)] = 1.0
     progress_deadline_s: Seconds = 8.0
     page_digests: bool = True
+    checksums: bool = True
     user_timeout_s: Seconds = 10.0
     keepalive_s: Annotated[Seconds, Field(ge=1)] = 10.0
 

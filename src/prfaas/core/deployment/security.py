@@ -1,6 +1,7 @@
 """How engines and the gateway know each other, and what of theirs is encrypted."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -10,8 +11,17 @@ EngineTls = Literal["elsewhere", "always", "never"]
 GATEWAY = "gateway"
 """Whose certificate the gateway and its control plane show."""
 
+CONTROL = "control"
+"""The control plane's name at KV ports; it is part of the gateway."""
+
 TOOLS = "tools"
-"""Whose certificate `prfaas doctor` and other tools show."""
+"""Whose certificate `prfaas doctor` and other tools show, and their name at KV ports."""
+
+CERTIFICATE_NAMES = {GATEWAY: (GATEWAY, CONTROL), TOOLS: (TOOLS,)}
+"""The certificates beside those of instances, and the names on the wire that each stands for."""
+
+OBSERVERS = frozenset(name for names in CERTIFICATE_NAMES.values() for name in names)
+"""The names of all that ask at KV ports without sending KVCache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +32,8 @@ class Security:
     """File of the key that authenticates engines and seals tickets; the key itself is never kept here."""
     tenant_header: str | None = None
     """Requests with different values of this header share no cached prefix; None: all requests share."""
+    tenant_weights: Mapping[str, int] = field(default_factory=dict)
+    """Parts of a link by the value of `tenant_header`, while tenants compete for it; 1 for all others."""
     certificates: Path = Path("certificates")
     """Folder of the CA's certificate and of every member's own, as `prfaas certs` writes them."""
     encrypt_inside: bool = False

@@ -14,7 +14,7 @@ from prfaas.core.deployment.addresses import (
     tcp_endpoint,
 )
 from prfaas.core.deployment.gateway import GatewayConfig
-from prfaas.core.deployment.security import Security
+from prfaas.core.deployment.security import CERTIFICATE_NAMES, OBSERVERS, Security
 from prfaas.core.deployment.source import DeploymentError
 from prfaas.core.latency import LatencyProfile
 
@@ -219,6 +219,8 @@ class TransferLimits:
     progress_deadline_s: float
     page_digests: bool = True
     """A digest of every page travels with a transfer and is compared after its load."""
+    checksums: bool = True
+    """Every chunk on its way carries a checksum, and is sent again if it does not fit."""
     user_timeout_s: float = 10.0
     """TCP_USER_TIMEOUT of KV connections: bytes that are unacknowledged so long end one."""
     keepalive_s: float = 10.0
@@ -227,6 +229,8 @@ class TransferLimits:
     """A silent path of an open transfer is noticed within that time."""
     resume_s: float = 2.5
     """A transfer goes on if the other side comes back within that time after its last sign of life."""
+    decode_lead_s: float = 1.0
+    """A decode request is sent so long before its KV is expected to be complete; 0: not before it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,13 +356,26 @@ class Deployment:
         # In a pd cluster roles change: what prefills at the start is the best guess there is.
         return link.bandwidth_bits_per_s / max(len(senders.with_role("prefill")), 1)
 
-    @property
-    def uses_certificates(self) -> bool:
-        """True if anything of the deployment goes over TLS: without, its certificates are not needed."""
-        return any(
-            instance.tls or any(peer.encrypted for peer in self.peers_of(instance))
-            for instance in self.instances
+    def needs_certificate(self, name: str) -> bool:
+        """True if an instance, `GATEWAY` or `TOOLS` takes part in anything encrypted."""
+        if name in CERTIFICATE_NAMES:
+            return any(instance.tls for instance in self.instances)
+        instance = self.instance(name)
+        return (
+            instance.tls
+            or (self.security.encrypt_inside and self.can_decode(instance))
+            or any(link.encryption and instance.cluster in (link.source, link.target) for link in self.links)
         )
+
+    def plain_peers_of(self, instance: Instance) -> frozenset[str]:
+        """Who may connect to an instance's KV port without encryption: producers, and those that only ask."""
+        plain = {
+            other.name
+            for other in self.instances
+            for peer in self.peers_of(other)
+            if peer.instance.name == instance.name and not peer.encrypted
+        }
+        return frozenset(plain if instance.tls else plain | OBSERVERS)
 
     def producers_for(self, instance: Instance) -> tuple[Instance, ...]:
         """Instances that may send KV to this one; the inverse of `peers_of`."""

@@ -9,7 +9,7 @@ from prfaas.core.deployment import Instance
 from prfaas.serving.control.cluster_state import Clock
 from prfaas.serving.control.engine_monitor import EngineAccess
 from prfaas.serving.own_process import lacks_descriptors, on_time_timeout
-from prfaas.serving.transport.handshake import HandshakeError
+from prfaas.serving.transport.sockets import HandshakeError
 
 _ANSWER_S = 2.0
 # By the clock on the wall, however late the loop is.

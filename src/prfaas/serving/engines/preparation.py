@@ -1,12 +1,14 @@
-"""What must be on this machine before an engine or the gateway starts: vLLM, the model, the key, free ports."""
+"""What must be on this machine before an engine or the gateway starts: vLLM, model, key, certificates, free ports."""
 
 import errno
 import importlib.util
 import socket
+from collections.abc import Collection
 
-from prfaas.core.deployment import Deployment, is_loopback
+from prfaas.core.deployment import CERTIFICATE_NAMES, Deployment, is_loopback
 from prfaas.serving.engines import EngineError
 from prfaas.serving.transport.ticket import KeyFileError, create_key, load_key
+from prfaas.serving.transport.tls_identity import TlsFileError
 
 
 def port_problem(host: str, port: int) -> str | None:
@@ -87,6 +89,38 @@ def ensure_key(deployment: Deployment) -> None:
             if not path.exists():
                 raise
     load_key(path)
+
+
+def ensure_certificates(deployment: Deployment, names: Collection[str]) -> None:
+    """See that the certificates of those that run here are there and good, as far as they need any.
+
+    Where all of it is on this machine, what is missing or about to expire is made. Elsewhere only the machine with the
+    CA's key could make them.
+
+    Args:
+        deployment: whose certificates.
+        names: of instances, or `GATEWAY` or `TOOLS`.
+
+    Raises:
+        TlsFileError: one is missing, expired or of another CA.
+    """
+    needing = [name for name in names if deployment.needs_certificate(name)]
+    if not needing:
+        return
+    from prfaas.serving.certificates import CertificateFolder  # late: it brings the library for X.509
+
+    folder = CertificateFolder(deployment)
+    if is_on_one_machine(deployment):
+        everyone_here = {*needing, *CERTIFICATE_NAMES}
+        if not folder.ca_file.exists() or not all(state.is_fit for state in folder.states(everyone_here)):
+            folder.make()
+        return
+    for state in folder.states(needing):
+        if state.problem is not None:
+            raise TlsFileError(
+                f"{state.member.name} {state.problem}: make certificates with `prfaas certs {deployment.path}`, and "
+                f"copy {state.member.file.name} and {folder.ca_file.name} to {folder.path} on this machine"
+            )
 
 
 def is_on_one_machine(deployment: Deployment) -> bool:

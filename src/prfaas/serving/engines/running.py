@@ -14,7 +14,13 @@ from prfaas.core.deployment import Deployment, Instance
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.command import EngineCommand, synthetic_command, vllm_command
 from prfaas.serving.engines.log_file import LogFile
-from prfaas.serving.engines.preparation import ensure_key, ensure_model, ensure_vllm, port_problem
+from prfaas.serving.engines.preparation import (
+    ensure_certificates,
+    ensure_key,
+    ensure_model,
+    ensure_vllm,
+    port_problem,
+)
 from prfaas.serving.engines.process_group import ProcessGroup, Watchdog
 
 # Seconds are usual; three engines that start at once on a loaded machine were seen to need more than five minutes.
@@ -86,6 +92,7 @@ class RunningEngines:
         Raises:
             EngineError: vLLM, the model or a port is missing, or the engine runs already.
             KeyFileError: the key can't be used.
+            TlsFileError: a certificate can't be used.
         """
         self._launch(self.names if name is None else (name,))
 
@@ -95,6 +102,7 @@ class RunningEngines:
         Raises:
             EngineError: as `start`; none of them has been started then, and all others go on.
             KeyFileError: the key can't be used.
+            TlsFileError: a certificate can't be used.
         """
         self._launch([name for name in self.names if name in names])
 
@@ -107,6 +115,7 @@ class RunningEngines:
         if self._command is None:
             ensure_model(self.deployment)
         ensure_key(self.deployment)
+        ensure_certificates(self.deployment, names)
         if self._watchdog is None:
             self._watchdog = Watchdog()
         launched: list[str] = []

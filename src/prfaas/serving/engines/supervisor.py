@@ -11,6 +11,7 @@ from prfaas.core.deployment import Instance
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.running import answers_health
 from prfaas.serving.transport.ticket import KeyFileError
+from prfaas.serving.transport.tls_identity import TlsFileError
 
 _LOOK_EVERY_S = 1.0
 
@@ -138,7 +139,7 @@ class EngineSupervisor:
         try:
             # In a thread: the gateway serves in this one.
             await asyncio.to_thread(self._engines.restart, due)
-        except (EngineError, KeyFileError, OSError) as error:
+        except (EngineError, KeyFileError, TlsFileError, OSError) as error:
             self._tell(f"no restart of {', '.join(due)}: {error}")
 
     async def _ask(self, name: str, each: _Watched) -> None:

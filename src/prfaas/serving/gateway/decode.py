@@ -94,6 +94,9 @@ class Decoder:
                 try:
                     if answer.status == 200:
                         self._prefill.delivered(prepared)
+                    if answer.status == 200 and prepared.arriving is not None:
+                        # The engine cannot have a token before; how the KV came goes into the client's headers.
+                        request.record.sent((await self._prefill.arrived(request, prepared)).header())
                     yield answer
                     ended_well = answer.status == 200
                 finally:

@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from prfaas.serving.transport.observer import OnSoon
 from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.wire import TransferPhase, TransferStatus
 
@@ -50,22 +51,30 @@ class TransferSpec:
     """How many requests load it at the consumer."""
     sealed_from: str | None = None
     """The sealed ticket of a prefix that the producer loads first."""
+    background: bool = False
+    """It gets what other transfers leave of the link."""
 
 
 @dataclass(frozen=True, slots=True)
-class TransferDone:
-    """A transfer that is complete: its KV waits in the consumer's staging."""
+class StartedTransfer:
+    """A transfer that a request at the consumer may name: it is complete, or will be soon."""
 
     ticket: Ticket
     sealed: str
     """The ticket as engines take it."""
+    cached_tokens: int | None
+    """Tokens that the producer reused, by its own count; None: it did not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferDone(StartedTransfer):
+    """A transfer that is complete: its KV waits in the consumer's staging, or is loaded already."""
+
     moved: TransferredBytes
     prefill_s: float
     """From the transfer's start to the producer's answer."""
     transfer_s: float
     """From the transfer's start to its last byte."""
-    cached_tokens: int | None = None
-    """Tokens that the producer reused, by its own count; None: it did not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +88,9 @@ class StagingUse:
 class Watcher(Protocol):
     """What the gateway needs of `transport.observer.Observer`."""
 
-    async def wait(self, transfer_id: bytes, timeout_s: float) -> TransferStatus: ...
+    async def wait(
+        self, transfer_id: bytes, timeout_s: float, lead_s: float = 0.0, on_soon: OnSoon | None = None
+    ) -> TransferStatus: ...
 
     def announced(self, transfer_id: bytes) -> bool: ...
 
@@ -98,21 +109,40 @@ class KvTransfers:
         self._watchers = watchers
         self._consumers: set[str] = set()
 
-    async def wait(self, consumer: str, transfer_id: bytes, timeout_s: float) -> TransferredBytes:
+    async def wait(
+        self,
+        consumer: str,
+        transfer_id: bytes,
+        timeout_s: float,
+        lead_s: float = 0.0,
+        on_soon: Callable[[int], None] | None = None,
+    ) -> TransferredBytes:
         """Wait until every rank of `consumer` has all bytes.
+
+        `on_soon` is called with the tokens that the producer had cached, once every rank expects all bytes within
+        `lead_s`; not at all where the producer does not tell them.
 
         Raises:
             TransferFailedError: as soon as one rank will not get them.
         """
         watchers = self._watchers[consumer]
         self._consumers.add(consumer)
+        ranks_left = len(watchers)
+
+        def soon(status: TransferStatus) -> None:
+            nonlocal ranks_left
+            ranks_left -= 1
+            if not ranks_left and on_soon is not None and status.cached_tokens is not None:
+                on_soon(status.cached_tokens)
+
         if len(watchers) == 1:
-            status = await self._wait(watchers[0], transfer_id, timeout_s)
+            status = await self._wait(watchers[0], transfer_id, timeout_s, lead_s, soon)
             return TransferredBytes(status.total_bytes, status.overlapped_bytes)
         try:
             async with asyncio.TaskGroup() as group:
                 waits = [
-                    group.create_task(self._wait(watcher, transfer_id, timeout_s)) for watcher in watchers
+                    group.create_task(self._wait(watcher, transfer_id, timeout_s, lead_s, soon))
+                    for watcher in watchers
                 ]
         except* TransferFailedError as failures:
             raise _first(failures) from None
@@ -173,9 +203,11 @@ class KvTransfers:
                 await watcher.close()
 
     @staticmethod
-    async def _wait(watcher: Watcher, transfer_id: bytes, timeout_s: float) -> TransferStatus:
+    async def _wait(
+        watcher: Watcher, transfer_id: bytes, timeout_s: float, lead_s: float, on_soon: OnSoon
+    ) -> TransferStatus:
         try:
-            status = await watcher.wait(transfer_id, timeout_s)
+            status = await watcher.wait(transfer_id, timeout_s, lead_s, on_soon)
         except TimeoutError:
             raise TransferFailedError("transfer-deadline", f"not complete within {timeout_s:g} s") from None
         except OSError as error:

@@ -1,5 +1,6 @@
 """Carries a routing decision out: prefill where it says, move the KV, and fall back to a local prefill."""
 
+import asyncio
 import time
 from collections.abc import Collection
 from dataclasses import replace
@@ -7,7 +8,7 @@ from dataclasses import replace
 from prfaas.core.deployment import Deployment
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.kv_transfer import TransferDone, TransferSpec
+from prfaas.serving.gateway.kv_transfer import StartedTransfer, TransferDone, TransferSpec
 from prfaas.serving.gateway.prefill_hop import INCOMPATIBLE, HopFailedError, PrefillHop
 from prfaas.serving.gateway.prompts import DirectPrompt
 from prfaas.serving.gateway.request import PreparedRequest, ServingRequest, TokenizedPrompt
@@ -22,6 +23,7 @@ class PrefillOrchestrator:
 
     def __init__(self, deployment: Deployment, hop: PrefillHop, context: GatewayContext) -> None:
         self._hop = hop
+        self._lead_s = deployment.transfer.decode_lead_s
         self._plane = context.plane
         self._metrics = context.metrics
         self._staging_bytes = {
@@ -36,7 +38,7 @@ class PrefillOrchestrator:
         decision: Decision,
         avoid: Collection[str] = (),
     ) -> PreparedRequest:
-        """Prefill the prompt where `decision` says, and have its KV at the decode engine.
+        """Prefill the prompt where `decision` says, and have its KV at the decode engine, or nearly.
 
         A prefill that fails is tried once more inside the PD cluster. After that the decode engine prefills: this
         never raises for a failed prefill.
@@ -58,7 +60,7 @@ class PrefillOrchestrator:
                 return self._at_decode(request, prompt, decision, "staging", fallback)
             attempt = request.record.start(decision, num_tokens)
             try:
-                prepared = await self._prefill_remote(request, prompt, attempt)
+                prepared = await self._begin_remote(request, prompt, attempt)
             except HopFailedError as failure:
                 attempt.outcome = fallback = failure.reason
                 self._metrics.fallbacks.labels(fallback).inc()
@@ -71,7 +73,7 @@ class PrefillOrchestrator:
                 except NoDecodeInstanceError:
                     break
             else:
-                attempt.outcome = "done"
+                attempt.outcome = "done" if prepared.arriving is None else "arriving"
                 return replace(prepared, fallback=fallback)
         reason = "fallback" if decision.transfers else decision.reason
         return self._at_decode(request, prompt, decision, reason, fallback)
@@ -90,6 +92,26 @@ class PrefillOrchestrator:
             decision = self._plane.route(len(prompt.token_ids), prompt.chains, avoid=avoid)
         return await self.prepare(request, prompt, decision, avoid)
 
+    async def arrived(self, request: ServingRequest, prepared: PreparedRequest) -> PreparedRequest:
+        """Wait for the rest of the KV that the decode engine waits for too; what became of it.
+
+        If it does not come, the decode engine learns that as well, and prefills.
+        """
+        arriving, prompt, decision = prepared.arriving, prepared.prompt, prepared.decision
+        if arriving is None:
+            return prepared
+        await asyncio.wait((arriving,))
+        attempt = request.record.attempts[-1]
+        try:
+            prepared = replace(arriving.result(), fallback=prepared.fallback)
+        except HopFailedError as failure:
+            attempt.outcome = failure.reason
+            self._metrics.fallbacks.labels(failure.reason).inc()
+            assert isinstance(prompt, TokenizedPrompt) and decision is not None
+            return self._at_decode(request, prompt, decision, "fallback", failure.reason)
+        attempt.outcome = "done"
+        return prepared
+
     def delivered(self, prepared: PreparedRequest) -> None:
         """The decode engine answers, so it holds the prompt now."""
         if prepared.prompt is not None:
@@ -97,6 +119,8 @@ class PrefillOrchestrator:
 
     def abandon(self, prepared: PreparedRequest, reason: str) -> None:
         """The decode engine may never take the transfer: have its staging freed."""
+        if prepared.arriving is not None:
+            prepared.arriving.cancel()
         if prepared.transfer is not None:
             self._hop.abandon(prepared.transfer.ticket, reason)
 
@@ -147,11 +171,39 @@ class PrefillOrchestrator:
             fallback=fallback,
         )
 
-    async def _prefill_remote(
+    async def _begin_remote(
         self, request: ServingRequest, prompt: TokenizedPrompt, attempt: Attempt
+    ) -> PreparedRequest:
+        """Prefill elsewhere until the KV is at the decode engine, or is expected to be there in a moment.
+
+        In the second case `PreparedRequest.arriving` goes on. Raises HopFailedError.
+        """
+        if self._lead_s <= 0:
+            return await self._prefill_remote(request, prompt, attempt, None)
+        loop = asyncio.get_running_loop()
+        soon: asyncio.Future[PreparedRequest] = loop.create_future()
+        moving = loop.create_task(self._prefill_remote(request, prompt, attempt, soon))
+        moving.add_done_callback(_look_at)
+        begun = False
+        try:
+            await asyncio.wait((moving, soon), return_when=asyncio.FIRST_COMPLETED)
+            begun = True
+        finally:
+            if not begun:
+                moving.cancel()
+                await asyncio.wait((moving,))
+        return moving.result() if moving.done() else replace(soon.result(), arriving=moving)
+
+    async def _prefill_remote(
+        self,
+        request: ServingRequest,
+        prompt: TokenizedPrompt,
+        attempt: Attempt,
+        soon: "asyncio.Future[PreparedRequest] | None",
     ) -> PreparedRequest:
         """Prefill at another instance than the decode instance, and move the KV. Raises HopFailedError.
 
+        `soon` gets the request as it is prepared when the KV is expected in a moment.
         `attempt.decision` becomes the one that was carried out: another instance may be free first.
         """
         num_tokens, wanted = len(prompt.token_ids), attempt.decision
@@ -168,6 +220,11 @@ class PrefillOrchestrator:
                 request.record.waits_for = WaitsFor.PREFILL
                 attempt.decision = decision
                 has_prefix = prefix is not None and decision.prefill == wanted.prefill
+
+                def on_soon(transfer: StartedTransfer, decision: Decision = decision) -> None:
+                    if soon is not None and not soon.done():
+                        soon.set_result(_prepared(prompt, decision, transfer, prefix))
+
                 self._plane.expect(decision.prefill, prompt.chains)
                 # 3. Prefill there. The last token stays for the decode engine, which samples from it.
                 with self._plane.prefilling(decision) as work:
@@ -182,6 +239,7 @@ class PrefillOrchestrator:
                             sealed_from=prefix.sealed if prefix is not None and has_prefix else None,
                         ),
                         request,
+                        on_soon if soon is not None else None,
                     )
                     work.measured()
         finally:
@@ -189,16 +247,7 @@ class PrefillOrchestrator:
                 self._hop.abandon(prefix.ticket, "the prefill that would have used it failed")
         attempt.moved = done.moved
         self._count(request, decision, done)
-        return PreparedRequest(
-            route=decision.route,
-            prefill=decision.prefill,
-            decode=decision.decode,
-            reason=decision.reason,
-            prompt=prompt,
-            decision=decision,
-            transfer=done,
-            prefix=prefix,
-        )
+        return _prepared(prompt, decision, done, prefix)
 
     async def _move_prefix(
         self, request: ServingRequest, prompt: TokenizedPrompt, decision: Decision
@@ -222,6 +271,8 @@ class PrefillOrchestrator:
                 token_ids=prompt.token_ids[:prefix_tokens],
                 skip_tokens=wanted.skip_tokens,
                 kv_bytes=wanted.kv_bytes,
+                # Only an abundant link is worth a cache transfer (section 3.4.3).
+                background=True,
             )
             try:
                 # Not `measured`: how long it took says nothing about the prefill.
@@ -245,6 +296,28 @@ class PrefillOrchestrator:
         metrics.overlapped_bytes.labels(route).inc(done.moved.overlapped_bytes)
         request.record.took("prefill", done.prefill_s)
         request.record.took("transfer", done.transfer_s)
+
+
+def _prepared(
+    prompt: TokenizedPrompt, decision: Decision, transfer: StartedTransfer, prefix: TransferDone | None
+) -> PreparedRequest:
+    """A request whose prompt was prefilled elsewhere, or nearly."""
+    return PreparedRequest(
+        route=decision.route,
+        prefill=decision.prefill,
+        decode=decision.decode,
+        reason=decision.reason,
+        prompt=prompt,
+        decision=decision,
+        transfer=transfer,
+        prefix=prefix,
+    )
+
+
+def _look_at(moving: "asyncio.Task[PreparedRequest]") -> None:
+    """Asyncio warns of an exception that nobody looks at, as when the decode engine failed before."""
+    if not moving.cancelled():
+        moving.exception()
 
 
 def _without_prefix_move(decision: Decision, num_tokens: int, *, arrived: bool) -> Decision:

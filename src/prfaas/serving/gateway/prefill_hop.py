@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 from prfaas.core.deployment import Deployment
@@ -12,12 +13,13 @@ from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.engine_client import FROZEN, OWN_RESOURCES, Blame, EngineCallError
 from prfaas.serving.gateway.kv_transfer import (
     KvTransfers,
+    StartedTransfer,
     TransferDone,
     TransferFailedError,
     TransferredBytes,
     TransferSpec,
 )
-from prfaas.serving.gateway.request import ServingRequest
+from prfaas.serving.gateway.request import ServingRequest, Tenants
 from prfaas.serving.transport.ticket import Ticket, prompt_digest
 
 logger = logging.getLogger(__name__)
@@ -51,13 +53,20 @@ class PrefillHop:
     """Has a producer prefill and send, reports producers that fail, and frees what they leave in staging."""
 
     def __init__(
-        self, deployment: Deployment, key: bytes, transfers: KvTransfers, context: GatewayContext
+        self,
+        deployment: Deployment,
+        key: bytes,
+        transfers: KvTransfers,
+        tenants: Tenants,
+        context: GatewayContext,
     ) -> None:
         """`key` seals tickets."""
         self._key = key
+        self._tenants = tenants
         self._bandwidth_bits_per_s = {
             (link.source, link.target): link.bandwidth_bits_per_s for link in deployment.links
         }
+        self._lead_s = deployment.transfer.decode_lead_s
         self._transfers = transfers
         self._plane = context.plane
         self._client = context.client
@@ -78,8 +87,16 @@ class PrefillHop:
             if name in (spec.producer, spec.consumer):
                 arrival.cancel()
 
-    async def run(self, spec: TransferSpec, request: ServingRequest) -> TransferDone:
+    async def run(
+        self,
+        spec: TransferSpec,
+        request: ServingRequest,
+        on_soon: Callable[[StartedTransfer], None] | None = None,
+    ) -> TransferDone:
         """Prefill and move the KV, until all bytes are at the consumer.
+
+        `on_soon` is called some time (`transfer.decode_lead_s`) before that, perhaps before the prefill's end: a
+        request for the KV may be sent then. If this fails later, the consumer prefills such a request itself.
 
         Raises:
             HopFailedError: the prefill or the transfer failed. What has arrived is freed.
@@ -94,7 +111,7 @@ class PrefillHop:
             with self._metrics.in_flight_transfers.track_inprogress():
                 try:
                     # 2. The producer prefills and sends; the consumer's ranks say when all bytes are there.
-                    done = await self._prefill_and_transfer(spec, ticket, sealed, body, request)
+                    done = await self._prefill_and_transfer(spec, ticket, sealed, body, request, on_soon)
                 except (EngineCallError, TransferFailedError) as error:
                     failure = error
         finally:
@@ -136,6 +153,7 @@ class PrefillHop:
             lifetime_s=self._options.ticket_lifetime_s,
             now_s=time.time(),
             uses=spec.uses,
+            service=self._tenants.transfer_class(request.salt, background=spec.background),
         )
         sealed = ticket.seal(self._key)
         body = prefill_body(
@@ -144,7 +162,13 @@ class PrefillHop:
         return ticket, sealed, body
 
     async def _prefill_and_transfer(
-        self, spec: TransferSpec, ticket: Ticket, sealed: str, body: bytes, request: ServingRequest
+        self,
+        spec: TransferSpec,
+        ticket: Ticket,
+        sealed: str,
+        body: bytes,
+        request: ServingRequest,
+        on_soon: Callable[[StartedTransfer], None] | None,
     ) -> TransferDone:
         """The request and the transfer at the same time; the first to fail ends the other."""
         clock = time.perf_counter
@@ -161,11 +185,16 @@ class PrefillHop:
             )
             return clock() - start_s, answer
 
+        def soon(cached_tokens: int) -> None:
+            if on_soon is not None:
+                on_soon(StartedTransfer(ticket, sealed, cached_tokens))
+
+        lead_s = self._lead_s if on_soon is not None else 0.0
         loop = asyncio.get_running_loop()
         # Two tasks and no group: each more costs every request some percent of the gateway's CPU time.
         prefilling = loop.create_task(prefill())
         arrival = loop.create_task(
-            self._transfers.wait(spec.consumer, ticket.transfer_id, prefill_timeout_s + late_s)
+            self._transfers.wait(spec.consumer, ticket.transfer_id, prefill_timeout_s + late_s, lead_s, soon)
         )
         self._arriving[arrival] = spec
         try:
@@ -176,7 +205,7 @@ class PrefillHop:
             prefill_s, answer = await prefilling
             await self._wait_for_arrival(spec, ticket, arrival, late_s)
             moved, transfer_s = self._arrived(spec, arrival), clock() - start_s
-            return TransferDone(ticket, sealed, moved, prefill_s, transfer_s, cached_tokens_of(answer))
+            return TransferDone(ticket, sealed, cached_tokens_of(answer), moved, prefill_s, transfer_s)
         finally:
             del self._arriving[arrival]
             await _end(prefilling, arrival)

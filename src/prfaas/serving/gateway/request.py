@@ -1,5 +1,6 @@
 """One request at each stage: as the client made it, in tokens, and ready for its decode engine."""
 
+import asyncio
 import hashlib
 import hmac
 import re
@@ -15,9 +16,10 @@ from prfaas.core.route_header import REQUEST_ID_HEADER, RouteHeader
 from prfaas.core.scheduling import Decision, Route
 from prfaas.serving.gateway.bodies import ApiError, Json, parse_body, strip_owned
 from prfaas.serving.gateway.context import GatewayOptions, ThreadOffload
-from prfaas.serving.gateway.kv_transfer import TransferDone
+from prfaas.serving.gateway.kv_transfer import StartedTransfer, TransferDone
 from prfaas.serving.gateway.prompts import Endpoint, Prompt, prompt_of, samples_of
 from prfaas.serving.gateway.request_log import RequestRecord, WaitsFor
+from prfaas.serving.transport.ticket import TENANT_BYTES, TransferClass
 
 # The only client headers that an engine sees, and only in this form.
 _TRACE_HEADERS = {
@@ -25,6 +27,7 @@ _TRACE_HEADERS = {
     "tracestate": re.compile(r"[ -~]{1,512}"),
 }
 _TENANT_PURPOSE = b"prfaas tenant\x00"
+_LINK_PURPOSE = b"prfaas tenant on a link\x00"
 _SALT_BYTES = 16
 
 
@@ -80,8 +83,10 @@ class PreparedRequest:
     """The decision that was carried out; None when the prompt was not looked at."""
     own_prefill_tokens: int = 0
     """Tokens that the decode engine prefills itself; 0 when it is not known, or none."""
-    transfer: TransferDone | None = None
-    """The KV that waits at the decode engine; None when that engine prefills."""
+    transfer: StartedTransfer | None = None
+    """The KV that waits at the decode engine, or is about to; None when that engine prefills."""
+    arriving: "asyncio.Task[PreparedRequest] | None" = None
+    """Ends when all KV is there, with what is known of it then; None: it is."""
     prefix: TransferDone | None = None
     """The cached prefix that was moved to the prefill instance first."""
     fallback: str | None = None
@@ -101,16 +106,17 @@ class PreparedRequest:
     def header(self) -> RouteHeader:
         """What the route header tells."""
         decision, transfer, prefix = self.decision, self.transfer, self.prefix
+        done = transfer if isinstance(transfer, TransferDone) else None
         return RouteHeader(
             route=str(self.route),
             prefill=self.prefill,
             decode=self.decode,
             uncached_tokens=None if decision is None else decision.uncached_tokens,
             cached_tokens=0 if transfer is None else transfer.ticket.skip_tokens,
-            kv_bytes=0 if transfer is None else transfer.moved.total_bytes,
-            hidden_fraction=None if transfer is None else transfer.moved.overlapped_fraction,
-            transfer_s=None if transfer is None else transfer.transfer_s,
-            prefill_s=None if transfer is None else transfer.prefill_s,
+            kv_bytes=0 if done is None else done.moved.total_bytes,
+            hidden_fraction=None if done is None else done.moved.overlapped_fraction,
+            transfer_s=None if done is None else done.transfer_s,
+            prefill_s=None if done is None else done.prefill_s,
             threshold_tokens=None if decision is None else decision.threshold_tokens,
             predicted_ttft_s=None if decision is None else decision.predicted_ttft_s,
             prefix_source=None if prefix is None else prefix.ticket.producer,
@@ -129,10 +135,16 @@ class Headers(Protocol):
 class Tenants:
     """Derives salts with the deployment's key, so that no client can guess or choose another's."""
 
-    def __init__(self, key: bytes, header: str | None) -> None:
-        """`header` names the tenant. None: all requests are one tenant's and share prefixes."""
+    def __init__(self, key: bytes, header: str | None, weights: Mapping[str, int] | None = None) -> None:
+        """
+        Args:
+            key: of the deployment.
+            header: names the tenant. None: all requests are one tenant's and share prefixes.
+            weights: parts of a link by the header's value; 1 for all others.
+        """
         self._key = key
         self._header = header
+        self._weights = {self._salt(name.encode()): weight for name, weight in (weights or {}).items()}
 
     def names(self, headers: Headers) -> bool:
         """Whether a request says whose it is. Those that don't are one tenant's together."""
@@ -152,6 +164,17 @@ class Tenants:
         if len(values) > 1:
             raise ApiError(400, f"The header {self._header} must not be given more than once.")
         value = values[0].encode("utf-8", "surrogateescape") if values else b""
+        return self._salt(value)
+
+    def transfer_class(self, salt: str, *, background: bool) -> TransferClass:
+        """How a transfer of the tenant with this salt shares a link."""
+        if not salt:
+            return TransferClass(background=background)
+        # Not the salt itself: a ticket may be read by anybody.
+        mark = hmac.digest(self._key, _LINK_PURPOSE + salt.encode(), hashlib.sha256)[:TENANT_BYTES]
+        return TransferClass(mark, self._weights.get(salt, 1), background)
+
+    def _salt(self, value: bytes) -> str:
         return hmac.digest(self._key, _TENANT_PURPOSE + value, hashlib.sha256)[:_SALT_BYTES].hex()
 
 

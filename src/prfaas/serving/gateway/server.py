@@ -100,7 +100,9 @@ class Gateway:
         )
         local = LocalTokenizer.of_model(model.path, self._tokenizer_threads)
         self._tokenization = Tokenization(local, model.served_name, context)
-        self._hop = PrefillHop(deployment, key, self._transfers, context)
+        security = deployment.security
+        tenants = Tenants(key, security.tenant_header, security.tenant_weights)
+        self._hop = PrefillHop(deployment, key, self._transfers, tenants, context)
         plane.listen(lambda name, reason: self._client.bar(plane.instance(name), reason))
         plane.listen(self._hop.frozen)
         prefill = PrefillOrchestrator(deployment, self._hop, context)
@@ -109,7 +111,7 @@ class Gateway:
         log = RequestLog(options.kept_records, context.metrics)
         generation = Generation(
             context,
-            tenants=Tenants(key, deployment.security.tenant_header),
+            tenants=tenants,
             admission=Admission(deployment.gateway.limits, plane),
             parser=RequestParser(deployment, options, self._json_threads),
             tokenization=self._tokenization,

@@ -1,7 +1,7 @@
 """Moving KV between machines over TCP: verified, paced, resumable. Knows bytes, regions and offsets, nothing
 of vLLM or HTTP. The wire format is in docs/reference/wire-format.md."""
 
-from prfaas.serving.transport.handshake import Fingerprint, HandshakeError
+from prfaas.serving.transport.handshake import Fingerprint
 from prfaas.serving.transport.incoming import RegionLayout
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
@@ -15,7 +15,7 @@ from prfaas.serving.transport.outgoing import (
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.sockets import LinkSample, TcpInfo
+from prfaas.serving.transport.sockets import HandshakeError, LinkSample, TcpInfo
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena, StagingLease
 from prfaas.serving.transport.ticket import (
     KeyFileError,

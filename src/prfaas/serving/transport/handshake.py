@@ -3,6 +3,9 @@
 Four steps: HELLO (client's name, role, nonce, fingerprint) → CHALLENGE (server's name, nonce and proof) →
 AUTH (client's proof) → WELCOME or REJECT. Both proofs cover everything sent before, so nothing of it can be
 changed or replayed, and each names its own side, so neither can be reflected.
+
+An encrypted connection does all of it inside mutual TLS 1.3, which also binds the names to certificates. A fifth step,
+KEYS, hands over the secret that all later frames of this connection are sealed with; TLS ends with it.
 """
 
 import hmac
@@ -10,12 +13,28 @@ import json
 import re
 import secrets
 import socket
+import ssl
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from prfaas.serving.transport.sockets import limit, receive_control
+from prfaas.serving.transport.sealing import SECRET_BYTES, Sealing
+from prfaas.serving.transport.sockets import (
+    ByteStream,
+    ConnectionEnded,
+    HandshakeError,
+    limit,
+    receive_control,
+)
+from prfaas.serving.transport.tls_identity import TlsIdentity, names_instance, names_of
+from prfaas.serving.transport.tls_stream import (
+    HANDSHAKE_RECORD,
+    NotTlsError,
+    TlsStream,
+    receive_record,
+    tls_trouble,
+)
 from prfaas.serving.transport.wire import (
     PROTOCOL_VERSION,
     FrameType,
@@ -42,15 +61,7 @@ Fingerprint = Mapping[str, str | int]
 _PEER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}(/[0-9]{1,4})?")
 _SESSION = re.compile(r"[A-Za-z0-9]{1,64}")
 _NONCE = re.compile(rf"[0-9a-f]{{{2 * NONCE_BYTES}}}")
-
-
-class HandshakeError(ConnectionError):
-    """The peer is not who or what was expected; the message says why. Retrying soon won't help."""
-
-    def __init__(self, sentence: str, *, peer: str = "") -> None:
-        """`peer`: who was refused, if it has proved to have the key."""
-        super().__init__(sentence)
-        self.peer = peer
+_SECRET = re.compile(rf"[0-9a-f]{{{2 * SECRET_BYTES}}}")
 
 
 def is_peer_name(name: str) -> bool:
@@ -152,23 +163,70 @@ class ClientHello:
             raise HandshakeError(f"{self.server_name} answered AUTH with {header.kind.name}")
         return text_field(body, "session", 64)
 
+    def check_certificate(self, certificate: Mapping[str, Any]) -> None:
+        """Check whose certificate the server has shown.
 
-def greet(sock: socket.socket, hello: ClientHello, deadline_s: float | None = None) -> None:
+        Raises:
+            HandshakeError: it is another one's.
+        """
+        if not names_instance(certificate, self.server_name):
+            raise HandshakeError(
+                f"the certificate at this address does not belong to {self.server_name}: "
+                f"its names are {legible(names_of(certificate), 100)}"
+            )
+
+    def keys(self, header: Header, body: Mapping[str, Any]) -> Sealing:
+        """The keys of an encrypted connection, from what comes after WELCOME.
+
+        Raises:
+            WireError: it is not KEYS.
+        """
+        secret = text_field(body, "secret", 2 * SECRET_BYTES)
+        if header.kind is not FrameType.KEYS or not _SECRET.fullmatch(secret):
+            raise WireError(
+                f"{self.server_name} followed WELCOME with {header.kind.name} instead of a secret"
+            )
+        return Sealing.of_client(bytes.fromhex(secret))
+
+
+def greet(
+    sock: socket.socket,
+    hello: ClientHello,
+    deadline_s: float | None = None,
+    tls: TlsIdentity | None = None,
+) -> Sealing | None:
     """Client side on a blocking socket.
 
     Args:
         sock: a connection to the server; give it a timeout where there is no deadline.
         hello: who this side is.
         deadline_s: by `time.monotonic`, for the whole handshake.
+        tls: the connection is to be encrypted, with this identity; None: it is to be plain.
+
+    Returns:
+        What all further frames are sealed with; None on a plain connection.
 
     Raises:
         HandshakeError: the server is not the expected one, or rejected the connection.
         WireError: it does not speak this protocol.
         OSError: the connection is broken.
     """
-    sock.sendall(hello.frame())
-    sock.sendall(hello.answer(*receive_control(sock, deadline_s, MAX_HANDSHAKE_BYTES)))
-    hello.finish(*receive_control(sock, deadline_s, MAX_HANDSHAKE_BYTES))
+    if tls is None:
+        _introduce(sock, hello, deadline_s)
+        return None
+    try:
+        stream = TlsStream(sock, tls.client_context(), server_side=False, deadline_s=deadline_s)
+        hello.check_certificate(stream.certificate())
+        _introduce(stream, hello, deadline_s)
+        return hello.keys(*receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES))
+    except (ssl.SSLError, NotTlsError) as error:
+        raise tls_trouble(error, hello.server_name) from None
+
+
+def _introduce(stream: ByteStream, hello: ClientHello, deadline_s: float | None) -> None:
+    stream.sendall(hello.frame())
+    stream.sendall(hello.answer(*receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES)))
+    hello.finish(*receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES))
 
 
 def welcome(
@@ -180,8 +238,10 @@ def welcome(
     fingerprint: Fingerprint,
     producers: Collection[str] | None,
     handshake_s: float = 5.0,
+    tls: TlsIdentity | None = None,
+    plain_peers: Collection[str] = (),
     admit: Callable[[PeerIdentity], None] = lambda _: None,
-) -> PeerIdentity:
+) -> tuple[PeerIdentity, Sealing | None]:
     """Server side on a blocking socket, which is left with a timeout.
 
     Args:
@@ -192,56 +252,98 @@ def welcome(
         fingerprint: this side's KV layout.
         producers: the only names that may send; None: all that have the key.
         handshake_s: for all of it, however many bytes the client sends one by one.
+        tls: encrypted connections are taken, with this identity; None: all connections are plain.
+        plain_peers: with `tls`, the only instances whose connections may be plain.
         admit: called with a client that is welcome, before it is told so. May raise: then it is told nothing.
 
     Returns:
-        Who the client is.
+        Who the client is, and what all further frames are sealed with; None on a plain connection.
 
     Raises:
-        HandshakeError: the client was refused; it got a REJECT with the same reason.
+        HandshakeError: the client was refused; it got a REJECT with the same reason, or TLS told it.
         WireError: it does not speak this protocol.
         OSError: the connection is broken.
     """
     deadline_s = time.monotonic() + handshake_s
-    header, body = _first_frame(sock, deadline_s)
+    limit(sock, deadline_s)
+    first = sock.recv(1, socket.MSG_PEEK)
+    if not first:
+        raise ConnectionEnded("connection ended")
+    encrypted = first[0] == HANDSHAKE_RECORD
+    if encrypted and tls is None:
+        # What is left unread when a socket is closed takes the answer with it.
+        receive_record(sock, deadline_s)
+        _reject(sock, f"{name} takes no encrypted connections")
+    certificate: Mapping[str, Any] | None = None
+    stream: ByteStream = sock
+    try:
+        if encrypted and tls is not None:
+            stream = opened = TlsStream(sock, tls.server_context(), server_side=True, deadline_s=deadline_s)
+            certificate = opened.certificate()
+        identity = _examine(stream, key, name, fingerprint, producers, deadline_s, certificate)
+    except (ssl.SSLError, NotTlsError) as error:
+        raise tls_trouble(error, "the client") from None
+    if not encrypted and tls is not None and identity.name.partition("/")[0] not in plain_peers:
+        _reject(sock, f"{name} takes only encrypted connections from {identity.name}", identity.name)
+    admit(identity)
+    stream.sendall(pack_control(FrameType.WELCOME, body={"name": name, "session": session}))
+    if not encrypted:
+        return identity, None
+    secret = secrets.token_bytes(SECRET_BYTES)
+    stream.sendall(pack_control(FrameType.KEYS, body={"secret": secret.hex()}))
+    return identity, Sealing.of_server(secret)
+
+
+def _examine(
+    stream: ByteStream,
+    key: bytes,
+    name: str,
+    fingerprint: Fingerprint,
+    producers: Collection[str] | None,
+    deadline_s: float,
+    certificate: Mapping[str, Any] | None,
+) -> PeerIdentity:
+    """HELLO, CHALLENGE and AUTH: who the client is, unless it is rejected. `certificate`: None without TLS."""
+    header, body = _first_frame(stream, deadline_s)
     if header.kind is not FrameType.HELLO:
         raise HandshakeError(f"a client began with {header.kind.name} instead of HELLO")
     if body.get("version") != PROTOCOL_VERSION:
         said = legible(repr(body.get("version")), 40)
-        _reject(sock, f"{name} speaks protocol version {PROTOCOL_VERSION}, the peer {said}")
+        _reject(stream, f"{name} speaks protocol version {PROTOCOL_VERSION}, the peer {said}")
     client, role = text_field(body, "name", 255), text_field(body, "role", 16)
     client_session, server = text_field(body, "session", 64), text_field(body, "server", 255)
     if not is_peer_name(client):
-        _reject(sock, f"{legible(repr(client), 80)} is no name of an engine, a gateway or a tool")
+        _reject(stream, f"{legible(repr(client), 80)} is no name of an engine, a gateway or a tool")
     if not _SESSION.fullmatch(client_session) or not _NONCE.fullmatch(text_field(body, "nonce")):
         _reject(
-            sock,
+            stream,
             f"session and nonce of {client} must be letters and digits, the nonce {2 * NONCE_BYTES} of hex",
         )
     if server != name:
-        _reject(sock, f"this is {name}, not {legible(server, 80)}")
+        _reject(stream, f"this is {name}, not {legible(server, 80)}")
     nonce = secrets.token_hex(NONCE_BYTES)
     proof = _proof(key, "server", body, nonce).hex()
-    sock.sendall(pack_control(FrameType.CHALLENGE, body={"name": name, "nonce": nonce, "proof": proof}))
-    header, auth = receive_control(sock, deadline_s, MAX_HANDSHAKE_BYTES)
+    stream.sendall(pack_control(FrameType.CHALLENGE, body={"name": name, "nonce": nonce, "proof": proof}))
+    header, auth = receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES)
     if header.kind is not FrameType.AUTH or not _proved(
         key, "client", body, nonce, text_field(auth, "proof")
     ):
-        _reject(sock, f"{client} does not have this deployment's key")
-    limit(sock, deadline_s)
+        _reject(stream, f"{client} does not have this deployment's key")
+    limit(stream, deadline_s)
+    if certificate is not None and not names_instance(certificate, client):
+        _reject(
+            stream, f"{client} has shown the certificate of {legible(names_of(certificate), 100)}", client
+        )
     if role not in (ROLE_PRODUCER, ROLE_OBSERVER):
         said = legible(repr(role))
-        _reject(sock, f"role {said} is neither {ROLE_PRODUCER!r} nor {ROLE_OBSERVER!r}", client)
+        _reject(stream, f"role {said} is neither {ROLE_PRODUCER!r} nor {ROLE_OBSERVER!r}", client)
     if role == ROLE_PRODUCER:
         if producers is not None and client not in producers:
-            _reject(sock, f"{name} takes no KV from {client}: it is not among its producers", client)
+            _reject(stream, f"{name} takes no KV from {client}: it is not among its producers", client)
         difference = fingerprint_difference(fingerprint, body.get("fingerprint"), name, client)
         if difference is not None:
-            _reject(sock, difference, client)
-    identity = PeerIdentity(client, role, client_session)
-    admit(identity)
-    sock.sendall(pack_control(FrameType.WELCOME, body={"name": name, "session": session}))
-    return identity
+            _reject(stream, difference, client)
+    return PeerIdentity(client, role, client_session)
 
 
 def bounded_sentences(sentences: Mapping[str, str]) -> dict[str, str]:
@@ -265,18 +367,18 @@ def fingerprint_difference(ours: Fingerprint, theirs: object, name: str, peer: s
     return None
 
 
-def _first_frame(sock: socket.socket, deadline_s: float) -> tuple[Header, dict[str, Any]]:
+def _first_frame(stream: ByteStream, deadline_s: float) -> tuple[Header, dict[str, Any]]:
     try:
-        return receive_control(sock, deadline_s, MAX_HANDSHAKE_BYTES)
+        return receive_control(stream, deadline_s, MAX_HANDSHAKE_BYTES)
     except WireError as error:
         # Another version's client learns at least why; its header layout up to the type is the same.
         damaged = not isinstance(error, VersionError)
-        sock.sendall(pack_control(FrameType.REJECT, body={"reason": str(error), "again": damaged}))
+        stream.sendall(pack_control(FrameType.REJECT, body={"reason": str(error), "again": damaged}))
         raise HandshakeError(str(error)) from None
 
 
-def _reject(sock: socket.socket, reason: str, peer: str = "") -> NoReturn:
-    sock.sendall(pack_control(FrameType.REJECT, body={"reason": reason}))
+def _reject(stream: ByteStream, reason: str, peer: str = "") -> NoReturn:
+    stream.sendall(pack_control(FrameType.REJECT, body={"reason": reason}))
     raise HandshakeError(reason, peer=peer)
 
 

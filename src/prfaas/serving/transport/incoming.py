@@ -215,6 +215,11 @@ class IncomingTransfer:
         return self._coverage[region].end_from(start)
 
     @property
+    def background(self) -> bool:
+        """It comes after all others."""
+        return self.ticket.service.background
+
+    @property
     def covered(self) -> bool:
         """Whether every byte of every region is in place."""
         return self.received_bytes == self.total_bytes

@@ -3,14 +3,17 @@
 import asyncio
 import contextlib
 import secrets
+import ssl
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, HandshakeError
+from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello
 from prfaas.serving.transport.pacing import PaceOrder
-from prfaas.serving.transport.sockets import keep_alive
+from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, Sealing
+from prfaas.serving.transport.sockets import HandshakeError, keep_alive
 from prfaas.serving.transport.tls_identity import TlsIdentity
+from prfaas.serving.transport.tls_stream import AsyncTlsStream, NotTlsError, tls_trouble
 from prfaas.serving.transport.wire import (
     HEADER_BYTES,
     FrameType,
@@ -52,6 +55,7 @@ class Observer:
         self._session = secrets.token_hex(8)
         self._peer_session = ""
         self._writer: asyncio.StreamWriter | None = None
+        self._sealing: Sealing | None = None
         self._connection_task: asyncio.Task[None] | None = None
         self._connecting = asyncio.Lock()
         self._closed = False
@@ -165,7 +169,7 @@ class Observer:
     def _send(self, frame: bytes) -> None:
         # While reconnecting there is no writer: what still waits is asked again once the connection is back.
         if self._writer is not None:
-            self._writer.write(frame)
+            self._writer.write(frame if self._sealing is None else self._sealing.sealer.seal(frame))
 
     async def _open_connection(self) -> asyncio.StreamReader:
         """Connect and shake hands."""
@@ -200,9 +204,22 @@ class Observer:
             session=self._session,
             fingerprint={},
         )
-        writer.write(hello.frame())
-        writer.write(hello.answer(*await _read_frame(reader)))
-        peer_session = hello.finish(*await _read_frame(reader))
+        sealing: Sealing | None = None
+        if self._tls is None:
+            writer.write(hello.frame())
+            writer.write(hello.answer(*await _read_frame(reader)))
+            peer_session = hello.finish(*await _read_frame(reader))
+        else:
+            try:
+                stream = await AsyncTlsStream.open(reader, writer, self._tls.client_context())
+                hello.check_certificate(stream.certificate())
+                stream.write(hello.frame())
+                stream.write(hello.answer(*await _read_frame(stream)))
+                peer_session = hello.finish(*await _read_frame(stream))
+                sealing = hello.keys(*await _read_frame(stream))
+            except (ssl.SSLError, NotTlsError) as error:
+                raise tls_trouble(error, self.peer_name) from None
+        self._sealing = sealing
         if self._peer_session not in ("", peer_session):
             self._fail_all(f"{self.peer_name} was restarted")
         self._peer_session = peer_session
@@ -241,7 +258,7 @@ class Observer:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while True:
-            header, body = await _read_frame(reader)
+            header, body = await _read_frame(reader, self._sealing)
             if header.kind is FrameType.STATUS:
                 self._settle(header.transfer_id, TransferStatus.from_body(body))
             elif header.kind is FrameType.STATS:
@@ -286,8 +303,17 @@ def _resolve(future: "asyncio.Future[_T]", value: _T) -> None:
         future.set_result(value)
 
 
-async def _read_frame(reader: asyncio.StreamReader) -> tuple[Header, Mapping[str, Any]]:
-    header = unpack_header(await reader.readexactly(HEADER_BYTES))
+async def _read_frame(
+    reader: asyncio.StreamReader | AsyncTlsStream, sealing: Sealing | None = None
+) -> tuple[Header, Mapping[str, Any]]:
+    if sealing is None:
+        header = unpack_header(await reader.readexactly(HEADER_BYTES))
+    else:
+        header = unpack_header(sealing.opener.open_header(await reader.readexactly(SEALED_HEADER_BYTES)))
     if header.kind is FrameType.DATA:
         raise WireError("an observer gets no DATA")
-    return header, parse_control(header, await reader.readexactly(header.length_bytes))
+    if sealing is None or header.length_bytes == 0:
+        payload = await reader.readexactly(header.length_bytes)
+    else:
+        payload = sealing.opener.open_payload(await reader.readexactly(header.length_bytes + TAG_BYTES))
+    return header, parse_control(header, payload)

@@ -108,6 +108,8 @@ class SenderOptions:
     """The smallest chunk that a slow link leads to."""
     chunk_s: float = 0.05
     """A paced connection's chunks are cut so that each takes about that long."""
+    checksums: bool = True
+    """Every chunk carries an xxh3_64, and a damaged one is sent again; else TCP's checks must do."""
     max_resends: int = 8
     """A chunk reported damaged more often fails its transfer."""
     sample_s: float = 0.1

@@ -49,9 +49,7 @@ class PeerQueue:
         self._pacer = pacer
         self._on_work = on_work
         self._lock = threading.Lock()
-        self._ready = threading.Condition(self._lock)
-        self._retry = threading.Condition(self._lock)
-        self._quiet = threading.Condition(self._lock)
+        self._ready, self._retry, self._quiet = (threading.Condition(self._lock) for _ in range(3))
         self._transfers: dict[bytes, OutgoingTransfer] = {}
         self._schedule = ChunkSchedule()
         self._controls: deque[ControlJob] = deque()
@@ -90,7 +88,6 @@ class PeerQueue:
         except WireError as error:
             return OutgoingTransfer.failed(transfer_id, region_bytes, str(error))
         with self._lock:
-            reason = ""
             if self._closing:
                 reason = "the sender is closed"
             elif transfer_id in self._transfers:
@@ -146,15 +143,12 @@ class PeerQueue:
     def abort(self, transfer: OutgoingTransfer, reason: str) -> None:
         """See `OutgoingTransfer.abort`."""
         with self._lock:
-            if not transfer.phase.terminal:
-                self._fail(transfer, reason)
+            self._fail(transfer, reason)
 
     def await_quiescent(self, transfer: OutgoingTransfer, timeout_s: float) -> bool:
         """See `OutgoingTransfer.await_quiescent`."""
         with self._lock:
-            return self._quiet.wait_for(
-                lambda: transfer.phase.terminal and not transfer.reading, max(0.0, timeout_s)
-            )
+            return self._quiet.wait_for(lambda: transfer.phase.terminal and not transfer.reading, timeout_s)
 
     def recall(self, transfer: OutgoingTransfer, patience_s: float) -> None:
         """See `OutgoingTransfer.recall`."""
@@ -164,7 +158,6 @@ class PeerQueue:
             for chunk in recalled.keys() & transfer.reading.keys():
                 # From here on the kernel takes nothing more of the chunk: its frame stays incomplete for ever.
                 recalled[chunk].shut()
-                self._counters["recalled_chunks"] += 1
 
     # The calls of a connection's writer
 
@@ -184,8 +177,7 @@ class PeerQueue:
             self._trouble = trouble
             if not self._windows:
                 self._lost_at_s = time.monotonic()
-            for job in (*window.opens.values(), *window.ends.values()):
-                self._controls.appendleft(job)
+            self._controls.extendleft((*window.opens.values(), *window.ends.values()))
             for chunk in window.chunks.values():
                 self._schedule.add(chunk)
             self._counters["requeued_chunks"] += len(window.chunks)
@@ -232,15 +224,11 @@ class PeerQueue:
             return None
 
     def read_done(self, chunk: Chunk, error: str = "") -> bool:
-        """The writer needs the chunk's source no more, or could not read it (`error`).
-
-        Returns:
-            Whether the chunk is still to be sent.
-        """
+        """The writer needs the source no more, or could not read it (`error`). Returns whether to send on."""
         with self._lock:
             transfer = chunk.transfer
             del transfer.reading[chunk]
-            if error and not transfer.phase.terminal:
+            if error:
                 self._fail(transfer, error)
             self._quiet.notify_all()
             return not transfer.phase.terminal
@@ -334,8 +322,9 @@ class PeerQueue:
                 elif transfer.phase is not SendPhase.OPENING:
                     unfinished |= transfer.ended or transfer.acked_bytes < transfer.put_bytes
                 elif age_s > options.accept_deadline_s:
-                    limit_s = options.accept_deadline_s
-                    self._fail(transfer, f"{self.peer.name} did not accept within {limit_s:g} s")
+                    self._fail(
+                        transfer, f"{self.peer.name} did not accept it in {options.accept_deadline_s:g} s"
+                    )
             # A transfer may wait long behind another's chunks: the progress of the whole queue counts.
             if not unfinished:
                 self._progressed_at_s = now_s
@@ -363,11 +352,10 @@ class PeerQueue:
         """Counters and gauges as observers get them."""
         with self._lock:
             transfers = self._transfers.values()
-            phases = Counter(transfer.phase.value for transfer in transfers)
             pending_bytes = sum(transfer.waiting_bytes for transfer in transfers)
             return {
                 "connections": len(self._windows),
-                "transfers": dict(phases),
+                "transfers": dict(Counter(t.phase.value for t in transfers)),
                 "queued_bytes": sum(chunk.nbytes for t in transfers for chunk in t.queued) - pending_bytes,
                 "pending_bytes": pending_bytes,
                 "in_flight_chunks": sum(len(window.chunks) for window in self._windows),
@@ -426,5 +414,5 @@ class PeerQueue:
 
 _COUNTED = (
     *("opened", "completed", "failed", "connects", "connect_failures"),
-    *("requeued_chunks", "resent_chunks", "recalled_chunks", "acked_bytes"),
+    *("requeued_chunks", "resent_chunks", "acked_bytes"),
 )

@@ -14,7 +14,6 @@ from prfaas.serving.logs import PEER
 from prfaas.serving.transport.arrival import Arrival
 from prfaas.serving.transport.handshake import (
     Fingerprint,
-    HandshakeError,
     PeerIdentity,
     bounded_sentences,
     welcome,
@@ -23,7 +22,8 @@ from prfaas.serving.transport.incoming import RegionLayout
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.receiver_connection import ReceiverConnection
-from prfaas.serving.transport.sockets import shut, tune
+from prfaas.serving.transport.sealing import Sealing
+from prfaas.serving.transport.sockets import HandshakeError, shut, tune
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
 from prfaas.serving.transport.strangers import Strangers
 from prfaas.serving.transport.tls_identity import TlsIdentity
@@ -100,6 +100,7 @@ class Receiver:
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
         self._failed_connections = 0
+        self._forged_frames = 0
         self._accept_failures = 0
         self._thread_errors = 0
 
@@ -175,7 +176,9 @@ class Receiver:
             "connections": len(roles),
             "producer_connections": roles.count("producer"),
             "observer_connections": roles.count("observer"),
+            "encrypted_connections": sum(each.sealing is not None for each in connections),
             "failed_connections": self._failed_connections,
+            "forged_frames": self._forged_frames,
             "strangers": len(self._strangers),
             "closed_strangers": self._strangers.closed,
             "accept_failures": self._accept_failures,
@@ -185,7 +188,9 @@ class Receiver:
             "sender": self._sender_telemetry() if self._sender_telemetry is not None else {"links": {}},
         }
 
-    def _shake_hands(self, connection: ReceiverConnection, sock: socket.socket) -> PeerIdentity:
+    def _shake_hands(
+        self, connection: ReceiverConnection, sock: socket.socket
+    ) -> tuple[PeerIdentity, Sealing | None]:
         options = self._options
         tune(sock, user_timeout_s=options.user_timeout_s, keepalive_s=options.keepalive_s)
 
@@ -200,7 +205,7 @@ class Receiver:
             self._strangers.leave(sock)
             self._strangers.forgive(identity.name)
 
-        identity = welcome(
+        identity, sealing = welcome(
             sock,
             key=self._key,
             name=self.name,
@@ -208,10 +213,12 @@ class Receiver:
             fingerprint=self._fingerprint,
             producers=self._producers,
             handshake_s=options.handshake_s,
+            tls=self._tls,
+            plain_peers=self._plain_peers,
             admit=admit,
         )
         sock.settimeout(None)
-        return identity
+        return identity, sealing
 
     def _accept(self) -> None:
         listener = self._listener
@@ -264,6 +271,7 @@ class Receiver:
                 with self._lock:
                     del self._connections[connection]
                     self._failed_connections += bool(connection.failure)
+                    self._forged_frames += connection.forged
 
         if not self._strangers.enter(sock, address):
             sock.close()

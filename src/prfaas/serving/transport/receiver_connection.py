@@ -13,11 +13,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from prfaas.serving.transport.handshake import ROLE_PRODUCER, HandshakeError, PeerIdentity
+from prfaas.serving.transport.handshake import ROLE_PRODUCER, PeerIdentity
 from prfaas.serving.transport.incoming import ProducerSession
 from prfaas.serving.transport.pacing import PaceOrder
+from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, ForgedFrameError, Sealing
 from prfaas.serving.transport.sockets import (
     ConnectionEnded,
+    HandshakeError,
     read_tcp_info,
     receive_exactly,
     shut,
@@ -25,6 +27,7 @@ from prfaas.serving.transport.sockets import (
 from prfaas.serving.transport.transfer_table import TransferTable
 from prfaas.serving.transport.wire import (
     HEADER_BYTES,
+    UNCHECKED,
     FrameType,
     Header,
     WireError,
@@ -52,7 +55,7 @@ class ReceiverConnection:
         sock: socket.socket,
         table: TransferTable,
         stats: Callable[[], dict[str, Any]],
-        shake_hands: Callable[["ReceiverConnection", socket.socket], PeerIdentity],
+        shake_hands: Callable[["ReceiverConnection", socket.socket], tuple[PeerIdentity, Sealing | None]],
         on_stranger_failed: Callable[[str, str], None],
         on_pace: Callable[[PaceOrder], None],
         progress_deadline_s: float,
@@ -65,7 +68,8 @@ class ReceiverConnection:
         self._on_stranger_failed = on_stranger_failed
         self._on_pace = on_pace
         self._progress_deadline_s = progress_deadline_s
-        self._outbox: deque[memoryview] = deque()
+        self._outbox: deque[bytes] = deque()
+        self._unsent = memoryview(b"")
         self._sending = threading.Lock()
         self._payload_since_s: float | None = None
         self._bytes_received = 0
@@ -74,8 +78,12 @@ class ReceiverConnection:
         self._watched: set[bytes] = set()
         self.identity: PeerIdentity | None = None
         """Who is at the other end; None until the handshake is over."""
+        self.sealing: Sealing | None = None
+        """The keys of an encrypted connection."""
         self.failure = ""
         """Why the connection ended, where that was no orderly end."""
+        self.forged = False
+        """It ended for a frame that the peer did not seal, or not then."""
 
     # Any thread
 
@@ -84,29 +92,35 @@ class ReceiverConnection:
         if len(self._outbox) >= _MAX_OUTBOX_FRAMES:
             self.shut()  # a peer that doesn't read its answers
             return
-        self._outbox.append(memoryview(frame))
+        self._outbox.append(frame)
         self.flush()
 
     def flush(self) -> None:
         """Send what waits, as far as the socket takes it without blocking."""
         # Whoever holds the lock sends for all; looking again after releasing it catches what came meanwhile.
-        while self._outbox and self._sending.acquire(blocking=False):
+        while self._has_unsent and self._sending.acquire(blocking=False):
             try:
-                while self._outbox:
-                    frame = self._outbox[0]
-                    sent = self._sock.send(frame, socket.MSG_DONTWAIT)
-                    if sent < frame.nbytes:
-                        self._outbox[0] = frame[sent:]
-                    else:
-                        self._outbox.popleft()
+                while self._has_unsent:
+                    if not self._unsent:
+                        # Frames are sealed in the order in which they leave.
+                        frame = self._outbox.popleft()
+                        sealed = frame if self.sealing is None else self.sealing.sealer.seal(frame)
+                        self._unsent = memoryview(sealed)
+                    sent = self._sock.send(self._unsent, socket.MSG_DONTWAIT)
+                    self._unsent = self._unsent[sent:]
             except BlockingIOError:
                 return
             except OSError:
                 self._outbox.clear()
+                self._unsent = memoryview(b"")
                 self.shut()
                 return
             finally:
                 self._sending.release()
+
+    @property
+    def _has_unsent(self) -> bool:
+        return bool(self._outbox or self._unsent)
 
     def shut(self) -> None:
         """Make the connection's thread end."""
@@ -118,7 +132,7 @@ class ReceiverConnection:
         if since_s is not None and now_s - since_s > self._progress_deadline_s and not self._has_progressed():
             self.failure = f"stuck inside a frame for {self._progress_deadline_s:g} s"
             self.shut()
-        if self._outbox:
+        if self._has_unsent:
             self.flush()
 
     def _has_progressed(self) -> bool:
@@ -135,7 +149,7 @@ class ReceiverConnection:
     def serve(self) -> None:
         """Shake hands, then serve frames until the connection ends. Never raises."""
         try:
-            self.identity = self._shake_hands(self, self._sock)
+            self.identity, self.sealing = self._shake_hands(self, self._sock)
             if self.identity.role == ROLE_PRODUCER:
                 self._serve_producer(self.identity)
             else:
@@ -147,6 +161,7 @@ class ReceiverConnection:
             self._on_stranger_failed(self.failure, error.peer)
         except (OSError, WireError) as error:
             self.failure = str(error)
+            self.forged = isinstance(error, ForgedFrameError)
             if self.identity is None:
                 self._on_stranger_failed(self.failure, "")
             else:
@@ -209,13 +224,24 @@ class ReceiverConnection:
             self._table.unwatch(self, self._watched)
 
     def _next_header(self) -> Header:
-        receive_exactly(self._sock, memoryview(self._header))
-        return unpack_header(self._header)
+        if self.sealing is None:
+            receive_exactly(self._sock, memoryview(self._header))
+            return unpack_header(self._header)
+        sealed = bytearray(SEALED_HEADER_BYTES)
+        receive_exactly(self._sock, memoryview(sealed))
+        return unpack_header(self.sealing.opener.open_header(sealed))
 
     def _body(self, header: Header) -> dict[str, Any]:
-        payload = self._scratch_view(header.length_bytes)
-        self._read_payload([payload])
-        return parse_control(header, payload)
+        if self.sealing is None or header.length_bytes == 0:
+            payload = self._scratch_view(header.length_bytes)
+            self._read_payload([payload])
+            return parse_control(header, payload)
+        return parse_control(header, self.sealing.opener.open_payload(self._read_sealed(header)))
+
+    def _read_sealed(self, header: Header) -> memoryview:
+        sealed = self._scratch_view(header.length_bytes + TAG_BYTES)
+        self._read_payload([sealed])
+        return sealed
 
     def _scratch_view(self, nbytes: int) -> memoryview:
         if len(self._scratch) < nbytes:
@@ -235,11 +261,18 @@ class ReceiverConnection:
         # 1. Where they belong: a place in the transfer's staging, which is held until step 4.
         place = self._table.place_chunk(session, self, header)
         try:
-            # 2. From the socket straight into that place; what is of no use goes into the scratch buffer.
-            pieces = place.pieces if place.transfer is not None else [self._scratch_view(header.length_bytes)]
-            self._read_payload(pieces)
-            # 3. Are they the bytes that the producer sent?
-            verified = self._verify(header, pieces)
+            if self.sealing is None:
+                # 2. From the socket straight into that place; what is of no use goes into the scratch buffer.
+                pieces = (
+                    place.pieces if place.transfer is not None else [self._scratch_view(header.length_bytes)]
+                )
+                self._read_payload(pieces)
+                # 3. Are they the bytes that the producer sent?
+                verified = self._verify(header, pieces)
+            else:
+                # 2 and 3. By way of the scratch buffer: decryption writes into the place and verifies.
+                self.sealing.opener.open_into(self._read_sealed(header), place.pieces)
+                verified = True
         except BaseException:
             self._table.abandon_chunk(place)
             raise
@@ -247,14 +280,14 @@ class ReceiverConnection:
         self._table.finish_chunk(place, verified=verified)
 
     def _verify(self, header: Header, pieces: list[memoryview]) -> bool:
-        return checksum_of(pieces) == header.checksum
+        return bool(header.flags & UNCHECKED) or checksum_of(pieces) == header.checksum
 
     def _wait_for_outbox(self) -> None:
         # The producer's acknowledgements don't fit into the socket: reading on would only pile up more.
         deadline_s = time.monotonic() + self._progress_deadline_s
         poll = select.poll()
         poll.register(self._sock, select.POLLOUT)
-        while self._outbox:
+        while self._has_unsent:
             if time.monotonic() > deadline_s:
                 raise WireError("the producer does not read its acknowledgements")
             poll.poll(100)

@@ -190,7 +190,11 @@ class Sender:
             "name": self.name,
             "peers": {
                 name: queue.stats()
-                | {"congestion": sorted({c.congestion for c in self._connections.get(name, ())})}
+                | {
+                    "encrypted": queue.peer.encrypted,
+                    "congestion": sorted({c.congestion for c in self._connections.get(name, ())}),
+                    "forged_frames": sum(c.forged_frames for c in self._connections.get(name, ())),
+                }
                 for name, queue in self._queues.items()
             },
             "threads": sum(c.alive for c in self._started()) + self._supervisor.is_alive(),
@@ -241,8 +245,10 @@ class Sender:
             if peer_key in self._connections or self._closing:
                 return
             queue = self._queues[peer_key]
+            hello = partial(self._hello, queue.peer.name)
+            tls = self._tls if queue.peer.encrypted else None
             self._connections[peer_key] = [
-                SenderConnection(queue, number, partial(self._hello, queue.peer.name), self._options)
+                SenderConnection(queue, number, hello, self._options, tls)
                 for number in range(queue.peer.connections)
             ]
             for connection in self._connections[peer_key]:

@@ -11,12 +11,14 @@ import threading
 import time
 from collections.abc import Callable
 
-from prfaas.serving.transport.handshake import ClientHello, HandshakeError, greet
+from prfaas.serving.transport.handshake import ClientHello, greet
 from prfaas.serving.transport.options import SenderOptions
 from prfaas.serving.transport.outgoing import Chunk, ControlJob, InFlightWindow, PeerSays, SourceGone
 from prfaas.serving.transport.peer_queue import PeerQueue
+from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, ForgedFrameError, Sealing
 from prfaas.serving.transport.sockets import (
     ConnectionEnded,
+    HandshakeError,
     TcpInfo,
     choose_congestion_control,
     read_tcp_info,
@@ -27,8 +29,10 @@ from prfaas.serving.transport.sockets import (
     shut,
     tune,
 )
+from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.wire import (
     HEADER_BYTES,
+    UNCHECKED,
     FrameType,
     Header,
     WireError,
@@ -51,8 +55,14 @@ class SenderConnection:
     """Connection `number` of a peer queue: reconnects with back-off for as long as the queue lives."""
 
     def __init__(
-        self, queue: PeerQueue, number: int, hello: Callable[[], ClientHello], options: SenderOptions
+        self,
+        queue: PeerQueue,
+        number: int,
+        hello: Callable[[], ClientHello],
+        options: SenderOptions,
+        tls: TlsIdentity | None = None,
     ) -> None:
+        """`tls`: every connection is encrypted, with this identity; None: all are plain."""
         self.queue = queue
         self.number = number
         self.chunk_bytes = options.chunk_bytes
@@ -61,7 +71,11 @@ class SenderConnection:
         """The congestion control in use; empty before the first connection."""
         self.errors = 0
         """Unexpected exceptions in the two threads."""
+        self.forged_frames = 0
+        """Answers that the peer did not seal, or not then: each has ended a connection."""
         self._hello = hello
+        self._tls = tls
+        self._sealing: Sealing | None = None
         self._options = options
         self._buffer = bytearray()
         self._sock: socket.socket | None = None
@@ -211,7 +225,7 @@ class SenderConnection:
             deadline_s = time.monotonic() + options.connect_s
             sock.settimeout(options.connect_s)
             sock.connect(address)
-            greet(sock, self._hello(), deadline_s)
+            self._sealing = greet(sock, self._hello(), deadline_s, self._tls)
             self.congestion = choose_congestion_control(sock, options.congestion)
             sock.settimeout(None)
         except BaseException:
@@ -223,7 +237,8 @@ class SenderConnection:
     def _write(self, sock: socket.socket, window: InFlightWindow) -> None:
         while (job := self.queue.next_job(window)) is not None:
             if isinstance(job, ControlJob):
-                sock.sendall(job.frame)
+                sealing = self._sealing
+                sock.sendall(job.frame if sealing is None else sealing.sealer.seal(job.frame))
             else:
                 self._send_chunk(sock, job)
 
@@ -248,7 +263,12 @@ class SenderConnection:
             return
         # 3. The bytes leave behind a header; the reader thread takes the ACK.
         try:
-            send_pieces(sock, self._frame_chunk(chunk, copied if shown is None else shown))
+            frame = self._frame_chunk(chunk, copied if shown is None else shown)
+            if shown is not None and self._sealing is not None:
+                # Sealed bytes are a copy.
+                shown = None
+                self.queue.read_done(chunk)
+            send_pieces(sock, frame)
         finally:
             if shown is not None:
                 self.queue.read_done(chunk)
@@ -261,16 +281,24 @@ class SenderConnection:
         return [payload]
 
     def _frame_chunk(self, chunk: Chunk, pieces: list[memoryview]) -> list[memoryview]:
-        """The DATA frame of a chunk; its header says where the bytes belong, and carries their checksum."""
+        """The DATA frame of a chunk; its header says where the bytes belong, and carries their checksum.
+
+        Sealed bytes need none.
+        """
+        sealing = self._sealing
+        checked = sealing is None and self._options.checksums
         header = pack_header(
             FrameType.DATA,
             chunk.transfer.transfer_id,
             region=chunk.region,
             offset=chunk.start,
             length_bytes=sum(piece.nbytes for piece in pieces),
-            payload_checksum=checksum_of(pieces),
+            payload_checksum=checksum_of(pieces) if checked else 0,
+            flags=0 if checked else UNCHECKED,
         )
-        return [memoryview(header), *pieces]
+        if sealing is None:
+            return [memoryview(header), *pieces]
+        return sealing.sealer.seal_pieces(header, pieces)
 
     # The reader thread
 
@@ -280,6 +308,7 @@ class SenderConnection:
         except (ConnectionEnded, OSError):
             pass
         except WireError as error:
+            self.forged_frames += isinstance(error, ForgedFrameError)
             log.warning("connection to %s closed: %s", self.queue.peer.name, error)
         except Exception:
             self.errors += 1
@@ -289,6 +318,8 @@ class SenderConnection:
             self.queue.close_window(window)
 
     def _read_answers(self, sock: socket.socket, window: InFlightWindow) -> None:
+        opener = None if self._sealing is None else self._sealing.opener
+        header_bytes, tag_bytes = (HEADER_BYTES, 0) if opener is None else (SEALED_HEADER_BYTES, TAG_BYTES)
         buffer = bytearray(_READ_BYTES)
         view = memoryview(buffer)
         filled = 0
@@ -298,16 +329,19 @@ class SenderConnection:
                 raise ConnectionEnded("connection ended")
             filled += count
             at = 0
-            while filled - at >= HEADER_BYTES:
-                header = unpack_header(view[at : at + HEADER_BYTES])
-                at += HEADER_BYTES
+            while filled - at >= header_bytes:
+                raw: bytes | memoryview = view[at : at + header_bytes]
+                header = unpack_header(raw if opener is None else opener.open_header(raw))
+                at += header_bytes
                 if header.length_bytes:
-                    payload = bytearray(header.length_bytes)
-                    have = min(filled - at, header.length_bytes)
+                    payload = bytearray(header.length_bytes + tag_bytes)
+                    have = min(filled - at, len(payload))
                     payload[:have] = view[at : at + have]
                     at += have
                     receive_exactly(sock, memoryview(payload)[have:])
-                    self._take_answer(window, header, payload)
+                    self._take_answer(
+                        window, header, payload if opener is None else opener.open_payload(payload)
+                    )
                 else:
                     self._take_answer(window, header, b"")
             buffer[: filled - at] = buffer[at:filled]

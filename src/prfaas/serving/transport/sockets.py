@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from prfaas.serving.transport.wire import HEADER_BYTES, Header, WireError, parse_control, unpack_header
 
@@ -89,8 +90,27 @@ _KEEPALIVE_PROBES = 4
 _MAX_PIECES = 1024
 
 
+class ByteStream(Protocol):
+    """What a handshake needs of a blocking socket."""
+
+    def sendall(self, data: bytes, /) -> None: ...
+
+    def recv_into(self, buffer: memoryview, nbytes: int = ..., flags: int = ..., /) -> int: ...
+
+    def settimeout(self, value: float | None, /) -> None: ...
+
+
 class ConnectionEnded(ConnectionError):
     """The peer closed the connection, or it was shut down on this side."""
+
+
+class HandshakeError(ConnectionError):
+    """The peer is not who or what was expected; the message says why. Retrying soon won't help."""
+
+    def __init__(self, sentence: str, *, peer: str = "") -> None:
+        """`peer`: who was refused, if it has proved to have the key."""
+        super().__init__(sentence)
+        self.peer = peer
 
 
 def tune(sock: socket.socket, *, user_timeout_s: float, keepalive_s: float) -> None:
@@ -155,7 +175,7 @@ def set_unsent_limit(sock: socket.socket, nbytes: int | None) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, nbytes or 0)
 
 
-def receive_exactly(sock: socket.socket, view: memoryview, deadline_s: float | None = None) -> None:
+def receive_exactly(sock: ByteStream, view: memoryview, deadline_s: float | None = None) -> None:
     """Fill `view`.
 
     Args:
@@ -176,7 +196,7 @@ def receive_exactly(sock: socket.socket, view: memoryview, deadline_s: float | N
         view = view[count:]
 
 
-def limit(sock: socket.socket, deadline_s: float) -> None:
+def limit(sock: ByteStream, deadline_s: float) -> None:
     """Let the next call on the socket end at `deadline_s`, by `time.monotonic`.
 
     Raises:
@@ -189,7 +209,7 @@ def limit(sock: socket.socket, deadline_s: float) -> None:
 
 
 def receive_control(
-    sock: socket.socket, deadline_s: float | None = None, max_bytes: int = 1 << 20
+    sock: ByteStream, deadline_s: float | None = None, max_bytes: int = 1 << 20
 ) -> tuple[Header, dict[str, object]]:
     """One whole control frame, during the handshake.
 

@@ -107,9 +107,16 @@ def names_instance(certificate: Mapping[str, Any], peer_name: str) -> bool:
         certificate: as `ssl.SSLObject.getpeercert` gives it.
         peer_name: of an engine, a gateway or a tool.
     """
-    instance = peer_name.partition("/")[0].lower()
-    entries = certificate.get("subjectAltName", ())
-    return any(kind == "DNS" and value.lower() == instance for kind, value in entries)
+    return peer_name.partition("/")[0].lower() in _dns_names(certificate)
+
+
+def names_of(certificate: Mapping[str, Any]) -> str:
+    """Whom a verified certificate belongs to, as part of a sentence."""
+    return ", ".join(_dns_names(certificate)) or "nobody"
+
+
+def _dns_names(certificate: Mapping[str, Any]) -> list[str]:
+    return [value.lower() for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"]
 
 
 def _reason(error: Exception) -> str:

@@ -136,13 +136,16 @@ class TransferTable:
         return transfer
 
     def _admit(self) -> None:
-        """Give staging to those that wait, first come first served; called under the lock."""
+        """Give staging to those that wait, first come first served; called under the lock.
+
+        Those in the background come after all others.
+        """
         while self._waiting:
-            transfer = self._waiting[0]
+            transfer = next((each for each in self._waiting if not each.background), self._waiting[0])
             lease = self._arena.allocate(transfer.lease_bytes)
             if lease is None:
                 return
-            self._waiting.popleft()
+            self._waiting.remove(transfer)
             transfer.accept(lease, time.monotonic())
             transfer_id = transfer.ticket.transfer_id
             self._tell_producer(transfer, pack_control(FrameType.ACCEPT, transfer_id))

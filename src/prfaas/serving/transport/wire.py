@@ -22,11 +22,11 @@ MAX_REGIONS = 1 << 16
 MAX_REGION_BYTES = 1 << 44
 NO_TRANSFER = bytes(16)
 # Flags of a header that this side understands; a frame with any other one is refused.
-KNOWN_FLAGS = 0
+KNOWN_FLAGS = UNCHECKED = 1 << 2
 # The region of an ACK that acknowledges END instead of a chunk.
 END_REGION = 0xFFFFFFFF
 
-_MAGIC = b"PFAS"
+MAGIC = b"PFAS"
 # magic, version, type, flags, transfer id, region, length, offset, payload xxh3_64; then xxh3_64 of those 48
 # bytes
 _FIELDS = struct.Struct("<4sBBH16sIIQQ")
@@ -43,13 +43,14 @@ class VersionError(WireError):
 
 
 class FrameType(enum.IntEnum):
-    """Types by number: 1 to 5 handshake, 16 to 25 transfers, 32 to 36 observers."""
+    """Types by number: 1 to 6 handshake, 16 to 25 transfers, 32 to 36 observers."""
 
     HELLO = 1
     CHALLENGE = 2
     AUTH = 3
     WELCOME = 4
     REJECT = 5
+    KEYS = 6
     OPEN = 16
     ACCEPT = 17
     REFUSE = 18
@@ -91,7 +92,7 @@ class Header:
     length_bytes: int
     """Of the payload that follows."""
     checksum: int
-    """xxh3_64 of the payload, 0 without one."""
+    """xxh3_64 of the payload, 0 without one or with flag `UNCHECKED`."""
     flags: int = 0
     """What was done to the payload: a set of `KNOWN_FLAGS`."""
 
@@ -124,7 +125,7 @@ def pack_header(
 ) -> bytes:
     """The 56 bytes in front of a payload; the arguments are `Header`'s fields."""
     fields = _FIELDS.pack(
-        _MAGIC, version, kind, flags, transfer_id, region, length_bytes, offset, payload_checksum
+        MAGIC, version, kind, flags, transfer_id, region, length_bytes, offset, payload_checksum
     )
     return fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
 
@@ -138,7 +139,7 @@ def unpack_header(raw: bytes | bytearray | memoryview) -> Header:
     magic, version, kind, flags, transfer_id, region, length, offset, payload_checksum = _FIELDS.unpack_from(
         raw
     )
-    if magic != _MAGIC:
+    if magic != MAGIC:
         raise WireError("peer does not speak the prfaas transport protocol")
     if version != PROTOCOL_VERSION:
         raise VersionError(f"peer speaks protocol version {version}, this side {PROTOCOL_VERSION}")

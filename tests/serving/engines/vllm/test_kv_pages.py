@@ -123,7 +123,7 @@ def test_writing_fills_a_page_from_pieces(backend: type[HostPages]) -> None:
     memory = torch.zeros(3, 10, dtype=torch.uint8)
     pages = backend(memory)
     data = bytearray(range(1, 11))
-    pages.write(1, [memoryview(data)[:3], memoryview(data)[3:4], memoryview(data)[4:]])
+    pages.write_run([1], [memoryview(data)[:3], memoryview(data)[3:4], memoryview(data)[4:]])
     pages.flush()
     assert memory[1].tolist() == list(range(1, 11))
     assert not memory[0].any()

@@ -10,10 +10,11 @@ import uvloop
 from prfaas.core.deployment import DeploymentError, load_deployment
 from prfaas.serving.descriptors import raise_descriptor_limit
 from prfaas.serving.engines import EngineError
-from prfaas.serving.engines.preparation import ensure_key, ensure_model
+from prfaas.serving.engines.preparation import ensure_certificates, ensure_key, ensure_model
 from prfaas.serving.engines.synthetic.node import run_nodes
 from prfaas.serving.logs import LogSettings, set_up_logging
 from prfaas.serving.transport.ticket import KeyFileError, load_key
+from prfaas.serving.transport.tls_identity import TlsFileError
 
 # Many threads move bytes beside the event loop: at Python's 5 ms each of them could hold it up for long.
 _SWITCH_S = 0.001
@@ -33,9 +34,10 @@ def main() -> int:
         deployment = load_deployment(options.deployment, state_dir=options.state_dir)
         ensure_model(deployment)
         ensure_key(deployment)
+        ensure_certificates(deployment, options.instances)
         key = load_key(deployment.security.key_file)
         uvloop.run(run_nodes(deployment, options.instances, key))
-    except (DeploymentError, EngineError, KeyFileError) as error:
+    except (DeploymentError, EngineError, KeyFileError, TlsFileError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from prfaas.core.deployment import Deployment, Instance
-from prfaas.serving.engines.kv_groups import GroupKind
 from prfaas.serving.engines.page_digests import DigestPlan, DigestSource, PageDigestError
 from prfaas.serving.engines.synthetic.cache import Context, Deviations
 from prfaas.serving.engines.synthetic.content import (
@@ -58,30 +57,35 @@ class PrefillSend:
         self._sent_blocks = layout.full.first_block(ticket.num_tokens, ticket.skip_tokens)
 
     def layers_done(self, layers: range, end_tokens: int) -> None:
-        """The full-attention layers of these positions (in the order of regions) have come to `end_tokens`."""
+        """The full-attention layers of these positions (in the order of regions) have come to `end_tokens`.
+
+        After the last token, states and windows leave with them: the others' layers lie evenly among these.
+        """
         for index in layers:
             self._put(index, self._sent_blocks, self._end_block(end_tokens))
+        if end_tokens >= self._ticket.num_tokens:
+            full = len(self._layout.full.layers)
+            others = len(self._layout.regions) - full
+            for index in range(full + others * layers.start // full, full + others * layers.stop // full):
+                moving = self._layout.regions[index].group.moving_blocks(self._ticket.num_tokens, 0)
+                self._put(index, moving.start, moving.stop, urgent=True)
 
     def chunk_done(self, end_tokens: int) -> None:
-        """All layers have come to `end_tokens`; after the last token, states and windows leave too."""
+        """All layers have come to `end_tokens`."""
         self._sent_blocks = max(self._sent_blocks, self._end_block(end_tokens))
         if end_tokens < self._ticket.num_tokens:
             return
-        for index, region in enumerate(self._layout.regions):
-            if region.group.kind is not GroupKind.FULL:
-                moving = region.group.moving_blocks(self._ticket.num_tokens, 0)
-                self._put(index, moving.start, moving.stop)
         self.transfer.end()
         if self._digests is not None:
             # Behind the end mark, so that what it says of overlapped bytes is of KV alone.
-            self.transfer.put(self._digests.region, 0, self._digests)
+            self.transfer.put(self._digests.region, 0, self._digests, urgent=True)
 
     def _end_block(self, end_tokens: int) -> int:
         full = self._layout.full
         whole = end_tokens < self._ticket.num_tokens
         return end_tokens // full.block_tokens if whole else full.end_block(self._ticket.num_tokens)
 
-    def _put(self, index: int, first: int, end: int) -> None:
+    def _put(self, index: int, first: int, end: int, *, urgent: bool = False) -> None:
         region, ticket = self._layout.regions[index], self._ticket
         if end > first:
             digests = _page_digests(region, self._context, range(first, end), ticket.num_tokens)
@@ -89,7 +93,7 @@ class PrefillSend:
             offset = (first - skipped) * region.page_bytes
             if self._digests is not None:
                 self._digests.add(index, first, held_sums(digests))
-            self.transfer.put(index, offset, PageSource(digests, region.page_bytes))
+            self.transfer.put(index, offset, PageSource(digests, region.page_bytes), urgent=urgent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +144,7 @@ class Endpoints:
                 user_timeout_s=limits.user_timeout_s,
                 keepalive_s=limits.keepalive_s,
                 accept_deadline_s=limits.staging_wait_s + 10.0,
+                checksums=limits.checksums,
                 chunk_bytes=_CHUNK_BYTES,
             ),
         )
@@ -183,11 +188,12 @@ class Endpoints:
         await asyncio.to_thread(self.sender.close)
         await asyncio.to_thread(self.receiver.close)
 
-    def open(self, ticket: Ticket, sealed: str, context: Context) -> PrefillSend:
-        """Begin sending what a prefill is about to compute."""
+    def open(self, ticket: Ticket, sealed: str, context: Context, cached_tokens: int) -> PrefillSend:
+        """Begin sending what a prefill is about to compute, and the `cached_tokens` that it need not."""
         extent, plan = (ticket.num_tokens, ticket.skip_tokens), self._digest_plan
         digests = DigestSource(plan.of_transfer(ticket.transfer_id, *extent)) if plan is not None else None
-        transfer = self.sender.open(ticket, sealed, (plan or self._layout).region_bytes(*extent))
+        region_bytes = (plan or self._layout).region_bytes(*extent)
+        transfer = self.sender.open(ticket, sealed, region_bytes, cached_tokens)
         self._sends[transfer] = _Sending(time.monotonic(), sum(self._layout.region_bytes(*extent)))
         self._has_sends.set()
         return PrefillSend(self._layout, transfer, ticket, context, digests)

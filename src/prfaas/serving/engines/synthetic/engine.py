@@ -298,7 +298,9 @@ class SyntheticEngine:
     async def _prefill(self, state: _RequestState, send: tuple[Ticket, str] | None, *, queued: bool) -> None:
         """Compute the rest of the prompt, chunk by chunk; the caller has the turn."""
         context, start_tokens = state.context, state.done_tokens
-        sending = self.endpoints.open(send[0], send[1], context) if send is not None else None
+        sending = None
+        if send is not None:
+            sending = self.endpoints.open(send[0], send[1], context, state.cached_tokens)
         # By schedule, not by the wake-ups: their lateness must not add up over chunks and requests.
         now_s = self._loop.time()
         on_time = queued and now_s - self._prefill_free_s < _LATENESS_S

@@ -95,6 +95,7 @@ class ConnectorWorker:
                 progress_deadline_s=settings.progress_deadline_s,
                 user_timeout_s=settings.user_timeout_s,
                 keepalive_s=settings.keepalive_s,
+                checksums=settings.checksums,
                 # The other side may let a transfer wait for staging; its answer comes after that.
                 accept_deadline_s=settings.staging_wait_s + 10.0,
             ),

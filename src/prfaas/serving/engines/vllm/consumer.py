@@ -7,15 +7,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from prfaas.serving.engines.page_digests import DigestPlan, PageDigestError, PendingSums
-from prfaas.serving.engines.vllm.layout import EngineRegion, KvLayout
+from prfaas.serving.engines.page_digests import DigestPlan, PageDigestError
+from prfaas.serving.engines.vllm.block_load import BlockLoad
+from prfaas.serving.engines.vllm.layout import KvLayout
 from prfaas.serving.engines.vllm.metadata import LoadOrder
 from prfaas.serving.engines.vllm.stats import ConnectorStats
+from prfaas.serving.transport.arrival import Arrival
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.staging import StagedTransfer
 from prfaas.serving.transport.wire import TransferPhase, TransferStatus
 
 logger = logging.getLogger(__name__)
+
+# Deadlines, and transfers that have no staging yet, are looked after that often while a load waits.
+_LOOK_S = 0.05
 
 
 @dataclass(slots=True)
@@ -30,30 +35,39 @@ class _HeldTransfer:
     """Loads that read it at this moment."""
 
 
-@dataclass(frozen=True, slots=True)
-class _RunningLoad:
-    """One load in the hands of the loading thread."""
+@dataclass(slots=True, eq=False)
+class _OrderedLoad:
+    """A load that has not ended; the loading thread's own."""
 
     order: LoadOrder
-    held: _HeldTransfer
+    ordered_at_s: float
+    blocks: BlockLoad | None = None
+    """None: nothing was loaded yet."""
+    arrival: Arrival | None = None
+    """The transfer while it arrives; None before and after that."""
 
 
 @dataclass(frozen=True, slots=True)
 class _LoadResult:
     """What has become of a load."""
 
-    load: _RunningLoad
+    request_id: str
     loaded_bytes: int | None
     """None: it failed."""
     digests_differ: bool = False
     """It failed since a page was not the one that the prefill engine computed."""
 
 
+class _GivenUpError(Exception):
+    """A load that will not be: the transfer is gone or late."""
+
+
 class KvConsumer:
     """Loads are asynchronous: one thread copies, the step loop only looks at what has become of them.
 
-    Every ordered load is reported exactly once, as done or as failed; a failed one makes vLLM prefill the
-    request locally (`kv_load_failure_policy=recompute`). A transfer can serve several requests (`n` > 1).
+    Blocks are filled as their bytes arrive, and the rest once the transfer is complete. Every ordered load is
+    reported exactly once, as done or as failed; a failed one makes vLLM prefill the request locally
+    (`kv_load_failure_policy=recompute`). A transfer can serve several requests (`n` > 1).
     """
 
     def __init__(
@@ -74,25 +88,28 @@ class KvConsumer:
         self._staging_ttl_s = staging_ttl_s
         self.stats = stats
         self._now_s = now_s
-        self._waiting: dict[str, tuple[LoadOrder, float]] = {}  # by request id, with the time of the order
+        self._lock = threading.Lock()
+        self._waiting: list[_OrderedLoad] = []
         self._held: dict[bytes, _HeldTransfer] = {}
-        self._failed_orders: set[str] = set()
-        self._loads: queue.SimpleQueue[_RunningLoad | None] = queue.SimpleQueue()
+        self._wake = threading.Event()
+        self._closing = False
         self._results: queue.SimpleQueue[_LoadResult] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run_loads, name="prfaas-load", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="prfaas-load", daemon=True)
         self._thread.start()
 
     def order(self, loads: Sequence[LoadOrder], drops: Sequence[tuple[bytes, str]]) -> None:
         """Accept this step's loads, and the transfers (id, reason) that a request here will not take."""
-        for transfer_id, reason in drops:
-            held = self._held.get(transfer_id)
-            if held is None:
-                self._receiver.drop(transfer_id, reason)
-            else:
-                held.uses_left -= 1
-                self._release(transfer_id, held)
-        for load in loads:
-            self._waiting[load.request_id] = (load, self._now_s())
+        with self._lock:
+            for transfer_id, reason in drops:
+                held = self._held.get(transfer_id)
+                if held is None:
+                    self._receiver.drop(transfer_id, reason)
+                else:
+                    held.uses_left -= 1
+                    self._release(transfer_id, held)
+            self._waiting += [_OrderedLoad(load, self._now_s()) for load in loads]
+        if loads:
+            self._wake.set()
 
     def results(self) -> tuple[set[str], set[str]]:
         """What has become of the ordered loads.
@@ -100,122 +117,134 @@ class KvConsumer:
         Returns:
             Requests whose load has ended, and those of them that failed; each request is named once.
         """
-        for order, ordered_at_s in list(self._waiting.values()):
-            self._start_if_ready(order, ordered_at_s)
-        ended, failed = set(self._failed_orders), set(self._failed_orders)
-        self._failed_orders.clear()
+        ended: set[str] = set()
+        failed: set[str] = set()
         while not self._results.empty():
             result = self._results.get()
-            order, held = result.load.order, result.load.held
-            held.loading -= 1
-            ended.add(order.request_id)
+            ended.add(result.request_id)
             self.stats.add("digest_mismatches", result.digests_differ)
             if result.loaded_bytes is None:
-                failed.add(order.request_id)
+                failed.add(result.request_id)
             else:
                 self.stats.add("loads_completed")
                 self.stats.add("bytes_loaded", result.loaded_bytes)
-            self._release(order.ticket.transfer_id, held)
-        self._expire()
         self.stats.add("loads_failed", len(failed))
+        self._expire()
         return ended, failed
 
     def close(self) -> None:
         """Stop the loading thread and free what is still staged."""
-        self._loads.put(None)
+        self._closing = True
+        self._wake.set()
         self._thread.join(timeout=10)
+        for load in self._waiting:
+            if load.arrival is not None:
+                load.arrival.give_back()
         for held in self._held.values():
             held.transfer.free()
         self._held.clear()
 
-    def _start_if_ready(self, order: LoadOrder, ordered_at_s: float) -> None:
-        """Hand a load whose transfer is complete to the loading thread, or give it up."""
+    # The loading thread
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._wake.wait(_LOOK_S if self._waiting else None)
+            self._wake.clear()
+            for load in tuple(self._waiting):
+                result = self._advanced(load)
+                if result is not None:
+                    with self._lock:
+                        self._waiting.remove(load)
+                    self._results.put(result)
+
+    def _advanced(self, load: _OrderedLoad) -> _LoadResult | None:
+        """Load what can be loaded now; the result once that is all of it, or it has failed. Never raises."""
+        order, digests_differ = load.order, False
+        try:
+            loaded_bytes = self._load(load)
+            return None if loaded_bytes is None else _LoadResult(order.request_id, loaded_bytes)
+        except _GivenUpError as error:
+            logger.warning("request %s prefills locally: %s", order.request_id, error)
+        except PageDigestError as error:
+            digests_differ = True
+            logger.error(
+                "request %s prefills locally: in its KV from %s, %s",
+                *(order.request_id, order.ticket.producer, error),
+            )
+        except Exception:
+            logger.exception("loading the KV of request %s failed", order.request_id)
+        self._stop_reading(load)
+        return _LoadResult(order.request_id, None, digests_differ)
+
+    def _load(self, load: _OrderedLoad) -> int | None:
+        """KV of one request from staging into the engine's blocks; the bytes copied, or None: more is to come.
+
+        The way from the wire to here: `ReceiverConnection._receive_chunk`.
+        """
+        order = load.order
         transfer_id = order.ticket.transfer_id
-        held = self._held.get(transfer_id)
-        if held is None or held.uses_left < 1:
-            held = self._take(order)
+        if load.blocks is None:
+            load.blocks = BlockLoad(self._layout, order, self._digest_plan)
+        # 1. A complete transfer: its last bytes go into the blocks, all of them are checked.
+        held = self._hold(order)
         if held is not None:
+            try:
+                return load.blocks.finish(held.transfer)
+            finally:
+                self._stop_reading(load)
+                with self._lock:
+                    held.loading -= 1
+                    self._release(transfer_id, held)
+        # 2. One that will never be, or is late, makes the engine prefill.
+        obstacle = _obstacle(self._receiver.state(transfer_id))
+        if not obstacle and self._now_s() - load.ordered_at_s > self._load_wait_s:
+            obstacle = f"KV still incomplete after {self._load_wait_s:g} s"
+            self._receiver.drop(transfer_id, obstacle)
+        if obstacle:
+            raise _GivenUpError(obstacle)
+        # 3. One that arrives: what is there of it goes into the blocks meanwhile.
+        if load.arrival is None:
+            load.arrival = self._receiver.lend(transfer_id, self._wake.set)
+            # Nobody tells of what came to pass before this: look once more.
+            self._wake.set()
+        if load.arrival is not None:
+            load.blocks.fill_arrived(load.arrival)
+        return None
+
+    def _stop_reading(self, load: _OrderedLoad) -> None:
+        """No copy for this load is under way after this."""
+        if load.blocks is not None:
+            load.blocks.flush()
+        if load.arrival is not None:
+            load.arrival.give_back()
+            load.arrival = None
+
+    def _hold(self, order: LoadOrder) -> _HeldTransfer | None:
+        """A use of a complete transfer, which the caller must end; None while it is not complete."""
+        ticket = order.ticket
+        with self._lock:
+            held = self._held.get(ticket.transfer_id)
+            if held is None or held.uses_left < 1:
+                transfer = self._receiver.take(ticket.transfer_id)
+                if transfer is None:
+                    return None
+                held = _HeldTransfer(transfer, ticket.uses, self._now_s() + self._staging_ttl_s)
+                self._held[ticket.transfer_id] = held
             held.uses_left -= 1
             held.loading += 1
-            self._loads.put(_RunningLoad(order, held))
-        else:
-            reason = _obstacle(self._receiver.state(transfer_id))
-            if not reason and self._now_s() - ordered_at_s < self._load_wait_s:
-                return
-            if not reason:
-                reason = f"KV still incomplete after {self._load_wait_s:g} s"
-                self._receiver.drop(transfer_id, reason)
-            logger.warning("request %s prefills locally: %s", order.request_id, reason)
-            self._failed_orders.add(order.request_id)
-        del self._waiting[order.request_id]
-
-    def _take(self, order: LoadOrder) -> _HeldTransfer | None:
-        ticket = order.ticket
-        transfer = self._receiver.take(ticket.transfer_id)
-        if transfer is None:
-            return None
-        held = _HeldTransfer(transfer, ticket.uses, self._now_s() + self._staging_ttl_s)
-        self._held[ticket.transfer_id] = held
-        return held
-
-    def _release(self, transfer_id: bytes, held: _HeldTransfer) -> None:
-        if held.uses_left <= 0 and held.loading == 0 and self._held.pop(transfer_id, None) is not None:
-            held.transfer.free()
+            return held
 
     def _expire(self) -> None:
-        for transfer_id, held in list(self._held.items()):
-            if self._now_s() > held.expires_at_s:
-                held.uses_left = 0
-                self._release(transfer_id, held)
+        with self._lock:
+            for transfer_id, held in list(self._held.items()):
+                if self._now_s() > held.expires_at_s:
+                    held.uses_left = 0
+                    self._release(transfer_id, held)
 
-    def _run_loads(self) -> None:
-        while (load := self._loads.get()) is not None:
-            try:
-                result = _LoadResult(load, self._load(load.order, load.held.transfer))
-            except PageDigestError as error:
-                order = load.order
-                logger.error(
-                    "request %s prefills locally: in its KV from %s, %s",
-                    *(order.request_id, order.ticket.producer, error),
-                )
-                result = _LoadResult(load, None, digests_differ=True)
-            except Exception:
-                logger.exception("loading the KV of request %s failed", load.order.request_id)
-                result = _LoadResult(load, None)
-            self._results.put(result)
-
-    def _load(self, order: LoadOrder, staged: StagedTransfer) -> int:
-        """KV of one request from staging into the engine's blocks; returns the bytes copied.
-
-        The way from the wire to here: `ReceiverConnection._receive_chunk`, until the transfer is complete.
-        """
-        loaded_bytes = 0
-        sums: list[tuple[EngineRegion, int, PendingSums]] = []
-        runs = {run.group: run for run in order.runs}
-        for region in self._layout.regions:
-            # 1. The layer's blocks that are to be filled: those that the engine does not hold already.
-            run = runs[region.group.index]
-            # 2. Where the first of them lies in the region, which may begin earlier.
-            skipped = region.group.first_block(order.ticket.num_tokens, order.ticket.skip_tokens)
-            offset = (run.first_block - skipped) * region.page_bytes
-            # 3. Page by page from staging into the engine's memory.
-            for block in run.block_ids:
-                if block == 0:
-                    raise RuntimeError(f"layer {region.layer_name}: a block to load is vLLM's null block")
-                region.pages.write(block, staged.region_views(region.index, offset, region.page_bytes))
-                offset += region.page_bytes
-            loaded_bytes += len(run.block_ids) * region.page_bytes
-            # 4. The sums of what is in the blocks then; a device computes them behind the copies.
-            if self._digest_plan is not None and run.block_ids:
-                sums.append((region, run.first_block, region.pages.sums(run.block_ids, loaded=True)))
-        # 5. The request may run once every copy is in place, and every page is what the prefill engine computed.
-        for region in self._layout.regions:
-            region.pages.flush()
-        if self._digest_plan is not None:
-            digests = self._digest_plan.of_transfer(staged.transfer_id, staged.num_tokens, staged.skip_tokens)
-            for region, first_block, pending in sums:
-                digests.check(staged, region.index, first_block, pending.wait())
-        return loaded_bytes
+    def _release(self, transfer_id: bytes, held: _HeldTransfer) -> None:
+        """Free what nobody will read; under the lock."""
+        if held.uses_left <= 0 and held.loading == 0 and self._held.pop(transfer_id, None) is not None:
+            held.transfer.free()
 
 
 def _obstacle(status: TransferStatus | None) -> str:

@@ -60,8 +60,8 @@ class LayerPages(Protocol):
         """Copy the same bytes to host memory; returns when they are there."""
         ...
 
-    def write(self, block: int, pieces: Sequence[memoryview]) -> None:
-        """Fill one page from consecutive host pieces; done for sure only after `flush`."""
+    def write_run(self, blocks: Sequence[int], pieces: Sequence[memoryview]) -> None:
+        """Fill pages one after the other from consecutive host pieces; done for sure only after `flush`."""
         ...
 
     def flush(self) -> None:
@@ -200,11 +200,21 @@ class HostPages:
             out[done : done + len(piece)] = piece
             done += len(piece)
 
-    def write(self, block: int, pieces: Sequence[memoryview]) -> None:
-        page, start = self._pages[block], 0
+    def write_run(self, blocks: Sequence[int], pieces: Sequence[memoryview]) -> None:
+        done = 0
         for piece in pieces:
-            page[start : start + len(piece)] = np.frombuffer(piece, dtype=np.uint8)
-            start += len(piece)
+            data = np.frombuffer(piece, dtype=np.uint8)
+            while len(data):
+                index, start = divmod(done, self.page_bytes)
+                whole = 0 if start else len(data) // self.page_bytes
+                if whole:  # all whole pages of a piece at once
+                    nbytes = whole * self.page_bytes
+                    pages = data[:nbytes].reshape(whole, self.page_bytes)
+                    self._pages[list(blocks[index : index + whole])] = pages
+                else:
+                    nbytes = min(self.page_bytes - start, len(data))
+                    self._pages[blocks[index], start : start + nbytes] = data[:nbytes]
+                done, data = done + nbytes, data[nbytes:]
 
     def flush(self) -> None:
         """Host writes are done when they return."""
@@ -299,13 +309,18 @@ class DevicePages:
                 self._synchronize()
                 target[done : done + count] = self._bounce_bytes[:count]
 
-    def write(self, block: int, pieces: Sequence[memoryview]) -> None:
-        start = 0
+    def write_run(self, blocks: Sequence[int], pieces: Sequence[memoryview]) -> None:
+        done = 0
         for piece in pieces:
-            # The staging arena is pinned on a device engine, so this copy runs beside the compute stream.
-            source = torch.from_numpy(np.frombuffer(piece, dtype=np.uint8))
-            self._copy(self._raw[block, start : start + len(piece)], source)
-            start += len(piece)
+            taken = 0
+            while taken < len(piece):
+                index, start = divmod(done + taken, self.page_bytes)
+                nbytes = min(self.page_bytes - start, len(piece) - taken)
+                # The staging arena is pinned on a device engine, so this copy runs beside the compute stream.
+                source = torch.from_numpy(np.frombuffer(piece[taken : taken + nbytes], dtype=np.uint8))
+                self._copy(self._raw[blocks[index], start : start + nbytes], source)
+                taken += nbytes
+            done += taken
 
     def flush(self) -> None:
         self._synchronize()

@@ -60,6 +60,8 @@ class ConnectorSettings:
     """A transfer that gets no byte through for that long fails."""
     page_digests: bool = True
     """Pages travel with digests, which are compared after the load."""
+    checksums: bool = True
+    """Chunks travel with checksums, and a damaged one is sent again."""
     user_timeout_s: float = 10.0
     """TCP_USER_TIMEOUT of KV connections."""
     keepalive_s: float = 10.0

@@ -1,0 +1,107 @@
+"""One request's KV on its way from staging into the blocks that vLLM gave the request."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from prfaas.serving.engines.page_digests import DigestPlan, PendingSums
+from prfaas.serving.engines.vllm.layout import EngineRegion, KvLayout
+from prfaas.serving.engines.vllm.metadata import LoadOrder
+from prfaas.serving.transport.arrival import Arrival
+from prfaas.serving.transport.staging import StagedRegions, StagedTransfer
+
+
+@dataclass(slots=True)
+class _Part:
+    """What is to be loaded of one layer."""
+
+    region: EngineRegion
+    first_block: int
+    """Index of the first block in the request's block table."""
+    block_ids: Sequence[int]
+    offset: int
+    """Of the first block in the region, in bytes."""
+    loaded: int = 0
+    """Blocks that were filled, from the first one on."""
+    sums: list[PendingSums] = field(default_factory=list)
+
+    @property
+    def next_offset(self) -> int:
+        return self.offset + self.loaded * self.region.page_bytes
+
+    @property
+    def left(self) -> int:
+        return len(self.block_ids) - self.loaded
+
+    def fill(self, staged: StagedRegions, blocks: int, *, digested: bool) -> None:
+        """Fill the next blocks."""
+        ids, pages = self.block_ids[self.loaded : self.loaded + blocks], self.region.pages
+        nbytes = blocks * self.region.page_bytes
+        pages.write_run(ids, staged.region_views(self.region.index, self.next_offset, nbytes))
+        self.loaded += blocks
+        # The sums of what is in the blocks then; a device computes them behind the copies.
+        if digested:
+            self.sums.append(pages.sums(ids, loaded=True))
+
+
+class BlockLoad:
+    """Fills the blocks of each layer in their order, as far as their bytes are there. Not thread-safe."""
+
+    def __init__(self, layout: KvLayout, order: LoadOrder, digest_plan: DigestPlan | None) -> None:
+        """
+        Args:
+            layout: of the engine's KV.
+            order: the blocks to fill, which the engine does not hold already.
+            digest_plan: None where transfers come without digests of their pages.
+
+        Raises:
+            RuntimeError: a block is one that no request may write.
+        """
+        self._digest_plan = digest_plan
+        self._parts: list[_Part] = []
+        ticket = order.ticket
+        runs = {run.group: run for run in order.runs}
+        for region in layout.regions:
+            run = runs[region.group.index]
+            if 0 in run.block_ids:
+                raise RuntimeError(f"layer {region.layer_name}: a block to load is vLLM's null block")
+            # The region may begin earlier than the run.
+            skipped = region.group.first_block(ticket.num_tokens, ticket.skip_tokens)
+            offset = (run.first_block - skipped) * region.page_bytes
+            self._parts.append(_Part(region, run.first_block, run.block_ids, offset))
+
+    def fill_arrived(self, arrival: Arrival) -> None:
+        """Fill the blocks whose bytes are in staging, and whose predecessors' are."""
+        parts = [part for part in self._parts if part.left]
+        ends = arrival.ends([(part.region.index, part.next_offset) for part in parts])
+        for part, end in zip(parts, ends, strict=True):
+            blocks = min(part.left, (end - part.next_offset) // part.region.page_bytes)
+            if blocks > 0:
+                part.fill(arrival, blocks, digested=self._digest_plan is not None)
+
+    def finish(self, staged: StagedTransfer) -> int:
+        """Fill the rest from a complete transfer, and check all of it; returns the bytes loaded.
+
+        The request may run then: every copy is in place, and every page is what the prefill engine computed.
+
+        Raises:
+            PageDigestError: a page is another one.
+        """
+        for part in self._parts:
+            if part.left:
+                part.fill(staged, part.left, digested=self._digest_plan is not None)
+        self.flush()
+        if self._digest_plan is not None:
+            extent = (staged.num_tokens, staged.skip_tokens)
+            digests = self._digest_plan.of_transfer(staged.transfer_id, *extent)
+            for part in self._parts:
+                if part.sums:
+                    sums = np.concatenate([pending.wait() for pending in part.sums])
+                    digests.check(staged, part.region.index, part.first_block, sums)
+        return sum(part.loaded * part.region.page_bytes for part in self._parts)
+
+    def flush(self) -> None:
+        """Wait until no copy into the blocks is under way."""
+        for part in self._parts:
+            part.region.pages.flush()
