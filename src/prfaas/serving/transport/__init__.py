@@ -15,7 +15,7 @@ from prfaas.serving.transport.outgoing import (
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
-from prfaas.serving.transport.sockets import HandshakeError, LinkSample, TcpInfo
+from prfaas.serving.transport.sockets import HandshakeError, TcpInfo
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena, StagingLease
 from prfaas.serving.transport.ticket import (
     KeyFileError,
@@ -36,7 +36,6 @@ __all__ = [
     "Fingerprint",
     "HandshakeError",
     "KeyFileError",
-    "LinkSample",
     "Observer",
     "OutgoingTransfer",
     "PaceOrder",

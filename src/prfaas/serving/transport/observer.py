@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, Sealing
-from prfaas.serving.transport.sockets import HandshakeError, keep_alive
+from prfaas.serving.transport.sockets import HandshakeError, expedite, keep_alive
 from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.tls_stream import AsyncTlsStream, NotTlsError, tls_trouble
 from prfaas.serving.transport.wire import (
     HEADER_BYTES,
+    MAX_PROBE_BYTES,
     FrameType,
     Header,
     TransferStatus,
@@ -155,10 +156,31 @@ class Observer:
         Raises:
             ConnectionError: the receiver is gone.
         """
+        return await self._ask_stats({})
+
+    async def telemetry(self) -> dict[str, Any]:
+        """The receiver's `telemetry()`. Several may be asked at once: a late answer holds no question back.
+
+        Raises:
+            ConnectionError: the receiver is gone.
+        """
+        return await self._ask_stats({"of": "links"})
+
+    async def probe(self, link: str, nbytes: int) -> None:
+        """Have the engine's sender send so much filler on a link; there is no answer.
+
+        Raises:
+            ConnectionError: the receiver is gone.
+        """
+        await self.connect()
+        body = {"link": link, "bytes": min(nbytes, MAX_PROBE_BYTES)}
+        self._send(pack_control(FrameType.PROBE, body=body))
+
+    async def _ask_stats(self, body: dict[str, Any]) -> dict[str, Any]:
         await self.connect()
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._stats_waits.append(future)
-        self._send(pack_control(FrameType.STATS))
+        self._send(pack_control(FrameType.STATS, body=body))
         return await future
 
     def _watch(self, transfer_id: bytes) -> None:
@@ -177,7 +199,9 @@ class Observer:
         try:
             async with asyncio.timeout(_CONNECT_S):
                 reader, writer = await asyncio.open_connection(host, port)
-                keep_alive(writer.get_extra_info("socket"), user_timeout_s=_USER_TIMEOUT_S)
+                sock = writer.get_extra_info("socket")
+                keep_alive(sock, user_timeout_s=_USER_TIMEOUT_S)
+                expedite(sock)
                 try:
                     await self._greet(reader, writer)
                 except BaseException:

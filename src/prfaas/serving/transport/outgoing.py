@@ -13,7 +13,7 @@ from prfaas.core.units import BITS_PER_BYTE
 from prfaas.serving.transport.coverage import Coverage
 from prfaas.serving.transport.pacing import Paced
 from prfaas.serving.transport.ticket import DEFAULT_CLASS, TransferClass
-from prfaas.serving.transport.wire import FrameType
+from prfaas.serving.transport.wire import NO_TRANSFER, FrameType, pack_control
 
 
 class SourceGone(Exception):
@@ -284,6 +284,15 @@ class ControlJob:
     kind: FrameType
     transfer: OutgoingTransfer
     frame: bytes
+
+
+_FILLER_CHARS = 60_000
+FILLER = ControlJob(
+    FrameType.FILLER,
+    OutgoingTransfer.failed(NO_TRANSFER, (), "filler"),
+    pack_control(FrameType.FILLER, body={"filler": "0" * _FILLER_CHARS}),
+)
+"""A frame of bytes that nobody needs, to see what a link carries; it belongs to no transfer."""
 
 
 @dataclass(slots=True, eq=False)

@@ -14,6 +14,7 @@ from typing import Any
 from prfaas.serving.transport.chunk_schedule import ChunkSchedule
 from prfaas.serving.transport.options import Peer, SenderOptions
 from prfaas.serving.transport.outgoing import (
+    FILLER,
     Carrier,
     Chunk,
     ChunkSource,
@@ -55,6 +56,7 @@ class PeerQueue:
         self._controls: deque[ControlJob] = deque()
         self._windows: list[InFlightWindow] = []
         self._numbers = itertools.count()
+        self._filler_frames = 0
         self._lost_at_s = time.monotonic()
         self._progressed_at_s = 0.0
         self._trouble = self._rejection = ""
@@ -99,6 +101,7 @@ class PeerQueue:
             if not self._transfers:
                 self._progressed_at_s = time.monotonic()
             self._transfers[transfer_id] = transfer
+            self._filler_frames = 0
             self._counters["opened"] += 1
             self._controls.append(ControlJob(FrameType.OPEN, transfer, frame))
             self._repace()
@@ -144,6 +147,14 @@ class PeerQueue:
         """See `OutgoingTransfer.abort`."""
         with self._lock:
             self._fail(transfer, reason)
+
+    def fill(self, nbytes: int) -> None:
+        """Have about so many bytes of filler sent; not where transfers are open, and the next one ends it."""
+        with self._lock:
+            if self._windows and not self._transfers:
+                self._filler_frames = -(-nbytes // len(FILLER.frame))
+                self._repace()
+                self._ready.notify_all()
 
     def await_quiescent(self, transfer: OutgoingTransfer, timeout_s: float) -> bool:
         """See `OutgoingTransfer.await_quiescent`."""
@@ -220,6 +231,10 @@ class PeerQueue:
                     window.add_chunk(chunk, time.monotonic())
                     chunk.transfer.reading[chunk] = window.connection
                     return chunk
+                if self._filler_frames:
+                    self._filler_frames -= 1
+                    self._repace()
+                    return FILLER
                 self._ready.wait()
             return None
 
@@ -407,7 +422,9 @@ class PeerQueue:
         self._quiet.notify_all()
 
     def _repace(self) -> None:
-        connections = [window.connection for window in self._windows] if self._transfers else []
+        connections = (
+            [window.connection for window in self._windows] if self._transfers or self._filler_frames else []
+        )
         background = all(transfer.service.background for transfer in self._transfers.values())
         self._pacer.update(self, connections, background=background)
 

@@ -4,6 +4,7 @@ The first half of the way of KV bytes from the wire: `_receive_chunk` (the secon
 takes complete transfers out of staging).
 """
 
+import contextlib
 import logging
 import select
 import socket
@@ -18,8 +19,11 @@ from prfaas.serving.transport.incoming import ProducerSession
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, ForgedFrameError, Sealing
 from prfaas.serving.transport.sockets import (
+    Arrived,
     ConnectionEnded,
     HandshakeError,
+    expedite,
+    read_arrived,
     read_tcp_info,
     receive_exactly,
     shut,
@@ -27,11 +31,14 @@ from prfaas.serving.transport.sockets import (
 from prfaas.serving.transport.transfer_table import TransferTable
 from prfaas.serving.transport.wire import (
     HEADER_BYTES,
+    MAX_LINK_CHARS,
+    MAX_PROBE_BYTES,
     UNCHECKED,
     FrameType,
     Header,
     WireError,
     checksum_of,
+    count_field,
     pack_control,
     parse_control,
     seconds_field,
@@ -54,19 +61,23 @@ class ReceiverConnection:
         self,
         sock: socket.socket,
         table: TransferTable,
-        stats: Callable[[], dict[str, Any]],
+        stats: Callable[[bool], dict[str, Any]],
         shake_hands: Callable[["ReceiverConnection", socket.socket], tuple[PeerIdentity, Sealing | None]],
         on_stranger_failed: Callable[[str, str], None],
         on_pace: Callable[[PaceOrder], None],
+        on_probe: Callable[[str, int], None],
         progress_deadline_s: float,
     ) -> None:
-        """`on_stranger_failed` gets a sentence, and who it was if it has proved that before it failed."""
+        """`stats` is asked whether only what concerns links is wanted. `on_stranger_failed` gets a sentence, and who it
+        was if it has proved that before it failed."""
         self._sock = sock
+        self._arrived = Arrived()
         self._table = table
         self._stats = stats
         self._shake_hands = shake_hands
         self._on_stranger_failed = on_stranger_failed
         self._on_pace = on_pace
+        self._on_probe = on_probe
         self._progress_deadline_s = progress_deadline_s
         self._outbox: deque[bytes] = deque()
         self._unsent = memoryview(b"")
@@ -126,6 +137,12 @@ class ReceiverConnection:
         """Make the connection's thread end."""
         shut(self._sock)
 
+    def arrived(self) -> Arrived:
+        """What the kernel has received so far; of a connection that has ended, all of it."""
+        with contextlib.suppress(OSError):
+            self._arrived = read_arrived(self._sock)
+        return self._arrived
+
     def check(self, now_s: float) -> None:
         """Close the connection if it is stuck inside a frame, send on if the outbox is stuck."""
         since_s = self._payload_since_s
@@ -171,6 +188,7 @@ class ReceiverConnection:
             self.failure = repr(error)
             log.exception("connection from %s failed", self._whom())
         finally:
+            self.arrived()
             self.shut()
             # Not while another thread posts: its send must not meet a reused file number.
             with self._sending:
@@ -192,6 +210,8 @@ class ReceiverConnection:
                     self._table.end(session, self, header, self._body(header))
                 elif header.kind is FrameType.ABORT:
                     self._table.aborted(session, header, self._body(header))
+                elif header.kind is FrameType.FILLER:
+                    self._body(header)
                 else:
                     raise WireError(f"a producer may not send {header.kind.name}")
                 if len(self._outbox) > _OUTBOX_PRESSURE_FRAMES:
@@ -200,6 +220,7 @@ class ReceiverConnection:
             self._table.disconnected(session, self)
 
     def _serve_observer(self) -> None:
+        expedite(self._sock)
         try:
             while True:
                 header = self._next_header()
@@ -215,9 +236,12 @@ class ReceiverConnection:
                 elif header.kind is FrameType.ABANDON:
                     self._table.drop(header.transfer_id, text_field(body, "reason"))
                 elif header.kind is FrameType.STATS:
-                    self.post(pack_control(FrameType.STATS, body=self._stats()))
+                    self.post(pack_control(FrameType.STATS, body=self._stats(body.get("of") == "links")))
                 elif header.kind is FrameType.PACE:
                     self._on_pace(PaceOrder.from_body(body))
+                elif header.kind is FrameType.PROBE:
+                    nbytes = count_field(body, "bytes", MAX_PROBE_BYTES)
+                    self._on_probe(text_field(body, "link", MAX_LINK_CHARS), nbytes)
                 else:
                     raise WireError(f"an observer may not send {header.kind.name}")
         finally:

@@ -136,10 +136,7 @@ class TransferTable:
         return transfer
 
     def _admit(self) -> None:
-        """Give staging to those that wait, first come first served; called under the lock.
-
-        Those in the background come after all others.
-        """
+        """Give staging to those that wait: first come first served, the background last; under the lock."""
         while self._waiting:
             transfer = next((each for each in self._waiting if not each.background), self._waiting[0])
             lease = self._arena.allocate(transfer.lease_bytes)
