@@ -1,6 +1,7 @@
 """Lossless coding of chunks: byte-exact for anything, shorter for floating-point numbers, refused when damaged."""
 
 import struct
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -34,11 +35,15 @@ def decoded(coded: bytes | bytearray, cuts: list[int]) -> bytes | None:
     nbytes = decoded_bytes(coded[:PREFIX_BYTES])
     memory = memoryview(bytearray(nbytes))
     edges = sorted({0, nbytes, *(cut % (nbytes + 1) for cut in cuts)})
-    pieces = [memory[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    pieces = [memory[start:end] for start, end in pairwise(edges)]
     return bytes(memory) if decode(memoryview(coded), pieces) else None
 
 
-@given(st.binary(min_size=1, max_size=3000), st.sampled_from([1, 2, 4]), st.lists(st.integers(0, 3000), max_size=4))
+@given(
+    st.binary(min_size=1, max_size=3000),
+    st.sampled_from([1, 2, 4]),
+    st.lists(st.integers(0, 3000), max_size=4),
+)
 def test_any_bytes_come_back(chunk: bytes, size: int, cuts: list[int]) -> None:
     assert decoded(encode(memoryview(chunk), size), cuts) == chunk
 
