@@ -8,6 +8,7 @@ from prfaas.core.deployment import Deployment, Instance, load_deployment
 from prfaas.core.scheduling import CacheTransfer, Decision, KvFacts, Route
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.planning_inputs import service_curves, view_of
+from prfaas.serving.transport.pacing import PaceOrder
 
 KEY = bytes(range(32))
 
@@ -141,7 +142,10 @@ class FakeSender:
     def __init__(self) -> None:
         self.links: dict[str, dict[str, Any]] | None = {}
         self.rejected: dict[str, str] = {}
+        self.arrivals: dict[str, dict[str, Any]] = {}
+        self.probes: list[tuple[str, int]] = []
         self.asked = 0
+        self.orders: list[PaceOrder] = []
         self.closed = False
 
     async def stats(self) -> dict[str, Any]:
@@ -149,7 +153,18 @@ class FakeSender:
         if self.links is None:
             raise ConnectionError("nobody there")
         links = {name: dict(report) for name, report in self.links.items()}
-        return {"sender": {"links": links, "rejected": dict(self.rejected)}}
+        return {"sender": {"links": links, "rejected": dict(self.rejected)}, "arrivals": dict(self.arrivals)}
+
+    async def telemetry(self) -> dict[str, Any]:
+        return await self.stats()
+
+    async def probe(self, link: str, nbytes: int) -> None:
+        self.probes.append((link, nbytes))
+
+    async def pace(self, order: PaceOrder) -> None:
+        if self.links is None:
+            raise ConnectionError("nobody there")
+        self.orders.append(order)
 
     async def close(self) -> None:
         self.closed = True
@@ -158,14 +173,33 @@ class FakeSender:
 def report(**changes: Any) -> dict[str, Any]:
     """One link as a sender with nothing to do tells it."""
     return {
-        "capacity_bits_per_s": 1e9,
+        "pace_bits_per_s": 1e9,
         "queued_bytes": 0,
+        "waiting_bytes": 0,
         "open_bytes": 0,
         "acked_bytes_total": 0,
+        "unsent_bytes": 0,
+        "filled_connections": 0,
         "delivery_bits_per_s": 0.0,
         "rtt_s": 0.001,
+        "least_rtt_s": 0.001,
         "retransmits_total": 0,
+        "sent_bytes_total": 0,
+        "resent_bytes_total": 0,
+        "busy_s_total": 0.0,
+        "receiver_limited_s_total": 0.0,
         "connections_up": 4,
         "connections": 4,
-        "sampled_age_s": None,
     } | changes
+
+
+def arrived(**changes: Any) -> dict[str, Any]:
+    """What one producer has sent, as a receiver tells it."""
+    told = {
+        "bytes_total": 0,
+        "mss_bytes": 1000,
+        "unread_bytes": 0,
+        "rtt_s": 0.001,
+        "connections": 4,
+    } | changes
+    return {"segments_total": told["bytes_total"] // 1000} | told
