@@ -125,9 +125,10 @@ class Watch:
 async def set_link(
     session: aiohttp.ClientSession, deployment: Deployment, link_name: str, factor: float
 ) -> None:
-    """Gives every sender of a link its share of a part of the link's bandwidth."""
+    """Gives every sender of a link its share of a part of the link's bandwidth, or all that it is told it may use."""
     link = next(each for each in deployment.links if each.name == link_name)
-    body = {"link": link.name, "bits_per_s": deployment.share_bits_per_s(link) * factor}
+    most = link.bandwidth_bits_per_s if factor == 1 else deployment.share_bits_per_s(link) * factor
+    body = {"link": link.name, "bits_per_s": most}
     for instance in deployment.cluster(link.source).instances:
         async with session.post(f"{instance.url}/synthetic/link", json=body) as response:
             if response.status != 200:

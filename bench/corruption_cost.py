@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from corruption_world import Prompt, Rank
-from prfaas.core.deployment import Deployment, load_deployment
+from prfaas.core.deployment import TOOLS, Deployment, load_deployment
 from prfaas.serving.engines.kv_groups import GroupKind
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.engines.vllm.layout import EngineGroup
@@ -155,7 +155,7 @@ class _Hops:
         self._session = session
         self._key = load_key(deployment.security.key_file)
         home = deployment.instance("home")
-        self._observer = Observer("bench", self._key, home.host, home.kv_port, "home/0")
+        self._observer = Observer(TOOLS, self._key, home.host, home.kv_port, "home/0")
 
     async def close(self) -> None:
         await self._observer.close()

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from ports import free_ports
-from prfaas.core.deployment import Deployment, Instance, load_deployment
+from prfaas.core.deployment import TOOLS, Deployment, Instance, load_deployment
 from prfaas.serving.engines.preparation import port_problem
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.engines.tiny import tiny_config
@@ -213,7 +213,7 @@ class FaultStack:
 
     async def kv_stats(self, instance: Instance) -> dict[str, Any]:
         key = load_key(self.deployment.security.key_file)
-        observer = Observer("faults", key, instance.host, instance.kv_port, f"{instance.name}/0")
+        observer = Observer(TOOLS, key, instance.host, instance.kv_port, f"{instance.name}/0")
         try:
             async with asyncio.timeout(5.0):
                 return await observer.stats()

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from prfaas.core.deployment import Deployment, Instance, load_deployment
+from prfaas.core.deployment import TOOLS, Deployment, Instance, load_deployment
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.engines.tiny import tiny_config
 from prfaas.serving.engines.tiny.checkpoint import write_tokenizer
@@ -192,9 +192,7 @@ class Bench:
     def _observer(self, instance: Instance) -> Observer:
         if instance.name not in self._observers:
             peer = f"{instance.name}/0"
-            self._observers[instance.name] = Observer(
-                "bench", self._key, instance.host, instance.kv_port, peer
-            )
+            self._observers[instance.name] = Observer(TOOLS, self._key, instance.host, instance.kv_port, peer)
         return self._observers[instance.name]
 
     async def _post(self, instance: Instance, ids: list[int], tokens: int, **fields: Any) -> None:

@@ -57,7 +57,16 @@ def test_every_command_has_help_with_an_example(
 ) -> None:
     assert run(monkeypatch, "--help") == 0
     overview = capsys.readouterr().out
-    for command in (["up"], ["serve"], ["engine"], ["key"], ["certs"], ["doctor"], ["demo"], ["model", "make"]):
+    for command in (
+        ["up"],
+        ["serve"],
+        ["engine"],
+        ["key"],
+        ["certs"],
+        ["doctor"],
+        ["demo"],
+        ["model", "make"],
+    ):
         assert command[0] in overview
         assert run(monkeypatch, *command, "--help") == 0
         text = " ".join(capsys.readouterr().out.split())

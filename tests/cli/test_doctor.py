@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import aiohttp
@@ -17,7 +18,8 @@ from prfaas import __version__
 from prfaas.cli import main as cli
 from prfaas.core.deployment import AdminConfig, Deployment, Policy, load_deployment
 from prfaas.core.route_header import RouteHeader
-from prfaas.serving.engines.preparation import ensure_key
+from prfaas.serving.certificates import CertificateFolder
+from prfaas.serving.engines.preparation import ensure_certificates, ensure_key
 from prfaas.serving.transport import Peer, Sender
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.staging import StagingArena
@@ -26,7 +28,6 @@ from prfaas.tools.doctor import (
     check_disaggregation,
     check_engines,
     check_gateway,
-    check_key,
     check_model,
     expected_route,
     judge_route,
@@ -39,6 +40,7 @@ from prfaas.tools.process_facts import (
     check_versions,
     process_facts,
 )
+from prfaas.tools.security_facts import check_certificates, check_key
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "local.yaml"
 
@@ -321,6 +323,60 @@ def test_files(deployment: Deployment, tmp_path: Path) -> None:
     assert (finding.level, finding.mend) == ("problem", "prfaas model make qwen3-next")
     elsewhere = replace(deployment, model=replace(deployment.model, tiny=None, path=tmp_path / "none"))
     assert "model.path" in str(check_model(elsewhere).mend)
+
+
+def test_certificates(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    (finding,) = check_certificates(deployment)
+    assert finding.level == "ok" and "will be made in" in finding.text
+    ensure_certificates(deployment, ["home-decode-0"])
+    (finding,) = check_certificates(deployment)
+    # The gateway and the tools need none here: nothing leaves the machine but what goes over the link.
+    assert finding.level == "ok" and finding.text.startswith("3 in ")
+    own = deployment.security.identity_file("home-decode-0")
+    content = own.read_bytes()
+    own.unlink()
+    (finding,) = check_certificates(deployment)
+    assert finding.level == "problem" and "home-decode-0 has no certificate" in finding.text
+    assert "prfaas certs" in str(finding.mend)
+    own.write_bytes(content)
+    own.chmod(0o600)
+    for days, text in (
+        (340, "home-decode-0 has one that ends on"),
+        (370, "that expired on"),
+        (3400, "the CA ends on"),
+    ):
+        now = datetime.now(UTC) + timedelta(days=days)
+        monkeypatch.setattr("prfaas.serving.issuing.now", lambda now=now: now)
+        assert any(text in each.text for each in check_certificates(deployment) if each.level == "problem"), (
+            days
+        )
+    monkeypatch.undo()
+    deployment.security.ca_file.write_text("")
+    (finding,) = check_certificates(deployment)
+    assert finding.level == "problem" and "holds no certificate" in finding.text
+
+
+def test_a_machine_needs_the_certificates_of_what_runs_there(tmp_path: Path) -> None:
+    file = tmp_path / "spread.yaml"
+    file.write_text(EXAMPLE.read_text().replace("host: 127.0.0.1, http_port", "host: 10.0.0.9, http_port"))
+    deployment = load_deployment(file, state_dir=tmp_path)
+    (finding,) = check_certificates(deployment)
+    assert finding.level == "problem" and "ca.crt can't be read" in finding.text
+    CertificateFolder(deployment).make()
+    deployment.security.identity_file("home-decode-0").unlink()
+    (finding,) = check_certificates(deployment)
+    assert finding.level == "ok"
+    deployment.security.identity_file("tools").unlink()
+    (finding,) = check_certificates(deployment)
+    assert finding.level == "problem" and "tools has no certificate" in finding.text
+
+
+def test_nothing_is_said_of_certificates_that_nobody_needs(tmp_path: Path) -> None:
+    file = tmp_path / "plain.yaml"
+    file.write_text(
+        EXAMPLE.read_text().replace("    connections: 4\n", "    connections: 4\n    encryption: false\n")
+    )
+    assert check_certificates(load_deployment(file, state_dir=tmp_path)) == []
 
 
 OFFLOAD = "offload; prefill=east-prefill-0; decode=home-decode-0; uncached=4064; cached=0; bytes=1048576; reason=long"

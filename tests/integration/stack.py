@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.ports import free_ports
 
-from prfaas.core.deployment import Deployment, load_deployment
+from prfaas.core.deployment import TOOLS, Deployment, load_deployment
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.engines.vllm.reference import FORCED_TOKENS_ARG, LOGITS_PROCESSOR
 from prfaas.serving.transport.observer import Observer
@@ -291,7 +291,7 @@ class Stack:
         async def ask() -> dict[str, Any]:
             instance = self.deployment.instance(name)
             observer = Observer(
-                "test",
+                TOOLS,
                 load_key(self.deployment.security.key_file),
                 instance.host,
                 instance.kv_port,

@@ -42,8 +42,9 @@ def _diagnose(path: "Path", probe: bool) -> "list[Finding]":
     import asyncio
 
     from prfaas.core.deployment import DeploymentError, load_deployment
-    from prfaas.tools.doctor import check_key, check_model
+    from prfaas.tools.doctor import check_model
     from prfaas.tools.finding import ok, problem
+    from prfaas.tools.security_facts import check_certificates, check_key
 
     try:
         loaded = load_deployment(path)
@@ -54,6 +55,7 @@ def _diagnose(path: "Path", probe: bool) -> "list[Finding]":
             )
         ]
     findings = [ok("file", f"{path} is valid"), check_model(loaded), check_key(loaded)]
+    findings += check_certificates(loaded)
     return findings + asyncio.run(_ask(loaded, probe))
 
 

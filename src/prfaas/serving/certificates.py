@@ -9,16 +9,18 @@ import datetime
 import fcntl
 import os
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from prfaas.core.deployment import CERTIFICATE_NAMES, Deployment
+from prfaas.core.deployment import CERTIFICATE_NAMES, Deployment, Instance
 from prfaas.serving import issuing
-from prfaas.serving.transport.tls_identity import TlsFileError, TlsIdentity
+from prfaas.serving.secret_files import TlsFileError
+from prfaas.serving.transport.tls_identity import TlsIdentity
 
 LIFETIME_DAYS = 365
 _SOON = datetime.timedelta(days=30)
@@ -61,6 +63,11 @@ class Authority:
     name: str
     expires: datetime.datetime
 
+    @property
+    def ends_soon(self) -> bool:
+        """Certificates can't be made for their usual time any more."""
+        return self.expires - issuing.now() < LIFETIME_DAYS * issuing.DAY
+
 
 def members_of(deployment: Deployment) -> tuple[Member, ...]:
     """All that need a certificate: the instances in the order of the file, then the gateway and the tools."""
@@ -83,6 +90,23 @@ def identity_of(deployment: Deployment, name: str) -> TlsIdentity | None:
     security = deployment.security
     file = security.identity_file(name)
     return TlsIdentity(file, file, security.ca_file)
+
+
+def https_options(instance: Instance, tls: TlsIdentity | None) -> Mapping[str, Any]:
+    """What an aiohttp request to an instance is given beside its URL.
+
+    Args:
+        instance: who is asked.
+        tls: who asks.
+
+    Raises:
+        TlsFileError: the instance speaks TLS only, and who asks has no certificate.
+    """
+    if not instance.tls:
+        return {}
+    if tls is None:
+        raise TlsFileError(f"{instance.name} speaks TLS only, and there is no certificate to ask it with")
+    return {"ssl": tls.https_context(), "server_hostname": instance.name}
 
 
 class CertificateFolder:

@@ -1,14 +1,18 @@
 """A deployment's gateway with its live control plane."""
 
+import logging
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
-from prfaas.core.deployment import Deployment
+from prfaas.core.deployment import GATEWAY, Deployment
+from prfaas.serving.certificates import identity_of
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of
 from prfaas.serving.gateway import Draining, serve_gateway
 from prfaas.serving.transport.ticket import load_key
+
+logger = logging.getLogger(__name__)
 
 
 async def serve_live(
@@ -25,12 +29,17 @@ async def serve_live(
 
     Raises:
         KeyFileError: the deployment's key can't be read.
+        TlsFileError: the gateway's certificate can't be used.
         AdminTokenError: the operators' token can't be read.
         OSError: an address of the gateway can't be bound.
     """
+    clear = [each.name for each in deployment.instances if each.tls and each.events_port is not None]
+    if clear:
+        logger.warning("KV-cache events, which hold token ids, come unencrypted from %s", ", ".join(clear))
     kv_model = kv_model_of(deployment)
     registry = CollectorRegistry()
-    plane = LivePlane(deployment, load_key(deployment.security.key_file), registry, kv_model)
+    tls = identity_of(deployment, GATEWAY)
+    plane = LivePlane(deployment, load_key(deployment.security.key_file), registry, kv_model, tls=tls)
     await serve_gateway(
-        deployment, plane, kv_model=kv_model, ready=ready, registry=registry, draining=draining
+        deployment, plane, kv_model=kv_model, ready=ready, registry=registry, draining=draining, tls=tls
     )

@@ -9,18 +9,21 @@ from typing import Any
 
 import aiohttp
 
-from prfaas.core.deployment import Deployment, Instance
+from prfaas.core.deployment import TOOLS, Deployment, Instance
 from prfaas.core.kv import ConfigError, model_from_directory
 from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeader
 from prfaas.core.units import format_bytes
 from prfaas.serving.admin_token import AdminTokenError, load_token
-from prfaas.serving.engines.preparation import is_on_one_machine
+from prfaas.serving.certificates import https_options
 from prfaas.serving.engines.synthetic import VERSION as SYNTHETIC_VERSION
 from prfaas.serving.engines.versions import SUPPORTED_VLLM, release_of
+from prfaas.serving.secret_files import KeyFileError, TlsFileError
 from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.ticket import KeyFileError, load_key
+from prfaas.serving.transport.ticket import load_key
+from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.tools.finding import Finding, ok, problem
 from prfaas.tools.http_client import AnswerError, get_json, served_models
+from prfaas.tools.security_facts import tools_identity
 
 _TIMEOUT_S = 10.0
 _KV_TIMEOUT_S = 6.0
@@ -33,6 +36,9 @@ _CLEAR = 1.5
 # A probe is so much longer than the threshold, and so long where there is none.
 _OVER_TOKENS = 64
 _LONG_TOKENS = 4096
+_SAME_CERTIFICATES = (
+    "see `prfaas certs FILE --show` on both machines: they need certificates of one CA that are good today"
+)
 
 
 def check_model(deployment: Deployment) -> Finding:
@@ -52,26 +58,11 @@ def check_model(deployment: Deployment) -> Finding:
     return ok("model", kv_model.describe())
 
 
-def check_key(deployment: Deployment) -> Finding:
-    """The key is there and private."""
-    path = deployment.security.key_file
-    if not path.exists() and is_on_one_machine(deployment):
-        return ok("key", f"will be made at {path} when the first engine starts")
-    try:
-        load_key(path)
-    except KeyFileError as error:
-        if path.exists():
-            mend = f"chmod 600 {path}, or remove it and make a new one with `prfaas key {deployment.path}`"
-        else:
-            mend = f"make it with `prfaas key {deployment.path}` and copy it to every machine"
-        return problem("key", str(error), mend)
-    return ok("key", f"{path} is private")
-
-
 async def check_engines(deployment: Deployment, session: aiohttp.ClientSession) -> list[Finding]:
     """All checks of all engines, in the order of the file."""
+    tls = tools_identity(deployment)
     per_engine = await asyncio.gather(
-        *(_check_engine(deployment, instance, session) for instance in deployment.instances)
+        *(_check_engine(deployment, instance, session, tls) for instance in deployment.instances)
     )
     findings = [finding for findings, _ in per_engine for finding in findings]
     versions = {
@@ -100,14 +91,20 @@ async def check_engines(deployment: Deployment, session: aiohttp.ClientSession) 
 
 
 async def _check_engine(
-    deployment: Deployment, instance: Instance, session: aiohttp.ClientSession
+    deployment: Deployment, instance: Instance, session: aiohttp.ClientSession, tls: TlsIdentity | None
 ) -> tuple[list[Finding], str | None]:
     subject = f"engine {instance.name}"
     start = f"prfaas engine {deployment.path} {instance.name}"
     address = f"{instance.host}:{instance.http_port}"
     try:
-        async with session.get(f"{instance.url}/health", timeout=_HEALTH_TIMEOUT) as response:
+        https = https_options(instance, tls)
+        async with session.get(f"{instance.url}/health", timeout=_HEALTH_TIMEOUT, **https) as response:
             status = response.status
+    except TlsFileError as error:
+        return [problem(subject, str(error), "mend the certificates first")], None
+    except aiohttp.ClientSSLError as error:
+        text = f"{address} and this machine don't agree on TLS ({error})"
+        return [problem(subject, text, _SAME_CERTIFICATES)], None
     except aiohttp.ClientConnectorError:
         return [problem(subject, f"nothing listens at {address}", f"start it on its machine: {start}")], None
     except (aiohttp.ClientError, TimeoutError) as error:
@@ -116,19 +113,20 @@ async def _check_engine(
     if status != 200:
         text = f"{address} answers /health with {status}"
         return [problem(subject, text, f"see its log, then start it again: {start}")], None
-    version, findings = await _check_version(deployment, instance, session)
-    findings.append(await _check_served(deployment, instance, session))
-    findings += await _check_kv_ports(deployment, instance)
+    version, findings = await _check_version(deployment, instance, session, https)
+    findings.append(await _check_served(deployment, instance, session, https))
+    findings += await _check_kv_ports(deployment, instance, tls)
     return findings, version
 
 
 async def _check_version(
-    deployment: Deployment, instance: Instance, session: aiohttp.ClientSession
+    deployment: Deployment, instance: Instance, session: aiohttp.ClientSession, https: Mapping[str, Any]
 ) -> tuple[str | None, list[Finding]]:
     subject = f"engine {instance.name}"
     again = f"start it again: prfaas engine {deployment.path} {instance.name}"
     try:
-        version = str((await get_json(session, f"{instance.url}/version", timeout_s=_TIMEOUT_S))["version"])
+        told = await get_json(session, f"{instance.url}/version", timeout_s=_TIMEOUT_S, https=https)
+        version = str(told["version"])
         is_stand_in = version.startswith(SYNTHETIC_VERSION)
         if is_stand_in != deployment.is_synthetic(instance):
             wanted = "a synthetic engine" if deployment.is_synthetic(instance) else "vLLM"
@@ -147,13 +145,13 @@ async def _check_version(
 
 
 async def _check_served(
-    deployment: Deployment, instance: Instance, session: aiohttp.ClientSession
+    deployment: Deployment, instance: Instance, session: aiohttp.ClientSession, https: Mapping[str, Any]
 ) -> Finding:
     subject = f"engine {instance.name}"
     model = deployment.model
     again = f"start it again with this deployment file: prfaas engine {deployment.path} {instance.name}"
     try:
-        lengths = await served_models(session, instance.url, timeout_s=_TIMEOUT_S)
+        lengths = await served_models(session, instance.url, timeout_s=_TIMEOUT_S, https=https)
     except (aiohttp.ClientError, TimeoutError, ValueError):
         return problem(subject, "does not list its models", again)
     if model.served_name not in lengths:
@@ -166,23 +164,28 @@ async def _check_served(
     return ok(subject, f"serves {model.served_name} up to {length} tokens")
 
 
-async def _check_kv_ports(deployment: Deployment, instance: Instance) -> list[Finding]:
+async def _check_kv_ports(
+    deployment: Deployment, instance: Instance, tls: TlsIdentity | None
+) -> list[Finding]:
     try:
         key = load_key(deployment.security.key_file)
     except KeyFileError:
         # Its own finding says so; without the key nothing can be asked here.
         return []
     per_rank = await asyncio.gather(
-        *(_check_kv_port(deployment, instance, rank, key) for rank in range(instance.tensor_parallel))
+        *(_check_kv_port(deployment, instance, rank, key, tls) for rank in range(instance.tensor_parallel))
     )
     return [finding for findings in per_rank for finding in findings]
 
 
-async def _check_kv_port(deployment: Deployment, instance: Instance, rank: int, key: bytes) -> list[Finding]:
+async def _check_kv_port(
+    deployment: Deployment, instance: Instance, rank: int, key: bytes, tls: TlsIdentity | None
+) -> list[Finding]:
     name = f"{instance.name}/{rank}"
     subject = f"KV port {name}"
     expected = _expected_connections(deployment, instance)
-    observer = Observer("prfaas-doctor", key, instance.host, instance.kv_port + rank, name)
+    encrypted_by = tls if instance.tls else None
+    observer = Observer(TOOLS, key, instance.host, instance.kv_port + rank, name, encrypted_by)
     try:
         async with asyncio.timeout(_KV_TIMEOUT_S + _SETTLE_S):
             stats = await _settled_stats(observer, sum(expected.values()))

@@ -8,6 +8,7 @@ import orjson
 
 _JSON = {"Content-Type": "application/json"}
 _MESSAGE_CHARACTERS = 300
+_PLAIN: Mapping[str, Any] = {}
 
 
 class AnswerError(ValueError):
@@ -29,8 +30,9 @@ async def get_json(
     *,
     timeout_s: float | None = None,
     headers: Mapping[str, str] | None = None,
+    https: Mapping[str, Any] = _PLAIN,
 ) -> dict[str, Any]:
-    """The JSON object at `url`; without `timeout_s` the session's limits count.
+    """The JSON object at `url`; without `timeout_s` the session's limits count. `https`: as `https_options` makes it.
 
     Raises:
         AnswerError: a status other than 200.
@@ -38,7 +40,7 @@ async def get_json(
         aiohttp.ClientError, TimeoutError: no whole answer.
     """
     timeout = session.timeout if timeout_s is None else aiohttp.ClientTimeout(total=timeout_s)
-    async with session.get(url, timeout=timeout, headers=headers) as response:
+    async with session.get(url, timeout=timeout, headers=headers, **https) as response:
         return await _json_of(response)
 
 
@@ -49,14 +51,18 @@ async def post_json(session: aiohttp.ClientSession, url: str, body: dict[str, An
 
 
 async def served_models(
-    session: aiohttp.ClientSession, url: str, *, timeout_s: float | None = None
+    session: aiohttp.ClientSession,
+    url: str,
+    *,
+    timeout_s: float | None = None,
+    https: Mapping[str, Any] = _PLAIN,
 ) -> dict[str, int | None]:
     """Name → `max_model_len` (None: not told) of every model that the server at `url` (without /v1) lists.
 
     Raises:
         As `get_json`; ValueError, too, where the answer is no list of models.
     """
-    document = await get_json(session, f"{url}/v1/models", timeout_s=timeout_s)
+    document = await get_json(session, f"{url}/v1/models", timeout_s=timeout_s, https=https)
     try:
         lengths = {str(card["id"]): card.get("max_model_len") for card in document["data"]}
     except (KeyError, TypeError, AttributeError) as error:

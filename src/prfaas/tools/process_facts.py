@@ -8,17 +8,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from typing import Any
 
 import aiohttp
 
 from prfaas import __version__
-from prfaas.core.deployment import Deployment, Instance
+from prfaas.core.deployment import TOOLS, Deployment, Instance
 from prfaas.serving.admin_token import AdminTokenError, load_token
+from prfaas.serving.certificates import https_options
 from prfaas.serving.gateway import GatewayOptions
+from prfaas.serving.secret_files import KeyFileError, TlsFileError
 from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.ticket import KeyFileError, load_key
+from prfaas.serving.transport.ticket import load_key
+from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.tools.finding import Finding, ok, problem
 from prfaas.tools.http_client import get_json
+from prfaas.tools.security_facts import tools_identity
 
 _TIMEOUT_S = 6.0
 _TIMEOUT = aiohttp.ClientTimeout(total=_TIMEOUT_S)
@@ -49,9 +54,16 @@ class ProcessFacts:
 async def check_processes(deployment: Deployment, session: aiohttp.ClientSession) -> list[Finding]:
     """Clocks, file descriptors and versions of prfaas, of all that answer."""
 
+    tls = tools_identity(deployment)
+
     async def engine_facts(instance: Instance) -> ProcessFacts:
-        version = await _plugin_version(deployment, instance)
-        return await process_facts(session, f"engine {instance.name}", instance.url, version=version)
+        version = await _plugin_version(deployment, instance, tls)
+        name = f"engine {instance.name}"
+        try:
+            https = https_options(instance, tls)
+        except TlsFileError:
+            return ProcessFacts(name, prfaas_version=version)
+        return await process_facts(session, name, instance.url, version=version, https=https)
 
     gateway, *engines = await asyncio.gather(
         _gateway_facts(deployment, session), *map(engine_facts, deployment.instances)
@@ -78,13 +90,15 @@ async def _gateway_facts(deployment: Deployment, session: aiohttp.ClientSession)
     return facts
 
 
-async def _plugin_version(deployment: Deployment, instance: Instance) -> str | None:
+async def _plugin_version(deployment: Deployment, instance: Instance, tls: TlsIdentity | None) -> str | None:
     """The prfaas that an engine runs, by its KV port; None where that does not tell."""
     try:
         key = load_key(deployment.security.key_file)
     except KeyFileError:
         return None
-    observer = Observer("prfaas-doctor", key, instance.host, instance.kv_port, f"{instance.name}/0")
+    observer = Observer(
+        TOOLS, key, instance.host, instance.kv_port, f"{instance.name}/0", tls if instance.tls else None
+    )
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             version = (await observer.stats()).get("version")
@@ -102,6 +116,7 @@ async def process_facts(
     *,
     version: str | None = None,
     headers: Mapping[str, str] | None = None,
+    https: Mapping[str, Any] | None = None,
     now_s: Callable[[], float] = time.time,
 ) -> ProcessFacts:
     """Ask `url`/metrics. What can't be read is None: whether the process answers at all is another check.
@@ -112,11 +127,13 @@ async def process_facts(
         url: base of the server's pages.
         version: the prfaas that runs there, if that is known.
         headers: of the request.
+        https: as `https_options` makes it; None: over HTTP.
         now_s: Unix time.
     """
     begun_s = now_s()
     try:
-        async with session.get(f"{url}/metrics", timeout=_TIMEOUT, headers=headers) as response:
+        asked = session.get(f"{url}/metrics", timeout=_TIMEOUT, headers=headers, **(https or {}))
+        async with asked as response:
             between_s = (begun_s + now_s()) / 2
             date = response.headers.get("Date")
             text = await response.content.read(_MOST_BYTES) if response.status == 200 else b""

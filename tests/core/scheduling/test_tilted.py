@@ -46,8 +46,8 @@ def test_the_formula() -> None:
 @given(cases(cached=False, max_pd=1))
 def test_with_beta_0_it_is_the_plain_threshold(case) -> None:  # type: ignore[no-untyped-def]
     view, request = case
-    for link in view.links.values():
-        link.congestion = 0.0
+    for each in view.links.values():
+        each.congestion = 0.0
     static = policy_named("static_threshold", threshold_tokens=view.threshold_tokens.get("pd0", math.inf))
     try:
         expected = static.decide(request, view)

@@ -12,6 +12,7 @@ from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.own_process import LoopClock
 from prfaas.serving.transport.handshake import HandshakeError
+from prfaas.serving.transport.pacing import PaceOrder
 
 from .world import FakeClock, FakeHttp
 
@@ -32,6 +33,8 @@ class Port:
         if isinstance(self.error, OSError):
             raise self.error
         return {}
+
+    async def pace(self, order: PaceOrder) -> None: ...
 
     async def close(self) -> None: ...
 

@@ -8,6 +8,7 @@ from prfaas.core.deployment import Deployment, Instance, load_deployment
 from prfaas.core.scheduling import CacheTransfer, Decision, KvFacts, Route
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.planning_inputs import service_curves, view_of
+from prfaas.serving.transport.pacing import PaceOrder
 
 KEY = bytes(range(32))
 
@@ -144,6 +145,7 @@ class FakeSender:
         self.arrivals: dict[str, dict[str, Any]] = {}
         self.probes: list[tuple[str, int]] = []
         self.asked = 0
+        self.orders: list[PaceOrder] = []
         self.closed = False
 
     async def stats(self) -> dict[str, Any]:
@@ -158,6 +160,11 @@ class FakeSender:
 
     async def probe(self, link: str, nbytes: int) -> None:
         self.probes.append((link, nbytes))
+
+    async def pace(self, order: PaceOrder) -> None:
+        if self.links is None:
+            raise ConnectionError("nobody there")
+        self.orders.append(order)
 
     async def close(self) -> None:
         self.closed = True

@@ -14,7 +14,8 @@ from typing import Any
 import aiohttp
 from tests.ports import free_ports
 
-from prfaas.core.deployment import Deployment, load_deployment
+from prfaas.core.deployment import TOOLS, Deployment, load_deployment
+from prfaas.serving.certificates import CertificateFolder
 from prfaas.serving.engines.synthetic.node import SyntheticNode
 from prfaas.serving.engines.synthetic.text import Text
 from prfaas.serving.engines.tiny import tiny_config
@@ -88,6 +89,7 @@ def write_deployment(
     file.write_text(json.dumps(document))
     deployment = load_deployment(file, state_dir=home)
     create_key(deployment.security.key_file)
+    CertificateFolder(deployment).make()
     return deployment
 
 
@@ -182,12 +184,12 @@ class World:
         instance = self.deployment.instance(ticket.consumer)
         if instance.name not in self._observers:
             peer = f"{instance.name}/0"
-            self._observers[instance.name] = Observer("test", self.key, instance.host, instance.kv_port, peer)
+            self._observers[instance.name] = Observer(TOOLS, self.key, instance.host, instance.kv_port, peer)
         return self._observers[instance.name]
 
     async def stats(self, name: str) -> dict[str, Any]:
         instance = self.deployment.instance(name)
-        observer = Observer("test", self.key, instance.host, instance.kv_port, f"{name}/0")
+        observer = Observer(TOOLS, self.key, instance.host, instance.kv_port, f"{name}/0")
         try:
             return await observer.stats()
         finally:

@@ -1,4 +1,5 @@
 import json
+import ssl
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,9 @@ import pytest
 
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.kv import ConfigError
+from prfaas.serving.certificates import CertificateFolder
 from prfaas.serving.engines.command import EngineCommand, vllm_command
+from prfaas.serving.secret_files import TlsFileError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "local.yaml"
 
@@ -79,7 +82,8 @@ def test_other_hardware_finds_its_own_settings(tmp_path: Path) -> None:
     assert "--prefix-cache-retention-interval" not in built.argv
     assert value(built, "--tensor-parallel-size") == "2"
     peer = extra(built)["peers"]["home-decode-0"]
-    assert 2 * peer["bandwidth_bits_per_s"] == deployment.links[0].bandwidth_bits_per_s
+    assert peer["bandwidth_bits_per_s"] == deployment.links[0].bandwidth_bits_per_s
+    assert 2 * peer["share_bits_per_s"] == deployment.links[0].bandwidth_bits_per_s
     assert value(built, "--kv-cache-memory-bytes") == str(1024**3)
     assert not [name for name in built.env if "CPU" in name or "OMP" in name]
 
@@ -101,8 +105,11 @@ def test_the_connector_is_told_whom_it_may_know(tmp_path: Path) -> None:
         "connections": 4,
         "bandwidth_bits_per_s": deployment.links[0].bandwidth_bits_per_s,
         "on_demand": False,
+        "encrypted": True,
+        "share_bits_per_s": deployment.links[0].bandwidth_bits_per_s,
     }
     assert producer["peers"]["home-prefill-0"]["on_demand"]
+    assert not inside["peers"]["home-decode-0"]["encrypted"]
     assert producer["producers"] == []
     assert inside["peers"]["home-decode-0"]["link"] == "home"
     assert inside["peers"]["home-decode-0"]["bandwidth_bits_per_s"] is None
@@ -111,6 +118,35 @@ def test_the_connector_is_told_whom_it_may_know(tmp_path: Path) -> None:
     assert consumer["producers"] == ["east-prefill-0", "home-prefill-0"]
     assert consumer["staging_bytes"] == 256 * 1024**2
     assert consumer["key_file"] == str(tmp_path / "state" / "local" / "key")
+
+
+def test_the_connector_is_told_where_its_certificate_is(tmp_path: Path) -> None:
+    consumer = extra(command(make(tmp_path, STATES), "home-decode-0"))
+    folder = tmp_path / "state" / "local" / "certificates"
+    assert consumer["identity_file"] == str(folder / "home-decode-0.pem")
+    assert consumer["ca_file"] == str(folder / "ca.crt")
+    assert consumer["plain_peers"] == ["control", "gateway", "home-prefill-0", "tools"]
+
+
+def test_where_all_is_plain_the_connector_has_no_certificate(tmp_path: Path) -> None:
+    built = command(
+        make(tmp_path, STATES, a=("    connections: 4\n", "    connections: 4\n    encryption: false\n"))
+    )
+    assert not {"identity_file", "ca_file", "plain_peers"} & set(extra(built))
+    assert not [option for option in built.argv if "ssl" in option]
+
+
+def test_a_server_elsewhere_wants_certificates_of_its_clients(tmp_path: Path) -> None:
+    deployment = make(
+        tmp_path, STATES, a=("host: 127.0.0.1, http_port: 18100", "host: 10.0.0.1, http_port: 18100")
+    )
+    built = command(deployment)
+    own = str(tmp_path / "state" / "local" / "certificates" / "east-prefill-0.pem")
+    assert value(built, "--ssl-certfile") == value(built, "--ssl-keyfile") == own
+    assert value(built, "--ssl-ca-certs") == str(deployment.security.ca_file)
+    assert value(built, "--ssl-cert-reqs") == str(int(ssl.CERT_REQUIRED))
+    assert "--enable-ssl-refresh" in built.argv
+    assert not [option for option in command(deployment, "home-decode-0").argv if "ssl" in option]
 
 
 @pytest.mark.slow
@@ -123,6 +159,13 @@ def test_the_connector_understands_what_it_is_told(tmp_path: Path) -> None:
         settings = ConnectorSettings.parse(extra(command(deployment, instance.name)))
         assert settings.name == instance.name
         assert set(settings.peers) == {peer.instance.name for peer in deployment.peers_of(instance)}
+        assert settings.plain_peers == deployment.plain_peers_of(instance)
+        assert settings.identity_file == deployment.security.identity_file(instance.name)
+        with pytest.raises(TlsFileError, match="cannot be read"):
+            assert settings.tls
+        CertificateFolder(deployment).make()
+        assert settings.tls is not None
+        deployment.security.ca_file.unlink()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 from synthetic_world import MODEL, free_ports, random_ids, write_deployment
 
 from prfaas.core.deployment import Deployment, load_deployment
-from prfaas.serving.engines.running import RunningEngines, answers_health
+from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.live import serve_live
 from prfaas.tools.doctor import check_engines
 
@@ -49,7 +49,7 @@ def odd_engine(deployment: Deployment) -> Iterator[None]:
     process = subprocess.Popen([sys.executable, "-c", ODD, *arguments], env=os.environ)
     try:
         deadline_s = time.monotonic() + 120
-        while not answers_health(deployment.instance(ODD_ONE)):
+        while not RunningEngines(deployment).answers_health(deployment.instance(ODD_ONE)):
             assert process.poll() is None and time.monotonic() < deadline_s
             time.sleep(0.1)
         yield

@@ -31,7 +31,6 @@ class World:
             limits,
             self.told.append,
             clock=lambda: self.now_s,
-            is_ready=lambda instance: instance.name in self.ready,
         )
 
     def is_running(self, name: str) -> bool:
@@ -48,6 +47,9 @@ class World:
 
     def kill(self, name: str) -> None:
         self.running.discard(name)
+
+    def answers_health(self, instance: Instance) -> bool:
+        return instance.name in self.ready
 
     def end(self, *names: str) -> None:
         self.running.difference_update(names)

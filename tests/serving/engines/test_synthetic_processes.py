@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from prfaas.cli.main import app
 from prfaas.core.deployment import Deployment, EventsEndpoint, load_deployment
-from prfaas.serving.engines.running import RunningEngines, answers_health
+from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.engines.synthetic.events import AllBlocksCleared, EventPublisher
 
 END = (-1).to_bytes(8, "big", signed=True)
@@ -251,8 +251,8 @@ def test_engines_share_processes_and_die_alone(deployment: Deployment, engines: 
     assert engines.pid(killed) == engines.pid(neighbour)
     engines.kill(killed)
     assert not engines.is_running(killed) and engines.exit_status(killed) == -9
-    assert not answers_health(deployment.instance(killed))
-    assert engines.is_running(neighbour) and answers_health(deployment.instance(neighbour))
+    assert not engines.answers_health(deployment.instance(killed))
+    assert engines.is_running(neighbour) and engines.answers_health(deployment.instance(neighbour))
     engines.start(killed)
     engines.wait_ready(300)
     assert engines.pid(killed) != engines.pid(neighbour)
@@ -325,6 +325,8 @@ def test_engines_of_other_layouts_refuse_each_other(tmp_path: Path) -> None:
         two.path.write_text(json.dumps(document))
         two = load_deployment(two.path, state_dir=tmp_path / "two")
         two.security.key_file.write_bytes(one.security.key_file.read_bytes())
+        for file in one.security.certificates.iterdir():
+            (two.security.certificates / file.name).write_bytes(file.read_bytes())
         async with running(one, "far-0") as far, running(two, "home-0") as home:
             ids = random_ids(300, 1)
             ticket = far.ticket("far-0", "home-0", ids)

@@ -456,11 +456,13 @@ def test_connecting_is_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
             loop = asyncio.get_running_loop()
             attempts = []
 
-            async def create_connection(*args: Any) -> Any:
+            async def create_connection(*args: Any, **options: Any) -> Any:
                 attempts.append(args)
                 if len(attempts) <= lost:
                     await asyncio.sleep(60)
-                return await asyncio.get_event_loop_policy().get_event_loop().create_connection(*args)
+                return (
+                    await asyncio.get_event_loop_policy().get_event_loop().create_connection(*args, **options)
+                )
 
             class Loop:
                 """The loop, but for the first packets of its connections."""

@@ -107,7 +107,7 @@ class Link:
     source: str
     target: str
     bandwidth_bits_per_s: float
-    """Shared by all transfers on the link."""
+    """Goodput: bits of payload, shared by all transfers on the link."""
     connections: int
     """TCP connections of one sender to one receiver."""
     rtt_s: float = 0.0
@@ -139,11 +139,13 @@ class KvPeer:
     """Name of the bandwidth budget that its transfers share."""
     connections: int
     bandwidth_bits_per_s: float | None
-    """The sender's own share of the budget; None: unpaced."""
+    """Of the whole budget; None: unpaced."""
     on_demand: bool = False
     """Connected with the first transfer: nothing is sent before a role changes or a prefix moves."""
     encrypted: bool = False
     """Over TLS and sealed frames; a receiver takes nothing plain from such a sender."""
+    share_bits_per_s: float | None = None
+    """The sender's part of the budget while no control plane tells it another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,12 +348,14 @@ class Deployment:
                     encrypted = self.security.encrypt_inside
                     peers.append(KvPeer(target, target.cluster, inside, None, on_demand, encrypted))
             elif (link := self.link(instance.cluster, target.cluster)) is not None:
-                share = self.share_bits_per_s(link)
-                peers.append(KvPeer(target, link.name, link.connections, share, on_demand, link.encryption))
+                whole, share = link.bandwidth_bits_per_s, self.share_bits_per_s(link)
+                peers.append(
+                    KvPeer(target, link.name, link.connections, whole, on_demand, link.encryption, share)
+                )
         return tuple(peers)
 
     def share_bits_per_s(self, link: Link) -> float:
-        """What one sending engine may use of a link: senders pace themselves and don't know of each other."""
+        """What one sending engine may use of a link while no control plane tells it: it doesn't know of the others."""
         senders = self.cluster(link.source)
         # In a pd cluster roles change: what prefills at the start is the best guess there is.
         return link.bandwidth_bits_per_s / max(len(senders.with_role("prefill")), 1)

@@ -4,8 +4,10 @@ import asyncio
 import errno
 import math
 import re
+import ssl
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -13,8 +15,10 @@ from typing import Protocol
 import aiohttp
 
 from prfaas.core.deployment import Deployment, Instance
+from prfaas.serving.certificates import https_options
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.own_process import lacks_descriptors
+from prfaas.serving.transport.tls_identity import TlsIdentity
 
 _SERIES = (
     "vllm:num_requests_running",
@@ -229,7 +233,9 @@ class EngineAccess(Protocol):
 class EngineHttp:
     """One pooled session for all engines. Make it inside a running event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: TlsIdentity | None = None) -> None:
+        """`tls`: who the gateway is, for engines that speak TLS only."""
+        self._tls = tls
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None),
@@ -246,7 +252,7 @@ class EngineHttp:
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._session.get(instance.url + "/health", allow_redirects=False) as response,
+                self._get(instance, "/health") as response,
             ):
                 return response.status == 200
         except TimeoutError:
@@ -262,7 +268,7 @@ class EngineHttp:
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._session.get(instance.url + "/metrics", allow_redirects=False) as response,
+                self._get(instance, "/metrics") as response,
             ):
                 if response.status != 200:
                     return None
@@ -276,9 +282,15 @@ class EngineHttp:
     async def close(self) -> None:
         await self._session.close()
 
+    def _get(self, instance: Instance, path: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        options = https_options(instance, self._tls)
+        return self._session.get(instance.url + path, allow_redirects=False, **options)
+
 
 def _is_answer(error: BaseException) -> bool:
     """Whether an error is the doing of the server's process, or of a kernel that has none at this port."""
+    if isinstance(error, aiohttp.ClientSSLError) or isinstance(error.__cause__, ssl.SSLError):
+        return True
     number = error.errno if isinstance(error, OSError) else None
     return number is None or number in (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)
 

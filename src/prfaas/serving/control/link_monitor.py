@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from prfaas.core.deployment import Deployment, Instance
+from prfaas.core.deployment import CONTROL, Deployment, Instance
 from prfaas.core.link.announced import AnnouncedLink
 from prfaas.core.link.meter import LinkMeter
 from prfaas.core.link.samples import ArrivalSample, SenderSample
@@ -18,7 +18,7 @@ from prfaas.core.scheduling.view import show
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_monitor import period_s
 from prfaas.serving.control.pulse import KvPort
-from prfaas.serving.transport import Observer
+from prfaas.serving.transport import Observer, TlsIdentity
 
 _FAILURES_TO_CLOSE = 3
 _FIRST_PAUSE_S = 10.0
@@ -59,7 +59,6 @@ class LinkBreaker:
 
 logger = logging.getLogger(__name__)
 
-OBSERVER_NAME = "control"
 WANTED_S = 0.1
 MOST_ASKED_PER_S = 250.0
 # Answers that are due at once from one rank: a late one must not keep the next question back.
@@ -167,6 +166,10 @@ class LinkMonitor:
             if probe_bytes:
                 self._probe(pair, samples, probe_bytes)
 
+    def samples(self, pair: tuple[str, str]) -> Mapping[str, SenderSample]:
+        """The newest word of each sender of a link, by "instance/rank"."""
+        return self._samples[pair]
+
     def failed(self, pair: tuple[str, str]) -> None:
         """A transfer over a link failed, and neither end is known to be dead."""
         if pair in self.breakers:
@@ -261,12 +264,13 @@ class LinkMonitor:
             self._on_change(f"{pair[0]}->{pair[1]}")
 
 
-def observer_of(key: bytes) -> Callable[[Instance, int], LinkPort]:
-    """Makes the observers of a deployment with this key."""
+def observer_of(key: bytes, tls: TlsIdentity | None = None) -> Callable[[Instance, int], LinkPort]:
+    """Makes the observers of a deployment with this key. `tls`: for instances that the gateway speaks TLS with."""
 
     def make(instance: Instance, rank: int) -> LinkPort:
         port = instance.kv_ports[rank]
-        return Observer(OBSERVER_NAME, key, instance.host, port, f"{instance.name}/{rank}")
+        encrypted_by = tls if instance.tls else None
+        return Observer(CONTROL, key, instance.host, port, f"{instance.name}/{rank}", encrypted_by)
 
     return make
 

@@ -22,6 +22,7 @@ from prfaas.serving.control.engine_monitor import EngineAccess, EngineHttp, Engi
 from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.hot_prefixes import HotPrefixes
 from prfaas.serving.control.kv_events import EventFeed
+from prfaas.serving.control.link_budget import LinkBudget
 from prfaas.serving.control.link_monitor import LinkMonitor, LinkPort, observer_of
 from prfaas.serving.control.metrics import ControlMetrics, GaugeWriter
 from prfaas.serving.control.planning_inputs import LiveFacts, service_curves, view_of
@@ -32,6 +33,7 @@ from prfaas.serving.control.state import Overview, Routed, state_of
 from prfaas.serving.control.thresholds import Thresholds
 from prfaas.serving.control.waits import PredictedWaits
 from prfaas.serving.own_process import LoopClock
+from prfaas.serving.transport.tls_identity import TlsIdentity
 
 
 class LivePlane:
@@ -50,6 +52,7 @@ class LivePlane:
         clock: Clock = time.monotonic,
         http: EngineAccess | None = None,
         sender_of: Callable[[Instance, int], LinkPort] | None = None,
+        tls: TlsIdentity | None = None,
     ) -> None:
         """Put the parts together.
 
@@ -61,12 +64,13 @@ class LivePlane:
             clock: seconds that never go back.
             http: how engines are asked for /health and /metrics; None: over the network.
             sender_of: how the KV port of an instance's rank is asked for its links; None: over the network.
+            tls: who the gateway is, for instances that it speaks TLS with.
         """
         self.deployment = deployment
         self._routed = Routed()
         self._clock = clock
         self._instances = {instance.name: instance for instance in deployment.instances}
-        self._http: EngineAccess = http or EngineHttp()
+        self._http: EngineAccess = http or EngineHttp(tls)
         self.loop_clock = LoopClock()
         self._listeners: list[Callable[[str, str | None], None]] = []
         self._policy = _policy(deployment)
@@ -109,7 +113,7 @@ class LivePlane:
             on_restart=lambda name: self._lost_cache(name, "new-process"),
             on_reading=self._on_reading,
         )
-        kv_port_of = sender_of or observer_of(key)
+        kv_port_of = sender_of or observer_of(key, tls)
         # One connection to each KV port, for what the control plane asks there.
         self._kv_ports = {
             instance.name: tuple(kv_port_of(instance, rank) for rank in range(instance.tensor_parallel))
@@ -140,6 +144,13 @@ class LivePlane:
             clock=clock,
             on_change=self.thresholds.ask_for_link,
             on_answer=self.health.pulse.heard_kv,
+        )
+        self.budget = LinkBudget(
+            deployment,
+            self._kv_ports,
+            self.cluster_state.view.links,
+            self.links.samples,
+            clock=clock,
         )
         self.role_changes = RoleChanges(
             self.cluster_state,
@@ -308,6 +319,7 @@ class LivePlane:
                 self.loop_clock,
                 self.event_feed,
                 self.links,
+                self.budget,
                 self.compatibility,
                 self.engines,
                 self.health,

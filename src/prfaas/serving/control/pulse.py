@@ -9,6 +9,7 @@ from prfaas.core.deployment import Instance
 from prfaas.serving.control.cluster_state import Clock
 from prfaas.serving.control.engine_monitor import EngineAccess
 from prfaas.serving.own_process import lacks_descriptors, on_time_timeout
+from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.sockets import HandshakeError
 
 _ANSWER_S = 2.0
@@ -22,6 +23,8 @@ class KvPort(Protocol):
     """The part of `transport.Observer` that is asked for a sign of life, and for the links of its sender."""
 
     async def stats(self) -> dict[str, Any]: ...
+
+    async def pace(self, order: PaceOrder) -> None: ...
 
     async def close(self) -> None: ...
 

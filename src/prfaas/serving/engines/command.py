@@ -47,6 +47,7 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
         *("--model", str(deployment.model.path)),
         *("--served-model-name", deployment.model.served_name),
         *("--host", instance.host, "--port", str(instance.http_port)),
+        *_tls(deployment, instance),
         *("--max-model-len", str(deployment.model.max_model_len)),
         *("--max-num-batched-tokens", str(engine.max_num_batched_tokens)),
         *("--max-num-seqs", str(engine.max_num_seqs)),
@@ -101,11 +102,14 @@ def kv_transfer_config(deployment: Deployment, instance: Instance) -> dict[str, 
                     "kv_port": peer.instance.kv_port,
                     "link": peer.link,
                     "connections": peer.connections,
-                    "bandwidth_bits_per_s": _bandwidth_per_rank(peer, instance),
+                    "bandwidth_bits_per_s": peer.bandwidth_bits_per_s,
+                    "share_bits_per_s": _share_per_rank(peer, instance),
                     "on_demand": peer.on_demand,
+                    "encrypted": peer.encrypted,
                 }
                 for peer in deployment.peers_of(instance)
             },
+            **_certificates(deployment, instance),
             "producers": [producer.name for producer in deployment.producers_for(instance)],
             "staging_bytes": deployment.engine.staging_bytes,
             "transfer_block_bytes": deployment.engine.transfer_block_bytes,
@@ -124,11 +128,33 @@ def kv_transfer_config(deployment: Deployment, instance: Instance) -> dict[str, 
     }
 
 
-def _bandwidth_per_rank(peer: KvPeer, instance: Instance) -> float | None:
-    # Every rank paces its own share of a transfer, all at the same time.
-    if peer.bandwidth_bits_per_s is None:
-        return None
-    return peer.bandwidth_bits_per_s / instance.tensor_parallel
+def _certificates(deployment: Deployment, instance: Instance) -> dict[str, object]:
+    if not deployment.needs_certificate(instance.name):
+        return {}
+    security = deployment.security
+    return {
+        "identity_file": str(security.identity_file(instance.name)),
+        "ca_file": str(security.ca_file),
+        "plain_peers": sorted(deployment.plain_peers_of(instance)),
+    }
+
+
+def _share_per_rank(peer: KvPeer, instance: Instance) -> float | None:
+    # Every rank sends its own part of a transfer, all at the same time.
+    return None if peer.share_bits_per_s is None else peer.share_bits_per_s / instance.tensor_parallel
+
+
+def _tls(deployment: Deployment, instance: Instance) -> tuple[str, ...]:
+    if not instance.tls:
+        return ()
+    security = deployment.security
+    own = str(security.identity_file(instance.name))
+    return (
+        *("--ssl-keyfile", own, "--ssl-certfile", own, "--ssl-ca-certs", str(security.ca_file)),
+        # Clients must show a certificate of the same CA: ssl.CERT_REQUIRED.
+        *("--ssl-cert-reqs", "2"),
+        "--enable-ssl-refresh",
+    )
 
 
 def _retention(deployment: Deployment, kv_model: KvModel, on_cpu: bool) -> tuple[str, ...]:

@@ -10,7 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from prfaas.core.deployment import Deployment, Instance
+from prfaas.core.deployment import TOOLS, Deployment, Instance
+from prfaas.serving.certificates import identity_of
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.command import EngineCommand, synthetic_command, vllm_command
 from prfaas.serving.engines.log_file import LogFile
@@ -22,6 +23,7 @@ from prfaas.serving.engines.preparation import (
     port_problem,
 )
 from prfaas.serving.engines.process_group import ProcessGroup, Watchdog
+from prfaas.serving.transport.tls_identity import TlsIdentity
 
 # Seconds are usual; three engines that start at once on a loaded machine were seen to need more than five minutes.
 READY_TIMEOUT_S = 1200.0
@@ -29,6 +31,7 @@ STOP_TIMEOUT_S = 20.0
 STAND_INS_PER_PROCESS = 16
 _POLL_S = 0.3
 _DEATH_S = 10.0
+_ANSWER_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,7 @@ class RunningEngines:
         self._killed: set[str] = set()
         self._started_s: dict[str, float] = {}
         self._watchdog: Watchdog | None = None
+        self._tls: TlsIdentity | None = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -152,7 +156,7 @@ class RunningEngines:
             for name in tuple(waiting):
                 elapsed_s = time.monotonic() - self._started_s[name]
                 self._check_alive(name)
-                is_ready = answers_health(self.deployment.instance(name))
+                is_ready = self.answers_health(self.deployment.instance(name))
                 if is_ready:
                     waiting.remove(name)
                 if on_progress is not None:
@@ -166,6 +170,13 @@ class RunningEngines:
                 )
             if waiting:
                 time.sleep(_POLL_S)
+
+    def answers_health(self, instance: Instance) -> bool:
+        """True if the instance's server says that it is healthy."""
+        try:
+            return self._ask(instance, "GET", "/health") == 200
+        except (OSError, http.client.HTTPException):
+            return False
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """End every engine: asked first, killed after `timeout_s` in all. Idempotent."""
@@ -282,7 +293,7 @@ class RunningEngines:
 
     def _end_stand_in(self, instance: Instance) -> None:
         with contextlib.suppress(OSError, http.client.HTTPException):
-            _ask(instance, "POST", "/synthetic/die")
+            self._ask(instance, "POST", "/synthetic/die")
         deadline = time.monotonic() + _DEATH_S
         while port_problem(instance.host, instance.kv_port) is not None:
             if time.monotonic() > deadline:
@@ -310,24 +321,23 @@ class RunningEngines:
                 f"engine {name} {how} before it was ready; the end of {group.log.path}:\n{group.log.tail(20)}"
             )
 
+    def _ask(self, instance: Instance, method: str, path: str) -> int:
+        # Not urllib: it would take a proxy of the environment for a server on this machine.
+        if instance.tls:
+            self._tls = self._tls or identity_of(self.deployment, TOOLS)
+            assert self._tls is not None
+            context = self._tls.https_context()
+            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                instance.host, instance.http_port, timeout=_ANSWER_S, context=context
+            )
+        else:
+            connection = http.client.HTTPConnection(instance.host, instance.http_port, timeout=_ANSWER_S)
+        try:
+            connection.request(method, path)
+            return connection.getresponse().status
+        finally:
+            connection.close()
+
     def _forget(self, group: ProcessGroup) -> None:
         if self._watchdog is not None:
             self._watchdog.forget(group)
-
-
-def answers_health(instance: Instance, timeout_s: float = 2.0) -> bool:
-    """True if the instance's server says that it is healthy."""
-    try:
-        return _ask(instance, "GET", "/health", timeout_s) == 200
-    except (OSError, http.client.HTTPException):
-        return False
-
-
-def _ask(instance: Instance, method: str, path: str, timeout_s: float = 2.0) -> int:
-    # Not urllib: it would take a proxy of the environment for a server on this machine.
-    connection = http.client.HTTPConnection(instance.host, instance.http_port, timeout=timeout_s)
-    try:
-        connection.request(method, path)
-        return connection.getresponse().status
-    finally:
-        connection.close()

@@ -9,9 +9,7 @@ from typing import Protocol
 
 from prfaas.core.deployment import Instance
 from prfaas.serving.engines import EngineError
-from prfaas.serving.engines.running import answers_health
-from prfaas.serving.transport.ticket import KeyFileError
-from prfaas.serving.transport.tls_identity import TlsFileError
+from prfaas.serving.secret_files import KeyFileError, TlsFileError
 
 _LOOK_EVERY_S = 1.0
 
@@ -46,6 +44,8 @@ class Engines(Protocol):
 
     def kill(self, name: str) -> None: ...
 
+    def answers_health(self, instance: Instance) -> bool: ...
+
 
 @dataclass(slots=True)
 class _Watched:
@@ -71,7 +71,6 @@ class EngineSupervisor:
         tell: Callable[[str], None],
         *,
         clock: Callable[[], float] = time.monotonic,
-        is_ready: Callable[[Instance], bool] = answers_health,
     ) -> None:
         """All of `instances` run and are ready.
 
@@ -81,14 +80,12 @@ class EngineSupervisor:
             limits: how often and how soon.
             tell: called with every sentence that an operator should read.
             clock: seconds that never go back.
-            is_ready: asked in a thread, once a second while an engine starts.
         """
         self._engines = engines
         self._watched = {instance.name: _Watched(instance) for instance in instances}
         self._limits = limits
         self._tell = tell
         self._clock = clock
-        self._is_ready = is_ready
 
     @property
     def given_up(self) -> list[str]:
@@ -144,7 +141,7 @@ class EngineSupervisor:
 
     async def _ask(self, name: str, each: _Watched) -> None:
         assert each.started_s is not None
-        if await asyncio.to_thread(self._is_ready, each.instance):
+        if await asyncio.to_thread(self._engines.answers_health, each.instance):
             self._tell(f"engine {name} is ready again after {self._clock() - each.started_s:.0f} s")
             each.started_s, each.sound_s = None, self._clock() + self._limits.steady_s
         elif self._clock() - each.started_s > self._limits.ready_timeout_s and self._engines.is_running(name):

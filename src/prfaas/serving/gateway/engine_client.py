@@ -85,7 +85,15 @@ class EngineClient:
             EngineCallError: there is no answer; with a reason of `failed_call`.
         """
         try:
-            return await self._pool.request("POST", instance.host, instance.http_port, path, headers, body)
+            return await self._pool.request(
+                "POST",
+                instance.host,
+                instance.http_port,
+                path,
+                headers,
+                body,
+                server_name=instance.name if instance.tls else None,
+            )
         except (OSError, TimeoutError) as error:
             raise failed_call(instance.name, error, begun=False) from error
 

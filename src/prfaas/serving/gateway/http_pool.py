@@ -1,11 +1,12 @@
 """HTTP/1.1 to the engines, on asyncio's protocols and llhttp's parser: the engine hops are the gateway's hot path.
 
-A hop costs a third of what it does with aiohttp's client. What is left out is what engines on a private network do not
-need: TLS, redirects, cookies, proxies, compression, pipelining, upgrades.
+A hop costs a third of what it does with aiohttp's client. What is left out is what engines do not need: redirects,
+cookies, proxies, compression, pipelining, upgrades.
 """
 
 import asyncio
 import math
+import ssl
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from prfaas.serving.gateway.http_exchange import (
 )
 from prfaas.serving.own_process import on_time_timeout
 from prfaas.serving.transport.sockets import keep_alive
+from prfaas.serving.transport.tls_identity import TlsIdentity
 
 # What an engine's kernel has not acknowledged for so long is lost. Frozen processes acknowledge, dead machines don't.
 _USER_TIMEOUT_S = 30.0
@@ -42,6 +44,7 @@ class HttpPool:
         first_byte_s: float = math.inf,
         idle_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
+        tls: TlsIdentity | None = None,
     ) -> None:
         """Make a pool without connections.
 
@@ -51,7 +54,9 @@ class HttpPool:
             first_byte_s: from a request to the first byte of its answer, at most.
             idle_s: between two pieces of an answer, at most. While we do not read it, no time passes.
             clock: what the limits are measured by.
+            tls: who this side is, for servers that want TLS.
         """
+        self._tls = tls
         self._connect_timeout_s = connect_timeout_s
         self._keepalive_s = keepalive_s
         self._first_byte_s = first_byte_s
@@ -70,14 +75,25 @@ class HttpPool:
         path: str,
         headers: Mapping[str, str],
         body: bytes = b"",
+        *,
+        server_name: str | None = None,
     ) -> EngineResponse:
         """Send a request, over a new connection if the server has closed the kept one.
+
+        Args:
+            method: GET, POST.
+            host: of the server.
+            port: of the server.
+            path: with what is asked of it.
+            headers: beside those of the connection and the body.
+            body: as it is to be sent.
+            server_name: speak TLS with a server whose certificate is for that name; None: no TLS.
 
         Returns:
             The response, its head read.
 
         Raises:
-            OSError: there is no answer (AnswerCutError among others).
+            OSError: there is no answer (AnswerCutError among others), or TLS found a wrong certificate (SSLError).
             TimeoutError: no connection within the limit, twice.
             ValueError: a header contains a line break.
         """
@@ -94,7 +110,7 @@ class HttpPool:
             except AnswerCutError:
                 if kept.heard:
                     raise
-        fresh = await self._connect(host, port)
+        fresh = await self._connect(host, port, server_name)
         return await fresh.exchange(head, body)
 
     def bar(self, host: str, port: int, reason: str | None) -> None:
@@ -140,15 +156,20 @@ class HttpPool:
             return None
         return latest
 
-    async def _connect(self, host: str, port: int) -> "_Connection":
+    async def _connect(self, host: str, port: int, server_name: str | None) -> "_Connection":
         loop = asyncio.get_running_loop()
+        context = None if server_name is None else self._context(server_name)
         peer = (host, port)
         self._idle.setdefault(peer, deque())
         for attempt in range(_CONNECT_ATTEMPTS):
             try:
                 async with on_time_timeout(self._connect_timeout_s, self.clock):
                     _, connection = await loop.create_connection(
-                        lambda: _Connection(loop, self, peer), host, port
+                        lambda: _Connection(loop, self, peer, encrypted=context is not None),
+                        host,
+                        port,
+                        ssl=context,
+                        server_hostname=server_name,
                     )
                 break
             except TimeoutError:
@@ -161,6 +182,11 @@ class HttpPool:
         if self._sweeping is None:
             self._sweep()
         return connection
+
+    def _context(self, server_name: str) -> ssl.SSLContext:
+        if self._tls is None:
+            raise ConnectionError(f"{server_name} wants TLS, and this side has no certificate")
+        return self._tls.https_context()
 
     def _sweep(self) -> None:
         """End the exchanges in which nothing has come for too long; again and again while anything is open."""
@@ -177,7 +203,9 @@ class HttpPool:
 class _Connection(asyncio.Protocol):
     """One connection to a server; carries one exchange at a time."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, pool: HttpPool, peer: tuple[str, int]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, pool: HttpPool, peer: tuple[str, int], *, encrypted: bool
+    ) -> None:
         self.loop = loop
         self.peer = peer
         self.heard = False
@@ -185,6 +213,7 @@ class _Connection(asyncio.Protocol):
         self.used_s = 0.0
         """When the last exchange ended, by the loop's clock."""
         self._pool = pool
+        self._encrypted = encrypted
         self._transport: asyncio.Transport
         self._open = False
         self._paused = False
@@ -263,7 +292,8 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._open = False
         answer = self._answer
-        if answer is not None and error is None and _lasts_to_the_end(answer):
+        # The end of an encrypted connection is not authenticated, so it can't say where a body ends.
+        if answer is not None and error is None and not self._encrypted and _lasts_to_the_end(answer):
             self._answer = None
             answer.end()
         text = "the server closed the connection" if error is None else str(error)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from aiohttp import web
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from prfaas.core.deployment import Deployment, Instance
+from prfaas.core.deployment import GATEWAY, Deployment, Instance
 from prfaas.core.kv import KvModel
 from prfaas.serving.admin_token import load_token
 from prfaas.serving.descriptors import DescriptorBudget, raise_descriptor_limit
@@ -39,10 +39,10 @@ from prfaas.serving.gateway.transcript import AnswerText
 from prfaas.serving.gateway.validation import Validation
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import load_key
+from prfaas.serving.transport.tls_identity import TlsIdentity
 
 logger = logging.getLogger(__name__)
 
-OBSERVER_NAME = "gateway"
 _INTRODUCTION_RETRY_S = 2.0
 _OWN_DESCRIPTORS = 64
 _DESCRIPTORS_PER_RANK = 8
@@ -63,6 +63,7 @@ class Gateway:
         options: GatewayOptions,
         registry: CollectorRegistry,
         draining: Draining,
+        tls: TlsIdentity | None,
     ) -> None:
         """Raises KeyFileError and AdminTokenError for a file that can't be used."""
         key = load_key(deployment.security.key_file)
@@ -82,9 +83,10 @@ class Gateway:
                 first_byte_s=deployment.gateway.first_byte_s,
                 idle_s=deployment.gateway.idle_s,
                 clock=plane.loop_clock,
+                tls=tls,
             )
         )
-        self._transfers = _transfers(deployment.instances, key)
+        self._transfers = _transfers(deployment.instances, key, tls, deployment.transfer.silence_s)
         self._metrics = Metrics(registry)
         self.descriptors = DescriptorBudget(raise_descriptor_limit(), _reserved_descriptors(deployment))
         logger.info("file descriptors: %d at most", self.descriptors.limit)
@@ -181,17 +183,21 @@ def _reserved_descriptors(deployment: Deployment) -> int:
     return _OWN_DESCRIPTORS + _DESCRIPTORS_PER_RANK * ranks
 
 
-def _transfers(instances: tuple[Instance, ...], key: bytes) -> KvTransfers:
+def _transfers(
+    instances: tuple[Instance, ...], key: bytes, tls: TlsIdentity | None, silence_s: float
+) -> KvTransfers:
     """One observer per instance and rank, since any of them may be sent to. They connect when first used."""
     return KvTransfers(
         {
             instance.name: tuple(
                 Observer(
-                    name=OBSERVER_NAME,
+                    name=GATEWAY,
                     key=key,
                     host=instance.host,
                     port=port,
                     peer_name=f"{instance.name}/{rank}",
+                    tls=tls if instance.tls else None,
+                    silence_s=silence_s,
                 )
                 for rank, port in enumerate(instance.kv_ports)
             )
@@ -210,6 +216,7 @@ async def serve_gateway(
     options: GatewayOptions | None = None,
     registry: CollectorRegistry | None = None,
     draining: Draining | None = None,
+    tls: TlsIdentity | None = None,
 ) -> None:
     """Serve `deployment`'s gateway until cancelled. Engines may be started before or after.
 
@@ -220,6 +227,7 @@ async def serve_gateway(
         admin_ready: called with the operators' bound port before.
         registry: what `GET /metrics` shows besides the gateway's own series.
         draining: lets the caller end the gateway without cutting what is open; None: it can only be cancelled.
+        tls: who the gateway is, for instances that it speaks TLS with.
 
     Raises:
         KeyFileError: the deployment's key can't be read.
@@ -234,6 +242,7 @@ async def serve_gateway(
             options or GatewayOptions(),
             registry or CollectorRegistry(),
             draining or Draining(),
+            tls,
         )
         await _serve(deployment, plane, gateway, ready, admin_ready)
     finally:

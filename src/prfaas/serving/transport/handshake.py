@@ -24,6 +24,7 @@ from prfaas.serving.transport.sockets import (
     ByteStream,
     ConnectionEnded,
     HandshakeError,
+    drain,
     limit,
     receive_control,
 )
@@ -271,7 +272,6 @@ def welcome(
         raise ConnectionEnded("connection ended")
     encrypted = first[0] == HANDSHAKE_RECORD
     if encrypted and tls is None:
-        # What is left unread when a socket is closed takes the answer with it.
         receive_record(sock, deadline_s)
         _reject(sock, f"{name} takes no encrypted connections")
     certificate: Mapping[str, Any] | None = None
@@ -282,6 +282,7 @@ def welcome(
             certificate = opened.certificate()
         identity = _examine(stream, key, name, fingerprint, producers, deadline_s, certificate)
     except (ssl.SSLError, NotTlsError) as error:
+        drain(sock, deadline_s)
         raise tls_trouble(error, "the client") from None
     if not encrypted and tls is not None and identity.name.partition("/")[0] not in plain_peers:
         _reject(sock, f"{name} takes only encrypted connections from {identity.name}", identity.name)

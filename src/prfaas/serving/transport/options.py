@@ -85,7 +85,7 @@ class SenderOptions:
     life a connection is closed; its chunks go to others, and a new one is made."""
     resume_s: float = 2.5
     """A peer that has no connection and gave no sign of life for so long fails its transfers."""
-    progress_deadline_s: float = 5.0
+    progress_deadline_s: float = 8.0
     """A connection to an engine that so long takes no bytes and answers nothing, while its machine does, is
     closed."""
     transfer_deadline_s: float = 20.0

@@ -24,6 +24,7 @@ from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.receiver_connection import ReceiverConnection
 from prfaas.serving.transport.sealing import Sealing
+from prfaas.serving.transport.silence import LONGEST_LOOK_S, LookClock
 from prfaas.serving.transport.sockets import HandshakeError, shut, tune
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
 from prfaas.serving.transport.strangers import Strangers
@@ -307,7 +308,7 @@ class Receiver:
             self._strangers.note,
             self._on_pace,
             self._on_probe,
-            self._options.progress_deadline_s,
+            self._options,
         )
 
         def serve() -> None:
@@ -346,14 +347,21 @@ class Receiver:
         sock.close()
 
     def _sweep(self) -> None:
+        clock, was_late = LookClock(), False
         while not self._closing.wait(_TICK_S):
             try:
                 now_s = time.monotonic()
+                elapsed_s = clock.elapsed_s(now_s)
+                awaited = self._table.awaited()
                 with self._lock:
                     connections = list(self._connections)
                 for connection in connections:
-                    connection.check(now_s)
-                self._table.sweep(now_s)
+                    connection.check(now_s, elapsed_s, awaited)
+                # After a stop of this process its connections are read first: what waits there counts.
+                late = elapsed_s >= LONGEST_LOOK_S and not was_late
+                if not late:
+                    self._table.sweep(now_s)
+                was_late = late
             except Exception:
                 self._thread_errors += 1
                 log.exception("applying the deadlines of receiver %s failed", self.name)

@@ -283,6 +283,19 @@ def receive_exactly(sock: ByteStream, view: memoryview, deadline_s: float | None
         view = view[count:]
 
 
+def drain(sock: socket.socket, deadline_s: float) -> None:
+    """Say no more, and read on until the peer closes too or the deadline (by `time.monotonic`) has passed.
+
+    If a socket is closed with bytes left unread, the peer may lose what was said to it last.
+    """
+    scrap = bytearray(4096)
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_WR)
+        limit(sock, deadline_s)
+        while sock.recv_into(scrap):
+            limit(sock, deadline_s)
+
+
 def limit(sock: ByteStream, deadline_s: float) -> None:
     """Let the next call on the socket end at `deadline_s`, by `time.monotonic`.
 

@@ -11,11 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from prfaas.serving.secret_files import TlsFileError
+
 log = logging.getLogger(__name__)
-
-
-class TlsFileError(ValueError):
-    """A certificate, key or authority file cannot be used; the message names it."""
 
 
 class TlsIdentity:
@@ -40,7 +38,7 @@ class TlsIdentity:
         self.ca = ca
         self._lock = threading.Lock()
         self._seen = self._versions()
-        self._server, self._client = self._load()
+        self._server, self._client, self._https = self._load()
 
     def server_context(self) -> ssl.SSLContext:
         """For accepted connections: TLS 1.3 only, and the client must show a certificate. Not to be changed."""
@@ -57,13 +55,29 @@ class TlsIdentity:
             self._reload()
             return self._client
 
+    def https_context(self) -> ssl.SSLContext:
+        """As `client_context`, but it checks whose the peer's certificate is, by the host name that is asked for."""
+        with self._lock:
+            self._reload()
+            return self._https
+
+    def listening_context(self) -> ssl.SSLContext:
+        """For a server that keeps one context for good: each handshake uses the files as they are then."""
+
+        def newest(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+            connection.context = self.server_context()
+
+        context, _, _ = self._load()
+        context.sni_callback = newest
+        return context
+
     def _reload(self) -> None:
         try:
             versions = self._versions()
             if versions == self._seen:
                 return
             self._seen = versions
-            self._server, self._client = self._load()
+            self._server, self._client, self._https = self._load()
         except TlsFileError as error:
             # Files are replaced one after another: until they fit together, those in memory serve.
             log.warning("changed TLS files are not used yet: %s", error)
@@ -79,12 +93,15 @@ class TlsIdentity:
             found.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
         return found
 
-    def _load(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-        server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    def _load(self) -> tuple[ssl.SSLContext, ssl.SSLContext, ssl.SSLContext]:
+        server, client, https = (
+            ssl.SSLContext(protocol)
+            for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_CLIENT)
+        )
         # Nothing is resumed, so each connection proves anew who is at its ends.
         server.num_tickets = 0
         client.check_hostname = False
-        for context in (server, client):
+        for context in (server, client, https):
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.verify_mode = ssl.CERT_REQUIRED
             try:
@@ -97,7 +114,7 @@ class TlsIdentity:
                 context.load_verify_locations(cafile=self.ca)
             except (OSError, ValueError) as error:
                 raise TlsFileError(f"CA file {self.ca} cannot be used: {_reason(error)}") from None
-        return server, client
+        return server, client, https
 
 
 def names_instance(certificate: Mapping[str, Any], peer_name: str) -> bool:

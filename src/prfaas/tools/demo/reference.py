@@ -43,7 +43,7 @@ def reference_deployment(deployment: Deployment) -> Deployment:
     It has a folder of its own, so that its log doesn't overwrite another one's.
     """
     decode = deployment.with_role("decode")[0]
-    instance = replace(decode, name=REFERENCE_NAME, roles=("prefill", "decode"))
+    instance = replace(decode, name=REFERENCE_NAME, roles=("prefill", "decode"), tls=False)
     cluster = Cluster(decode.cluster, "pd", deployment.cluster_of(decode).hardware, (instance,))
     return replace(deployment, name=f"{deployment.name}-{REFERENCE_NAME}", clusters=(cluster,), links=())
 

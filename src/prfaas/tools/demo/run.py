@@ -2,15 +2,16 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import aiohttp
 
-from prfaas.core.deployment import AdminConfig, Deployment
+from prfaas.core.deployment import TOOLS, AdminConfig, Deployment
 from prfaas.core.kv import model_from_directory
+from prfaas.serving.certificates import https_options, identity_of
 from prfaas.serving.engines.preparation import ensure_model, port_problem
 from prfaas.serving.engines.running import READY_TIMEOUT_S, EngineProgress, RunningEngines
 from prfaas.serving.live import serve_live
@@ -162,14 +163,18 @@ async def _ask_reference(
 
 async def _warm_up(deployment: Deployment) -> None:
     """A first request of each engine takes seconds longer than the second; no prompt of the demo should be it."""
+    tls, model = identity_of(deployment, TOOLS), deployment.model.served_name
     async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
         for instance in deployment.instances:
-            group.create_task(_warm_up_one(session, instance.url, deployment.model.served_name))
+            url = f"{instance.url}/v1/completions"
+            group.create_task(_warm_up_one(session, url, model, https_options(instance, tls)))
 
 
-async def _warm_up_one(session: aiohttp.ClientSession, url: str, model: str) -> None:
+async def _warm_up_one(
+    session: aiohttp.ClientSession, url: str, model: str, https: Mapping[str, Any]
+) -> None:
     body = {"model": model, "prompt": _WARM_UP_TEXT, "max_tokens": 2, "temperature": 0}
     # Whatever is wrong shows with the first prompt, where it is reported.
     with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-        async with asyncio.timeout(_WARM_UP_S), session.post(f"{url}/v1/completions", json=body) as response:
+        async with asyncio.timeout(_WARM_UP_S), session.post(url, json=body, **https) as response:
             await response.read()

@@ -27,6 +27,7 @@ from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
 from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.wire import TransferPhase
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,12 @@ class Endpoints:
     """Sender and receiver of one instance, as its connector would have them."""
 
     def __init__(
-        self, deployment: Deployment, instance: Instance, layout: SyntheticLayout, key: bytes
+        self,
+        deployment: Deployment,
+        instance: Instance,
+        layout: SyntheticLayout,
+        key: bytes,
+        tls: TlsIdentity | None,
     ) -> None:
         limits = deployment.transfer
         self.counts = TransferCounts()
@@ -133,6 +139,8 @@ class Endpoints:
                     connections=peer.connections,
                     bandwidth_bits_per_s=peer.bandwidth_bits_per_s,
                     on_demand=peer.on_demand,
+                    encrypted=peer.encrypted,
+                    share_bits_per_s=peer.share_bits_per_s,
                 )
                 for peer in deployment.peers_of(instance)
             },
@@ -147,6 +155,7 @@ class Endpoints:
                 checksums=limits.checksums,
                 chunk_bytes=_CHUNK_BYTES,
             ),
+            tls=tls,
         )
         self.arena = StagingArena(deployment.engine.staging_bytes, deployment.engine.transfer_block_bytes)
         self.receiver = Receiver(
@@ -169,7 +178,10 @@ class Endpoints:
                 keepalive_s=limits.keepalive_s,
             ),
             sender_telemetry=self.sender.telemetry,
+            tls=tls,
+            plain_peers=deployment.plain_peers_of(instance),
             on_probe=self.sender.probe,
+            on_pace=self.sender.pace,
         )
         self._sweeper: asyncio.Task[None] | None = None
 

@@ -11,6 +11,7 @@ import zmq
 from prfaas.core.deployment import SYNTHETIC, Deployment, Instance
 from prfaas.core.kv import model_from_directory
 from prfaas.core.units import GIB
+from prfaas.serving.certificates import identity_of
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.synthetic import VERSION
 from prfaas.serving.engines.synthetic.api_bodies import ServedModels
@@ -32,7 +33,8 @@ class SyntheticNode:
     """HTTP, KV and event ports of one stand-in, and the engine behind them. Make it in a running event loop."""
 
     def __init__(self, deployment: Deployment, instance: Instance, key: bytes, text: Text) -> None:
-        """Raises EngineError when the deployment can't be stood in for, ZMQError when an event port is taken."""
+        """Raises EngineError when the deployment can't be stood in for, TlsFileError when it has no certificate for it,
+        ZMQError when an event port is taken."""
         cluster = deployment.cluster_of(instance)
         if cluster.hardware != SYNTHETIC or cluster.profile is None:
             raise EngineError(
@@ -41,6 +43,7 @@ class SyntheticNode:
         if instance.tensor_parallel != 1:
             raise EngineError(f"{instance.name}: synthetic engines have one rank; make tensor_parallel 1")
         self.instance = instance
+        self._tls = identity_of(deployment, instance.name)
         layout = SyntheticLayout.of_model(
             model_from_directory(deployment.model.path, name=deployment.model.served_name)
         )
@@ -59,7 +62,7 @@ class SyntheticNode:
             key,
             pace=Pace(cluster.profile, cluster.speedup),
             cache=cache,
-            endpoints=Endpoints(deployment, instance, layout, key),
+            endpoints=Endpoints(deployment, instance, layout, key, self._tls),
             vocabulary=text.vocabulary,
             chunk_tokens=deployment.engine.max_num_batched_tokens,
             max_batch=deployment.engine.max_num_seqs,
@@ -81,7 +84,8 @@ class SyntheticNode:
     async def serve(self) -> None:
         """Connect to the peers and answer HTTP. Raises OSError when the port is taken."""
         self.engine.endpoints.connect()
-        await self._server.start(self.instance.host, self.instance.http_port)
+        tls = self._tls if self.instance.tls else None
+        await self._server.start(self.instance.host, self.instance.http_port, tls)
         logger.info(
             "%s: %s at %s: a stand-in, no model runs here", self.instance.name, VERSION, self.instance.url
         )

@@ -31,6 +31,7 @@ from prfaas.serving.engines.synthetic.conversation_bodies import (
 from prfaas.serving.engines.synthetic.engine import GeneratedAnswer, SyntheticEngine, Work
 from prfaas.serving.engines.synthetic.stats import CacheFacts, exposition
 from prfaas.serving.engines.synthetic.text import Text
+from prfaas.serving.transport.tls_identity import TlsIdentity
 
 # Steps faster than this share an event of a stream.
 _STREAM_S = 0.02
@@ -102,10 +103,11 @@ class EngineServer:
         app.on_response_prepare.append(self._sign)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
 
-    async def start(self, host: str, port: int) -> None:
-        """Listen. Raises OSError when the port is taken."""
+    async def start(self, host: str, port: int, tls: TlsIdentity | None = None) -> None:
+        """Listen; with `tls`, to clients with a certificate only. Raises OSError when the port is taken."""
+        context = None if tls is None else tls.listening_context()
         await self._runner.setup()
-        await web.TCPSite(self._runner, host, port, backlog=1024).start()
+        await web.TCPSite(self._runner, host, port, backlog=1024, ssl_context=context).start()
 
     async def close(self) -> None:
         """Stop listening and end every request; idempotent."""

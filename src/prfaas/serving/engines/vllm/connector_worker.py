@@ -58,6 +58,7 @@ class ConnectorWorker:
             rank: the tensor-parallel rank of this worker.
 
         Raises:
+            TlsFileError: this instance's certificate can't be used.
             LayoutError: a group or tensor that can't be moved as pages.
             OSError: the KV port is taken.
         """
@@ -81,9 +82,12 @@ class ConnectorWorker:
                 connections=peer.connections,
                 bandwidth_bits_per_s=peer.bandwidth_bits_per_s,
                 on_demand=peer.on_demand,
+                encrypted=peer.encrypted,
+                share_bits_per_s=peer.share_bits_per_s,
             )
             for name, peer in settings.peers.items()
         }
+        tls = settings.tls
         sender = Sender(
             name=ranked(settings.name, rank),
             key=key,
@@ -99,6 +103,7 @@ class ConnectorWorker:
                 # The other side may let a transfer wait for staging; its answer comes after that.
                 accept_deadline_s=settings.staging_wait_s + 10.0,
             ),
+            tls=tls,
         )
         receiver = Receiver(
             name=ranked(settings.name, rank),
@@ -120,7 +125,10 @@ class ConnectorWorker:
                 keepalive_s=settings.keepalive_s,
             ),
             sender_telemetry=sender.telemetry,
+            tls=tls,
+            plain_peers=settings.plain_peers,
             on_probe=sender.probe,
+            on_pace=sender.pace,
         )
         receiver.start()
         sender.start()

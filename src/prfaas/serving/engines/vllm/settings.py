@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prfaas.serving.transport.tls_identity import TlsIdentity
+
 MEBI = 1024 * 1024
 
 
@@ -23,9 +25,13 @@ class PeerSettings:
     """The bandwidth budget that it shares with others."""
     connections: int
     bandwidth_bits_per_s: float | None
-    """One rank's share of the link; None: not paced (inside a cluster)."""
+    """Goodput of the whole link; None: not paced (inside a cluster)."""
     on_demand: bool = False
     """Connected when there is something to send, not before."""
+    encrypted: bool = False
+    """Over TLS and sealed frames, which needs `identity_file`."""
+    share_bits_per_s: float | None = None
+    """One rank's part of the link while no control plane tells it another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,19 @@ class ConnectorSettings:
     """TCP_USER_TIMEOUT of KV connections."""
     keepalive_s: float = 10.0
     """A silent KV connection is probed by TCP after that time."""
+    identity_file: Path | None = None
+    """This instance's certificate and its key; None: nothing is encrypted here."""
+    ca_file: Path | None = None
+    """The CAs that its peers' certificates may come from."""
+    plain_peers: frozenset[str] = frozenset()
+    """The only instances, gateways and tools that may connect without encryption, where there is a certificate."""
+
+    @property
+    def tls(self) -> TlsIdentity | None:
+        """Who this instance is on encrypted ways. Raises TlsFileError when its files can't be used."""
+        if self.identity_file is None or self.ca_file is None:
+            return None
+        return TlsIdentity(self.identity_file, self.identity_file, self.ca_file)
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> "ConnectorSettings":
@@ -84,7 +103,10 @@ class ConnectorSettings:
         try:
             fields["peers"] = {name: PeerSettings(**peer) for name, peer in fields["peers"].items()}
             fields["producers"] = frozenset(fields["producers"])
-            fields["key_file"] = Path(fields["key_file"])
+            fields["plain_peers"] = frozenset(fields.get("plain_peers", ()))
+            for name in ("key_file", "identity_file", "ca_file"):
+                if fields.get(name) is not None:
+                    fields[name] = Path(fields[name])
             return cls(**fields)
         except (KeyError, TypeError, AttributeError) as error:
             raise SettingsError(

@@ -1,0 +1,173 @@
+"""The budget of every link, divided live among the senders that have something to send."""
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from prfaas.core.deployment import Deployment
+from prfaas.core.link.budget import Claim, paces
+from prfaas.core.link.samples import SenderSample
+from prfaas.core.scheduling import LinkView
+from prfaas.core.units import BITS_PER_BYTE
+from prfaas.serving.control.cluster_state import Clock
+from prfaas.serving.control.pulse import KvPort
+from prfaas.serving.transport.pacing import PaceOrder
+
+logger = logging.getLogger(__name__)
+
+HOLD_S = 3.0
+"""A sender that hears nothing for so long returns to its standing share."""
+PERIOD_S = 0.1
+_ANSWER_S = 1.0
+# An order is repeated well before it ends; in between, smaller changes are not worth a frame.
+_REPEAT_S = 1.0
+_CHANGE = 0.05
+# What a sender has produced lately it may produce again, and a little more; what waits should leave by the next look.
+_PRODUCTION_S = 0.5
+_HEADROOM = 1.25
+_BACKLOG_S = 0.1
+# A link believed slow is used a little beyond what is believed, so that it is seen when it carries more.
+_BEYOND_CAPACITY = 1.15
+
+
+@dataclass(slots=True)
+class _Production:
+    """How fast one sender's transfers on one link come out of their prefills."""
+
+    at_s: float
+    produced_bytes: int
+    bits_per_s: float = 0.0
+
+    def look(self, sample: SenderSample) -> None:
+        produced = sample.acked_bytes_total + sample.queued_bytes
+        passed_s = sample.at_s - self.at_s
+        if passed_s <= 0:
+            return
+        # Less than before: transfers failed, or it is a new process.
+        grown = BITS_PER_BYTE * max(produced - self.produced_bytes, 0) / passed_s
+        self.bits_per_s += (grown - self.bits_per_s) * -math.expm1(-passed_s / _PRODUCTION_S)
+        self.at_s, self.produced_bytes = sample.at_s, produced
+
+
+@dataclass(slots=True)
+class _Told:
+    """What one sender was told last."""
+
+    at_s: float = -math.inf
+    paces: dict[str, float] = field(default_factory=dict)
+    """By the link's name."""
+
+
+class LinkBudget:
+    """Ten times a second divides each link's bandwidth by `core.link.budget.paces`, and tells the senders.
+
+    The bandwidth is what the deployment file says; on a link that is believed slow, 1.15 of what it is believed to
+    carry, so no queue builds up there. A sender claims what it has produced lately (mean over about 0.5 s, and a
+    quarter more) and what waits to leave within 0.1 s.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        kv_ports: Mapping[str, Sequence[KvPort]],
+        links: Mapping[tuple[str, str], LinkView],
+        samples: Callable[[tuple[str, str]], Mapping[str, SenderSample]],
+        *,
+        clock: Clock,
+    ) -> None:
+        """
+        Args:
+            deployment: the links, and who may send on them.
+            kv_ports: those of each instance's ranks, by its name.
+            links: the view's, by (source, target).
+            samples: of a link, the newest word of each sender by "instance/rank".
+            clock: seconds.
+        """
+        self._configured = {
+            (link.source, link.target): link.bandwidth_bits_per_s for link in deployment.links
+        }
+        self._ports = {
+            f"{name}/{rank}": port for name, ports in kv_ports.items() for rank, port in enumerate(ports)
+        }
+        self._links = links
+        self._samples = samples
+        self._clock = clock
+        self._productions: dict[tuple[tuple[str, str], str], _Production] = {}
+        self._paces: dict[str, dict[str, float]] = {}
+        self._told: dict[str, _Told] = {}
+        self._telling: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Until cancelled; at once over where there is no link."""
+        try:
+            while self._configured:
+                self.divide()
+                for sender, order in self.orders():
+                    self._tell(sender, order)
+                await asyncio.sleep(PERIOD_S)
+        finally:
+            for task in self._telling.values():
+                task.cancel()
+            await asyncio.gather(*self._telling.values(), return_exceptions=True)
+
+    def divide(self) -> None:
+        """Work out what every sender that is heard may send on each link."""
+        self._paces = {}
+        heard: set[tuple[tuple[str, str], str]] = set()
+        since_s = self._clock() - HOLD_S
+        for pair, configured in self._configured.items():
+            # Who is not heard for so long is not told either, and has returned to its standing share.
+            samples = {name: each for name, each in self._samples(pair).items() if each.at_s > since_s}
+            heard.update((pair, sender) for sender in samples)
+            claims = [self._claim(pair, sender, sample) for sender, sample in samples.items()]
+            for sender, pace in zip(samples, paces(self._usable(pair, configured), claims), strict=True):
+                self._paces.setdefault(sender, {})[f"{pair[0]}->{pair[1]}"] = pace
+        for gone in self._productions.keys() - heard:
+            del self._productions[gone]
+        self._told = {sender: told for sender, told in self._told.items() if sender in self._paces}
+
+    def orders(self) -> Iterator[tuple[str, PaceOrder]]:
+        """What must be told now, by "instance/rank": what has changed, and what was told long ago."""
+        now_s = self._clock()
+        for sender, now in self._paces.items():
+            told = self._told.setdefault(sender, _Told())
+            if now_s - told.at_s < _REPEAT_S and not _differs(told.paces, now):
+                continue
+            told.at_s, told.paces = now_s, now
+            yield sender, PaceOrder({link: max(round(pace), 1) for link, pace in now.items()}, HOLD_S)
+
+    def _usable(self, pair: tuple[str, str], configured: float) -> float:
+        return min(configured, _BEYOND_CAPACITY * self._links[pair].capacity_bits_per_s)
+
+    def _claim(self, pair: tuple[str, str], sender: str, sample: SenderSample) -> Claim:
+        produced_bytes = sample.acked_bytes_total + sample.queued_bytes
+        production = self._productions.setdefault((pair, sender), _Production(sample.at_s, produced_bytes))
+        production.look(sample)
+        in_flight_bits = production.bits_per_s * sample.rtt_s
+        waiting_bits = max(BITS_PER_BYTE * sample.ready_bytes - in_flight_bits, 0.0)
+        is_working = sample.open_bytes > 0
+        wanted = _HEADROOM * production.bits_per_s + waiting_bits / _BACKLOG_S if is_working else 0.0
+        return Claim(wanted, 0.0, is_working)
+
+    def _tell(self, sender: str, order: PaceOrder) -> None:
+        before = self._telling.get(sender)
+        if before is None or before.done():
+            self._telling[sender] = asyncio.create_task(self._send(sender, order))
+        else:
+            # It is being told still, so what it was to be told now must come again.
+            self._told.pop(sender, None)
+
+    async def _send(self, sender: str, order: PaceOrder) -> None:
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                await self._ports[sender].pace(order)
+        except (OSError, TimeoutError) as error:
+            logger.debug("%s can't be told its pace: %s", sender, error)
+
+
+def _differs(told: Mapping[str, float], now: Mapping[str, float]) -> bool:
+    return told.keys() != now.keys() or any(
+        abs(pace - told[link]) > _CHANGE * max(pace, told[link]) for link, pace in now.items()
+    )
