@@ -106,6 +106,7 @@ def test_the_connector_is_told_whom_it_may_know(tmp_path: Path) -> None:
         "bandwidth_bits_per_s": deployment.links[0].bandwidth_bits_per_s,
         "on_demand": False,
         "encrypted": True,
+        "compressed": False,
         "share_bits_per_s": deployment.links[0].bandwidth_bits_per_s,
     }
     assert producer["peers"]["home-prefill-0"]["on_demand"]
