@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from prfaas.serving.transport import (
     SendPhase,
     StagingArena,
     Ticket,
+    TlsIdentity,
     prompt_digest,
 )
 
@@ -47,6 +49,17 @@ class Job:
     checksums: bool = True
     bits_per_s: float | None = None
     chunk_bytes: int = 4 << 20
+    producer: str = "p"
+    consumer: str = "c"
+    certificates: str = ""
+    """Folder of `ca.crt` and the two certificates, as `prfaas certs` makes them; empty: connections are plain."""
+
+    def identity(self, name: str) -> TlsIdentity | None:
+        """Who an end is on encrypted connections."""
+        if not self.certificates:
+            return None
+        file = Path(self.certificates, f"{name}.pem")
+        return TlsIdentity(file, file, Path(self.certificates, "ca.crt"))
 
 
 class EvenRegions:
@@ -87,13 +100,14 @@ def sources(job: Job, data: "np.typing.NDArray[np.uint8]") -> Sequence[ChunkSour
 
 def receive(job: Job) -> None:
     receiver = Receiver(
-        name="c/0",
+        name=f"{job.consumer}/0",
         key=KEY,
         host=job.host,
         port=job.port,
         arena=StagingArena(job.nbytes + (4 << 20)),
         layout=EvenRegions(),
         fingerprint={},
+        tls=job.identity(job.consumer),
     )
     receiver.start()
     say({"port": receiver.port})
@@ -115,18 +129,22 @@ def receive(job: Job) -> None:
 
 
 def send(job: Job) -> None:
-    peer = Peer("c/0", job.host, job.port, "link", job.connections, job.bits_per_s)
+    name, peer_name = f"{job.producer}/0", f"{job.consumer}/0"
+    tls = job.identity(job.producer)
+    peer = Peer(
+        peer_name, job.host, job.port, "link", job.connections, job.bits_per_s, encrypted=tls is not None
+    )
     options = SenderOptions(checksums=job.checksums, chunk_bytes=job.chunk_bytes)
-    sender = Sender(name="p/0", key=KEY, peers={"c/0": peer}, fingerprint={}, options=options)
+    sender = Sender(name=name, key=KEY, peers={peer_name: peer}, fingerprint={}, options=options, tls=tls)
     sender.start()
     shown = sources(job, content(job.nbytes))
-    while sender.stats()["peers"]["c/0"]["connections"] < job.connections:
+    while sender.stats()["peers"][peer_name]["connections"] < job.connections:
         time.sleep(0.005)
-    say({"congestion": sender.stats()["peers"]["c/0"]["congestion"]})
+    say({"congestion": sender.stats()["peers"][peer_name]["congestion"]})
     for _ in sys.stdin:
         ticket = Ticket.issue(
-            producer="p/0",
-            consumer="c/0",
+            producer=name,
+            consumer=peer_name,
             num_tokens=job.nbytes // 1024,
             skip_tokens=0,
             prompt_digest=prompt_digest([]),
