@@ -2,7 +2,9 @@
 
 from collections import deque
 from collections.abc import Mapping
-from statistics import median
+from math import inf
+from operator import sub
+from statistics import fmean, median
 from typing import Literal
 
 from prfaas.core.link.congestion import CongestionSignal
@@ -25,18 +27,25 @@ UNHEARD_S = 3.0
 _DOWN_AFTER_S = 1.5
 
 # How long the link must have been full without a break to be judged, and how long a burst must be to raise it.
-_FULL_S = 0.5
+_FULL_S, _LONGEST_FULL_S = 0.5, 1.2
+_ROUND_TRIPS = 3.0
+_JUDGED_EVERY_S = 0.25
+_SLACK_S = 0.02
 _LONGEST_LOOK_S = 0.4
 _BURST_S = 0.3
 # A link on which nothing moves for longer is dark, or its connections wait for their timers: that is no measurement.
 _STILL_S = 0.6
 _MEASURED = 5
+# A link that carries less lets queues grow or drops. Without that a machine may have been busy: longer proof is needed.
+_ENOUGH, _ENOUGH_WITHOUT_SIGNS = 2, 8
 # Windows that differ by more are of different links: one before a change, one after.
 _AGREE = 1.4
 _DEAD_BAND = 0.1
 _SHORTFALL = 0.85
 _FLOOR = 0.01
 
+# The least round trip is that of the last 5 to 10 minutes: ways change.
+_LEAST_RTT_S = 300.0
 _RECEIVER_LIMITED = 0.25
 _UNREAD_BYTES = 512 << 10
 _RECEIVE_INFLATION, _RECEIVE_EXCESS_S = 2.0, 0.020
@@ -44,6 +53,7 @@ _STARVED_S = 0.3
 
 # What senders may use of a link that carries less than configured: little more, or twice as much while that pays.
 _HEADROOM, _CLIMBING = 1.15, 2.0
+_FLOW_LOOKS = 16
 _PROBE_S, _PROBE_EVERY_S, _PROBE_AGAIN_S = 0.6, 3.0, 0.9
 _LEAST_PROBE_BYTES = 64 << 10
 
@@ -51,10 +61,12 @@ _LEAST_PROBE_BYTES = 64 << 10
 class LinkMeter:
     """Sums the ends of one link. `configured_bits_per_s` > 0 is the deployment file's bandwidth.
 
-    The capacity starts as configured. The link is *full* while a sender's kernel has more than it can send on (nearly)
-    every connection. What the consumers' kernels take in over half a second of that is a measurement, unless the
-    senders' pace explains it (0.85 of it or more) or a shut receive window (a quarter of the time). Two measurements
-    in a row that agree within 1.4 move the capacity to the median of the last five, if that is more than a tenth away.
+    The capacity starts as configured. The link is *full* while a sender's kernel has more than it can send; then what
+    could come is the pace of the connections that have. What the consumers' kernels take in meanwhile is measured four
+    times a second, over 0.5 s or three round trips, at most 1.2 s. It says nothing where it is 0.85 of what could come
+    or more, or where a receive window is shut (a quarter of the time). Two measurements in a row that agree within 1.4
+    move the capacity to the median of the last five, if that is more than a tenth away; eight, where neither round
+    trip nor retransmissions show a queue.
     What arrives is also a lower bound: 0.3 s with more than the capacity raise it at once, where nothing is congested.
 
     While a sender's word is late (0.6 s), its last one goes on as long as not all that it spoke of has arrived; and a
@@ -68,10 +80,15 @@ class LinkMeter:
         self.configured_bits_per_s = configured_bits_per_s
         self.capacity_bits_per_s = configured_bits_per_s
         self.carried_bytes = 0
-        """Since the start."""
+        """Since the start, in order."""
+        self._segment_bytes = 0
+        """By the segments that came, in any order. Losses make the count in order stop and jump; but a kernel whose
+        network card or host has merged segments counts those as one. So whichever is more is nearer to the truth."""
         self.seen_s = now_s
         """When something was last heard: of a sender, or because bytes came."""
         self.least_rtt_s = 0.0
+        self._least_rtts_s = (inf, inf)
+        self._least_since_s = now_s
         self.rtt_s = 0.0
         """Of what is in flight; the least where nothing is."""
         self.retransmit_ratio = 0.0
@@ -83,12 +100,14 @@ class LinkMeter:
         self._knows_arrivals = False
         self._flowed_s = now_s
         self._history: deque[tuple[float, int]] = deque([(now_s, 0)])
+        self._flow: deque[tuple[float, int, int]] = deque([(now_s, 0, 0)], maxlen=_FLOW_LOOKS)
         self._sent: deque[tuple[float, int, int]] = deque()
         self._looked_s = now_s
-        self._full_since: tuple[float, int] | None = None
-        self._full_pace_bits_per_s = 0.0
+        self._full_since_s: float | None = None
+        self._judged_s = now_s
+        self._full_paces: list[float] = []
         self._limited: tuple[float, float] = (0.0, 0.0)
-        self._measured: deque[float] = deque(maxlen=_MEASURED)
+        self._measured: deque[float] = deque(maxlen=_ENOUGH_WITHOUT_SIGNS)
         self._is_pace_limited = False
         self._is_climbing = False
         self._slow_end: LinkCondition | None = None
@@ -96,7 +115,7 @@ class LinkMeter:
         self._connected_s = now_s
         self._worked_s = now_s
         self._probed_s = now_s
-        self._raised_s = float("-inf")
+        self._raised_s = -inf
 
     def observe(
         self, senders: Mapping[str, SenderSample], arrivals: Mapping[str, ArrivalSample], now_s: float
@@ -108,15 +127,16 @@ class LinkMeter:
         Returns:
             The bytes carried since the last call.
         """
-        carried, at_s = self._carried(senders, arrivals)
+        carried, of_segments, at_s = self._carried(senders, arrivals)
         for name, sample in senders.items():
             before = self._senders.get(name)
             if before is None or sample.at_s > before.at_s:
                 self._carried_then[name] = self.carried_bytes
         self.carried_bytes += carried
+        self._segment_bytes += of_segments
         self._senders, self._arrivals = dict(senders), dict(arrivals)
         heard_s = max((sample.at_s for sample in senders.values()), default=self.seen_s)
-        self.seen_s = max(self.seen_s, heard_s, at_s if carried and at_s is not None else self.seen_s)
+        self.seen_s = max(self.seen_s, heard_s, at_s if of_segments and at_s is not None else self.seen_s)
         if self.connections_up or not any(sample.connections for sample in senders.values()):
             self._connected_s = now_s
         fresh = [sample for sample in senders.values() if now_s - sample.at_s <= FRESH_S]
@@ -128,10 +148,11 @@ class LinkMeter:
         if at_s - self._looked_s > _LONGEST_LOOK_S:
             self._restart()
         self._history.append((at_s, self.carried_bytes))
+        self._flow.append((at_s, self.carried_bytes, self._segment_bytes))
         while len(self._history) > 2 and self._history[1][0] <= at_s - EGRESS_WINDOW_S:
             self._history.popleft()
         self._looked_s = at_s
-        if carried:
+        if carried or of_segments:
             self._flowed_s = at_s
         elif at_s - self._flowed_s > _STILL_S:
             self._restart()
@@ -171,7 +192,7 @@ class LinkMeter:
     def pace_bits_per_s(self) -> float:
         """What senders may send together; infinite where the link is not slow."""
         if not self.is_slow:
-            return float("inf")
+            return inf
         return (_CLIMBING if self._is_climbing else _HEADROOM) * self.capacity_bits_per_s
 
     def egress_bits_per_s(self, now_s: float) -> float:
@@ -221,9 +242,12 @@ class LinkMeter:
 
     def _carried(
         self, senders: Mapping[str, SenderSample], arrivals: Mapping[str, ArrivalSample]
-    ) -> tuple[int, float | None]:
-        """The bytes carried since the last call, and until when that is known; None: not for all."""
-        carried = 0
+    ) -> tuple[int, int, float | None]:
+        """The bytes carried since the last call, those by segments, and until when that is known.
+
+        The time is None where it is not known of all.
+        """
+        carried = of_segments = 0
         self._knows_arrivals = self._knows_arrivals or bool(arrivals)
         if self._knows_arrivals:
             # Acknowledgements are the consumer's own, and would take a slow one for a slow link.
@@ -231,18 +255,19 @@ class LinkMeter:
                 earlier = self._arrivals.get(name)
                 if earlier is not None:
                     carried += _grown(arrival.bytes_total, earlier.bytes_total)
-            return carried, min((arrival.at_s for arrival in arrivals.values()), default=None)
+                    of_segments += _grown(arrival.segments_total, earlier.segments_total) * arrival.mss_bytes
+            return carried, of_segments, min((arrival.at_s for arrival in arrivals.values()), default=None)
         for name, sample in senders.items():
             before = self._senders.get(name)
             if before is not None:
                 carried += _grown(sample.acked_bytes_total, before.acked_bytes_total)
-        return carried, min((sample.at_s for sample in senders.values()), default=None)
+        return carried, carried, min((sample.at_s for sample in senders.values()), default=None)
 
     def _look_at_network(self, fresh: list[SenderSample], now_s: float) -> None:
         """Round trip and retransmissions, of fresh words alone; the consumer's kernel stands in for late ones."""
-        least_s = [sample.least_rtt_s for sample in fresh if sample.least_rtt_s > 0]
-        if least_s:
-            self.least_rtt_s = min(least_s)
+        for sample in fresh:
+            if sample.rtt_s > 0:
+                self._note_least(sample.rtt_s, now_s)
         self.rtt_s = max((sample.rtt_s for sample in fresh if sample.rtt_s > 0), default=self.least_rtt_s)
         if not fresh and self._senders and self._seen_by_receivers():
             self.rtt_s = max(arrival.rtt_s for arrival in self._arrivals.values())
@@ -262,33 +287,43 @@ class LinkMeter:
             self.retransmit_ratio = 0.0
         self.signal.update(self.rtt_s, self.least_rtt_s, self.retransmit_ratio, now_s)
 
+    def _note_least(self, rtt_s: float, now_s: float) -> None:
+        """The least of the smoothed round trips of the last minutes; the kernel's own least may be a stray one's."""
+        if now_s - self._least_since_s > _LEAST_RTT_S:
+            self._least_rtts_s, self._least_since_s = (self._least_rtts_s[1], rtt_s), now_s
+        older_s, newer_s = self._least_rtts_s
+        self._least_rtts_s = (older_s, min(newer_s, rtt_s))
+        self.least_rtt_s = min(self._least_rtts_s)
+
     def _seen_by_receivers(self) -> bool:
         """Whether a consumer's kernel sees the round trip of what arrives grown: by itself it tells a full link."""
         limit_s = max(_RECEIVE_INFLATION * self.least_rtt_s, self.least_rtt_s + _RECEIVE_EXCESS_S)
         return self.least_rtt_s > 0 and any(arrival.rtt_s > limit_s for arrival in self._arrivals.values())
 
     def _filled_pace(self, fresh: list[SenderSample]) -> float | None:
-        """What those may send together that fill the link, by their own words or by what follows; None: none does."""
-        filled = [sample for sample in fresh if sample.is_filled]
+        """What the connections may send together that fill the link; None: none does.
+
+        By the words of senders; of late ones while not all has come that they spoke of.
+        """
         late = [
             sample
             for name, sample in self._senders.items()
             if sample not in fresh
-            and sample.is_filled
             and sample.ready_bytes > self.carried_bytes - self._carried_then.get(name, 0)
         ]
-        if not (filled or late):
+        shares = [(sample, sample.filled_share) for sample in (*fresh, *late) if sample.filled_connections]
+        if not shares:
             if fresh or not self._seen_by_receivers():
                 return None
-            late = list(self._senders.values())
-        paces = [sample.pace_bits_per_s for sample in (*filled, *late)]
-        if any(pace is None for pace in paces):
-            return self.configured_bits_per_s
-        return min(sum(pace or 0.0 for pace in paces), self.configured_bits_per_s)
+            shares = [(sample, 1.0) for sample in self._senders.values()]
+        paces = [
+            (self.configured_bits_per_s if sample.pace_bits_per_s is None else sample.pace_bits_per_s) * share
+            for sample, share in shares
+        ]
+        return min(sum(paces), self.configured_bits_per_s)
 
     def _judge(self, fresh: list[SenderSample], now_s: float) -> None:
-        ready = any(sample.ready_bytes for sample in fresh)
-        if ready or any(sample.open_bytes for sample in fresh):
+        if any(sample.open_bytes for sample in fresh):
             self._worked_s = now_s
         self._raise_by_burst(now_s)
         pace = self._filled_pace(fresh) if self._looked_s - self._flowed_s <= _STILL_S else None
@@ -297,32 +332,43 @@ class LinkMeter:
             self._restart()
             self._is_pace_limited = False
             return
-        if self._full_since is None:
-            self._full_since = (self._looked_s, self.carried_bytes)
-            self._full_pace_bits_per_s = pace
+        if self._full_since_s is None:
+            self._full_since_s = self._judged_s = self._looked_s
+            self._full_paces = [pace]
             self._limited = self._receiver_limited()
             return
-        self._full_pace_bits_per_s = min(self._full_pace_bits_per_s, pace)
-        since_s, since_bytes = self._full_since
-        length_s = self._looked_s - since_s
-        if length_s < _FULL_S:
+        self._full_paces.append(pace)
+        # Where packets are lost the count in order comes by fits of some round trips.
+        seen_s = max((arrival.rtt_s for arrival in self._arrivals.values()), default=0.0)
+        window_s = min(max(_FULL_S, _ROUND_TRIPS * max(self.rtt_s, seen_s)), _LONGEST_FULL_S)
+        if (
+            self._looked_s - self._full_since_s < window_s
+            or self._looked_s - self._judged_s < _JUDGED_EVERY_S
+        ):
             return
-        bits_per_s = BITS_PER_BYTE * (self.carried_bytes - since_bytes) / length_s
+        self._judged_s = self._looked_s
         if self._is_receiver_slow():
             self._slow_end = "slow-receiver"
             self._measured.clear()
         else:
             if self._slow_end == "slow-receiver":
                 self._slow_end = None
-            self._take(bits_per_s, self._full_pace_bits_per_s, now_s)
-        self._full_since = (self._looked_s, self.carried_bytes)
-        self._full_pace_bits_per_s = pace
+            self._take(self._flow_bits_per_s(window_s), fmean(self._full_paces), now_s)
+        self._full_paces = [pace]
         self._limited = self._receiver_limited()
+
+    def _flow_bits_per_s(self, window_s: float) -> float:
+        """What came in the last so many seconds, or a little more, per second; 0 where less is known."""
+        end_s, *end = self._flow[-1]
+        for start_s, *start in reversed(self._flow):
+            if end_s - start_s >= window_s - _SLACK_S:
+                return float(BITS_PER_BYTE * max(map(sub, end, start)) / (end_s - start_s))
+        return 0.0
 
     def _take(self, bits_per_s: float, pace_bits_per_s: float, now_s: float) -> None:
         """A full link has carried that."""
         self._is_pace_limited = bits_per_s >= _SHORTFALL * pace_bits_per_s
-        if self._is_pace_limited:
+        if self._is_pace_limited and not (self.congestion and bits_per_s > self.capacity_bits_per_s):
             self._measured.clear()
             self._is_climbing = self.is_slow and not self.congestion
             if self._is_climbing and bits_per_s > self.capacity_bits_per_s:
@@ -332,21 +378,21 @@ class LinkMeter:
         if self._measured and not 1 / _AGREE <= bits_per_s / max(self._measured[-1], 1.0) <= _AGREE:
             self._measured.clear()
         self._measured.append(bits_per_s)
-        if len(self._measured) >= 2:
-            estimate = median(self._measured)
+        if len(self._measured) >= (_ENOUGH if self._shows_signs() else _ENOUGH_WITHOUT_SIGNS):
+            estimate = median(list(self._measured)[-_MEASURED:])
             if abs(estimate - self.capacity_bits_per_s) > _DEAD_BAND * self.capacity_bits_per_s:
                 self._set(estimate, now_s)
+
+    def _shows_signs(self) -> bool:
+        """Whether the network shows any sign of a queue or of drops."""
+        return self.signal.is_suspected or self._seen_by_receivers()
 
     def _raise_by_burst(self, now_s: float) -> None:
         if not self.is_slow or self.congestion:
             return
-        end_s, end_bytes = self._history[-1]
-        for start_s, start_bytes in reversed(self._history):
-            if end_s - start_s >= _BURST_S:
-                bits_per_s = BITS_PER_BYTE * (end_bytes - start_bytes) / (end_s - start_s)
-                if bits_per_s > (1 + _DEAD_BAND) * self.capacity_bits_per_s:
-                    self._set(bits_per_s, now_s)
-                return
+        bits_per_s = self._flow_bits_per_s(_BURST_S)
+        if bits_per_s > (1 + _DEAD_BAND) * self.capacity_bits_per_s:
+            self._set(bits_per_s, now_s)
 
     def _note_starved(self, fresh: list[SenderSample], is_full: bool, now_s: float) -> None:
         """A sender with more ready than it carries until the next look, whose kernel has nothing to send."""
@@ -379,7 +425,7 @@ class LinkMeter:
         )
 
     def _restart(self) -> None:
-        self._full_since = None
+        self._full_since_s = None
         if self._slow_end == "slow-receiver":
             self._slow_end = None
 

@@ -71,13 +71,9 @@ class SenderSample:
         return max(self.queued_bytes - self.waiting_bytes, 0)
 
     @property
-    def is_filled(self) -> bool:
-        """Whether the kernel of (nearly) every connection had more than it could send: the producer was not short."""
-        return self.connections_up > 0 and self.filled_connections >= FILLED_SHARE * self.connections_up
-
-
-FILLED_SHARE = 0.9
-"""Of the connections of a sender; below, some of them had nothing to send, so the sum says nothing of the link."""
+    def filled_share(self) -> float:
+        """Of the connections, those whose kernel had more than it could send: of these the producer is not short."""
+        return min(self.filled_connections / self.connections_up, 1.0) if self.connections_up else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +83,10 @@ class ArrivalSample:
     at_s: float
     bytes_total: int
     """By the kernel, in order, since the start."""
+    segments_total: int
+    """Segments that came, also out of order or twice: so many that a lost one does not hold the count back."""
+    mss_bytes: int = 1448
+    """Payload of a full segment."""
     unread_bytes: int = 0
     """Of these, what the consumer has not read yet."""
     rtt_s: float = 0.0
@@ -104,6 +104,8 @@ class ArrivalSample:
         return cls(
             at_s=at_s,
             bytes_total=int(report["bytes_total"]),
+            segments_total=int(report["segments_total"]),
+            mss_bytes=int(report["mss_bytes"]),
             unread_bytes=max(int(report["unread_bytes"]), 0),
             rtt_s=float(report["rtt_s"]),
             connections=max(int(report["connections"]), 0),

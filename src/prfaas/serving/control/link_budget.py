@@ -28,8 +28,6 @@ _CHANGE = 0.05
 _PRODUCTION_S = 0.5
 _HEADROOM = 1.25
 _BACKLOG_S = 0.1
-# A link believed slow is used a little beyond what is believed, so that it is seen when it carries more.
-_BEYOND_CAPACITY = 1.15
 
 
 @dataclass(slots=True)
@@ -63,8 +61,8 @@ class _Told:
 class LinkBudget:
     """Ten times a second divides each link's bandwidth by `core.link.budget.paces`, and tells the senders.
 
-    The bandwidth is what the deployment file says; on a link that is believed slow, 1.15 of what it is believed to
-    carry, so no queue builds up there. A sender claims what it has produced lately (mean over about 0.5 s, and a
+    The bandwidth is what the deployment file says; on a link that is believed slow, what its meter allows: a little more
+    than it is believed to carry, so no queue builds up there, and twice as much while that comes through. A sender claims what it has produced lately (mean over about 0.5 s, and a
     quarter more) and what waits to leave within 0.1 s.
     """
 
@@ -139,7 +137,7 @@ class LinkBudget:
             yield sender, PaceOrder({link: max(round(pace), 1) for link, pace in now.items()}, HOLD_S)
 
     def _usable(self, pair: tuple[str, str], configured: float) -> float:
-        return min(configured, _BEYOND_CAPACITY * self._links[pair].capacity_bits_per_s)
+        return min(configured, self._links[pair].pace_bits_per_s)
 
     def _claim(self, pair: tuple[str, str], sender: str, sample: SenderSample) -> Claim:
         produced_bytes = sample.acked_bytes_total + sample.queued_bytes

@@ -5,6 +5,7 @@ The kernel's view is struct tcp_info of <linux/tcp.h>; to read it takes 0.23 µs
 
 import contextlib
 import fcntl
+import select
 import socket
 import struct
 import sys
@@ -31,7 +32,7 @@ _APP_LIMITED, _UNACKED, _RTT, _RCV_RTT, _TOTAL_RETRANS, _BYTES_ACKED, _BYTES_REC
     128,
 )
 _NOTSENT, _MIN_RTT, _DELIVERY_RATE, _BUSY, _RWND_LIMITED, _SNDBUF_LIMITED = 144, 148, 160, 168, 176, 184
-_BYTES_SENT, _BYTES_RETRANS = 200, 208
+_RCV_MSS, _DATA_SEGS_IN, _BYTES_SENT, _BYTES_RETRANS = 20, 152, 200, 208
 # The kernel's value for a least round trip that it has not seen yet.
 _NO_RTT = 0xFFFFFFFF
 
@@ -48,6 +49,9 @@ class TcpInfo:
     """The most recent rate at which the peer took bytes."""
     bytes_acked: int
     bytes_received: int
+    data_segments_in: int
+    receive_mss: int
+    """Payload of a full segment of the peer's, in bytes."""
     in_flight: int
     """Segments sent and not acknowledged."""
     notsent_bytes: int
@@ -75,6 +79,10 @@ class Arrived:
 
     bytes_received: int = 0
     """In order, since the connection was made."""
+    segments: int = 0
+    """Data segments that came, also out of order or twice."""
+    mss_bytes: int = 0
+    """Payload of a full one."""
     unread_bytes: int = 0
     """Of these, what this process has not read yet."""
     rtt_s: float = 0.0
@@ -89,7 +97,13 @@ def read_arrived(sock: socket.socket) -> Arrived:
     """
     info = read_tcp_info(sock)
     unread = fcntl.ioctl(sock.fileno(), termios.FIONREAD, bytes(4))
-    return Arrived(info.bytes_received, int.from_bytes(unread, sys.byteorder), info.receive_rtt_s)
+    return Arrived(
+        info.bytes_received,
+        info.data_segments_in,
+        info.receive_mss,
+        int.from_bytes(unread, sys.byteorder),
+        info.receive_rtt_s,
+    )
 
 
 def read_tcp_info(sock: socket.socket) -> TcpInfo:
@@ -113,6 +127,8 @@ def read_tcp_info(sock: socket.socket) -> TcpInfo:
         delivery_bits_per_s=u64(_DELIVERY_RATE) * 8.0,
         bytes_acked=u64(_BYTES_ACKED),
         bytes_received=u64(_BYTES_RECEIVED),
+        data_segments_in=u32(_DATA_SEGS_IN),
+        receive_mss=u32(_RCV_MSS),
         in_flight=u32(_UNACKED),
         notsent_bytes=u32(_NOTSENT),
         busy_s=u64(_BUSY) / 1e6,
@@ -136,6 +152,12 @@ UNPACED = 0xFFFFFFFFFFFFFFFF
 LONG_PATH_RTT_S = 0.001
 
 _KEEPALIVE_PROBES = 4
+# Up to this rate of one connection its reader is not woken for each segment; above it the segments come together.
+_SLOW_BYTES_PER_S = 250e6
+# More than a receive buffer takes would never be there.
+_WAKE_BYTES = 64 << 10
+# Should the kernel ever hold less than the mark for ever, the reader looks by itself.
+_LOOK_AGAIN_MS = 200
 # UIO_MAXIOV of <linux/uio.h>.
 _MAX_PIECES = 1024
 
@@ -266,6 +288,56 @@ def receive_exactly(sock: ByteStream, view: memoryview, deadline_s: float | None
         if count == 0:
             raise ConnectionEnded("connection ended")
         view = view[count:]
+
+
+class BulkReader:
+    """Reads long payloads from one blocking socket.
+
+    A segment that arrives wakes whoever waits in a read, which on a slow path costs more than the bytes. So there it
+    waits until 64 KiB are there, or all that is still to come: a mark above that would never be reached.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._slow = False
+
+    def fill(self, view: memoryview) -> None:
+        """Fill `view`.
+
+        Raises:
+            ConnectionEnded: the stream ends first.
+        """
+        if view.nbytes <= _WAKE_BYTES:
+            receive_exactly(self._sock, view)
+            return
+        began_s = time.monotonic()
+        if self._slow:
+            self._fill_sparingly(view)
+        else:
+            receive_exactly(self._sock, view)
+        self._slow = view.nbytes < (time.monotonic() - began_s) * _SLOW_BYTES_PER_S
+
+    def _fill_sparingly(self, view: memoryview) -> None:
+        readable = select.poll()
+        readable.register(self._sock, select.POLLIN)
+        mark_bytes = 1
+        try:
+            while view.nbytes:
+                # Not a read that waits: what it had taken already would not count towards the mark.
+                with contextlib.suppress(BlockingIOError):
+                    count = self._sock.recv_into(view, 0, socket.MSG_DONTWAIT)
+                    if count == 0:
+                        raise ConnectionEnded("connection ended")
+                    view = view[count:]
+                    if not view.nbytes:
+                        break
+                wanted_bytes = min(_WAKE_BYTES, view.nbytes)
+                if mark_bytes != wanted_bytes:
+                    mark_bytes = wanted_bytes
+                    self._sock.setsockopt(socket.SOL_SOCKET, SO_RCVLOWAT, mark_bytes)
+                readable.poll(_LOOK_AGAIN_MS)
+        finally:
+            self._sock.setsockopt(socket.SOL_SOCKET, SO_RCVLOWAT, 1)
 
 
 def drain(sock: socket.socket, deadline_s: float) -> None:
