@@ -24,10 +24,9 @@ _ANSWER_S = 1.0
 # An order is repeated well before it ends; in between, smaller changes are not worth a frame.
 _REPEAT_S = 1.0
 _CHANGE = 0.05
-# What a sender has produced lately it may produce again, and a little more; what waits should leave by the next look.
+# What a sender has produced lately it may produce again; what waits should leave soon.
 _PRODUCTION_S = 0.5
-_HEADROOM = 1.25
-_BACKLOG_S = 0.1
+_BACKLOG_S = 0.2
 # A link believed slow is used a little beyond what is believed, so that it is seen when it carries more.
 _BEYOND_CAPACITY = 1.15
 
@@ -64,8 +63,8 @@ class LinkBudget:
     """Ten times a second divides each link's bandwidth by `core.link.budget.paces`, and tells the senders.
 
     The bandwidth is what the deployment file says; on a link that is believed slow, 1.15 of what it is believed to
-    carry, so no queue builds up there. A sender claims what it has produced lately (mean over about 0.5 s, and a
-    quarter more) and what waits to leave within 0.1 s.
+    carry, so no queue builds up there. A sender claims what it has produced lately (mean over about 0.5 s), and what
+    waits there within 0.2 s.
     """
 
     def __init__(
@@ -145,10 +144,11 @@ class LinkBudget:
         produced_bytes = sample.acked_bytes_total + sample.queued_bytes
         production = self._productions.setdefault((pair, sender), _Production(sample.at_s, produced_bytes))
         production.look(sample)
-        in_flight_bits = production.bits_per_s * sample.rtt_s
-        waiting_bits = max(BITS_PER_BYTE * sample.ready_bytes - in_flight_bits, 0.0)
+        # What has come in the last moments, and what is in flight, does not wait.
+        on_its_way_bits = production.bits_per_s * (sample.rtt_s + PERIOD_S)
+        waiting_bits = max(BITS_PER_BYTE * sample.ready_bytes - on_its_way_bits, 0.0)
         is_working = sample.open_bytes > 0
-        wanted = _HEADROOM * production.bits_per_s + waiting_bits / _BACKLOG_S if is_working else 0.0
+        wanted = production.bits_per_s + waiting_bits / _BACKLOG_S if is_working else 0.0
         return Claim(wanted, 0.0, is_working)
 
     def _tell(self, sender: str, order: PaceOrder) -> None:
