@@ -108,7 +108,7 @@ def _links(state: Json) -> Table:
             capacity += f" (file: {format_bits_per_s(link['configured_bits_per_s'])})"
         table.add_row(
             name,
-            Text("up", style="green") if link["up"] else Text("down", style="bold red"),
+            _condition(link),
             format_bits_per_s(link["egress_bits_per_s"]),
             capacity,
             _share(link["utilisation"]),
@@ -120,6 +120,14 @@ def _links(state: Json) -> Table:
             f"{format_s(link['age_s'])} ago",
         )
     return table
+
+
+def _condition(link: Json) -> Text:
+    """Up or down, and what is unusual about it."""
+    state = "up" if link["up"] else "down"
+    unusual = link["condition"] not in ("clear", "busy", state)
+    style = "bold red" if not link["up"] else "yellow" if unusual else "green"
+    return Text(f"{state}, {link['condition']}" if unusual else state, style=style)
 
 
 def _routes(state: Json) -> Table:

@@ -89,6 +89,19 @@ def test_an_instance_that_an_operator_has_closed_gets_nothing(case: Case, data: 
             assert not {decision.prefill, decision.decode, source} & closed
 
 
+@given(cases())
+def test_nothing_is_called_busy_where_nothing_is(case: Case) -> None:
+    view, request = case
+    for cluster in view.clusters.values():
+        for each in cluster.instances:
+            each.busy_until_s = view.now_s
+    for link in view.links.values():
+        link.drained_s = link.seen_s = view.now_s
+        link.egress_bits_per_s = link.congestion = 0.0
+    for policy in every_policy().values():
+        assert "busy" not in decided(policy, request, view).reason
+
+
 def check(decision: Decision, request: RoutingRequest, view: View) -> None:
     instances = {each.name: (each, c) for c in view.clusters.values() for each in c.instances}
     (decode, pd), (prefill, at) = instances[decision.decode], instances[decision.prefill]

@@ -46,6 +46,8 @@ def test_the_formula() -> None:
 @given(cases(cached=False, max_pd=1))
 def test_with_beta_0_it_is_the_plain_threshold(case) -> None:  # type: ignore[no-untyped-def]
     view, request = case
+    for each in view.links.values():
+        each.congestion = 0.0
     static = policy_named("static_threshold", threshold_tokens=view.threshold_tokens.get("pd0", math.inf))
     try:
         expected = static.decide(request, view)
@@ -73,6 +75,22 @@ def test_an_idle_deployment_says_when_the_link_is_too_slow(num_tokens: int, bits
     for each in view.clusters["far"].instances:
         each.busy_until_s = NOW_S + 1e6
     assert TILTED.decide(RoutingRequest(num_tokens), view).reason == "busy-prfaas"
+
+
+@given(st.sampled_from(["paper", "tilted"]), st.floats(0.25, 1.0), st.integers(2, 131_072))
+def test_congestion_makes_offloading_dearer_before_anything_waits(
+    policy: str, congestion: float, num_tokens: int
+) -> None:
+    view = paper_board(T)
+    before = policy_named(policy).decide(RoutingRequest(num_tokens), view)
+    view.links["far", "pd"].congestion = congestion
+    decision = policy_named(policy).decide(RoutingRequest(num_tokens), view)
+    assert decision.threshold_tokens == pytest.approx((1 + congestion) * before.threshold_tokens)
+    if decision.route is not before.route:
+        assert (before.route, decision.route) == (Route.OFFLOAD, Route.LOCAL)
+        assert decision.reason == "congested-link"
+    else:
+        assert decision.reason == before.reason
 
 
 @given(st.integers(2, 131072), st.integers(2, 131072))

@@ -227,6 +227,7 @@ def views(draw: st.DrawFn, *, max_pd: int = 2) -> View:
                     rtt_s=draw(st.sampled_from([0.0, 0.03])),
                     up=draw(st.sampled_from([True, True, True, False])),
                     seen_s=NOW_S - draw(_ages),
+                    congestion=draw(st.sampled_from([0.0, 0.0, 0.25, 1.0])),
                 )
     thresholds = {
         name: draw(st.sampled_from([0.0, 500.0, 5000.0, 20_000.0, float("inf")]))

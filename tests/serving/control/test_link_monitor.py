@@ -8,9 +8,9 @@ import pytest
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMonitor, period_s
-from prfaas.serving.control.link_monitor import LinkMonitor
+from prfaas.serving.control.link_monitor import LinkBreaker, LinkMonitor
 
-from .world import LINK, FakeClock, FakeHttp, FakeSender, decision, report
+from .world import LINK, FakeClock, FakeHttp, FakeSender, arrived, decision, report
 
 
 class Links:
@@ -27,6 +27,20 @@ class Links:
     def sender_of(self, instance: Instance, rank: int) -> FakeSender:
         return self.senders.setdefault(f"{instance.name}/{rank}", FakeSender())
 
+    @property
+    def far(self) -> list[FakeSender]:
+        """The producers; the others are consumers."""
+        return [sender for name, sender in self.senders.items() if name.startswith("far")]
+
+    def arrive(self, total_bytes: int) -> None:
+        """So much has come at the first consumer, from both producers together."""
+        self.senders["home-p0/0"].arrivals = {
+            "far-0/0": arrived(bytes_total=total_bytes - total_bytes // 2),
+            "far-1/0": arrived(bytes_total=total_bytes // 2),
+            "home-p1/0": arrived(bytes_total=999 * total_bytes),
+            "stranger": arrived(bytes_total=999 * total_bytes),
+        }
+
     async def round(self, seconds: float = 0.1) -> None:
         self.clock.now_s += seconds
         self.telemetry.ask()
@@ -35,10 +49,12 @@ class Links:
         self.telemetry.conclude()
 
 
-def test_only_clusters_with_a_link_are_asked(
+def test_both_ends_of_a_link_are_asked(
     deployment: Deployment, cluster_state: ClusterState, clock: FakeClock
 ) -> None:
-    assert set(Links(deployment, cluster_state, clock).senders) == {"far-0/0", "far-1/0"}
+    assert set(Links(deployment, cluster_state, clock).senders) == {
+        f"{instance.name}/0" for instance in deployment.instances
+    }
 
 
 def test_reports_are_summed_into_the_view(
@@ -47,43 +63,90 @@ def test_reports_are_summed_into_the_view(
     async def main() -> None:
         links = Links(deployment, cluster_state, clock)
         for tick in range(30):
-            for sender in links.senders.values():
-                sender.links = {
-                    "far->home": report(acked_bytes_total=tick * 1_000_000, open_bytes=3_000_000),
-                    "elsewhere": report(),
-                }
+            for sender in links.far:
+                sender.links = {"far->home": report(open_bytes=3_000_000), "elsewhere": report()}
+            links.arrive(tick * 2_000_000)
             await links.round()
         link = cluster_state.view.links[LINK]
         assert link.egress_bits_per_s == pytest.approx(2 * 8e7)
         assert link.drained_s == pytest.approx(clock.now_s + 6_000_000 * 8 / 1e9)
         assert (link.seen_s, link.rtt_s, link.up) == (clock.now_s, 0.001, True)
+        assert (link.condition, link.congestion) == ("clear", 0.0)
         await links.telemetry.close()
         assert all(sender.closed for sender in links.senders.values())
 
     asyncio.run(main())
 
 
-def test_silence_ages_and_does_not_lie(
+def test_an_unheard_link_is_down_and_up_when_it_is_heard(
     deployment: Deployment, cluster_state: ClusterState, clock: FakeClock
 ) -> None:
     async def main() -> None:
         links = Links(deployment, cluster_state, clock)
-        for sender in links.senders.values():
+        for sender in links.far:
             sender.links = {"far->home": report()}
         await links.round()
         seen_s = clock.now_s
-        for sender in links.senders.values():
+        for sender in links.far:
             sender.links = None
-        for _ in range(100):
-            await links.round()
         link = cluster_state.view.links[LINK]
+        for _ in range(29):
+            await links.round()
+            assert link.up
+        for _ in range(70):
+            await links.round()
         assert link.seen_s == seen_s
-        assert link.up
+        assert (link.up, link.condition) == (False, "unheard")
+        assert links.changes == ["far->home"]
         # Each rank is asked every two seconds while it is silent.
         assert 2 <= links.telemetry.failures <= 14
         links.senders["far-1/0"].links = {"far->home": report()}
         await links.round(3.0)
+        assert (link.seen_s, link.up) == (clock.now_s, True)
+
+    asyncio.run(main())
+
+
+def test_bytes_that_come_are_a_word_too(
+    deployment: Deployment, cluster_state: ClusterState, clock: FakeClock
+) -> None:
+    async def main() -> None:
+        links = Links(deployment, cluster_state, clock)
+        for sender in links.far:
+            sender.links = None
+        for tick in range(100):
+            links.arrive(tick * 100_000)
+            await links.round()
+        link = cluster_state.view.links[LINK]
+        assert link.up
         assert link.seen_s == clock.now_s
+        assert link.capacity_bits_per_s == 1e9
+
+    asyncio.run(main())
+
+
+def test_a_late_answer_keeps_no_question_back(
+    deployment: Deployment, cluster_state: ClusterState, clock: FakeClock
+) -> None:
+    async def main() -> None:
+        links = Links(deployment, cluster_state, clock)
+        answers: list[asyncio.Future[dict[str, object]]] = []
+
+        async def telemetry() -> dict[str, object]:
+            answers.append(asyncio.get_running_loop().create_future())
+            return await answers[-1]
+
+        links.senders["far-0/0"].telemetry = telemetry  # type: ignore[method-assign]
+        for _ in range(10):
+            await links.round()
+        assert len(answers) == 10
+        asked_s = clock.now_s
+        answers[-1].set_result({"sender": {"links": {"far->home": report(queued_bytes=5)}}, "arrivals": {}})
+        await links.round(0.5)
+        # It may have been taken at any time since it was asked for.
+        assert cluster_state.view.links[LINK].seen_s == asked_s
+        assert links.telemetry.meters[LINK].queued_bytes == 5
+        await links.telemetry.close()
 
     asyncio.run(main())
 
@@ -136,21 +199,65 @@ def test_failed_transfers_take_the_link_down(
     asyncio.run(main())
 
 
-def test_capacity_falls_and_the_change_is_told(
+def full(**changes: object) -> dict[str, object]:
+    return report(
+        pace_bits_per_s=5e8, queued_bytes=50_000_000, open_bytes=50_000_000, filled_connections=4, **changes
+    )
+
+
+def test_capacity_falls_and_the_change_is_told_once(
     deployment: Deployment, cluster_state: ClusterState, clock: FakeClock
 ) -> None:
     async def main() -> None:
         links = Links(deployment, cluster_state, clock)
+        for sender in links.far:
+            sender.links = {"far->home": full()}
         for tick in range(60):
-            for sender in links.senders.values():
-                sender.links = {
-                    "far->home": report(
-                        capacity_bits_per_s=5e8, queued_bytes=50_000_000, acked_bytes_total=tick * 1_250_000
-                    )
-                }
+            links.arrive(tick * 2_500_000)
             await links.round()
-        assert cluster_state.view.links[LINK].capacity_bits_per_s == pytest.approx(2e8, rel=0.05)
+        link = cluster_state.view.links[LINK]
+        assert link.capacity_bits_per_s == pytest.approx(2e8, rel=0.05)
+        assert link.condition == "slow"
+        assert link.pace_bits_per_s == pytest.approx(1.15 * 2e8, rel=0.05)
         assert links.changes == ["far->home"]
+        await links.telemetry.close()
+
+    asyncio.run(main())
+
+
+def test_a_slow_link_without_work_is_probed_and_believed_again(
+    deployment: Deployment, cluster_state: ClusterState, clock: FakeClock
+) -> None:
+    async def main() -> None:
+        links, total, owed = Links(deployment, cluster_state, clock), 0, 0.0
+        for sender in links.far:
+            sender.links = {"far->home": full()}
+        for _ in range(30):
+            total += 1_250_000
+            links.arrive(total)
+            await links.round()
+        assert cluster_state.view.links[LINK].capacity_bits_per_s == pytest.approx(1e8, rel=0.05)
+        # Now it carries all of 1 Gbit/s again, and nobody has anything to send.
+        assert not any(sender.probes for sender in links.far)
+        first_s, believed_s = 0.0, 0.0
+        for _ in range(150):
+            owed += sum(nbytes for sender in links.far for _, nbytes in sender.probes)
+            if owed and not first_s:
+                first_s = clock.now_s
+            for sender in links.far:
+                sender.probes.clear()
+                sender.links = {"far->home": report(filled_connections=4 if owed > 6e6 else 0)}
+            come = min(owed, 12_500_000)
+            owed -= come
+            total += int(come)
+            links.arrive(total)
+            await links.round()
+            if not believed_s and cluster_state.view.links[LINK].capacity_bits_per_s > 0.75e9:
+                believed_s = clock.now_s
+        assert first_s
+        assert believed_s - first_s <= 5.0
+        assert links.changes[1:] in (["far->home"], ["far->home"] * 2)
+        await links.telemetry.close()
 
     asyncio.run(main())
 
@@ -207,3 +314,22 @@ def test_a_deployment_without_links_is_not_watched(tmp_path: Path, clock: FakeCl
     links = Links(alone, cluster_state_of(alone, clock), clock)
     asyncio.run(links.telemetry.run())
     assert links.senders == {}
+
+
+def test_three_failures_close_a_link_and_one_success_opens_it() -> None:
+    faults = LinkBreaker()
+    for _ in range(2):
+        faults.failed(100.0)
+    faults.succeeded()
+    for _ in range(3):
+        assert faults.is_up(101.0)
+        faults.failed(101.0)
+    faults.failed(101.5)
+    assert not faults.is_up(110.9)
+    assert faults.is_up(111.0)
+    faults.failed(112.0)
+    assert not faults.is_up(131.9)
+    assert faults.is_up(132.0)
+    faults.succeeded()
+    faults.failed(133.0)
+    assert faults.is_up(133.0)

@@ -142,6 +142,8 @@ class FakeSender:
     def __init__(self) -> None:
         self.links: dict[str, dict[str, Any]] | None = {}
         self.rejected: dict[str, str] = {}
+        self.arrivals: dict[str, dict[str, Any]] = {}
+        self.probes: list[tuple[str, int]] = []
         self.asked = 0
         self.orders: list[PaceOrder] = []
         self.closed = False
@@ -151,7 +153,13 @@ class FakeSender:
         if self.links is None:
             raise ConnectionError("nobody there")
         links = {name: dict(report) for name, report in self.links.items()}
-        return {"sender": {"links": links, "rejected": dict(self.rejected)}}
+        return {"sender": {"links": links, "rejected": dict(self.rejected)}, "arrivals": dict(self.arrivals)}
+
+    async def telemetry(self) -> dict[str, Any]:
+        return await self.stats()
+
+    async def probe(self, link: str, nbytes: int) -> None:
+        self.probes.append((link, nbytes))
 
     async def pace(self, order: PaceOrder) -> None:
         if self.links is None:
@@ -165,14 +173,33 @@ class FakeSender:
 def report(**changes: Any) -> dict[str, Any]:
     """One link as a sender with nothing to do tells it."""
     return {
-        "capacity_bits_per_s": 1e9,
+        "pace_bits_per_s": 1e9,
         "queued_bytes": 0,
+        "waiting_bytes": 0,
         "open_bytes": 0,
         "acked_bytes_total": 0,
+        "unsent_bytes": 0,
+        "filled_connections": 0,
         "delivery_bits_per_s": 0.0,
         "rtt_s": 0.001,
+        "least_rtt_s": 0.001,
         "retransmits_total": 0,
+        "sent_bytes_total": 0,
+        "resent_bytes_total": 0,
+        "busy_s_total": 0.0,
+        "receiver_limited_s_total": 0.0,
         "connections_up": 4,
         "connections": 4,
-        "sampled_age_s": None,
     } | changes
+
+
+def arrived(**changes: Any) -> dict[str, Any]:
+    """What one producer has sent, as a receiver tells it."""
+    told = {
+        "bytes_total": 0,
+        "mss_bytes": 1000,
+        "unread_bytes": 0,
+        "rtt_s": 0.001,
+        "connections": 4,
+    } | changes
+    return {"segments_total": told["bytes_total"] // 1000} | told

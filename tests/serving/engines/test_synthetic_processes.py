@@ -175,7 +175,7 @@ def test_a_link_can_be_made_slow_without_telling_anyone(deployment: Deployment) 
         async with running(deployment) as world:
             sender = world.nodes["far-0"].engine.endpoints.sender
             (link,) = [name for name in sender.telemetry()["links"] if "->" in name]
-            before = sender.telemetry()["links"][link]["capacity_bits_per_s"]
+            before = sender.telemetry()["links"][link]["pace_bits_per_s"]
             async with aiohttp.ClientSession() as http:
                 url = deployment.instance("far-0").url + "/synthetic/link"
                 for body, status in (
@@ -187,7 +187,7 @@ def test_a_link_can_be_made_slow_without_telling_anyone(deployment: Deployment) 
                     async with http.post(url, json=body) as answer:
                         assert answer.status == status
             assert sender._pacers[link].bandwidth_bits_per_s == 1e6
-            assert sender.telemetry()["links"][link]["capacity_bits_per_s"] == before
+            assert sender.telemetry()["links"][link]["pace_bits_per_s"] == before
 
     asyncio.run(check())
 

@@ -107,6 +107,13 @@ class World:
         await_true(reached, timeout_s, lambda: f"{phase}: {self.receiver.state(ticket.transfer_id)}")
         return self.status(ticket)
 
+    def await_received(self, ticket: Ticket, nbytes: int) -> None:
+        def reached() -> bool:
+            found = self.receiver.state(ticket.transfer_id)
+            return found is not None and found.received_bytes == nbytes
+
+        await_true(reached, PATIENCE_S, lambda: f"{nbytes} bytes: {self.receiver.state(ticket.transfer_id)}")
+
     def take(self, ticket: Ticket) -> list[bytes]:
         """The content of a complete transfer; frees its staging."""
         staged = self.receiver.take(ticket.transfer_id)
@@ -205,9 +212,14 @@ def make_sender(
     key: bytes = KEY,
     fingerprint: dict[str, str | int] | None = None,
     tls: TlsIdentity | None = None,
+    compressed: bool = False,
 ) -> Sender:
     """`tls`: it encrypts, with this identity."""
-    peer = Peer("c/0", "127.0.0.1", port, "wan", connections, bandwidth_bits_per_s, encrypted=tls is not None)
+    peer = Peer(
+        *("c/0", "127.0.0.1", port, "wan", connections, bandwidth_bits_per_s),
+        encrypted=tls is not None,
+        compressed=compressed,
+    )
     sender = Sender(
         name=name,
         key=key,

@@ -22,3 +22,7 @@ def test_same_as_a_set_of_bytes(added: list[tuple[int, int]], probe: tuple[int, 
         flat = [edge for interval in intervals for edge in interval]
         assert all(low < high for low, high in pairwise(flat))
     assert coverage.overlap_bytes(*probe) == len(model & set(range(*probe)))
+    end = probe[0]
+    while end in model:
+        end += 1
+    assert coverage.end_from(probe[0]) == end

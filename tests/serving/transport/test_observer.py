@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from prfaas.serving.transport import BytesSource, HandshakeError, Observer, TransferPhase
+from prfaas.serving.transport import BytesSource, HandshakeError, Observer, TransferPhase, TransferStatus
 
 from .harness import KEY, World, await_over, make_receiver, make_ticket
 
@@ -170,3 +170,52 @@ def test_wrong_key(world: World) -> None:
         await observer.close()
 
     asyncio.run(main())
+
+
+def test_a_watcher_is_told_before_the_end_once_half_is_there_at_a_pace(world: World) -> None:
+    async def main() -> None:
+        observer = observer_of(world)
+        told: list[TransferStatus] = []
+        ticket = make_ticket(1000)
+        wait = asyncio.create_task(observer.wait(ticket.transfer_id, 60, 30.0, told.append))
+        other = asyncio.create_task(observer.wait(ticket.transfer_id, 60))
+        transfer = world.sender.open(ticket, ticket.seal(KEY), [1000, 2000, 3000], 321)
+        for region, is_told in ((0, False), (1, True)):
+            transfer.put(region, 0, BytesSource(bytes(1000 * (region + 1))))
+            await asyncio.to_thread(world.await_received, ticket, 500 * (region + 1) * (region + 2))
+            await observer.stats()  # what was told before has come before this answer
+            assert bool(told) is is_told
+        assert (told[0].soon, told[0].cached_tokens, told[0].phase) == (True, 321, TransferPhase.RECEIVING)
+        assert not wait.done()
+        transfer.put(2, 0, BytesSource(bytes(3000)))
+        transfer.end()
+        assert (await wait).phase is (await other).phase is TransferPhase.COMPLETE
+        assert len(told) == 1
+        world.take(ticket)
+        await observer.close()
+
+    asyncio.run(main())
+    world.await_clean()
+
+
+def test_what_comes_too_slowly_is_not_soon_there(world: World) -> None:
+    async def main() -> None:
+        observer = observer_of(world)
+        told: list[TransferStatus] = []
+        ticket = make_ticket(1000)
+        wait = asyncio.create_task(observer.wait(ticket.transfer_id, 60, 0.001, told.append))
+        transfer = world.sender.open(ticket, ticket.seal(KEY), [1000, 2000, 3000])
+        await asyncio.sleep(0.05)
+        transfer.put(2, 0, BytesSource(bytes(3000)))
+        await asyncio.to_thread(world.await_received, ticket, 3000)
+        await observer.stats()
+        assert told == []
+        for region in range(2):
+            transfer.put(region, 0, BytesSource(bytes(1000 * (region + 1))))
+        transfer.end()
+        assert (await wait).cached_tokens is None
+        world.take(ticket)
+        await observer.close()
+
+    asyncio.run(main())
+    world.await_clean()

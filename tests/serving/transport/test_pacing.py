@@ -177,12 +177,9 @@ def test_rate_is_never_exceeded_and_progress_is_smooth(make_world: MakeWorld) ->
     assert rate < 1.1 * asked_bits_per_s
     assert len({acked for _, acked in marks}) > 10  # many small chunks, not a few large ones
     assert transfer.overlapped_bytes == world.status(ticket).overlapped_bytes < transfer.total_bytes
-    samples = world.sender.link_samples()
-    assert len(samples) == 4
-    for sample in samples:
-        assert (sample.peer, sample.link) == ("c/0", "wan")
-        assert sample.info.notsent_bytes < 200_000  # the queue is ours, not the kernel's
-        assert sample.info.busy_s > 0
+    report = world.sender.telemetry()["links"]["wan"]
+    assert report["unsent_bytes"] < 4 * 200_000  # the queue is ours, not the kernel's
+    assert report["busy_s_total"] > 0
     assert world.take(ticket) == content
 
 

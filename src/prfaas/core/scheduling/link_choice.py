@@ -1,5 +1,7 @@
 """Which links may be used: up, known well enough, and for caches with bandwidth to spare."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from prfaas.core.scheduling.view import LinkView, View
@@ -36,10 +38,28 @@ def is_stale(link: LinkView, view: View) -> bool:
     return view.now_s - link.seen_s > view.stale_after_s
 
 
+def unpriced(threshold: float, remotes: Iterable[tuple[object, LinkView]]) -> float:
+    """A threshold that links of these were too congested for, as it was without that; infinite where none is."""
+    congestion = 0.0
+    for _, link in remotes:
+        if link.congestion > congestion:
+            congestion = link.congestion
+    return threshold / (1.0 + congestion) if congestion else math.inf
+
+
 def abundant_link(view: View, source: str, target: str, marks: AbundanceMarks) -> LinkView | None:
-    """The link that caches may cross from cluster to cluster (section 3.4.3), None where there is none."""
+    """The link that caches may cross from cluster to cluster (section 3.4.3), None where there is none.
+
+    A congested one has no bandwidth to spare.
+    """
     link = view.links.get((source, target))
-    if link is None or not link.up or link.capacity_bits_per_s <= 0 or is_stale(link, view):
+    if (
+        link is None
+        or not link.up
+        or link.capacity_bits_per_s <= 0
+        or is_stale(link, view)
+        or link.congestion
+    ):
         return None
     if link.egress_bits_per_s > marks.utilisation * link.capacity_bits_per_s:
         return None

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from prfaas.core.scheduling.candidates import BestCandidate, PrefillCandidate
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
-from prfaas.core.scheduling.link_choice import AbundanceMarks, is_stale
+from prfaas.core.scheduling.link_choice import AbundanceMarks, is_stale, unpriced
 from prfaas.core.scheduling.routing import (
     Choice,
     PdCandidate,
@@ -30,8 +30,9 @@ class Paper:
     t in the PD cluster. With w_far the longer of the PrfaaS cluster's shortest prefill queue and the queue of its
     link, w_near the PD cluster's shortest prefill queue, and ρ the link's utilisation, a route's threshold is
 
-        t' = t · max(w_far, m) / max(w_near, m) · max(1, ρ / utilisation_mark)
+        t' = t · max(w_far, m) / max(w_near, m) · max(1, ρ / utilisation_mark) · (1 + c)
 
+    c is the link's congestion, 0 to 1: what the network's own queues and losses say before any of ours is long.
     A prompt that is below it only because another cluster holds most of it is computed in the PD cluster from that
     cache; but there, if moving the cache does not pay, or if that is done sooner and less has to cross the link,
     since the decode instance holds most of it.
@@ -63,6 +64,8 @@ class Paper:
             reason = "long" if uncached > threshold else "busy-pd"
         else:
             best, reason = pd.local, pd.reason_to_stay(long=uncached > threshold)
+            if not pd.local_reason and uncached > unpriced(lowest, pd.remotes):
+                reason = "congested-link"
         if pd.sources:
             best = with_cache(request, view, pd, best, self.abundance)
             if not remotes and uncached < own_uncached_tokens(request, pd):
@@ -103,6 +106,8 @@ class Paper:
                 factor *= link.egress_bits_per_s / (self.utilisation_mark * link.capacity_bits_per_s)
             if factor < 1.0 and is_stale(link, view):
                 factor = 1.0
+            if link.congestion:
+                factor *= 1.0 + link.congestion
             if threshold * factor < lowest:
                 lowest = threshold * factor
             if uncached > threshold * factor:

@@ -12,7 +12,7 @@ from prfaas.core.scheduling.candidates import (
     streamed_s,
 )
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
-from prfaas.core.scheduling.link_choice import AbundanceMarks, is_stale
+from prfaas.core.scheduling.link_choice import AbundanceMarks, is_stale, unpriced
 from prfaas.core.scheduling.routing import (
     Choice,
     PdCandidate,
@@ -47,7 +47,8 @@ class Tilted:
     change of the squared backlogs of prefill pools and links by a request (backlog × work added), and at most
     T_pd(t) per second of work for leaving the threshold. Growing backlogs outweigh that, so queues stay bounded
     under every load that some rule could carry, whatever the threshold (Tassiulas and Ephremides 1992; Neely
-    2010). While facts of a link are stale the tilt can only make offloading rarer.
+    2010). While facts of a link are stale the tilt can only make offloading rarer. While a link is congested t' is
+    1 + c times as high, c being 0 to 1: what the network's own queues and losses say before any of ours is long.
 
     The prefill waits for whichever instance of its cluster is free first, and short ones go first: the urgency is
     now + `ageing` × T. Of what has waited equally long the shortest is next (it delays the others least), and after
@@ -90,6 +91,8 @@ class Tilted:
             tilt_s = self.beta * self._ahead_s(local, far, view)
             tilt = tilt_s / max(pd.cluster.prefill_s(threshold), _LEAST_S)
             adjusted = _tilted(threshold, tilt)
+            if far.link is not None and far.link.congestion:
+                adjusted *= 1.0 + far.link.congestion
             if uncached > adjusted:
                 reason = "long" if uncached > threshold else "busy-pd"
                 return Choice(far, uncached, adjusted, reason, _cost(far))
@@ -100,6 +103,8 @@ class Tilted:
         reason = pd.reason_to_stay(long=uncached > threshold)
         if reason == "busy-prfaas" and far is not None and uncached <= self._idle_threshold(local, far, pd):
             reason = "slow-link"
+        elif far is not None and not pd.local_reason and uncached > unpriced(adjusted, pd.remotes):
+            reason = "congested-link"
         return Choice(local, uncached, adjusted, reason, _cost(local))
 
     def _idle_threshold(self, local: PrefillCandidate, far: PrefillCandidate, pd: PdCandidate) -> float:

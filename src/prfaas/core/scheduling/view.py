@@ -5,11 +5,13 @@ build it anew for every request would cost more than the decision (docs/explanat
 All times are seconds of one clock, `View.now_s`.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Literal
 
+from prfaas.core.link.meter import LinkCondition, LinkMeter
 from prfaas.core.scheduling.decision import KvFacts
 
 ClusterKind = Literal["prfaas", "pd"]
@@ -128,15 +130,35 @@ class LinkView:
     drained_s: float = 0.0
     """When the bytes accepted for it will have left, as predicted."""
     rtt_s: float = 0.0
+    """The least that its connections have seen lately: what a transfer takes longer than its bytes."""
     retransmit_ratio: float = 0.0
+    """Share of the bytes sent in the last seconds that were sent again."""
     up: bool = True
     seen_s: float = 0.0
     """When it was last measured or known to be idle."""
+    congestion: float = 0.0
+    """0: none; up to 1: how far round trip and retransmissions say that queues build up in the network."""
+    condition: LinkCondition = "clear"
+    """What the last seconds say of the link, in a word."""
+    pace_bits_per_s: float = math.inf
+    """What its senders may send together; infinite: no less than the deployment file says. Above the capacity while
+    it is being found out whether the link carries more."""
 
     @property
     def utilisation(self) -> float:
         """Share of the capacity in use, from 0; above 1 when the capacity has just fallen."""
         return self.egress_bits_per_s / self.capacity_bits_per_s if self.capacity_bits_per_s > 0 else 1.0
+
+
+def show(meter: LinkMeter, link: LinkView, now_s: float) -> None:
+    """Write what a meter says into a view, but its capacity and whether the link is up: those have effects."""
+    link.egress_bits_per_s = meter.egress_bits_per_s(now_s)
+    link.rtt_s = meter.least_rtt_s
+    link.retransmit_ratio = meter.retransmit_ratio
+    link.congestion = meter.congestion
+    link.condition = meter.condition(now_s)
+    link.pace_bits_per_s = meter.pace_bits_per_s
+    link.seen_s = meter.seen_s
 
 
 @dataclass(slots=True)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from prfaas.core.deployment import Deployment
 from prfaas.core.link.budget import Claim, paces
+from prfaas.core.link.samples import SenderSample
 from prfaas.core.scheduling import LinkView
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.serving.control.cluster_state import Clock
-from prfaas.serving.control.link_meter import SenderSample
 from prfaas.serving.control.pulse import KvPort
 from prfaas.serving.transport.pacing import PaceOrder
 

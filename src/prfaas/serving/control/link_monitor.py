@@ -1,18 +1,21 @@
-"""What the engines' senders report of their links, ten times a second, summed per link into the `View`.
+"""What both ends tell of the links, ten times a second, summed per link into the `View`.
 
 `LinkBreaker` closes a link whose transfers fail, whatever its connections report.
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from prfaas.core.deployment import CONTROL, Deployment, Instance
+from prfaas.core.link.meter import LinkMeter
+from prfaas.core.link.samples import ArrivalSample, SenderSample
+from prfaas.core.scheduling.view import show
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_monitor import period_s
-from prfaas.serving.control.link_meter import LinkMeter, SenderSample
 from prfaas.serving.control.pulse import KvPort
 from prfaas.serving.transport import Observer, TlsIdentity
 
@@ -57,30 +60,66 @@ logger = logging.getLogger(__name__)
 
 WANTED_S = 0.1
 MOST_ASKED_PER_S = 250.0
-_ANSWER_S = 1.0
+# Answers that are due at once from one rank: a late one must not keep the next question back.
+_MOST_DUE = 24
+_ANSWER_S = 2.0
 # A rank that doesn't answer is asked more rarely; its last report is believed for so long.
 _RETRY_S = 2.0
+_LATE_RETRY_S = 0.5
 _FORGOTTEN_S = 3.0
-# Smaller changes of a capacity are no reason to search the threshold at once.
-_MUCH_CHANGED = 0.2
+# Smaller changes of a capacity are no reason to search the threshold at once; a rise is one when it has come to rest.
+_MUCH_CHANGED = 0.3
+_RISEN_S = 1.0
+
+
+class LinkPort(KvPort, Protocol):
+    """The part of `transport.Observer` that is asked for links."""
+
+    async def telemetry(self) -> dict[str, Any]: ...
+
+    async def probe(self, link: str, nbytes: int) -> None: ...
 
 
 @dataclass(slots=True)
 class _Rank:
     instance: Instance
     number: int
-    observer: KvPort
+    observer: LinkPort
     ask_again_s: float = 0.0
-    asking: bool = False
+    due: int = 0
+
+
+@dataclass(slots=True)
+class _Announced:
+    """The capacity that thresholds were last searched for."""
+
+    bits_per_s: float
+    newest_bits_per_s: float
+    since_s: float
+    """When the newest one was first seen."""
+
+    def is_due(self, bits_per_s: float, now_s: float) -> bool:
+        """Whether to search again: at once after a fall, after a rise once it has come to rest."""
+        if bits_per_s != self.newest_bits_per_s:
+            self.newest_bits_per_s, self.since_s = bits_per_s, now_s
+        if abs(bits_per_s - self.bits_per_s) <= _MUCH_CHANGED * self.bits_per_s:
+            return False
+        if bits_per_s > self.bits_per_s and now_s - self.since_s < _RISEN_S:
+            return False
+        self.bits_per_s = bits_per_s
+        return True
 
 
 class LinkMonitor:
-    """Asks every tensor-parallel rank of every instance that may send, and keeps the links of the state right."""
+    """Asks every tensor-parallel rank at both ends of the links, and keeps the links of the state right.
+
+    The word of a sender crosses the link that it speaks of. What arrives is counted at this end, where the gateway is.
+    """
 
     def __init__(
         self,
         deployment: Deployment,
-        observer_of: Callable[[Instance, int], KvPort],
+        observer_of: Callable[[Instance, int], LinkPort],
         cluster_state: ClusterState,
         *,
         clock: Clock,
@@ -102,15 +141,20 @@ class LinkMonitor:
         }
         self.breakers = {pair: LinkBreaker() for pair in self.meters}
         self._pairs = {f"{source}->{target}": (source, target) for source, target in self.meters}
-        self._announced_bits_per_s = {pair: meter.capacity_bits_per_s for pair, meter in self.meters.items()}
-        sources = {source for source, _ in self.meters}
+        self._announced = {
+            pair: _Announced(meter.capacity_bits_per_s, meter.capacity_bits_per_s, now_s)
+            for pair, meter in self.meters.items()
+        }
+        self._clusters = {instance.name: instance.cluster for instance in deployment.instances}
+        ends = {cluster for pair in self.meters for cluster in pair}
         self._ranks = {
             f"{instance.name}/{rank}": _Rank(instance, rank, observer_of(instance, rank))
             for instance in deployment.instances
-            if instance.cluster in sources
+            if instance.cluster in ends
             for rank in range(instance.tensor_parallel)
         }
         self._samples: dict[tuple[str, str], dict[str, SenderSample]] = {pair: {} for pair in self.meters}
+        self._arrivals: dict[tuple[str, str], dict[str, ArrivalSample]] = {pair: {} for pair in self.meters}
         self._asked: set[asyncio.Task[None]] = set()
         self.period_s = period_s(WANTED_S, len(self._ranks), MOST_ASKED_PER_S)
         self.failures = 0
@@ -125,24 +169,26 @@ class LinkMonitor:
             await asyncio.sleep(self.period_s / 2)
 
     def ask(self) -> None:
-        """Ask every rank whose last question is answered, without waiting for the answers."""
+        """Ask every rank, without waiting for answers: only what has failed is asked more rarely."""
         now_s = self._clock()
         for name, rank in self._ranks.items():
-            if not rank.asking and now_s >= rank.ask_again_s:
-                rank.asking = True
-                task = asyncio.get_running_loop().create_task(self._ask(name, rank))
-                self._asked.add(task)
-                task.add_done_callback(self._asked.discard)
+            if rank.due < _MOST_DUE and now_s >= rank.ask_again_s:
+                rank.due += 1
+                self._start(self._ask(name, rank))
 
     def conclude(self) -> None:
-        """Update the links with the answers so far."""
+        """Update the links with the answers so far, and probe those that are believed slow and have no work."""
         now_s = self._clock()
         for pair, meter in self.meters.items():
-            samples = self._samples[pair]
-            for name in [name for name, sample in samples.items() if sample.at_s < now_s - _FORGOTTEN_S]:
-                del samples[name]
-            acked_bytes = meter.observe(samples, now_s)
-            self._update_link(pair, meter, acked_bytes, now_s)
+            samples, arrivals = self._samples[pair], self._arrivals[pair]
+            for of_ends in (samples, arrivals):
+                for name in [name for name, each in of_ends.items() if each.at_s < now_s - _FORGOTTEN_S]:
+                    del of_ends[name]
+            carried_bytes = meter.observe(samples, arrivals, now_s)
+            self._update_link(pair, meter, carried_bytes, now_s)
+            probe_bytes = meter.probe_bytes(now_s)
+            if probe_bytes:
+                self._probe(pair, samples, probe_bytes)
 
     def samples(self, pair: tuple[str, str]) -> Mapping[str, SenderSample]:
         """The newest word of each sender of a link, by "instance/rank"."""
@@ -166,54 +212,88 @@ class LinkMonitor:
             *(rank.observer.close() for rank in self._ranks.values()), return_exceptions=True
         )
 
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._asked.add(task)
+        task.add_done_callback(self._asked.discard)
+
     async def _ask(self, name: str, rank: _Rank) -> None:
+        asked_s = self._clock()
         try:
             async with asyncio.timeout(_ANSWER_S):
-                answer = await rank.observer.stats()
+                answer = await rank.observer.telemetry()
             self._on_answer(rank.instance.name, rank.number)
-            at_s = self._clock()
-            for link, report in _reports(answer).items():
-                pair = self._pairs.get(link)
-                if pair is not None:
-                    self._samples[pair][name] = SenderSample.of_report(report, at_s)
-        except (OSError, TimeoutError, KeyError, TypeError, ValueError) as error:
+            self._take(name, rank, answer, asked_s)
+        except TimeoutError:
+            # Its answer may still be on its way.
+            self.failures += 1
+            rank.ask_again_s = self._clock() + _LATE_RETRY_S
+        except (OSError, KeyError, TypeError, ValueError) as error:
             self.failures += 1
             rank.ask_again_s = self._clock() + _RETRY_S
             logger.debug("no link telemetry from %s: %s", name, error)
         finally:
-            rank.asking = False
+            rank.due -= 1
 
-    def _update_link(self, pair: tuple[str, str], meter: LinkMeter, acked_bytes: int, now_s: float) -> None:
+    def _take(self, name: str, rank: _Rank, answer: Mapping[str, Any], asked_s: float) -> None:
+        for link, report in _mapping(answer["sender"]["links"]).items():
+            pair = self._pairs.get(link)
+            if pair is not None:
+                # Taken at some time after the question, which came without delay: the way here is the full one.
+                self._samples[pair][name] = SenderSample.of_report(report, asked_s)
+        now_s, target = self._clock(), rank.instance.cluster
+        arrived: dict[tuple[str, str], list[ArrivalSample]] = {
+            pair: [] for pair in self.meters if pair[1] == target
+        }
+        for producer, report in _mapping(answer["arrivals"]).items():
+            pair = (self._clusters.get(producer.partition("/")[0], ""), target)
+            if pair in arrived:
+                arrived[pair].append(ArrivalSample.of_report(report, now_s))
+        for pair, samples in arrived.items():
+            self._arrivals[pair][name] = ArrivalSample(
+                at_s=now_s,
+                bytes_total=sum(sample.bytes_total for sample in samples),
+                segments_total=sum(sample.segments_total for sample in samples),
+                mss_bytes=max((sample.mss_bytes for sample in samples), default=0),
+                unread_bytes=sum(sample.unread_bytes for sample in samples),
+                rtt_s=max((sample.rtt_s for sample in samples), default=0.0),
+                connections=sum(sample.connections for sample in samples),
+            )
+
+    def _probe(self, pair: tuple[str, str], samples: Mapping[str, SenderSample], nbytes: int) -> None:
+        able = [self._ranks[name] for name, sample in samples.items() if sample.connections_up]
+        for rank in able:
+            self._start(self._ask_probe(rank, f"{pair[0]}->{pair[1]}", nbytes // len(able)))
+
+    async def _ask_probe(self, rank: _Rank, link: str, nbytes: int) -> None:
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(_ANSWER_S):
+                await rank.observer.probe(link, nbytes)
+
+    def _update_link(self, pair: tuple[str, str], meter: LinkMeter, carried_bytes: int, now_s: float) -> None:
         link = self._cluster_state.view.links[pair]
         capacity = meter.capacity_bits_per_s
         self._cluster_state.set_link(
             pair,
-            delivered_bytes=acked_bytes,
+            delivered_bytes=carried_bytes,
             measured_bytes=meter.open_bytes,
             capacity_bits_per_s=capacity,
         )
-        link.egress_bits_per_s = meter.egress_bits_per_s(now_s)
-        link.rtt_s = meter.rtt_s
-        link.retransmit_ratio = meter.retransmit_ratio
-        link.seen_s = meter.seen_s
-        up = meter.is_connected(now_s) and self.breakers[pair].is_up(now_s)
-        changed = (
-            abs(capacity - self._announced_bits_per_s[pair])
-            > _MUCH_CHANGED * self._announced_bits_per_s[pair]
-        )
+        show(meter, link, now_s)
+        changed = self._announced[pair].is_due(capacity, now_s)
+        up = meter.is_up(now_s) and self.breakers[pair].is_up(now_s)
         if up != link.up:
             link.up = up
             logger.warning("link %s->%s is %s", *pair, "up again" if up else "down: not used")
             changed = True
         if changed:
-            self._announced_bits_per_s[pair] = capacity
             self._on_change(f"{pair[0]}->{pair[1]}")
 
 
-def observer_of(key: bytes, tls: TlsIdentity | None = None) -> Callable[[Instance, int], KvPort]:
+def observer_of(key: bytes, tls: TlsIdentity | None = None) -> Callable[[Instance, int], LinkPort]:
     """Makes the observers of a deployment with this key. `tls`: for instances that the gateway speaks TLS with."""
 
-    def make(instance: Instance, rank: int) -> KvPort:
+    def make(instance: Instance, rank: int) -> LinkPort:
         port = instance.kv_ports[rank]
         encrypted_by = tls if instance.tls else None
         return Observer(CONTROL, key, instance.host, port, f"{instance.name}/{rank}", encrypted_by)
@@ -221,8 +301,7 @@ def observer_of(key: bytes, tls: TlsIdentity | None = None) -> Callable[[Instanc
     return make
 
 
-def _reports(answer: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    links = answer["sender"]["links"]
-    if not isinstance(links, Mapping):
-        raise TypeError("links are no mapping")
-    return links
+def _mapping(value: object) -> Mapping[str, Mapping[str, Any]]:
+    if not isinstance(value, Mapping):
+        raise TypeError("links and arrivals are mappings")
+    return value

@@ -59,7 +59,11 @@ class ControlMetrics:
             "link_drain_seconds", "Until the accepted bytes have left, as predicted.", "link"
         )
         self.link_rtt_seconds = gauge("link_rtt_seconds", "Least round trip.", "link")
-        self.link_retransmit_ratio = gauge("link_retransmit_ratio", "Segments sent again.", "link")
+        self.link_queue_rtt_seconds = gauge(
+            "link_queue_rtt_seconds", "Round trip of what is in flight.", "link"
+        )
+        self.link_retransmit_ratio = gauge("link_retransmit_ratio", "Share of the bytes sent again.", "link")
+        self.link_congestion = gauge("link_congestion", "0: none; up to 1.", "link")
         self.link_age_seconds = gauge("link_age_seconds", "Since the link was heard of.", "link")
         self.events = counter("kv_events", "KV cache events applied.", "instance")
         self.drops = counter(
@@ -134,7 +138,9 @@ class GaugeWriter:
             metrics.link_queued_bytes.labels(name).set(link["queued_bytes"])
             metrics.link_drain_seconds.labels(name).set(link["drain_s"])
             metrics.link_rtt_seconds.labels(name).set(link["rtt_s"])
+            metrics.link_queue_rtt_seconds.labels(name).set(link["queue_rtt_s"])
             metrics.link_retransmit_ratio.labels(name).set(link["retransmit_ratio"])
+            metrics.link_congestion.labels(name).set(link["congestion"])
             metrics.link_age_seconds.labels(name).set(link["age_s"])
         metrics.index_blocks.set(state["index"]["blocks"])
         self._count("links", self._plane.links.failures)

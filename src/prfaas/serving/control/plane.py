@@ -23,12 +23,11 @@ from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.hot_prefixes import HotPrefixes
 from prfaas.serving.control.kv_events import EventFeed
 from prfaas.serving.control.link_budget import LinkBudget
-from prfaas.serving.control.link_monitor import LinkMonitor, observer_of
+from prfaas.serving.control.link_monitor import LinkMonitor, LinkPort, observer_of
 from prfaas.serving.control.metrics import ControlMetrics, GaugeWriter
 from prfaas.serving.control.planning_inputs import LiveFacts, service_curves, view_of
 from prfaas.serving.control.prefill_admission import PrefillAdmission
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
-from prfaas.serving.control.pulse import KvPort
 from prfaas.serving.control.role_allocation import RoleAllocation, RoleChange, RoleChanges, stage_utilisation
 from prfaas.serving.control.state import Overview, Routed, state_of
 from prfaas.serving.control.thresholds import Thresholds
@@ -52,7 +51,7 @@ class LivePlane:
         *,
         clock: Clock = time.monotonic,
         http: EngineAccess | None = None,
-        sender_of: Callable[[Instance, int], KvPort] | None = None,
+        sender_of: Callable[[Instance, int], LinkPort] | None = None,
         tls: TlsIdentity | None = None,
     ) -> None:
         """Put the parts together.

@@ -170,7 +170,10 @@ def _link(plane: Overview, link: Link, now_s: float) -> Json:
         "rtt_s": round(view.rtt_s, 6),
         "retransmit_ratio": round(view.retransmit_ratio, 6),
         "connections_up": meter.connections_up,
-        "acked_bytes": meter.acked_bytes,
+        "carried_bytes": meter.carried_bytes,
+        "congestion": round(view.congestion, 4),
+        "condition": view.condition,
+        "queue_rtt_s": round(meter.rtt_s, 6),
         "age_s": round(max(now_s - view.seen_s, 0.0), 3),
     }
 

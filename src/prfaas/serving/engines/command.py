@@ -106,6 +106,7 @@ def kv_transfer_config(deployment: Deployment, instance: Instance) -> dict[str, 
                     "share_bits_per_s": _share_per_rank(peer, instance),
                     "on_demand": peer.on_demand,
                     "encrypted": peer.encrypted,
+                    "compressed": peer.compressed,
                 }
                 for peer in deployment.peers_of(instance)
             },
@@ -128,11 +129,6 @@ def kv_transfer_config(deployment: Deployment, instance: Instance) -> dict[str, 
     }
 
 
-def _share_per_rank(peer: KvPeer, instance: Instance) -> float | None:
-    # Every rank sends its own part of a transfer, all at the same time.
-    return None if peer.share_bits_per_s is None else peer.share_bits_per_s / instance.tensor_parallel
-
-
 def _certificates(deployment: Deployment, instance: Instance) -> dict[str, object]:
     if not deployment.needs_certificate(instance.name):
         return {}
@@ -142,6 +138,11 @@ def _certificates(deployment: Deployment, instance: Instance) -> dict[str, objec
         "ca_file": str(security.ca_file),
         "plain_peers": sorted(deployment.plain_peers_of(instance)),
     }
+
+
+def _share_per_rank(peer: KvPeer, instance: Instance) -> float | None:
+    # Every rank sends its own part of a transfer, all at the same time.
+    return None if peer.share_bits_per_s is None else peer.share_bits_per_s / instance.tensor_parallel
 
 
 def _tls(deployment: Deployment, instance: Instance) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from prfaas.serving.transport.coverage import Coverage
 from prfaas.serving.transport.options import ReceiverOptions
-from prfaas.serving.transport.staging import StagingLease
+from prfaas.serving.transport.staging import StagedTransfer, StagingLease
 from prfaas.serving.transport.ticket import Ticket, TicketError
 from prfaas.serving.transport.wire import (
     MAX_REGION_BYTES,
@@ -80,7 +80,9 @@ class ProducerSession:
     """New with each start of the producer."""
     connections: list[FrameSink] = field(default_factory=list)
     lost_at_s: float | None = None
-    """When its last connection ended; None while it has one."""
+    """When its last connection ended, or had its last sign of life; None while it has one."""
+    trouble: str = ""
+    """Why this side closed its last connection; empty if it was lost."""
     progressed_at_s: float = 0.0
     """When a chunk or an END of any of its transfers came last."""
 
@@ -185,6 +187,21 @@ class IncomingTransfer:
         self.phase = TransferPhase.FAILED
         self._tell_engine()
 
+    def hand_over(self, on_free: Callable[[], None]) -> StagedTransfer:
+        """A complete transfer's staging becomes the engine's; `on_free` is called when it is free again."""
+        lease, self.lease = self.lease, None
+        assert lease is not None
+        return StagedTransfer(
+            transfer_id=self.ticket.transfer_id,
+            num_tokens=self.ticket.num_tokens,
+            skip_tokens=self.ticket.skip_tokens,
+            prompt_digest=self.ticket.prompt_digest,
+            region_starts=self.region_starts,
+            region_bytes=self.region_bytes,
+            lease=lease,
+            on_free=on_free,
+        )
+
     def lend(self, loan: object, on_change: Callable[[], None]) -> None:
         """The engine reads the staging: it stays until `give_back`, and each change calls `on_change`."""
         self._lent[loan] = on_change
@@ -231,7 +248,11 @@ class IncomingTransfer:
             late = now_s - self.progressed_at_s > options.ttl_s
             return f"nobody took it within {options.ttl_s:g} s" if late else ""
         if session.lost_at_s is not None and now_s - session.lost_at_s > options.resume_s:
-            return f"connection to {session.name} lost"
+            return (
+                f"{session.name} is silent: {session.trouble}"
+                if session.trouble
+                else f"connection to {session.name} lost"
+            )
         if self.phase is TransferPhase.WAITING:
             late = now_s - self.opened_at_s > options.staging_wait_s
             return f"staging was full for {options.staging_wait_s:g} s" if late else ""

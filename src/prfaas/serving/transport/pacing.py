@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from prfaas.core.units import BITS_PER_BYTE
-from prfaas.serving.transport.wire import WireError, count_field
+from prfaas.serving.transport.wire import MAX_LINK_CHARS, WireError, count_field
 
 MAX_PACED_LINKS = 256
 MAX_PACE_BITS_PER_S = 1 << 50
 MAX_HOLD_S = 60.0
-_MAX_LINK_CHARS = 255
 # Of a link, while a transfer to another peer goes on that is not in the background: enough to be no dead connection.
 _BACKGROUND = 0.02
 _NO_WORK: "tuple[tuple[Paced, ...], bool]" = ((), False)
@@ -42,9 +41,9 @@ class PaceOrder:
         if not isinstance(links, dict) or len(links) > MAX_PACED_LINKS:
             raise WireError(f"field 'links' must be an object of at most {MAX_PACED_LINKS} links")
         for link in links:
-            if len(link) > _MAX_LINK_CHARS or count_field(links, link, MAX_PACE_BITS_PER_S) == 0:
+            if len(link) > MAX_LINK_CHARS or count_field(links, link, MAX_PACE_BITS_PER_S) == 0:
                 raise WireError(
-                    f"the pace of a link must be above 0, its name at most {_MAX_LINK_CHARS} characters"
+                    f"the pace of a link must be above 0, its name at most {MAX_LINK_CHARS} characters"
                 )
         hold_ms = count_field(body, "hold_ms", int(1000 * MAX_HOLD_S))
         return cls(links, hold_ms / 1000)

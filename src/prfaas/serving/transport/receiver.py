@@ -13,6 +13,7 @@ from prfaas import __version__
 from prfaas.serving.logs import PEER
 from prfaas.serving.transport.arrival import Arrival
 from prfaas.serving.transport.handshake import (
+    ROLE_PRODUCER,
     Fingerprint,
     PeerIdentity,
     bounded_sentences,
@@ -23,6 +24,7 @@ from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.receiver_connection import ReceiverConnection
 from prfaas.serving.transport.sealing import Sealing
+from prfaas.serving.transport.silence import LONGEST_LOOK_S, LookClock
 from prfaas.serving.transport.sockets import HandshakeError, shut, tune
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
 from prfaas.serving.transport.strangers import Strangers
@@ -32,6 +34,14 @@ from prfaas.serving.transport.wire import TransferStatus
 
 log = logging.getLogger(__name__)
 
+_NOTHING_ARRIVED: dict[str, Any] = {
+    "bytes_total": 0,
+    "segments_total": 0,
+    "mss_bytes": 0,
+    "unread_bytes": 0,
+    "rtt_s": 0.0,
+    "connections": 0,
+}
 _TICK_S = 0.2
 _ACCEPT_BACKLOG = 128
 # The machine, not the peer, is the cause: wait for something to be given back, and go on.
@@ -62,6 +72,7 @@ class Receiver:
         tls: TlsIdentity | None = None,
         plain_peers: Collection[str] = (),
         on_pace: Callable[[PaceOrder], None] = lambda _order: None,
+        on_probe: Callable[[str, int], None] = lambda _link, _nbytes: None,
     ) -> None:
         """Nothing listens before `start`.
 
@@ -78,6 +89,7 @@ class Receiver:
             sender_telemetry: what this engine's sender knows of its links; observers get it with `stats`.
             tls: takes encrypted connections too; None: all connections are plain.
             plain_peers: with `tls`, the only instances (of producers and observers) whose connections may be plain.
+            on_probe: called with a link and the bytes of filler that an observer wants to see on it, as `on_pace` is.
             on_pace: called with what an observer orders this engine's sender; in the connection's thread.
         """
         self.name = name
@@ -92,6 +104,7 @@ class Receiver:
         self._tls = tls
         self._plain_peers = frozenset(plain_peers)
         self._on_pace = on_pace
+        self._on_probe = on_probe
         self._table = TransferTable(name=name, key=key, arena=arena, layout=layout, options=self._options)
         self._lock = threading.Lock()
         self._connections: dict[ReceiverConnection, threading.Thread] = {}
@@ -99,6 +112,8 @@ class Receiver:
         self._listener: socket.socket | None = None
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
+        # By producer, of connections that have ended.
+        self._arrived_bytes: dict[str, tuple[int, int]] = {}
         self._failed_connections = 0
         self._forged_frames = 0
         self._accept_failures = 0
@@ -185,8 +200,42 @@ class Receiver:
             "rejected": bounded_sentences(self._strangers.rejected),
             "thread_errors": self._thread_errors,
             "threads": threads,
+            **self.telemetry(),
+        }
+
+    def telemetry(self) -> dict[str, Any]:
+        """What concerns links, small enough for one packet: what has arrived, and what this engine's sender tells.
+
+        `{"arrivals": {producer: fields of ArrivalSample but the time}, "sender": Sender.telemetry()}`
+        """
+        return {
+            "arrivals": self._arrivals(),
             "sender": self._sender_telemetry() if self._sender_telemetry is not None else {"links": {}},
         }
+
+    def _observed(self, of_links: bool) -> dict[str, Any]:
+        return self.telemetry() if of_links else self.stats()
+
+    def _arrivals(self) -> dict[str, dict[str, Any]]:
+        with self._lock:
+            found = {
+                name: _NOTHING_ARRIVED | {"bytes_total": nbytes, "segments_total": segments}
+                for name, (nbytes, segments) in self._arrived_bytes.items()
+            }
+            for connection in self._connections:
+                identity = connection.identity
+                if identity is not None and identity.role == ROLE_PRODUCER:
+                    arrived, sums = (
+                        connection.arrived(),
+                        found.setdefault(identity.name, dict(_NOTHING_ARRIVED)),
+                    )
+                    sums["bytes_total"] += arrived.bytes_received
+                    sums["segments_total"] += arrived.segments
+                    sums["mss_bytes"] = max(sums["mss_bytes"], arrived.mss_bytes)
+                    sums["unread_bytes"] += arrived.unread_bytes
+                    sums["rtt_s"] = max(sums["rtt_s"], arrived.rtt_s)
+                    sums["connections"] += 1
+        return found
 
     def _shake_hands(
         self, connection: ReceiverConnection, sock: socket.socket
@@ -254,11 +303,12 @@ class Receiver:
         connection = ReceiverConnection(
             sock,
             self._table,
-            self.stats,
+            self._observed,
             self._shake_hands,
             self._strangers.note,
             self._on_pace,
-            self._options.progress_deadline_s,
+            self._on_probe,
+            self._options,
         )
 
         def serve() -> None:
@@ -270,6 +320,14 @@ class Receiver:
                 self._strangers.leave(sock)
                 with self._lock:
                     del self._connections[connection]
+                    identity = connection.identity
+                    if identity is not None and identity.role == ROLE_PRODUCER:
+                        arrived = connection.arrived()
+                        nbytes, segments = self._arrived_bytes.get(identity.name, (0, 0))
+                        self._arrived_bytes[identity.name] = (
+                            nbytes + arrived.bytes_received,
+                            segments + arrived.segments,
+                        )
                     self._failed_connections += bool(connection.failure)
                     self._forged_frames += connection.forged
 
@@ -289,14 +347,21 @@ class Receiver:
         sock.close()
 
     def _sweep(self) -> None:
+        clock, was_late = LookClock(), False
         while not self._closing.wait(_TICK_S):
             try:
                 now_s = time.monotonic()
+                elapsed_s = clock.elapsed_s(now_s)
+                awaited = self._table.awaited()
                 with self._lock:
                     connections = list(self._connections)
                 for connection in connections:
-                    connection.check(now_s)
-                self._table.sweep(now_s)
+                    connection.check(now_s, elapsed_s, awaited)
+                # After a stop of this process its connections are read first: what waits there counts.
+                late = elapsed_s >= LONGEST_LOOK_S and not was_late
+                if not late:
+                    self._table.sweep(now_s)
+                was_late = late
             except Exception:
                 self._thread_errors += 1
                 log.exception("applying the deadlines of receiver %s failed", self.name)

@@ -1,15 +1,12 @@
 """The producer's end: connections to every peer, kept open ahead of time, and the transfers that go over
-them.
-
-Also what a sender knows about its links, summed over the peers and connections of each.
-"""
+them."""
 
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -19,84 +16,17 @@ from prfaas.serving.transport.handshake import (
     Fingerprint,
     bounded_sentences,
 )
+from prfaas.serving.transport.link_report import KernelTotals, link_reports
 from prfaas.serving.transport.options import Peer, SenderOptions
-from prfaas.serving.transport.outgoing import OutgoingTransfer
+from prfaas.serving.transport.outgoing import Carrier, OutgoingTransfer
 from prfaas.serving.transport.pacing import LinkPacer, PaceOrder
 from prfaas.serving.transport.peer_queue import PeerQueue
 from prfaas.serving.transport.sender_connection import SenderConnection
-from prfaas.serving.transport.sockets import LinkSample
+from prfaas.serving.transport.sockets import TcpInfo
 from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.tls_identity import TlsIdentity
 
 log = logging.getLogger(__name__)
-
-_FRESH_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class LinkReport:
-    """One link as one sender sees it."""
-
-    capacity_bits_per_s: float | None
-    """What this sender may send at present; None: all it can."""
-    queued_bytes: int
-    """Produced and not acknowledged yet."""
-    waiting_bytes: int
-    """Those of them that are held back until the consumer has room."""
-    open_bytes: int
-    """`queued_bytes`, and what the open transfers have still to produce."""
-    acked_bytes_total: int
-    """Only grows."""
-    delivery_bits_per_s: float
-    """Sum of the kernel's delivery rates in the newest samples."""
-    rtt_s: float
-    """The shortest round trip in the newest samples."""
-    retransmits_total: int
-    """Only grows."""
-    connections_up: int
-    connections: int
-    """Those that should be up, so not those to peers on demand that nothing was sent to yet."""
-    sampled_age_s: float | None
-    """Age of the newest sample; None: there is none, since nothing was sent."""
-
-
-def link_reports(queues: Iterable[PeerQueue], samples: Sequence[LinkSample]) -> dict[str, dict[str, Any]]:
-    """Link name → the fields of its `LinkReport`. Peers of a link share its bandwidth."""
-    queues_by_link: dict[str, list[PeerQueue]] = {}
-    for queue in queues:
-        queues_by_link.setdefault(queue.peer.link, []).append(queue)
-    samples_by_link: dict[str, list[LinkSample]] = {}
-    for sample in samples:
-        samples_by_link.setdefault(sample.link, []).append(sample)
-    now_s = time.monotonic()
-    return {
-        link: asdict(_report(of_link, samples_by_link.get(link, []), now_s))
-        for link, of_link in queues_by_link.items()
-    }
-
-
-def _report(queues: Sequence[PeerQueue], samples: Sequence[LinkSample], now_s: float) -> LinkReport:
-    loads = [queue.load() for queue in queues]
-    newest_s = max((sample.at_s for sample in samples), default=None)
-    # Connections of an idle peer keep their last sample: it says nothing about now.
-    fresh = [sample for sample in samples if newest_s is not None and sample.at_s > newest_s - _FRESH_S]
-    return LinkReport(
-        capacity_bits_per_s=queues[0].peer.bandwidth_bits_per_s,
-        queued_bytes=sum(load.queued_bytes for load in loads),
-        waiting_bytes=sum(load.waiting_bytes for load in loads),
-        open_bytes=sum(load.open_bytes for load in loads),
-        acked_bytes_total=sum(load.acked_bytes_total for load in loads),
-        delivery_bits_per_s=sum(sample.info.delivery_bits_per_s for sample in fresh),
-        rtt_s=min((sample.info.rtt_s for sample in fresh), default=0.0),
-        retransmits_total=sum(sample.info.retransmits for sample in samples),
-        connections_up=sum(load.connections_up for load in loads),
-        connections=sum(
-            queue.peer.connections
-            for queue, load in zip(queues, loads, strict=True)
-            if load.connections_up or queue.busy or not queue.peer.on_demand
-        ),
-        sampled_age_s=None if newest_s is None else now_s - newest_s,
-    )
 
 
 class Sender:
@@ -131,7 +61,8 @@ class Sender:
         self._queues: dict[str, PeerQueue] = {}
         self._connections: dict[str, list[SenderConnection]] = {}
         self._starting = threading.Lock()
-        self._samples: dict[tuple[str, int], LinkSample] = {}  # by peer and connection number
+        self._totals = KernelTotals()
+        self._reporting = threading.Lock()
         for peer_key, peer in peers.items():
             self._add(peer_key, peer)
         self._supervisor = threading.Thread(target=self._supervise, name=f"prfaas-send-{name}", daemon=True)
@@ -192,6 +123,7 @@ class Sender:
                 name: queue.stats()
                 | {
                     "encrypted": queue.peer.encrypted,
+                    "coding": _coding(self._connections.get(name, ())),
                     "congestion": sorted({c.congestion for c in self._connections.get(name, ())}),
                     "forged_frames": sum(c.forged_frames for c in self._connections.get(name, ())),
                 }
@@ -219,20 +151,35 @@ class Sender:
     def telemetry(self) -> dict[str, Any]:
         """What observers of this engine get.
 
-        `{"links": {name: LinkReport's fields}, "rejected": {peer: why it will not have this sender}}`
+        `{"links": {name: LinkReport's fields}, "rejected": {peer: why it will not have this sender},
+        "silent": {peer: what is known of its silence}}`
         """
+        silent = {name: queue.silent for name, queue in self._queues.items() if queue.silent}
         rejected = {name: queue.rejection for name, queue in self._queues.items() if queue.rejection}
-        links = link_reports(self._queues.values(), self.link_samples())
-        for link, report in links.items():
-            report["capacity_bits_per_s"] = self._pacers[link].pace_bits_per_s
+        infos: dict[str, list[TcpInfo]] = {}
+        with self._reporting:
+            for connection in self._started():
+                info = connection.tcp_info()
+                if info is not None:
+                    peer = connection.queue.peer
+                    self._totals.add(peer.link, (peer, connection.number), info)
+                    infos.setdefault(peer.link, []).append(info)
+            paces = {link: pacer.pace_bits_per_s for link, pacer in self._pacers.items()}
+            links = link_reports(self._queues.values(), paces, infos, self._totals)
         return {
             "links": links,
             "rejected": bounded_sentences(rejected),
+            "silent": bounded_sentences(silent),
         }
 
-    def link_samples(self) -> list[LinkSample]:
-        """The newest sample of each connection: at most `sample_s` old while its peer has work, else older."""
-        return list(self._samples.values())
+    def probe(self, link: str, nbytes: int) -> None:
+        """Send about so many bytes of filler on `link`, to see what it carries; real work goes first.
+
+        Nothing is sent where the link is unknown, its connections are down, or transfers are open.
+        """
+        queues = [queue for queue in self._queues.values() if queue.peer.link == link]
+        for queue in queues:
+            queue.fill(nbytes // len(queues))
 
     def _add(self, peer_key: str, peer: Peer) -> None:
         if peer.encrypted and self._tls is None:
@@ -286,20 +233,24 @@ class Sender:
                 self._wake.clear()
 
     def _supervise_once(self) -> None:
-        """Sample every busy peer's connections, apply the deadlines, close what is stuck."""
+        """Apply the deadlines, close what is stuck."""
         now_s = time.monotonic()
         for pacer in self._pacers.values():
             pacer.look()
         for peer_key, queue in self._queues.items():
             if not queue.busy:
                 continue
+            infos: dict[Carrier, TcpInfo] = {}
             for connection in self._connections.get(peer_key, ()):
                 info = connection.tcp_info()
                 if info is not None:
-                    self._samples[peer_key, connection.number] = LinkSample(
-                        peer=queue.peer.name, link=queue.peer.link, at_s=now_s, info=info
-                    )
-            progressed = {c for c in self._connections.get(peer_key, ()) if c.has_progressed()}
-            for stuck in queue.apply_deadlines(now_s, progressed):
-                log.warning("%s acknowledges nothing: connection %d closed", queue.peer.name, stuck.number)
-                stuck.shut()
+                    infos[connection] = info
+            for silent, why in queue.apply_deadlines(now_s, infos).items():
+                log.warning("connection %d to %s is closed: %s", silent.number, queue.peer.name, why)
+                silent.shut()
+
+
+def _coding(connections: Sequence[SenderConnection]) -> dict[str, float] | None:
+    """What coding did on all connections of a peer; None where its chunks leave as they are."""
+    counted = [asdict(counters) for each in connections if (counters := each.coding) is not None]
+    return {name: sum(counters[name] for counters in counted) for name in counted[0]} if counted else None

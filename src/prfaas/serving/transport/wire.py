@@ -20,9 +20,13 @@ MAX_OPEN_BYTES = 1 << 20
 MAX_DATA_BYTES = 4 << 20
 MAX_REGIONS = 1 << 16
 MAX_REGION_BYTES = 1 << 44
+MAX_LINK_CHARS = 255
+MAX_PROBE_BYTES = 1 << 30
 NO_TRANSFER = bytes(16)
 # Flags of a header that this side understands; a frame with any other one is refused.
-KNOWN_FLAGS = UNCHECKED = 1 << 2
+CODED = 1 << 1
+UNCHECKED = 1 << 2
+KNOWN_FLAGS = CODED | UNCHECKED
 # The region of an ACK that acknowledges END instead of a chunk.
 END_REGION = 0xFFFFFFFF
 
@@ -43,7 +47,7 @@ class VersionError(WireError):
 
 
 class FrameType(enum.IntEnum):
-    """Types by number: 1 to 6 handshake, 16 to 25 transfers, 32 to 36 observers."""
+    """Types by number: 1 to 6 handshake, 16 to 26 transfers, 32 to 38 observers."""
 
     HELLO = 1
     CHALLENGE = 2
@@ -61,11 +65,13 @@ class FrameType(enum.IntEnum):
     ABORT = 23
     PING = 24
     PONG = 25
+    FILLER = 26
     WATCH = 32
     STATUS = 33
     ABANDON = 34
     STATS = 35
     PACE = 36
+    PROBE = 38
 
 
 _TYPES = {int(kind): kind for kind in FrameType}

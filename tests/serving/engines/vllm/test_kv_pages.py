@@ -131,6 +131,23 @@ def test_writing_fills_a_page_from_pieces(backend: type[HostPages]) -> None:
 
 
 @given(data=st.data())
+def test_a_run_of_pages_is_filled_however_its_bytes_are_cut(data: st.DataObject) -> None:
+    page_bytes = data.draw(st.integers(1, 12))
+    blocks = data.draw(st.permutations(range(8)))[: data.draw(st.integers(1, 8))]
+    content = np.random.default_rng(1).integers(1, 256, len(blocks) * page_bytes, dtype=np.uint8)
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(content) - 1)), max_size=6)) - {len(content)})
+    pieces = [memoryview(part) for part in np.split(content, cuts)]
+    expected = np.zeros((8, page_bytes), dtype=np.uint8)
+    expected[blocks] = content.reshape(-1, page_bytes)
+    for backend in BACKENDS:
+        memory = torch.zeros(8, page_bytes, dtype=torch.uint8)
+        pages = backend(memory)
+        pages.write_run(blocks, pieces)
+        pages.flush()
+        assert np.array_equal(memory.numpy(), expected)
+
+
+@given(data=st.data())
 def test_sums_are_the_same_wherever_pages_lie(data: st.DataObject) -> None:
     """One page after the other in host memory, or gathered on a device; scattered, doubled, of any size."""
     page_bytes = data.draw(st.integers(1, 40))

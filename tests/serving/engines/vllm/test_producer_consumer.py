@@ -272,6 +272,107 @@ def test_a_load_before_the_transfer_is_complete_waits_for_it(ends: Ends) -> None
     assert ends.results() == ({"d"}, set())
 
 
+def await_filled(ends: Ends, name: str, blocks: int, base: int = 20) -> None:
+    """Wait until the first blocks of a layer are the consumer's as they are the producer's."""
+    deadline_s = time.monotonic() + 60
+    while not np.array_equal(ends.home[name][base : base + blocks], ends.east[name][1 : 1 + blocks]):
+        assert time.monotonic() < deadline_s, f"{name} is not filled"
+        time.sleep(0.002)
+
+
+def order_early(ends: Ends, ticket: Ticket, *requests: tuple[str, int]) -> None:
+    """Order loads, (request, first block), of a transfer that has begun."""
+    deadline_s = time.monotonic() + 60
+    while ends.receiver.state(ticket.transfer_id) is None and time.monotonic() < deadline_s:
+        time.sleep(0.002)
+    for request_id, base in requests:
+        ends.order(load(ticket, 0, request_id, base))
+
+
+def test_blocks_are_filled_while_the_rest_is_still_arriving(ends: Ends) -> None:
+    ticket = new_ticket(100)
+    before = copy_of(ends.home)
+    first, last = sends(ticket, [70, 100])
+    ends.step(first)
+    order_early(ends, ticket, ("d", 20), ("e", 40))
+    for name in ("a0", "a1"):
+        await_filled(ends, name, 4)
+        await_filled(ends, name, 4, base=40)
+    assert ends.consuming.results() == (set(), set())
+    assert np.array_equal(ends.home["a0"][24:40], before["a0"][24:40])
+    # The two share a transfer for one use: the second to load is refused, and its blocks are its own trouble.
+    ends.step(last)
+    assert ends.results(2) == ({"d", "e"}, {"e"})
+    assert ends.consuming.stats.data["bytes_loaded"] == sum(layout(ends.east).region_bytes(100, 0))
+
+
+def test_requests_that_share_a_transfer_are_all_filled_while_it_arrives(ends: Ends) -> None:
+    ticket = new_ticket(100, uses=2)
+    first, last = sends(ticket, [70, 100])
+    ends.step(first)
+    order_early(ends, ticket, ("d", 20), ("e", 40))
+    await_filled(ends, "a1", 4, base=40)
+    ends.step(last)
+    assert ends.results(2) == ({"d", "e"}, set())
+    for name, group in (("a0", FULL), ("g2", STATE), ("w0", WINDOW)):
+        blocks = range(group.first_block(100, 0), group.end_block(100))
+        for block in blocks:
+            assert np.array_equal(ends.home[name][40 + block], ends.east[name][1 + block])
+    assert ends.arena.used_blocks == 0
+
+
+@pytest.mark.parametrize("how", ["aborted", "dropped", "lost"])
+def test_a_transfer_that_fails_after_blocks_were_filled_fails_its_loads_once(ends: Ends, how: str) -> None:
+    ticket = new_ticket(100)
+    ends.step(sends(ticket, [70, 100])[0])
+    order_early(ends, ticket, ("d", 20))
+    await_filled(ends, "a1", 4)
+    if how == "aborted":
+        ends.step(TransferMetadata(held={"p": True}))
+    elif how == "dropped":
+        ends.receiver.drop(ticket.transfer_id, "the client went away")
+    else:
+        ends.sender.close()
+    assert ends.results() == ({"d"}, {"d"})
+    assert ends.consuming.results() == (set(), set())
+    assert ends.arena.used_blocks == 0
+
+
+def test_a_load_that_waits_keeps_no_other_waiting(ends: Ends) -> None:
+    stands, goes = new_ticket(100), new_ticket(60)
+    ends.step(sends(stands, [70, 100])[0])
+    order_early(ends, stands, ("d", 20))
+    await_filled(ends, "a0", 4)
+    for orders in sends(goes, [60], request_id="q"):
+        ends.step(orders)
+    ends.order(load(goes, 0, "e", 40))
+    assert ends.results() == ({"e"}, set())
+    # The other one is given up after `load_wait_s`.
+    assert ends.results() == ({"d"}, {"d"})
+
+
+def test_a_page_that_changes_between_its_arrival_and_its_load_is_seen(ends: Ends) -> None:
+    """Of blocks that are filled early too, the digests are of what lies in the engine's memory."""
+    ticket = new_ticket(100)
+    first, last = sends(ticket, [70, 100])
+    ends.step(first)
+    arrived = ends.receiver.lend
+    for _ in range(1000):
+        status = ends.receiver.state(ticket.transfer_id)
+        if status is not None and status.received_bytes == 2 * 4 * 4096:
+            break
+        time.sleep(0.005)
+    arrival = arrived(ticket.transfer_id, lambda: None)
+    assert arrival is not None
+    arrival.region_views(0, 0, 4096)[0][5] ^= 1
+    arrival.give_back()
+    order_early(ends, ticket, ("d", 20))
+    await_filled(ends, "a1", 4)
+    ends.step(last)
+    assert ends.results() == ({"d"}, {"d"})
+    assert ends.consuming.stats.data["digest_mismatches"] == 1
+
+
 def test_a_preempted_prefill_sends_what_its_blocks_held_before_they_were_reused(ends: Ends) -> None:
     ticket = new_ticket(100)
     first, last = sends(ticket, [64, 100])

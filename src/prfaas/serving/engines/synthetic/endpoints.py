@@ -139,8 +139,9 @@ class Endpoints:
                     connections=peer.connections,
                     bandwidth_bits_per_s=peer.bandwidth_bits_per_s,
                     on_demand=peer.on_demand,
-                    share_bits_per_s=peer.share_bits_per_s,
                     encrypted=peer.encrypted,
+                    compressed=peer.compressed,
+                    share_bits_per_s=peer.share_bits_per_s,
                 )
                 for peer in deployment.peers_of(instance)
             },
@@ -178,9 +179,10 @@ class Endpoints:
                 keepalive_s=limits.keepalive_s,
             ),
             sender_telemetry=self.sender.telemetry,
-            on_pace=self.sender.pace,
             tls=tls,
             plain_peers=deployment.plain_peers_of(instance),
+            on_probe=self.sender.probe,
+            on_pace=self.sender.pace,
         )
         self._sweeper: asyncio.Task[None] | None = None
 

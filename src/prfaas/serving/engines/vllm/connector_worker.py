@@ -82,8 +82,9 @@ class ConnectorWorker:
                 connections=peer.connections,
                 bandwidth_bits_per_s=peer.bandwidth_bits_per_s,
                 on_demand=peer.on_demand,
-                share_bits_per_s=peer.share_bits_per_s,
                 encrypted=peer.encrypted,
+                compressed=peer.compressed,
+                share_bits_per_s=peer.share_bits_per_s,
             )
             for name, peer in settings.peers.items()
         }
@@ -125,9 +126,10 @@ class ConnectorWorker:
                 keepalive_s=settings.keepalive_s,
             ),
             sender_telemetry=sender.telemetry,
-            on_pace=sender.pace,
             tls=tls,
             plain_peers=settings.plain_peers,
+            on_probe=sender.probe,
+            on_pace=sender.pace,
         )
         receiver.start()
         sender.start()

@@ -28,10 +28,12 @@ class PeerSettings:
     """Goodput of the whole link; None: not paced (inside a cluster)."""
     on_demand: bool = False
     """Connected when there is something to send, not before."""
-    share_bits_per_s: float | None = None
-    """One rank's part of the link while no control plane tells it another."""
     encrypted: bool = False
     """Over TLS and sealed frames, which needs `identity_file`."""
+    compressed: bool = False
+    """Chunks are compressed without loss where that pays."""
+    share_bits_per_s: float | None = None
+    """One rank's part of the link while no control plane tells it another."""
 
 
 @dataclass(frozen=True, slots=True)

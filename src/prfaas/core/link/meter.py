@@ -1,0 +1,419 @@
+"""One link by what arrives over it and what its senders tell: what it carries, what waits, what it can carry."""
+
+from collections import deque
+from collections.abc import Mapping
+from math import inf
+from statistics import median
+from typing import Literal
+
+from prfaas.core.link.congestion import CongestionSignal
+from prfaas.core.link.samples import ArrivalSample, SenderSample
+from prfaas.core.units import BITS_PER_BYTE
+
+LinkCondition = Literal[
+    "clear", "busy", "congested", "slow", "slow-sender", "slow-receiver", "unheard", "down"
+]
+"""clear; busy: as full as its pace allows; congested: its queues build up, or it loses; slow: it carries less than
+configured; slow-sender, slow-receiver: one end and not the link sets the pace; unheard: nothing is heard of it; down:
+its connections are."""
+
+EGRESS_WINDOW_S = 2.0
+FRESH_S = 0.6
+"""Older words of senders are not judged by themselves."""
+UNHEARD_S = 3.0
+"""A link of which nothing is heard for so long is not up."""
+# Connections are being made again for a while after an engine's start.
+_DOWN_AFTER_S = 1.5
+
+# How long the link must have been full without a break to be judged, and how long a burst must be to raise it.
+_FULL_S = 0.5
+_LONGEST_LOOK_S = 0.4
+_BURST_S = 0.3
+# A link on which nothing moves for longer is dark, or its connections wait for their timers: that is no measurement.
+_STILL_S = 0.6
+_MEASURED = 5
+# Windows that differ by more are of different links: one before a change, one after.
+_AGREE = 1.4
+_DEAD_BAND = 0.1
+_SHORTFALL = 0.85
+_FLOOR = 0.01
+
+# The least round trip is that of the last 5 to 10 minutes: ways change.
+_LEAST_RTT_S = 300.0
+_RECEIVER_LIMITED = 0.25
+_UNREAD_BYTES = 512 << 10
+_RECEIVE_INFLATION, _RECEIVE_EXCESS_S = 2.0, 0.020
+_STARVED_S = 0.3
+
+# What senders may use of a link that carries less than configured: little more, or twice as much while that pays.
+_HEADROOM, _CLIMBING = 1.15, 2.0
+_FLOW_LOOKS = 8
+_PROBE_S, _PROBE_EVERY_S, _PROBE_AGAIN_S = 0.6, 3.0, 0.9
+_LEAST_PROBE_BYTES = 64 << 10
+
+
+class LinkMeter:
+    """Sums the ends of one link. `configured_bits_per_s` > 0 is the deployment file's bandwidth.
+
+    The capacity starts as configured. The link is *full* while a sender's kernel has more than it can send on (nearly)
+    every connection. What the consumers' kernels take in over half a second of that is a measurement, unless the
+    senders' pace explains it (0.85 of it or more) or a shut receive window (a quarter of the time). Two measurements
+    in a row that agree within 1.4 move the capacity to the median of the last five, if that is more than a tenth away.
+    What arrives is also a lower bound: 0.3 s with more than the capacity raise it at once, where nothing is congested.
+
+    While a sender's word is late (0.6 s), its last one goes on as long as not all that it spoke of has arrived; and a
+    round trip of twice the least at the consumer, seen there, tells a full link without any sender's word.
+    Nothing else moves the capacity: time alone never does. It stays between 1 % and all of what was configured.
+    A link believed slow and without work asks for probes: every 3 s as many bytes as twice the capacity carries in
+    0.6 s, and 0.9 s after one that has raised the capacity.
+    """
+
+    def __init__(self, configured_bits_per_s: float, now_s: float) -> None:
+        self.configured_bits_per_s = configured_bits_per_s
+        self.capacity_bits_per_s = configured_bits_per_s
+        self.carried_bytes = 0
+        """Since the start, in order."""
+        self._come_bytes = 0
+        """In any order: losses make the other count stop and jump, at a full link for longer than is judged."""
+        self.seen_s = now_s
+        """When something was last heard: of a sender, or because bytes came."""
+        self.least_rtt_s = 0.0
+        self._least_rtts_s = (inf, inf)
+        self._least_since_s = now_s
+        self.rtt_s = 0.0
+        """Of what is in flight; the least where nothing is."""
+        self.retransmit_ratio = 0.0
+        self.signal = CongestionSignal()
+        self._senders: dict[str, SenderSample] = {}
+        self._carried_then: dict[str, int] = {}
+        """`carried_bytes` when a sender's newest sample came."""
+        self._arrivals: dict[str, ArrivalSample] = {}
+        self._knows_arrivals = False
+        self._flowed_s = now_s
+        self._history: deque[tuple[float, int]] = deque([(now_s, 0)])
+        self._flow: deque[tuple[float, int]] = deque([(now_s, 0)], maxlen=_FLOW_LOOKS)
+        self._sent: deque[tuple[float, int, int]] = deque()
+        self._looked_s = now_s
+        self._full_since: tuple[float, int] | None = None
+        self._full_pace_bits_per_s = 0.0
+        self._limited: tuple[float, float] = (0.0, 0.0)
+        self._measured: deque[float] = deque(maxlen=_MEASURED)
+        self._is_pace_limited = False
+        self._is_climbing = False
+        self._slow_end: LinkCondition | None = None
+        self._starved_since_s: float | None = None
+        self._connected_s = now_s
+        self._worked_s = now_s
+        self._probed_s = now_s
+        self._raised_s = -inf
+
+    def observe(
+        self, senders: Mapping[str, SenderSample], arrivals: Mapping[str, ArrivalSample], now_s: float
+    ) -> int:
+        """Take the newest samples, by producer rank and by consumer rank; one that is missing is forgotten.
+
+        Before the first arrivals, what senders say was acknowledged counts as carried.
+
+        Returns:
+            The bytes carried since the last call.
+        """
+        carried, come, at_s = self._carried(senders, arrivals)
+        for name, sample in senders.items():
+            before = self._senders.get(name)
+            if before is None or sample.at_s > before.at_s:
+                self._carried_then[name] = self.carried_bytes
+        self.carried_bytes += carried
+        self._come_bytes += come
+        self._senders, self._arrivals = dict(senders), dict(arrivals)
+        heard_s = max((sample.at_s for sample in senders.values()), default=self.seen_s)
+        self.seen_s = max(self.seen_s, heard_s, at_s if come and at_s is not None else self.seen_s)
+        if self.connections_up or not any(sample.connections for sample in senders.values()):
+            self._connected_s = now_s
+        fresh = [sample for sample in senders.values() if now_s - sample.at_s <= FRESH_S]
+        self._look_at_network(fresh, now_s)
+        if at_s is None or at_s <= self._looked_s:
+            if now_s - self._looked_s > _LONGEST_LOOK_S:
+                self._restart()
+            return carried
+        if at_s - self._looked_s > _LONGEST_LOOK_S:
+            self._restart()
+        self._history.append((at_s, self.carried_bytes))
+        self._flow.append((at_s, self._come_bytes))
+        while len(self._history) > 2 and self._history[1][0] <= at_s - EGRESS_WINDOW_S:
+            self._history.popleft()
+        self._looked_s = at_s
+        if come:
+            self._flowed_s = at_s
+        elif at_s - self._flowed_s > _STILL_S:
+            self._restart()
+        self._judge(fresh, now_s)
+        return carried
+
+    @property
+    def queued_bytes(self) -> int:
+        """Produced and not acknowledged yet."""
+        return sum(sample.queued_bytes for sample in self._senders.values())
+
+    @property
+    def open_bytes(self) -> int:
+        """Of open transfers, not carried yet; also what is still to be produced."""
+        return sum(sample.open_bytes for sample in self._senders.values())
+
+    @property
+    def connections_up(self) -> int:
+        return sum(sample.connections_up for sample in self._senders.values())
+
+    @property
+    def delivery_bits_per_s(self) -> float:
+        """The kernels' newest delivery rates."""
+        return sum(sample.delivery_bits_per_s for sample in self._senders.values())
+
+    @property
+    def congestion(self) -> float:
+        """See `CongestionSignal`."""
+        return self.signal.level
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it is believed to carry less than configured."""
+        return self.capacity_bits_per_s < (1 - _DEAD_BAND) * self.configured_bits_per_s
+
+    @property
+    def pace_bits_per_s(self) -> float:
+        """What senders may send together; infinite where the link is not slow."""
+        if not self.is_slow:
+            return inf
+        return (_CLIMBING if self._is_climbing else _HEADROOM) * self.capacity_bits_per_s
+
+    def egress_bits_per_s(self, now_s: float) -> float:
+        """What was carried in the last two seconds, per second; 0 where nothing is known of them."""
+        start_s, start_bytes = self._history[0]
+        end_s, end_bytes = self._history[-1]
+        if end_s <= start_s or end_s < now_s - EGRESS_WINDOW_S:
+            return 0.0
+        return BITS_PER_BYTE * (end_bytes - start_bytes) / (end_s - start_s)
+
+    def is_connected(self, now_s: float) -> bool:
+        """False when for a while no connection was up at any producer."""
+        return now_s - self._connected_s < _DOWN_AFTER_S or not self._senders
+
+    def is_heard(self, now_s: float) -> bool:
+        """Whether a sender's word or any bytes have come in the last 3 s."""
+        return now_s - self.seen_s <= UNHEARD_S
+
+    def is_up(self, now_s: float) -> bool:
+        """Whether it may be used: connected and heard."""
+        return self.is_connected(now_s) and self.is_heard(now_s)
+
+    def condition(self, now_s: float) -> LinkCondition:
+        """What the last seconds say, in a word; the first that holds of `LinkCondition`'s last seven."""
+        if not self.is_connected(now_s):
+            return "down"
+        if not self.is_heard(now_s):
+            return "unheard"
+        if self._slow_end is not None:
+            return self._slow_end
+        if self.congestion:
+            return "congested"
+        if self.is_slow:
+            return "slow"
+        return "busy" if self._is_pace_limited else "clear"
+
+    def probe_bytes(self, now_s: float) -> int:
+        """What to send over the link now only to see what it carries; 0: nothing. The asker sends it."""
+        every_s = _PROBE_AGAIN_S if self._raised_s > self._probed_s else _PROBE_EVERY_S
+        is_due = now_s - self._probed_s >= every_s and now_s - self._worked_s >= _PROBE_AGAIN_S
+        if not (is_due and self.is_slow and self.is_up(now_s) and now_s - self.seen_s <= FRESH_S):
+            return 0
+        self._probed_s = now_s
+        self._is_climbing = True
+        bits_per_s = min(_CLIMBING * self.capacity_bits_per_s, self.configured_bits_per_s)
+        return max(int(_PROBE_S * bits_per_s / BITS_PER_BYTE), _LEAST_PROBE_BYTES)
+
+    def _carried(
+        self, senders: Mapping[str, SenderSample], arrivals: Mapping[str, ArrivalSample]
+    ) -> tuple[int, int, float | None]:
+        """The bytes carried since the last call, those that came in any order, and until when that is known.
+
+        The time is None where it is not known of all.
+        """
+        carried = come = 0
+        self._knows_arrivals = self._knows_arrivals or bool(arrivals)
+        if self._knows_arrivals:
+            # Acknowledgements are the consumer's own, and would take a slow one for a slow link.
+            for name, arrival in arrivals.items():
+                earlier = self._arrivals.get(name)
+                if earlier is not None:
+                    carried += _grown(arrival.bytes_total, earlier.bytes_total)
+                    come += _grown(arrival.segments_total, earlier.segments_total) * arrival.mss_bytes
+            return carried, come, min((arrival.at_s for arrival in arrivals.values()), default=None)
+        for name, sample in senders.items():
+            before = self._senders.get(name)
+            if before is not None:
+                carried += _grown(sample.acked_bytes_total, before.acked_bytes_total)
+        return carried, carried, min((sample.at_s for sample in senders.values()), default=None)
+
+    def _look_at_network(self, fresh: list[SenderSample], now_s: float) -> None:
+        """Round trip and retransmissions, of fresh words alone; the consumer's kernel stands in for late ones."""
+        for sample in fresh:
+            if sample.rtt_s > 0:
+                self._note_least(sample.rtt_s, now_s)
+        self.rtt_s = max((sample.rtt_s for sample in fresh if sample.rtt_s > 0), default=self.least_rtt_s)
+        if not fresh and self._senders and self._seen_by_receivers():
+            self.rtt_s = max(arrival.rtt_s for arrival in self._arrivals.values())
+        if fresh and len(fresh) == len(self._senders):
+            sent = sum(sample.sent_bytes_total for sample in fresh)
+            resent = sum(sample.resent_bytes_total for sample in fresh)
+            if self._sent and (sent < self._sent[-1][1] or resent < self._sent[-1][2]):
+                self._sent.clear()  # a producer has started again
+            self._sent.append((now_s, sent, resent))
+        while self._sent and self._sent[0][0] < now_s - EGRESS_WINDOW_S:
+            self._sent.popleft()
+        if len(self._sent) > 1:
+            sent = self._sent[-1][1] - self._sent[0][1]
+            again = self._sent[-1][2] - self._sent[0][2]
+            self.retransmit_ratio = min(again / sent, 1.0) if sent else 0.0
+        elif not self._sent:
+            self.retransmit_ratio = 0.0
+        self.signal.update(self.rtt_s, self.least_rtt_s, self.retransmit_ratio, now_s)
+
+    def _note_least(self, rtt_s: float, now_s: float) -> None:
+        """The least of the smoothed round trips of the last minutes; the kernel's own least may be a stray one's."""
+        if now_s - self._least_since_s > _LEAST_RTT_S:
+            self._least_rtts_s, self._least_since_s = (self._least_rtts_s[1], rtt_s), now_s
+        older_s, newer_s = self._least_rtts_s
+        self._least_rtts_s = (older_s, min(newer_s, rtt_s))
+        self.least_rtt_s = min(self._least_rtts_s)
+
+    def _seen_by_receivers(self) -> bool:
+        """Whether a consumer's kernel sees the round trip of what arrives grown: by itself it tells a full link."""
+        limit_s = max(_RECEIVE_INFLATION * self.least_rtt_s, self.least_rtt_s + _RECEIVE_EXCESS_S)
+        return self.least_rtt_s > 0 and any(arrival.rtt_s > limit_s for arrival in self._arrivals.values())
+
+    def _filled_pace(self, fresh: list[SenderSample]) -> float | None:
+        """What those may send together that fill the link, by their own words or by what follows; None: none does."""
+        filled = [sample for sample in fresh if sample.is_filled]
+        late = [
+            sample
+            for name, sample in self._senders.items()
+            if sample not in fresh
+            and sample.is_filled
+            and sample.ready_bytes > self.carried_bytes - self._carried_then.get(name, 0)
+        ]
+        if not (filled or late):
+            if fresh or not self._seen_by_receivers():
+                return None
+            late = list(self._senders.values())
+        paces = [sample.pace_bits_per_s for sample in (*filled, *late)]
+        if any(pace is None for pace in paces):
+            return self.configured_bits_per_s
+        return min(sum(pace or 0.0 for pace in paces), self.configured_bits_per_s)
+
+    def _judge(self, fresh: list[SenderSample], now_s: float) -> None:
+        ready = any(sample.ready_bytes for sample in fresh)
+        if ready or any(sample.open_bytes for sample in fresh):
+            self._worked_s = now_s
+        self._raise_by_burst(now_s)
+        pace = self._filled_pace(fresh) if self._looked_s - self._flowed_s <= _STILL_S else None
+        self._note_starved(fresh, pace is not None, now_s)
+        if pace is None:
+            self._restart()
+            self._is_pace_limited = False
+            return
+        if self._full_since is None:
+            self._full_since = (self._looked_s, self._come_bytes)
+            self._full_pace_bits_per_s = pace
+            self._limited = self._receiver_limited()
+            return
+        self._full_pace_bits_per_s = min(self._full_pace_bits_per_s, pace)
+        since_s, since_bytes = self._full_since
+        length_s = self._looked_s - since_s
+        if length_s < _FULL_S:
+            return
+        bits_per_s = BITS_PER_BYTE * (self._come_bytes - since_bytes) / length_s
+        if self._is_receiver_slow():
+            self._slow_end = "slow-receiver"
+            self._measured.clear()
+        else:
+            if self._slow_end == "slow-receiver":
+                self._slow_end = None
+            self._take(bits_per_s, self._full_pace_bits_per_s, now_s)
+        self._full_since = (self._looked_s, self._come_bytes)
+        self._full_pace_bits_per_s = pace
+        self._limited = self._receiver_limited()
+
+    def _take(self, bits_per_s: float, pace_bits_per_s: float, now_s: float) -> None:
+        """A full link has carried that."""
+        self._is_pace_limited = bits_per_s >= _SHORTFALL * pace_bits_per_s
+        if self._is_pace_limited and not (self.congestion and bits_per_s > self.capacity_bits_per_s):
+            self._measured.clear()
+            self._is_climbing = self.is_slow and not self.congestion
+            if self._is_climbing and bits_per_s > self.capacity_bits_per_s:
+                self._set(bits_per_s, now_s)
+            return
+        self._is_climbing = False
+        if self._measured and not 1 / _AGREE <= bits_per_s / max(self._measured[-1], 1.0) <= _AGREE:
+            self._measured.clear()
+        self._measured.append(bits_per_s)
+        if len(self._measured) >= 2:
+            estimate = median(self._measured)
+            if abs(estimate - self.capacity_bits_per_s) > _DEAD_BAND * self.capacity_bits_per_s:
+                self._set(estimate, now_s)
+
+    def _raise_by_burst(self, now_s: float) -> None:
+        if not self.is_slow or self.congestion:
+            return
+        end_s, end_bytes = self._flow[-1]
+        for start_s, start_bytes in reversed(self._flow):
+            if end_s - start_s >= _BURST_S:
+                bits_per_s = BITS_PER_BYTE * (end_bytes - start_bytes) / (end_s - start_s)
+                if bits_per_s > (1 + _DEAD_BAND) * self.capacity_bits_per_s:
+                    self._set(bits_per_s, now_s)
+                return
+
+    def _note_starved(self, fresh: list[SenderSample], is_full: bool, now_s: float) -> None:
+        """A sender with more ready than it carries until the next look, whose kernel has nothing to send."""
+        look_bytes = self.egress_bits_per_s(now_s) / BITS_PER_BYTE * FRESH_S
+        starved = not is_full and any(
+            sample.ready_bytes > look_bytes and 2 * sample.filled_connections < sample.connections_up
+            for sample in fresh
+        )
+        if not starved:
+            self._starved_since_s = None
+            if self._slow_end == "slow-sender":
+                self._slow_end = None
+            return
+        if self._starved_since_s is None:
+            self._starved_since_s = now_s
+        elif now_s - self._starved_since_s >= _STARVED_S:
+            self._slow_end = "slow-sender"
+
+    def _receiver_limited(self) -> tuple[float, float]:
+        senders = self._senders.values()
+        return sum(each.receiver_limited_s_total for each in senders), sum(
+            each.busy_s_total for each in senders
+        )
+
+    def _is_receiver_slow(self) -> bool:
+        limited_s, busy_s = self._receiver_limited()
+        share = (limited_s - self._limited[0]) / max(busy_s - self._limited[1], 1e-3)
+        return share >= _RECEIVER_LIMITED or any(
+            arrival.unread_bytes > _UNREAD_BYTES for arrival in self._arrivals.values()
+        )
+
+    def _restart(self) -> None:
+        self._full_since = None
+        if self._slow_end == "slow-receiver":
+            self._slow_end = None
+
+    def _set(self, bits_per_s: float, now_s: float) -> None:
+        low = _FLOOR * self.configured_bits_per_s
+        before = self.capacity_bits_per_s
+        self.capacity_bits_per_s = min(max(bits_per_s, low), self.configured_bits_per_s)
+        if self.capacity_bits_per_s > before:
+            self._raised_s = now_s
+
+
+def _grown(total: int, before: int) -> int:
+    """How much a total has grown; a smaller one is that of a new process, and all of it is new."""
+    return total - before if total >= before else total

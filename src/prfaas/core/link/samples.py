@@ -1,0 +1,116 @@
+"""What the two ends of a link tell of it, each at one moment. Totals only grow, but start again with the process."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class SenderSample:
+    """One producer's (rank's) word on a link. It has crossed the link that it speaks of, so it may be late."""
+
+    at_s: float
+    """When it was taken, by the observer's clock; no later than that is certain."""
+    pace_bits_per_s: float | None
+    """What the producer may send; None: unknown, or all it can."""
+    queued_bytes: int
+    """Produced and not acknowledged yet."""
+    waiting_bytes: int
+    """Of these, what waits for room at a consumer and not for the link."""
+    open_bytes: int
+    """Of open transfers, not acknowledged yet; also what is still to be produced."""
+    acked_bytes_total: int
+    unsent_bytes: int
+    """Bytes that the kernel has and could not send yet."""
+    filled_connections: int
+    """Connections with such bytes."""
+    delivery_bits_per_s: float
+    rtt_s: float
+    least_rtt_s: float
+    sent_bytes_total: int
+    """By the kernel, those sent again included."""
+    resent_bytes_total: int
+    busy_s_total: float
+    """Seconds with bytes in flight, summed over connections."""
+    receiver_limited_s_total: float
+    """Those of them in which the consumer's receive window was shut."""
+    connections_up: int
+    connections: int
+
+    @classmethod
+    def of_report(cls, report: Mapping[str, Any], at_s: float) -> "SenderSample":
+        """From one entry of a sender's telemetry.
+
+        Raises:
+            KeyError, TypeError, ValueError: the entry is not what it should be.
+        """
+        pace = float(report["pace_bits_per_s"] or 0.0)
+        return cls(
+            at_s=at_s,
+            pace_bits_per_s=pace if pace > 0 else None,
+            queued_bytes=max(int(report["queued_bytes"]), 0),
+            waiting_bytes=max(int(report["waiting_bytes"]), 0),
+            open_bytes=max(int(report["open_bytes"]), 0),
+            acked_bytes_total=int(report["acked_bytes_total"]),
+            unsent_bytes=max(int(report["unsent_bytes"]), 0),
+            filled_connections=max(int(report["filled_connections"]), 0),
+            delivery_bits_per_s=float(report["delivery_bits_per_s"]),
+            rtt_s=float(report["rtt_s"]),
+            least_rtt_s=float(report["least_rtt_s"]),
+            sent_bytes_total=int(report["sent_bytes_total"]),
+            resent_bytes_total=int(report["resent_bytes_total"]),
+            busy_s_total=float(report["busy_s_total"]),
+            receiver_limited_s_total=float(report["receiver_limited_s_total"]),
+            connections_up=max(int(report["connections_up"]), 0),
+            connections=max(int(report["connections"]), 0),
+        )
+
+    @property
+    def ready_bytes(self) -> int:
+        """Bytes that wait for nothing but the link."""
+        return max(self.queued_bytes - self.waiting_bytes, 0)
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether the kernel of (nearly) every connection had more than it could send: the producer was not short."""
+        return self.connections_up > 0 and self.filled_connections >= FILLED_SHARE * self.connections_up
+
+
+FILLED_SHARE = 0.9
+"""Of the connections of a sender; below, some of them had nothing to send, so the sum says nothing of the link."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivalSample:
+    """One consumer's (rank's) count of what arrives over a link. It is near the observer, so it is never late."""
+
+    at_s: float
+    bytes_total: int
+    """By the kernel, in order, since the start."""
+    segments_total: int
+    """Segments that came, also out of order or twice: so many that a lost one does not hold the count back."""
+    mss_bytes: int = 1448
+    """Payload of a full segment."""
+    unread_bytes: int = 0
+    """Of these, what the consumer has not read yet."""
+    rtt_s: float = 0.0
+    """Round-trip time as the consumer's kernel sees it; 0: unknown."""
+    connections: int = 1
+    """Connections over which bytes come."""
+
+    @classmethod
+    def of_report(cls, report: Mapping[str, Any], at_s: float) -> "ArrivalSample":
+        """From one entry of a receiver's `arrivals`.
+
+        Raises:
+            KeyError, TypeError, ValueError: the entry is not what it should be.
+        """
+        return cls(
+            at_s=at_s,
+            bytes_total=int(report["bytes_total"]),
+            segments_total=int(report["segments_total"]),
+            mss_bytes=int(report["mss_bytes"]),
+            unread_bytes=max(int(report["unread_bytes"]), 0),
+            rtt_s=float(report["rtt_s"]),
+            connections=max(int(report["connections"]), 0),
+        )

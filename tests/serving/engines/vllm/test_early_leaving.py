@@ -1,0 +1,219 @@
+"""States and windows of a last chunk leave when their layer is computed: not before, and not later than they can."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.serving.engines.kv_groups import GroupKind
+from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout
+from prfaas.serving.engines.vllm.metadata import BlockRun, SendOrder
+from prfaas.serving.engines.vllm.pages import HostPages
+from prfaas.serving.engines.vllm.producer import KvProducer
+from prfaas.serving.engines.vllm.stats import ConnectorStats
+from prfaas.serving.transport.outgoing import ChunkSource
+from prfaas.serving.transport.ticket import Ticket
+
+KINDS = (GroupKind.FULL, GroupKind.STATE, GroupKind.WINDOW)
+BLOCK_TOKENS = 16
+WINDOW_TOKENS = 20
+BLOCKS = 12
+PAGE_BYTES = 32
+
+
+@dataclass
+class ReadTransfer:
+    """Reads what is put at once, as a free connection would."""
+
+    regions: list[bytearray]
+    urgent: set[int] = field(default_factory=set)
+    there: dict[int, int] = field(default_factory=dict)
+    """Region → bytes that were put."""
+    has_ended: bool = False
+
+    def put(self, region: int, offset: int, source: ChunkSource, *, urgent: bool = False) -> None:
+        assert not self.has_ended
+        out = bytearray(source.nbytes)
+        source.read_into(0, memoryview(out))
+        self.regions[region][offset : offset + len(out)] = out
+        self.there[region] = self.there.get(region, 0) + len(out)
+        self.urgent |= {region} if urgent else set()
+
+    def end(self) -> None:
+        self.has_ended = True
+
+    def abort(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+
+class ReadingSender:
+    def __init__(self) -> None:
+        self.transfers: dict[bytes, ReadTransfer] = {}
+        self.cached_tokens: int | None = None
+
+    def open(
+        self, ticket: Ticket, sealed: str, region_bytes: Sequence[int], cached_tokens: int | None
+    ) -> ReadTransfer:
+        self.cached_tokens = cached_tokens
+        return self.transfers.setdefault(
+            ticket.transfer_id, ReadTransfer([bytearray(nbytes) for nbytes in region_bytes])
+        )
+
+
+class Model:
+    """Layers that are computed one after the other, each of them writing its own pages; attention calls the hook."""
+
+    def __init__(self, kinds: Sequence[GroupKind], *, ordered: bool = True) -> None:
+        self.kinds = {f"model.layers.{i}.{kind.name.lower()}": kind for i, kind in enumerate(kinds)}
+        self.rng = np.random.default_rng(len(kinds))
+        self.memory = {name: np.zeros((BLOCKS * 3, PAGE_BYTES), np.uint8) for name in self.kinds}
+        used = [kind for kind in KINDS if kind in kinds]
+        self.groups = [
+            EngineGroup(
+                index,
+                kind,
+                BLOCK_TOKENS,
+                WINDOW_TOKENS if kind is GroupKind.WINDOW else 0,
+                tuple(name for name, its in self.kinds.items() if its is kind),
+            )
+            for index, kind in enumerate(used)
+        ]
+        pages = {name: [HostPages(torch.from_numpy(memory))] for name, memory in self.memory.items()}
+        self.layout = KvLayout(self.groups, pages, tuple(self.kinds) if ordered else ())
+        self.sender = ReadingSender()
+        sender: Any = self.sender
+        self.producer = KvProducer(self.layout, sender, 60.0, ConnectorStats(), None)
+
+    def step(self, sends: Sequence[SendOrder], spans: Sequence[tuple[int, int, int]]) -> list[dict[int, int]]:
+        """One step over (first block of memory, first token, end token) of each request.
+
+        Returns:
+            For each layer: what had been put of each region of the first request when the layer's hook was over.
+        """
+        seen = []
+        for name, kind in self.kinds.items():
+            for base, first, end in spans:
+                blocks = range(first // BLOCK_TOKENS, -(-end // BLOCK_TOKENS))
+                if kind is GroupKind.STATE:
+                    blocks = range((end - 1) // BLOCK_TOKENS, (end - 1) // BLOCK_TOKENS + 1)
+                for block in blocks:
+                    self.memory[name][base + block] = self.rng.integers(0, 256, PAGE_BYTES, np.uint8)
+            if kind is not GroupKind.STATE:
+                self.producer.save_layer(sends, name)
+            transfer = self.sender.transfers.get(sends[0].ticket.transfer_id)
+            seen.append(dict(transfer.there) if transfer is not None else {})
+        self.producer.end_step(sends)
+        return seen
+
+    def region(self, name: str) -> int:
+        return self.layout.regions_of_layer[name][0].index
+
+
+def ticket_of(num_tokens: int) -> Ticket:
+    return Ticket.issue(
+        producer="east",
+        consumer="home",
+        num_tokens=num_tokens,
+        skip_tokens=0,
+        prompt_digest=bytes(16),
+        lifetime_s=60,
+        now_s=0,
+    )
+
+
+def send(model: Model, ticket: Ticket, base: int, first: int, end: int) -> SendOrder:
+    """As the connector's scheduler makes it for the chunk [first, end)."""
+    final = end == ticket.num_tokens
+    streamed, closing = [], []
+    for group in model.groups:
+        moving = group.moving_blocks(ticket.num_tokens, 0)
+        if group.kind is GroupKind.FULL:
+            stop = moving.stop if final else end // BLOCK_TOKENS
+            moving = range(first // BLOCK_TOKENS, stop)
+        run = BlockRun(group.index, moving.start, tuple(base + block for block in moving))
+        (streamed if group.kind is GroupKind.FULL else closing).append(run)
+    return SendOrder(
+        ticket.transfer_id.hex(), ticket, "sealed", tuple(streamed), tuple(closing) if final else (), final, 7
+    )
+
+
+@given(
+    kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=9).filter(
+        lambda kinds: GroupKind.FULL in kinds
+    ),
+    num_tokens=st.integers(2, BLOCKS * BLOCK_TOKENS - 1),
+    cuts=st.sets(st.integers(1, BLOCKS - 1), max_size=3),
+    ordered=st.booleans(),
+    requests=st.integers(1, 2),
+)
+def test_what_leaves_is_final_and_leaves_as_soon_as_it_can(
+    kinds: list[GroupKind], num_tokens: int, cuts: set[int], ordered: bool, requests: int
+) -> None:
+    """Whatever the order of layers and chunks: also a request whose prefill ends in the same step as another's."""
+    model = Model(kinds, ordered=ordered)
+    tickets = {1 + BLOCKS * number: ticket_of(num_tokens) for number in range(requests)}
+    edges = [0, *sorted(cut * BLOCK_TOKENS for cut in cuts if cut * BLOCK_TOKENS < num_tokens), num_tokens]
+    seen: list[dict[int, int]] = []
+    for first, end in pairwise(edges):
+        sends = [send(model, ticket, base, first, end) for base, ticket in tickets.items()]
+        seen = model.step(sends, [(base, first, end) for base in tickets])
+    names = list(model.kinds)
+    for base, ticket in tickets.items():
+        transfer = model.sender.transfers[ticket.transfer_id]
+        assert transfer.has_ended
+        for name in names:
+            region = model.layout.regions_of_layer[name][0]
+            moving = region.group.moving_blocks(num_tokens, 0)
+            expected = model.memory[name][base + moving.start : base + moving.stop].tobytes()
+            assert bytes(transfer.regions[region.index]) == expected
+            assert transfer.there[region.index] == len(expected), "each byte once"
+        closing = {model.region(name) for name, kind in model.kinds.items() if kind is not GroupKind.FULL}
+        assert transfer.urgent == closing
+    # The last chunk: behind each hook, all of the layers before it has left; its own window too.
+    for place, name in enumerate(names):
+        if model.kinds[name] is GroupKind.STATE:
+            continue
+        gone = [each for each in names[:place] if model.kinds[each] is not GroupKind.FULL] if ordered else []
+        gone += [name] if model.kinds[name] is GroupKind.WINDOW else []
+        assert all(model.region(each) in seen[place] for each in gone)
+    assert model.sender.cached_tokens == 7
+
+
+def test_a_state_waits_for_an_attention_layer_behind_it() -> None:
+    model = Model([GroupKind.STATE, GroupKind.FULL, GroupKind.STATE])
+    ticket = ticket_of(40)
+    seen = model.step([send(model, ticket, 1, 0, 40)], [(1, 0, 40)])
+    first, last = model.region("model.layers.0.state"), model.region("model.layers.2.state")
+    assert first not in seen[0] and first in seen[1]
+    assert last not in seen[2]
+    assert last in model.sender.transfers[ticket.transfer_id].there
+
+
+def places(names: Sequence[str], built: Sequence[str]) -> dict[str, int]:
+    group = EngineGroup(0, GroupKind.FULL, BLOCK_TOKENS, 0, tuple(names))
+    pages = HostPages(torch.zeros(1, 8, dtype=torch.uint8))
+    return dict(KvLayout([group], {name: [pages] for name in names}, built).places)
+
+
+@pytest.mark.parametrize(
+    ("names", "built", "expected"),
+    [
+        (["l.2.a", "l.0.m", "l.1.m"], ["l.0.m", "l.0.moe", "l.1.m", "l.2.a"], [2, 0, 1]),
+        (["l.0.m", "l.0.a", "l.1.a"], ["l.0.m", "l.0.a", "l.1.a"], [0, 0, 1]),
+        (["l.0.m", "l.1.a"], ["l.1.a", "l.0.m"], None),
+        (["l.0.m", "l.1.a"], ["l.0.m"], None),
+        (["l.0.m.1", "l.1.a"], ["l.0.m.1", "l.1.a"], None),
+        (["m", "l.1.a"], ["m", "l.1.a"], None),
+        (["l.0.m", "l.1.a"], [], None),
+    ],
+)
+def test_places_are_known_only_where_names_and_building_agree(
+    names: list[str], built: list[str], expected: list[int] | None
+) -> None:
+    assert places(names, built) == ({} if expected is None else dict(zip(names, expected, strict=True)))
