@@ -74,13 +74,9 @@ class SenderSample:
         return max(self.queued_bytes - self.waiting_bytes, 0)
 
     @property
-    def is_filled(self) -> bool:
-        """Whether the kernel of (nearly) every connection had more than it could send: the producer was not short."""
-        return self.connections_up > 0 and self.filled_connections >= FILLED_SHARE * self.connections_up
-
-
-FILLED_SHARE = 0.9
-"""Of the connections of a sender; below, some of them had nothing to send, so the sum says nothing of the link."""
+    def filled_share(self) -> float:
+        """Of the connections, those whose kernel had more than it could send: of these the producer is not short."""
+        return min(self.filled_connections / self.connections_up, 1.0) if self.connections_up else 0.0
 
 
 @dataclass(frozen=True, slots=True)

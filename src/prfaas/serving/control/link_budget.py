@@ -60,9 +60,9 @@ class _Told:
 class LinkBudget:
     """Ten times a second divides each link's bandwidth by `core.link.budget.paces`, and tells the senders.
 
-    The bandwidth is what the deployment file says; on a link that is believed slow, what the meter allows
-    (`LinkView.pace_bits_per_s`), so no queue builds up there. A sender claims what it has produced lately (mean over
-    about 0.5 s), and what waits there within 0.2 s.
+    The bandwidth is what the deployment file says. On a link that is believed slow it is what its meter allows: a
+    little more than it is believed to carry, so no queue builds up there, and twice as much while that comes through.
+    A sender claims what it has produced lately (mean over about 0.5 s), and what waits there within 0.2 s.
     """
 
     def __init__(

@@ -206,8 +206,11 @@ class PeerQueue:
         with self._lock:
             self._windows.remove(window)
             self._trouble = window.trouble or trouble
-            again = (*window.opens.values(), *window.ends.values(), *window.aborts.values())
-            self._controls.extendleft(again)
+            self._controls.extendleft((*window.ends.values(), *window.aborts.values()))
+            for each in (window, *self._windows):
+                # The consumer answers an OPEN on any connection: the answer may be lost with this one.
+                self._controls.extendleft(each.opens.values())
+                each.opens.clear()
             for chunk in window.chunks.values():
                 self._schedule.add(chunk)
             self._counters["requeued_chunks"] += len(window.chunks)

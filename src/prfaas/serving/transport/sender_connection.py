@@ -266,8 +266,9 @@ class SenderConnection:
         error = ""
         try:
             shown = chunk.source.views(chunk.start - chunk.base, chunk.nbytes)
-            if shown is None:
-                copied = self._copied(chunk)
+            if shown is None or (len(shown) > 1 and (self._sealing is not None or self._coder is not None)):
+                # Sealing and coding read one piece; a source copies its own scattered memory best.
+                shown, copied = None, self._copied(chunk)
         except SourceGone as gone:
             error = f"source gone: {gone}"
         except Exception as failure:
@@ -306,8 +307,7 @@ class SenderConnection:
         if bits_per_s is None:
             info = self.tcp_info()
             bits_per_s = info.delivery_bits_per_s if info is not None else None
-        whole = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
-        coded = self._coder.coded(whole, bits_per_s or None)
+        coded = self._coder.coded(pieces[0], bits_per_s or None)
         return None if coded is None else memoryview(coded)
 
     def _frame_chunk(
