@@ -53,7 +53,13 @@ def abundant_link(view: View, source: str, target: str, marks: AbundanceMarks) -
     A congested one has no bandwidth to spare.
     """
     link = view.links.get((source, target))
-    if link is None or not link.up or link.capacity_bits_per_s <= 0 or is_stale(link, view) or link.congestion:
+    if (
+        link is None
+        or not link.up
+        or link.capacity_bits_per_s <= 0
+        or is_stale(link, view)
+        or link.congestion
+    ):
         return None
     if link.egress_bits_per_s > marks.utilisation * link.capacity_bits_per_s:
         return None
