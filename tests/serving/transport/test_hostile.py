@@ -1,21 +1,16 @@
 """A peer that has the key but breaks the protocol, or lacks the key: refused, and others are unharmed."""
 
-import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from prfaas.serving.transport import BytesSource, HandshakeError, Receiver, SendPhase, TransferPhase
-from prfaas.serving.transport.handshake import ROLE_PRODUCER, ClientHello, greet
-from prfaas.serving.transport.sockets import ConnectionEnded, receive_control
-from prfaas.serving.transport.ticket import Ticket
+from prfaas.serving.transport.sockets import ConnectionEnded
 from prfaas.serving.transport.wire import (
     END_REGION,
     FrameType,
-    Header,
     checksum,
     pack_control,
     pack_header,
@@ -32,62 +27,9 @@ from .harness import (
     make_sender,
     make_ticket,
 )
+from .raw_peer import RawProducer
 
 MakeWorld = Callable[..., World]
-
-
-class RawProducer:
-    """Speaks the protocol frame by frame."""
-
-    def __init__(self, world: World, *, session: str = "raw", key: bytes = KEY, name: str = "p/0") -> None:
-        self.sock = socket.create_connection(("127.0.0.1", world.receiver.port), timeout=5)
-        hello = ClientHello.new(
-            key=key,
-            name=name,
-            server_name="c/0",
-            role=ROLE_PRODUCER,
-            session=session,
-            fingerprint=FINGERPRINT,
-        )
-        try:
-            greet(self.sock, hello)
-        except BaseException:
-            self.sock.close()
-            raise
-
-    def __enter__(self) -> "RawProducer":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.sock.close()
-
-    def open(self, ticket: Ticket, regions: Any, *, sealed: str | None = None) -> tuple[Header, Any]:
-        body = {"ticket": ticket.seal(KEY) if sealed is None else sealed, "regions": regions}
-        self.sock.sendall(pack_control(FrameType.OPEN, ticket.transfer_id, body))
-        return receive_control(self.sock)
-
-    def data(self, transfer_id: bytes, region: int, offset: int, payload: bytes, *, damage: int = 0) -> None:
-        header = pack_header(
-            FrameType.DATA,
-            transfer_id,
-            region=region,
-            offset=offset,
-            length_bytes=len(payload),
-            payload_checksum=checksum(payload) ^ damage,
-        )
-        self.sock.sendall(header + payload)
-
-    def end(self, transfer_id: bytes, total_bytes: int) -> None:
-        body = {"total_bytes": total_bytes, "hidden_bytes": 0}
-        self.sock.sendall(pack_control(FrameType.END, transfer_id, body))
-
-    def answer(self) -> tuple[Header, Any]:
-        return receive_control(self.sock)
-
-    def assert_closed(self) -> None:
-        with pytest.raises((ConnectionEnded, ConnectionResetError)):
-            while True:
-                receive_control(self.sock)
 
 
 def test_acks_nacks_duplicates_and_completion(world: World) -> None:

@@ -86,7 +86,7 @@ class Gateway:
                 tls=tls,
             )
         )
-        self._transfers = _transfers(deployment.instances, key, tls)
+        self._transfers = _transfers(deployment.instances, key, tls, deployment.transfer.silence_s)
         self._metrics = Metrics(registry)
         self.descriptors = DescriptorBudget(raise_descriptor_limit(), _reserved_descriptors(deployment))
         logger.info("file descriptors: %d at most", self.descriptors.limit)
@@ -183,7 +183,9 @@ def _reserved_descriptors(deployment: Deployment) -> int:
     return _OWN_DESCRIPTORS + _DESCRIPTORS_PER_RANK * ranks
 
 
-def _transfers(instances: tuple[Instance, ...], key: bytes, tls: TlsIdentity | None) -> KvTransfers:
+def _transfers(
+    instances: tuple[Instance, ...], key: bytes, tls: TlsIdentity | None, silence_s: float
+) -> KvTransfers:
     """One observer per instance and rank, since any of them may be sent to. They connect when first used."""
     return KvTransfers(
         {
@@ -195,6 +197,7 @@ def _transfers(instances: tuple[Instance, ...], key: bytes, tls: TlsIdentity | N
                     port=port,
                     peer_name=f"{instance.name}/{rank}",
                     tls=tls if instance.tls else None,
+                    silence_s=silence_s,
                 )
                 for rank, port in enumerate(instance.kv_ports)
             )

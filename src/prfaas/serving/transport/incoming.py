@@ -80,7 +80,9 @@ class ProducerSession:
     """New with each start of the producer."""
     connections: list[FrameSink] = field(default_factory=list)
     lost_at_s: float | None = None
-    """When its last connection ended; None while it has one."""
+    """When its last connection ended, or had its last sign of life; None while it has one."""
+    trouble: str = ""
+    """Why this side closed its last connection; empty if it was lost."""
     progressed_at_s: float = 0.0
     """When a chunk or an END of any of its transfers came last."""
 
@@ -246,7 +248,11 @@ class IncomingTransfer:
             late = now_s - self.progressed_at_s > options.ttl_s
             return f"nobody took it within {options.ttl_s:g} s" if late else ""
         if session.lost_at_s is not None and now_s - session.lost_at_s > options.resume_s:
-            return f"connection to {session.name} lost"
+            return (
+                f"{session.name} is silent: {session.trouble}"
+                if session.trouble
+                else f"connection to {session.name} lost"
+            )
         if self.phase is TransferPhase.WAITING:
             late = now_s - self.opened_at_s > options.staging_wait_s
             return f"staging was full for {options.staging_wait_s:g} s" if late else ""

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import secrets
 import ssl
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -11,7 +12,8 @@ from typing import Any, TypeVar
 from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, Sealing
-from prfaas.serving.transport.sockets import HandshakeError, expedite, keep_alive
+from prfaas.serving.transport.silence import LookClock, Silence, patience_s, ping_period_s
+from prfaas.serving.transport.sockets import HandshakeError, expedite, keep_alive, read_tcp_info
 from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.tls_stream import AsyncTlsStream, NotTlsError, tls_trouble
 from prfaas.serving.transport.wire import (
@@ -23,6 +25,7 @@ from prfaas.serving.transport.wire import (
     WireError,
     pack_control,
     parse_control,
+    ping,
     unpack_header,
 )
 
@@ -32,7 +35,6 @@ OnSoon = Callable[[TransferStatus], None]
 _CONNECT_S = 5.0
 # Frozen processes acknowledge what they don't read; dead machines and broken ways don't.
 _USER_TIMEOUT_S = 10.0
-_RECONNECT_S = 2.0
 _BACKOFF_S = 0.05
 
 
@@ -40,14 +42,32 @@ class Observer:
     """One connection to the receiver `peer_name` at host:port; use it from one event loop only.
 
     Connects on first use, and again by itself when the connection is lost. What waits then fails with
-    ConnectionError only if the receiver stays away for about two seconds, or is not the same run of it (its
+    ConnectionError only if the receiver stays away for half of `silence_s`, or is not the same run of it (its
     transfers are gone).
     """
 
     def __init__(
-        self, name: str, key: bytes, host: str, port: int, peer_name: str, tls: TlsIdentity | None = None
+        self,
+        name: str,
+        key: bytes,
+        host: str,
+        port: int,
+        peer_name: str,
+        tls: TlsIdentity | None = None,
+        *,
+        silence_s: float = 3.0,
     ) -> None:
-        """`tls`: the connection is encrypted, and never falls back; None: it is plain."""
+        """Nothing is connected before the first call.
+
+        Args:
+            name: this side's.
+            key: of the deployment, 32 bytes.
+            host: the receiver's.
+            port: the receiver's.
+            peer_name: whom to expect there.
+            tls: the connection is encrypted, and never falls back; None: it is plain.
+            silence_s: while a `wait` is under way, a silent path is noticed and given up within that time.
+        """
         self.name = name
         self.peer_name = peer_name
         self._key = key
@@ -60,6 +80,7 @@ class Observer:
         self._connection_task: asyncio.Task[None] | None = None
         self._connecting = asyncio.Lock()
         self._closed = False
+        self._silence_s = silence_s
         self._waits: dict[bytes, set[asyncio.Future[TransferStatus]]] = {}
         self._leads: dict[bytes, tuple[float, OnSoon]] = {}
         self._announced: set[bytes] = set()
@@ -253,10 +274,13 @@ class Observer:
         trouble = "connection lost"
         try:
             while True:
+                listening = asyncio.create_task(self._listen())
                 try:
                     await self._read(reader)
                 except (OSError, WireError, asyncio.IncompleteReadError) as error:
                     trouble = str(error)
+                finally:
+                    listening.cancel()
                 await self._disconnect()
                 self._fail_stats(f"connection to {self.peer_name} lost")
                 reader = await self._reconnect()
@@ -268,12 +292,36 @@ class Observer:
             await self._disconnect()
             self._fail_all(f"{self.peer_name} is gone: {trouble}")
 
+    async def _listen(self) -> None:
+        """Cut the connection when nothing comes back over its path while something is waited for."""
+        clock, silence, pings = LookClock(), Silence(), 0
+        writer = self._writer
+        while writer is not None:
+            await asyncio.sleep(ping_period_s(self._silence_s))
+            elapsed_s = clock.elapsed_s(time.monotonic())
+            if not self._waits:
+                silence.rest()
+                continue
+            try:
+                info = read_tcp_info(writer.get_extra_info("socket"))
+            except OSError:
+                return
+            silence.look(info, elapsed_s, asked=False, spare_s=ping_period_s(self._silence_s))
+            if silence.path_s > patience_s(self._silence_s):
+                writer.transport.abort()
+                return
+            pings += 1
+            self._send(ping(pings))
+
     async def _reconnect(self) -> asyncio.StreamReader:
         backoff_s = _BACKOFF_S
-        give_up_s = asyncio.get_running_loop().time() + _RECONNECT_S
+        give_up_s = asyncio.get_running_loop().time() + self._silence_s / 2
         while True:
             try:
-                return await self._open_connection()
+                async with asyncio.timeout_at(give_up_s):
+                    return await self._open_connection()
+            except TimeoutError:
+                raise ConnectionError(f"nothing has come back from {self.peer_name}") from None
             except ConnectionError:
                 if asyncio.get_running_loop().time() + backoff_s > give_up_s:
                     raise
@@ -288,7 +336,7 @@ class Observer:
             elif header.kind is FrameType.STATS:
                 if self._stats_waits:
                     _resolve(self._stats_waits.popleft(), dict(body))
-            else:
+            elif header.kind is not FrameType.PONG:
                 raise WireError(f"{self.peer_name} may not send {header.kind.name} to an observer")
 
     def _settle(self, transfer_id: bytes, status: TransferStatus) -> None:

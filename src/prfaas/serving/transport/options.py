@@ -23,6 +23,8 @@ class Peer:
     """Connected by the first transfer instead of ahead of time."""
     encrypted: bool = False
     """Its connections are encrypted, and never fall back; the sender must have a TLS identity."""
+    compressed: bool = False
+    """Its chunks are coded where that spares more link time than it costs CPU time."""
     share_bits_per_s: float | None = None
     """What this sender may use of the link while no control plane tells it; None: all of it."""
 
@@ -85,7 +87,7 @@ class SenderOptions:
     life a connection is closed; its chunks go to others, and a new one is made."""
     resume_s: float = 2.5
     """A peer that has no connection and gave no sign of life for so long fails its transfers."""
-    progress_deadline_s: float = 5.0
+    progress_deadline_s: float = 8.0
     """A connection to an engine that so long takes no bytes and answers nothing, while its machine does, is
     closed."""
     transfer_deadline_s: float = 20.0

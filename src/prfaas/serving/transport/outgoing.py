@@ -5,15 +5,16 @@ promise to deliver them. Order of the parts below: source, chunk, transfer, then
 """
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.serving.transport.coverage import Coverage
 from prfaas.serving.transport.pacing import Paced
+from prfaas.serving.transport.silence import Silence
 from prfaas.serving.transport.ticket import DEFAULT_CLASS, TransferClass
-from prfaas.serving.transport.wire import NO_TRANSFER, FrameType, pack_control
+from prfaas.serving.transport.wire import NO_TRANSFER, FrameType, Header, pack_control, ping, pong
 
 
 class SourceGone(Exception):
@@ -169,6 +170,8 @@ class OutgoingTransfer:
         self.queue = queue
         """None: it failed before it could begin."""
         self.opened_at_s = opened_at_s
+        self.offer: Mapping[str, object] = {}
+        """What its OPEN says."""
         self.ended = False
         self.end_acked = False
         self.reading: dict[Chunk, Carrier] = {}
@@ -194,6 +197,14 @@ class OutgoingTransfer:
         transfer.reason = reason
         transfer.phase = SendPhase.FAILED
         return transfer
+
+    def open_frame(self, *, resume: bool = False) -> bytes:
+        """The OPEN frame; `resume`: the consumer has accepted the transfer before.
+
+        Raises:
+            WireError: there are too many regions.
+        """
+        return pack_control(FrameType.OPEN, self.transfer_id, {**self.offer, "resume": resume})
 
     def put(self, region: int, offset: int, source: ChunkSource, *, urgent: bool = False) -> None:
         """Queue all bytes of `source` for [offset, offset + source.nbytes) of `region`.
@@ -286,10 +297,12 @@ class ControlJob:
     frame: bytes
 
 
+NOBODY = OutgoingTransfer.failed(NO_TRANSFER, (), "no transfer")
+"""Whose frames of no transfer are."""
 _FILLER_CHARS = 60_000
 FILLER = ControlJob(
     FrameType.FILLER,
-    OutgoingTransfer.failed(NO_TRANSFER, (), "filler"),
+    NOBODY,
     pack_control(FrameType.FILLER, body={"filler": "0" * _FILLER_CHARS}),
 )
 """A frame of bytes that nobody needs, to see what a link carries; it belongs to no transfer."""
@@ -306,30 +319,64 @@ class InFlightWindow:
     """OPEN frames by transfer id."""
     ends: dict[bytes, ControlJob] = field(default_factory=dict)
     """END frames by transfer id."""
-    heard_at_s: float = 0.0
-    """When an answer came last, or when the first unanswered frame was sent."""
+    aborts: dict[int, ControlJob] = field(default_factory=dict)
+    """ABORT frames by the number of the PING behind them, whose PONG says that they came."""
+    silence: Silence = field(default_factory=Silence)
+    sent_at_s: float = 0.0
+    """When a frame was sent last."""
+    pings: int = 0
+    """The number of the last PING."""
+    pongs: int = 0
+    """The number of the last PONG."""
+    asked: Header | None = None
+    """The peer's PING that is to be answered."""
+    trouble: str = ""
+    """Why this side closes it."""
     closed: bool = False
     """The connection is broken: nothing more goes out on it."""
 
     @property
     def awaits_answer(self) -> bool:
         """Whether an answer is due soon (an OPEN may wait long for staging, so it does not count)."""
-        return bool(self.chunks or self.ends)
+        return bool(self.chunks or self.ends) or self.pongs < self.pings
 
     def add_chunk(self, chunk: Chunk, now_s: float) -> None:
         """The chunk is about to be sent."""
-        if not self.awaits_answer:
-            self.heard_at_s = now_s
+        self.sent_at_s = now_s
         self.chunks[chunk.transfer.transfer_id, chunk.region, chunk.start] = chunk
 
     def add_control(self, job: ControlJob, now_s: float) -> None:
-        """The frame is about to be sent; an ABORT has no answer to wait for."""
+        """The frame is about to be sent."""
+        self.sent_at_s = now_s
         if job.kind is FrameType.ABORT:
-            return
-        if not self.awaits_answer:
-            self.heard_at_s = now_s
-        unanswered = self.opens if job.kind is FrameType.OPEN else self.ends
-        unanswered[job.transfer.transfer_id] = job
+            self.aborts[self.pings + 1] = job
+        elif job.kind is FrameType.OPEN:
+            self.opens[job.transfer.transfer_id] = job
+        else:
+            self.ends[job.transfer.transfer_id] = job
+
+    def sign_of_life(self, now_s: float, period_s: float, *, busy: bool) -> bytes:
+        """The PONG or PING that is due now, empty if none is.
+
+        Args:
+            now_s: time.monotonic().
+            period_s: without another frame, a PING is due after so long.
+            busy: transfers are open; otherwise only an ABORT needs one.
+        """
+        asked, self.asked = self.asked, None
+        if asked is not None:
+            return pong(asked)
+        if (busy and now_s - self.sent_at_s >= period_s) or self.pings + 1 in self.aborts:
+            self.sent_at_s = now_s
+            self.pings += 1
+            return ping(self.pings)
+        return b""
+
+    def ponged(self, number: int) -> None:
+        """A PONG has come."""
+        self.pongs = max(self.pongs, min(number, self.pings))
+        for before in [before for before in self.aborts if before <= self.pongs]:
+            del self.aborts[before]
 
     def forget(self, transfer: OutgoingTransfer) -> None:
         """Drop what belongs to a transfer that is over; late answers to it are ignored."""

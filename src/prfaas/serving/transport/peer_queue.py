@@ -8,13 +8,14 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prfaas.serving.transport.chunk_schedule import ChunkSchedule
 from prfaas.serving.transport.options import Peer, SenderOptions
 from prfaas.serving.transport.outgoing import (
     FILLER,
+    NOBODY,
     Carrier,
     Chunk,
     ChunkSource,
@@ -26,6 +27,9 @@ from prfaas.serving.transport.outgoing import (
     SendPhase,
 )
 from prfaas.serving.transport.pacing import LinkPacer
+from prfaas.serving.transport.peer_watch import PeerWatch
+from prfaas.serving.transport.silence import ping_period_s
+from prfaas.serving.transport.sockets import TcpInfo
 from prfaas.serving.transport.ticket import DEFAULT_CLASS, TransferClass
 from prfaas.serving.transport.wire import END_REGION, FrameType, Header, WireError, pack_control, text_field
 
@@ -56,9 +60,10 @@ class PeerQueue:
         self._controls: deque[ControlJob] = deque()
         self._windows: list[InFlightWindow] = []
         self._numbers = itertools.count()
+        self._work = 0
+        self._ping_s = ping_period_s(options.silence_s)
+        self._watch = PeerWatch(peer.name, options)
         self._filler_frames = 0
-        self._lost_at_s = time.monotonic()
-        self._progressed_at_s = 0.0
         self._trouble = self._rejection = ""
         self._closing = False
 
@@ -70,6 +75,16 @@ class PeerQueue:
     def rejection(self) -> str:
         """Why the peer will not have this side; empty if it has not said so."""
         return "" if self._windows else self._rejection
+
+    @property
+    def closing(self) -> bool:
+        """The sender ends."""
+        return self._closing
+
+    @property
+    def silent(self) -> str:
+        """What is known of a silence of the peer that goes on; empty if it is heard, or nothing was asked."""
+        return "" if self._windows and not self._transfers else self._watch.silent
 
     # The engine's calls, through OutgoingTransfer
 
@@ -84,9 +99,9 @@ class PeerQueue:
         """Begin a transfer; whatever is wrong shows in its phase and reason."""
         number = next(self._numbers)
         transfer = OutgoingTransfer(self, transfer_id, region_bytes, time.monotonic(), service, number)
-        body = {"ticket": sealed, "regions": transfer.region_bytes, "cached_tokens": cached_tokens}
+        transfer.offer = {"ticket": sealed, "regions": transfer.region_bytes, "cached_tokens": cached_tokens}
         try:
-            frame = pack_control(FrameType.OPEN, transfer_id, body)
+            frame = transfer.open_frame()
         except WireError as error:
             return OutgoingTransfer.failed(transfer_id, region_bytes, str(error))
         with self._lock:
@@ -99,14 +114,16 @@ class PeerQueue:
             if reason:
                 return OutgoingTransfer.failed(transfer_id, region_bytes, reason)
             if not self._transfers:
-                self._progressed_at_s = time.monotonic()
+                self._watch.begin()
             self._transfers[transfer_id] = transfer
             self._filler_frames = 0
             self._counters["opened"] += 1
             self._controls.append(ControlJob(FrameType.OPEN, transfer, frame))
             self._repace()
-            self._ready.notify()
+            # All: from now on each writer also gives its connection's signs of life.
+            self._ready.notify_all()
             # Whoever waits before connecting again tries at once for new work.
+            self._work += 1
             self._retry.notify_all()
         self._on_work()
         return transfer
@@ -175,8 +192,11 @@ class PeerQueue:
     def connected(self, window: InFlightWindow) -> None:
         """A connection is up."""
         with self._lock:
-            window.heard_at_s = time.monotonic()
+            window.sent_at_s = time.monotonic()
+            if not self._windows:
+                self._resume()
             self._windows.append(window)
+            self._watch.connected()
             self._rejection = self._trouble = ""
             self._counters["connects"] += 1
             self._repace()
@@ -185,10 +205,9 @@ class PeerQueue:
         """A live connection ended: what it carried goes back to the front of the queue."""
         with self._lock:
             self._windows.remove(window)
-            self._trouble = trouble
-            if not self._windows:
-                self._lost_at_s = time.monotonic()
-            self._controls.extendleft((*window.opens.values(), *window.ends.values()))
+            self._trouble = window.trouble or trouble
+            again = (*window.opens.values(), *window.ends.values(), *window.aborts.values())
+            self._controls.extendleft(again)
             for chunk in window.chunks.values():
                 self._schedule.add(chunk)
             self._counters["requeued_chunks"] += len(window.chunks)
@@ -213,19 +232,23 @@ class PeerQueue:
                 self._rejection = ""
 
     def wait_before_retry(self, seconds: float) -> bool:
-        """Back off; new work ends the wait early. False when the queue closes."""
+        """Back off; new work ends the wait early. Returns whether it did."""
         with self._lock:
-            if not self._closing:
-                self._retry.wait(seconds)
-            return not self._closing
+            before = self._work
+            self._retry.wait_for(lambda: self._closing or self._work > before, seconds)
+            return self._work > before
 
     def next_job(self, window: InFlightWindow) -> ControlJob | Chunk | None:
         """Block until there is something to send; None when this connection or the queue is over."""
         with self._lock:
             while not (self._closing or window.closed):
+                now_s, busy = time.monotonic(), self.busy
+                sign = window.sign_of_life(now_s, self._ping_s, busy=busy)
+                if sign:
+                    return ControlJob(FrameType.PING, NOBODY, sign)
                 if self._controls:
                     job = self._controls.popleft()
-                    window.add_control(job, time.monotonic())
+                    window.add_control(job, now_s)
                     return job
                 if (chunk := self._schedule.take(window.connection.chunk_bytes)) is not None:
                     window.add_chunk(chunk, time.monotonic())
@@ -235,7 +258,7 @@ class PeerQueue:
                     self._filler_frames -= 1
                     self._repace()
                     return FILLER
-                self._ready.wait()
+                self._ready.wait(self._ping_s if busy else None)
             return None
 
     def read_done(self, chunk: Chunk, error: str = "") -> bool:
@@ -259,7 +282,7 @@ class PeerQueue:
     def acked(self, window: InFlightWindow, header: Header) -> None:
         """ACK: a chunk lies verified at the consumer, or END has come there."""
         with self._lock:
-            window.heard_at_s = self._progressed_at_s = time.monotonic()
+            self._watch.progressed()
             if header.region == END_REGION:
                 job = window.ends.pop(header.transfer_id, None)
                 if job is not None:
@@ -275,7 +298,6 @@ class PeerQueue:
     def nacked(self, window: InFlightWindow, header: Header) -> None:
         """NACK: a chunk arrived damaged; send it again, but not for ever."""
         with self._lock:
-            window.heard_at_s = time.monotonic()
             chunk = window.chunks.pop((header.transfer_id, header.region, header.offset), None)
             if chunk is None:
                 return
@@ -287,66 +309,59 @@ class PeerQueue:
                 self._schedule.add(chunk)
                 self._ready.notify()
 
-    def accepted(self, window: InFlightWindow, header: Header) -> None:
+    def accepted(self, header: Header) -> None:
         """ACCEPT: the consumer has room, what was put so far may go out."""
         with self._lock:
-            transfer = self._answered(window, header)
+            transfer = self._answered(header)
             if transfer is None or transfer.phase is not SendPhase.OPENING:
                 return
             transfer.phase = SendPhase.SENDING
             self._schedule.place(transfer)
-            self._progressed_at_s = time.monotonic()
+            self._watch.progressed()
             if transfer.ended:
                 self._send_end(transfer)
             self._ready.notify_all()
 
-    def refused(self, window: InFlightWindow, header: Header, body: Mapping[str, Any]) -> None:
+    def refused(self, header: Header, body: Mapping[str, Any]) -> None:
         """REFUSE or ABORT from the consumer."""
         what = "refused" if header.kind is FrameType.REFUSE else "aborted"
         reason = f"{self.peer.name} {what}: {text_field(body, 'reason')}"
         with self._lock:
-            transfer = self._answered(window, header)
+            transfer = self._answered(header)
             if transfer is not None:
                 self._fail(transfer, reason, tell_peer=False)
 
+    def pinged(self, window: InFlightWindow, header: Header) -> None:
+        """PING: the consumer has not heard this side for a while."""
+        with self._lock:
+            window.asked = header
+            self._ready.notify_all()
+
+    def ponged(self, window: InFlightWindow, header: Header) -> None:
+        """PONG: whatever was sent before its PING has come."""
+        with self._lock:
+            window.ponged(header.offset)
+
     # The supervisor's calls
 
-    def apply_deadlines(self, now_s: float, progressed: Collection[Carrier]) -> list[Carrier]:
+    def apply_deadlines(self, now_s: float, infos: Mapping[Carrier, TcpInfo]) -> dict[Carrier, str]:
         """Fail the transfers that are overdue.
 
         Args:
             now_s: time.monotonic().
-            progressed: connections whose peer's kernel has taken bytes since the last call.
+            infos: what the kernel says of each connection.
 
         Returns:
-            The connections to close: they have waited too long for an answer.
+            The connections to close, and why: they are silent.
         """
-        options = self._options
         with self._lock:
-            stuck: list[Carrier] = []
+            silent = self._watch.look(now_s, self._windows, infos)
             for window in self._windows:
-                if window.connection in progressed:
-                    window.heard_at_s = self._progressed_at_s = now_s
-                elif window.awaits_answer and now_s - window.heard_at_s > options.progress_deadline_s:
-                    stuck.append(window.connection)
-            unfinished = False
-            for transfer in list(self._transfers.values()):
-                age_s = now_s - transfer.opened_at_s
-                if not self._windows and min(age_s, now_s - self._lost_at_s) > options.resume_s:
-                    self._fail(transfer, f"{self.peer.name} unreachable: {self._trouble or 'no answer'}")
-                elif transfer.phase is not SendPhase.OPENING:
-                    unfinished |= transfer.ended or transfer.acked_bytes < transfer.put_bytes
-                elif age_s > options.accept_deadline_s:
-                    self._fail(
-                        transfer, f"{self.peer.name} did not accept it in {options.accept_deadline_s:g} s"
-                    )
-            # A transfer may wait long behind another's chunks: the progress of the whole queue counts.
-            if not unfinished:
-                self._progressed_at_s = now_s
-            elif now_s - self._progressed_at_s > options.transfer_deadline_s:
-                for transfer in list(self._transfers.values()):
-                    self._fail(transfer, f"no progress for {options.transfer_deadline_s:g} s")
-            return stuck
+                window.trouble = silent.get(window.connection, window.trouble)
+            open_now = self._transfers.values()
+            for transfer, reason in self._watch.overdue(now_s, open_now, bool(self._windows), self._trouble):
+                self._fail(transfer, reason)
+            return silent
 
     def close(self) -> None:
         """Fail what is unfinished and let every writer end."""
@@ -380,14 +395,19 @@ class PeerQueue:
 
     # Under the lock
 
+    def _resume(self) -> None:
+        """The first connection after a time without: the consumer says whether it still knows the transfers."""
+        for transfer in self._transfers.values():
+            if transfer.phase is SendPhase.SENDING:
+                self._controls.append(ControlJob(FrameType.OPEN, transfer, transfer.open_frame(resume=True)))
+
     def _send_end(self, transfer: OutgoingTransfer) -> None:
         body = {"total_bytes": transfer.total_bytes, "hidden_bytes": transfer.overlapped_bytes}
         frame = pack_control(FrameType.END, transfer.transfer_id, body)
         self._controls.append(ControlJob(FrameType.END, transfer, frame))
         self._ready.notify()
 
-    def _answered(self, window: InFlightWindow, header: Header) -> OutgoingTransfer | None:
-        window.heard_at_s = time.monotonic()
+    def _answered(self, header: Header) -> OutgoingTransfer | None:
         for other in self._windows:
             other.opens.pop(header.transfer_id, None)
         return self._transfers.get(header.transfer_id)

@@ -11,13 +11,17 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
+from prfaas.serving.transport.coding import PREFIX_BYTES, decode, decoded_bytes
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, PeerIdentity
 from prfaas.serving.transport.incoming import ProducerSession
+from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, ForgedFrameError, Sealing
+from prfaas.serving.transport.silence import Silence, patience_s, ping_period_s
 from prfaas.serving.transport.sockets import (
     Arrived,
     ConnectionEnded,
@@ -30,6 +34,7 @@ from prfaas.serving.transport.sockets import (
 )
 from prfaas.serving.transport.transfer_table import TransferTable
 from prfaas.serving.transport.wire import (
+    CODED,
     HEADER_BYTES,
     MAX_LINK_CHARS,
     MAX_PROBE_BYTES,
@@ -39,8 +44,11 @@ from prfaas.serving.transport.wire import (
     WireError,
     checksum_of,
     count_field,
+    nack,
     pack_control,
     parse_control,
+    ping,
+    pong,
     seconds_field,
     text_field,
     unpack_header,
@@ -66,7 +74,7 @@ class ReceiverConnection:
         on_stranger_failed: Callable[[str, str], None],
         on_pace: Callable[[PaceOrder], None],
         on_probe: Callable[[str, int], None],
-        progress_deadline_s: float,
+        options: ReceiverOptions,
     ) -> None:
         """`stats` is asked whether only what concerns links is wanted. `on_stranger_failed` gets a sentence, and who it
         was if it has proved that before it failed."""
@@ -78,12 +86,16 @@ class ReceiverConnection:
         self._on_stranger_failed = on_stranger_failed
         self._on_pace = on_pace
         self._on_probe = on_probe
-        self._progress_deadline_s = progress_deadline_s
+        self._options = options
         self._outbox: deque[bytes] = deque()
         self._unsent = memoryview(b"")
         self._sending = threading.Lock()
-        self._payload_since_s: float | None = None
-        self._bytes_received = 0
+        self._inside_frame = False
+        self._silence = Silence()
+        self._pings = 0
+        self._pongs = 0
+        self._pinged_at_s = 0.0
+        self._trouble = ""
         self._header = bytearray(HEADER_BYTES)
         self._scratch = bytearray()
         self._watched: set[bytes] = set()
@@ -143,23 +155,42 @@ class ReceiverConnection:
             self._arrived = read_arrived(self._sock)
         return self._arrived
 
-    def check(self, now_s: float) -> None:
-        """Close the connection if it is stuck inside a frame, send on if the outbox is stuck."""
-        since_s = self._payload_since_s
-        if since_s is not None and now_s - since_s > self._progress_deadline_s and not self._has_progressed():
-            self.failure = f"stuck inside a frame for {self._progress_deadline_s:g} s"
-            self.shut()
+    def check(self, now_s: float, elapsed_s: float, awaited: Collection[tuple[str, str]]) -> None:
+        """Ask a silent producer for a sign of life, close its connection in the end, send on what waits.
+
+        Args:
+            now_s: time.monotonic().
+            elapsed_s: since the last check.
+            awaited: name and session of the producers that have a transfer to finish.
+        """
         if self._has_unsent:
             self.flush()
-
-    def _has_progressed(self) -> bool:
-        """Whether the kernel has received anything since the last call: a slow link is not a stuck one."""
-        before = self._bytes_received
+        who = self.identity
+        if who is None or not (self._inside_frame or (who.name, who.session) in awaited):
+            self._silence.rest()
+            return
+        options, silence = self._options, self._silence
+        spare_s = ping_period_s(options.silence_s)
         try:
-            self._bytes_received = read_tcp_info(self._sock).bytes_received
+            info = read_tcp_info(self._sock)
         except OSError:
-            return False
-        return self._bytes_received > before
+            return
+        silence.look(info, elapsed_s, asked=self._pongs < self._pings, spare_s=spare_s)
+        if silence.path_s > patience_s(options.silence_s):
+            self._close_silent(f"nothing has come back from it for {silence.path_s:.1f} s")
+        elif silence.engine_s > options.progress_deadline_s:
+            inside = ", inside a frame" if self._inside_frame else ""
+            self._close_silent(
+                f"its machine acknowledges, its engine has sent nothing for {silence.engine_s:.1f} s{inside}"
+            )
+        elif silence.engine_s >= spare_s and now_s - self._pinged_at_s >= spare_s:
+            self._pinged_at_s = now_s
+            self._pings += 1
+            self.post(ping(self._pings))
+
+    def _close_silent(self, trouble: str) -> None:
+        self.failure = self._trouble = trouble
+        self.shut()
 
     # The connection's own thread
 
@@ -212,12 +243,12 @@ class ReceiverConnection:
                     self._table.aborted(session, header, self._body(header))
                 elif header.kind is FrameType.FILLER:
                     self._body(header)
-                else:
+                elif not self._took_sign_of_life(header):
                     raise WireError(f"a producer may not send {header.kind.name}")
                 if len(self._outbox) > _OUTBOX_PRESSURE_FRAMES:
                     self._wait_for_outbox()
         finally:
-            self._table.disconnected(session, self)
+            self._table.disconnected(session, self, self._silence.path_s, self._trouble)
 
     def _serve_observer(self) -> None:
         expedite(self._sock)
@@ -242,10 +273,23 @@ class ReceiverConnection:
                 elif header.kind is FrameType.PROBE:
                     nbytes = count_field(body, "bytes", MAX_PROBE_BYTES)
                     self._on_probe(text_field(body, "link", MAX_LINK_CHARS), nbytes)
-                else:
+                elif not self._took_sign_of_life(header):
                     raise WireError(f"an observer may not send {header.kind.name}")
+                if len(self._outbox) > _OUTBOX_PRESSURE_FRAMES:
+                    self._wait_for_outbox()
         finally:
             self._table.unwatch(self, self._watched)
+
+    def _took_sign_of_life(self, header: Header) -> bool:
+        if header.kind is FrameType.PING:
+            self.post(pong(header))
+        elif header.kind is FrameType.PONG:
+            self._pongs = max(self._pongs, min(header.offset, self._pings))
+        else:
+            return False
+        if header.length_bytes:
+            raise WireError(f"{header.kind.name} has no payload")
+        return True
 
     def _next_header(self) -> Header:
         if self.sealing is None:
@@ -273,15 +317,18 @@ class ReceiverConnection:
         return memoryview(self._scratch)[:nbytes]
 
     def _read_payload(self, pieces: list[memoryview]) -> None:
-        self._payload_since_s = time.monotonic()
+        self._inside_frame = True
         try:
             for piece in pieces:
                 receive_exactly(self._sock, piece)
         finally:
-            self._payload_since_s = None
+            self._inside_frame = False
 
     def _receive_chunk(self, session: ProducerSession, header: Header) -> None:
         """Bytes of KV from the wire into staging; their header has been read."""
+        if header.flags & CODED:
+            self._receive_coded(session, header)
+            return
         # 1. Where they belong: a place in the transfer's staging, which is held until step 4.
         place = self._table.place_chunk(session, self, header)
         try:
@@ -303,16 +350,39 @@ class ReceiverConnection:
         # 4. Record them and answer: ACK, or NACK for damaged ones. The last chunk completes the transfer.
         self._table.finish_chunk(place, verified=verified)
 
+    def _receive_coded(self, session: ProducerSession, header: Header) -> None:
+        """As `_receive_chunk`, of a chunk that is as long as its payload says, not its header."""
+        if self.sealing is None:
+            payload = self._scratch_view(header.length_bytes)
+            self._read_payload([payload])
+            verified = self._verify(header, [payload])
+        else:
+            payload = memoryview(self.sealing.opener.open_payload(self._read_sealed(header)))
+            verified = True
+        if not verified:
+            # Even its length may be damaged, so it has no place.
+            self.post(nack(header))
+            return
+        place = self._table.place_chunk(
+            session, self, replace(header, length_bytes=decoded_bytes(payload[:PREFIX_BYTES]))
+        )
+        try:
+            verified = place.transfer is None or decode(payload, place.pieces)
+        except BaseException:
+            self._table.abandon_chunk(place)
+            raise
+        self._table.finish_chunk(place, verified=verified)
+
     def _verify(self, header: Header, pieces: list[memoryview]) -> bool:
         return bool(header.flags & UNCHECKED) or checksum_of(pieces) == header.checksum
 
     def _wait_for_outbox(self) -> None:
-        # The producer's acknowledgements don't fit into the socket: reading on would only pile up more.
-        deadline_s = time.monotonic() + self._progress_deadline_s
+        # Its answers don't fit into the socket: reading on would only pile up more.
+        deadline_s = time.monotonic() + self._options.progress_deadline_s
         poll = select.poll()
         poll.register(self._sock, select.POLLOUT)
         while self._has_unsent:
             if time.monotonic() > deadline_s:
-                raise WireError("the producer does not read its acknowledgements")
+                raise WireError("the other side does not read its answers")
             poll.poll(100)
             self.flush()

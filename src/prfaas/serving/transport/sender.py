@@ -6,6 +6,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from prfaas.serving.transport.handshake import (
 )
 from prfaas.serving.transport.link_report import KernelTotals, link_reports
 from prfaas.serving.transport.options import Peer, SenderOptions
-from prfaas.serving.transport.outgoing import OutgoingTransfer
+from prfaas.serving.transport.outgoing import Carrier, OutgoingTransfer
 from prfaas.serving.transport.pacing import LinkPacer, PaceOrder
 from prfaas.serving.transport.peer_queue import PeerQueue
 from prfaas.serving.transport.sender_connection import SenderConnection
@@ -122,6 +123,7 @@ class Sender:
                 name: queue.stats()
                 | {
                     "encrypted": queue.peer.encrypted,
+                    "coding": _coding(self._connections.get(name, ())),
                     "congestion": sorted({c.congestion for c in self._connections.get(name, ())}),
                     "forged_frames": sum(c.forged_frames for c in self._connections.get(name, ())),
                 }
@@ -149,8 +151,10 @@ class Sender:
     def telemetry(self) -> dict[str, Any]:
         """What observers of this engine get.
 
-        `{"links": {name: LinkReport's fields}, "rejected": {peer: why it will not have this sender}}`
+        `{"links": {name: LinkReport's fields}, "rejected": {peer: why it will not have this sender},
+        "silent": {peer: what is known of its silence}}`
         """
+        silent = {name: queue.silent for name, queue in self._queues.items() if queue.silent}
         rejected = {name: queue.rejection for name, queue in self._queues.items() if queue.rejection}
         infos: dict[str, list[TcpInfo]] = {}
         with self._reporting:
@@ -162,7 +166,11 @@ class Sender:
                     infos.setdefault(peer.link, []).append(info)
             paces = {link: pacer.pace_bits_per_s for link, pacer in self._pacers.items()}
             links = link_reports(self._queues.values(), paces, infos, self._totals)
-        return {"links": links, "rejected": bounded_sentences(rejected)}
+        return {
+            "links": links,
+            "rejected": bounded_sentences(rejected),
+            "silent": bounded_sentences(silent),
+        }
 
     def probe(self, link: str, nbytes: int) -> None:
         """Send about so many bytes of filler on `link`, to see what it carries; real work goes first.
@@ -232,7 +240,17 @@ class Sender:
         for peer_key, queue in self._queues.items():
             if not queue.busy:
                 continue
-            progressed = {c for c in self._connections.get(peer_key, ()) if c.has_progressed()}
-            for stuck in queue.apply_deadlines(now_s, progressed):
-                log.warning("%s acknowledges nothing: connection %d closed", queue.peer.name, stuck.number)
-                stuck.shut()
+            infos: dict[Carrier, TcpInfo] = {}
+            for connection in self._connections.get(peer_key, ()):
+                info = connection.tcp_info()
+                if info is not None:
+                    infos[connection] = info
+            for silent, why in queue.apply_deadlines(now_s, infos).items():
+                log.warning("connection %d to %s is closed: %s", silent.number, queue.peer.name, why)
+                silent.shut()
+
+
+def _coding(connections: Sequence[SenderConnection]) -> dict[str, float] | None:
+    """What coding did on all connections of a peer; None where its chunks leave as they are."""
+    counted = [asdict(counters) for each in connections if (counters := each.coding) is not None]
+    return {name: sum(counters[name] for counters in counted) for name in counted[0]} if counted else None

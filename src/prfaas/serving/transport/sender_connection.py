@@ -11,11 +11,13 @@ import threading
 import time
 from collections.abc import Callable
 
+from prfaas.serving.transport.coding import ChunkCoder, CodingCounters
 from prfaas.serving.transport.handshake import ClientHello, greet
 from prfaas.serving.transport.options import SenderOptions
 from prfaas.serving.transport.outgoing import Chunk, ControlJob, InFlightWindow, PeerSays, SourceGone
 from prfaas.serving.transport.peer_queue import PeerQueue
 from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, ForgedFrameError, Sealing
+from prfaas.serving.transport.silence import ping_period_s
 from prfaas.serving.transport.sockets import (
     ConnectionEnded,
     HandshakeError,
@@ -31,6 +33,7 @@ from prfaas.serving.transport.sockets import (
 )
 from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.wire import (
+    CODED,
     HEADER_BYTES,
     UNCHECKED,
     FrameType,
@@ -47,6 +50,8 @@ log = logging.getLogger(__name__)
 _READ_BYTES = 64 << 10
 # What may wait unsent in the kernel on a paced link.
 _UNSENT_S = 0.02
+# How long an attempt to connect lasts, in times of the pause behind it.
+_ATTEMPT_BACKOFFS = 4
 _MIN_UNSENT_BYTES = 16 << 10
 _MAX_UNSENT_BYTES = 1 << 20
 
@@ -78,10 +83,11 @@ class SenderConnection:
         self._sealing: Sealing | None = None
         self._options = options
         self._buffer = bytearray()
+        self._coder = ChunkCoder() if queue.peer.compressed else None
+        self._pace_bits_per_s: float | None = None
         self._sock: socket.socket | None = None
         self._up = False
         self._closing = False
-        self._bytes_acked = 0
         name = f"prfaas-send-{queue.peer.name}-{number}"
         self._reader_name = f"{name}-acks"
         self._writer = threading.Thread(target=self._run, name=name, daemon=True)
@@ -113,6 +119,7 @@ class SenderConnection:
     def set_rate(self, bytes_per_s: int | None) -> None:
         """Pace the socket; a slow link gets small chunks, to acknowledge smoothly, and little waits unsent."""
         options = self._options
+        self._pace_bits_per_s = None if bytes_per_s is None else 8.0 * bytes_per_s
         chunk = options.chunk_bytes if bytes_per_s is None else int(bytes_per_s * options.chunk_s)
         self.chunk_bytes = max(
             min(options.min_chunk_bytes, options.chunk_bytes), min(options.chunk_bytes, chunk)
@@ -129,6 +136,11 @@ class SenderConnection:
         except OSError:
             pass  # the connection is going down: its threads notice by themselves
 
+    @property
+    def coding(self) -> CodingCounters | None:
+        """What coding did here; None where the peer's chunks leave as they are."""
+        return None if self._coder is None else self._coder.counters
+
     def tcp_info(self) -> TcpInfo | None:
         """None while the connection is down."""
         sock = self._sock
@@ -139,22 +151,15 @@ class SenderConnection:
         except OSError:
             return None
 
-    def has_progressed(self) -> bool:
-        """Whether the peer's kernel has acknowledged bytes since the last call."""
-        info = self.tcp_info()
-        before, self._bytes_acked = self._bytes_acked, info.bytes_acked if info is not None else 0
-        return self._bytes_acked > before
-
     # The writer thread
 
     def _run(self) -> None:
         options = self._options
         backoff_s = options.backoff_min_s
-        again = True
-        while again:
+        while not self.queue.closing:
             began_s = time.monotonic()
             try:
-                trouble, peer_says = self._serve_one_connection()
+                trouble, peer_says = self._serve_one_connection(backoff_s)
             except Exception as error:
                 self.errors += 1
                 log.exception("connection to %s failed", self.queue.peer.name)
@@ -166,19 +171,24 @@ class SenderConnection:
             if lived or peer_says is PeerSays.CLOSED:
                 # A closed port is that of a peer which may be starting: it is to be found soon.
                 backoff_s = min(backoff_s, options.backoff_max_s) if not lived else options.backoff_min_s
-            again = self.queue.wait_before_retry(backoff_s)
-            backoff_s = min(
-                2 * backoff_s, options.rejected_backoff_max_s if rejected else options.backoff_max_s
-            )
+            if self.queue.wait_before_retry(backoff_s):
+                backoff_s = options.backoff_min_s
+            else:
+                backoff_s = min(
+                    2 * backoff_s, options.rejected_backoff_max_s if rejected else options.backoff_max_s
+                )
 
-    def _serve_one_connection(self) -> "tuple[str, PeerSays]":
+    def _serve_one_connection(self, backoff_s: float) -> "tuple[str, PeerSays]":
         """Connect and send until the connection ends.
+
+        Args:
+            backoff_s: between this attempt and the next.
 
         Returns:
             Why it never came up ("" if it did), and what the peer has said to it.
         """
         try:
-            sock = self._connect()
+            sock = self._connect(backoff_s)
         except HandshakeError as error:
             return str(error), PeerSays.REJECTED
         except ConnectionRefusedError as error:
@@ -186,7 +196,6 @@ class SenderConnection:
         except (OSError, WireError) as error:
             return str(error) or repr(error), PeerSays.NOTHING
         window = InFlightWindow(connection=self)
-        self._bytes_acked = 0
         reader = threading.Thread(target=self._read, args=(sock, window), name=self._reader_name, daemon=True)
         self._up = True
         self.queue.connected(window)
@@ -211,8 +220,11 @@ class SenderConnection:
             sock.close()
         return "", PeerSays.NOTHING
 
-    def _connect(self) -> socket.socket:
+    def _connect(self, backoff_s: float) -> socket.socket:
         peer, options = self.queue.peer, self._options
+        # A path that comes back is found soon: TCP's own next attempt may be seconds away.
+        attempt_s = max(ping_period_s(options.silence_s), _ATTEMPT_BACKOFFS * backoff_s)
+        stage = "no answer from its machine"
         family, kind, protocol, _, address = socket.getaddrinfo(
             peer.host, peer.port, type=socket.SOCK_STREAM
         )[0]
@@ -223,14 +235,18 @@ class SenderConnection:
                 raise ConnectionEnded("closing")
             tune(sock, user_timeout_s=options.user_timeout_s, keepalive_s=options.keepalive_s)
             deadline_s = time.monotonic() + options.connect_s
-            sock.settimeout(options.connect_s)
+            sock.settimeout(min(attempt_s, options.connect_s))
             sock.connect(address)
+            stage = "its machine answers, its engine does not"
+            sock.settimeout(options.connect_s)
             self._sealing = greet(sock, self._hello(), deadline_s, self._tls)
             self.congestion = choose_congestion_control(sock, options.congestion)
             sock.settimeout(None)
-        except BaseException:
+        except BaseException as error:
             self._sock = None
             sock.close()
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(stage) from None
             raise
         return sock
 
@@ -263,9 +279,11 @@ class SenderConnection:
             return
         # 3. The bytes leave behind a header; the reader thread takes the ACK.
         try:
-            frame = self._frame_chunk(chunk, copied if shown is None else shown)
-            if shown is not None and self._sealing is not None:
-                # Sealed bytes are a copy.
+            plain = copied if shown is None else shown
+            coded = self._coded(plain)
+            frame = self._frame_chunk(chunk, plain if coded is None else [coded], is_coded=coded is not None)
+            if shown is not None and (self._sealing is not None or coded is not None):
+                # Sealed and coded bytes are a copy.
                 shown = None
                 self.queue.read_done(chunk)
             send_pieces(sock, frame)
@@ -280,7 +298,21 @@ class SenderConnection:
         chunk.source.read_into(chunk.start - chunk.base, payload)
         return [payload]
 
-    def _frame_chunk(self, chunk: Chunk, pieces: list[memoryview]) -> list[memoryview]:
+    def _coded(self, pieces: list[memoryview]) -> memoryview | None:
+        """The chunk as it is shorter; None: it is to leave as it is."""
+        if self._coder is None:
+            return None
+        bits_per_s = self._pace_bits_per_s
+        if bits_per_s is None:
+            info = self.tcp_info()
+            bits_per_s = info.delivery_bits_per_s if info is not None else None
+        whole = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+        coded = self._coder.coded(whole, bits_per_s or None)
+        return None if coded is None else memoryview(coded)
+
+    def _frame_chunk(
+        self, chunk: Chunk, pieces: list[memoryview], *, is_coded: bool = False
+    ) -> list[memoryview]:
         """The DATA frame of a chunk; its header says where the bytes belong, and carries their checksum.
 
         Sealed bytes need none.
@@ -294,7 +326,7 @@ class SenderConnection:
             offset=chunk.start,
             length_bytes=sum(piece.nbytes for piece in pieces),
             payload_checksum=checksum_of(pieces) if checked else 0,
-            flags=0 if checked else UNCHECKED,
+            flags=(0 if checked else UNCHECKED) | (CODED if is_coded else 0),
         )
         if sealing is None:
             return [memoryview(header), *pieces]
@@ -352,9 +384,13 @@ class SenderConnection:
             self.queue.acked(window, header)
         elif header.kind is FrameType.NACK:
             self.queue.nacked(window, header)
+        elif header.kind is FrameType.PONG:
+            self.queue.ponged(window, header)
+        elif header.kind is FrameType.PING:
+            self.queue.pinged(window, header)
         elif header.kind is FrameType.ACCEPT:
-            self.queue.accepted(window, header)
+            self.queue.accepted(header)
         elif header.kind in (FrameType.REFUSE, FrameType.ABORT):
-            self.queue.refused(window, header, parse_control(header, payload))
+            self.queue.refused(header, parse_control(header, payload))
         else:
             raise WireError(f"a consumer may not send {header.kind.name}")

@@ -76,12 +76,32 @@ class TransferTable:
             session.lost_at_s = None
             return session
 
-    def disconnected(self, session: ProducerSession, connection: FrameSink) -> None:
-        """A producer's connection is gone; the grace period starts with the last one."""
+    def disconnected(
+        self, session: ProducerSession, connection: FrameSink, silent_s: float = 0.0, trouble: str = ""
+    ) -> None:
+        """A producer's connection is gone; with the last one the time begins in which it may come back.
+
+        Args:
+            session: whose connection.
+            connection: which one.
+            silent_s: how long before it has given its last sign of life.
+            trouble: why this side has closed it; empty if it was lost.
+        """
         with self._lock:
             session.connections.remove(connection)
             if not session.connections:
-                session.lost_at_s = time.monotonic()
+                session.lost_at_s = time.monotonic() - silent_s
+                session.trouble = trouble
+
+    def awaited(self) -> set[tuple[str, str]]:
+        """Name and session of the producers that have a transfer to finish: they must give signs of life."""
+        unfinished = (TransferPhase.WAITING, TransferPhase.RECEIVING)
+        with self._lock:
+            return {
+                (transfer.session.name, transfer.session.session)
+                for transfer in self._transfers.values()
+                if transfer.phase in unfinished
+            }
 
     # Frames of a producer
 
@@ -90,14 +110,21 @@ class TransferTable:
     ) -> None:
         """OPEN: accept, put into the queue for staging, or refuse with a sentence."""
         transfer_id = header.transfer_id
+        resumes = body.get("resume") is True
         with self._lock:
             live = self._transfers.get(transfer_id)
+            over = self._tombstones.get(transfer_id)
+            if resumes and live is None and over is not None and over.phase is TransferPhase.COMPLETE:
+                connection.post(pack_control(FrameType.ACCEPT, transfer_id))
+                return
             if live is not None and live.session.same(session):
                 # Asked again after a lost connection; one that waits is answered when its turn comes.
                 if live.phase is not TransferPhase.WAITING:
                     connection.post(pack_control(FrameType.ACCEPT, transfer_id))
                 return
             try:
+                if resumes and live is None and over is None:
+                    raise WireError(f"{self._name} does not know the transfer: it was restarted")
                 transfer = self._admissible(session, transfer_id, live is not None, body)
             except ValueError as error:
                 self._counters["refused"] += 1

@@ -1,0 +1,109 @@
+"""What a producer makes of a peer's silence: connections to close, and transfers to give up."""
+
+import time
+from collections.abc import Collection, Iterable, Mapping
+
+from prfaas.serving.transport.options import SenderOptions
+from prfaas.serving.transport.outgoing import Carrier, InFlightWindow, OutgoingTransfer, SendPhase
+from prfaas.serving.transport.silence import HEARTBEAT_BYTES, LookClock, patience_s, ping_period_s
+from prfaas.serving.transport.sockets import TcpInfo
+
+
+class PeerWatch:
+    """What a peer queue knows of its peer's life; guarded by the queue's lock."""
+
+    def __init__(self, peer_name: str, options: SenderOptions) -> None:
+        self._peer_name = peer_name
+        self._options = options
+        self._clock = LookClock()
+        self._dark_s = 0.0
+        self._stuck_s = 0.0
+        self.silent = ""
+        """What is known of a silence that goes on; empty while there is none."""
+
+    def begin(self) -> None:
+        """The first transfer after a time without any."""
+        self._clock.elapsed_s(time.monotonic())
+        self._dark_s = self._stuck_s = 0.0
+
+    def connected(self) -> None:
+        """A connection is up."""
+        self._dark_s = 0.0
+        self.silent = ""
+
+    def progressed(self) -> None:
+        """The peer has accepted or acknowledged something."""
+        self._stuck_s = 0.0
+
+    def look(
+        self, now_s: float, windows: Collection[InFlightWindow], infos: Mapping[Carrier, TcpInfo]
+    ) -> dict[Carrier, str]:
+        """Count the silence.
+
+        Args:
+            now_s: time.monotonic().
+            windows: of the connections that are up.
+            infos: what the kernel says of them now.
+
+        Returns:
+            The connections to close, and why.
+        """
+        options = self._options
+        elapsed_s = self._clock.elapsed_s(now_s)
+        spare_s = ping_period_s(options.silence_s)
+        self._stuck_s += elapsed_s
+        closing: dict[Carrier, str] = {}
+        for window in windows:
+            info, silence = infos.get(window.connection), window.silence
+            if info is None:
+                continue
+            before = silence.bytes_acked
+            silence.look(info, elapsed_s, asked=window.awaits_answer, spare_s=spare_s)
+            if info.bytes_acked - before > HEARTBEAT_BYTES:
+                self._stuck_s = 0.0
+            if silence.path_s > patience_s(options.silence_s):
+                closing[window.connection] = f"nothing has come back from it for {silence.path_s:.1f} s"
+            elif silence.engine_s > options.progress_deadline_s:
+                closing[window.connection] = (
+                    f"its machine acknowledges, its engine has taken nothing for {silence.engine_s:.1f} s"
+                )
+        path_s = [window.silence.path_s for window in windows]
+        self._dark_s = min(path_s) if path_s else self._dark_s + elapsed_s
+        engine_s = min((window.silence.engine_s for window in windows), default=0.0)
+        if path_s and self._dark_s <= spare_s:
+            late = engine_s > options.silence_s
+            self.silent = f"its engine has not answered for {engine_s:.1f} s" if late else ""
+        elif self._dark_s > patience_s(options.silence_s):
+            self.silent = f"nothing has come back from it for {self._dark_s:.1f} s"
+        return closing
+
+    def overdue(
+        self, now_s: float, transfers: Iterable[OutgoingTransfer], up: bool, trouble: str
+    ) -> list[tuple[OutgoingTransfer, str]]:
+        """The transfers that must end now, and why; after `look`.
+
+        Args:
+            now_s: time.monotonic().
+            transfers: all that are open.
+            up: the peer has a connection.
+            trouble: what happened to the last one.
+        """
+        options = self._options
+        transfers = list(transfers)
+        overdue: list[tuple[OutgoingTransfer, str]] = []
+        unfinished = False
+        for transfer in transfers:
+            age_s = now_s - transfer.opened_at_s
+            if not up and min(age_s, self._dark_s) > options.resume_s:
+                overdue.append((transfer, f"{self._peer_name} unreachable: {trouble or 'no answer'}"))
+            elif transfer.phase is not SendPhase.OPENING:
+                unfinished |= transfer.ended or transfer.acked_bytes < transfer.put_bytes
+            elif age_s > options.accept_deadline_s:
+                limit_s = options.accept_deadline_s
+                overdue.append((transfer, f"{self._peer_name} did not accept within {limit_s:g} s"))
+        # A transfer may wait long behind another's chunks: the progress of the whole queue counts.
+        if not unfinished:
+            self._stuck_s = 0.0
+        elif self._stuck_s > options.transfer_deadline_s:
+            overdue = [(each, f"no progress for {options.transfer_deadline_s:g} s") for each in transfers]
+        return overdue
