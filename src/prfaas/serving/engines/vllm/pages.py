@@ -1,6 +1,6 @@
 """Engine KV memory seen as opaque pages, and the copies between it and host buffers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
 from threading import Lock
@@ -126,6 +126,19 @@ def raw_pages(tensor: torch.Tensor, num_blocks: int, content_bytes: int | None =
     )
 
 
+def _pages_of(page_bytes: int, pieces: Sequence[memoryview]) -> Iterator[tuple[int, int, Bytes2D]]:
+    """Cut a run of pages that lies in pieces into (index of a page, offset in it, whole pages or a part of one)."""
+    done = 0
+    for piece in pieces:
+        data = np.frombuffer(piece, dtype=np.uint8)
+        while len(data):
+            index, start = divmod(done, page_bytes)
+            whole = 0 if start else len(data) // page_bytes
+            nbytes = whole * page_bytes or min(page_bytes - start, len(data))
+            yield index, start, data[:nbytes].reshape(max(whole, 1), -1)
+            done, data = done + nbytes, data[nbytes:]
+
+
 def _dense_extent(block: torch.Tensor) -> int:
     """Elements from the first to the last of a block in memory, whatever the order of its dimensions."""
     return 1 + sum((size - 1) * stride for size, stride in zip(block.shape, block.stride(), strict=True))
@@ -201,20 +214,11 @@ class HostPages:
             done += len(piece)
 
     def write_run(self, blocks: Sequence[int], pieces: Sequence[memoryview]) -> None:
-        done = 0
-        for piece in pieces:
-            data = np.frombuffer(piece, dtype=np.uint8)
-            while len(data):
-                index, start = divmod(done, self.page_bytes)
-                whole = 0 if start else len(data) // self.page_bytes
-                if whole:  # all whole pages of a piece at once
-                    nbytes = whole * self.page_bytes
-                    pages = data[:nbytes].reshape(whole, self.page_bytes)
-                    self._pages[list(blocks[index : index + whole])] = pages
-                else:
-                    nbytes = min(self.page_bytes - start, len(data))
-                    self._pages[blocks[index], start : start + nbytes] = data[:nbytes]
-                done, data = done + nbytes, data[nbytes:]
+        for index, start, pages in _pages_of(self.page_bytes, pieces):
+            if start or pages.shape[1] < self.page_bytes:
+                self._pages[blocks[index], start : start + pages.shape[1]] = pages[0]
+            else:
+                self._pages[list(blocks[index : index + len(pages)])] = pages
 
     def flush(self) -> None:
         """Host writes are done when they return."""
@@ -310,17 +314,10 @@ class DevicePages:
                 target[done : done + count] = self._bounce_bytes[:count]
 
     def write_run(self, blocks: Sequence[int], pieces: Sequence[memoryview]) -> None:
-        done = 0
-        for piece in pieces:
-            taken = 0
-            while taken < len(piece):
-                index, start = divmod(done + taken, self.page_bytes)
-                nbytes = min(self.page_bytes - start, len(piece) - taken)
-                # The staging arena is pinned on a device engine, so this copy runs beside the compute stream.
-                source = torch.from_numpy(np.frombuffer(piece[taken : taken + nbytes], dtype=np.uint8))
-                self._copy(self._raw[blocks[index], start : start + nbytes], source)
-                taken += nbytes
-            done += taken
+        for index, start, pages in _pages_of(self.page_bytes, pieces):
+            # The staging arena is pinned on a device engine, so these copies run beside the compute stream.
+            for block, page in zip(blocks[index : index + len(pages)], torch.from_numpy(pages), strict=True):
+                self._copy(self._raw[block, start : start + len(page)], page)
 
     def flush(self) -> None:
         self._synchronize()
