@@ -17,6 +17,7 @@ from prfaas.serving.transport import (
     Peer,
     Receiver,
     Sender,
+    SenderOptions,
     SendPhase,
     StagingArena,
     Ticket,
@@ -91,7 +92,7 @@ class Ends:
 @pytest.fixture
 def make_ends(make_laboratory: MakeLaboratory) -> Iterator[Callable[..., Ends]]:
     @contextmanager
-    def ends(rate_bits_per_s: float, connections: int, paced: bool) -> Iterator[Ends]:
+    def ends(rate_bits_per_s: float, connections: int, paced: bool, options: SenderOptions) -> Iterator[Ends]:
         line = LineSettings.of_round_trip(rate_bits_per_s, 0.030)
         laboratory = make_laboratory(line)
         with laboratory.inside("home-0"):
@@ -109,7 +110,7 @@ def make_ends(make_laboratory: MakeLaboratory) -> Iterator[Callable[..., Ends]]:
         with laboratory.inside("far-0"):
             pace = line.goodput_bits_per_s if paced else None
             peer = Peer("c/0", laboratory.address("home-0"), PORT, "wan", connections, pace)
-            sender = Sender(name="p/0", key=KEY, peers={"c/0": peer}, fingerprint={})
+            sender = Sender(name="p/0", key=KEY, peers={"c/0": peer}, fingerprint={}, options=options)
             sender.start()
         try:
             await_true(lambda: sender.stats()["peers"]["c/0"]["connections"] == connections)
@@ -122,8 +123,14 @@ def make_ends(make_laboratory: MakeLaboratory) -> Iterator[Callable[..., Ends]]:
 
     made = []
 
-    def make(rate_bits_per_s: float = 200e6, connections: int = 4, *, paced: bool = True) -> Ends:
-        made.append(ends(rate_bits_per_s, connections, paced))
+    def make(
+        rate_bits_per_s: float = 200e6,
+        connections: int = 4,
+        *,
+        paced: bool = True,
+        congestion: str | None = "bbr",
+    ) -> Ends:
+        made.append(ends(rate_bits_per_s, connections, paced, SenderOptions(congestion=congestion)))
         return made[-1].__enter__()
 
     yield make
@@ -239,6 +246,19 @@ def test_killed_connections_cost_time(make_ends: Callable[..., Ends], count: int
     chunk_bytes = max(connection.chunk_bytes for connection in ends.sender._connections["c/0"])
     assert (after - between) - (between - before) < 2 * killed * chunk_bytes
     assert ends.counters()["failed"] == 0
+
+
+def test_the_first_transfer_after_a_lossy_spell_is_not_slow(make_ends: Callable[..., Ends]) -> None:
+    """Connections whose window was spoiled are made anew while nobody needs them. BBR needs no such thing."""
+    ends = make_ends(congestion="cubic")
+    before_s = sorted(ends.send(1 << 20) for _ in range(3))[1]
+    connects = ends.counters()["connects"]
+    ends.laboratory.change(loss=0.05)
+    ends.send(1 << 20)
+    ends.laboratory.change(loss=0.0)
+    await_true(lambda: ends.counters()["connects"] > connects and ends.counters()["connections"] == 4)
+    # Without a new connection it takes 4.7 times as long.
+    assert ends.send(1 << 20) < 2 * before_s + 0.1
 
 
 def test_an_observer_notices_a_dark_path(make_laboratory: MakeLaboratory) -> None:

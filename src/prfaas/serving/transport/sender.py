@@ -60,6 +60,7 @@ class Sender:
         self._queues: dict[str, PeerQueue] = {}
         self._connections: dict[str, list[SenderConnection]] = {}
         self._starting = threading.Lock()
+        self._used: set[str] = set()  # peers that had work at the last look
         self._totals = KernelTotals()
         self._reporting = threading.Lock()
         for peer_key, peer in peers.items():
@@ -229,15 +230,24 @@ class Sender:
                     log.exception("supervision of sender %s failed", self.name)
                 self._wake.wait(self._options.sample_s)
                 self._wake.clear()
+            self._renew_idle()
+
+    def _renew_idle(self) -> None:
+        for peer_key in [key for key in self._used if not self._queues[key].busy]:
+            self._used.discard(peer_key)
+            for connection in self._connections.get(peer_key, ()):
+                connection.renew_if_spoiled()
 
     def _supervise_once(self) -> None:
         """Apply the deadlines, close what is stuck."""
         now_s = time.monotonic()
+        self._renew_idle()
         for pacer in self._pacers.values():
             pacer.look()
         for peer_key, queue in self._queues.items():
             if not queue.busy:
                 continue
+            self._used.add(peer_key)
             infos: dict[Carrier, TcpInfo] = {}
             for connection in self._connections.get(peer_key, ()):
                 info = connection.tcp_info()
