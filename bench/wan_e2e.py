@@ -12,14 +12,16 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from wan import overlap
+from wan import mid_run, outages, overlap, resumption
 from wan.laboratory import ending_on_sigterm, missing
 
-TRIALS = {trial.name: trial for trial in overlap.TRIALS}
+OVERLAP = {trial.name: trial for trial in overlap.TRIALS}
+MID_RUN = {f"drop-{policy}": policy for policy in mid_run.POLICIES}
+OUTAGES = {outage.name: outage for outage in outages.OUTAGES}
+RESUMED = {f"transfer-{name}": name for name in resumption.INTERRUPTIONS}
+TRIALS = (*OVERLAP, *MID_RUN, *OUTAGES, *RESUMED)
 
 
 def main() -> None:
@@ -42,49 +44,40 @@ def main() -> None:
     load_before = os.getloadavg()
     with ending_on_sigterm(), tempfile.TemporaryDirectory() as scratch:
         directory = options.keep or Path(scratch)
-        rows = overlap.run(
-            [TRIALS[name] for name in names], options.rounds, directory, encryption=not options.plain
+        encryption = not options.plain
+        overlapped = overlap.run(
+            [OVERLAP[name] for name in names if name in OVERLAP],
+            options.rounds,
+            directory,
+            encryption=encryption,
         )
-    print_overlap(rows)
+        dropped = mid_run.run(
+            directory, [MID_RUN[name] for name in names if name in MID_RUN], encryption=encryption
+        )
+        interrupted = outages.run(
+            directory, [OUTAGES[name] for name in names if name in OUTAGES], encryption=encryption
+        )
+        resumed = resumption.run([RESUMED[name] for name in names if name in RESUMED])
+    overlap.print_table(overlapped)
+    mid_run.print_table(dropped)
+    outages.print_table(interrupted)
+    resumption.print_table(resumed)
     print(f"load average before {load_before[0]:.1f}, after {os.getloadavg()[0]:.1f}")
     if options.json:
-        figures = {"overlap": rows, "load_before": load_before, "load_after": os.getloadavg()}
-        document = {"figures": figures, "goals": goals(rows)}
+        figures = {
+            "overlap": overlapped,
+            "rate_drop": dropped,
+            "outages": interrupted,
+            "resumed_transfers": resumed,
+            "load_before": load_before,
+            "load_after": os.getloadavg(),
+        }
+        goals = [goal for row in overlapped for goal in overlap.goals(row)]
+        goals += [goal for row in dropped for goal in mid_run.goals(row)]
+        goals += [goal for row in interrupted for goal in outages.goals(row)]
+        goals += [goal for row in resumed for goal in resumption.goals(row)]
+        document = {"figures": figures, "goals": goals}
         options.json.write_text(json.dumps(document, indent=2) + "\n")
-
-
-def print_overlap(rows: Sequence[Mapping[str, Any]]) -> None:
-    print("trial           MB  prefill s  ideal s  TTFT s  exposed s (worst)   goal  tokens")
-    for row in rows:
-        print(
-            f"{row['trial']:14} {row['kv_mb']:5.1f} {row['prefill_s']:9.2f} {row['ideal_s']:8.2f} {row['ttft_s']:7.2f}"
-            f"  {row['exposed_s']:8.3f} ({row['exposed_s_worst']:.3f})  {row['goal_s']:6.3f}  "
-            f"{'equal' if row['equal'] else 'DIFFERENT'}{'' if row['met'] else '  (missed)'}"
-        )
-
-
-def goals(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    found = []
-    for row in rows:
-        found.append(
-            {
-                "name": f"{row['trial']}: time exposed",
-                "value": row["exposed_s"],
-                "unit": "s",
-                "goal": row["goal_s"],
-                "met": row["met"],
-            }
-        )
-        found.append(
-            {
-                "name": f"{row['trial']}: answers equal to plain vLLM",
-                "value": sum(each != "no" for each in row["equalities"]),
-                "unit": "answers",
-                "goal": len(row["equalities"]),
-                "met": row["equal"],
-            }
-        )
-    return found
 
 
 if __name__ == "__main__":

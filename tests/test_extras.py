@@ -164,6 +164,8 @@ def test_commands_of_the_base_installation(words: list[str]) -> None:
         (["profile", "http://127.0.0.1:9"], "plan"),
         (["doctor", str(EXAMPLES / "local.yaml")], "gateway"),
         (["demo"], "gateway"),
+        (["key", str(EXAMPLES / "local.yaml")], "gateway"),
+        (["certs", str(EXAMPLES / "local.yaml")], "gateway"),
         (["replay", "http://127.0.0.1:9", "--poisson", "1", "--limit", "1"], "gateway"),
     ],
 )

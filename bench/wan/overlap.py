@@ -164,7 +164,7 @@ def checkpoint(directory: Path, model: str) -> Path:
     from safetensors.torch import save_file
 
     family = "qwen3" if model == "dense" else "qwen3-next"
-    config = tiny_config(family) | (DENSE if model == "dense" else {})
+    config = tiny_config(family) | dict(DENSE if model == "dense" else {})
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     write_tokenizer(directory, config["max_position_embeddings"])
@@ -266,3 +266,34 @@ def summary(trial: OverlapTrial, rounds: Sequence[OverlapRound]) -> dict[str, An
         "equalities": [each.equality for each in rounds],
         "rounds": [asdict(each) for each in rounds],
     }
+
+
+def goals(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of one trial."""
+    return [
+        {
+            "name": f"{row['trial']}: time exposed",
+            "value": row["exposed_s"],
+            "unit": "s",
+            "goal": row["goal_s"],
+            "met": row["met"],
+        },
+        {
+            "name": f"{row['trial']}: answers equal to plain vLLM",
+            "value": sum(each != Equality.NO for each in row["equalities"]),
+            "unit": "answers",
+            "goal": len(row["equalities"]),
+            "met": row["equal"],
+        },
+    ]
+
+
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    if rows:
+        print("trial           MB  prefill s  ideal s  TTFT s  exposed s (worst)   goal  tokens")
+    for row in rows:
+        print(
+            f"{row['trial']:14} {row['kv_mb']:5.1f} {row['prefill_s']:9.2f} {row['ideal_s']:8.2f} {row['ttft_s']:7.2f}"
+            f"  {row['exposed_s']:8.3f} ({row['exposed_s_worst']:.3f})  {row['goal_s']:6.3f}  "
+            f"{'equal' if row['equal'] else 'DIFFERENT'}{'' if row['met'] else '  (missed)'}"
+        )

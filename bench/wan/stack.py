@@ -21,7 +21,9 @@ from wan.laboratory import Laboratory
 FAR, HOME = "far", "home"
 GATEWAY_HOST = "home-0"
 LINK = f"{FAR}->{HOME}"
-GATEWAY_PORT, ADMIN_PORT, HTTP_PORT, KV_PORT = 8000, 8001, 8100, 8200
+GATEWAY_PORT, ADMIN_PORT, HTTP_PORT = 8000, 8001, 8100
+FIRST_KV_PORT = 8200
+"""The first engine's; each has another one, by which its connections are known."""
 SERVED_NAME = "tiny"
 _READY_S = 400.0
 _GATEWAY_READY_S = 90.0
@@ -86,7 +88,7 @@ def write_deployment(
                     "roles": list(engine.roles),
                     "host": laboratory.address(engine.host),
                     "http_port": HTTP_PORT,
-                    "kv_port": KV_PORT,
+                    "kv_port": FIRST_KV_PORT + engines.index(engine),
                 }
                 for engine in members
             ],

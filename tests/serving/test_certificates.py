@@ -15,7 +15,8 @@ from prfaas.core.deployment import CONTROL, GATEWAY, TOOLS, Deployment, load_dep
 from prfaas.serving import certificates
 from prfaas.serving.certificates import CertificateFolder, identity_of
 from prfaas.serving.engines.preparation import ensure_certificates
-from prfaas.serving.transport.tls_identity import TlsFileError, TlsIdentity, names_instance
+from prfaas.serving.secret_files import TlsFileError
+from prfaas.serving.transport.tls_identity import TlsIdentity, names_instance
 
 ALL = ("far-0", "home-0", GATEWAY, TOOLS)
 

@@ -24,7 +24,7 @@ _ENGINE_MODULES = {"vllm", "torch", "transformers", "safetensors"}
 # The commands that need more than the base installation, by extra of pyproject.toml. tests/test_extras.py holds
 # them together.
 PLAN_COMMANDS = ("plan", "simulate", "study", "reproduce", "bandwidth", "profile")
-GATEWAY_COMMANDS = ("up", "serve", "certs", "doctor", "demo", "replay", "engine")
+GATEWAY_COMMANDS = ("up", "serve", "key", "certs", "doctor", "demo", "replay", "engine")
 _OWNERS = {"plan": "the planner's", "gateway": "the gateway's"}
 
 
@@ -43,8 +43,7 @@ def sentence(error: Exception, command: str = "") -> str | None:
     from prfaas.core.workload import WorkloadError
     from prfaas.serving.admin_token import AdminTokenError
     from prfaas.serving.engines import EngineError
-    from prfaas.serving.transport.ticket import KeyFileError
-    from prfaas.serving.transport.tls_identity import TlsFileError
+    from prfaas.serving.secret_files import KeyFileError, TlsFileError
 
     known = (CliError, DeploymentError, EngineError, ConfigError, PlanError, ProfileError, KeyFileError)
     if isinstance(error, (*known, AdminTokenError, TlsFileError, WorkloadError)):

@@ -1,5 +1,6 @@
 """A deployment's gateway with its live control plane."""
 
+import logging
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
@@ -10,6 +11,8 @@ from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of
 from prfaas.serving.gateway import Draining, serve_gateway
 from prfaas.serving.transport.ticket import load_key
+
+logger = logging.getLogger(__name__)
 
 
 async def serve_live(
@@ -30,6 +33,9 @@ async def serve_live(
         AdminTokenError: the operators' token can't be read.
         OSError: an address of the gateway can't be bound.
     """
+    clear = [each.name for each in deployment.instances if each.tls and each.events_port is not None]
+    if clear:
+        logger.warning("KV-cache events, which hold token ids, come unencrypted from %s", ", ".join(clear))
     kv_model = kv_model_of(deployment)
     registry = CollectorRegistry()
     tls = identity_of(deployment, GATEWAY)

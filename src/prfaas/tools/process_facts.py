@@ -17,9 +17,10 @@ from prfaas.core.deployment import TOOLS, Deployment, Instance
 from prfaas.serving.admin_token import AdminTokenError, load_token
 from prfaas.serving.certificates import https_options
 from prfaas.serving.gateway import GatewayOptions
+from prfaas.serving.secret_files import KeyFileError, TlsFileError
 from prfaas.serving.transport.observer import Observer
-from prfaas.serving.transport.ticket import KeyFileError, load_key
-from prfaas.serving.transport.tls_identity import TlsFileError, TlsIdentity
+from prfaas.serving.transport.ticket import load_key
+from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.tools.finding import Finding, ok, problem
 from prfaas.tools.http_client import get_json
 from prfaas.tools.security_facts import tools_identity

@@ -140,6 +140,12 @@ def test_who_may_connect_without_encryption(tmp_path: Path) -> None:
     assert plain("branch-0") == {"far-0", *asking}
 
 
+def at_host(host: str) -> list[dict[str, Any]]:
+    clusters: list[dict[str, Any]] = document()["clusters"]
+    clusters[0]["instances"][0]["host"] = host
+    return clusters
+
+
 def renamed(name: str) -> list[dict[str, Any]]:
     clusters: list[dict[str, Any]] = document()["clusters"]
     clusters[0]["instances"][0]["name"] = name
@@ -155,6 +161,8 @@ def renamed(name: str) -> list[dict[str, Any]]:
         ({"clusters": renamed("Home-1")}, '"home-1" and "Home-1" are one name in certificates'),
         ({"clusters": renamed("a..b")}, '"a..b" can\'t stand in a certificate'),
         ({"clusters": renamed("10.0.0.7")}, '"10.0.0.7" can\'t stand in a certificate'),
+        ({"clusters": at_host("Home-1")}, '"Home-1" is also the name of instance "home-1", and certificates bear both'),
+        ({"clusters": at_host("gateway")}, 'host: "gateway" is also the name of a part of prfaas'),
         ({"security": {"engine_tls": "sometimes"}}, 'must be one of "elsewhere", "always", "never"'),
         ({"security": {"encrypt_inside": "yes"}}, "security.encrypt_inside: must be true or false"),
         ({"security": {"tenant_weights": {"gold": 2}}}, "tenant_weights: needs security.tenant_header"),
@@ -172,6 +180,10 @@ def test_errors(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
 def test_tenants_have_weights(tmp_path: Path) -> None:
     security = {"tenant_header": "x-tenant", "tenant_weights": {"gold": 4}}
     assert load(tmp_path, security=security).security.tenant_weights == {"gold": 4}
+
+
+def test_a_machine_may_be_called_as_its_instance(tmp_path: Path) -> None:
+    assert load(tmp_path, clusters=at_host("far-0")).instance("far-0").host == "far-0"
 
 
 def test_names_are_free_where_nothing_is_encrypted(tmp_path: Path) -> None:

@@ -13,6 +13,10 @@ MBIT = 1e6
 RTT_S = 0.03
 
 
+def arrival_of(at_s: float, nbytes: int, rtt_s: float = 0.0) -> ArrivalSample:
+    return ArrivalSample(at_s, nbytes, nbytes // 100, mss_bytes=100, rtt_s=rtt_s, connections=4)
+
+
 class Path:
     """Producers and one consumer on a link of `carries` bit/s, looked at ten times a second.
 
@@ -106,7 +110,7 @@ class Path:
             self.words.append((self.now_s + rtt_s + self.late_s, words))
         while self.words and self.words[0][0] <= self.now_s:
             self.heard = self.words.pop(0)[1]
-        arrival = ArrivalSample(self.now_s, int(self.arrived_bytes), rtt_s=rtt_s, connections=4)
+        arrival = arrival_of(self.now_s, int(self.arrived_bytes), rtt_s)
         heard = {name: each for name, each in self.heard.items() if each.at_s > self.now_s - 3}
         self.meter.observe(heard, {"c/0": arrival}, self.now_s)
         self.filler_bytes += self.meter.probe_bytes(self.now_s)
@@ -296,7 +300,7 @@ def test_random_loss_is_no_congestion_and_a_hundredth_lost_is() -> None:
 def test_a_restarted_consumer_starts_again_from_nothing() -> None:
     meter = LinkMeter(100 * MBIT, 0.0)
     for now_s, total in ((1.0, 5000), (1.1, 6000), (1.2, 200)):
-        meter.observe({}, {"c/0": ArrivalSample(now_s, total)}, now_s)
+        meter.observe({}, {"c/0": arrival_of(now_s, total)}, now_s)
     assert meter.carried_bytes == 1000 + 200
 
 
@@ -339,7 +343,7 @@ def test_whatever_is_told_the_meter_keeps_its_bounds(
             total, int(resent * total), rtt_s, 0.0, up, 4,
         )  # fmt: skip
         senders = {"p/0": word} if who in ("both", "sender") else {}
-        arrivals = {"c/0": ArrivalSample(now_s, total, rtt_s=rtt_s)} if who in ("both", "consumer") else {}
+        arrivals = {"c/0": arrival_of(now_s, total, rtt_s)} if who in ("both", "consumer") else {}
         before = meter.capacity_bits_per_s
         assert meter.observe(senders, arrivals, now_s) >= 0
         assert 1 * MBIT <= meter.capacity_bits_per_s <= 100 * MBIT

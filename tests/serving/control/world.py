@@ -195,4 +195,11 @@ def report(**changes: Any) -> dict[str, Any]:
 
 def arrived(**changes: Any) -> dict[str, Any]:
     """What one producer has sent, as a receiver tells it."""
-    return {"bytes_total": 0, "unread_bytes": 0, "rtt_s": 0.001, "connections": 4} | changes
+    told = {
+        "bytes_total": 0,
+        "mss_bytes": 1000,
+        "unread_bytes": 0,
+        "rtt_s": 0.001,
+        "connections": 4,
+    } | changes
+    return {"segments_total": told["bytes_total"] // 1000} | told

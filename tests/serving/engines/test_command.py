@@ -11,7 +11,7 @@ from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.kv import ConfigError
 from prfaas.serving.certificates import CertificateFolder
 from prfaas.serving.engines.command import EngineCommand, vllm_command
-from prfaas.serving.transport.tls_identity import TlsFileError
+from prfaas.serving.secret_files import TlsFileError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "local.yaml"
 
@@ -106,6 +106,7 @@ def test_the_connector_is_told_whom_it_may_know(tmp_path: Path) -> None:
         "bandwidth_bits_per_s": deployment.links[0].bandwidth_bits_per_s,
         "on_demand": False,
         "encrypted": True,
+        "compressed": False,
         "share_bits_per_s": deployment.links[0].bandwidth_bits_per_s,
     }
     assert producer["peers"]["home-prefill-0"]["on_demand"]

@@ -29,10 +29,13 @@ from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.staging import StagingArena
 from prfaas.serving.transport.ticket import Ticket, TicketError, prompt_digest
+from prfaas.serving.transport.wire import TransferPhase
 
 from . import stand_in_apis
 
 BLOCK_TOKENS = 16
+CACHED_TOKENS = 48
+"""What an engine that `lingers` says it had cached."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] | trim }}<|im_end|>\n"
     "{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -125,6 +128,9 @@ class StandInEngine:
     "mid-stream", "mid-event"), or says that it failed ("http-500", "error-event", "early-end"); streams after
     `dies_after` tokens. `deaths`: how often yet. `freezes`: in place of dying it says nothing more over HTTP until
     `frozen` is false again. `mute`: its KV port accepts connections and never says a word.
+
+    `lingers`: three quarters of its KV leave; the rest of it, and of its prefill, wait for `goes_on`, and then do what
+    `lingers` says: "ends" well, "aborts" the transfer, or the prefill "fails" too.
     """
 
     name: str
@@ -144,6 +150,7 @@ class StandInEngine:
     freezes: bool = False
     frozen: bool = False
     mute: bool = False
+    lingers: str | None = None
     refuses_in_stream: bool = True
     refuses_user: bool = False
     other_ids: bool = False
@@ -155,6 +162,11 @@ class StandInEngine:
     staging_bytes: int = 1 << 20
     seen: list[Seen] = field(default_factory=list)
     loaded: list[int] = field(default_factory=list)
+    early: int = 0
+    """Requests that came before their KV was complete."""
+    lost: int = 0
+    """Requests whose KV did not come, which it prefilled."""
+    goes_on: asyncio.Event = field(default_factory=asyncio.Event)
     prefixes: list[int] = field(default_factory=list)
     cancelled: int = 0
     http_port: int = 0
@@ -342,9 +354,14 @@ class StandInEngine:
             assert ticket is not None and len(ids) == ticket.num_tokens
             assert ticket.prompt_digest == digest(body, ids)
             if self.sends:
-                self._send(ticket, params["prfaas"], ids)
+                await self._send(ticket, params["prfaas"], ids)
+            if self.lingers == "fails":
+                return web.json_response({"error": {"message": "made to fail late"}}, status=500)
         elif ticket is not None and ticket.consumer == self.name:
-            self.loaded.append(self._load(ticket, body, ids))
+            if await self._arrived(ticket):
+                self.loaded.append(self._load(ticket, body, ids))
+            else:
+                self.lost += 1
         if not sends and self.dies is not None:
             self.deaths += 1
             if self.dies == "http-500":
@@ -467,15 +484,38 @@ class StandInEngine:
         except TicketError:
             return None
 
-    def _send(self, ticket: Ticket, sealed: str, ids: list[int]) -> None:
+    async def _send(self, ticket: Ticket, sealed: str, ids: list[int]) -> None:
         assert self.sender is not None
-        outgoing = self.sender.open(
-            ticket, sealed, IdLayout().region_bytes(ticket.num_tokens, ticket.skip_tokens)
-        )
+        sizes = IdLayout().region_bytes(ticket.num_tokens, ticket.skip_tokens)
+        outgoing = self.sender.open(ticket, sealed, sizes, CACHED_TOKENS if self.lingers else None)
         payload = kv_of(ids[ticket.skip_tokens :])
+        first = 0
+        if self.lingers:
+            first = len(payload) // 4 * 3
+            outgoing.put(0, 0, BytesSource(payload[:first]))
+            try:
+                await self.goes_on.wait()
+            except asyncio.CancelledError:
+                outgoing.abort("the prefill was cancelled")
+                raise
+        if self.lingers == "fails":
+            return
+        if self.lingers == "aborts":
+            outgoing.abort("made to abort")
         if payload and not self.stalls:
-            outgoing.put(0, 0, BytesSource(payload))
+            outgoing.put(0, first, BytesSource(payload[first:]))
         outgoing.end()
+
+    async def _arrived(self, ticket: Ticket) -> bool:
+        """Wait for a transfer as engines do; False: it failed."""
+        status = self.receiver.state(ticket.transfer_id)
+        is_early = status is not None and not status.phase.terminal
+        self.early += is_early
+        while status is not None and not status.phase.terminal:
+            await asyncio.sleep(0.01)
+            status = self.receiver.state(ticket.transfer_id)
+        # A request with no transfer at all is the gateway's fault, which `_load` says.
+        return not is_early or (status is not None and status.phase is TransferPhase.COMPLETE)
 
     def _load(self, ticket: Ticket, body: dict[str, Any], ids: list[int]) -> int:
         staged = self.receiver.take(ticket.transfer_id)

@@ -118,6 +118,7 @@ def deployment_of(
     control: ControlConfig = ControlConfig(),
     *,
     hardware: str = "any",
+    decode_lead_s: float = 1.0,
 ) -> Deployment:
     """A far cluster with `remote`, and one with all others, which decode if they are not called `local`."""
 
@@ -141,7 +142,7 @@ def deployment_of(
         gateway=gateway,
         security=Security(home / "key", tenant_header),
         engine=EngineConfig(2048, 16, 1, 1 << 20, 1 << 16, None, (), {}),
-        transfer=TransferLimits(60.0, 30.0, 20.0, 60.0, 8.0),
+        transfer=TransferLimits(60.0, 30.0, 20.0, 60.0, 8.0, decode_lead_s=decode_lead_s),
         control=control,
     )
 
@@ -160,6 +161,7 @@ async def running_world(
     control: ControlConfig = ControlConfig(),
     limits: GatewayLimits | None = None,
     hardware: str = "any",
+    decode_lead_s: float = 1.0,
     **decode: Any,
 ) -> AsyncIterator[World]:
     """`spare`, `third`: with more decode instances, taken when the first one is out; `decode`: its fields.
@@ -183,7 +185,9 @@ async def running_world(
     if limits is not None:
         gateway_config = replace(gateway_config, limits=limits)
     deployment = deployment_of(
-        home, engines, model_dir, tenant_header, gateway_config, control, hardware=hardware
+        *(home, engines, model_dir, tenant_header, gateway_config, control),
+        hardware=hardware,
+        decode_lead_s=decode_lead_s,
     )
     plane = FixedPlane(deployment)
     plane.prefers = "decode"

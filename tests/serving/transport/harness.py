@@ -212,9 +212,14 @@ def make_sender(
     key: bytes = KEY,
     fingerprint: dict[str, str | int] | None = None,
     tls: TlsIdentity | None = None,
+    compressed: bool = False,
 ) -> Sender:
     """`tls`: it encrypts, with this identity."""
-    peer = Peer("c/0", "127.0.0.1", port, "wan", connections, bandwidth_bits_per_s, encrypted=tls is not None)
+    peer = Peer(
+        *("c/0", "127.0.0.1", port, "wan", connections, bandwidth_bits_per_s),
+        encrypted=tls is not None,
+        compressed=compressed,
+    )
     sender = Sender(
         name=name,
         key=key,

@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import socket
+import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -15,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prfaas.serving.transport import (
+    BytesSource,
     HandshakeError,
     Observer,
     SendPhase,
@@ -25,6 +28,7 @@ from prfaas.serving.transport import (
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, ClientHello, greet, welcome
 from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, Sealing
 from prfaas.serving.transport.sockets import receive_exactly
+from prfaas.serving.transport.tls_stream import TlsStream
 from prfaas.serving.transport.wire import (
     FrameType,
     Header,
@@ -215,6 +219,72 @@ def test_result_is_exact_through_a_faulty_link(
     finally:
         proxy.close()
         world.close()
+
+
+def test_sealed_memory_is_free_before_it_is_sent(make_world: MakeWorld, authority: Authority) -> None:
+    """Encryption is a copy: whoever recalls memory breaks no connection, however stuck the socket is."""
+    proxy = FaultyProxy(seed=1)
+    try:
+        world = make_world(
+            through=proxy.start,
+            connections=1,
+            staging_bytes=64 << 20,
+            sender_options=replace(FAST_SENDER, progress_deadline_s=60.0, transfer_deadline_s=120.0),
+            receiver_options=replace(FAST_RECEIVER, progress_deadline_s=60.0, silence_s=60.0),
+            **identities(authority),
+        )
+        world.layout.regions = 1
+        ticket, transfer, (content,) = world.open(24 << 20)
+        await_true(lambda: transfer.phase is SendPhase.SENDING, 5.0, lambda: transfer.phase)
+        proxy.freeze()
+        memory = bytearray(content)
+        transfer.put(0, 0, BytesSource(memory))
+        queue = world.sender._queues["c/0"]
+        # Chunks leave until the socket is full; the last of them is stuck in it.
+        await_steady(lambda: queue.stats()["in_flight_chunks"])
+        assert not transfer.reading
+        proxy.thaw()
+        transfer.end()
+        await_over(transfer)
+        assert world.take(ticket) == [content]
+        world.await_clean()
+    finally:
+        proxy.close()
+
+
+def await_steady(value: Callable[[], int]) -> None:
+    seen = [0]
+
+    def steady() -> bool:
+        seen.append(value())
+        time.sleep(0.1)
+        return seen[-1] > 0 and len(set(seen[-4:])) == 1
+
+    await_true(steady, 10.0, lambda: str(seen))
+
+
+def test_the_reason_of_a_refusal_arrives_though_the_client_has_said_more(
+    make_world: MakeWorld, authority: Authority
+) -> None:
+    world = make_world(connections=1, **identities(authority))
+    expired = authority.identity("p", file="old", expired=True)
+    with socket.create_connection(("127.0.0.1", world.receiver.port), timeout=20) as sock:
+        stream = TlsStream(sock, expired.client_context(), server_side=False, deadline_s=None)
+        for _ in range(20):
+            stream.sendall(bytes(1000))
+            time.sleep(0.01)
+        with pytest.raises(ssl.SSLError, match="CERTIFICATE_EXPIRED"):
+            stream.recv_into(memoryview(bytearray(1)))
+
+
+def test_each_connection_has_its_own_secret(make_world: MakeWorld, authority: Authority) -> None:
+    tls = authority.identity("p")
+    world = make_world(connections=1, server_tls=authority.identity("c"), tls=tls)
+    producers = [Producer(world, tls) for _ in range(2)]
+    frame = pack_header(FrameType.ACK)
+    assert len({producer.sealing.sealer.seal(frame) for producer in producers}) == 2
+    for producer in producers:
+        producer.sock.close()
 
 
 def foreign(authority: Authority, name: str) -> TlsIdentity:
@@ -502,6 +572,19 @@ def test_a_slow_tls_handshake_ends_in_time(make_world: MakeWorld, authority: Aut
         sock.sendall(sent)
         assert is_closed(sock)
     await_true(lambda: world.receiver.stats()["strangers"] == 0, 5.0, lambda: "closed")
+
+
+def test_a_byte_now_and_then_does_not_stretch_the_tls_handshake(
+    make_world: MakeWorld, authority: Authority
+) -> None:
+    options = replace(FAST_RECEIVER, handshake_s=0.3)
+    world = make_world(receiver_options=options, connections=1, **identities(authority))
+    with socket.create_connection(("127.0.0.1", world.receiver.port)) as sock:
+        sock.sendall(b"\x16\x03\x01\x02\x00")
+        with pytest.raises(OSError):
+            for _ in range(512):
+                sock.send(b"\x01")
+                time.sleep(0.05)
 
 
 def test_slow_tls_strangers_keep_no_peer_out(make_world: MakeWorld, authority: Authority) -> None:

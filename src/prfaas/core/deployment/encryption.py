@@ -2,6 +2,7 @@
 
 import ipaddress
 import re
+from collections.abc import Mapping
 
 from prfaas.core.deployment.addresses import is_loopback
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, InstanceSection
@@ -55,12 +56,26 @@ def check_encryption(source: YamlSource, file: DeploymentFile) -> None:
                     f'"{instance.name}" and "{seen[lower]}" are one name in certificates; let more than case differ',
                 )
             seen[lower] = instance.name
+    for c, cluster in enumerate(file.clusters):
+        for i, instance in enumerate(cluster.instances or ()):
+            host = instance.host.lower()
+            # Certificates bear the host beside the name: whoever has one could pass for the other.
+            if host != instance.name.lower() and (host in OBSERVERS or host in seen):
+                raise source.error(
+                    ("clusters", c, "instances", i, "host"),
+                    f'"{instance.host}" is also the name of {_whose(host, seen)}, and certificates bear both; '
+                    "give the machine's address",
+                )
             if not _is_dns_name(instance.name):
                 raise source.error(
                     location,
                     f'"{instance.name}" can\'t stand in a certificate, which needs the form of a host name; '
                     'take one without empty parts between ".", and no IP address',
                 )
+
+
+def _whose(host: str, instances: Mapping[str, str]) -> str:
+    return f'instance "{instances[host]}"' if host in instances else "a part of prfaas"
 
 
 def _encrypts(file: DeploymentFile) -> bool:

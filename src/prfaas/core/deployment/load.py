@@ -92,6 +92,7 @@ def links_of(file: DeploymentFile) -> tuple[Link, ...]:
             link.rtt_s,
             link.connection_bandwidth,
             link.encryption,
+            link.compression,
         )
         for link in file.links
     )

@@ -154,6 +154,7 @@ class LinkSection(_Section):
     connection_bandwidth: Annotated[Bandwidth | None, _GIVEN] = None
     rtt_s: Annotated[float, Field(ge=0, lt=60)] = 0.0
     encryption: bool = True
+    compression: bool = False
 
 
 class RoutingSection(_Section):

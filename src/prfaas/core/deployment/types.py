@@ -116,6 +116,8 @@ class Link:
     """What one connection carries at most; None: no limit. Only the simulator uses it."""
     encryption: bool = True
     """KVCache goes over it encrypted, between ends that have shown their certificates."""
+    compression: bool = False
+    """Its chunks are compressed without loss, where that spares more time on the link than it costs on the CPU."""
 
     @property
     def transfer_limit_bits_per_s(self) -> float:
@@ -146,6 +148,8 @@ class KvPeer:
     """Over TLS and sealed frames; a receiver takes nothing plain from such a sender."""
     share_bits_per_s: float | None = None
     """The sender's part of the budget while no control plane tells it another."""
+    compressed: bool = False
+    """Its chunks are compressed where that pays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,9 +353,16 @@ class Deployment:
                     peers.append(KvPeer(target, target.cluster, inside, None, on_demand, encrypted))
             elif (link := self.link(instance.cluster, target.cluster)) is not None:
                 whole, share = link.bandwidth_bits_per_s, self.share_bits_per_s(link)
-                peers.append(
-                    KvPeer(target, link.name, link.connections, whole, on_demand, link.encryption, share)
+                paths = (
+                    link.name,
+                    link.connections,
+                    whole,
+                    on_demand,
+                    link.encryption,
+                    share,
+                    link.compression,
                 )
+                peers.append(KvPeer(target, *paths))
         return tuple(peers)
 
     def share_bits_per_s(self, link: Link) -> float:

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Mapping
+from math import inf
 from statistics import median
 from typing import Literal
 
@@ -37,6 +38,8 @@ _DEAD_BAND = 0.1
 _SHORTFALL = 0.85
 _FLOOR = 0.01
 
+# The least round trip is that of the last 5 to 10 minutes: ways change.
+_LEAST_RTT_S = 300.0
 _RECEIVER_LIMITED = 0.25
 _UNREAD_BYTES = 512 << 10
 _RECEIVE_INFLATION, _RECEIVE_EXCESS_S = 2.0, 0.020
@@ -44,6 +47,7 @@ _STARVED_S = 0.3
 
 # What senders may use of a link that carries less than configured: little more, or twice as much while that pays.
 _HEADROOM, _CLIMBING = 1.15, 2.0
+_FLOW_LOOKS = 8
 _PROBE_S, _PROBE_EVERY_S, _PROBE_AGAIN_S = 0.6, 3.0, 0.9
 _LEAST_PROBE_BYTES = 64 << 10
 
@@ -68,10 +72,14 @@ class LinkMeter:
         self.configured_bits_per_s = configured_bits_per_s
         self.capacity_bits_per_s = configured_bits_per_s
         self.carried_bytes = 0
-        """Since the start."""
+        """Since the start, in order."""
+        self._come_bytes = 0
+        """In any order: losses make the other count stop and jump, at a full link for longer than is judged."""
         self.seen_s = now_s
         """When something was last heard: of a sender, or because bytes came."""
         self.least_rtt_s = 0.0
+        self._least_rtts_s = (inf, inf)
+        self._least_since_s = now_s
         self.rtt_s = 0.0
         """Of what is in flight; the least where nothing is."""
         self.retransmit_ratio = 0.0
@@ -83,6 +91,7 @@ class LinkMeter:
         self._knows_arrivals = False
         self._flowed_s = now_s
         self._history: deque[tuple[float, int]] = deque([(now_s, 0)])
+        self._flow: deque[tuple[float, int]] = deque([(now_s, 0)], maxlen=_FLOW_LOOKS)
         self._sent: deque[tuple[float, int, int]] = deque()
         self._looked_s = now_s
         self._full_since: tuple[float, int] | None = None
@@ -96,7 +105,7 @@ class LinkMeter:
         self._connected_s = now_s
         self._worked_s = now_s
         self._probed_s = now_s
-        self._raised_s = float("-inf")
+        self._raised_s = -inf
 
     def observe(
         self, senders: Mapping[str, SenderSample], arrivals: Mapping[str, ArrivalSample], now_s: float
@@ -108,15 +117,16 @@ class LinkMeter:
         Returns:
             The bytes carried since the last call.
         """
-        carried, at_s = self._carried(senders, arrivals)
+        carried, come, at_s = self._carried(senders, arrivals)
         for name, sample in senders.items():
             before = self._senders.get(name)
             if before is None or sample.at_s > before.at_s:
                 self._carried_then[name] = self.carried_bytes
         self.carried_bytes += carried
+        self._come_bytes += come
         self._senders, self._arrivals = dict(senders), dict(arrivals)
         heard_s = max((sample.at_s for sample in senders.values()), default=self.seen_s)
-        self.seen_s = max(self.seen_s, heard_s, at_s if carried and at_s is not None else self.seen_s)
+        self.seen_s = max(self.seen_s, heard_s, at_s if come and at_s is not None else self.seen_s)
         if self.connections_up or not any(sample.connections for sample in senders.values()):
             self._connected_s = now_s
         fresh = [sample for sample in senders.values() if now_s - sample.at_s <= FRESH_S]
@@ -128,10 +138,11 @@ class LinkMeter:
         if at_s - self._looked_s > _LONGEST_LOOK_S:
             self._restart()
         self._history.append((at_s, self.carried_bytes))
+        self._flow.append((at_s, self._come_bytes))
         while len(self._history) > 2 and self._history[1][0] <= at_s - EGRESS_WINDOW_S:
             self._history.popleft()
         self._looked_s = at_s
-        if carried:
+        if come:
             self._flowed_s = at_s
         elif at_s - self._flowed_s > _STILL_S:
             self._restart()
@@ -171,7 +182,7 @@ class LinkMeter:
     def pace_bits_per_s(self) -> float:
         """What senders may send together; infinite where the link is not slow."""
         if not self.is_slow:
-            return float("inf")
+            return inf
         return (_CLIMBING if self._is_climbing else _HEADROOM) * self.capacity_bits_per_s
 
     def egress_bits_per_s(self, now_s: float) -> float:
@@ -221,9 +232,12 @@ class LinkMeter:
 
     def _carried(
         self, senders: Mapping[str, SenderSample], arrivals: Mapping[str, ArrivalSample]
-    ) -> tuple[int, float | None]:
-        """The bytes carried since the last call, and until when that is known; None: not for all."""
-        carried = 0
+    ) -> tuple[int, int, float | None]:
+        """The bytes carried since the last call, those that came in any order, and until when that is known.
+
+        The time is None where it is not known of all.
+        """
+        carried = come = 0
         self._knows_arrivals = self._knows_arrivals or bool(arrivals)
         if self._knows_arrivals:
             # Acknowledgements are the consumer's own, and would take a slow one for a slow link.
@@ -231,18 +245,19 @@ class LinkMeter:
                 earlier = self._arrivals.get(name)
                 if earlier is not None:
                     carried += _grown(arrival.bytes_total, earlier.bytes_total)
-            return carried, min((arrival.at_s for arrival in arrivals.values()), default=None)
+                    come += _grown(arrival.segments_total, earlier.segments_total) * arrival.mss_bytes
+            return carried, come, min((arrival.at_s for arrival in arrivals.values()), default=None)
         for name, sample in senders.items():
             before = self._senders.get(name)
             if before is not None:
                 carried += _grown(sample.acked_bytes_total, before.acked_bytes_total)
-        return carried, min((sample.at_s for sample in senders.values()), default=None)
+        return carried, carried, min((sample.at_s for sample in senders.values()), default=None)
 
     def _look_at_network(self, fresh: list[SenderSample], now_s: float) -> None:
         """Round trip and retransmissions, of fresh words alone; the consumer's kernel stands in for late ones."""
-        least_s = [sample.least_rtt_s for sample in fresh if sample.least_rtt_s > 0]
-        if least_s:
-            self.least_rtt_s = min(least_s)
+        for sample in fresh:
+            if sample.rtt_s > 0:
+                self._note_least(sample.rtt_s, now_s)
         self.rtt_s = max((sample.rtt_s for sample in fresh if sample.rtt_s > 0), default=self.least_rtt_s)
         if not fresh and self._senders and self._seen_by_receivers():
             self.rtt_s = max(arrival.rtt_s for arrival in self._arrivals.values())
@@ -261,6 +276,14 @@ class LinkMeter:
         elif not self._sent:
             self.retransmit_ratio = 0.0
         self.signal.update(self.rtt_s, self.least_rtt_s, self.retransmit_ratio, now_s)
+
+    def _note_least(self, rtt_s: float, now_s: float) -> None:
+        """The least of the smoothed round trips of the last minutes; the kernel's own least may be a stray one's."""
+        if now_s - self._least_since_s > _LEAST_RTT_S:
+            self._least_rtts_s, self._least_since_s = (self._least_rtts_s[1], rtt_s), now_s
+        older_s, newer_s = self._least_rtts_s
+        self._least_rtts_s = (older_s, min(newer_s, rtt_s))
+        self.least_rtt_s = min(self._least_rtts_s)
 
     def _seen_by_receivers(self) -> bool:
         """Whether a consumer's kernel sees the round trip of what arrives grown: by itself it tells a full link."""
@@ -298,7 +321,7 @@ class LinkMeter:
             self._is_pace_limited = False
             return
         if self._full_since is None:
-            self._full_since = (self._looked_s, self.carried_bytes)
+            self._full_since = (self._looked_s, self._come_bytes)
             self._full_pace_bits_per_s = pace
             self._limited = self._receiver_limited()
             return
@@ -307,7 +330,7 @@ class LinkMeter:
         length_s = self._looked_s - since_s
         if length_s < _FULL_S:
             return
-        bits_per_s = BITS_PER_BYTE * (self.carried_bytes - since_bytes) / length_s
+        bits_per_s = BITS_PER_BYTE * (self._come_bytes - since_bytes) / length_s
         if self._is_receiver_slow():
             self._slow_end = "slow-receiver"
             self._measured.clear()
@@ -315,14 +338,14 @@ class LinkMeter:
             if self._slow_end == "slow-receiver":
                 self._slow_end = None
             self._take(bits_per_s, self._full_pace_bits_per_s, now_s)
-        self._full_since = (self._looked_s, self.carried_bytes)
+        self._full_since = (self._looked_s, self._come_bytes)
         self._full_pace_bits_per_s = pace
         self._limited = self._receiver_limited()
 
     def _take(self, bits_per_s: float, pace_bits_per_s: float, now_s: float) -> None:
         """A full link has carried that."""
         self._is_pace_limited = bits_per_s >= _SHORTFALL * pace_bits_per_s
-        if self._is_pace_limited:
+        if self._is_pace_limited and not (self.congestion and bits_per_s > self.capacity_bits_per_s):
             self._measured.clear()
             self._is_climbing = self.is_slow and not self.congestion
             if self._is_climbing and bits_per_s > self.capacity_bits_per_s:
@@ -340,8 +363,8 @@ class LinkMeter:
     def _raise_by_burst(self, now_s: float) -> None:
         if not self.is_slow or self.congestion:
             return
-        end_s, end_bytes = self._history[-1]
-        for start_s, start_bytes in reversed(self._history):
+        end_s, end_bytes = self._flow[-1]
+        for start_s, start_bytes in reversed(self._flow):
             if end_s - start_s >= _BURST_S:
                 bits_per_s = BITS_PER_BYTE * (end_bytes - start_bytes) / (end_s - start_s)
                 if bits_per_s > (1 + _DEAD_BAND) * self.capacity_bits_per_s:

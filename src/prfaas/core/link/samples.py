@@ -87,6 +87,10 @@ class ArrivalSample:
     at_s: float
     bytes_total: int
     """By the kernel, in order, since the start."""
+    segments_total: int
+    """Segments that came, also out of order or twice: so many that a lost one does not hold the count back."""
+    mss_bytes: int = 1448
+    """Payload of a full segment."""
     unread_bytes: int = 0
     """Of these, what the consumer has not read yet."""
     rtt_s: float = 0.0
@@ -104,6 +108,8 @@ class ArrivalSample:
         return cls(
             at_s=at_s,
             bytes_total=int(report["bytes_total"]),
+            segments_total=int(report["segments_total"]),
+            mss_bytes=int(report["mss_bytes"]),
             unread_bytes=max(int(report["unread_bytes"]), 0),
             rtt_s=float(report["rtt_s"]),
             connections=max(int(report["connections"]), 0),

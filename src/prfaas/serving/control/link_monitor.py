@@ -251,11 +251,13 @@ class LinkMonitor:
                 arrived[pair].append(ArrivalSample.of_report(report, now_s))
         for pair, samples in arrived.items():
             self._arrivals[pair][name] = ArrivalSample(
-                now_s,
-                sum(sample.bytes_total for sample in samples),
-                sum(sample.unread_bytes for sample in samples),
-                max((sample.rtt_s for sample in samples), default=0.0),
-                sum(sample.connections for sample in samples),
+                at_s=now_s,
+                bytes_total=sum(sample.bytes_total for sample in samples),
+                segments_total=sum(sample.segments_total for sample in samples),
+                mss_bytes=max((sample.mss_bytes for sample in samples), default=0),
+                unread_bytes=sum(sample.unread_bytes for sample in samples),
+                rtt_s=max((sample.rtt_s for sample in samples), default=0.0),
+                connections=sum(sample.connections for sample in samples),
             )
 
     def _probe(self, pair: tuple[str, str], samples: Mapping[str, SenderSample], nbytes: int) -> None:

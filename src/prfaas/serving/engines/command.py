@@ -106,6 +106,7 @@ def kv_transfer_config(deployment: Deployment, instance: Instance) -> dict[str, 
                     "share_bits_per_s": _share_per_rank(peer, instance),
                     "on_demand": peer.on_demand,
                     "encrypted": peer.encrypted,
+                    "compressed": peer.compressed,
                 }
                 for peer in deployment.peers_of(instance)
             },

@@ -7,8 +7,8 @@ from collections.abc import Collection
 
 from prfaas.core.deployment import CERTIFICATE_NAMES, Deployment, is_loopback
 from prfaas.serving.engines import EngineError
-from prfaas.serving.transport.ticket import KeyFileError, create_key, load_key
-from prfaas.serving.transport.tls_identity import TlsFileError
+from prfaas.serving.secret_files import KeyFileError, TlsFileError
+from prfaas.serving.transport.ticket import create_key, load_key
 
 
 def port_problem(host: str, port: int) -> str | None:

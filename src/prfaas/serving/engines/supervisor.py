@@ -9,8 +9,7 @@ from typing import Protocol
 
 from prfaas.core.deployment import Instance
 from prfaas.serving.engines import EngineError
-from prfaas.serving.transport.ticket import KeyFileError
-from prfaas.serving.transport.tls_identity import TlsFileError
+from prfaas.serving.secret_files import KeyFileError, TlsFileError
 
 _LOOK_EVERY_S = 1.0
 

@@ -3,11 +3,13 @@
 import asyncio
 import time
 from collections.abc import Collection
-from dataclasses import replace
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
 
 from prfaas.core.deployment import Deployment
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
 from prfaas.serving.gateway.context import GatewayContext
+from prfaas.serving.gateway.control_plane import PrefillWork
 from prfaas.serving.gateway.kv_transfer import StartedTransfer, TransferDone, TransferSpec
 from prfaas.serving.gateway.prefill_hop import INCOMPATIBLE, HopFailedError, PrefillHop
 from prfaas.serving.gateway.prompts import DirectPrompt
@@ -16,6 +18,22 @@ from prfaas.serving.gateway.request_log import Attempt, WaitsFor
 
 # Prefills elsewhere that one request may try before its decode engine prefills.
 _PREFILL_ATTEMPTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _RemotePrefill:
+    """A prefill elsewhere whose instance is taken."""
+
+    request: ServingRequest
+    prompt: TokenizedPrompt
+    attempt: Attempt
+    prefix: TransferDone | None
+    """What the prefill may start from."""
+    wanted: str
+    """The instance that `prefix` was moved to."""
+    work: PrefillWork
+    stack: AsyncExitStack
+    """Gives the instance back."""
 
 
 class PrefillOrchestrator:
@@ -177,12 +195,35 @@ class PrefillOrchestrator:
         """Prefill elsewhere until the KV is at the decode engine, or is expected to be there in a moment.
 
         In the second case `PreparedRequest.arriving` goes on. Raises HopFailedError.
+        `attempt.decision` becomes the one that was carried out: another instance may be free first.
         """
+        num_tokens, wanted = len(prompt.token_ids), attempt.decision
+        # 1. A cached prefix that is elsewhere goes to the prefill instance first.
+        prefix = await self._move_prefix(request, prompt, wanted)
+        decision = _without_prefix_move(wanted, num_tokens, arrived=prefix is not None)
+        begun_s = time.perf_counter()
+        request.record.waits_for = WaitsFor.PREFILL_INSTANCE
+        async with AsyncExitStack() as stack:
+            if prefix is not None:
+                stack.callback(self._abandon_unused, prefix, wanted, attempt)
+            # 2. Wait until an instance of the cluster is free for the prefill. From then on it counts as its work, and
+            #    requests that are decided meanwhile see that.
+            decision = await stack.enter_async_context(self._plane.admit(decision, prompt.chains))
+            request.record.since("turn", begun_s)
+            request.record.waits_for = WaitsFor.PREFILL
+            attempt.decision = decision
+            self._plane.expect(decision.prefill, prompt.chains)
+            work = stack.enter_context(self._plane.prefilling(decision))
+            running = _RemotePrefill(request, prompt, attempt, prefix, wanted.prefill, work, stack.pop_all())
+        # 3. Prefill there.
         if self._lead_s <= 0:
-            return await self._prefill_remote(request, prompt, attempt, None)
+            return await self._prefill_remote(running, None)
+        return await self._until_soon(running)
+
+    async def _until_soon(self, running: _RemotePrefill) -> PreparedRequest:
         loop = asyncio.get_running_loop()
         soon: asyncio.Future[PreparedRequest] = loop.create_future()
-        moving = loop.create_task(self._prefill_remote(request, prompt, attempt, soon))
+        moving = loop.create_task(self._prefill_remote(running, soon))
         moving.add_done_callback(_look_at)
         begun = False
         try:
@@ -192,62 +233,48 @@ class PrefillOrchestrator:
             if not begun:
                 moving.cancel()
                 await asyncio.wait((moving,))
+                # One that was cancelled before it began has given nothing back.
+                await running.stack.aclose()
         return moving.result() if moving.done() else replace(soon.result(), arriving=moving)
 
     async def _prefill_remote(
-        self,
-        request: ServingRequest,
-        prompt: TokenizedPrompt,
-        attempt: Attempt,
-        soon: "asyncio.Future[PreparedRequest] | None",
+        self, running: _RemotePrefill, soon: "asyncio.Future[PreparedRequest] | None"
     ) -> PreparedRequest:
         """Prefill at another instance than the decode instance, and move the KV. Raises HopFailedError.
 
         `soon` gets the request as it is prepared when the KV is expected in a moment.
-        `attempt.decision` becomes the one that was carried out: another instance may be free first.
         """
-        num_tokens, wanted = len(prompt.token_ids), attempt.decision
-        # 1. A cached prefix that is elsewhere goes to the prefill instance first.
-        prefix = await self._move_prefix(request, prompt, wanted)
-        decision = _without_prefix_move(wanted, num_tokens, arrived=prefix is not None)
-        done: TransferDone | None = None
-        begun_s = time.perf_counter()
-        request.record.waits_for = WaitsFor.PREFILL_INSTANCE
-        try:
-            # 2. Wait until an instance of the cluster is free for the prefill.
-            async with self._plane.admit(decision, prompt.chains) as decision:
-                request.record.since("turn", begun_s)
-                request.record.waits_for = WaitsFor.PREFILL
-                attempt.decision = decision
-                has_prefix = prefix is not None and decision.prefill == wanted.prefill
+        request, prompt, attempt, prefix = running.request, running.prompt, running.attempt, running.prefix
+        decision = attempt.decision
+        has_prefix = prefix is not None and decision.prefill == running.wanted
 
-                def on_soon(transfer: StartedTransfer, decision: Decision = decision) -> None:
-                    if soon is not None and not soon.done():
-                        soon.set_result(_prepared(prompt, decision, transfer, prefix))
+        def on_soon(transfer: StartedTransfer) -> None:
+            if soon is not None and not soon.done():
+                soon.set_result(_prepared(prompt, decision, transfer, prefix))
 
-                self._plane.expect(decision.prefill, prompt.chains)
-                # 3. Prefill there. The last token stays for the decode engine, which samples from it.
-                with self._plane.prefilling(decision) as work:
-                    done = await self._hop.run(
-                        TransferSpec(
-                            producer=decision.prefill,
-                            consumer=decision.decode,
-                            token_ids=prompt.token_ids[:-1],
-                            skip_tokens=decision.skip_tokens,
-                            kv_bytes=decision.kv_bytes,
-                            uses=request.samples,
-                            sealed_from=prefix.sealed if prefix is not None and has_prefix else None,
-                        ),
-                        request,
-                        on_soon if soon is not None else None,
-                    )
-                    work.measured()
-        finally:
-            if prefix is not None and (done is None or decision.prefill != wanted.prefill):
-                self._hop.abandon(prefix.ticket, "the prefill that would have used it failed")
-        attempt.moved = done.moved
+        async with running.stack:
+            # The last token stays for the decode engine, which samples from it.
+            done = await self._hop.run(
+                TransferSpec(
+                    producer=decision.prefill,
+                    consumer=decision.decode,
+                    token_ids=prompt.token_ids[:-1],
+                    skip_tokens=decision.skip_tokens,
+                    kv_bytes=decision.kv_bytes,
+                    uses=request.samples,
+                    sealed_from=prefix.sealed if prefix is not None and has_prefix else None,
+                ),
+                request,
+                on_soon if soon is not None else None,
+            )
+            running.work.measured()
+            attempt.moved = done.moved
         self._count(request, decision, done)
         return _prepared(prompt, decision, done, prefix)
+
+    def _abandon_unused(self, prefix: TransferDone, wanted: Decision, attempt: Attempt) -> None:
+        if attempt.moved is None or attempt.decision.prefill != wanted.prefill:
+            self._hop.abandon(prefix.ticket, "the prefill that would have used it failed")
 
     async def _move_prefix(
         self, request: ServingRequest, prompt: TokenizedPrompt, decision: Decision

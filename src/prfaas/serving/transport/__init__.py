@@ -1,6 +1,7 @@
 """Moving KV between machines over TCP: verified, paced, resumable. Knows bytes, regions and offsets, nothing
 of vLLM or HTTP. The wire format is in docs/reference/wire-format.md."""
 
+from prfaas.serving.secret_files import KeyFileError, TlsFileError
 from prfaas.serving.transport.handshake import Fingerprint
 from prfaas.serving.transport.incoming import RegionLayout
 from prfaas.serving.transport.observer import Observer
@@ -18,7 +19,6 @@ from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.sockets import HandshakeError, TcpInfo
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena, StagingLease
 from prfaas.serving.transport.ticket import (
-    KeyFileError,
     Ticket,
     TicketError,
     TransferClass,
@@ -26,7 +26,7 @@ from prfaas.serving.transport.ticket import (
     load_key,
     prompt_digest,
 )
-from prfaas.serving.transport.tls_identity import TlsFileError, TlsIdentity
+from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.wire import PROTOCOL_VERSION, TransferPhase, TransferStatus, WireError
 
 __all__ = [

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from prfaas.serving.transport.coverage import Coverage
 from prfaas.serving.transport.options import ReceiverOptions
-from prfaas.serving.transport.staging import StagingLease
+from prfaas.serving.transport.staging import StagedTransfer, StagingLease
 from prfaas.serving.transport.ticket import Ticket, TicketError
 from prfaas.serving.transport.wire import (
     MAX_REGION_BYTES,
@@ -186,6 +186,21 @@ class IncomingTransfer:
         self.reason = reason
         self.phase = TransferPhase.FAILED
         self._tell_engine()
+
+    def hand_over(self, on_free: Callable[[], None]) -> StagedTransfer:
+        """A complete transfer's staging becomes the engine's; `on_free` is called when it is free again."""
+        lease, self.lease = self.lease, None
+        assert lease is not None
+        return StagedTransfer(
+            transfer_id=self.ticket.transfer_id,
+            num_tokens=self.ticket.num_tokens,
+            skip_tokens=self.ticket.skip_tokens,
+            prompt_digest=self.ticket.prompt_digest,
+            region_starts=self.region_starts,
+            region_bytes=self.region_bytes,
+            lease=lease,
+            on_free=on_free,
+        )
 
     def lend(self, loan: object, on_change: Callable[[], None]) -> None:
         """The engine reads the staging: it stays until `give_back`, and each change calls `on_change`."""

@@ -23,6 +23,8 @@ class Peer:
     """Connected by the first transfer instead of ahead of time."""
     encrypted: bool = False
     """Its connections are encrypted, and never fall back; the sender must have a TLS identity."""
+    compressed: bool = False
+    """Its chunks are coded where that spares more link time than it costs CPU time."""
     share_bits_per_s: float | None = None
     """What this sender may use of the link while no control plane tells it; None: all of it."""
 

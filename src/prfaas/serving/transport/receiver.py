@@ -6,7 +6,6 @@ import secrets
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -35,7 +34,14 @@ from prfaas.serving.transport.wire import TransferStatus
 
 log = logging.getLogger(__name__)
 
-_NOTHING_ARRIVED: dict[str, Any] = {"bytes_total": 0, "unread_bytes": 0, "rtt_s": 0.0, "connections": 0}
+_NOTHING_ARRIVED: dict[str, Any] = {
+    "bytes_total": 0,
+    "segments_total": 0,
+    "mss_bytes": 0,
+    "unread_bytes": 0,
+    "rtt_s": 0.0,
+    "connections": 0,
+}
 _TICK_S = 0.2
 _ACCEPT_BACKLOG = 128
 # The machine, not the peer, is the cause: wait for something to be given back, and go on.
@@ -107,7 +113,7 @@ class Receiver:
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
         # By producer, of connections that have ended.
-        self._arrived_bytes: Counter[str] = Counter()
+        self._arrived_bytes: dict[str, tuple[int, int]] = {}
         self._failed_connections = 0
         self._forged_frames = 0
         self._accept_failures = 0
@@ -213,8 +219,8 @@ class Receiver:
     def _arrivals(self) -> dict[str, dict[str, Any]]:
         with self._lock:
             found = {
-                name: _NOTHING_ARRIVED | {"bytes_total": nbytes}
-                for name, nbytes in self._arrived_bytes.items()
+                name: _NOTHING_ARRIVED | {"bytes_total": nbytes, "segments_total": segments}
+                for name, (nbytes, segments) in self._arrived_bytes.items()
             }
             for connection in self._connections:
                 identity = connection.identity
@@ -224,6 +230,8 @@ class Receiver:
                         found.setdefault(identity.name, dict(_NOTHING_ARRIVED)),
                     )
                     sums["bytes_total"] += arrived.bytes_received
+                    sums["segments_total"] += arrived.segments
+                    sums["mss_bytes"] = max(sums["mss_bytes"], arrived.mss_bytes)
                     sums["unread_bytes"] += arrived.unread_bytes
                     sums["rtt_s"] = max(sums["rtt_s"], arrived.rtt_s)
                     sums["connections"] += 1
@@ -314,7 +322,12 @@ class Receiver:
                     del self._connections[connection]
                     identity = connection.identity
                     if identity is not None and identity.role == ROLE_PRODUCER:
-                        self._arrived_bytes[identity.name] += connection.arrived().bytes_received
+                        arrived = connection.arrived()
+                        nbytes, segments = self._arrived_bytes.get(identity.name, (0, 0))
+                        self._arrived_bytes[identity.name] = (
+                            nbytes + arrived.bytes_received,
+                            segments + arrived.segments,
+                        )
                     self._failed_connections += bool(connection.failure)
                     self._forged_frames += connection.forged
 

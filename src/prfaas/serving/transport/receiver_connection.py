@@ -12,8 +12,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
+from prfaas.serving.transport.coding import PREFIX_BYTES, decode, decoded_bytes
 from prfaas.serving.transport.handshake import ROLE_PRODUCER, PeerIdentity
 from prfaas.serving.transport.incoming import ProducerSession
 from prfaas.serving.transport.options import ReceiverOptions
@@ -32,6 +34,7 @@ from prfaas.serving.transport.sockets import (
 )
 from prfaas.serving.transport.transfer_table import TransferTable
 from prfaas.serving.transport.wire import (
+    CODED,
     HEADER_BYTES,
     MAX_LINK_CHARS,
     MAX_PROBE_BYTES,
@@ -41,6 +44,7 @@ from prfaas.serving.transport.wire import (
     WireError,
     checksum_of,
     count_field,
+    nack,
     pack_control,
     parse_control,
     ping,
@@ -327,6 +331,9 @@ class ReceiverConnection:
 
     def _receive_chunk(self, session: ProducerSession, header: Header) -> None:
         """Bytes of KV from the wire into staging; their header has been read."""
+        if header.flags & CODED:
+            self._receive_coded(session, header)
+            return
         # 1. Where they belong: a place in the transfer's staging, which is held until step 4.
         place = self._table.place_chunk(session, self, header)
         try:
@@ -346,6 +353,29 @@ class ReceiverConnection:
             self._table.abandon_chunk(place)
             raise
         # 4. Record them and answer: ACK, or NACK for damaged ones. The last chunk completes the transfer.
+        self._table.finish_chunk(place, verified=verified)
+
+    def _receive_coded(self, session: ProducerSession, header: Header) -> None:
+        """As `_receive_chunk`, of a chunk that is as long as its payload says, not its header."""
+        if self.sealing is None:
+            payload = self._scratch_view(header.length_bytes)
+            self._read_payload([payload])
+            verified = self._verify(header, [payload])
+        else:
+            payload = memoryview(self.sealing.opener.open_payload(self._read_sealed(header)))
+            verified = True
+        if not verified:
+            # Even its length may be damaged, so it has no place.
+            self.post(nack(header))
+            return
+        place = self._table.place_chunk(
+            session, self, replace(header, length_bytes=decoded_bytes(payload[:PREFIX_BYTES]))
+        )
+        try:
+            verified = place.transfer is None or decode(payload, place.pieces)
+        except BaseException:
+            self._table.abandon_chunk(place)
+            raise
         self._table.finish_chunk(place, verified=verified)
 
     def _verify(self, header: Header, pieces: list[memoryview]) -> bool:

@@ -6,6 +6,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -123,6 +124,7 @@ class Sender:
                 name: queue.stats()
                 | {
                     "encrypted": queue.peer.encrypted,
+                    "coding": _coding(self._connections.get(name, ())),
                     "congestion": sorted({c.congestion for c in self._connections.get(name, ())}),
                     "forged_frames": sum(c.forged_frames for c in self._connections.get(name, ())),
                 }
@@ -256,3 +258,9 @@ class Sender:
             for silent, why in queue.apply_deadlines(now_s, infos).items():
                 log.warning("connection %d to %s is closed: %s", silent.number, queue.peer.name, why)
                 silent.shut()
+
+
+def _coding(connections: Sequence[SenderConnection]) -> dict[str, float] | None:
+    """What coding did on all connections of a peer; None where its chunks leave as they are."""
+    counted = [asdict(counters) for each in connections if (counters := each.coding) is not None]
+    return {name: sum(counters[name] for counters in counted) for name in counted[0]} if counted else None

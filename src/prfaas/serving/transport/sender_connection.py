@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from prfaas.serving.transport.coding import ChunkCoder, CodingCounters
 from prfaas.serving.transport.handshake import ClientHello, greet
 from prfaas.serving.transport.options import SenderOptions
 from prfaas.serving.transport.outgoing import Chunk, ControlJob, InFlightWindow, PeerSays, SourceGone
@@ -32,6 +33,7 @@ from prfaas.serving.transport.sockets import (
 )
 from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.wire import (
+    CODED,
     HEADER_BYTES,
     UNCHECKED,
     FrameType,
@@ -83,6 +85,8 @@ class SenderConnection:
         self._sealing: Sealing | None = None
         self._options = options
         self._buffer = bytearray()
+        self._coder = ChunkCoder() if queue.peer.compressed else None
+        self._pace_bits_per_s: float | None = None
         self._sock: socket.socket | None = None
         self._up = False
         self._closing = False
@@ -118,6 +122,7 @@ class SenderConnection:
     def set_rate(self, bytes_per_s: int | None) -> None:
         """Pace the socket; a slow link gets small chunks, to acknowledge smoothly, and little waits unsent."""
         options = self._options
+        self._pace_bits_per_s = None if bytes_per_s is None else 8.0 * bytes_per_s
         chunk = options.chunk_bytes if bytes_per_s is None else int(bytes_per_s * options.chunk_s)
         self.chunk_bytes = max(
             min(options.min_chunk_bytes, options.chunk_bytes), min(options.chunk_bytes, chunk)
@@ -133,6 +138,11 @@ class SenderConnection:
             set_unsent_limit(sock, unsent_bytes)
         except OSError:
             pass  # the connection is going down: its threads notice by themselves
+
+    @property
+    def coding(self) -> CodingCounters | None:
+        """What coding did here; None where the peer's chunks leave as they are."""
+        return None if self._coder is None else self._coder.counters
 
     def tcp_info(self) -> TcpInfo | None:
         """None while the connection is down."""
@@ -288,9 +298,11 @@ class SenderConnection:
             return
         # 3. The bytes leave behind a header; the reader thread takes the ACK.
         try:
-            frame = self._frame_chunk(chunk, copied if shown is None else shown)
-            if shown is not None and self._sealing is not None:
-                # Sealed bytes are a copy.
+            plain = copied if shown is None else shown
+            coded = self._coded(plain)
+            frame = self._frame_chunk(chunk, plain if coded is None else [coded], is_coded=coded is not None)
+            if shown is not None and (self._sealing is not None or coded is not None):
+                # Sealed and coded bytes are a copy.
                 shown = None
                 self.queue.read_done(chunk)
             send_pieces(sock, frame)
@@ -305,7 +317,21 @@ class SenderConnection:
         chunk.source.read_into(chunk.start - chunk.base, payload)
         return [payload]
 
-    def _frame_chunk(self, chunk: Chunk, pieces: list[memoryview]) -> list[memoryview]:
+    def _coded(self, pieces: list[memoryview]) -> memoryview | None:
+        """The chunk as it is shorter; None: it is to leave as it is."""
+        if self._coder is None:
+            return None
+        bits_per_s = self._pace_bits_per_s
+        if bits_per_s is None:
+            info = self.tcp_info()
+            bits_per_s = info.delivery_bits_per_s if info is not None else None
+        whole = pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+        coded = self._coder.coded(whole, bits_per_s or None)
+        return None if coded is None else memoryview(coded)
+
+    def _frame_chunk(
+        self, chunk: Chunk, pieces: list[memoryview], *, is_coded: bool = False
+    ) -> list[memoryview]:
         """The DATA frame of a chunk; its header says where the bytes belong, and carries their checksum.
 
         Sealed bytes need none.
@@ -319,7 +345,7 @@ class SenderConnection:
             offset=chunk.start,
             length_bytes=sum(piece.nbytes for piece in pieces),
             payload_checksum=checksum_of(pieces) if checked else 0,
-            flags=0 if checked else UNCHECKED,
+            flags=(0 if checked else UNCHECKED) | (CODED if is_coded else 0),
         )
         if sealing is None:
             return [memoryview(header), *pieces]

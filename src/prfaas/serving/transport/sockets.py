@@ -31,7 +31,7 @@ _APP_LIMITED, _UNACKED, _RTT, _RCV_RTT, _TOTAL_RETRANS, _BYTES_ACKED, _BYTES_REC
     128,
 )
 _NOTSENT, _MIN_RTT, _DELIVERY_RATE, _BUSY, _RWND_LIMITED, _SNDBUF_LIMITED = 144, 148, 160, 168, 176, 184
-_BYTES_SENT, _BYTES_RETRANS = 200, 208
+_RCV_MSS, _DATA_SEGS_IN, _BYTES_SENT, _BYTES_RETRANS = 20, 152, 200, 208
 # The kernel's value for a least round trip that it has not seen yet.
 _NO_RTT = 0xFFFFFFFF
 
@@ -48,6 +48,9 @@ class TcpInfo:
     """The most recent rate at which the peer took bytes."""
     bytes_acked: int
     bytes_received: int
+    data_segments_in: int
+    receive_mss: int
+    """Payload of a full segment of the peer's, in bytes."""
     in_flight: int
     """Segments sent and not acknowledged."""
     notsent_bytes: int
@@ -75,6 +78,10 @@ class Arrived:
 
     bytes_received: int = 0
     """In order, since the connection was made."""
+    segments: int = 0
+    """Data segments that came, also out of order or twice."""
+    mss_bytes: int = 0
+    """Payload of a full one."""
     unread_bytes: int = 0
     """Of these, what this process has not read yet."""
     rtt_s: float = 0.0
@@ -89,7 +96,13 @@ def read_arrived(sock: socket.socket) -> Arrived:
     """
     info = read_tcp_info(sock)
     unread = fcntl.ioctl(sock.fileno(), termios.FIONREAD, bytes(4))
-    return Arrived(info.bytes_received, int.from_bytes(unread, sys.byteorder), info.receive_rtt_s)
+    return Arrived(
+        info.bytes_received,
+        info.data_segments_in,
+        info.receive_mss,
+        int.from_bytes(unread, sys.byteorder),
+        info.receive_rtt_s,
+    )
 
 
 def read_tcp_info(sock: socket.socket) -> TcpInfo:
@@ -113,6 +126,8 @@ def read_tcp_info(sock: socket.socket) -> TcpInfo:
         delivery_bits_per_s=u64(_DELIVERY_RATE) * 8.0,
         bytes_acked=u64(_BYTES_ACKED),
         bytes_received=u64(_BYTES_RECEIVED),
+        data_segments_in=u32(_DATA_SEGS_IN),
+        receive_mss=u32(_RCV_MSS),
         in_flight=u32(_UNACKED),
         notsent_bytes=u32(_NOTSENT),
         busy_s=u64(_BUSY) / 1e6,

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from prfaas.serving.secret_files import KeyFileError
+
 KEY_BYTES = 32
 
 TICKET_PARAMETER = "prfaas"
@@ -35,10 +37,6 @@ REMOTE_PREFILL_PARAMETER = "do_remote_prefill"
 
 CACHED_TOKENS_PARAMETER = "remote_prefill_cached_tokens"
 """vLLM's own key: the tokens of the prompt that were cached, as the answer's usage is to tell them."""
-
-
-class KeyFileError(ValueError):
-    """The key file is missing, unreadable, open to others, or not 64 hex digits."""
 
 
 def create_key(path: Path) -> bytes:

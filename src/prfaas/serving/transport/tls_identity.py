@@ -11,11 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from prfaas.serving.secret_files import TlsFileError
+
 log = logging.getLogger(__name__)
-
-
-class TlsFileError(ValueError):
-    """A certificate, key or authority file cannot be used; the message names it."""
 
 
 class TlsIdentity:

@@ -286,6 +286,8 @@ class TransferTable:
     def watch(self, connection: FrameSink, transfer_id: bytes, lead_s: float = 0.0) -> None:
         """Send the present status, if there is one, each later phase, and a word `lead_s` before the end."""
         with self._lock:
+            if transfer_id in self._transfers:
+                self._transfers[transfer_id].becomes_soon(lead_s, time.monotonic())
             self._watchers.add(connection, transfer_id, self._status(transfer_id), lead_s)
 
     def is_watching(self, connection: FrameSink, transfer_id: bytes) -> bool:
@@ -314,20 +316,10 @@ class TransferTable:
             transfer = self._transfers.get(transfer_id)
             if transfer is None or transfer.phase is not TransferPhase.COMPLETE:
                 return None
-            lease, transfer.lease = transfer.lease, None
-            assert lease is not None
+            staged = transfer.hand_over(self.admit)
             self._record_ended(transfer, taken=True)
             self._counters["taken"] += 1
-        return StagedTransfer(
-            transfer_id=transfer_id,
-            num_tokens=transfer.ticket.num_tokens,
-            skip_tokens=transfer.ticket.skip_tokens,
-            prompt_digest=transfer.ticket.prompt_digest,
-            region_starts=transfer.region_starts,
-            region_bytes=transfer.region_bytes,
-            lease=lease,
-            on_free=self.admit,
-        )
+            return staged
 
     def lend(self, transfer_id: bytes, on_change: Callable[[], None]) -> Arrival | None:
         """See `Receiver.lend`."""

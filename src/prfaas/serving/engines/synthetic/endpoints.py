@@ -140,6 +140,7 @@ class Endpoints:
                     bandwidth_bits_per_s=peer.bandwidth_bits_per_s,
                     on_demand=peer.on_demand,
                     encrypted=peer.encrypted,
+                    compressed=peer.compressed,
                     share_bits_per_s=peer.share_bits_per_s,
                 )
                 for peer in deployment.peers_of(instance)

@@ -83,6 +83,7 @@ class ConnectorWorker:
                 bandwidth_bits_per_s=peer.bandwidth_bits_per_s,
                 on_demand=peer.on_demand,
                 encrypted=peer.encrypted,
+                compressed=peer.compressed,
                 share_bits_per_s=peer.share_bits_per_s,
             )
             for name, peer in settings.peers.items()

@@ -30,6 +30,8 @@ class PeerSettings:
     """Connected when there is something to send, not before."""
     encrypted: bool = False
     """Over TLS and sealed frames, which needs `identity_file`."""
+    compressed: bool = False
+    """Chunks are compressed without loss where that pays."""
     share_bits_per_s: float | None = None
     """One rank's part of the link while no control plane tells it another."""
 
