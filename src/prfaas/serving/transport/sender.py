@@ -153,9 +153,10 @@ class Sender:
         """What observers of this engine get.
 
         `{"links": {name: LinkReport's fields}, "rejected": {peer: why it will not have this sender},
-        "silent": {peer: what is known of its silence}}`
+        "silent": {peer: what is known of its silence}, "stalled": {peer: what is known of its engine}}`
         """
         silent = {name: queue.silent for name, queue in self._queues.items() if queue.silent}
+        stalled = {name: queue.stalled for name, queue in self._queues.items() if queue.stalled}
         rejected = {name: queue.rejection for name, queue in self._queues.items() if queue.rejection}
         infos: dict[str, list[TcpInfo]] = {}
         with self._reporting:
@@ -171,6 +172,7 @@ class Sender:
             "links": links,
             "rejected": bounded_sentences(rejected),
             "silent": bounded_sentences(silent),
+            "stalled": bounded_sentences(stalled),
         }
 
     def probe(self, link: str, nbytes: int) -> None:
