@@ -148,7 +148,9 @@ def produce(host: str, consumer: str, load: str) -> None:
         if until and now_s > float(until[0]):
             time.sleep(3600)
         queued = sender.telemetry()["links"]["far->home"]["queued_bytes"]
-        is_enough = queued >= float(amount) * 1e6 if what == "keep" else made_bytes >= float(amount) / 8 * now_s
+        is_enough = (
+            queued >= float(amount) * 1e6 if what == "keep" else made_bytes >= float(amount) / 8 * now_s
+        )
         if is_enough:
             time.sleep(0.005)
             continue
