@@ -148,7 +148,9 @@ def produce(host: str, consumer: str, load: str) -> None:
         if until and now_s > float(until[0]):
             time.sleep(3600)
         queued = sender.telemetry()["links"]["far->home"]["queued_bytes"]
-        is_enough = queued >= float(amount) * 1e6 if what == "keep" else made_bytes >= float(amount) / 8 * now_s
+        is_enough = (
+            queued >= float(amount) * 1e6 if what == "keep" else made_bytes >= float(amount) / 8 * now_s
+        )
         if is_enough:
             time.sleep(0.005)
             continue
@@ -179,13 +181,20 @@ class RecordedMeter(LinkMeter):
     def __init__(self, truth: Callable[[], float], began_s: float) -> None:
         super().__init__(BANDWIDTH_BITS_PER_S, began_s)
         self.rows: list[dict[str, Any]] = []
+        self.is_recording = False
         self._truth = truth
         self._began_s = began_s
+
+    def begin(self, now_s: float) -> None:
+        """Write down from now on; times count from here."""
+        self._began_s, self.is_recording = now_s, True
 
     def observe(
         self, senders: Mapping[str, SenderSample], arrivals: Mapping[str, ArrivalSample], now_s: float
     ) -> int:
         carried = super().observe(senders, arrivals, now_s)
+        if not self.is_recording:
+            return carried
         self.rows.append(
             {
                 "now_s": round(now_s - self._began_s, 4),
@@ -235,7 +244,13 @@ async def watched(case: Case, laboratory: Laboratory, ends: dict[str, Any], fold
 
     meter = monitor.meters[PAIR] = RecordedMeter(truth, time.monotonic())
     watching = asyncio.create_task(monitor.run())
+    async with asyncio.timeout(60):
+        while meter.egress_bits_per_s(time.monotonic()) < 0.4 * BANDWIDTH_BITS_PER_S:
+            await asyncio.sleep(0.1)
+    await asyncio.sleep(3.0)
     began_s = time.monotonic()
+    changes.clear()
+    meter.begin(began_s)
     for at_s, what in case.script:
         await asyncio.sleep(began_s + at_s - time.monotonic())
         verb, _, value = what.partition(" ")
@@ -275,7 +290,6 @@ def recorded(name: str, case: Case, out: Path | None) -> dict[str, Any]:
                 "far-0", [*program, "--produce", far, home, case.load], log=Path(folder) / "producer.log"
             ),
         }
-        time.sleep(2.0)
         with laboratory.inside("home-0"):
             meter = asyncio.run(watched(case, laboratory, ends, Path(folder)))
         for end in ("consumer", "producer"):

@@ -23,6 +23,8 @@ class CongestionSignal:
     """
 
     level: float = 0.0
+    is_suspected: bool = False
+    """The last look had a sign of either, though perhaps too small or too new for a level."""
     _since_s: float | None = None
     """When the signals began to say the opposite of `level`; None: they agree."""
 
@@ -30,9 +32,9 @@ class CongestionSignal:
         """Take a fresh look. `rtt_s` 0: nothing is in flight."""
         excess_s = rtt_s - least_rtt_s
         inflation = rtt_s / least_rtt_s if least_rtt_s > 0 and excess_s > _LEAST_QUEUE_S else 1.0
+        self.is_suspected = inflation >= _QUEUE_OFF or resent_share >= _LOSS_OFF
         if self.level:
-            is_over = inflation < _QUEUE_OFF and resent_share < _LOSS_OFF
-            self._turn(is_over, _OFF_AFTER_S, 0.0, now_s)
+            self._turn(not self.is_suspected, _OFF_AFTER_S, 0.0, now_s)
         is_on = inflation >= _QUEUE_ON or resent_share >= _LOSS_ON
         if is_on:
             queue = (inflation - 1) / (_QUEUE_FULL - 1)

@@ -3,7 +3,8 @@
 from collections import deque
 from collections.abc import Mapping
 from math import inf
-from statistics import median
+from operator import sub
+from statistics import fmean, median
 from typing import Literal
 
 from prfaas.core.link.congestion import CongestionSignal
@@ -26,12 +27,17 @@ UNHEARD_S = 3.0
 _DOWN_AFTER_S = 1.5
 
 # How long the link must have been full without a break to be judged, and how long a burst must be to raise it.
-_FULL_S = 0.5
+_FULL_S, _LONGEST_FULL_S = 0.5, 1.2
+_ROUND_TRIPS = 3.0
+_JUDGED_EVERY_S = 0.25
+_SLACK_S = 0.02
 _LONGEST_LOOK_S = 0.4
 _BURST_S = 0.3
 # A link on which nothing moves for longer is dark, or its connections wait for their timers: that is no measurement.
 _STILL_S = 0.6
 _MEASURED = 5
+# A link that carries less lets queues grow or drops. Without that a machine may have been busy: longer proof is needed.
+_ENOUGH, _ENOUGH_WITHOUT_SIGNS = 2, 8
 # Windows that differ by more are of different links: one before a change, one after.
 _AGREE = 1.4
 _DEAD_BAND = 0.1
@@ -47,7 +53,7 @@ _STARVED_S = 0.3
 
 # What senders may use of a link that carries less than configured: little more, or twice as much while that pays.
 _HEADROOM, _CLIMBING = 1.15, 2.0
-_FLOW_LOOKS = 8
+_FLOW_LOOKS = 16
 _PROBE_S, _PROBE_EVERY_S, _PROBE_AGAIN_S = 0.6, 3.0, 0.9
 _LEAST_PROBE_BYTES = 64 << 10
 
@@ -55,10 +61,12 @@ _LEAST_PROBE_BYTES = 64 << 10
 class LinkMeter:
     """Sums the ends of one link. `configured_bits_per_s` > 0 is the deployment file's bandwidth.
 
-    The capacity starts as configured. The link is *full* while a sender's kernel has more than it can send on (nearly)
-    every connection. What the consumers' kernels take in over half a second of that is a measurement, unless the
-    senders' pace explains it (0.85 of it or more) or a shut receive window (a quarter of the time). Two measurements
-    in a row that agree within 1.4 move the capacity to the median of the last five, if that is more than a tenth away.
+    The capacity starts as configured. The link is *full* while a sender's kernel has more than it can send; then what
+    could come is the pace of the connections that have. What the consumers' kernels take in meanwhile is measured four
+    times a second, over 0.5 s or three round trips, at most 1.2 s. It says nothing where it is 0.85 of what could come
+    or more, or where a receive window is shut (a quarter of the time). Two measurements in a row that agree within 1.4
+    move the capacity to the median of the last five, if that is more than a tenth away; eight, where neither round
+    trip nor retransmissions show a queue.
     What arrives is also a lower bound: 0.3 s with more than the capacity raise it at once, where nothing is congested.
 
     While a sender's word is late (0.6 s), its last one goes on as long as not all that it spoke of has arrived; and a
@@ -73,8 +81,9 @@ class LinkMeter:
         self.capacity_bits_per_s = configured_bits_per_s
         self.carried_bytes = 0
         """Since the start, in order."""
-        self._come_bytes = 0
-        """In any order: losses make the other count stop and jump, at a full link for longer than is judged."""
+        self._segment_bytes = 0
+        """By the segments that came, in any order. Losses make the count in order stop and jump; but a kernel whose
+        network card or host has merged segments counts those as one. So whichever is more is nearer to the truth."""
         self.seen_s = now_s
         """When something was last heard: of a sender, or because bytes came."""
         self.least_rtt_s = 0.0
@@ -91,13 +100,14 @@ class LinkMeter:
         self._knows_arrivals = False
         self._flowed_s = now_s
         self._history: deque[tuple[float, int]] = deque([(now_s, 0)])
-        self._flow: deque[tuple[float, int]] = deque([(now_s, 0)], maxlen=_FLOW_LOOKS)
+        self._flow: deque[tuple[float, int, int]] = deque([(now_s, 0, 0)], maxlen=_FLOW_LOOKS)
         self._sent: deque[tuple[float, int, int]] = deque()
         self._looked_s = now_s
-        self._full_since: tuple[float, int] | None = None
-        self._full_pace_bits_per_s = 0.0
+        self._full_since_s: float | None = None
+        self._judged_s = now_s
+        self._full_paces: list[float] = []
         self._limited: tuple[float, float] = (0.0, 0.0)
-        self._measured: deque[float] = deque(maxlen=_MEASURED)
+        self._measured: deque[float] = deque(maxlen=_ENOUGH_WITHOUT_SIGNS)
         self._is_pace_limited = False
         self._is_climbing = False
         self._slow_end: LinkCondition | None = None
@@ -117,16 +127,16 @@ class LinkMeter:
         Returns:
             The bytes carried since the last call.
         """
-        carried, come, at_s = self._carried(senders, arrivals)
+        carried, of_segments, at_s = self._carried(senders, arrivals)
         for name, sample in senders.items():
             before = self._senders.get(name)
             if before is None or sample.at_s > before.at_s:
                 self._carried_then[name] = self.carried_bytes
         self.carried_bytes += carried
-        self._come_bytes += come
+        self._segment_bytes += of_segments
         self._senders, self._arrivals = dict(senders), dict(arrivals)
         heard_s = max((sample.at_s for sample in senders.values()), default=self.seen_s)
-        self.seen_s = max(self.seen_s, heard_s, at_s if come and at_s is not None else self.seen_s)
+        self.seen_s = max(self.seen_s, heard_s, at_s if of_segments and at_s is not None else self.seen_s)
         if self.connections_up or not any(sample.connections for sample in senders.values()):
             self._connected_s = now_s
         fresh = [sample for sample in senders.values() if now_s - sample.at_s <= FRESH_S]
@@ -138,11 +148,11 @@ class LinkMeter:
         if at_s - self._looked_s > _LONGEST_LOOK_S:
             self._restart()
         self._history.append((at_s, self.carried_bytes))
-        self._flow.append((at_s, self._come_bytes))
+        self._flow.append((at_s, self.carried_bytes, self._segment_bytes))
         while len(self._history) > 2 and self._history[1][0] <= at_s - EGRESS_WINDOW_S:
             self._history.popleft()
         self._looked_s = at_s
-        if come:
+        if carried or of_segments:
             self._flowed_s = at_s
         elif at_s - self._flowed_s > _STILL_S:
             self._restart()
@@ -233,11 +243,11 @@ class LinkMeter:
     def _carried(
         self, senders: Mapping[str, SenderSample], arrivals: Mapping[str, ArrivalSample]
     ) -> tuple[int, int, float | None]:
-        """The bytes carried since the last call, those that came in any order, and until when that is known.
+        """The bytes carried since the last call, those by segments, and until when that is known.
 
         The time is None where it is not known of all.
         """
-        carried = come = 0
+        carried = of_segments = 0
         self._knows_arrivals = self._knows_arrivals or bool(arrivals)
         if self._knows_arrivals:
             # Acknowledgements are the consumer's own, and would take a slow one for a slow link.
@@ -245,8 +255,8 @@ class LinkMeter:
                 earlier = self._arrivals.get(name)
                 if earlier is not None:
                     carried += _grown(arrival.bytes_total, earlier.bytes_total)
-                    come += _grown(arrival.segments_total, earlier.segments_total) * arrival.mss_bytes
-            return carried, come, min((arrival.at_s for arrival in arrivals.values()), default=None)
+                    of_segments += _grown(arrival.segments_total, earlier.segments_total) * arrival.mss_bytes
+            return carried, of_segments, min((arrival.at_s for arrival in arrivals.values()), default=None)
         for name, sample in senders.items():
             before = self._senders.get(name)
             if before is not None:
@@ -291,27 +301,29 @@ class LinkMeter:
         return self.least_rtt_s > 0 and any(arrival.rtt_s > limit_s for arrival in self._arrivals.values())
 
     def _filled_pace(self, fresh: list[SenderSample]) -> float | None:
-        """What those may send together that fill the link, by their own words or by what follows; None: none does."""
-        filled = [sample for sample in fresh if sample.is_filled]
+        """What the connections may send together that fill the link; None: none does.
+
+        By the words of senders; of late ones while not all has come that they spoke of.
+        """
         late = [
             sample
             for name, sample in self._senders.items()
             if sample not in fresh
-            and sample.is_filled
             and sample.ready_bytes > self.carried_bytes - self._carried_then.get(name, 0)
         ]
-        if not (filled or late):
+        shares = [(sample, sample.filled_share) for sample in (*fresh, *late) if sample.filled_connections]
+        if not shares:
             if fresh or not self._seen_by_receivers():
                 return None
-            late = list(self._senders.values())
-        paces = [sample.pace_bits_per_s for sample in (*filled, *late)]
-        if any(pace is None for pace in paces):
-            return self.configured_bits_per_s
-        return min(sum(pace or 0.0 for pace in paces), self.configured_bits_per_s)
+            shares = [(sample, 1.0) for sample in self._senders.values()]
+        paces = [
+            (self.configured_bits_per_s if sample.pace_bits_per_s is None else sample.pace_bits_per_s) * share
+            for sample, share in shares
+        ]
+        return min(sum(paces), self.configured_bits_per_s)
 
     def _judge(self, fresh: list[SenderSample], now_s: float) -> None:
-        ready = any(sample.ready_bytes for sample in fresh)
-        if ready or any(sample.open_bytes for sample in fresh):
+        if any(sample.open_bytes for sample in fresh):
             self._worked_s = now_s
         self._raise_by_burst(now_s)
         pace = self._filled_pace(fresh) if self._looked_s - self._flowed_s <= _STILL_S else None
@@ -320,27 +332,38 @@ class LinkMeter:
             self._restart()
             self._is_pace_limited = False
             return
-        if self._full_since is None:
-            self._full_since = (self._looked_s, self._come_bytes)
-            self._full_pace_bits_per_s = pace
+        if self._full_since_s is None:
+            self._full_since_s = self._judged_s = self._looked_s
+            self._full_paces = [pace]
             self._limited = self._receiver_limited()
             return
-        self._full_pace_bits_per_s = min(self._full_pace_bits_per_s, pace)
-        since_s, since_bytes = self._full_since
-        length_s = self._looked_s - since_s
-        if length_s < _FULL_S:
+        self._full_paces.append(pace)
+        # Where packets are lost the count in order comes by fits of some round trips.
+        seen_s = max((arrival.rtt_s for arrival in self._arrivals.values()), default=0.0)
+        window_s = min(max(_FULL_S, _ROUND_TRIPS * max(self.rtt_s, seen_s)), _LONGEST_FULL_S)
+        if (
+            self._looked_s - self._full_since_s < window_s
+            or self._looked_s - self._judged_s < _JUDGED_EVERY_S
+        ):
             return
-        bits_per_s = BITS_PER_BYTE * (self._come_bytes - since_bytes) / length_s
+        self._judged_s = self._looked_s
         if self._is_receiver_slow():
             self._slow_end = "slow-receiver"
             self._measured.clear()
         else:
             if self._slow_end == "slow-receiver":
                 self._slow_end = None
-            self._take(bits_per_s, self._full_pace_bits_per_s, now_s)
-        self._full_since = (self._looked_s, self._come_bytes)
-        self._full_pace_bits_per_s = pace
+            self._take(self._flow_bits_per_s(window_s), fmean(self._full_paces), now_s)
+        self._full_paces = [pace]
         self._limited = self._receiver_limited()
+
+    def _flow_bits_per_s(self, window_s: float) -> float:
+        """What came in the last so many seconds, or a little more, per second; 0 where less is known."""
+        end_s, *end = self._flow[-1]
+        for start_s, *start in reversed(self._flow):
+            if end_s - start_s >= window_s - _SLACK_S:
+                return float(BITS_PER_BYTE * max(map(sub, end, start)) / (end_s - start_s))
+        return 0.0
 
     def _take(self, bits_per_s: float, pace_bits_per_s: float, now_s: float) -> None:
         """A full link has carried that."""
@@ -355,21 +378,21 @@ class LinkMeter:
         if self._measured and not 1 / _AGREE <= bits_per_s / max(self._measured[-1], 1.0) <= _AGREE:
             self._measured.clear()
         self._measured.append(bits_per_s)
-        if len(self._measured) >= 2:
-            estimate = median(self._measured)
+        if len(self._measured) >= (_ENOUGH if self._shows_signs() else _ENOUGH_WITHOUT_SIGNS):
+            estimate = median(list(self._measured)[-_MEASURED:])
             if abs(estimate - self.capacity_bits_per_s) > _DEAD_BAND * self.capacity_bits_per_s:
                 self._set(estimate, now_s)
+
+    def _shows_signs(self) -> bool:
+        """Whether the network shows any sign of a queue or of drops."""
+        return self.signal.is_suspected or self._seen_by_receivers()
 
     def _raise_by_burst(self, now_s: float) -> None:
         if not self.is_slow or self.congestion:
             return
-        end_s, end_bytes = self._flow[-1]
-        for start_s, start_bytes in reversed(self._flow):
-            if end_s - start_s >= _BURST_S:
-                bits_per_s = BITS_PER_BYTE * (end_bytes - start_bytes) / (end_s - start_s)
-                if bits_per_s > (1 + _DEAD_BAND) * self.capacity_bits_per_s:
-                    self._set(bits_per_s, now_s)
-                return
+        bits_per_s = self._flow_bits_per_s(_BURST_S)
+        if bits_per_s > (1 + _DEAD_BAND) * self.capacity_bits_per_s:
+            self._set(bits_per_s, now_s)
 
     def _note_starved(self, fresh: list[SenderSample], is_full: bool, now_s: float) -> None:
         """A sender with more ready than it carries until the next look, whose kernel has nothing to send."""
@@ -402,7 +425,7 @@ class LinkMeter:
         )
 
     def _restart(self) -> None:
-        self._full_since = None
+        self._full_since_s = None
         if self._slow_end == "slow-receiver":
             self._slow_end = None
 

@@ -36,6 +36,8 @@ class SenderSample:
     """Those of them in which the consumer's receive window was shut."""
     connections_up: int
     connections: int
+    background_bytes: int = 0
+    """Of those produced and not acknowledged, what gets what others leave."""
 
     @classmethod
     def of_report(cls, report: Mapping[str, Any], at_s: float) -> "SenderSample":
@@ -50,6 +52,7 @@ class SenderSample:
             pace_bits_per_s=pace if pace > 0 else None,
             queued_bytes=max(int(report["queued_bytes"]), 0),
             waiting_bytes=max(int(report["waiting_bytes"]), 0),
+            background_bytes=max(int(report.get("background_bytes", 0)), 0),
             open_bytes=max(int(report["open_bytes"]), 0),
             acked_bytes_total=int(report["acked_bytes_total"]),
             unsent_bytes=max(int(report["unsent_bytes"]), 0),
@@ -71,13 +74,9 @@ class SenderSample:
         return max(self.queued_bytes - self.waiting_bytes, 0)
 
     @property
-    def is_filled(self) -> bool:
-        """Whether the kernel of (nearly) every connection had more than it could send: the producer was not short."""
-        return self.connections_up > 0 and self.filled_connections >= FILLED_SHARE * self.connections_up
-
-
-FILLED_SHARE = 0.9
-"""Of the connections of a sender; below, some of them had nothing to send, so the sum says nothing of the link."""
+    def filled_share(self) -> float:
+        """Of the connections, those whose kernel had more than it could send: of these the producer is not short."""
+        return min(self.filled_connections / self.connections_up, 1.0) if self.connections_up else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,8 @@ class SlowLoops:
         self._kv_bytes = KvSize(scenario.kv_model)
         self._outputs = (0, 0)
         self._output_tokens = scenario.output_tokens
+        for link in world.links.values():
+            link.on_change = lambda: self.ask("link")
         if scenario.adapts:
             world.events.at(control.threshold_period_s, self._periodic)
         if scenario.allocation:

@@ -19,6 +19,9 @@ _SLACK = 1e-15
 # A stream that is behind catches up only where its share is more than its production by more than rounding.
 _FASTER = 1 + 1e-9
 
+# Rounding of rates.
+_NEARLY = 0.999
+
 _production_rate = attrgetter("bits_per_s")
 
 
@@ -129,6 +132,11 @@ class FluidLink:
     def rate_bits_per_s(self) -> float:
         """What is being sent now."""
         return self._rate_bits_per_s
+
+    @property
+    def is_full(self) -> bool:
+        """Whether transfers wait, and all of the capacity is used."""
+        return self._late > 0 and self._rate_bits_per_s >= _NEARLY * self._capacity_bits_per_s
 
     @property
     def sent_bits(self) -> float:

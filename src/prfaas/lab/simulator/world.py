@@ -73,6 +73,7 @@ class World:
                     rtt_s=link.rtt_s,
                     transfer_limit_bits_per_s=link.transfer_limit_bits_per_s,
                 ),
+                self.events,
             )
             for link, stream in zip(scenario.links, rng.spawn(len(scenario.links)), strict=True)
         }

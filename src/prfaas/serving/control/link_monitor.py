@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from prfaas.core.deployment import CONTROL, Deployment, Instance
+from prfaas.core.link.announced import AnnouncedLink
 from prfaas.core.link.meter import LinkMeter
 from prfaas.core.link.samples import ArrivalSample, SenderSample
 from prfaas.core.scheduling.view import show
@@ -67,9 +68,6 @@ _ANSWER_S = 2.0
 _RETRY_S = 2.0
 _LATE_RETRY_S = 0.5
 _FORGOTTEN_S = 3.0
-# Smaller changes of a capacity are no reason to search the threshold at once; a rise is one when it has come to rest.
-_MUCH_CHANGED = 0.3
-_RISEN_S = 1.0
 
 
 class LinkPort(KvPort, Protocol):
@@ -87,27 +85,6 @@ class _Rank:
     observer: LinkPort
     ask_again_s: float = 0.0
     due: int = 0
-
-
-@dataclass(slots=True)
-class _Announced:
-    """The capacity that thresholds were last searched for."""
-
-    bits_per_s: float
-    newest_bits_per_s: float
-    since_s: float
-    """When the newest one was first seen."""
-
-    def is_due(self, bits_per_s: float, now_s: float) -> bool:
-        """Whether to search again: at once after a fall, after a rise once it has come to rest."""
-        if bits_per_s != self.newest_bits_per_s:
-            self.newest_bits_per_s, self.since_s = bits_per_s, now_s
-        if abs(bits_per_s - self.bits_per_s) <= _MUCH_CHANGED * self.bits_per_s:
-            return False
-        if bits_per_s > self.bits_per_s and now_s - self.since_s < _RISEN_S:
-            return False
-        self.bits_per_s = bits_per_s
-        return True
 
 
 class LinkMonitor:
@@ -142,8 +119,7 @@ class LinkMonitor:
         self.breakers = {pair: LinkBreaker() for pair in self.meters}
         self._pairs = {f"{source}->{target}": (source, target) for source, target in self.meters}
         self._announced = {
-            pair: _Announced(meter.capacity_bits_per_s, meter.capacity_bits_per_s, now_s)
-            for pair, meter in self.meters.items()
+            pair: AnnouncedLink(meter.capacity_bits_per_s) for pair, meter in self.meters.items()
         }
         self._clusters = {instance.name: instance.cluster for instance in deployment.instances}
         ends = {cluster for pair in self.meters for cluster in pair}
@@ -280,13 +256,11 @@ class LinkMonitor:
             capacity_bits_per_s=capacity,
         )
         show(meter, link, now_s)
-        changed = self._announced[pair].is_due(capacity, now_s)
         up = meter.is_up(now_s) and self.breakers[pair].is_up(now_s)
         if up != link.up:
             link.up = up
             logger.warning("link %s->%s is %s", *pair, "up again" if up else "down: not used")
-            changed = True
-        if changed:
+        if self._announced[pair].is_due(capacity, up, now_s):
             self._on_change(f"{pair[0]}->{pair[1]}")
 
 
