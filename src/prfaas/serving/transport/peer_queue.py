@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prfaas.serving.transport.chunk_schedule import ChunkSchedule
+from prfaas.serving.transport.chunk_source import ChunkSource
 from prfaas.serving.transport.options import Peer, SenderOptions
 from prfaas.serving.transport.outgoing import (
     FILLER,
     NOBODY,
     Carrier,
     Chunk,
-    ChunkSource,
     ControlJob,
     InFlightWindow,
     OutgoingTransfer,
