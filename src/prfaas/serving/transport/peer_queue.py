@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prfaas.serving.transport.chunk_schedule import ChunkSchedule
+from prfaas.serving.transport.chunk_source import ChunkSource
 from prfaas.serving.transport.options import Peer, SenderOptions
 from prfaas.serving.transport.outgoing import (
     FILLER,
     NOBODY,
     Carrier,
     Chunk,
-    ChunkSource,
     ControlJob,
     InFlightWindow,
     OutgoingTransfer,
@@ -258,7 +258,9 @@ class PeerQueue:
                     job = self._controls.popleft()
                     window.add_control(job, now_s)
                     return job
-                if (chunk := self._schedule.take(window.connection.chunk_bytes)) is not None:
+                if (
+                    chunk := self._schedule.take(window.connection.chunk_bytes, len(self._windows))
+                ) is not None:
                     window.add_chunk(chunk, time.monotonic())
                     chunk.transfer.reading[chunk] = window.connection
                     return chunk
