@@ -87,7 +87,7 @@ def test_a_prefill_that_makes_little_leaves_the_rest(budgets: Budgets) -> None:
 
 def test_what_is_believed_slow_is_used_a_little_beyond(budgets: Budgets, cluster_state: ClusterState) -> None:
     async def main() -> None:
-        cluster_state.view.links[LINK].capacity_bits_per_s = 1e8
+        cluster_state.view.links[LINK].pace_bits_per_s = 1.15e8
         for sender in budgets.senders:
             sender.links = works(queued=1 << 28)
         assert sum((await budgets.round()).values()) == pytest.approx(1.15e8)

@@ -61,9 +61,10 @@ class _Told:
 class LinkBudget:
     """Ten times a second divides each link's bandwidth by `core.link.budget.paces`, and tells the senders.
 
-    The bandwidth is what the deployment file says; on a link that is believed slow, what its meter allows: a little more
-    than it is believed to carry, so no queue builds up there, and twice as much while that comes through. A sender claims what it has produced lately (mean over about 0.5 s, and a
-    quarter more) and what waits to leave within 0.1 s.
+    The bandwidth is what the deployment file says. On a link that is believed slow it is what its meter allows: a
+    little more than it is believed to carry, so no queue builds up there, and twice as much while that comes through.
+    A sender claims what it has produced lately (mean over about 0.5 s, and a quarter more) and what waits to leave
+    within 0.1 s.
     """
 
     def __init__(
