@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import math
+import random
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,19 +15,23 @@ from typing import Any
 from prfaas.core.deployment import Deployment
 from prfaas.serving.engines.synthetic.pace import Pace
 from wan.laboratory import Laboratory, LineSettings
-from wan.load import LinkLoad, LinkReading, LinkRequest, synthetic_model
+from wan.load import LinkLoad, LinkReading, LinkRequest, random_ids, synthetic_model
 from wan.stack import FAR, GATEWAY_HOST, HOME, WanStack, engines_of, write_deployment
 
 RTT_S = 0.030
 RATE_BITS_PER_S = 200e6
 FACTOR = 10
 POLICIES = ("paper", "tilted")
-WARM_S, LOW_S, AFTER_S = 25.0, 30.0, 25.0
-REQUESTS_PER_S = 1.2
+WARM_S, LOW_S, AFTER_S = 40.0, 30.0, 25.0
+REQUESTS_PER_S = 1.4
 LENGTHS = (2_000, 24_000)
 MAX_MODEL_LEN = 32_768
+# So slow that most prompts are worth the line, and so many engines that home can do without it.
+HOME_SPEEDUP = 0.5
 _FAR_ENGINES = 2
-_HOME_PREFILLS = 3
+_HOME_PREFILLS = 4
+# The first layers of a long prompt are on the line then, and the last ones are not computed.
+INTO_LONG_S = 1.0
 # Smaller changes of a threshold are the search's own grid.
 _CHANGED = 0.05
 _TRUE_WITHIN = 0.25
@@ -105,7 +110,7 @@ def standing_in(
             encryption=encryption,
             clusters={
                 FAR: {"hardware": "synthetic", "profile": "internal-1t-h200", "speedup": 1},
-                HOME: {"hardware": "synthetic", "profile": "internal-1t-h20", "speedup": 1},
+                HOME: {"hardware": "synthetic", "profile": "internal-1t-h20", "speedup": HOME_SPEEDUP},
             },
             routing={"policy": policy}
             | ({} if threshold_tokens is None else {"threshold_tokens": threshold_tokens}),
@@ -128,6 +133,9 @@ def one_run(stack: WanStack, policy: str, folder: Path) -> MidRun:
     async def drive() -> tuple[LinkLoad, float, float]:
         async with LinkLoad(stack).running() as load:
             await load.poisson(REQUESTS_PER_S, LENGTHS, WARM_S, seed=1)
+            # What falls in an idle moment can't be seen until something is sent.
+            load.send(random_ids(random.Random(0), LENGTHS[1]))
+            await asyncio.sleep(INTO_LONG_S)
             stack.laboratory.change(rate_bits_per_s=RATE_BITS_PER_S / FACTOR)
             fell_s = time.monotonic()
             await load.poisson(REQUESTS_PER_S, LENGTHS, LOW_S, seed=2)

@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from wan.load import LinkLoad, LinkRequest, random_ids
-from wan.mid_run import standing_in
+from wan.mid_run import INTO_LONG_S, standing_in
 from wan.stack import GATEWAY_HOST, WanStack
 
 PROMPT_TOKENS = 8_000
 LONG_TOKENS = 24_000
 REQUESTS_PER_S = 1.0
 BEFORE_S, AFTER_S = 8.0, 12.0
-# The long prompt's prefill has begun, and its first layers are on the line.
-_INTO_LONG_S = 1.0
 THRESHOLD_TOKENS = 1_000
 _DECODE = "home-1"
 
@@ -153,7 +151,7 @@ async def steady_load(
     steady = asyncio.create_task(clients())
     await asyncio.sleep(BEFORE_S)
     load.send(random_ids(draw, LONG_TOKENS))
-    await asyncio.sleep(_INTO_LONG_S)
+    await asyncio.sleep(INTO_LONG_S)
     began_s = time.monotonic()
     await interrupt()
     over_s = time.monotonic()

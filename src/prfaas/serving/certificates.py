@@ -161,11 +161,8 @@ class CertificateFolder:
         """
         with self._locked():
             present = self._authorities()
-            issuer, _ = self._issuer()
-            if issuer not in present:
-                # A change was interrupted between its two files: go on with the CA that it had made.
-                self._trust_newest(present)
-                return
+            # Elsewhere a new CA would only be one that the others don't know.
+            self._issuer()
             if len(present) > 1:
                 raise TlsFileError(
                     f"{self.ca_file} has {len(present)} CAs already: end that change with --rotate, then --retire-ca"

@@ -3,13 +3,14 @@
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+import uvloop
 from tests.serving.engines.synthetic_world import MODEL, random_ids, running, write_deployment
 from tests.serving.transport.authority import Authority
 
@@ -141,8 +142,9 @@ def test_certificates_and_ca_change_while_it_runs_without_a_lost_request(deploym
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("loop_run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
 def test_the_monitor_tells_an_engine_that_refuses_it_from_a_silent_one(
-    deployment: Deployment, tmp_path: Path
+    deployment: Deployment, tmp_path: Path, loop_run: Callable[[Coroutine[Any, Any, None]], None]
 ) -> None:
     foreign = Authority(tmp_path / "foreign").identity(GATEWAY)
     stranger = TlsIdentity(foreign.certificate, foreign.key, deployment.security.ca_file)
@@ -160,7 +162,7 @@ def test_the_monitor_tells_an_engine_that_refuses_it_from_a_silent_one(
                 finally:
                     await http.close()
 
-    asyncio.run(check())
+    loop_run(check())
 
 
 def test_doctor_says_who_does_not_agree_on_tls(deployment: Deployment, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Connections cut, bytes damaged, peers killed: the result is byte-exact or a clean failure, and nothing is left."""
 
 import random
+import select
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,16 +12,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prfaas.serving.transport import BytesSource, SendPhase, StagingArena, TransferPhase
+from prfaas.serving.transport.handshake import welcome
+from prfaas.serving.transport.sockets import receive_control
+from prfaas.serving.transport.wire import FrameType
 
 from .harness import (
     FAST_RECEIVER,
     FAST_SENDER,
+    FINGERPRINT,
+    KEY,
     SizesByTokens,
     World,
     await_over,
     await_true,
     make_receiver,
     make_sender,
+    make_ticket,
 )
 from .proxy import FaultyProxy
 
@@ -220,3 +228,35 @@ def test_close_in_the_middle_leaves_nothing(make_world: MakeWorld) -> None:
         for _, transfer, _ in sent:
             await_over(transfer)
             assert transfer.phase is SendPhase.FAILED
+
+
+def test_an_answer_that_was_lost_with_another_connection_is_asked_for_again() -> None:
+    """A consumer accepts a transfer on any connection of the producer, so also on one that is about to end."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    sender = make_sender(listener.getsockname()[1], connections=2)
+    consumers: list[socket.socket] = []
+    try:
+        for _ in range(2):
+            consumers.append(listener.accept()[0])
+            welcome(
+                consumers[-1],
+                key=KEY,
+                name="c/0",
+                session="s",
+                fingerprint=FINGERPRINT,
+                producers=["p/0"],
+            )
+        await_true(lambda: sender.stats()["peers"]["c/0"]["connections"] == 2, 5.0, lambda: "up")
+        ticket = make_ticket(100)
+        sender.open(ticket, ticket.seal(KEY), [100, 200, 300])
+        (asked,), _, _ = select.select(consumers, [], [], 20)
+        assert receive_control(asked)[0].kind is FrameType.OPEN
+        (other,) = (sock for sock in consumers if sock is not asked)
+        other.shutdown(socket.SHUT_RDWR)
+        asked.settimeout(20)
+        while receive_control(asked)[0].kind is not FrameType.OPEN:
+            pass
+    finally:
+        sender.close()
+        for sock in [listener, *consumers]:
+            sock.close()

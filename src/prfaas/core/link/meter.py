@@ -62,9 +62,9 @@ class LinkMeter:
     could come is the pace of the connections that have. It is full, too, while round trips are twice the least and
     half as much again as they hold is ready. What the consumers' kernels take in meanwhile is measured four
     times a second, over 0.5 s or three round trips, at most 1.2 s. It says nothing where it is 0.85 of what could come
-    or more, or where a receive window is shut (a quarter of the time). Three measurements in a row that agree within 1.25
-    move the capacity to the median of the last five, if that is more than a tenth away; eight, where neither round
-    trip nor retransmissions show a queue.
+    or more, or where a receive window is shut (a quarter of the time). Three measurements in a row that agree within
+    1.25 move the capacity to the median of the last five, if that is more than a tenth away; eight, where neither
+    round trip nor retransmissions show a queue.
     What arrives is also a lower bound: 0.3 s with more than the capacity raise it at once, where nothing is congested.
 
     While a sender's word is late (0.6 s), its last one goes on as long as not all that it spoke of has arrived; and a

@@ -4,7 +4,6 @@ import asyncio
 import errno
 import math
 import re
-import ssl
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -289,7 +288,7 @@ class EngineHttp:
 
 def _is_answer(error: BaseException) -> bool:
     """Whether an error is the doing of the server's process, or of a kernel that has none at this port."""
-    if isinstance(error, aiohttp.ClientSSLError) or isinstance(error.__cause__, ssl.SSLError):
+    if isinstance(error, aiohttp.ClientSSLError):
         return True
     number = error.errno if isinstance(error, OSError) else None
     return number is None or number in (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)

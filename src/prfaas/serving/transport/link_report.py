@@ -18,6 +18,8 @@ class LinkReport:
     """Produced and not acknowledged yet."""
     waiting_bytes: int
     """Those of them that are held back until the consumer has room."""
+    background_bytes: int
+    """Those of `queued_bytes` that get what others leave."""
     open_bytes: int
     """`queued_bytes`, and what the open transfers have still to produce."""
     acked_bytes_total: int
@@ -104,6 +106,7 @@ def _report(
         pace_bits_per_s=pace_bits_per_s,
         queued_bytes=sum(load.queued_bytes for load in loads),
         waiting_bytes=sum(load.waiting_bytes for load in loads),
+        background_bytes=sum(load.background_bytes for load in loads),
         open_bytes=sum(load.open_bytes for load in loads),
         acked_bytes_total=sum(load.acked_bytes_total for load in loads),
         unsent_bytes=sum(info.notsent_bytes for info in infos),

@@ -83,8 +83,13 @@ class PeerQueue:
 
     @property
     def silent(self) -> str:
-        """What is known of a silence of the peer that goes on; empty if it is heard, or nothing was asked."""
-        return "" if self._windows and not self._transfers else self._watch.silent
+        """What is known of the path to the peer if it was given up; empty if not, or if it was not used."""
+        return "" if self._windows else self._watch.silent
+
+    @property
+    def stalled(self) -> str:
+        """What is known of the peer's engine if it does not answer while it is to; empty if not."""
+        return self._watch.stalled if self._windows and self._transfers else ""
 
     # The engine's calls, through OutgoingTransfer
 
@@ -206,8 +211,11 @@ class PeerQueue:
         with self._lock:
             self._windows.remove(window)
             self._trouble = window.trouble or trouble
-            again = (*window.opens.values(), *window.ends.values(), *window.aborts.values())
-            self._controls.extendleft(again)
+            self._controls.extendleft((*window.ends.values(), *window.aborts.values()))
+            for each in (window, *self._windows):
+                # The consumer answers an OPEN on any connection: the answer may be lost with this one.
+                self._controls.extendleft(each.opens.values())
+                each.opens.clear()
             for chunk in window.chunks.values():
                 self._schedule.add(chunk)
             self._counters["requeued_chunks"] += len(window.chunks)

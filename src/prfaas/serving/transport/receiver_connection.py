@@ -21,9 +21,10 @@ from prfaas.serving.transport.incoming import ProducerSession
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, ForgedFrameError, Sealing
-from prfaas.serving.transport.silence import Silence, patience_s, ping_period_s
+from prfaas.serving.transport.silence import HEARTBEAT_BYTES, Silence, patience_s, ping_period_s
 from prfaas.serving.transport.sockets import (
     Arrived,
+    BulkReader,
     ConnectionEnded,
     HandshakeError,
     expedite,
@@ -41,8 +42,8 @@ from prfaas.serving.transport.wire import (
     UNCHECKED,
     FrameType,
     Header,
+    RunningChecksum,
     WireError,
-    checksum_of,
     count_field,
     nack,
     pack_control,
@@ -59,6 +60,8 @@ log = logging.getLogger(__name__)
 _MAX_OUTBOX_FRAMES = 8192
 _OUTBOX_PRESSURE_FRAMES = 64
 _MAX_WATCHED = 65536
+# What has arrived is summed up in parts of this size, while it still is in the processor's second cache.
+_CACHED_BYTES = 512 << 10
 _MAX_LEAD_S = 60.0
 
 
@@ -92,12 +95,14 @@ class ReceiverConnection:
         self._sending = threading.Lock()
         self._inside_frame = False
         self._silence = Silence()
+        self._session: ProducerSession | None = None
         self._pings = 0
         self._pongs = 0
         self._pinged_at_s = 0.0
         self._trouble = ""
         self._header = bytearray(HEADER_BYTES)
         self._scratch = bytearray()
+        self._bulk = BulkReader(sock)
         self._watched: set[bytes] = set()
         self.identity: PeerIdentity | None = None
         """Who is at the other end; None until the handshake is over."""
@@ -175,7 +180,11 @@ class ReceiverConnection:
             info = read_tcp_info(self._sock)
         except OSError:
             return
+        before = silence.bytes_received
         silence.look(info, elapsed_s, asked=self._pongs < self._pings, spare_s=spare_s)
+        if self._session is not None and info.bytes_received - before > HEARTBEAT_BYTES:
+            # On a slow link it takes a while until a chunk is whole.
+            self._session.progressed_at_s = now_s
         if silence.path_s > patience_s(options.silence_s):
             self._close_silent(f"nothing has come back from it for {silence.path_s:.1f} s")
         elif silence.engine_s > options.progress_deadline_s:
@@ -229,7 +238,7 @@ class ReceiverConnection:
         return "an unknown peer" if self.identity is None else self.identity.name
 
     def _serve_producer(self, identity: PeerIdentity) -> None:
-        session = self._table.connected(identity, self)
+        session = self._session = self._table.connected(identity, self)
         try:
             while True:
                 header = self._next_header()
@@ -320,7 +329,7 @@ class ReceiverConnection:
         self._inside_frame = True
         try:
             for piece in pieces:
-                receive_exactly(self._sock, piece)
+                self._bulk.fill(piece)
         finally:
             self._inside_frame = False
 
@@ -337,9 +346,8 @@ class ReceiverConnection:
                 pieces = (
                     place.pieces if place.transfer is not None else [self._scratch_view(header.length_bytes)]
                 )
-                self._read_payload(pieces)
                 # 3. Are they the bytes that the producer sent?
-                verified = self._verify(header, pieces)
+                verified = self._read_checked(header, pieces)
             else:
                 # 2 and 3. By way of the scratch buffer: decryption writes into the place and verifies.
                 self.sealing.opener.open_into(self._read_sealed(header), place.pieces)
@@ -350,12 +358,24 @@ class ReceiverConnection:
         # 4. Record them and answer: ACK, or NACK for damaged ones. The last chunk completes the transfer.
         self._table.finish_chunk(place, verified=verified)
 
+    def _read_checked(self, header: Header, pieces: list[memoryview]) -> bool:
+        """Read a chunk; returns whether its checksum fits."""
+        if header.flags & UNCHECKED:
+            self._read_payload(pieces)
+            return True
+        running = RunningChecksum()
+        for piece in pieces:
+            for start in range(0, piece.nbytes, _CACHED_BYTES):
+                part = piece[start : start + _CACHED_BYTES]
+                self._read_payload([part])
+                running.update(part)
+        return running.value == header.checksum
+
     def _receive_coded(self, session: ProducerSession, header: Header) -> None:
         """As `_receive_chunk`, of a chunk that is as long as its payload says, not its header."""
         if self.sealing is None:
             payload = self._scratch_view(header.length_bytes)
-            self._read_payload([payload])
-            verified = self._verify(header, [payload])
+            verified = self._read_checked(header, [payload])
         else:
             payload = memoryview(self.sealing.opener.open_payload(self._read_sealed(header)))
             verified = True
@@ -372,9 +392,6 @@ class ReceiverConnection:
             self._table.abandon_chunk(place)
             raise
         self._table.finish_chunk(place, verified=verified)
-
-    def _verify(self, header: Header, pieces: list[memoryview]) -> bool:
-        return bool(header.flags & UNCHECKED) or checksum_of(pieces) == header.checksum
 
     def _wait_for_outbox(self) -> None:
         # Its answers don't fit into the socket: reading on would only pile up more.

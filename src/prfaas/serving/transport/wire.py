@@ -108,14 +108,27 @@ def checksum(payload: bytes | bytearray | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(payload)
 
 
+class RunningChecksum:
+    """xxh3_64 of a payload that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_64()
+        self.update = self._state.update
+
+    @property
+    def value(self) -> int:
+        """Of all that was passed to `update` until now."""
+        return self._state.intdigest()
+
+
 def checksum_of(pieces: list[memoryview]) -> int:
     """xxh3_64 of the concatenation of `pieces`."""
     if len(pieces) == 1:
         return xxhash.xxh3_64_intdigest(pieces[0])
-    state = xxhash.xxh3_64()
+    running = RunningChecksum()
     for piece in pieces:
-        state.update(piece)
-    return state.intdigest()
+        running.update(piece)
+    return running.value
 
 
 def pack_header(
