@@ -107,6 +107,7 @@ class Gateway:
         self._hop = PrefillHop(deployment, key, self._transfers, tenants, context)
         plane.listen(lambda name, reason: self._client.bar(plane.instance(name), reason))
         plane.listen(self._hop.frozen)
+        plane.listen_for_silence(self._hop.silent)
         prefill = PrefillOrchestrator(deployment, self._hop, context)
         decoder = Decoder(prefill, context)
         self._shadow = Shadow(ShadowOptions(deployment.gateway.shadow), context)

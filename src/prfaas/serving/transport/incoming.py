@@ -84,7 +84,7 @@ class ProducerSession:
     trouble: str = ""
     """Why this side closed its last connection; empty if it was lost."""
     progressed_at_s: float = 0.0
-    """When a chunk or an END of any of its transfers came last."""
+    """When an END or data of any of its transfers came last."""
 
     def same(self, other: "ProducerSession") -> bool:
         """Whether both are the same run of the same producer."""

@@ -83,8 +83,13 @@ class PeerQueue:
 
     @property
     def silent(self) -> str:
-        """What is known of a silence of the peer that goes on; empty if it is heard, or nothing was asked."""
-        return "" if self._windows and not self._transfers else self._watch.silent
+        """What is known of the path to the peer if it was given up; empty if not, or if it was not used."""
+        return "" if self._windows else self._watch.silent
+
+    @property
+    def stalled(self) -> str:
+        """What is known of the peer's engine if it does not answer while it is to; empty if not."""
+        return self._watch.stalled if self._windows and self._transfers else ""
 
     # The engine's calls, through OutgoingTransfer
 
