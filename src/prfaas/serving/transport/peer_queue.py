@@ -35,6 +35,8 @@ from prfaas.serving.transport.wire import END_REGION, FrameType, Header, WireErr
 
 log = logging.getLogger(__name__)
 
+_MAX_CONTROLS = 4096
+
 # What a transfer is taken to leave at where no pace says it: only the order of transfers depends on it.
 _UNPACED_BITS_PER_S = 1e10
 
@@ -434,7 +436,8 @@ class PeerQueue:
         transfer.reason = reason
         self._counters["failed"] += 1
         self._finish(transfer, SendPhase.FAILED)
-        if tell_peer:
+        # A peer that stays away knows nothing of the transfers any more.
+        if tell_peer and len(self._controls) < _MAX_CONTROLS:
             frame = pack_control(FrameType.ABORT, transfer.transfer_id, {"reason": reason[:4096]})
             self._controls.append(ControlJob(FrameType.ABORT, transfer, frame))
             self._ready.notify()
