@@ -48,18 +48,14 @@ class Job:
     """`bytes`, or `PAGE_BYTES` pages of an engine: `pages:8192` one behind the other, `scattered:8192` not so."""
     checksums: bool = True
     bits_per_s: float | None = None
-    chunk_bytes: int = 4 << 20
-    producer: str = "p"
-    consumer: str = "c"
-    certificates: str = ""
-    """Folder of `ca.crt` and the two certificates, as `prfaas certs` makes them; empty: connections are plain."""
+    certificates: str | None = None
+    """A folder with `ca.pem`, and certificate and key of `p` and `c`: the connections are encrypted with them."""
 
     def identity(self, name: str) -> TlsIdentity | None:
-        """Who an end is on encrypted connections."""
-        if not self.certificates:
+        if self.certificates is None:
             return None
-        file = Path(self.certificates, f"{name}.pem")
-        return TlsIdentity(file, file, Path(self.certificates, "ca.crt"))
+        folder = Path(self.certificates)
+        return TlsIdentity(folder / f"{name}.pem", folder / f"{name}.key", folder / "ca.pem")
 
 
 class EvenRegions:
@@ -100,14 +96,14 @@ def sources(job: Job, data: "np.typing.NDArray[np.uint8]") -> Sequence[ChunkSour
 
 def receive(job: Job) -> None:
     receiver = Receiver(
-        name=f"{job.consumer}/0",
+        name="c/0",
         key=KEY,
         host=job.host,
         port=job.port,
         arena=StagingArena(job.nbytes + (4 << 20)),
         layout=EvenRegions(),
         fingerprint={},
-        tls=job.identity(job.consumer),
+        tls=job.identity("c"),
     )
     receiver.start()
     say({"port": receiver.port})
@@ -124,27 +120,25 @@ def receive(job: Job) -> None:
                     raise SystemExit(f"region {region} differs from what was sent")
             looked = True
         staged.free()
-        say({"congestion": ""})
+        say({})
     receiver.close()
 
 
 def send(job: Job) -> None:
-    name, peer_name = f"{job.producer}/0", f"{job.consumer}/0"
-    tls = job.identity(job.producer)
-    peer = Peer(
-        peer_name, job.host, job.port, "link", job.connections, job.bits_per_s, encrypted=tls is not None
-    )
-    options = SenderOptions(checksums=job.checksums, chunk_bytes=job.chunk_bytes)
-    sender = Sender(name=name, key=KEY, peers={peer_name: peer}, fingerprint={}, options=options, tls=tls)
+    identity = job.identity("p")
+    encrypted = identity is not None
+    peer = Peer("c/0", job.host, job.port, "link", job.connections, job.bits_per_s, encrypted=encrypted)
+    options = SenderOptions(checksums=job.checksums)
+    sender = Sender(name="p/0", key=KEY, peers={"c/0": peer}, fingerprint={}, options=options, tls=identity)
     sender.start()
     shown = sources(job, content(job.nbytes))
-    while sender.stats()["peers"][peer_name]["connections"] < job.connections:
+    while sender.stats()["peers"]["c/0"]["connections"] < job.connections:
         time.sleep(0.005)
-    say({"congestion": sender.stats()["peers"][peer_name]["congestion"]})
+    say({"congestion": sender.stats()["peers"]["c/0"]["congestion"]})
     for _ in sys.stdin:
         ticket = Ticket.issue(
-            producer=name,
-            consumer=peer_name,
+            producer="p/0",
+            consumer="c/0",
             num_tokens=job.nbytes // 1024,
             skip_tokens=0,
             prompt_digest=prompt_digest([]),
@@ -165,7 +159,7 @@ def send(job: Job) -> None:
 
 
 def say(what: dict[str, Any]) -> None:
-    print(json.dumps(what), flush=True)
+    print(f"@{json.dumps(what)}", flush=True)
 
 
 if __name__ == "__main__":

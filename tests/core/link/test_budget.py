@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.core.link.budget import STANDING_PART, TRICKLE_PART, Claim, max_min, paces
+from prfaas.core.link.budget import HEADROOM, STANDING_PART, TRICKLE_PART, Claim, max_min, paces
 
 demands = st.lists(st.one_of(st.just(0.0), st.floats(1, 1e12), st.just(math.inf)), min_size=1, max_size=12)
 rates = st.one_of(st.just(0.0), st.floats(1, 1e12), st.just(math.inf))
@@ -30,7 +30,7 @@ def test_max_min_is_fair_and_leaves_nothing(bandwidth: float, wanted: list[float
 @given(st.floats(1, 1e12), claims)
 def test_all_of_a_link_is_for_those_who_work(bandwidth: float, wanted: list[Claim]) -> None:
     shares = paces(bandwidth, wanted)
-    assert bandwidth * (1 - 1e-9) <= sum(shares) <= bandwidth * (1 + STANDING_PART) * (1 + 1e-9)
+    assert bandwidth * (1 - 1e-9) <= sum(shares) <= bandwidth * (HEADROOM + STANDING_PART) * (1 + 1e-9)
     first = max_min(bandwidth * (1 - TRICKLE_PART), [claim.bits_per_s for claim in wanted])
     for share, part in zip(shares, first, strict=True):
         assert share >= part * (1 - 1e-9)  # nothing in the background takes from these
@@ -40,12 +40,12 @@ def test_all_of_a_link_is_for_those_who_work(bandwidth: float, wanted: list[Clai
 def test_the_background_gets_what_is_left() -> None:
     busy, copying = Claim(math.inf, 0.0, True), Claim(0.0, math.inf, True)
     assert paces(100.0, [busy, copying]) == pytest.approx([99.0, 1.0])
-    assert paces(100.0, [Claim(70.0, 0.0, True), copying]) == pytest.approx([70.0, 30.0])
+    assert paces(100.0, [Claim(70.0, 0.0, True), copying]) == pytest.approx([70.0 * HEADROOM, 30.0])
     assert paces(100.0, [copying, copying]) == pytest.approx([50.0, 50.0])
 
 
 def test_a_sender_that_wants_little_leaves_the_rest() -> None:
-    assert paces(100.0, [Claim(10.0, 0.0, True), Claim(math.inf, 0.0, True)]) == [10.0, 90.0]
+    assert paces(100.0, [Claim(10.0, 0.0, True), Claim(math.inf, 0.0, True)]) == [10.0 * HEADROOM, 90.0]
     assert paces(100.0, [Claim(10.0, 0.0, True), Claim(20.0, 0.0, True)]) == pytest.approx([45.0, 55.0])
 
 

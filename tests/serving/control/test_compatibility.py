@@ -1,6 +1,7 @@
 """From the senders' rejections to the pairs that routing leaves out, and back."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,11 +18,16 @@ SENTENCE = "KV layout differs in 'block_tokens': home-d0/0 has '16', far-0/0 has
 class Asked:
     """Compatibility over fake KV ports."""
 
-    def __init__(self, deployment: Deployment, cluster_state: ClusterState) -> None:
+    def __init__(
+        self,
+        deployment: Deployment,
+        cluster_state: ClusterState,
+        on_silent: Callable[[str, str, str], None] = lambda *_: None,
+    ) -> None:
         self.ports = {instance.name: FakeSender() for instance in deployment.instances}
         self.blocked = lambda: cluster_state.view.blocked
         ports = {name: (port,) for name, port in self.ports.items()}
-        self.compatibility = Compatibility(deployment, ports, cluster_state)
+        self.compatibility = Compatibility(deployment, ports, cluster_state, on_silent)
 
     async def ask(self) -> None:
         for name in self.ports:
@@ -69,6 +75,27 @@ def test_garbage_blocks_nobody(asked: Asked, rejected: Any) -> None:
         asked.ports["far-1"].stats = stats  # type: ignore[method-assign]
         await asked.ask()
         assert asked.blocked() == {("far-0", "home-d0")}
+
+    asyncio.run(main())
+
+
+def test_silent_paths_are_told_while_they_last(deployment: Deployment, cluster_state: ClusterState) -> None:
+    async def main() -> None:
+        told: list[tuple[str, str, str]] = []
+        asked = Asked(deployment, cluster_state, lambda *pair: told.append(pair))
+        report: dict[str, Any] = {"links": {}, "silent": {"home-d0/0": "nothing", "nobody/0": "x"}}
+
+        async def stats() -> dict[str, Any]:
+            return {"sender": report}
+
+        asked.ports["far-0"].stats = stats  # type: ignore[method-assign]
+        await asked.ask()
+        await asked.ask()
+        assert told == [("far-0", "home-d0", "nothing")] * 2
+        assert asked.blocked() == frozenset()
+        report["silent"] = {}
+        await asked.ask()
+        assert len(told) == 2
 
     asyncio.run(main())
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from prfaas.core.deployment import Deployment, Instance
-from prfaas.core.link.budget import STANDING_PART
+from prfaas.core.link.budget import STANDING_PART, TRICKLE_PART
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.link_budget import HOLD_S, LinkBudget
 from prfaas.serving.control.link_monitor import LinkMonitor
@@ -79,7 +79,22 @@ def test_a_prefill_that_makes_little_leaves_the_rest(budgets: Budgets) -> None:
             budgets.senders[1].links = works(queued=1 << 30)
             told |= await budgets.round()
         assert told["far-0/0"] == pytest.approx(1.25e8, rel=0.06)
-        assert told["far-1/0"] == pytest.approx(8.75e8, rel=0.06)
+        assert told["far-1/0"] == pytest.approx(9e8, rel=0.06)
+        await budgets.monitor.close()
+
+    asyncio.run(main())
+
+
+def test_copies_get_what_is_left(budgets: Budgets) -> None:
+    async def main() -> None:
+        budgets.senders[0].links = {
+            NAME: report(queued_bytes=1 << 28, background_bytes=1 << 28, open_bytes=1 << 28)
+        }
+        budgets.senders[1].links = works(queued=1 << 28)
+        told = await budgets.round()
+        assert told["far-1/0"] == 1e9 * (1 - TRICKLE_PART) and told["far-0/0"] == 1e9 * TRICKLE_PART
+        budgets.senders[1].links = {NAME: report()}
+        assert (await budgets.round())["far-0/0"] == 1e9
         await budgets.monitor.close()
 
     asyncio.run(main())
@@ -87,7 +102,7 @@ def test_a_prefill_that_makes_little_leaves_the_rest(budgets: Budgets) -> None:
 
 def test_what_is_believed_slow_is_used_a_little_beyond(budgets: Budgets, cluster_state: ClusterState) -> None:
     async def main() -> None:
-        cluster_state.view.links[LINK].capacity_bits_per_s = 1e8
+        cluster_state.view.links[LINK].pace_bits_per_s = 1.15e8
         for sender in budgets.senders:
             sender.links = works(queued=1 << 28)
         assert sum((await budgets.round()).values()) == pytest.approx(1.15e8)

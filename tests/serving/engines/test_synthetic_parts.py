@@ -1,7 +1,10 @@
 """The parts of a stand-in engine: digests of tokens, bytes of pages, layout, times."""
 
 import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from prfaas.core.kv import KvModel, LinearState, model_from_config
 from prfaas.core.latency import load_profile
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.kv_groups import GroupKind
+from prfaas.serving.engines.synthetic.cache import Context
 from prfaas.serving.engines.synthetic.content import (
     PageSource,
     TokenChain,
@@ -20,9 +24,11 @@ from prfaas.serving.engines.synthetic.content import (
     page_digests,
     reduce_page,
 )
+from prfaas.serving.engines.synthetic.endpoints import PrefillSend
 from prfaas.serving.engines.synthetic.layout import EVENT_KINDS, SyntheticLayout
 from prfaas.serving.engines.synthetic.pace import DEFAULT_STEP_S, DecodeClock, Pace
 from prfaas.serving.engines.tiny import tiny_config
+from prfaas.serving.transport import ChunkSource, Ticket
 
 TOKENS = st.lists(st.integers(0, 300), min_size=1, max_size=60)
 DIGESTS = st.integers(0, (1 << 64) - 1)
@@ -127,6 +133,60 @@ def test_a_transfer_has_the_bytes_that_the_model_says(
     assert sum(regions) == kv_model.bytes_to_move(num_tokens, skip_tokens, layout.block_tokens)
     full = [region.group.kind is GroupKind.FULL for region in layout.regions]
     assert full == sorted(full, reverse=True)
+
+
+@dataclass
+class Recorder:
+    """What leaves, in order: (region, offset, bytes, urgent); the end as None."""
+
+    left: list[tuple[int, int, int, bool] | None] = field(default_factory=list)
+
+    def put(self, region: int, offset: int, source: ChunkSource, *, urgent: bool = False) -> None:
+        self.left.append((region, offset, source.nbytes, urgent))
+
+    def end(self) -> None:
+        self.left.append(None)
+
+
+@pytest.mark.parametrize("model", ["qwen3-next", "gpt-oss", "mimo-v2-flash", "qwen3"])
+@given(
+    num_tokens=st.integers(1, 3000), cuts=st.sets(st.integers(1, 11), max_size=2), slices=st.integers(1, 4)
+)
+def test_states_and_windows_leave_among_the_layers_of_the_last_chunk(
+    model: str, num_tokens: int, cuts: set[int], slices: int
+) -> None:
+    layout = layout_of(model)
+    chain = TokenChain(list(range(num_tokens)), layout.block_tokens)
+    ticket = Ticket.issue(
+        producer="p",
+        consumer="c",
+        num_tokens=num_tokens,
+        skip_tokens=0,
+        prompt_digest=bytes(16),
+        lifetime_s=9,
+        now_s=0,
+    )
+    recorder: Any = Recorder()
+    sending = PrefillSend(layout, recorder, ticket, Context(chain), None)
+    layers = len(layout.full.layers)
+    slices = min(slices, layers)
+    ends = sorted(cut * layout.block_tokens for cut in cuts if cut * layout.block_tokens < num_tokens)
+    for end_tokens in [*ends, num_tokens]:
+        for done in range(slices):
+            sending.layers_done(range(layers * done // slices, layers * (done + 1) // slices), end_tokens)
+            closing = [put for put in recorder.left if put is not None and put[3]]
+            share = (done + 1) / slices if end_tokens == num_tokens else 0
+            assert len(closing) <= len(layout.regions) - layers
+            assert abs(len(closing) - share * (len(layout.regions) - layers)) <= 1
+        sending.chunk_done(end_tokens)
+    assert recorder.left.count(None) == 1 and recorder.left[-1] is None
+    sent = Counter[int]()
+    for put in recorder.left[:-1]:
+        assert put is not None
+        region, _, nbytes, urgent = put
+        sent[region] += nbytes
+        assert urgent == (layout.regions[region].group.kind is not GroupKind.FULL)
+    assert [sent[index] for index in range(len(layout.regions))] == layout.region_bytes(num_tokens, 0)
 
 
 def test_a_model_without_full_attention_is_refused() -> None:

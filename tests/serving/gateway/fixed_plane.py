@@ -72,9 +72,18 @@ class FixedPlane:
         self.closed = False
         self.loop_clock = LoopClock()
         self._listeners: list[Callable[[str, str | None], None]] = []
+        self._silence_listeners: list[Callable[[str, str, str], None]] = []
 
     def listen(self, listener: Callable[[str, str | None], None]) -> None:
         self._listeners.append(listener)
+
+    def listen_for_silence(self, listener: Callable[[str, str, str], None]) -> None:
+        self._silence_listeners.append(listener)
+
+    def silence(self, producer: str, consumer: str, sentence: str = "nothing has come back") -> None:
+        """A producer has given up the path to a consumer."""
+        for listener in self._silence_listeners:
+            listener(producer, consumer, sentence)
 
     def freeze(self, name: str, reason: str | None = "frozen: made to be") -> None:
         """Judge an instance frozen; with None: not any more. It stays in routing."""

@@ -69,6 +69,28 @@ def test_an_incompatible_pair_costs_no_grace_and_blames_nobody(in_world: InWorld
     in_world(body, options=replace(OPTIONS, announce_grace_s=600.0))
 
 
+def test_a_path_that_the_producer_has_given_up_is_not_waited_for(in_world: InWorld) -> None:
+    """Before the transfer is announced too: the consumer knows nothing, and the prefill goes on."""
+
+    async def body(world: World) -> None:
+        world.remote.hangs, world.remote.sends = True, False
+        request = asyncio.create_task(world.complete(LONG))
+        while not world.remote.generated():
+            await asyncio.sleep(0.01)
+        world.plane.silence("local", "decode")
+        world.plane.silence("remote", "other")
+        await asyncio.sleep(0.1)
+        assert not request.done()
+        world.plane.silence("remote", "decode")
+        route, answer = await request
+        assert (route["prefill"], route["fallback"]) == ("local", "link-silent")
+        assert answer["choices"][0]["text"] == answer_text(LONG)
+        # The path is nobody's fault.
+        assert world.plane.suspected == []
+
+    in_world(body)
+
+
 def test_a_consumer_that_loses_the_transfer_makes_it_local(in_world: InWorld) -> None:
     async def body(world: World) -> None:
         world.remote.hangs = True

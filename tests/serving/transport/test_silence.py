@@ -144,8 +144,8 @@ def test_a_stopped_consumer_costs_time_and_no_memory(phase: str) -> None:
         if phase == "sending":
             for region in rest:
                 transfer.put(region, 0, BytesSource(content[: sizes[region]]))
-        await_true(lambda: bool(sender.telemetry()["silent"]), 20.0, lambda: "noticed")
-        (sentence,) = sender.telemetry()["silent"].values()
+        await_true(lambda: bool(sender.telemetry()["stalled"]), 20.0, lambda: "noticed")
+        (sentence,) = sender.telemetry()["stalled"].values()
         time.sleep(0.5)
         grown_bytes = resident() - resident_bytes
         os.kill(consumer.pid, signal.SIGCONT)
@@ -158,7 +158,7 @@ def test_a_stopped_consumer_costs_time_and_no_memory(phase: str) -> None:
         assert sentence.startswith("its engine has not answered for")
         # What waits stays in the engine's pages.
         assert grown_bytes < 8 << 20
-        assert sender.telemetry()["silent"] == {}
+        assert sender.telemetry()["stalled"] == {}
         consumer.stdin.close()
         assert consumer.stdout.readline().split() == ["0", "1"]
     finally:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 STANDING_PART = 0.1
 """Of a link at work, what senders with nothing to send may use together until they are told more."""
 
+HEADROOM = 1.25
+"""Who gets all that it claims may send so much more, until it is seen that it does."""
+
 TRICKLE_PART = 0.01
 """Of a link at work, what senders get together that have nothing but background: it keeps connections alive."""
 
@@ -51,8 +54,9 @@ def paces(bandwidth_bits_per_s: float, claims: Sequence[Claim]) -> list[float]:
     2. What is left, max-min fair to what is in the background.
     3. What is left then, in equal parts to those who work: they are never held back for a claim that was too low.
 
-    Everybody has a standing share, so that a new transfer starts at once: an equal part while nobody works, else an
-    equal part of `STANDING_PART`. It is not taken from the others, since it is used only until it is noticed.
+    Two things are not taken from the others, since they are used only until it is noticed. Who gets all that it claims
+    may send `HEADROOM` times that. And everybody has a standing share, so that a new transfer starts at once: an equal
+    part while nobody works, else an equal part of `STANDING_PART`.
     """
     if not claims:
         return []
@@ -68,6 +72,8 @@ def paces(bandwidth_bits_per_s: float, claims: Sequence[Claim]) -> list[float]:
     if any(claim.is_working for claim in claims):
         standing *= STANDING_PART
     return [
-        trickle + share + late + extra if is_behind else max(share + late + extra, standing)
-        for share, late, extra, is_behind in zip(shares, behind, more, background, strict=True)
+        trickle + late + extra
+        if is_behind
+        else max(share * (HEADROOM if share == claim.bits_per_s else 1.0), share + late + extra, standing)
+        for claim, share, late, extra, is_behind in zip(claims, shares, behind, more, background, strict=True)
     ]

@@ -26,6 +26,7 @@ class SenderSample:
     """Connections with such bytes."""
     delivery_bits_per_s: float
     rtt_s: float
+    """Of what is in flight; 0 where nothing is."""
     least_rtt_s: float
     sent_bytes_total: int
     """By the kernel, those sent again included."""
@@ -36,6 +37,8 @@ class SenderSample:
     """Those of them in which the consumer's receive window was shut."""
     connections_up: int
     connections: int
+    background_bytes: int = 0
+    """Of those produced and not acknowledged, what gets what others leave."""
 
     @classmethod
     def of_report(cls, report: Mapping[str, Any], at_s: float) -> "SenderSample":
@@ -50,6 +53,7 @@ class SenderSample:
             pace_bits_per_s=pace if pace > 0 else None,
             queued_bytes=max(int(report["queued_bytes"]), 0),
             waiting_bytes=max(int(report["waiting_bytes"]), 0),
+            background_bytes=max(int(report.get("background_bytes", 0)), 0),
             open_bytes=max(int(report["open_bytes"]), 0),
             acked_bytes_total=int(report["acked_bytes_total"]),
             unsent_bytes=max(int(report["unsent_bytes"]), 0),

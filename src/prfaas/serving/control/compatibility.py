@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prfaas.core.deployment import Deployment
@@ -33,8 +33,18 @@ class Compatibility:
         deployment: Deployment,
         kv_ports: Mapping[str, Sequence[KvPort]],
         cluster_state: ClusterState,
+        on_silent: Callable[[str, str, str], None] = lambda _producer, _consumer, _sentence: None,
     ) -> None:
-        """`kv_ports`: instance → one observer per rank."""
+        """Nobody is asked before `run` or `ask`.
+
+        Args:
+            deployment: whose instances.
+            kv_ports: instance → one observer per rank.
+            cluster_state: whose `View` gets the pairs.
+            on_silent: told a producer, a consumer and a sentence, again and again, while the producer has given the
+                path between them up.
+        """
+        self._on_silent = on_silent
         self._cluster_state = cluster_state
         self._instances = {instance.name for instance in deployment.instances}
         self._kv_ports = {
@@ -94,17 +104,20 @@ class Compatibility:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 answer = await port.stats()
-            rejected = self._of_instances(answer)
+            rejected = self._of_instances(answer, "rejected")
+            silent = self._of_instances(answer, "silent")
         except (OSError, TimeoutError, KeyError, TypeError, ValueError, AttributeError) as error:
             logger.debug("%s/%d does not say whom it may send to: %s", producer, rank, error)
             return
+        for consumer, sentence in silent.items():
+            self._on_silent(producer, consumer, sentence)
         if rejected != self._rejected.get((producer, rank), {}):
             self._rejected[producer, rank] = rejected
             self._conclude()
 
-    def _of_instances(self, answer: Mapping[str, Any]) -> dict[str, str]:
-        """Consumer → sentence, by a report of a sender's; older ones say nothing of it."""
-        rejected = answer["sender"].get("rejected", {})
+    def _of_instances(self, answer: Mapping[str, Any], field: str) -> dict[str, str]:
+        """Consumer → sentence, by a field of a sender's report."""
+        rejected = answer["sender"].get(field, {})
         named = (
             (peer.partition("/")[0], legible(str(sentence)))
             for peer, sentence in rejected.items()

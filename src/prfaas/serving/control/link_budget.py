@@ -24,10 +24,9 @@ _ANSWER_S = 1.0
 # An order is repeated well before it ends; in between, smaller changes are not worth a frame.
 _REPEAT_S = 1.0
 _CHANGE = 0.05
-# What a sender has produced lately it may produce again, and a little more; what waits should leave by the next look.
+# What a sender has produced lately it may produce again; what waits should leave soon.
 _PRODUCTION_S = 0.5
-_HEADROOM = 1.25
-_BACKLOG_S = 0.1
+_BACKLOG_S = 0.2
 
 
 @dataclass(slots=True)
@@ -61,9 +60,9 @@ class _Told:
 class LinkBudget:
     """Ten times a second divides each link's bandwidth by `core.link.budget.paces`, and tells the senders.
 
-    The bandwidth is what the deployment file says; on a link that is believed slow, what its meter allows: a little more
-    than it is believed to carry, so no queue builds up there, and twice as much while that comes through. A sender claims what it has produced lately (mean over about 0.5 s, and a
-    quarter more) and what waits to leave within 0.1 s.
+    The bandwidth is what the deployment file says. On a link that is believed slow it is what its meter allows: a
+    little more than it is believed to carry, so no queue builds up there, and twice as much while that comes through.
+    A sender claims what it has produced lately (mean over about 0.5 s), and what waits there within 0.2 s.
     """
 
     def __init__(
@@ -119,8 +118,9 @@ class LinkBudget:
             # Who is not heard for so long is not told either, and has returned to its standing share.
             samples = {name: each for name, each in self._samples(pair).items() if each.at_s > since_s}
             heard.update((pair, sender) for sender in samples)
+            usable = min(configured, self._links[pair].pace_bits_per_s)
             claims = [self._claim(pair, sender, sample) for sender, sample in samples.items()]
-            for sender, pace in zip(samples, paces(self._usable(pair, configured), claims), strict=True):
+            for sender, pace in zip(samples, paces(usable, claims), strict=True):
                 self._paces.setdefault(sender, {})[f"{pair[0]}->{pair[1]}"] = pace
         for gone in self._productions.keys() - heard:
             del self._productions[gone]
@@ -136,18 +136,17 @@ class LinkBudget:
             told.at_s, told.paces = now_s, now
             yield sender, PaceOrder({link: max(round(pace), 1) for link, pace in now.items()}, HOLD_S)
 
-    def _usable(self, pair: tuple[str, str], configured: float) -> float:
-        return min(configured, self._links[pair].pace_bits_per_s)
-
     def _claim(self, pair: tuple[str, str], sender: str, sample: SenderSample) -> Claim:
         produced_bytes = sample.acked_bytes_total + sample.queued_bytes
         production = self._productions.setdefault((pair, sender), _Production(sample.at_s, produced_bytes))
         production.look(sample)
-        in_flight_bits = production.bits_per_s * sample.rtt_s
-        waiting_bits = max(BITS_PER_BYTE * sample.ready_bytes - in_flight_bits, 0.0)
+        # What has come in the last moments, and what is in flight, does not wait.
+        on_its_way_bits = production.bits_per_s * (sample.rtt_s + PERIOD_S)
+        waiting_bits = max(BITS_PER_BYTE * sample.ready_bytes - on_its_way_bits, 0.0)
         is_working = sample.open_bytes > 0
-        wanted = _HEADROOM * production.bits_per_s + waiting_bits / _BACKLOG_S if is_working else 0.0
-        return Claim(wanted, 0.0, is_working)
+        wanted = production.bits_per_s + waiting_bits / _BACKLOG_S if is_working else 0.0
+        behind = sample.background_bytes / sample.queued_bytes if sample.queued_bytes else 0.0
+        return Claim((1 - behind) * wanted, behind * wanted, is_working)
 
     def _tell(self, sender: str, order: PaceOrder) -> None:
         before = self._telling.get(sender)

@@ -73,6 +73,7 @@ class LivePlane:
         self._http: EngineAccess = http or EngineHttp(tls)
         self.loop_clock = LoopClock()
         self._listeners: list[Callable[[str, str | None], None]] = []
+        self._silence_listeners: list[Callable[[str, str, str], None]] = []
         self._policy = _policy(deployment)
         self._local = policy_named("local_only")
         self.metrics = ControlMetrics(registry)
@@ -136,7 +137,7 @@ class LivePlane:
         self.thresholds = Thresholds(
             deployment, self.cluster_state, facts, self.window, clock=clock, on_change=self._on_threshold
         )
-        self.compatibility = Compatibility(deployment, self._kv_ports, self.cluster_state)
+        self.compatibility = Compatibility(deployment, self._kv_ports, self.cluster_state, self._on_silent)
         self.links = LinkMonitor(
             deployment,
             lambda instance, rank: self._kv_ports[instance.name][rank],
@@ -275,6 +276,10 @@ class LivePlane:
         """Have `listener` told who is frozen, and who is not any more. See `gateway.control_plane`."""
         self._listeners.append(listener)
 
+    def listen_for_silence(self, listener: Callable[[str, str, str], None]) -> None:
+        """Have `listener` told which paths were given up. See `gateway.control_plane`."""
+        self._silence_listeners.append(listener)
+
     @property
     def loop_lag_s(self) -> float:
         """How late the event loop has been lately, at worst."""
@@ -364,6 +369,10 @@ class LivePlane:
     def _on_frozen(self, name: str, reason: str | None) -> None:
         for listener in self._listeners:
             listener(name, reason)
+
+    def _on_silent(self, producer: str, consumer: str, sentence: str) -> None:
+        for listener in self._silence_listeners:
+            listener(producer, consumer, sentence)
 
     def _on_reading(self, instance: Instance, reading: EngineReading) -> None:
         self.health.pulse.heard_http(instance.name)

@@ -106,6 +106,13 @@ class ControlPlane(Protocol):
         """
         ...
 
+    def listen_for_silence(self, listener: Callable[[str, str, str], None]) -> None:
+        """Have `listener(producer, consumer, sentence)` called while a producer has given up the path to a consumer.
+
+        What it was to send there will not come, and its engine may not know that yet.
+        """
+        ...
+
     @property
     def loop_clock(self) -> LoopClock:
         """Time in which the event loop is on time: what engines' answers are measured by."""

@@ -91,7 +91,8 @@ class PrefillOrchestrator:
                 except NoDecodeInstanceError:
                     break
             else:
-                attempt.outcome = "done" if prepared.arriving is None else "arriving"
+                if prepared.arriving is None:
+                    attempt.outcome = "done"
                 return replace(prepared, fallback=fallback)
         reason = "fallback" if decision.transfers else decision.reason
         return self._at_decode(request, prompt, decision, reason, fallback)

@@ -26,10 +26,11 @@ logger = logging.getLogger(__name__)
 
 INCOMPATIBLE = "incompatible"
 _CONSUMER_FROZEN = "consumer-frozen"
+_LINK_SILENT = "link-silent"
 _CONSUMER_SILENT = "consumer-silent"
 # The control plane knows of a frozen engine, and finds out by itself whether an unreachable one lives. Two that are
 # incompatible are well, each of them.
-_BLAMES_NOBODY = (FROZEN, INCOMPATIBLE, _CONSUMER_FROZEN, "consumer-unreachable")
+_BLAMES_NOBODY = (FROZEN, INCOMPATIBLE, _LINK_SILENT, _CONSUMER_FROZEN, "consumer-unreachable")
 _HOPELESS = (_CONSUMER_FROZEN, _CONSUMER_SILENT, "consumer-unreachable")
 # How long a consumer may take to answer before it is blamed in place of the producer.
 _ASK_CONSUMER_S = 1.0
@@ -76,6 +77,7 @@ class PrefillHop:
         self._abandoning: set[asyncio.Task[None]] = set()
         self._arriving: dict[asyncio.Task[TransferredBytes], TransferSpec] = {}
         self._frozen: dict[str, str] = {}
+        self._silent: dict[asyncio.Task[TransferredBytes], str] = {}
 
     def frozen(self, name: str, reason: str | None) -> None:
         """An instance is frozen: nothing waits any longer for what it was to send or to receive. None: not any more."""
@@ -85,6 +87,13 @@ class PrefillHop:
         self._frozen[name] = reason
         for arrival, spec in self._arriving.items():
             if name in (spec.producer, spec.consumer):
+                arrival.cancel()
+
+    def silent(self, producer: str, consumer: str, sentence: str) -> None:
+        """The producer has given up its path to the consumer: nothing waits for what it was to send there."""
+        for arrival, spec in self._arriving.items():
+            if (producer, consumer) == (spec.producer, spec.consumer):
+                self._silent[arrival] = sentence
                 arrival.cancel()
 
     async def run(
@@ -208,12 +217,17 @@ class PrefillHop:
             return TransferDone(ticket, sealed, cached_tokens_of(answer), moved, prefill_s, transfer_s)
         finally:
             del self._arriving[arrival]
+            self._silent.pop(arrival, None)
             await _end(prefilling, arrival)
 
     def _arrived(self, spec: TransferSpec, arrival: "asyncio.Task[TransferredBytes]") -> TransferredBytes:
         """What a transfer that is over has moved. Raises TransferFailedError."""
         if arrival.cancelled():
             self._check_frozen(spec)
+            if arrival in self._silent:
+                raise TransferFailedError(
+                    _LINK_SILENT, f"{spec.producer} to {spec.consumer}: {self._silent[arrival]}"
+                )
             raise TransferFailedError(FROZEN, f"{spec.producer} or {spec.consumer} was frozen for a moment")
         return arrival.result()
 

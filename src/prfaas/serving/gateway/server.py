@@ -84,6 +84,7 @@ class Gateway:
                 idle_s=deployment.gateway.idle_s,
                 clock=plane.loop_clock,
                 tls=tls,
+                tls_keepalive_s=options.tls_engine_keepalive_s,
             )
         )
         self._transfers = _transfers(deployment.instances, key, tls, deployment.transfer.silence_s)
@@ -107,6 +108,7 @@ class Gateway:
         self._hop = PrefillHop(deployment, key, self._transfers, tenants, context)
         plane.listen(lambda name, reason: self._client.bar(plane.instance(name), reason))
         plane.listen(self._hop.frozen)
+        plane.listen_for_silence(self._hop.silent)
         prefill = PrefillOrchestrator(deployment, self._hop, context)
         decoder = Decoder(prefill, context)
         self._shadow = Shadow(ShadowOptions(deployment.gateway.shadow), context)

@@ -18,6 +18,8 @@ class LinkReport:
     """Produced and not acknowledged yet."""
     waiting_bytes: int
     """Those of them that are held back until the consumer has room."""
+    background_bytes: int
+    """Those of `queued_bytes` that get what others leave."""
     open_bytes: int
     """`queued_bytes`, and what the open transfers have still to produce."""
     acked_bytes_total: int
@@ -28,7 +30,7 @@ class LinkReport:
     delivery_bits_per_s: float
     """Sum of the kernel's newest delivery rates."""
     rtt_s: float
-    """The mean round trip of the connections that have something in flight; without any, the least."""
+    """The mean round trip of the connections that have something in flight; 0 without any."""
     least_rtt_s: float
     retransmits_total: int
     sent_bytes_total: int
@@ -104,12 +106,13 @@ def _report(
         pace_bits_per_s=pace_bits_per_s,
         queued_bytes=sum(load.queued_bytes for load in loads),
         waiting_bytes=sum(load.waiting_bytes for load in loads),
+        background_bytes=sum(load.background_bytes for load in loads),
         open_bytes=sum(load.open_bytes for load in loads),
         acked_bytes_total=sum(load.acked_bytes_total for load in loads),
         unsent_bytes=sum(info.notsent_bytes for info in infos),
         filled_connections=sum(info.notsent_bytes > 0 for info in infos),
         delivery_bits_per_s=sum(info.delivery_bits_per_s for info in infos),
-        rtt_s=sum(at_work) / len(at_work) if at_work else least_rtt_s,
+        rtt_s=sum(at_work) / len(at_work) if at_work else 0.0,
         least_rtt_s=least_rtt_s,
         retransmits_total=int(totals["retransmits"]),
         sent_bytes_total=int(totals["sent_bytes"]),

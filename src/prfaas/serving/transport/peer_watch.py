@@ -19,7 +19,9 @@ class PeerWatch:
         self._dark_s = 0.0
         self._stuck_s = 0.0
         self.silent = ""
-        """What is known of a silence that goes on; empty while there is none."""
+        """What is known of a path that is given up; empty while there is one."""
+        self.stalled = ""
+        """What is known of an engine that does not answer while its machine does; empty while it answers."""
 
     def begin(self) -> None:
         """The first transfer after a time without any."""
@@ -29,7 +31,7 @@ class PeerWatch:
     def connected(self) -> None:
         """A connection is up."""
         self._dark_s = 0.0
-        self.silent = ""
+        self.silent = self.stalled = ""
 
     def progressed(self) -> None:
         """The peer has accepted or acknowledged something."""
@@ -70,10 +72,9 @@ class PeerWatch:
         path_s = [window.silence.path_s for window in windows]
         self._dark_s = min(path_s) if path_s else self._dark_s + elapsed_s
         engine_s = min((window.silence.engine_s for window in windows), default=0.0)
-        if path_s and self._dark_s <= spare_s:
-            late = engine_s > options.silence_s
-            self.silent = f"its engine has not answered for {engine_s:.1f} s" if late else ""
-        elif self._dark_s > patience_s(options.silence_s):
+        late = engine_s > options.silence_s
+        self.stalled = f"its engine has not answered for {engine_s:.1f} s" if late else ""
+        if self._dark_s > options.resume_s:
             self.silent = f"nothing has come back from it for {self._dark_s:.1f} s"
         return closing
 

@@ -21,7 +21,7 @@ from prfaas.serving.transport.incoming import ProducerSession
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, ForgedFrameError, Sealing
-from prfaas.serving.transport.silence import Silence, patience_s, ping_period_s
+from prfaas.serving.transport.silence import HEARTBEAT_BYTES, Silence, patience_s, ping_period_s
 from prfaas.serving.transport.sockets import (
     Arrived,
     BulkReader,
@@ -95,6 +95,7 @@ class ReceiverConnection:
         self._sending = threading.Lock()
         self._inside_frame = False
         self._silence = Silence()
+        self._session: ProducerSession | None = None
         self._pings = 0
         self._pongs = 0
         self._pinged_at_s = 0.0
@@ -179,7 +180,11 @@ class ReceiverConnection:
             info = read_tcp_info(self._sock)
         except OSError:
             return
+        before = silence.bytes_received
         silence.look(info, elapsed_s, asked=self._pongs < self._pings, spare_s=spare_s)
+        if self._session is not None and info.bytes_received - before > HEARTBEAT_BYTES:
+            # On a slow link it takes a while until a chunk is whole.
+            self._session.progressed_at_s = now_s
         if silence.path_s > patience_s(options.silence_s):
             self._close_silent(f"nothing has come back from it for {silence.path_s:.1f} s")
         elif silence.engine_s > options.progress_deadline_s:
@@ -233,7 +238,7 @@ class ReceiverConnection:
         return "an unknown peer" if self.identity is None else self.identity.name
 
     def _serve_producer(self, identity: PeerIdentity) -> None:
-        session = self._table.connected(identity, self)
+        session = self._session = self._table.connected(identity, self)
         try:
             while True:
                 header = self._next_header()

@@ -61,6 +61,7 @@ class Sender:
         self._queues: dict[str, PeerQueue] = {}
         self._connections: dict[str, list[SenderConnection]] = {}
         self._starting = threading.Lock()
+        self._used: set[str] = set()  # peers that had work at the last look
         self._totals = KernelTotals()
         self._reporting = threading.Lock()
         for peer_key, peer in peers.items():
@@ -152,9 +153,10 @@ class Sender:
         """What observers of this engine get.
 
         `{"links": {name: LinkReport's fields}, "rejected": {peer: why it will not have this sender},
-        "silent": {peer: what is known of its silence}}`
+        "silent": {peer: what is known of its silence}, "stalled": {peer: what is known of its engine}}`
         """
         silent = {name: queue.silent for name, queue in self._queues.items() if queue.silent}
+        stalled = {name: queue.stalled for name, queue in self._queues.items() if queue.stalled}
         rejected = {name: queue.rejection for name, queue in self._queues.items() if queue.rejection}
         infos: dict[str, list[TcpInfo]] = {}
         with self._reporting:
@@ -170,6 +172,7 @@ class Sender:
             "links": links,
             "rejected": bounded_sentences(rejected),
             "silent": bounded_sentences(silent),
+            "stalled": bounded_sentences(stalled),
         }
 
     def probe(self, link: str, nbytes: int) -> None:
@@ -231,15 +234,24 @@ class Sender:
                     log.exception("supervision of sender %s failed", self.name)
                 self._wake.wait(self._options.sample_s)
                 self._wake.clear()
+            self._renew_idle()
+
+    def _renew_idle(self) -> None:
+        for peer_key in [key for key in self._used if not self._queues[key].busy]:
+            self._used.discard(peer_key)
+            for connection in self._connections.get(peer_key, ()):
+                connection.renew_if_spoiled()
 
     def _supervise_once(self) -> None:
         """Apply the deadlines, close what is stuck."""
         now_s = time.monotonic()
+        self._renew_idle()
         for pacer in self._pacers.values():
             pacer.look()
         for peer_key, queue in self._queues.items():
             if not queue.busy:
                 continue
+            self._used.add(peer_key)
             infos: dict[Carrier, TcpInfo] = {}
             for connection in self._connections.get(peer_key, ()):
                 info = connection.tcp_info()

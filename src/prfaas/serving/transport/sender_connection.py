@@ -11,10 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 
+from prfaas.serving.transport.chunk_source import SourceGone
 from prfaas.serving.transport.coding import ChunkCoder, CodingCounters
 from prfaas.serving.transport.handshake import ClientHello, greet
 from prfaas.serving.transport.options import SenderOptions
-from prfaas.serving.transport.outgoing import Chunk, ControlJob, InFlightWindow, PeerSays, SourceGone
+from prfaas.serving.transport.outgoing import Chunk, ControlJob, InFlightWindow, PeerSays
 from prfaas.serving.transport.peer_queue import PeerQueue
 from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, ForgedFrameError, Sealing
 from prfaas.serving.transport.silence import ping_period_s
@@ -50,6 +51,8 @@ log = logging.getLogger(__name__)
 _READ_BYTES = 64 << 10
 # What may wait unsent in the kernel on a paced link.
 _UNSENT_S = 0.02
+# Sent again: more than what filling a queue once costs a long transfer.
+_SPOILED_SHARE = 0.005
 # How long an attempt to connect lasts, in times of the pause behind it.
 _ATTEMPT_BACKOFFS = 4
 _MIN_UNSENT_BYTES = 16 << 10
@@ -88,6 +91,7 @@ class SenderConnection:
         self._sock: socket.socket | None = None
         self._up = False
         self._closing = False
+        self._renewal = (0, 0)  # bytes sent, and sent again, at the last look for a spoiled connection
         name = f"prfaas-send-{queue.peer.name}-{number}"
         self._reader_name = f"{name}-acks"
         self._writer = threading.Thread(target=self._run, name=name, daemon=True)
@@ -151,6 +155,21 @@ class SenderConnection:
         except OSError:
             return None
 
+    def renew_if_spoiled(self) -> None:
+        """In an idle time: make a new connection if this one would send slowly for what it has lost.
+
+        BBR measures anew by itself. Others keep a small window after a lossy spell, and the first transfer after it
+        is several times as slow.
+        """
+        info, before = self.tcp_info(), self._renewal
+        if info is None or self.congestion == "bbr":
+            return
+        self._renewal = (info.sent_bytes, info.resent_bytes)
+        sent_bytes, resent_bytes = info.sent_bytes - before[0], info.resent_bytes - before[1]
+        if resent_bytes > _SPOILED_SHARE * sent_bytes:
+            log.info("connection %d to %s is made anew after losses", self.number, self.queue.peer.name)
+            self.shut()
+
     # The writer thread
 
     def _run(self) -> None:
@@ -198,6 +217,7 @@ class SenderConnection:
         window = InFlightWindow(connection=self)
         reader = threading.Thread(target=self._read, args=(sock, window), name=self._reader_name, daemon=True)
         self._up = True
+        self._renewal = (0, 0)
         self.queue.connected(window)
         trouble = ""
         try:

@@ -92,6 +92,10 @@ class TransferTable:
             if not session.connections:
                 session.lost_at_s = time.monotonic() - silent_s
                 session.trouble = trouble
+            for transfer in self._transfers.values():
+                # An ACCEPT may have been lost with it; a second one changes nothing.
+                if transfer.session is session and transfer.phase is TransferPhase.RECEIVING:
+                    self._tell_producer(transfer, pack_control(FrameType.ACCEPT, transfer.ticket.transfer_id))
 
     def awaited(self) -> set[tuple[str, str]]:
         """Name and session of the producers that have a transfer to finish: they must give signs of life."""
@@ -425,8 +429,9 @@ class TransferTable:
         self._watchers.notify(transfer_id, status)
 
     def _tell_producer(self, transfer: IncomingTransfer, frame: bytes) -> None:
+        # On the newest one: older ones may be dead without a word.
         if transfer.session.connections:
-            transfer.session.connections[0].post(frame)
+            transfer.session.connections[-1].post(frame)
 
     def _answer_after_end(self, header: Header) -> bytes:
         status = self._tombstones.get(header.transfer_id)

@@ -17,7 +17,7 @@ from prfaas.serving.engines.vllm.metadata import BlockRun, SendOrder
 from prfaas.serving.engines.vllm.pages import HostPages
 from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.stats import ConnectorStats
-from prfaas.serving.transport.outgoing import ChunkSource
+from prfaas.serving.transport.chunk_source import ChunkSource
 from prfaas.serving.transport.ticket import Ticket
 
 KINDS = (GroupKind.FULL, GroupKind.STATE, GroupKind.WINDOW)
@@ -69,8 +69,14 @@ class ReadingSender:
 class Model:
     """Layers that are computed one after the other, each of them writing its own pages; attention calls the hook."""
 
-    def __init__(self, kinds: Sequence[GroupKind], *, ordered: bool = True) -> None:
-        self.kinds = {f"model.layers.{i}.{kind.name.lower()}": kind for i, kind in enumerate(kinds)}
+    def __init__(
+        self, kinds: Sequence[GroupKind], *, ordered: bool = True, numbers: Sequence[int] | None = None
+    ) -> None:
+        numbers = range(len(kinds)) if numbers is None else numbers
+        self.kinds = {
+            f"model.layers.{number}.{kind.name.lower()}": kind
+            for number, kind in zip(numbers, kinds, strict=True)
+        }
         self.rng = np.random.default_rng(len(kinds))
         self.memory = {name: np.zeros((BLOCKS * 3, PAGE_BYTES), np.uint8) for name in self.kinds}
         used = [kind for kind in KINDS if kind in kinds]
@@ -193,6 +199,16 @@ def test_a_state_waits_for_an_attention_layer_behind_it() -> None:
     assert first not in seen[0] and first in seen[1]
     assert last not in seen[2]
     assert last in model.sender.transfers[ticket.transfer_id].there
+
+
+def test_of_layers_with_the_same_number_nobody_knows_which_is_first() -> None:
+    model = Model([GroupKind.FULL, GroupKind.STATE, GroupKind.FULL], numbers=[0, 1, 1])
+    ticket = ticket_of(40)
+    model.step([send(model, ticket, 1, 0, 20)], [(1, 0, 20)])
+    seen = model.step([send(model, ticket, 1, 16, 40)], [(1, 16, 40)])
+    state = model.region("model.layers.1.state")
+    assert state not in seen[2]
+    assert state in model.sender.transfers[ticket.transfer_id].there
 
 
 def places(names: Sequence[str], built: Sequence[str]) -> dict[str, int]:
