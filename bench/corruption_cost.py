@@ -18,8 +18,8 @@ from corruption_world import Prompt, Rank
 from prfaas.core.deployment import TOOLS, Deployment, load_deployment
 from prfaas.serving.engines.kv_groups import GroupKind
 from prfaas.serving.engines.running import RunningEngines
+from prfaas.serving.engines.vllm.device_pages import layer_pages
 from prfaas.serving.engines.vllm.layout import EngineGroup
-from prfaas.serving.engines.vllm.pages import layer_pages
 from prfaas.serving.transport import Observer, Ticket, load_key, prompt_digest
 
 PAGE_BYTES = (4096, 32_768, 131_072, 1_048_576)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prfaas.serving.transport.chunk_schedule import ChunkSchedule
+from prfaas.serving.transport.chunk_source import ChunkSource
 from prfaas.serving.transport.in_flight import (
     FILLER,
     NOBODY,
@@ -24,7 +25,6 @@ from prfaas.serving.transport.options import Peer, SenderOptions
 from prfaas.serving.transport.outgoing import (
     Carrier,
     Chunk,
-    ChunkSource,
     OutgoingTransfer,
     PeerSays,
     QueueLoad,
@@ -249,7 +249,8 @@ class PeerQueue:
                 if (job := self._controls.take()) is not None:
                     window.add_control(job, now_s)
                     return job
-                if (chunk := self._schedule.take(window.connection.chunk_bytes)) is not None:
+                chunk = self._schedule.take(window.connection.chunk_bytes, len(self._windows))
+                if chunk is not None:
                     window.add_chunk(chunk, time.monotonic())
                     chunk.transfer.reading[chunk] = window.connection
                     return chunk

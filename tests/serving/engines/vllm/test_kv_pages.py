@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -5,12 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.serving.engines.page_digests import page_sums
+from prfaas.serving.engines.vllm.device_pages import DevicePages, layer_pages
 from prfaas.serving.engines.vllm.pages import (
-    DevicePages,
     HostPages,
     LayoutError,
     PagedSource,
-    layer_pages,
     raw_pages,
 )
 
@@ -108,14 +109,23 @@ def test_a_detached_source_does_not_see_what_the_engine_writes_later(backend: ty
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_pages_larger_than_the_bounce_buffer_are_read_in_parts(
-    backend: type[HostPages], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(DevicePages, "BOUNCE_BYTES", 7)
-    memory = torch.arange(200, dtype=torch.uint8).reshape(2, 100)
-    out = bytearray(90)
-    backend(memory).read(np.array([0, 1]), 105, memoryview(out))
-    assert bytes(out) == bytes(range(105, 195))
+@given(data=st.data())
+def test_a_run_is_written_from_pieces_of_any_size(backend: type[HostPages], data: st.DataObject) -> None:
+    page_bytes, padding = data.draw(st.integers(1, 40)), data.draw(st.sampled_from([0, 0, 3]))
+    memory = torch.zeros(9, page_bytes + padding, dtype=torch.uint8)
+    blocks = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=9, unique=True))
+    content = np.random.default_rng(6).integers(1, 256, len(blocks) * page_bytes, dtype=np.uint8).tobytes()
+    cuts = data.draw(st.lists(st.integers(0, len(content)), max_size=5))
+    pieces = [memoryview(bytearray(content[a:b])) for a, b in pairwise(sorted({0, len(content), *cuts}))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DevicePages, "WRITE_BYTES", data.draw(st.integers(1, 100)))
+        pages = backend(memory[:, :page_bytes])
+        pages.write_run(blocks, pieces)
+        pages.flush()
+    assert b"".join(memory[block, :page_bytes].numpy().tobytes() for block in blocks) == content
+    untouched = [block for block in range(9) if block not in blocks]
+    assert not memory[untouched].any()
+    assert not memory[:, page_bytes:].any()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -187,7 +197,7 @@ def test_a_copied_last_page_is_read_in_place_of_the_block(backend: type[HostPage
 def test_views_and_copies_are_the_same_bytes_of_the_pages(data: st.DataObject) -> None:
     page_bytes, padding = data.draw(st.integers(1, 40)), data.draw(st.sampled_from([0, 0, 3]))
     memory = np.random.default_rng(5).integers(0, 256, (9, page_bytes + padding), dtype=np.uint8)
-    pages = HostPages(torch.from_numpy(memory)[:, :page_bytes])
+    pages = data.draw(st.sampled_from(BACKENDS))(torch.from_numpy(memory)[:, :page_bytes])
     blocks = data.draw(st.lists(st.integers(0, 8), min_size=1, max_size=12))
     last_page = pages.copied(blocks[-1]) if data.draw(st.booleans()) else None
     whole = b"".join(memory[b, :page_bytes].tobytes() for b in blocks)

@@ -18,7 +18,8 @@ from vllm.v1.kv_cache_interface import (
 
 from prfaas.serving.engines.kv_groups import GroupKind, KvGroup, Region, full_attention_first, region_bytes
 from prfaas.serving.engines.page_digests import DIGEST_FORMAT, DigestPlan
-from prfaas.serving.engines.vllm.pages import LayerPages, LayoutError, layer_pages, raw_pages
+from prfaas.serving.engines.vllm.device_pages import layer_pages
+from prfaas.serving.engines.vllm.pages import LayerPages, LayoutError, raw_pages
 
 
 @dataclass(frozen=True, slots=True)

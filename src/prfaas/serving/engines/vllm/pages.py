@@ -1,9 +1,6 @@
 """Engine KV memory seen as opaque pages, and the copies between it and host buffers."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from functools import cache
-from threading import Lock
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +13,6 @@ from prfaas.serving.engines.page_digests import (
     PendingSums,
     Sums,
     page_sums,
-    word_weights,
 )
 
 Bytes2D = npt.NDArray[np.uint8]
@@ -236,150 +232,6 @@ class HostPages:
 
     def copied(self, block: int) -> PageCopy:
         return _HostPageCopy(self._pages[block].copy())
-
-
-class _DeviceSums:
-    """Sums on their way from a device to pinned host memory."""
-
-    def __init__(self, sums: torch.Tensor) -> None:
-        """Queues the copy behind what computes the sums, on the current stream."""
-        on_device = sums.device.type == "cuda"
-        self._host = torch.empty(sums.shape, dtype=torch.int64, pin_memory=on_device)
-        self._host.copy_(sums, non_blocking=True)
-        self._copied = torch.cuda.Event() if on_device else None
-        if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(sums.device))
-
-    def wait(self) -> Sums:
-        if self._copied is not None:
-            self._copied.synchronize()
-        sums: Sums = self._host.numpy().view(np.uint64)
-        return sums
-
-
-class DevicePages:
-    """Pages in accelerator memory, copied through pinned host memory on a stream beside the compute stream.
-
-    Also runs on CPU tensors (streams and pinning fall away), which is how its logic is tested.
-    """
-
-    BOUNCE_BYTES = 4 * 1024 * 1024
-    # Pages whose sums are computed at once are gathered first: bounds that memory.
-    SUM_BYTES = 16 * 1024 * 1024
-
-    def __init__(self, raw: torch.Tensor) -> None:
-        self.page_bytes = raw.shape[1]
-        self._raw = raw
-        self._on_device = raw.device.type == "cuda"
-        self._stream = torch.cuda.Stream(raw.device) if self._on_device else None
-        self._weights = _weights(-(-self.page_bytes // WORD_BYTES), raw.device)
-        in_words = not any(
-            nbytes % WORD_BYTES for nbytes in (raw.storage_offset(), *raw.shape[1:], raw.stride(0))
-        )
-        # Gathering pages by words is faster than by bytes, where they lie on words.
-        self._words = raw.view(torch.int64) if in_words else raw
-        self._bounce = torch.empty(
-            min(self.BOUNCE_BYTES, self.page_bytes), dtype=torch.uint8, pin_memory=self._on_device
-        )
-        self._bounce_bytes: npt.NDArray[np.uint8] = self._bounce.numpy()
-        self._lock = Lock()
-        self._written: torch.cuda.Event | None = None
-
-    def mark_written(self) -> None:
-        if self._on_device:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self._raw.device))
-            self._written = event
-
-    def views(self, blocks: BlockIds, start: int, nbytes: int) -> None:
-        """Pages in an accelerator's memory must be copied."""
-
-    def read(self, blocks: BlockIds, start: int, out: memoryview) -> None:
-        done = 0
-        while done < len(out):
-            index, offset = divmod(start + done, self.page_bytes)
-            count = min(self.page_bytes - offset, len(out) - done)
-            self.read_from(self._raw[int(blocks[index])], offset, out[done : done + count])
-            done += count
-
-    def read_from(self, page: torch.Tensor, start: int, out: memoryview) -> None:
-        """As `read`, from a page of these or a copy of one."""
-        target = np.frombuffer(out, dtype=np.uint8)
-        with self._lock:
-            for done in range(0, len(out), len(self._bounce)):
-                count = min(len(self._bounce), len(out) - done)
-                source = page[start + done : start + done + count]
-                self._copy(self._bounce[:count], source)
-                self._synchronize()
-                target[done : done + count] = self._bounce_bytes[:count]
-
-    def write_run(self, blocks: Sequence[int], pieces: Sequence[memoryview]) -> None:
-        for index, start, pages in _pages_of(self.page_bytes, pieces):
-            # The staging arena is pinned on a device engine, so these copies run beside the compute stream.
-            for block, page in zip(blocks[index : index + len(pages)], torch.from_numpy(pages), strict=True):
-                self._copy(self._raw[block, start : start + len(page)], page)
-
-    def flush(self) -> None:
-        self._synchronize()
-
-    def sums(self, blocks: Sequence[int], *, loaded: bool) -> PendingSums:
-        beside = loaded and self._stream is not None
-        with torch.cuda.stream(self._stream) if beside else nullcontext():
-            # From pinned memory, since a copy from other memory would wait for the stream.
-            ids = torch.tensor(blocks, dtype=torch.int64, pin_memory=self._on_device)
-            ids = ids.to(self._raw.device, non_blocking=True)
-            parts = [self._sum(part) for part in ids.split(max(1, self.SUM_BYTES // self.page_bytes))]
-            return _DeviceSums(parts[0] if len(parts) == 1 else torch.cat(parts))
-
-    def _sum(self, blocks: torch.Tensor) -> torch.Tensor:
-        words = self._words.index_select(0, blocks)
-        if words.dtype is torch.uint8:
-            missing = -self.page_bytes % WORD_BYTES
-            words = torch.nn.functional.pad(words, (0, missing)).view(torch.int64)
-        low, high = self._weights
-        sums: torch.Tensor = (words * low).sum(1) + ((words >> 32) * high).sum(1)
-        return sums
-
-    def copied(self, block: int) -> PageCopy:
-        page = self._raw[block].clone()
-        self.mark_written()
-        return _DevicePageCopy(self, page)
-
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        if self._stream is None:
-            target.copy_(source)
-            return
-        with torch.cuda.stream(self._stream):
-            if self._written is not None:
-                self._stream.wait_event(self._written)
-            target.copy_(source, non_blocking=True)
-
-    def _synchronize(self) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
-
-
-class _DevicePageCopy:
-    def __init__(self, pages: DevicePages, page: torch.Tensor) -> None:
-        self._pages = pages
-        self._page = page
-
-    def view(self, start: int, nbytes: int) -> None: ...
-
-    def read(self, start: int, out: memoryview) -> None:
-        self._pages.read_from(self._page, start, out)
-
-
-@cache
-def _weights(words: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    # A copy that waits: every stream may use them when it returns.
-    low, high = (torch.from_numpy(weights.copy()).to(device) for weights in word_weights(words))
-    return low, high
-
-
-def layer_pages(raw: torch.Tensor) -> LayerPages:
-    """Choose the copies by where the KV lives."""
-    return HostPages(raw) if raw.device.type == "cpu" else DevicePages(raw)
 
 
 class PagedSource:
