@@ -92,9 +92,18 @@ class ProducerSession:
     progressed_at_s: float = 0.0
     """When an END or data of any of its transfers came last."""
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """Name and session."""
+        return self.name, self.session
+
     def same(self, other: "ProducerSession") -> bool:
         """Whether both are the same run of the same producer."""
-        return (self.name, self.session) == (other.name, other.session)
+        return self.key == other.key
+
+    def is_lost(self, now_s: float, resume_s: float) -> bool:
+        """Whether it has had no connection and given no sign of life for longer than `resume_s`."""
+        return self.lost_at_s is not None and now_s - self.lost_at_s > resume_s
 
 
 @dataclass(slots=True, eq=False)
@@ -254,7 +263,7 @@ class IncomingTransfer:
         if self.phase is TransferPhase.COMPLETE:
             late = now_s - self.progressed_at_s > options.ttl_s
             return f"nobody took it within {options.ttl_s:g} s" if late else ""
-        if session.lost_at_s is not None and now_s - session.lost_at_s > options.resume_s:
+        if session.is_lost(now_s, options.resume_s):
             return (
                 f"{session.name} is silent: {session.trouble}"
                 if session.trouble
