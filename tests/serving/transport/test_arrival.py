@@ -139,6 +139,7 @@ def arriving(cached_tokens: int | None, *, lease: StagingLease) -> IncomingTrans
         (None, [(499, 100.1), (500, 101.1)], [False, False]),
         # 800 were cached and come at once: the pace is that of the 200 behind them.
         (800, [(400, 100.1), (790, 100.2), (899, 110.2), (910, 111.2), (991, 120.0)], [False] * 4 + [True]),
+        (800, [(790, 105.0), (905, 106.0)], [False, True]),
         (2000, [(999, 100.5)], [False]),
     ],
 )

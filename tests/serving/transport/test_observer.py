@@ -219,3 +219,27 @@ def test_what_comes_too_slowly_is_not_soon_there(world: World) -> None:
 
     asyncio.run(main())
     world.await_clean()
+
+
+def test_a_watcher_that_comes_late_is_told_at_once(world: World) -> None:
+    async def main() -> None:
+        observer = observer_of(world)
+        told: list[TransferStatus] = []
+        ticket, transfer, content = world.open(1000)
+        transfer.put(2, 0, BytesSource(content[2]))
+        await asyncio.to_thread(world.await_received, ticket, 3000)
+        wait = asyncio.create_task(observer.wait(ticket.transfer_id, 60, 60.0, told.append))
+        while not observer.connected:
+            await asyncio.sleep(0.01)
+        await observer.stats()
+        assert [status.soon for status in told] == [True]
+        for region in range(2):
+            transfer.put(region, 0, BytesSource(content[region]))
+        transfer.end()
+        await wait
+        assert len(told) == 1
+        world.take(ticket)
+        await observer.close()
+
+    asyncio.run(main())
+    world.await_clean()
