@@ -71,7 +71,7 @@ routing: {{policy: paper, threshold_tokens: 4000}}
 
 @dataclass(frozen=True)
 class Case:
-    """What happens: (second, what to do). `load` is what the producer has: "keep MB" or "make bit/s" until a second."""
+    """What happens: (second, what to do). `load` is what the producer has: "keep MB" or "make BITS_PER_S"."""
 
     load: str
     seconds: float
@@ -84,7 +84,7 @@ CASES = {
     "drop-10mb": Case("keep 10", 28, DROP),
     "drop-40mb": Case("keep 40", 28, DROP),
     "drop-made": Case("make 100e6", 28, DROP),
-    "drop-then-idle": Case("keep 10 10", 28, DROP),
+    "drop-then-idle": Case("keep 10", 32, ((6.0, "rate 0.1"), (12.0, "quiet"), (18.0, "rate 1"))),
     "freeze-5s": Case("keep 10", 22, ((6.0, "dark 1"), (11.0, "dark 0"))),
     "freeze-20s": Case("keep 10", 36, ((6.0, "dark 1"), (26.0, "dark 0"))),
     "stall": Case("keep 10", 20, ((6.0, "stop"), (11.0, "go"))),
@@ -129,7 +129,10 @@ def consume(host: str) -> None:
 
 
 def produce(host: str, consumer: str, load: str) -> None:
-    """The producer's process: "keep MB [SECONDS]" or "make BITS_PER_S"; SIGUSR1 hogs its CPU, SIGUSR2 ends that."""
+    """The producer's process: "keep MB" or "make BITS_PER_S". SIGUSR1 hogs its CPU, SIGUSR2 ends that.
+
+    After SIGHUP nothing more is made.
+    """
     peer = Peer("c/0", consumer, PORT, "far->home", 4, BANDWIDTH_BITS_PER_S)
     sender = Sender(name="p/0", key=KEY, peers={"c/0": peer}, fingerprint={})
     sender.start()
@@ -139,19 +142,19 @@ def produce(host: str, consumer: str, load: str) -> None:
     signal.signal(signal.SIGUSR2, lambda *_: is_hogged.clear())
     for _ in range(6):
         threading.Thread(target=_hog, args=(is_hogged,), daemon=True).start()
-    what, amount, *until = load.split()
+    is_quiet = threading.Event()
+    signal.signal(signal.SIGHUP, lambda *_: is_quiet.set())
+    what, amount = load.split()
     content = os.urandom(TRANSFER_BYTES)
     began_s = time.monotonic()
     made_bytes = 0.0
     while True:
         now_s = time.monotonic() - began_s
-        if until and now_s > float(until[0]):
-            time.sleep(3600)
         queued = sender.telemetry()["links"]["far->home"]["queued_bytes"]
         is_enough = (
             queued >= float(amount) * 1e6 if what == "keep" else made_bytes >= float(amount) / 8 * now_s
         )
-        if is_enough:
+        if is_enough or is_quiet.is_set():
             time.sleep(0.005)
             continue
         made_bytes += TRANSFER_BYTES
@@ -266,6 +269,7 @@ async def watched(case: Case, laboratory: Laboratory, ends: dict[str, Any], fold
                 "go": ("consumer", signal.SIGCONT),
                 "hog": ("producer", signal.SIGUSR1),
                 "rest": ("producer", signal.SIGUSR2),
+                "quiet": ("producer", signal.SIGHUP),
             }[verb]
             os.kill(ends[end].pid, number)
     await asyncio.sleep(began_s + case.seconds - time.monotonic())
