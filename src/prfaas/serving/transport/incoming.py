@@ -161,8 +161,10 @@ class IncomingTransfer:
         self.opened_at_s = now_s
         self.progressed_at_s = now_s
         """When the phase changed last or a verified chunk came."""
-        self._accepted_at_s = now_s
+        self._accepted_at_s = self._computed_from_s = now_s
         self._cached_tokens = cached_tokens
+        held_tokens = min(cached_tokens or 0, ticket.num_tokens) - ticket.skip_tokens
+        self._cached_bytes = self.total_bytes * max(held_tokens, 0) // ticket.num_tokens
         self._soon = False
         self._coverage = [Coverage() for _ in region_bytes]
         self._pieces = 0
@@ -188,7 +190,7 @@ class IncomingTransfer:
         """WAITING → RECEIVING: it has its staging."""
         self.lease = lease
         self.phase = TransferPhase.RECEIVING
-        self._accepted_at_s = self.progressed_at_s = now_s
+        self._accepted_at_s = self._computed_from_s = self.progressed_at_s = now_s
 
     def complete(self, now_s: float) -> None:
         """RECEIVING → COMPLETE."""
@@ -234,13 +236,20 @@ class IncomingTransfer:
     def becomes_soon(self, lead_s: float, now_s: float) -> bool:
         """Whether it is to complete within `lead_s` by its pace until now; True once, at the first time.
 
-        Half of it must be there, so that the pace is not that of a few chunks.
+        Before END, what the producer had cached says nothing of its pace: only what came after as many bytes does. Half
+        of what counts must be there, so that the pace is not that of a few chunks.
         """
-        left_bytes = self.total_bytes - self.received_bytes
-        pace_s = now_s - self._accepted_at_s
-        if self._soon or self.phase is not TransferPhase.RECEIVING or left_bytes > self.received_bytes:
+        if self._soon or self.phase is not TransferPhase.RECEIVING:
             return False
-        self._soon = left_bytes * pace_s <= lead_s * self.received_bytes and lead_s > 0
+        cached_bytes = 0 if self.ended else self._cached_bytes
+        received_bytes, since_s = self.received_bytes - cached_bytes, self._accepted_at_s
+        if cached_bytes:
+            if received_bytes <= 0:
+                self._computed_from_s = now_s
+            since_s = self._computed_from_s
+        left_bytes = self.total_bytes - self.received_bytes
+        if lead_s > 0 and left_bytes <= received_bytes:
+            self._soon = left_bytes * (now_s - since_s) <= lead_s * received_bytes
         return self._soon
 
     def covered_end(self, region: int, start: int) -> int:
