@@ -158,8 +158,8 @@ class LinkMeter:
 
     @property
     def open_bytes(self) -> int:
-        """Of open transfers, not carried yet; also what is still to be produced."""
-        return sum(sample.open_bytes for sample in self._senders.values())
+        """Of open transfers, not carried yet; also what is still to be produced; without what is in the background."""
+        return sum(max(each.open_bytes - each.background_bytes, 0) for each in self._senders.values())
 
     @property
     def connections_up(self) -> int:

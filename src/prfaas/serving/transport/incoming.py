@@ -7,7 +7,7 @@ of the classes here is thread-safe: the table's lock guards them.
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from prfaas.serving.transport.coverage import Coverage
@@ -23,6 +23,10 @@ from prfaas.serving.transport.wire import (
     WireError,
     text_field,
 )
+
+MAX_PIECES = 1 << 16
+"""What has arrived of a transfer is remembered in so many intervals; an honest producer needs few per region."""
+_MAX_REASON_CHARS = 512
 
 
 class Tombstones:
@@ -45,6 +49,8 @@ class Tombstones:
 
     def put(self, transfer_id: bytes, status: TransferStatus, forget_at_s: float) -> None:
         """Remember a transfer until `forget_at_s` (time.monotonic()); the oldest one makes room for it."""
+        # An observer's words are among the reasons.
+        status = replace(status, reason=status.reason[:_MAX_REASON_CHARS])
         self._entries[transfer_id] = (status, forget_at_s)
         while len(self._entries) > self._limit:
             self._entries.popitem(last=False)
@@ -150,6 +156,7 @@ class IncomingTransfer:
         self._cached_tokens = cached_tokens
         self._soon = False
         self._coverage = [Coverage() for _ in region_bytes]
+        self._pieces = 0
         self._arriving: list[ChunkPlace] = []
         self._lent: dict[object, Callable[[], None]] = {}
 
@@ -276,6 +283,8 @@ class IncomingTransfer:
             raise WireError(
                 f"DATA {start}..{end} lies outside region {region} of {self.region_bytes[region]} bytes"
             )
+        if self._pieces > MAX_PIECES:
+            raise WireError(f"what has come lies in more than {MAX_PIECES} pieces")
         overlap = self._coverage[region].overlap_bytes(start, end)
         if overlap not in (0, end - start):
             # Senders re-send chunks as they cut them; writing half over verified bytes could spoil them.
@@ -304,7 +313,10 @@ class IncomingTransfer:
         place.pieces.clear()
         if verified:
             start, region = place.header.offset, place.header.region
-            new_bytes = self._coverage[region].add(start, start + place.header.length_bytes)
+            coverage = self._coverage[region]
+            self._pieces -= len(coverage)
+            new_bytes = coverage.add(start, start + place.header.length_bytes)
+            self._pieces += len(coverage)
             self.received_bytes += new_bytes
             if region >= self._counted_regions:
                 self._received_uncounted_bytes += new_bytes

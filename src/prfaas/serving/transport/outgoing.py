@@ -1,7 +1,7 @@
 """One transfer on the producer's side: the engine's handle, the chunks it is cut into, what is unanswered.
 
 The bytes of a transfer stay with the engine until a connection sends or copies them: a `ChunkSource` is a
-promise to deliver them. Order of the parts below: source, chunk, transfer, then what one connection has in flight.
+promise to deliver them. Order of the parts below: chunk, transfer, then what one connection has in flight.
 """
 
 import enum
@@ -10,61 +10,12 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from prfaas.core.units import BITS_PER_BYTE
+from prfaas.serving.transport.chunk_source import ChunkSource
 from prfaas.serving.transport.coverage import Coverage
 from prfaas.serving.transport.pacing import Paced
 from prfaas.serving.transport.silence import Silence
 from prfaas.serving.transport.ticket import DEFAULT_CLASS, TransferClass
 from prfaas.serving.transport.wire import NO_TRANSFER, FrameType, Header, pack_control, ping, pong
-
-
-class SourceGone(Exception):
-    """The bytes are no longer there (blocks were freed, the request was preempted); fails the transfer."""
-
-
-class ChunkSource(Protocol):
-    """`nbytes` of KV that stay the same until they are acknowledged or the transfer is over and quiescent."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def views(self, start: int, nbytes: int) -> list[memoryview] | None:
-        """The memory itself that holds bytes [start, start + nbytes), in order, to be sent without a copy.
-
-        Called by writer threads, several at once. The memory stays as it is until the writer has sent it, or
-        until `OutgoingTransfer.recall` has returned.
-
-        Returns:
-            None: the memory cannot be shown, or not well; the bytes must be copied by `read_into`.
-
-        Raises:
-            SourceGone: the bytes are no longer there.
-        """
-
-    def read_into(self, start: int, out: memoryview) -> None:
-        """Copy bytes [start, start + len(out)) into `out`. Called by writer threads, several at once.
-
-        May be called more than once for the same bytes (after a lost connection).
-
-        Raises:
-            SourceGone: the bytes are no longer there.
-        """
-
-
-class BytesSource:
-    """Bytes that lie in host memory already."""
-
-    def __init__(self, data: bytes | bytearray | memoryview) -> None:
-        self._view = memoryview(data).cast("B")
-
-    @property
-    def nbytes(self) -> int:
-        return self._view.nbytes
-
-    def views(self, start: int, nbytes: int) -> list[memoryview]:
-        return [self._view[start : start + nbytes]]
-
-    def read_into(self, start: int, out: memoryview) -> None:
-        out[:] = self._view[start : start + out.nbytes]
 
 
 @dataclass(slots=True, eq=False)

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prfaas.serving.transport.chunk_schedule import ChunkSchedule
+from prfaas.serving.transport.chunk_source import ChunkSource
 from prfaas.serving.transport.options import Peer, SenderOptions
 from prfaas.serving.transport.outgoing import (
     FILLER,
     NOBODY,
     Carrier,
     Chunk,
-    ChunkSource,
     ControlJob,
     InFlightWindow,
     OutgoingTransfer,
@@ -34,6 +34,8 @@ from prfaas.serving.transport.ticket import DEFAULT_CLASS, TransferClass
 from prfaas.serving.transport.wire import END_REGION, FrameType, Header, WireError, pack_control, text_field
 
 log = logging.getLogger(__name__)
+
+_MAX_CONTROLS = 4096
 
 # What a transfer is taken to leave at where no pace says it: only the order of transfers depends on it.
 _UNPACED_BITS_PER_S = 1e10
@@ -258,7 +260,9 @@ class PeerQueue:
                     job = self._controls.popleft()
                     window.add_control(job, now_s)
                     return job
-                if (chunk := self._schedule.take(window.connection.chunk_bytes)) is not None:
+                if (
+                    chunk := self._schedule.take(window.connection.chunk_bytes, len(self._windows))
+                ) is not None:
                     window.add_chunk(chunk, time.monotonic())
                     chunk.transfer.reading[chunk] = window.connection
                     return chunk
@@ -432,7 +436,8 @@ class PeerQueue:
         transfer.reason = reason
         self._counters["failed"] += 1
         self._finish(transfer, SendPhase.FAILED)
-        if tell_peer:
+        # A peer that stays away knows nothing of the transfers any more.
+        if tell_peer and len(self._controls) < _MAX_CONTROLS:
             frame = pack_control(FrameType.ABORT, transfer.transfer_id, {"reason": reason[:4096]})
             self._controls.append(ControlJob(FrameType.ABORT, transfer, frame))
             self._ready.notify()

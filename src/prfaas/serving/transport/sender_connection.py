@@ -11,10 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 
+from prfaas.serving.transport.chunk_source import SourceGone
 from prfaas.serving.transport.coding import ChunkCoder, CodingCounters
 from prfaas.serving.transport.handshake import ClientHello, greet
 from prfaas.serving.transport.options import SenderOptions
-from prfaas.serving.transport.outgoing import Chunk, ControlJob, InFlightWindow, PeerSays, SourceGone
+from prfaas.serving.transport.outgoing import Chunk, ControlJob, InFlightWindow, PeerSays
 from prfaas.serving.transport.peer_queue import PeerQueue
 from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, ForgedFrameError, Sealing
 from prfaas.serving.transport.silence import ping_period_s
