@@ -321,8 +321,10 @@ class LinkMeter:
         else:
             if self._slow_end == "slow-receiver":
                 self._slow_end = None
-            self._take(self._flow_bits_per_s(window_s), fmean(self._full_paces), now_s)
-        self._full_paces = [pace]
+            pace = fmean(self._full_paces)
+            # What was held up behind a lost packet may come all at once; it was not carried faster than it was sent.
+            self._take(min(self._flow_bits_per_s(window_s), pace), pace, now_s)
+        self._full_paces = self._full_paces[-1:]
         self._limited = self._receiver_limited()
 
     def _flow_bits_per_s(self, window_s: float) -> float:
