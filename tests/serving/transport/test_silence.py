@@ -83,10 +83,11 @@ def test_a_stop_of_this_process_counts_as_one_look() -> None:
 def test_signs_of_life_while_nothing_is_to_be_sent(make_world: MakeWorld) -> None:
     """A prefill that takes longer than every deadline of silence is no silence."""
     world = make_world(
-        sender_options=replace(FAST_SENDER, silence_s=0.6, resume_s=0.5, progress_deadline_s=1.0),
+        sender_options=replace(FAST_SENDER, silence_s=0.6, resume_s=0.5, progress_deadline_s=10.0),
     )
     ticket, transfer, content = world.open(1000)
     world.await_phase(ticket, TransferPhase.RECEIVING)
+    await_true(lambda: world.sender.stats()["peers"]["c/0"]["connections"] == 4, 5.0, lambda: "up")
     connects = world.sender.stats()["peers"]["c/0"]["connects"]
     time.sleep(2.0)
     for region, data in enumerate(content):
