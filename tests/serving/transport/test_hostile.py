@@ -213,8 +213,9 @@ def test_same_chunk_twice_at_once(world: World) -> None:
         )
         new.data(ticket.transfer_id, 0, 0, payload)
         # The ACCEPT may have been lost with the old connection.
-        kinds = [new.answer()[0].kind for _ in range(2)]
-        assert sorted(kinds) == [FrameType.ACCEPT, FrameType.ACK]
+        while (kind := new.answer()[0].kind) in (FrameType.ACCEPT, FrameType.PING):
+            pass
+        assert kind is FrameType.ACK
         with suppress(OSError):
             old.sock.sendall(b"z" * 600)
         old.assert_closed()

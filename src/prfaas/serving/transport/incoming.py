@@ -92,9 +92,18 @@ class ProducerSession:
     progressed_at_s: float = 0.0
     """When an END or data of any of its transfers came last."""
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """Name and session."""
+        return self.name, self.session
+
     def same(self, other: "ProducerSession") -> bool:
         """Whether both are the same run of the same producer."""
-        return (self.name, self.session) == (other.name, other.session)
+        return self.key == other.key
+
+    def is_lost(self, now_s: float, resume_s: float) -> bool:
+        """Whether it has had no connection and given no sign of life for longer than `resume_s`."""
+        return self.lost_at_s is not None and now_s - self.lost_at_s > resume_s
 
 
 @dataclass(slots=True, eq=False)
@@ -152,8 +161,10 @@ class IncomingTransfer:
         self.opened_at_s = now_s
         self.progressed_at_s = now_s
         """When the phase changed last or a verified chunk came."""
-        self._accepted_at_s = now_s
+        self._accepted_at_s = self._computed_from_s = now_s
         self._cached_tokens = cached_tokens
+        held_tokens = min(cached_tokens or 0, ticket.num_tokens) - ticket.skip_tokens
+        self._cached_bytes = self.total_bytes * max(held_tokens, 0) // ticket.num_tokens
         self._soon = False
         self._coverage = [Coverage() for _ in region_bytes]
         self._pieces = 0
@@ -179,7 +190,7 @@ class IncomingTransfer:
         """WAITING → RECEIVING: it has its staging."""
         self.lease = lease
         self.phase = TransferPhase.RECEIVING
-        self._accepted_at_s = self.progressed_at_s = now_s
+        self._accepted_at_s = self._computed_from_s = self.progressed_at_s = now_s
 
     def complete(self, now_s: float) -> None:
         """RECEIVING → COMPLETE."""
@@ -225,13 +236,20 @@ class IncomingTransfer:
     def becomes_soon(self, lead_s: float, now_s: float) -> bool:
         """Whether it is to complete within `lead_s` by its pace until now; True once, at the first time.
 
-        Half of it must be there, so that the pace is not that of a few chunks.
+        Before END, what the producer had cached says nothing of its pace: only what came after as many bytes does. Half
+        of what counts must be there, so that the pace is not that of a few chunks.
         """
-        left_bytes = self.total_bytes - self.received_bytes
-        pace_s = now_s - self._accepted_at_s
-        if self._soon or self.phase is not TransferPhase.RECEIVING or left_bytes > self.received_bytes:
+        if self._soon or self.phase is not TransferPhase.RECEIVING:
             return False
-        self._soon = left_bytes * pace_s <= lead_s * self.received_bytes and lead_s > 0
+        cached_bytes = 0 if self.ended else self._cached_bytes
+        received_bytes, since_s = self.received_bytes - cached_bytes, self._accepted_at_s
+        if cached_bytes:
+            if received_bytes <= 0:
+                self._computed_from_s = now_s
+            since_s = self._computed_from_s
+        left_bytes = self.total_bytes - self.received_bytes
+        if lead_s > 0 and left_bytes <= received_bytes:
+            self._soon = left_bytes * (now_s - since_s) <= lead_s * received_bytes
         return self._soon
 
     def covered_end(self, region: int, start: int) -> int:
@@ -254,7 +272,7 @@ class IncomingTransfer:
         if self.phase is TransferPhase.COMPLETE:
             late = now_s - self.progressed_at_s > options.ttl_s
             return f"nobody took it within {options.ttl_s:g} s" if late else ""
-        if session.lost_at_s is not None and now_s - session.lost_at_s > options.resume_s:
+        if session.is_lost(now_s, options.resume_s):
             return (
                 f"{session.name} is silent: {session.trouble}"
                 if session.trouble
