@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from prfaas.cli import main as cli
 from prfaas.cli.explain import sentences
+from prfaas.cli.status_tables import _condition
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.kv import FullAttention, KvModel
 from prfaas.core.scheduling import CacheTransfer, Decision, Route
@@ -266,6 +267,27 @@ def test_other_ways_are_told_too(deployment: Deployment) -> None:
     assert "did not (staging)" in text and "Predicted" not in text
     own.prefix_outcome, own.prefix_moved = "done", TransferredBytes(1 << 20, 0)
     assert "A cached prefix moved first: 1.0 MiB." in "\n".join(sentences(page(own, deployment)))
+
+
+def test_the_link_s_part_in_a_decision_is_told(deployment: Deployment) -> None:
+    record = RequestRecord(ID, "chat", 0.0, 0.0, prompt_tokens=5000)
+    stays = decision(
+        route=Route.LOCAL, prefill="home-prefill-0", reason="congested-link", uncached_tokens=5000
+    )
+    record.start(replace(stays, threshold_tokens=8000.0), 5000).outcome = "done"
+    text = "\n".join(sentences(page(record, deployment)))
+    assert (
+        "not more than its threshold of 8,000. Without the link's congestion it would have been offloaded."
+        in text
+    )
+
+
+@pytest.mark.parametrize(
+    ("condition", "up", "shown"),
+    [("clear", True, "up"), ("congested", True, "up, congested"), ("unheard", False, "down, unheard")],
+)
+def test_a_link_s_condition_is_shown_where_it_is_unusual(condition: str, up: bool, shown: str) -> None:
+    assert str(_condition({"up": up, "condition": condition})) == shown
 
 
 @pytest.mark.parametrize(

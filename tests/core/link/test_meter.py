@@ -44,6 +44,11 @@ class Path:
         self.words: list[tuple[float, dict[str, SenderSample]]] = []
         self.late_s = 0.0
         """More than the round trip."""
+        self.consumer_sees_rtt = True
+        self.fits_into_network = False
+        """All that is ready is in flight or lost, and nothing waits in a sender's kernel."""
+        self.waits_for_timers = False
+        """Nothing is sent though the network would carry it, and words come."""
         self.busy_s = self.limited_s = 0.0
         self.filler_bytes = 0.0
         self.capacities: list[tuple[float, float]] = []
@@ -59,7 +64,7 @@ class Path:
             waiting = math.inf if keep_bytes else self.ready_bytes + self.filler_bytes
             send = min(waiting, self.pace * busy * self.cpu_share * 0.1 / 8)
             room = max(self.queue_s * self.carries / 8 + self.carries * 0.1 / 8 - self.in_network_bytes, 0.0)
-            if self.receiver_stops or self.dark:
+            if self.receiver_stops or self.dark or self.waits_for_timers:
                 send = room = 0.0
             through = min(send, room)
             self.sent_bytes += send
@@ -80,7 +85,7 @@ class Path:
             self.limited_s += 0.4 if self.receiver_stops else 0.0
             self.ready_bytes = max(self.ready_bytes, keep_bytes)
             is_filled = self.ready_bytes + self.filler_bytes > 1000 and self.cpu_share >= 1
-            self._look(busy if is_filled else 0)
+            self._look(busy if is_filled and not self.fits_into_network else 0)
 
     def _look(self, filled: int) -> None:
         rtt_s = RTT_S + 8 * self.in_network_bytes / self.carries
@@ -110,7 +115,7 @@ class Path:
             self.words.append((self.now_s + rtt_s + self.late_s, words))
         while self.words and self.words[0][0] <= self.now_s:
             self.heard = self.words.pop(0)[1]
-        arrival = arrival_of(self.now_s, int(self.arrived_bytes), rtt_s)
+        arrival = arrival_of(self.now_s, int(self.arrived_bytes), rtt_s if self.consumer_sees_rtt else 0.0)
         heard = {name: each for name, each in self.heard.items() if each.at_s > self.now_s - 3}
         self.meter.observe(heard, {"c/0": arrival}, self.now_s)
         self.filler_bytes += self.meter.probe_bytes(self.now_s)
@@ -163,6 +168,34 @@ def test_a_drop_is_believed_while_words_of_senders_are_late() -> None:
     path.late_s = 0.0
     path.run(20, keep_bytes=20e6)
     assert path.believed_s(15 * MBIT, 25 * MBIT, 5.0) <= 3.0
+
+
+def test_what_a_late_word_spoke_of_fills_the_link_until_it_has_come() -> None:
+    path = Path(200 * MBIT, queue_s=0.3)
+    path.consumer_sees_rtt = False
+    path.run(5, keep_bytes=60e6)
+    # Neither end sees a queue grow, so the proof takes longer.
+    path.carries, path.late_s = 100 * MBIT, 6.0
+    path.run(3, keep_bytes=60e6)
+    assert path.meter.capacity_bits_per_s == pytest.approx(100 * MBIT, rel=0.25)
+
+
+def test_a_network_that_holds_all_that_is_ready_is_full() -> None:
+    path = Path(200 * MBIT, queue_s=0.3)
+    path.fits_into_network = True
+    path.run(5, keep_bytes=2e6)
+    assert path.meter.capacity_bits_per_s == 200 * MBIT
+    path.carries = 20 * MBIT
+    path.run(10, keep_bytes=2e6)
+    assert path.believed_s(15 * MBIT, 25 * MBIT, 5.0) <= 3.0
+
+
+def test_connections_that_wait_for_their_timers_are_no_slow_link() -> None:
+    path = Path(200 * MBIT)
+    path.run(5, keep_bytes=20e6)
+    path.waits_for_timers = True
+    path.run(5, keep_bytes=20e6)
+    assert path.meter.capacity_bits_per_s == 200 * MBIT
 
 
 @pytest.mark.parametrize("follows", [False, True], ids=["pace as configured", "pace as the meter says"])
