@@ -14,21 +14,26 @@ import sys
 import tempfile
 from pathlib import Path
 
-from wan import mid_run, outages, overlap, resumption
+from wan import mid_run, outages, overlap, peer, resumption
 from wan.laboratory import ending_on_sigterm, missing
 
 OVERLAP = {trial.name: trial for trial in overlap.TRIALS}
 MID_RUN = {f"drop-{policy}": policy for policy in mid_run.POLICIES}
 OUTAGES = {outage.name: outage for outage in outages.OUTAGES}
 RESUMED = {f"transfer-{name}": name for name in resumption.INTERRUPTIONS}
-TRIALS = (*OVERLAP, *MID_RUN, *OUTAGES, *RESUMED)
+PEER = {f"{name}-nixl": trial for name, trial in OVERLAP.items()}
+TRIALS = (*OVERLAP, *MID_RUN, *OUTAGES, *RESUMED, *PEER)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--trial", default=",".join(TRIALS), help=f"of {', '.join(TRIALS)}; all if not given")
+    parser.add_argument(
+        "--trial",
+        default=",".join(name for name in TRIALS if name not in PEER),
+        help=f"of {', '.join(TRIALS)}; all without NIXL if not given",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="per trial, after one that warms up")
     parser.add_argument("--plain", action="store_true", help="without encryption of the link")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
@@ -38,7 +43,7 @@ def main() -> None:
     unknown = [name for name in names if name not in TRIALS]
     if unknown:
         sys.exit(f"no trial is called {unknown[0]}; there are {', '.join(TRIALS)}")
-    problem = missing()
+    problem = missing() or (peer.missing_peer() if any(name in PEER for name in names) else None)
     if problem is not None:
         sys.exit(problem)
     load_before = os.getloadavg()
@@ -58,7 +63,9 @@ def main() -> None:
             directory, [OUTAGES[name] for name in names if name in OUTAGES], encryption=encryption
         )
         resumed = resumption.run([RESUMED[name] for name in names if name in RESUMED])
+        paired = peer.run([PEER[name] for name in names if name in PEER], options.rounds, directory)
     overlap.print_table(overlapped)
+    peer.print_table(paired)
     mid_run.print_table(dropped)
     outages.print_table(interrupted)
     resumption.print_table(resumed)
@@ -66,6 +73,7 @@ def main() -> None:
     if options.json:
         figures = {
             "overlap": overlapped,
+            "peer": paired,
             "rate_drop": dropped,
             "outages": interrupted,
             "resumed_transfers": resumed,
@@ -73,6 +81,7 @@ def main() -> None:
             "load_after": os.getloadavg(),
         }
         goals = [goal for row in overlapped for goal in overlap.goals(row)]
+        goals += [goal for row in paired for goal in peer.goals(row, overlapped)]
         goals += [goal for row in dropped for goal in mid_run.goals(row)]
         goals += [goal for row in interrupted for goal in outages.goals(row)]
         goals += [goal for row in resumed for goal in resumption.goals(row)]

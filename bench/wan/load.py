@@ -7,7 +7,7 @@ import math
 import random
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import aiohttp
 import orjson
 
 from faults_load import Answers
-from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeader
+from prfaas.core.route_header import ROUTE_HEADER, RouteHeader
 from prfaas.core.sse import SseParser
 from prfaas.serving.engines.tiny import tiny_config
 from prfaas.serving.engines.tiny.checkpoint import write_tokenizer
@@ -41,8 +41,6 @@ class LinkRequest:
     """`right`, `wrong`, `refused`, or `none` where there was no whole answer."""
     detail: str = ""
     route: RouteHeader | None = None
-    notes: list[tuple[float, str]] = field(default_factory=list)
-    """What went wrong on its way, and when."""
 
     @property
     def ttft_s(self) -> float:
@@ -195,12 +193,6 @@ class LinkLoad:
                     text += "".join(choice["text"] for choice in document.get("choices", ()))
             if not parser.ended:
                 raise ValueError("the stream breaks off")
-            request_id = response.headers[REQUEST_ID_HEADER]
-        async with self._session.get(
-            f"http://127.0.0.1:{ADMIN_PORT}/prfaas/requests/{request_id}"
-        ) as response:
-            explained = await response.json()
-        sent.notes = [(sent.sent_s + note["after_s"], note["what"]) for note in explained["notes"]]
         return text
 
 

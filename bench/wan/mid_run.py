@@ -27,7 +27,7 @@ REQUESTS_PER_S = 1.4
 LENGTHS = (2_000, 24_000)
 MAX_MODEL_LEN = 32_768
 # So slow that most prompts are worth the line, and so many engines that home can do without it.
-HOME_SPEEDUP = 0.5
+_HOME_SPEEDUP = 0.5
 _FAR_ENGINES = 2
 _HOME_PREFILLS = 4
 # The first layers of a long prompt are on the line then, and the last ones are not computed.
@@ -93,6 +93,7 @@ def standing_in(
     encryption: bool,
     far: int = _FAR_ENGINES,
     home_prefills: int = _HOME_PREFILLS,
+    home_speedup: float = _HOME_SPEEDUP,
     threshold_tokens: int | None = None,
 ) -> Iterator[WanStack]:
     """Stand-ins at both ends, each in a process and a namespace of its own, and the gateway."""
@@ -110,7 +111,7 @@ def standing_in(
             encryption=encryption,
             clusters={
                 FAR: {"hardware": "synthetic", "profile": "internal-1t-h200", "speedup": 1},
-                HOME: {"hardware": "synthetic", "profile": "internal-1t-h20", "speedup": HOME_SPEEDUP},
+                HOME: {"hardware": "synthetic", "profile": "internal-1t-h20", "speedup": home_speedup},
             },
             routing={"policy": policy}
             | ({} if threshold_tokens is None else {"threshold_tokens": threshold_tokens}),

@@ -36,6 +36,7 @@ from wan.stack import (
 RTT_S = 0.030
 ANSWER_TOKENS = 16
 CHUNK_TOKENS = 1024
+_WATCH_S = 0.01
 # Half of what vLLM reserves otherwise: two engines share the memory of a small machine.
 _KV_CACHE_GIB = 1
 _MAX_MODEL_LEN = 20_000
@@ -95,6 +96,10 @@ class OverlapRound:
     """From the prefill's start to its answer, in the measured request."""
     transfer_s: float
     """From the prefill's start to the last byte."""
+    first_bytes_s: float
+    """From the request until its first KV was on the line."""
+    last_bytes_s: float
+    """From the request until its last KV had crossed the line, without the delay."""
     equality: str
 
 
@@ -176,7 +181,7 @@ def one_round(stack: WanStack, trial: OverlapTrial, seed: int) -> OverlapRound:
     """The prefill alone, the prompt through the gateway, and what plain vLLM answers to it."""
     prefill_s = producer_prefill_s(stack, text(seed * 2, trial.tokens))
     prompt = text(seed * 2 + 1, trial.tokens)
-    answer = through_gateway(stack, prompt)
+    answer, carried = through_gateway(stack, prompt)
     if answer.route.route != "offload" or answer.route.kv_bytes == 0:
         raise SystemExit(f"{trial.name}: the prompt was not offloaded: {answer.route}")
     ideal_s = max(prefill_s, answer.route.kv_bytes * 8 / trial.line.goodput_bits_per_s) + RTT_S
@@ -188,6 +193,8 @@ def one_round(stack: WanStack, trial: OverlapTrial, seed: int) -> OverlapRound:
         exposed_s=answer.ttft_s - ideal_s,
         hop_s=answer.route.prefill_s or 0.0,
         transfer_s=answer.route.transfer_s or 0.0,
+        first_bytes_s=time_of_share(carried, 0.001),
+        last_bytes_s=time_of_share(carried, 0.999),
         equality=equality(stack, prompt, answer).value,
     )
 
@@ -198,14 +205,33 @@ def text(seed: int, tokens: int) -> str:
     return "".join(chr(draw.randrange(0x21, 0x7F)) for _ in range(tokens))
 
 
-def through_gateway(stack: WanStack, prompt: str) -> DemoAnswer:
+def through_gateway(stack: WanStack, prompt: str) -> tuple[DemoAnswer, list[tuple[float, int]]]:
+    """The answer; and how many bytes had crossed the line towards home, by the time since the request."""
+    carried: list[tuple[float, int]] = []
+
+    async def watch(began_s: float) -> None:
+        while True:
+            now_s = time.monotonic() - began_s
+            carried.append((now_s, stack.laboratory.counters(FAR, HOME).carried_bytes))
+            await asyncio.sleep(_WATCH_S)
+
     async def ask() -> DemoAnswer:
         async with aiohttp.ClientSession() as session:
+            watcher = asyncio.create_task(watch(time.monotonic()))
             url = f"http://127.0.0.1:{GATEWAY_PORT}"
-            return await stream_completion(session, url, SERVED_NAME, prompt, ANSWER_TOKENS)
+            try:
+                return await stream_completion(session, url, SERVED_NAME, prompt, ANSWER_TOKENS)
+            finally:
+                watcher.cancel()
 
     with stack.laboratory.inside(GATEWAY_HOST):
-        return asyncio.run(ask())
+        return asyncio.run(ask()), carried
+
+
+def time_of_share(carried: Sequence[tuple[float, int]], share: float) -> float:
+    """When this share of all that crossed in the time had crossed."""
+    first, last = carried[0][1], carried[-1][1]
+    return next(at_s for at_s, nbytes in carried if nbytes - first >= share * (last - first))
 
 
 def producer_prefill_s(stack: WanStack, prompt: str) -> float:
@@ -258,6 +284,8 @@ def summary(trial: OverlapTrial, rounds: Sequence[OverlapRound]) -> dict[str, An
         "prefill_s": statistics.median(each.prefill_s for each in rounds),
         "ideal_s": statistics.median(each.ideal_s for each in rounds),
         "ttft_s": statistics.median(each.ttft_s for each in rounds),
+        "first_bytes_s": statistics.median(each.first_bytes_s for each in rounds),
+        "last_bytes_s": statistics.median(each.last_bytes_s for each in rounds),
         "exposed_s": exposed_s,
         "exposed_s_worst": max(each.exposed_s for each in rounds),
         "goal_s": goal_s,
@@ -290,10 +318,13 @@ def goals(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     if rows:
-        print("trial           MB  prefill s  ideal s  TTFT s  exposed s (worst)   goal  tokens")
+        print(
+            "trial           MB  prefill s  ideal s  on the line s  TTFT s  exposed s (worst)   goal  tokens"
+        )
     for row in rows:
         print(
-            f"{row['trial']:14} {row['kv_mb']:5.1f} {row['prefill_s']:9.2f} {row['ideal_s']:8.2f} {row['ttft_s']:7.2f}"
+            f"{row['trial']:14} {row['kv_mb']:5.1f} {row['prefill_s']:9.2f} {row['ideal_s']:8.2f}"
+            f"  {row['first_bytes_s']:5.2f} – {row['last_bytes_s']:5.2f} {row['ttft_s']:7.2f}"
             f"  {row['exposed_s']:8.3f} ({row['exposed_s_worst']:.3f})  {row['goal_s']:6.3f}  "
             f"{'equal' if row['equal'] else 'DIFFERENT'}{'' if row['met'] else '  (missed)'}"
         )

@@ -6,13 +6,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prfaas.core.deployment import Deployment, load_deployment
+from prfaas.core.deployment import Deployment, Instance, load_deployment
 from prfaas.serving.certificates import CertificateFolder
+from prfaas.serving.engines.command import EngineCommand
 from prfaas.serving.engines.process_group import ProcessGroup
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.transport import create_key
@@ -130,8 +131,16 @@ def write_deployment(
 class WanStack:
     """Engines and gateway of a deployment, each in its namespace."""
 
-    def __init__(self, laboratory: Laboratory, deployment: Deployment, engines: Sequence[Engine]) -> None:
-        """Nothing is started yet."""
+    def __init__(
+        self,
+        laboratory: Laboratory,
+        deployment: Deployment,
+        engines: Sequence[Engine],
+        *,
+        command: Callable[[Deployment, Instance], EngineCommand] | None = None,
+    ) -> None:
+        """Nothing is started yet. `command`: see `RunningEngines`."""
+        self._command = command
         self.laboratory = laboratory
         self.deployment = deployment
         self.engines = {engine.name: engine for engine in engines}
@@ -142,19 +151,20 @@ class WanStack:
     def started(
         self,
         cpus: Mapping[str, Collection[int]] | None = None,
-        extra_env: Mapping[str, str] | None = None,
+        *,
+        gateway: bool = True,
     ) -> Iterator["WanStack"]:
         """Everything up and ready; it has ended afterwards.
 
         Args:
             cpus: where the engines of a site, and the gateway with those at home, run; None: anywhere.
-            extra_env: laid over the environment of every engine.
+            gateway: whether it is started, too.
         """
         cpus = cpus or {}
         with contextlib.ExitStack() as stack:
             for engine in self.engines.values():
                 running = RunningEngines(
-                    self.deployment, [engine.name], extra_env=extra_env, stand_ins_per_process=1
+                    self.deployment, [engine.name], command=self._command, stand_ins_per_process=1
                 )
                 self.running[engine.name] = running
                 with self.laboratory.inside(engine.host, cpus.get(engine.host.rpartition("-")[0])):
@@ -163,7 +173,8 @@ class WanStack:
             for engine in self.engines.values():
                 with self.laboratory.inside(engine.host):
                     self.running[engine.name].wait_ready(_READY_S)
-            self._start_gateway(cpus.get(HOME))
+            if gateway:
+                self._start_gateway(cpus.get(HOME))
             yield self
 
     def _start_gateway(self, cpus: Collection[int] | None) -> None:

@@ -4,9 +4,11 @@ import asyncio
 import math
 import random
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from prfaas.core.deployment import Deployment
 from prfaas.core.route_header import RouteHeader
 from wan import mid_run, outages
 from wan.load import LinkLoad, LinkReading, LinkRequest, random_ids
@@ -43,27 +45,29 @@ def test_only_what_comes_after_the_prefill_is_a_wait_for_the_link() -> None:
     assert request.link_wait_s == 0.0
 
 
-def test_a_fallback_is_counted_from_what_caused_it() -> None:
-    def request(sent_s: float, ended_s: float, **changes: object) -> LinkRequest:
-        made = LinkRequest(sent_s, outages.PROMPT_TOKENS, sent_s + 1, ended_s, "right")
-        made.route = RouteHeader("offload", transfer_s=0.5, prefill_s=0.4)
-        for name, value in changes.items():
-            setattr(made, name, value)
-        return made
+def test_a_fallback_is_counted_from_what_caused_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outages, "local_prefill_s", lambda _deployment, _request: 0.5)
 
+    def request(sent_s: float, first_s: float, ended_s: float, route: RouteHeader) -> LinkRequest:
+        return LinkRequest(sent_s, outages.PROMPT_TOKENS, first_s, ended_s, "right", "", route)
+
+    offload = RouteHeader("offload", transfer_s=0.5, prefill_s=0.4)
+    fallback = RouteHeader("local", fallback="frozen")
     requests = [
-        request(1.0, 2.0),
-        request(9.5, 14.0, notes=[(12.5, "the link is silent")], first_s=13.5),
-        request(11.0, 15.0, notes=[(13.0, "the link is silent")]),
-        request(16.0, 17.0, route=RouteHeader("local")),
-        request(17.0, 18.0, route=RouteHeader("offload", transfer_s=0.7)),
+        request(1.0, 2.0, 2.0, offload),
+        request(9.5, 13.0, 14.0, fallback),
+        request(11.0, 14.25, 15.0, fallback),
+        request(12.0, 19.0, 20.0, RouteHeader("local")),
+        request(16.0, 17.0, 17.0, RouteHeader("local")),
+        request(17.0, 18.0, 18.0, RouteHeader("offload", transfer_s=0.7)),
     ]
-    found = outages.conclude(outages.Outage("freeze-5"), requests, began_s=10.0, over_s=15.0, killed=0)
+    deployment = cast(Deployment, None)
+    found = outages.conclude(outages.Outage("freeze-5"), deployment, requests, 10.0, 15.0, 0)
     assert found.fallbacks == 2
-    assert found.latest_fallback_s == 2.5
-    assert found.ttft_longest_s == 4.0
+    assert found.latest_fallback_s == 2.75
+    assert found.ttft_longest_s == 7.0
     assert (found.transfer_before_s, found.transfer_after_s, found.offload_back_s) == (0.5, 0.7, 2.0)
-    assert found.outcomes["right"] == 5
+    assert found.outcomes["right"] == 6
 
 
 @pytest.mark.wan
