@@ -1,11 +1,12 @@
 """Record what both ends of a link tell of it, in the laboratory, while the link or one of its ends misbehaves.
 
-    python bench/link_telemetry.py [--only CASE,...] [--out FOLDER] [--json FILE]
+    python bench/link_telemetry.py [--only CASE,...] [--paced] [--out FOLDER] [--json FILE]
 
-A producer and a consumer, each a process of its own, at two sites that are 30 ms apart at 200 Mbit/s; the control
-plane's own monitor beside the consumer. Each case writes FOLDER/CASE.jsonl.gz: one line per look of the meter, with the
-time, what the link truly carries (bits per second of goodput), and the samples that the meter got. The table says what
-the live meter made of it. tests/core/link/test_recorded.py replays the files. Needs root.
+A producer and a consumer, each a process of its own, at two sites that are 30 ms apart at 200 Mbit/s. Beside the
+consumer runs the control plane's own monitor; with --paced its budget too, which paces the producer by what the meter
+says. Each case writes FOLDER/CASE.jsonl.gz: one line per look of the meter, with the time, what the link truly carries
+(bits per second of goodput), and the samples that the meter got. The table says what the live meter made of it.
+tests/core/link/test_recorded.py replays files that were made without --paced. Needs root.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from prfaas.core.deployment import load_deployment
 from prfaas.core.link.meter import LinkMeter
 from prfaas.core.link.samples import ArrivalSample, SenderSample
 from prfaas.serving.control.cluster_state import ClusterState
+from prfaas.serving.control.link_budget import LinkBudget
 from prfaas.serving.control.link_monitor import LinkMonitor
 from prfaas.serving.control.planning_inputs import service_curves, view_of
 from prfaas.serving.transport import (
@@ -71,7 +73,7 @@ routing: {{policy: paper, threshold_tokens: 4000}}
 
 @dataclass(frozen=True)
 class Case:
-    """What happens: (second, what to do). `load` is what the producer has: "keep MB" or "make bit/s" until a second."""
+    """What happens: (second, what to do). `load` is what the producer has: "keep MB" or "make BITS_PER_S"."""
 
     load: str
     seconds: float
@@ -84,7 +86,7 @@ CASES = {
     "drop-10mb": Case("keep 10", 28, DROP),
     "drop-40mb": Case("keep 40", 28, DROP),
     "drop-made": Case("make 100e6", 28, DROP),
-    "drop-then-idle": Case("keep 10 10", 28, DROP),
+    "drop-then-idle": Case("keep 10", 32, ((6.0, "rate 0.1"), (12.0, "quiet"), (18.0, "rate 1"))),
     "freeze-5s": Case("keep 10", 22, ((6.0, "dark 1"), (11.0, "dark 0"))),
     "freeze-20s": Case("keep 10", 36, ((6.0, "dark 1"), (26.0, "dark 0"))),
     "stall": Case("keep 10", 20, ((6.0, "stop"), (11.0, "go"))),
@@ -129,7 +131,10 @@ def consume(host: str) -> None:
 
 
 def produce(host: str, consumer: str, load: str) -> None:
-    """The producer's process: "keep MB [SECONDS]" or "make BITS_PER_S"; SIGUSR1 hogs its CPU, SIGUSR2 ends that."""
+    """The producer's process: "keep MB" or "make BITS_PER_S". SIGUSR1 hogs its CPU, SIGUSR2 ends that.
+
+    After SIGHUP nothing more is made.
+    """
     peer = Peer("c/0", consumer, PORT, "far->home", 4, BANDWIDTH_BITS_PER_S)
     sender = Sender(name="p/0", key=KEY, peers={"c/0": peer}, fingerprint={})
     sender.start()
@@ -139,19 +144,19 @@ def produce(host: str, consumer: str, load: str) -> None:
     signal.signal(signal.SIGUSR2, lambda *_: is_hogged.clear())
     for _ in range(6):
         threading.Thread(target=_hog, args=(is_hogged,), daemon=True).start()
-    what, amount, *until = load.split()
+    is_quiet = threading.Event()
+    signal.signal(signal.SIGHUP, lambda *_: is_quiet.set())
+    what, amount = load.split()
     content = os.urandom(TRANSFER_BYTES)
     began_s = time.monotonic()
     made_bytes = 0.0
     while True:
         now_s = time.monotonic() - began_s
-        if until and now_s > float(until[0]):
-            time.sleep(3600)
         queued = sender.telemetry()["links"]["far->home"]["queued_bytes"]
         is_enough = (
             queued >= float(amount) * 1e6 if what == "keep" else made_bytes >= float(amount) / 8 * now_s
         )
-        if is_enough:
+        if is_enough or is_quiet.is_set():
             time.sleep(0.005)
             continue
         made_bytes += TRANSFER_BYTES
@@ -214,7 +219,9 @@ class RecordedMeter(LinkMeter):
         return fields
 
 
-async def watched(case: Case, laboratory: Laboratory, ends: dict[str, Any], folder: Path) -> RecordedMeter:
+async def watched(
+    case: Case, laboratory: Laboratory, ends: dict[str, Any], folder: Path, *, paced: bool
+) -> RecordedMeter:
     """The rows of a case."""
     path = folder / "deployment.yaml"
     text = DEPLOYMENT.format(
@@ -228,11 +235,13 @@ async def watched(case: Case, laboratory: Laboratory, ends: dict[str, Any], fold
     view = view_of(deployment, None, service_curves(deployment), time.monotonic())
     state = ClusterState(view, clock=time.monotonic, on_service=lambda *_: None)
     changes: list[tuple[float, float]] = []
+    ports = {
+        instance.name: (Observer("control", KEY, instance.host, instance.kv_ports[0], f"{instance.name}/0"),)
+        for instance in deployment.instances
+    }
     monitor = LinkMonitor(
         deployment,
-        lambda instance, rank: Observer(
-            "control", KEY, instance.host, instance.kv_ports[rank], f"{instance.name}/{rank}"
-        ),
+        lambda instance, rank: ports[instance.name][rank],
         state,
         clock=time.monotonic,
         on_change=lambda _: changes.append((time.monotonic(), meter.capacity_bits_per_s)),
@@ -243,7 +252,10 @@ async def watched(case: Case, laboratory: Laboratory, ends: dict[str, Any], fold
         return 0.0 if line.blackhole else line.goodput_bits_per_s
 
     meter = monitor.meters[PAIR] = RecordedMeter(truth, time.monotonic())
-    watching = asyncio.create_task(monitor.run())
+    loops = [asyncio.create_task(monitor.run())]
+    if paced:
+        budget = LinkBudget(deployment, ports, view.links, monitor.samples, clock=time.monotonic)
+        loops.append(asyncio.create_task(budget.run()))
     async with asyncio.timeout(60):
         while meter.egress_bits_per_s(time.monotonic()) < 0.4 * BANDWIDTH_BITS_PER_S:
             await asyncio.sleep(0.1)
@@ -266,17 +278,19 @@ async def watched(case: Case, laboratory: Laboratory, ends: dict[str, Any], fold
                 "go": ("consumer", signal.SIGCONT),
                 "hog": ("producer", signal.SIGUSR1),
                 "rest": ("producer", signal.SIGUSR2),
+                "quiet": ("producer", signal.SIGHUP),
             }[verb]
             os.kill(ends[end].pid, number)
     await asyncio.sleep(began_s + case.seconds - time.monotonic())
-    watching.cancel()
-    await asyncio.gather(watching, return_exceptions=True)
+    for loop in loops:
+        loop.cancel()
+    await asyncio.gather(*loops, return_exceptions=True)
     await monitor.close()
     meter.changes = [(at_s - began_s, bits) for at_s, bits in changes]  # type: ignore[attr-defined]
     return meter
 
 
-def recorded(name: str, case: Case, out: Path | None) -> dict[str, Any]:
+def recorded(name: str, case: Case, out: Path | None, *, paced: bool) -> dict[str, Any]:
     """Run a case, write it down, and say what the meter made of it."""
     line = LineSettings.of_round_trip(LINE_BITS_PER_S, RTT_S)
     with tempfile.TemporaryDirectory() as folder, Laboratory({"far": 1, "home": 1}, line) as laboratory:
@@ -291,7 +305,7 @@ def recorded(name: str, case: Case, out: Path | None) -> dict[str, Any]:
             ),
         }
         with laboratory.inside("home-0"):
-            meter = asyncio.run(watched(case, laboratory, ends, Path(folder)))
+            meter = asyncio.run(watched(case, laboratory, ends, Path(folder), paced=paced))
         for end in ("consumer", "producer"):
             text = (Path(folder) / f"{end}.log").read_text(errors="replace")
             if "Traceback" in text:
@@ -309,6 +323,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default=",".join(CASES))
+    parser.add_argument("--paced", action="store_true", help="pace the producer as the control plane does")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--consume", nargs=1, help=argparse.SUPPRESS)
@@ -321,7 +336,7 @@ def main() -> None:
     results = []
     with ending_on_sigterm():
         for name in asked.only.split(","):
-            result = recorded(name, CASES[name], asked.out)
+            result = recorded(name, CASES[name], asked.out, paced=asked.paced)
             results.append(result)
             print(f"{name}: load {os.getloadavg()[0]:.1f}")
             for at_s, bits in result["changes"]:
@@ -345,6 +360,7 @@ def _short(row: dict[str, Any]) -> dict[str, Any]:
             "age": f"{row['now_s'] - word['at_s']:.2f}",
             "queued": f"{word['queued_bytes'] / 1e6:.1f}",
             "filled": word["filled_connections"],
+            "pace": f"{word['pace_bits_per_s'] / 1e6:.1f}",
             "rtt_ms": f"{1000 * word['rtt_s']:.0f}/{1000 * word['least_rtt_s']:.0f}",
             "rwnd": f"{word['receiver_limited_s_total']:.1f}",
         }

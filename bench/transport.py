@@ -1,276 +1,463 @@
-"""Loopback throughput of the transport against a plain socket copy in the same run, and how well pacing holds.
+"""Throughput and processor time of the transport, beside plain C, Mooncake, NIXL and iperf3 doing the same job.
 
-    python bench/transport.py [--mib 256] [--rounds 5] [--json FILE]
+    python bench/transport.py [--rounds 4] [--peers-python PATH] [--parts loopback] [--json FILE]
 
-Two processes. Each round sends the same bytes, host memory to host memory, first with plain sockets and then with the
-transport, over 1, 2, 4 and 8 connections; the ratio is the median over rounds of the paired ratios (single timings on
-a shared machine spread ±25 %). The paced part asks for a rate and reports what was achieved.
+Every contender is a pair of processes with memory of their own, in namespaces of their own (root, /dev/net/tun and a C
+compiler are needed: bench/wan/laboratory.py). In each round each one sends the same number of bytes from memory to
+memory, one after the other; ratios are of one round, so that a busy machine is busy for all. Figures are medians.
+
+Mooncake and NIXL are found by `--peers-python`, an interpreter that can import them (`pip install
+mooncake-transfer-engine-non-cuda nixl`), iperf3 on the PATH. Who is not there is left out. Settings of the peers are
+tried first, and the best of each takes part.
 """
 
 import argparse
 import json
-import multiprocessing
+import os
 import platform
-import socket
+import shutil
 import statistics
+import subprocess
 import sys
-import threading
+import tempfile
 import time
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from prfaas.serving.transport import (
-    BytesSource,
-    Peer,
-    Receiver,
-    Sender,
-    SendPhase,
-    StagingArena,
-    Ticket,
-    TransferPhase,
-    prompt_digest,
-)
+from wan.laboratory import Laboratory, LaboratoryError, LineSettings
 
-KEY = bytes(range(32))
-REGIONS = 16
-CONNECTIONS = (1, 2, 4, 8)
+HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent / "tests" / "serving" / "transport"))
+from authority import Authority  # noqa: E402
+
+MIB = 1 << 20
+FAR, HOME = "far-0", "home-0"
 PACED_BITS_PER_S = (50e6, 200e6, 1e9)
+MOONCAKE_LANES, MOONCAKE_BLOCKS = (1, 4, 16), (32, 128)
+NIXL_LANES, NIXL_BLOCKS = (1, 2, 4), (1, 32)
+SWEEP_SENDS = 3
+PARTS = ("loopback", "paced", "wan")
+WAN_LINES = (
+    ("200 Mbit/s, 30 ms", LineSettings.of_round_trip(200e6, 0.030), 96 * MIB),
+    ("1 Gbit/s, 30 ms", LineSettings.of_round_trip(1e9, 0.030), 384 * MIB),
+    ("4 Gbit/s, 10 ms", LineSettings.of_round_trip(4e9, 0.010), 1024 * MIB),
+)
+LOSSY_LINE = ("1 Gbit/s, 30 ms, 0.1 % loss", LineSettings.of_round_trip(1e9, 0.030, loss=0.001), 128 * MIB)
 
 
-class EvenRegions:
-    """The number of tokens of the ticket is the transfer's size in KiB, cut into equal regions."""
+@dataclass(frozen=True)
+class Sent:
+    """One measurement of one pair."""
 
-    def region_bytes(self, num_tokens: int, skip_tokens: int) -> list[int]:
-        return [(num_tokens - skip_tokens) * 1024 // REGIONS] * REGIONS
+    gbit_per_s: float
+    send_cpu_s_per_gb: float
+    receive_cpu_s_per_gb: float
 
-
-def plain_send(ports: list[int], data: memoryview) -> float:
-    """Seconds to copy `data` over one connection per port, until the other side confirms the last byte."""
-    socks = [socket.create_connection(("127.0.0.1", port)) for port in ports]
-    share = len(data) // len(socks)
-
-    def send(index: int) -> None:
-        socks[index].sendall(data[index * share : (index + 1) * share])
-        socks[index].recv(1)
-
-    began_s = time.perf_counter()
-    run_all([threading.Thread(target=send, args=(index,)) for index in range(len(socks))])
-    elapsed_s = time.perf_counter() - began_s
-    for sock in socks:
-        sock.close()
-    return elapsed_s
+    @property
+    def cpu_s_per_gb(self) -> float:
+        return self.send_cpu_s_per_gb + self.receive_cpu_s_per_gb
 
 
-def plain_receive(listeners: list[socket.socket], out: memoryview) -> None:
-    share = len(out) // len(listeners)
+class Pair:
+    """Two processes that talk in lines: `receive` in one namespace, `send` in another."""
 
-    def receive(index: int) -> None:
-        sock, _ = listeners[index].accept()
-        with sock:
-            sock.recv_into(out[index * share : (index + 1) * share], 0, socket.MSG_WAITALL)
-            sock.sendall(b"!")
-
-    run_all([threading.Thread(target=receive, args=(index,)) for index in range(len(listeners))])
-
-
-def run_all(threads: list[threading.Thread]) -> None:
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-class Producer:
-    """The sending process: does what the parent asks through a pipe."""
-
-    def __init__(self, port: int, nbytes: int) -> None:
-        self._port = port
-        self._data = memoryview(bytearray(range(256)) * (nbytes // 256))
-        self._senders: dict[tuple[int, float | None], Sender] = {}
-
-    def transport(self, connections: int, bits_per_s: float | None, nbytes: int) -> dict[str, Any]:
-        sender = self._senders.get((connections, bits_per_s))
-        if sender is None:
-            peer = Peer("c/0", "127.0.0.1", self._port, "link", connections, bits_per_s)
-            sender = Sender(name="p/0", key=KEY, peers={"c/0": peer}, fingerprint={})
-            sender.start()
-            while sender.stats()["peers"]["c/0"]["connections"] < connections:
-                time.sleep(0.005)
-            self._senders[connections, bits_per_s] = sender
-        ticket = Ticket.issue(
-            producer="p/0",
-            consumer="c/0",
-            num_tokens=nbytes // 1024,
-            skip_tokens=0,
-            prompt_digest=prompt_digest([]),
-            lifetime_s=600,
-            now_s=time.time(),
-        )
-        cpu_s, began_s = time.process_time(), time.perf_counter()
-        sizes = EvenRegions().region_bytes(ticket.num_tokens, 0)
-        transfer = sender.open(ticket, ticket.seal(KEY), sizes)
-        at = 0
-        for region, size in enumerate(sizes):
-            transfer.put(region, 0, BytesSource(self._data[at : at + size]))
-            at += size
-        transfer.end()
-        transfer.await_quiescent(600)
-        elapsed_s = time.perf_counter() - began_s
-        if transfer.phase is not SendPhase.COMPLETE:
-            raise RuntimeError(f"transfer failed: {transfer.reason}")
-        return {
-            "id": ticket.transfer_id,
-            "elapsed_s": elapsed_s,
-            "cpu_s": time.process_time() - cpu_s,
-            "congestion": sender.stats()["peers"]["c/0"]["congestion"],
-        }
-
-    def plain(self, ports: list[int]) -> float:
-        return plain_send(ports, self._data)
-
-    def close(self) -> None:
-        for sender in self._senders.values():
-            sender.close()
-
-
-def produce(pipe: Connection, port: int, nbytes: int) -> None:
-    producer = Producer(port, nbytes)
-    while (asked := pipe.recv()) is not None:
-        pipe.send(getattr(producer, asked[0])(*asked[1:]))
-    producer.close()
-
-
-class Bench:
-    """The receiving process, which also leads."""
-
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, place: "Place", nbytes: int) -> None:
         self.nbytes = nbytes
-        self.arena = StagingArena(nbytes + (4 << 20))
-        self.receiver = Receiver(
-            name="c/0",
-            key=KEY,
-            host="127.0.0.1",
-            port=0,
-            arena=self.arena,
-            layout=EvenRegions(),
-            fingerprint={},
-        )
-        self.receiver.start()
-        self.landing = memoryview(bytearray(b"\x01") * nbytes)
-        self.pipe, theirs = multiprocessing.get_context("spawn").Pipe()
-        self.child = multiprocessing.get_context("spawn").Process(
-            target=produce, args=(theirs, self.receiver.port, nbytes), daemon=True
-        )
-        self.child.start()
+        self.facts: dict[str, Any] = {}
+        self._place = place
+        self._processes: list[subprocess.Popen[str]] = []
 
-    def plain(self, connections: int) -> float:
-        listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(connections)]
-        self.pipe.send(("plain", [sock.getsockname()[1] for sock in listeners]))
-        plain_receive(listeners, self.landing)
-        for sock in listeners:
-            sock.close()
-        return float(self.pipe.recv())
+    def begin(self, host: str, argv: Sequence[str], **env: str) -> dict[str, Any]:
+        """Start an end; returns what it says first."""
+        process = self._place.popen(host, argv, env)
+        self._processes.append(process)
+        return self._read(process)
 
-    def transport(
-        self, connections: int, bits_per_s: float | None = None, nbytes: int | None = None
-    ) -> dict[str, Any]:
-        cpu_s = time.process_time()
-        self.pipe.send(("transport", connections, bits_per_s, nbytes or self.nbytes))
-        result: dict[str, Any] = self.pipe.recv()
-        result["receiver_cpu_s"] = time.process_time() - cpu_s
-        status = self.receiver.state(result["id"])
-        assert status is not None and status.phase is TransferPhase.COMPLETE
-        staged = self.receiver.take(result["id"])
-        assert staged is not None
-        staged.free()
-        return result
+    def send(self, times: int = 1) -> Sent:
+        """Send everything so many times, one after the other."""
+        receiver, sender = self._processes
+        elapsed_s = 0.0
+        cpu_s = [0.0, 0.0]
+        for _ in range(times):
+            before_s = [cpu_of(process.pid) for process in self._processes]
+            said = self._ask(sender, "send")
+            for index, process in enumerate(self._processes):
+                cpu_s[index] += cpu_of(process.pid) - before_s[index]
+            elapsed_s += said["elapsed_s"]
+            if said.get("id"):
+                self._ask(receiver, said["id"])
+        sent_bytes = times * self.nbytes
+        return Sent(sent_bytes * 8e-9 / elapsed_s, cpu_s[1] * 1e9 / sent_bytes, cpu_s[0] * 1e9 / sent_bytes)
 
     def close(self) -> None:
-        self.pipe.send(None)
-        self.child.join()
-        self.receiver.close()
+        for process in reversed(self._processes):
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _ask(self, process: "subprocess.Popen[str]", line: str) -> dict[str, Any]:
+        assert process.stdin is not None
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+        return self._read(process)
+
+    @staticmethod
+    def _read(process: "subprocess.Popen[str]") -> dict[str, Any]:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("@"):
+                said: dict[str, Any] = json.loads(line[1:])
+                return said
+        raise RuntimeError(f"{process.args!r} ended")
 
 
-def throughput(bench: Bench, rounds: int) -> list[dict[str, Any]]:
-    gbits = bench.nbytes * 8 / 1e9
-    timings: dict[int, list[tuple[float, dict[str, Any]]]] = {count: [] for count in CONNECTIONS}
-    for index in range(rounds + 1):
-        for count in CONNECTIONS:
-            pair = (bench.plain(count), bench.transport(count))
-            if index:  # the first round warms connections and memory
-                timings[count].append(pair)
-        print(f"round {index}/{rounds}", file=sys.stderr)
+def cpu_of(pid: int) -> float:
+    """Processor time of a process with all its threads, in seconds: CPUCLOCK_SCHED of <linux/posix-timers.h>."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+@dataclass
+class Place:
+    """Where pairs run: in a laboratory's namespaces, or on this machine as it is."""
+
+    laboratory: Laboratory | None
+    sender: str = FAR
+    receiver: str = HOME
+    log: Path = field(default=Path(os.devnull))
+
+    @property
+    def address(self) -> str:
+        """Of the receiver."""
+        if self.laboratory is None or self.sender == self.receiver:
+            return "127.0.0.1"
+        return self.laboratory.address(self.receiver)
+
+    def popen(self, host: str, argv: Sequence[str], env: Mapping[str, str]) -> "subprocess.Popen[str]":
+        def start() -> "subprocess.Popen[str]":
+            return subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, **env},
+            )
+
+        with self.log.open("a") as log:
+            if self.laboratory is None:
+                return start()
+            with self.laboratory.inside(host):
+                return start()
+
+
+def plain_c(place: Place, program: Path, connections: int, nbytes: int) -> Pair:
+    pair = Pair(place, nbytes)
+    common = [place.address, str(connections), str(nbytes)]
+    port = pair.begin(place.receiver, [str(program), "receive", *common])["port"]
+    pair.begin(place.sender, [str(program), "send", *common, str(port)])
+    return pair
+
+
+def ours(place: Place, connections: int, nbytes: int, **job: Any) -> Pair:
+    pair = Pair(place, nbytes)
+    job = {"host": place.address, "nbytes": nbytes, "connections": connections, **job}
+    program = [sys.executable, str(HERE / "transport_ends.py")]
+    job |= pair.begin(place.receiver, [*program, "receive", json.dumps(job)])
+    pair.facts = pair.begin(place.sender, [*program, "send", json.dumps(job)])
+    return pair
+
+
+def peer(place: Place, python: str, kind: str, blocks: int, nbytes: int, env: Mapping[str, str]) -> Pair:
+    pair = Pair(place, nbytes)
+    job: dict[str, Any] = {"host": place.address, "nbytes": nbytes, "blocks": blocks}
+    program = [python, str(HERE / "transport_peers.py")]
+    job |= pair.begin(place.receiver, [*program, "receive", kind, json.dumps(job)], **env)
+    pair.begin(place.sender, [*program, "send", kind, json.dumps(job)], **env)
+    return pair
+
+
+def settings_of(kind: str) -> list[tuple[str, int, dict[str, str]]]:
+    """(name, blocks, environment) of every setting of a peer that is tried."""
+    if kind == "mooncake":
+        return [
+            (f"mooncake, {lanes} lanes, {blocks} blocks", blocks, {"MC_TCP_LANES_PER_PEER": str(lanes)})
+            for lanes in MOONCAKE_LANES
+            for blocks in MOONCAKE_BLOCKS
+        ]
+    tcp = {"UCX_TLS": "tcp,self"}
     return [
-        {
-            "connections": count,
-            "plain_gbit_per_s": statistics.median(gbits / plain for plain, _ in pairs),
-            "transport_gbit_per_s": statistics.median(gbits / ours["elapsed_s"] for _, ours in pairs),
-            "paired_ratio": statistics.median(plain / ours["elapsed_s"] for plain, ours in pairs),
-            "sender_cpu_s_per_gb": statistics.median(o["cpu_s"] for _, o in pairs) / (bench.nbytes / 1e9),
-            "receiver_cpu_s_per_gb": statistics.median(o["receiver_cpu_s"] for _, o in pairs)
-            / (bench.nbytes / 1e9),
-            "congestion": pairs[0][1]["congestion"],
-        }
-        for count, pairs in timings.items()
+        (f"nixl, {lanes} lanes, {blocks} blocks", blocks, tcp | {"UCX_MAX_RNDV_LANES": str(lanes)})
+        for lanes in NIXL_LANES
+        for blocks in NIXL_BLOCKS
     ]
 
 
-def latency(bench: Bench) -> dict[str, Any]:
-    times_s = sorted(bench.transport(4, None, 1 << 20)["elapsed_s"] for _ in range(30))
-    return {"bytes": 1 << 20, "median_s": times_s[15], "p90_s": times_s[27]}
+def best_of(place: Place, python: str, kind: str, nbytes: int) -> tuple[str, Callable[[], Pair]] | None:
+    """The setting of a peer that is fastest here; None: the peer is not there."""
+    found: list[tuple[float, str, Callable[[], Pair]]] = []
+    for name, blocks, env in settings_of(kind):
+
+        def start(blocks: int = blocks, env: Mapping[str, str] = env) -> Pair:
+            return peer(place, python, kind, blocks, nbytes, env)
+
+        try:
+            pair = start()
+        except (RuntimeError, OSError):
+            say(f"{kind} is not there or does not start: it is left out")
+            return None
+        try:
+            pair.send()
+            rate = statistics.median(pair.send().gbit_per_s for _ in range(SWEEP_SENDS))
+        except (RuntimeError, OSError):
+            rate = 0.0
+        finally:
+            pair.close()
+        say(f"{name}: {rate:.1f} Gbit/s")
+        found.append((rate, name, start))
+    _, name, start = max(found, key=lambda each: each[0])
+    return name, start
 
 
-def pacing(bench: Bench) -> list[dict[str, Any]]:
+def compare(starts: Mapping[str, Callable[[], Pair]], rounds: int, sends: int) -> dict[str, list[Sent]]:
+    """All contenders in turn, in every round; the first round warms them up."""
+    pairs: dict[str, Pair] = {}
+    results: dict[str, list[Sent]] = {name: [] for name in starts}
+    try:
+        for name, start in starts.items():
+            pairs[name] = start()
+        for index in range(rounds + 1):
+            for name, pair in pairs.items():
+                sent = pair.send(sends)
+                if index:
+                    results[name].append(sent)
+            say(f"round {index} of {rounds}")
+    finally:
+        for pair in pairs.values():
+            pair.close()
+    return results
+
+
+def row_of(name: str, results: Mapping[str, Sequence[Sent]], base: str) -> dict[str, Any]:
+    mine, others = results[name], results[base]
+    ratios = [one.gbit_per_s / other.gbit_per_s for one, other in zip(mine, others, strict=True)]
+    cpu = [one.cpu_s_per_gb / other.cpu_s_per_gb for one, other in zip(mine, others, strict=True)]
+    return {
+        "name": name,
+        "gbit_per_s": statistics.median(one.gbit_per_s for one in mine),
+        "send_cpu_s_per_gb": statistics.median(one.send_cpu_s_per_gb for one in mine),
+        "receive_cpu_s_per_gb": statistics.median(one.receive_cpu_s_per_gb for one in mine),
+        f"rate_to_{base}": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+        f"cpu_to_{base}": {"median": statistics.median(cpu), "min": min(cpu), "max": max(cpu)},
+    }
+
+
+def goal(what: str, value: float, *, least: float | None = None, most: float | None = None) -> dict[str, Any]:
+    met = (least is None or value >= least) and (most is None or value <= most)
+    return {"what": what, "value": value, "least": least, "most": most, "met": met}
+
+
+def loopback(options: argparse.Namespace, place: Place, folder: Path) -> dict[str, Any]:
+    """Everything beside plain C over the loopback of one namespace."""
+    nbytes, connections = options.mib * MIB, options.connections
+    program, certificates = compiled(folder), folder / "certificates"
+    authority = Authority(certificates)
+    for name in ("p", "c"):
+        authority.write(name)
+    starts: dict[str, Callable[[], Pair]] = {
+        "c": lambda: plain_c(place, program, connections, nbytes),
+        "plain": lambda: ours(place, connections, nbytes, checksums=False),
+        "checksum": lambda: ours(place, connections, nbytes),
+        "encrypted": lambda: ours(place, connections, nbytes, certificates=str(certificates)),
+    }
+    for source in options.sources:
+        starts[source] = lambda source=source: ours(place, connections, nbytes, source=source)  # type: ignore[misc]
+    peers: dict[str, str] = {}
+    for kind in ("mooncake", "nixl") if options.peers_python else ():
+        best = best_of(place, options.peers_python, kind, nbytes)
+        if best is not None:
+            peers[kind], starts[kind] = best
+    results = compare(starts, options.rounds, options.sends)
+    rows = [row_of(name, results, "c") for name in starts]
+    of = {row["name"]: row for row in rows}
+    goals = [
+        goal(f"{name}: rate to plain C", of[name]["rate_to_c"]["median"], least=least)
+        for name, least in (("plain", 0.90), ("checksum", 0.60), ("encrypted", 0.55))
+    ]
+    goals += [
+        goal(f"{name}: processor time to plain C", of[name]["cpu_to_c"]["median"], most=most)
+        for name, most in (("plain", 1.15), ("checksum", 1.5))
+    ]
+    for kind in peers:
+        for name, least in (("plain", 2.0), ("checksum", 1.8)):
+            ratio = row_of(name, results, kind)[f"rate_to_{kind}"]["median"]
+            goals.append(goal(f"{name}: rate to {peers[kind]}", ratio, least=least))
+    return {"rows": rows, "peers": peers, "goals": goals}
+
+
+def iperf3(place: Place, connections: int, congestion: str, nbytes: int) -> Sent:
+    """One test of iperf3, with connections of its own."""
+    server = place.popen(place.receiver, ["iperf3", "-s", "-1", "-J"], {})
+    try:
+        time.sleep(0.5)
+        bytes_each = nbytes // connections
+        client = ["iperf3", "-c", place.address, "-P", str(connections), "-C", congestion, "-J"]
+        said, _ = place.popen(place.sender, [*client, "-n", str(bytes_each * connections)], {}).communicate()
+        end = json.loads(said)["end"]
+    finally:
+        server.kill()
+        server.wait()
+    received, cpu = end["sum_received"], end["cpu_utilization_percent"]
+    per_gb = received["seconds"] / 100 / (received["bytes"] / 1e9)
+    return Sent(received["bits_per_second"] / 1e9, cpu["host_total"] * per_gb, cpu["remote_total"] * per_gb)
+
+
+def cold(start: Callable[[], Pair]) -> Sent:
+    """The first transfer over new connections."""
+    pair = start()
+    try:
+        return pair.send()
+    finally:
+        pair.close()
+
+
+def wide_area(options: argparse.Namespace, log: Path) -> dict[str, Any]:
+    """Cold transfers over emulated lines, beside iperf3 with as many connections and the same congestion control."""
+    rows: list[dict[str, Any]] = []
+    goals: list[dict[str, Any]] = []
+    connections = options.wan_connections
+    for name, line, nbytes in WAN_LINES if shutil.which("iperf3") else ():
+        with Laboratory({"far": 1, "home": 1}, line) as laboratory:
+            place = Place(laboratory, log=log)
+            results: dict[str, list[Sent]] = {"ours": [], "iperf3": []}
+            for _ in range(options.rounds):
+                results["ours"].append(cold(lambda: ours(place, connections, nbytes)))  # noqa: B023
+                results["iperf3"].append(iperf3(place, connections, "bbr", nbytes))
+        found = [row_of(each, results, "iperf3") for each in results]
+        rows += [{"line": name, **row} for row in found]
+        goals.append(goal(f"{name}: rate to iperf3", found[0]["rate_to_iperf3"]["median"], least=0.98))
+        if line.rate_bits_per_s == 200e6:
+            for side in ("send", "receive"):
+                value = found[0][f"{side}_cpu_s_per_gb"]
+                goals.append(goal(f"{name}: processor time to {side}, s/GB", value, most=1.0))
+        say(name)
+    if options.peers_python:
+        name, line, nbytes = LOSSY_LINE
+        # Mooncake takes the machine's congestion control, which is cubic nearly everywhere.
+        with Laboratory({"far": 1, "home": 1}, line, congestion_control="cubic") as laboratory:
+            place = Place(laboratory, log=log)
+            start = [
+                lambda blocks=blocks, env=env: peer(
+                    place, options.peers_python, "mooncake", blocks, nbytes, env
+                )
+                for _, blocks, env in settings_of("mooncake")
+            ][-1]
+            results = {"ours": [], "mooncake": []}
+            for _ in range(options.rounds):
+                results["ours"].append(cold(lambda: ours(place, connections, nbytes)))
+                results["mooncake"].append(cold(start))
+        rows += [{"line": name, **row_of(each, results, "mooncake")} for each in results]
+        ratio = row_of("ours", results, "mooncake")["rate_to_mooncake"]["median"]
+        goals.append(goal(f"{name}: rate to Mooncake (bbr to cubic)", ratio, least=2.0))
+        say(name)
+    return {"rows": rows, "goals": goals}
+
+
+def pacing(place: Place) -> list[dict[str, Any]]:
+    """How well a pace holds, with four connections."""
     rows = []
     for asked in PACED_BITS_PER_S:
-        nbytes = min(bench.nbytes, int(asked / 8 * 2) >> 16 << 16)  # about two seconds
-        elapsed_s = bench.transport(4, asked, nbytes)["elapsed_s"]
-        achieved = nbytes * 8 / elapsed_s
-        rows.append(
-            {
-                "asked_mbit_per_s": asked / 1e6,
-                "achieved_mbit_per_s": achieved / 1e6,
-                "ratio": achieved / asked,
-                "bytes": nbytes,
-            }
-        )
+        nbytes = int(asked / 8 * 2) >> 16 << 16  # about two seconds
+        sent = cold(lambda: ours(place, 4, nbytes, bits_per_s=asked))  # noqa: B023
+        rows.append({"asked_mbit_per_s": asked / 1e6, "ratio": sent.gbit_per_s * 1e9 / asked})
     return rows
 
 
+def compiled(folder: Path) -> Path:
+    program = folder / "transport_c"
+    subprocess.run(
+        [os.environ.get("CC", "cc"), "-O2", "-o", program, HERE / "transport_c.c", "-lpthread"], check=True
+    )
+    return program
+
+
+def say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+def print_tables(result: Mapping[str, Any]) -> None:
+    for part in ("loopback", "wide_area"):
+        for row in result.get(part, {}).get("rows", ()):
+            ratios = [
+                f"{key} {value['median']:.2f} ({value['min']:.2f}–{value['max']:.2f})"
+                for key, value in row.items()
+                if isinstance(value, dict)
+            ]
+            cpu = f"{row['send_cpu_s_per_gb']:.3f}/{row['receive_cpu_s_per_gb']:.3f} s/GB"
+            where = row.get("line", part)
+            print(f"{where:28} {row['name']:16} {row['gbit_per_s']:7.3f} Gbit/s  {cpu}  {'  '.join(ratios)}")
+    for row in result.get("paced", ()):
+        print(f"paced {row['asked_mbit_per_s']:.0f} Mbit/s: {row['ratio']:.3f} of it")
+    for part in ("loopback", "wide_area"):
+        for each in result.get(part, {}).get("goals", ()):
+            bound = f"≥ {each['least']}" if each["least"] is not None else f"≤ {each['most']}"
+            print(f"{'met   ' if each['met'] else 'MISSED'} {each['what']}: {each['value']:.2f} ({bound})")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Loopback throughput of the transport.")
-    parser.add_argument("--mib", type=int, default=256, help="size of one transfer")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = argparse.ArgumentParser(description="The transport beside plain C and its peers.")
+    parser.add_argument("--mib", type=int, default=512, help="size of one transfer over the loopback")
+    parser.add_argument("--sends", type=int, default=4, help="transfers of each contender in a round")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--connections", type=int, default=2, help="over the loopback")
+    parser.add_argument("--wan-connections", type=int, default=4)
+    parser.add_argument("--congestion", default="cubic", help="congestion control over the loopback, of all")
+    parser.add_argument(
+        "--sources",
+        nargs="*",
+        default=["pages:8192", "scattered:8192", "scattered:262144"],
+        help="engine pages to send from as well, with checksums (needs torch)",
+    )
+    parser.add_argument("--peers-python", help="an interpreter that can import mooncake and nixl")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=Path, help="write the results here as well")
     options = parser.parse_args()
-    bench = Bench(options.mib << 20)
-    try:
-        result = {
-            "machine": {"python": platform.python_version(), "kernel": platform.release()},
-            "transfer_bytes": bench.nbytes,
-            "rounds": options.rounds,
-            "throughput": throughput(bench, options.rounds),
-            "small": latency(bench),
-            "paced": pacing(bench),
-        }
-    finally:
-        bench.close()
-    print(
-        f"{options.mib} MiB per transfer, medians of {options.rounds} rounds, {result['throughput'][0]['congestion']}"
-    )
-    print("conns  plain Gbit/s  transport Gbit/s  ratio  CPU s/GB send  receive")
-    for row in result["throughput"]:
-        print(
-            f"{row['connections']:5}  {row['plain_gbit_per_s']:12.1f}  {row['transport_gbit_per_s']:16.1f}"
-            f"  {row['paired_ratio']:5.2f}  {row['sender_cpu_s_per_gb']:13.3f}"
-            f"  {row['receiver_cpu_s_per_gb']:7.3f}"
-        )
-    small = result["small"]
-    print(f"1 MiB, 4 connections: median {small['median_s'] * 1e3:.2f} ms, p90 {small['p90_s'] * 1e3:.2f} ms")
-    print("asked Mbit/s  achieved  ratio  (4 connections)")
-    for row in result["paced"]:
-        print(f"{row['asked_mbit_per_s']:12.0f}  {row['achieved_mbit_per_s']:8.1f}  {row['ratio']:5.3f}")
+    result: dict[str, Any] = {
+        "machine": {
+            "python": platform.python_version(),
+            "kernel": platform.release(),
+            "cores": os.cpu_count(),
+        },
+        "transfer_bytes": options.mib * MIB,
+        "rounds": options.rounds,
+        "load": os.getloadavg()[0],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        # The line is not used: both ends are in one namespace.
+        sites, line = {"far": 1, "home": 1}, WAN_LINES[0][1]
+        try:
+            with Laboratory(sites, line, congestion_control=options.congestion) as laboratory:
+                place = Place(laboratory, FAR, FAR, log)
+                result["congestion"] = options.congestion
+                if "loopback" in options.parts:
+                    result["loopback"] = loopback(options, place, Path(folder))
+                if "paced" in options.parts:
+                    result["paced"] = pacing(place)
+            if "wan" in options.parts:
+                result["wide_area"] = wide_area(options, log)
+        except LaboratoryError as error:
+            say(f"{error}; only the loopback of this machine is measured, with its own congestion control")
+            place = Place(None, log=log)
+            result["loopback"] = loopback(options, place, Path(folder))
+        except RuntimeError as error:
+            raise SystemExit(f"{error}\n{log.read_text()[-4000:]}") from None
+    print_tables(result)
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
 

@@ -1,7 +1,10 @@
 /* The least that moving memory over TCP costs: blocking sockets, one thread each, nothing else.
  *
- *     transport_c receive HOST CONNECTIONS BYTES        prints its port
- *     transport_c send HOST CONNECTIONS BYTES PORT      for each line on stdin: one transfer, prints its seconds
+ *     transport_c receive HOST CONNECTIONS BYTES
+ *     transport_c send HOST CONNECTIONS BYTES PORT
+ *
+ * Lines on input and output are those of transport_ends.py: the receiver says its port, the sender sends once for each
+ * line and says how long that took.
  *
  * Each connection carries its share of the bytes from memory to memory, and one byte comes back when all of a share
  * has arrived. Both ends touch their memory before.
@@ -94,12 +97,12 @@ int main(int argc, char **argv) {
             setsockopt(shares[index].sock, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
             if (connect(shares[index].sock, (struct sockaddr *)&address, sizeof address)) fail("connect");
         }
-        puts("connected");
+        puts("@{}");
         fflush(stdout);
         for (char line[64]; fgets(line, sizeof line, stdin);) {
             double began_s = now_s();
             run_all(send_share, shares, connections);
-            printf("%.9f\n", now_s() - began_s);
+            printf("@{\"elapsed_s\": %.9f}\n", now_s() - began_s);
             fflush(stdout);
         }
         return 0;
@@ -108,7 +111,7 @@ int main(int argc, char **argv) {
     socklen_t size = sizeof address;
     if (bind(listener, (struct sockaddr *)&address, size) || listen(listener, connections)) fail("listen");
     getsockname(listener, (struct sockaddr *)&address, &size);
-    printf("%d\n", ntohs(address.sin_port));
+    printf("@{\"port\": %d}\n", ntohs(address.sin_port));
     fflush(stdout);
     for (int index = 0; index < connections; index++)
         if ((shares[index].sock = accept(listener, NULL, NULL)) < 0) fail("accept");

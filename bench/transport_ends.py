@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from prfaas.serving.transport import (
     SendPhase,
     StagingArena,
     Ticket,
+    TlsIdentity,
     prompt_digest,
 )
 
@@ -46,7 +48,14 @@ class Job:
     """`bytes`, or `PAGE_BYTES` pages of an engine: `pages:8192` one behind the other, `scattered:8192` not so."""
     checksums: bool = True
     bits_per_s: float | None = None
-    chunk_bytes: int = 4 << 20
+    certificates: str | None = None
+    """A folder with `ca.pem`, and certificate and key of `p` and `c`: the connections are encrypted with them."""
+
+    def identity(self, name: str) -> TlsIdentity | None:
+        if self.certificates is None:
+            return None
+        folder = Path(self.certificates)
+        return TlsIdentity(folder / f"{name}.pem", folder / f"{name}.key", folder / "ca.pem")
 
 
 class EvenRegions:
@@ -94,6 +103,7 @@ def receive(job: Job) -> None:
         arena=StagingArena(job.nbytes + (4 << 20)),
         layout=EvenRegions(),
         fingerprint={},
+        tls=job.identity("c"),
     )
     receiver.start()
     say({"port": receiver.port})
@@ -110,14 +120,16 @@ def receive(job: Job) -> None:
                     raise SystemExit(f"region {region} differs from what was sent")
             looked = True
         staged.free()
-        say({"congestion": ""})
+        say({})
     receiver.close()
 
 
 def send(job: Job) -> None:
-    peer = Peer("c/0", job.host, job.port, "link", job.connections, job.bits_per_s)
-    options = SenderOptions(checksums=job.checksums, chunk_bytes=job.chunk_bytes)
-    sender = Sender(name="p/0", key=KEY, peers={"c/0": peer}, fingerprint={}, options=options)
+    identity = job.identity("p")
+    encrypted = identity is not None
+    peer = Peer("c/0", job.host, job.port, "link", job.connections, job.bits_per_s, encrypted=encrypted)
+    options = SenderOptions(checksums=job.checksums)
+    sender = Sender(name="p/0", key=KEY, peers={"c/0": peer}, fingerprint={}, options=options, tls=identity)
     sender.start()
     shown = sources(job, content(job.nbytes))
     while sender.stats()["peers"]["c/0"]["connections"] < job.connections:
@@ -147,7 +159,7 @@ def send(job: Job) -> None:
 
 
 def say(what: dict[str, Any]) -> None:
-    print(json.dumps(what), flush=True)
+    print(f"@{json.dumps(what)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -75,13 +75,21 @@ def _attempt(number: int, attempt: Json) -> Iterator[str]:
         yield f"   Predicted time to first token: {format_s(attempt['predicted_ttft_s'])}."
 
 
+# What the link has to do with a decision, where its reason says so.
+_LINK_REASONS = {
+    "congested-link": " Without the link's congestion it would have been offloaded.",
+    "slow-link": " The link is too slow for it, even without any queue.",
+    "no-link": " No link to the decode instance's cluster is up.",
+}
+
+
 def _comparison(attempt: Json) -> str:
     uncached, threshold = attempt["uncached_tokens"], attempt["threshold_tokens"]
     text = f"The PD cluster would have had to prefill {uncached:,} tokens"
     if threshold is None:
         return f"{text}; it offloads nothing."
     than = "more than" if uncached > threshold else "not more than"
-    return f"{text}: {than} its threshold of {threshold:,.0f}."
+    return f"{text}: {than} its threshold of {threshold:,.0f}.{_LINK_REASONS.get(attempt['reason'], '')}"
 
 
 def _bytes(told: Json) -> Iterator[str]:

@@ -203,6 +203,10 @@ BAD = {
         GOOD + "transfer:\n  lease_s: .inf\n",
         "41: transfer.lease_s: must be a finite number, not inf",
     ),
+    "negative lead": (
+        GOOD + "transfer:\n  decode_lead_s: -1\n",
+        "41: transfer.decode_lead_s: must be at least 0, not -1",
+    ),
     "repeated name": (
         replaced("name: home-1", "name: home-0"),
         '27: clusters[1].instances[1].name: "home-0" is already a name in line 21',

@@ -138,6 +138,12 @@ def test_who_may_connect_without_encryption(tmp_path: Path) -> None:
     assert plain("far-0") == set()
     assert plain("home-1") == {"home-0", *asking}
     assert plain("branch-0") == {"far-0", *asking}
+    inside = load(tmp_path, security={"encrypt_inside": True})
+    for made in (deployment, inside):
+        for each in made.instances:
+            for producer in made.producers_for(each):
+                (peer,) = [peer for peer in made.peers_of(producer) if peer.instance == each]
+                assert (producer.name in made.plain_peers_of(each)) == (not peer.encrypted)
 
 
 def at_host(host: str) -> list[dict[str, Any]]:

@@ -294,7 +294,7 @@ def test_random_loss_is_no_congestion_and_a_hundredth_lost_is() -> None:
             path.resent_bytes += share * 100 * MBIT * 0.1 / 8
             path.run(0.1, 90 * MBIT)
         assert (path.meter.congestion > 0) is congested
-    assert path.meter.retransmit_ratio == pytest.approx(0.001, rel=0.2)
+    assert path.meter.network.retransmit_ratio == pytest.approx(0.001, rel=0.2)
 
 
 def test_a_restarted_consumer_starts_again_from_nothing() -> None:
@@ -350,7 +350,7 @@ def test_whatever_is_told_the_meter_keeps_its_bounds(
         if who == "none":
             assert meter.capacity_bits_per_s == before
         assert meter.egress_bits_per_s(now_s) >= 0
-        assert 0 <= meter.retransmit_ratio <= 1
+        assert 0 <= meter.network.retransmit_ratio <= 1
         assert 0 <= meter.congestion <= 1
         assert meter.probe_bytes(now_s) <= 100 * MBIT / 8
         assert meter.pace_bits_per_s == math.inf or meter.pace_bits_per_s <= 2 * 0.9 * 100 * MBIT

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prfaas.core.link.budget import max_min
 from prfaas.lab.simulator.capacity import CapacityProcess, Constant, Fluctuating, Outages, Piece, Steps
 from prfaas.lab.simulator.events import Events
 from prfaas.lab.simulator.link import FluidLink
@@ -26,6 +27,7 @@ class Job:
     last_bytes: float
     prefill_s: float
     cancel_s: float = math.inf
+    background: bool = False
 
 
 @dataclass
@@ -35,17 +37,6 @@ class Fluid:
     ends_s: list[float] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
     sent_bits: list[float] = field(default_factory=list)
-
-
-def water_filled(demands: Sequence[float], capacity: float) -> list[float]:
-    """Max-min fair rates, by giving the least demand first."""
-    rates = [0.0] * len(demands)
-    left = capacity
-    order = sorted(range(len(demands)), key=lambda i: demands[i])
-    for position, i in enumerate(order):
-        rates[i] = min(demands[i], left / (len(order) - position))
-        left -= rates[i]
-    return rates
 
 
 def fluid(jobs: Sequence[Job], pieces: Sequence[Piece], limit: float) -> Fluid:
@@ -78,7 +69,11 @@ def fluid(jobs: Sequence[Job], pieces: Sequence[Piece], limit: float) -> Fluid:
             active.append(i)
             making.append((rate, max(there - sent[i], 0.0), behind))
             demands.append(limit if behind else min(rate, limit))
-        rates = water_filled(demands, capacity)
+        first = [0.0 if jobs[i].background else demand for i, demand in zip(active, demands, strict=True)]
+        rates = max_min(capacity, first)
+        rest = [demand if jobs[i].background else 0.0 for i, demand in zip(active, demands, strict=True)]
+        left = max_min(max(capacity - sum(rates), 0.0), rest)
+        rates = [rate + more for rate, more in zip(rates, left, strict=True)]
         answer.times_s.append(now)
         answer.sent_bits.append(sum(sent))
         later = [time for time in fixed if time > now]
@@ -117,7 +112,8 @@ class Recorder:
         if job.prefill_s:
             made = self.link.stream(job.streamed_bytes, job.last_bytes, job.prefill_s, self.arrived, i)
         else:
-            made = self.link.send(job.streamed_bytes + job.last_bytes, self.arrived, i)
+            nbytes = job.streamed_bytes + job.last_bytes
+            made = self.link.send(nbytes, self.arrived, i, background=job.background)
         self.transfers[i] = made
 
     def _cancel(self, i: int) -> None:
@@ -142,7 +138,8 @@ def jobs_of(draw: st.DrawFn, may_cancel: bool = False) -> list[Job]:
         streamed, last = draw(st.one_of(st.just(0.0), sizes)), draw(st.one_of(st.just(0.0), sizes))
         if not prefill_s and not streamed:
             last += 1.0
-        jobs.append(Job(start, streamed, last, prefill_s, cancel))
+        background = not prefill_s and draw(st.booleans())
+        jobs.append(Job(start, streamed, last, prefill_s, cancel, background))
     return jobs
 
 
@@ -346,3 +343,17 @@ def test_on_its_way_a_transfer_can_still_be_cancelled() -> None:
 def test_impossible_links(options: dict[str, float], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Recorder(Constant(1.0), **options)
+
+
+def test_what_is_in_the_background_gets_what_is_left() -> None:
+    run = Recorder(Constant(10.0))
+    run.plan(
+        [
+            Job(0.0, 7.5, 0.0, 10.0),  # 6 bit/s for 10 s
+            Job(0.0, 0.0, 10.0, 0.0, background=True),  # 80 bits: 4 bit/s, none from 5 s to 10 s
+            Job(5.0, 0.0, 2.0, 0.0),  # 16 bits at 5 bit/s
+        ]
+    )
+    run.events.run(math.inf)
+    assert run.arrived_s == pytest.approx({2: 8.2, 0: 10.0, 1: 15.6})
+    assert run.link.residual_bytes == 0

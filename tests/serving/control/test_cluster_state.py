@@ -45,12 +45,13 @@ def test_skipped_tokens_are_not_sent(cluster_state: ClusterState, clock: FakeClo
         assert cluster_state.residual_bytes(LINK) == 400 * BYTES_PER_TOKEN
 
 
-def test_a_cache_transfer_counts_on_its_own_link(tmp_path: Path, clock: FakeClock) -> None:
+def test_a_cache_transfer_keeps_no_other_bytes_waiting(tmp_path: Path, clock: FakeClock) -> None:
     back = "links: -> links:\n  - {source: home, target: far, bandwidth: 1 Gbit/s}"
     cluster_state = cluster_state_of(deployment_of(tmp_path, back=back), clock)
     transfer = CacheTransfer("home-p0", 500, 100, 400 * BYTES_PER_TOKEN)
     with cluster_state.prefilling(decision("far-0", "home-d0", cache_transfer=transfer)):
-        assert cluster_state.residual_bytes(("home", "far")) == 400 * BYTES_PER_TOKEN
+        # It gets what others leave.
+        assert cluster_state.residual_bytes(("home", "far")) == 0
         assert cluster_state.residual_bytes(LINK) == 1000 * BYTES_PER_TOKEN
         assert cluster_state.instance("home-p0").in_flight == 1
     assert cluster_state.residual_bytes(("home", "far")) == cluster_state.residual_bytes(LINK) == 0

@@ -11,6 +11,7 @@ from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.kv import ConfigError
 from prfaas.serving.certificates import CertificateFolder
 from prfaas.serving.engines.command import EngineCommand, vllm_command
+from prfaas.serving.gateway import GatewayOptions
 from prfaas.serving.secret_files import TlsFileError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "local.yaml"
@@ -147,7 +148,11 @@ def test_a_server_elsewhere_wants_certificates_of_its_clients(tmp_path: Path) ->
     assert value(built, "--ssl-ca-certs") == str(deployment.security.ca_file)
     assert value(built, "--ssl-cert-reqs") == str(int(ssl.CERT_REQUIRED))
     assert "--enable-ssl-refresh" in built.argv
-    assert not [option for option in command(deployment, "home-decode-0").argv if "ssl" in option]
+    at_home = command(deployment, "home-decode-0")
+    assert not [option for option in at_home.argv if "ssl" in option]
+    # vLLM's server must not end a connection before the gateway does.
+    assert int(built.env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > GatewayOptions().tls_engine_keepalive_s
+    assert "VLLM_HTTP_TIMEOUT_KEEP_ALIVE" not in at_home.env
 
 
 @pytest.mark.slow

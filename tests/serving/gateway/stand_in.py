@@ -23,8 +23,8 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from prfaas.serving.gateway.tokenizers import ChatTemplate
+from prfaas.serving.transport.chunk_source import BytesSource
 from prfaas.serving.transport.options import Peer
-from prfaas.serving.transport.outgoing import BytesSource
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.staging import StagingArena

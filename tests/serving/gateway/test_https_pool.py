@@ -109,6 +109,25 @@ def test_both_sides_show_a_certificate_and_keep_the_connection(loop_run: Run, au
     loop_run(body())
 
 
+def test_connections_with_tls_are_kept_for_longer(authority: Authority) -> None:
+    async def body() -> None:
+        gateway = authority.identity("gateway")
+        async with serving(authority.identity("far-0"), None) as (server, _, port):
+            pool = HttpPool(connect_timeout_s=5.0, keepalive_s=0.0, tls=gateway, tls_keepalive_s=60.0)
+            for _ in range(2):
+                assert await text(pool, port) == b"hello"
+            assert len(server.clients) == 1
+            pool.close()
+            brief = HttpPool(connect_timeout_s=5.0, keepalive_s=0.0, tls=gateway)
+            for _ in range(2):
+                assert await text(brief, port) == b"hello"
+                await asyncio.sleep(0.01)
+            assert len(server.clients) == 3
+            brief.close()
+
+    asyncio.run(body())
+
+
 def test_names_with_an_underscore_are_names(loop_run: Run, authority: Authority) -> None:
     async def body() -> None:
         identity = authority.identity("Far_0.east")

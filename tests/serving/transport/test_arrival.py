@@ -8,10 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.transport import BytesSource, TransferPhase
+from prfaas.serving.transport import BytesSource, StagingArena, StagingLease, TransferPhase
 from prfaas.serving.transport.arrival import Arrival
+from prfaas.serving.transport.incoming import IncomingTransfer, ProducerSession
 
-from .harness import PATIENCE_S, World, await_true
+from .harness import PATIENCE_S, World, await_true, make_ticket
 
 REGIONS = 3
 
@@ -119,3 +120,49 @@ def test_a_transfer_without_staging_is_not_lent(world: World) -> None:
     world.receiver.drop(second.transfer_id, "enough")
     assert transfer is not None and content
     world.await_clean()
+
+
+def arriving(cached_tokens: int | None, *, lease: StagingLease) -> IncomingTransfer:
+    """One of 1,000 tokens and 1,000 bytes, accepted at 100 s."""
+    session = ProducerSession("p/0", "s")
+    transfer = IncomingTransfer(make_ticket(1000), (1000,), session, 99.0, cached_tokens=cached_tokens)
+    transfer.accept(lease, 100.0)
+    return transfer
+
+
+@pytest.mark.parametrize(
+    ("cached_tokens", "chunks", "expected"),
+    [
+        # Bytes at times: half of it at 2 s needs 2 s more; 800 at 4 s needs one.
+        (None, [(500, 102.0), (799, 104.0), (801, 104.0)], [False, False, True]),
+        (0, [(500, 100.9)], [True]),
+        (None, [(499, 100.1), (500, 101.1)], [False, False]),
+        # 800 were cached and come at once: the pace is that of the 200 behind them.
+        (800, [(400, 100.1), (790, 100.2), (899, 110.2), (910, 111.2), (991, 120.0)], [False] * 4 + [True]),
+        (800, [(790, 105.0), (905, 106.0)], [False, True]),
+        (2000, [(999, 100.5)], [False]),
+    ],
+)
+def test_what_is_expected_soon(
+    cached_tokens: int | None, chunks: list[tuple[int, float]], expected: list[bool]
+) -> None:
+    lease = StagingArena(4096, 4096).allocate(1000)
+    assert lease is not None
+    transfer = arriving(cached_tokens, lease=lease)
+    seen = []
+    for received_bytes, now_s in chunks:
+        transfer.received_bytes = received_bytes
+        seen.append(transfer.becomes_soon(1.0, now_s))
+    assert seen == expected
+    assert transfer.status().soon == expected[-1]
+
+
+def test_after_the_prefill_the_pace_is_that_of_all_bytes() -> None:
+    lease = StagingArena(4096, 4096).allocate(1000)
+    assert lease is not None
+    transfer = arriving(990, lease=lease)
+    transfer.received_bytes = 700
+    assert not transfer.becomes_soon(1.0, 101.0)
+    transfer.ended = True
+    assert transfer.becomes_soon(1.0, 101.0)
+    assert transfer.becomes_soon(1.0, 101.0) is False  # told once

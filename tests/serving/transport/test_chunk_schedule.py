@@ -200,3 +200,19 @@ def test_tenants_that_have_left_are_forgotten() -> None:
         bench.take()
         bench.take()
     assert len(bench.schedule._foreground._flows) < 200
+
+
+def test_the_end_of_a_transfer_is_shared_by_the_connections() -> None:
+    """Large chunks while there is much to send; no connection is left with all of the rest."""
+    bench = _Bench()
+    transfer = bench.open()
+    bench.put(transfer, 40 << 20)
+    sizes = []
+    while (chunk := bench.schedule.take(4 << 20, 4)) is not None:
+        sizes.append(chunk.nbytes)
+        transfer.acked_bytes += chunk.nbytes
+    assert sizes[:7] == [4 << 20] * 7
+    assert sizes[7] == 3 << 20
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-2] == 256 << 10
+    assert sum(sizes) == 40 << 20

@@ -551,7 +551,11 @@ def test_rotated_certificates_are_used_by_new_connections(
         lambda: str(world.receiver.stats()),
     )
     authority.write("p")
-    await_true(lambda: world.receiver.stats()["connections"] == 2, 5.0, lambda: str(world.sender.stats()))
+    await_true(
+        lambda: world.sender.stats()["peers"]["c/0"]["connections"] == 2,
+        5.0,
+        lambda: str(world.sender.stats()),
+    )
     ticket, transfer, content = world.send(100_000)
     await_over(transfer)
     assert transfer.phase is SendPhase.COMPLETE, transfer.reason

@@ -179,15 +179,15 @@ def test_a_watcher_is_told_before_the_end_once_half_is_there_at_a_pace(world: Wo
         ticket = make_ticket(1000)
         wait = asyncio.create_task(observer.wait(ticket.transfer_id, 60, 30.0, told.append))
         other = asyncio.create_task(observer.wait(ticket.transfer_id, 60))
-        transfer = world.sender.open(ticket, ticket.seal(KEY), [1000, 2000, 3000], 321)
-        for region, is_told in ((0, False), (1, True)):
+        transfer = world.sender.open(ticket, ticket.seal(KEY), [1000, 2000, 3000], 100)
+        for region, received_bytes, is_told in ((0, 1000, False), (2, 4000, True)):
             transfer.put(region, 0, BytesSource(bytes(1000 * (region + 1))))
-            await asyncio.to_thread(world.await_received, ticket, 500 * (region + 1) * (region + 2))
+            await asyncio.to_thread(world.await_received, ticket, received_bytes)
             await observer.stats()  # what was told before has come before this answer
             assert bool(told) is is_told
-        assert (told[0].soon, told[0].cached_tokens, told[0].phase) == (True, 321, TransferPhase.RECEIVING)
+        assert (told[0].soon, told[0].cached_tokens, told[0].phase) == (True, 100, TransferPhase.RECEIVING)
         assert not wait.done()
-        transfer.put(2, 0, BytesSource(bytes(3000)))
+        transfer.put(1, 0, BytesSource(bytes(2000)))
         transfer.end()
         assert (await wait).phase is (await other).phase is TransferPhase.COMPLETE
         assert len(told) == 1
@@ -214,6 +214,30 @@ def test_what_comes_too_slowly_is_not_soon_there(world: World) -> None:
             transfer.put(region, 0, BytesSource(bytes(1000 * (region + 1))))
         transfer.end()
         assert (await wait).cached_tokens is None
+        world.take(ticket)
+        await observer.close()
+
+    asyncio.run(main())
+    world.await_clean()
+
+
+def test_a_watcher_that_comes_late_is_told_at_once(world: World) -> None:
+    async def main() -> None:
+        observer = observer_of(world)
+        told: list[TransferStatus] = []
+        ticket, transfer, content = world.open(1000)
+        transfer.put(2, 0, BytesSource(content[2]))
+        await asyncio.to_thread(world.await_received, ticket, 3000)
+        wait = asyncio.create_task(observer.wait(ticket.transfer_id, 60, 60.0, told.append))
+        while not observer.connected:
+            await asyncio.sleep(0.01)
+        await observer.stats()
+        assert [status.soon for status in told] == [True]
+        for region in range(2):
+            transfer.put(region, 0, BytesSource(content[region]))
+        transfer.end()
+        await wait
+        assert len(told) == 1
         world.take(ticket)
         await observer.close()
 

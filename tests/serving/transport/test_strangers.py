@@ -124,6 +124,7 @@ def test_the_oldest_stranger_goes_first(make_world: MakeWorld) -> None:
 def test_many_strangers_at_once_cost_few_threads(make_world: MakeWorld) -> None:
     world = make_world(receiver_options=replace(FAST_RECEIVER, max_strangers=8))
     await_true(lambda: world.receiver.stats()["connections"] == 4, 5.0, lambda: "up")
+    await_true(lambda: sum(name.endswith("-acks") for name in our_threads()) == 4, 5.0, lambda: "reading")
     before, most = len(our_threads()), 0
     held: list[socket.socket] = []
     for count in range(600):

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from prfaas.serving.transport import BytesSource, Observer
 from prfaas.serving.transport.options import Peer
@@ -15,10 +16,13 @@ from .harness import (
     KEY,
     SizesByTokens,
     World,
+    await_over,
     await_true,
     make_receiver,
     make_ticket,
 )
+
+MakeWorld = Callable[..., World]
 
 
 def test_a_link_s_report_adds_up(world: World) -> None:
@@ -90,3 +94,94 @@ def test_observers_hear_of_the_sender_beside_the_receiver(world: World) -> None:
         asyncio.run(main())
     finally:
         receiver.close()
+
+
+def test_both_ends_count_what_the_kernels_carry(world: World) -> None:
+    ticket, transfer, content = world.open(300_000)
+    total = sum(len(data) for data in content)
+    for region, data in enumerate(content):
+        transfer.put(region, 0, BytesSource(data))
+    transfer.end()
+    await_true(lambda: transfer.phase.terminal, 10, lambda: transfer.reason)
+    world.take(ticket)
+    arrived = world.receiver.telemetry()["arrivals"]["p/0"]
+    # Frames and the handshake come on top of the payload.
+    assert total < arrived["bytes_total"] < 1.1 * total + 20_000
+    assert arrived["segments_total"] * arrived["mss_bytes"] > 0
+    assert (arrived["unread_bytes"], arrived["connections"]) == (0, 4)
+    report = world.sender.telemetry()["links"]["wan"]
+    assert report["sent_bytes_total"] >= total
+    assert report["unsent_bytes"] == report["filled_connections"] == 0
+    assert 0 < report["least_rtt_s"] < 1
+    # A connection that has ended still counts, and one that is new does not count again.
+    for connection in list(world.receiver._connections):
+        connection.shut()
+    await_true(
+        lambda: world.receiver.telemetry()["arrivals"]["p/0"]["bytes_total"] > arrived["bytes_total"],
+        10,
+        lambda: "connected again",
+    )
+    assert world.receiver.telemetry()["arrivals"]["p/0"]["bytes_total"] < 1.2 * total + 40_000
+    assert world.sender.telemetry()["links"]["wan"]["sent_bytes_total"] >= report["sent_bytes_total"]
+
+
+def test_filler_crosses_an_idle_link_and_leaves_nothing(world: World) -> None:
+    await_true(
+        lambda: world.sender.telemetry()["links"]["wan"]["connections_up"] == 4, 5, lambda: "connections"
+    )
+
+    def arrived() -> int:
+        return sum(each["bytes_total"] for each in world.receiver.telemetry()["arrivals"].values())
+
+    before = arrived()
+    world.sender.probe("wan", 2_000_000)
+    world.sender.probe("elsewhere", 2_000_000)
+    await_true(lambda: arrived() >= before + 2_000_000, 10, lambda: f"{arrived()} of {before}")
+    world.await_clean()
+    assert arrived() < before + 2_200_000
+    assert world.sender.telemetry()["links"]["wan"]["open_bytes"] == 0
+
+
+def test_work_ends_filler(make_world: MakeWorld) -> None:
+    world = make_world(sender_options=FAST_SENDER, connections=1, bandwidth_bits_per_s=20e6)
+    await_true(
+        lambda: world.sender.telemetry()["links"]["wan"]["connections_up"] == 1, 5, lambda: "connections"
+    )
+    world.sender.probe("wan", 1 << 30)
+    ticket, transfer, content = world.open(1000)
+    world.sender.probe("wan", 1 << 30)
+    for region, data in enumerate(content):
+        transfer.put(region, 0, BytesSource(data))
+    transfer.end()
+    await_over(transfer)
+    assert world.take(ticket) == content
+    assert world.receiver.telemetry()["arrivals"]["p/0"]["bytes_total"] < 50_000_000
+
+
+def test_an_observer_asks_for_links_alone_and_for_filler() -> None:
+    asked: list[tuple[str, int]] = []
+    receiver = Receiver(
+        name="p/0",
+        key=KEY,
+        host="127.0.0.1",
+        port=0,
+        arena=StagingArena(1 << 20, 1 << 16),
+        layout=SizesByTokens(),
+        fingerprint=FINGERPRINT,
+        on_probe=lambda link, nbytes: asked.append((link, nbytes)),
+    )
+    receiver.start()
+
+    async def main() -> None:
+        observer = Observer("gateway", KEY, "127.0.0.1", receiver.port, "p/0")
+        await observer.probe("wan", 1 << 40)
+        answers = await asyncio.gather(*(observer.telemetry() for _ in range(20)), observer.stats())
+        assert all(set(answer) == {"arrivals", "sender"} for answer in answers[:-1])
+        assert "staging_used_blocks" in answers[-1]
+        await observer.close()
+
+    try:
+        asyncio.run(main())
+    finally:
+        receiver.close()
+    assert asked == [("wan", 1 << 30)]

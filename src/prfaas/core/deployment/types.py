@@ -384,12 +384,13 @@ class Deployment:
 
     def plain_peers_of(self, instance: Instance) -> frozenset[str]:
         """Who may connect to an instance's KV port without encryption: producers, and those that only ask."""
-        plain = {
-            other.name
-            for other in self.instances
-            for peer in self.peers_of(other)
-            if peer.instance.name == instance.name and not peer.encrypted
-        }
+        links = {link.source: link for link in self.links if link.target == instance.cluster}
+        within = self.can_decode(instance) and not self.security.encrypt_inside
+        plain = set()
+        for cluster in self.clusters:
+            link = links.get(cluster.name)
+            if within if cluster.name == instance.cluster else link is not None and not link.encryption:
+                plain |= {other.name for other in cluster.instances if other.name != instance.name}
         return frozenset(plain if instance.tls else plain | OBSERVERS)
 
     def producers_for(self, instance: Instance) -> tuple[Instance, ...]:

@@ -7,7 +7,7 @@ from operator import sub
 from statistics import fmean, median
 from typing import Literal
 
-from prfaas.core.link.congestion import CongestionSignal
+from prfaas.core.link.congestion import EGRESS_WINDOW_S, NetworkSigns
 from prfaas.core.link.samples import ArrivalSample, SenderSample
 from prfaas.core.units import BITS_PER_BYTE
 
@@ -18,7 +18,6 @@ LinkCondition = Literal[
 configured; slow-sender, slow-receiver: one end and not the link sets the pace; unheard: nothing is heard of it; down:
 its connections are."""
 
-EGRESS_WINDOW_S = 2.0
 FRESH_S = 0.6
 """Older words of senders are not judged by themselves."""
 UNHEARD_S = 3.0
@@ -31,24 +30,22 @@ _FULL_S, _LONGEST_FULL_S = 0.5, 1.2
 _ROUND_TRIPS = 3.0
 _JUDGED_EVERY_S = 0.25
 _SLACK_S = 0.02
+_MORE = 1.5
 _LONGEST_LOOK_S = 0.4
 _BURST_S = 0.3
 # A link on which nothing moves for longer is dark, or its connections wait for their timers: that is no measurement.
 _STILL_S = 0.6
 _MEASURED = 5
 # A link that carries less lets queues grow or drops. Without that a machine may have been busy: longer proof is needed.
-_ENOUGH, _ENOUGH_WITHOUT_SIGNS = 2, 8
+_ENOUGH, _ENOUGH_WITHOUT_SIGNS = 3, 8
 # Windows that differ by more are of different links: one before a change, one after.
-_AGREE = 1.4
+_AGREE = 1.25
 _DEAD_BAND = 0.1
 _SHORTFALL = 0.85
 _FLOOR = 0.01
 
-# The least round trip is that of the last 5 to 10 minutes: ways change.
-_LEAST_RTT_S = 300.0
 _RECEIVER_LIMITED = 0.25
 _UNREAD_BYTES = 512 << 10
-_RECEIVE_INFLATION, _RECEIVE_EXCESS_S = 2.0, 0.020
 _STARVED_S = 0.3
 
 # What senders may use of a link that carries less than configured: little more, or twice as much while that pays.
@@ -62,11 +59,12 @@ class LinkMeter:
     """Sums the ends of one link. `configured_bits_per_s` > 0 is the deployment file's bandwidth.
 
     The capacity starts as configured. The link is *full* while a sender's kernel has more than it can send; then what
-    could come is the pace of the connections that have. What the consumers' kernels take in meanwhile is measured four
+    could come is the pace of the connections that have. It is full, too, while round trips are twice the least and
+    half as much again as they hold is ready. What the consumers' kernels take in meanwhile is measured four
     times a second, over 0.5 s or three round trips, at most 1.2 s. It says nothing where it is 0.85 of what could come
-    or more, or where a receive window is shut (a quarter of the time). Two measurements in a row that agree within 1.4
-    move the capacity to the median of the last five, if that is more than a tenth away; eight, where neither round
-    trip nor retransmissions show a queue.
+    or more, or where a receive window is shut (a quarter of the time). Three measurements in a row that agree within
+    1.25 move the capacity to the median of the last five, if that is more than a tenth away; eight, where neither
+    round trip nor retransmissions show a queue.
     What arrives is also a lower bound: 0.3 s with more than the capacity raise it at once, where nothing is congested.
 
     While a sender's word is late (0.6 s), its last one goes on as long as not all that it spoke of has arrived; and a
@@ -86,13 +84,7 @@ class LinkMeter:
         network card or host has merged segments counts those as one. So whichever is more is nearer to the truth."""
         self.seen_s = now_s
         """When something was last heard: of a sender, or because bytes came."""
-        self.least_rtt_s = 0.0
-        self._least_rtts_s = (inf, inf)
-        self._least_since_s = now_s
-        self.rtt_s = 0.0
-        """Of what is in flight; the least where nothing is."""
-        self.retransmit_ratio = 0.0
-        self.signal = CongestionSignal()
+        self.network = NetworkSigns(now_s)
         self._senders: dict[str, SenderSample] = {}
         self._carried_then: dict[str, int] = {}
         """`carried_bytes` when a sender's newest sample came."""
@@ -101,10 +93,10 @@ class LinkMeter:
         self._flowed_s = now_s
         self._history: deque[tuple[float, int]] = deque([(now_s, 0)])
         self._flow: deque[tuple[float, int, int]] = deque([(now_s, 0, 0)], maxlen=_FLOW_LOOKS)
-        self._sent: deque[tuple[float, int, int]] = deque()
         self._looked_s = now_s
         self._full_since_s: float | None = None
-        self._judged_s = now_s
+        self._full_s = -inf
+        self._judged_s = self._measured_s = now_s
         self._full_paces: list[float] = []
         self._limited: tuple[float, float] = (0.0, 0.0)
         self._measured: deque[float] = deque(maxlen=_ENOUGH_WITHOUT_SIGNS)
@@ -140,7 +132,7 @@ class LinkMeter:
         if self.connections_up or not any(sample.connections for sample in senders.values()):
             self._connected_s = now_s
         fresh = [sample for sample in senders.values() if now_s - sample.at_s <= FRESH_S]
-        self._look_at_network(fresh, now_s)
+        self.network.look(fresh, len(senders), arrivals, now_s)
         if at_s is None or at_s <= self._looked_s:
             if now_s - self._looked_s > _LONGEST_LOOK_S:
                 self._restart()
@@ -166,8 +158,8 @@ class LinkMeter:
 
     @property
     def open_bytes(self) -> int:
-        """Of open transfers, not carried yet; also what is still to be produced."""
-        return sum(sample.open_bytes for sample in self._senders.values())
+        """Of open transfers, not carried yet; also what is still to be produced; without what is in the background."""
+        return sum(max(each.open_bytes - each.background_bytes, 0) for each in self._senders.values())
 
     @property
     def connections_up(self) -> int:
@@ -181,7 +173,7 @@ class LinkMeter:
     @property
     def congestion(self) -> float:
         """See `CongestionSignal`."""
-        return self.signal.level
+        return self.network.signal.level
 
     @property
     def is_slow(self) -> bool:
@@ -263,43 +255,6 @@ class LinkMeter:
                 carried += _grown(sample.acked_bytes_total, before.acked_bytes_total)
         return carried, carried, min((sample.at_s for sample in senders.values()), default=None)
 
-    def _look_at_network(self, fresh: list[SenderSample], now_s: float) -> None:
-        """Round trip and retransmissions, of fresh words alone; the consumer's kernel stands in for late ones."""
-        for sample in fresh:
-            if sample.rtt_s > 0:
-                self._note_least(sample.rtt_s, now_s)
-        self.rtt_s = max((sample.rtt_s for sample in fresh if sample.rtt_s > 0), default=self.least_rtt_s)
-        if not fresh and self._senders and self._seen_by_receivers():
-            self.rtt_s = max(arrival.rtt_s for arrival in self._arrivals.values())
-        if fresh and len(fresh) == len(self._senders):
-            sent = sum(sample.sent_bytes_total for sample in fresh)
-            resent = sum(sample.resent_bytes_total for sample in fresh)
-            if self._sent and (sent < self._sent[-1][1] or resent < self._sent[-1][2]):
-                self._sent.clear()  # a producer has started again
-            self._sent.append((now_s, sent, resent))
-        while self._sent and self._sent[0][0] < now_s - EGRESS_WINDOW_S:
-            self._sent.popleft()
-        if len(self._sent) > 1:
-            sent = self._sent[-1][1] - self._sent[0][1]
-            again = self._sent[-1][2] - self._sent[0][2]
-            self.retransmit_ratio = min(again / sent, 1.0) if sent else 0.0
-        elif not self._sent:
-            self.retransmit_ratio = 0.0
-        self.signal.update(self.rtt_s, self.least_rtt_s, self.retransmit_ratio, now_s)
-
-    def _note_least(self, rtt_s: float, now_s: float) -> None:
-        """The least of the smoothed round trips of the last minutes; the kernel's own least may be a stray one's."""
-        if now_s - self._least_since_s > _LEAST_RTT_S:
-            self._least_rtts_s, self._least_since_s = (self._least_rtts_s[1], rtt_s), now_s
-        older_s, newer_s = self._least_rtts_s
-        self._least_rtts_s = (older_s, min(newer_s, rtt_s))
-        self.least_rtt_s = min(self._least_rtts_s)
-
-    def _seen_by_receivers(self) -> bool:
-        """Whether a consumer's kernel sees the round trip of what arrives grown: by itself it tells a full link."""
-        limit_s = max(_RECEIVE_INFLATION * self.least_rtt_s, self.least_rtt_s + _RECEIVE_EXCESS_S)
-        return self.least_rtt_s > 0 and any(arrival.rtt_s > limit_s for arrival in self._arrivals.values())
-
     def _filled_pace(self, fresh: list[SenderSample]) -> float | None:
         """What the connections may send together that fill the link; None: none does.
 
@@ -311,9 +266,18 @@ class LinkMeter:
             if sample not in fresh
             and sample.ready_bytes > self.carried_bytes - self._carried_then.get(name, 0)
         ]
-        shares = [(sample, sample.filled_share) for sample in (*fresh, *late) if sample.filled_connections]
+        # In a network whose queue is long all may be on its way, and again: none waits in a sender's kernel then.
+        flow_bits_per_s = min(self._flow_bits_per_s(_BURST_S), self._flow_bits_per_s(_LONGEST_FULL_S))
+        in_network_bytes = flow_bits_per_s / BITS_PER_BYTE * self.network.rtt_s
+        shares = [
+            (sample, 1.0)
+            if self.network.signal.is_queueing and sample.ready_bytes > _MORE * in_network_bytes
+            else (sample, sample.filled_share)
+            for sample in (*fresh, *late)
+        ]
+        shares = [(sample, share) for sample, share in shares if share]
         if not shares:
-            if fresh or not self._seen_by_receivers():
+            if fresh or not self.network.is_seen_by_receivers(self._arrivals):
                 return None
             shares = [(sample, 1.0) for sample in self._senders.values()]
         paces = [
@@ -328,10 +292,14 @@ class LinkMeter:
         self._raise_by_burst(now_s)
         pace = self._filled_pace(fresh) if self._looked_s - self._flowed_s <= _STILL_S else None
         self._note_starved(fresh, pace is not None, now_s)
-        if pace is None:
+        if pace is not None:
+            self._full_s = self._looked_s
+        elif not (self.network.signal.is_queueing and self._looked_s - self._full_s <= _BURST_S):
             self._restart()
             self._is_pace_limited = False
             return
+        else:
+            pace = self._full_paces[-1]
         if self._full_since_s is None:
             self._full_since_s = self._judged_s = self._looked_s
             self._full_paces = [pace]
@@ -340,7 +308,7 @@ class LinkMeter:
         self._full_paces.append(pace)
         # Where packets are lost the count in order comes by fits of some round trips.
         seen_s = max((arrival.rtt_s for arrival in self._arrivals.values()), default=0.0)
-        window_s = min(max(_FULL_S, _ROUND_TRIPS * max(self.rtt_s, seen_s)), _LONGEST_FULL_S)
+        window_s = min(max(_FULL_S, _ROUND_TRIPS * max(self.network.rtt_s, seen_s)), _LONGEST_FULL_S)
         if (
             self._looked_s - self._full_since_s < window_s
             or self._looked_s - self._judged_s < _JUDGED_EVERY_S
@@ -353,8 +321,10 @@ class LinkMeter:
         else:
             if self._slow_end == "slow-receiver":
                 self._slow_end = None
-            self._take(self._flow_bits_per_s(window_s), fmean(self._full_paces), now_s)
-        self._full_paces = [pace]
+            pace = fmean(self._full_paces)
+            # What was held up behind a lost packet may come all at once; it was not carried faster than it was sent.
+            self._take(min(self._flow_bits_per_s(window_s), pace), pace, now_s)
+        self._full_paces = self._full_paces[-1:]
         self._limited = self._receiver_limited()
 
     def _flow_bits_per_s(self, window_s: float) -> float:
@@ -375,17 +345,19 @@ class LinkMeter:
                 self._set(bits_per_s, now_s)
             return
         self._is_climbing = False
-        if self._measured and not 1 / _AGREE <= bits_per_s / max(self._measured[-1], 1.0) <= _AGREE:
+        is_next = self._looked_s - self._measured_s <= 2 * _JUDGED_EVERY_S + _SLACK_S
+        self._measured_s = self._looked_s
+        if not is_next or (
+            self._measured and not 1 / _AGREE <= bits_per_s / max(self._measured[-1], 1.0) <= _AGREE
+        ):
             self._measured.clear()
         self._measured.append(bits_per_s)
-        if len(self._measured) >= (_ENOUGH if self._shows_signs() else _ENOUGH_WITHOUT_SIGNS):
+        if len(self._measured) >= (
+            _ENOUGH if self.network.shows_queue(self._arrivals) else _ENOUGH_WITHOUT_SIGNS
+        ):
             estimate = median(list(self._measured)[-_MEASURED:])
             if abs(estimate - self.capacity_bits_per_s) > _DEAD_BAND * self.capacity_bits_per_s:
                 self._set(estimate, now_s)
-
-    def _shows_signs(self) -> bool:
-        """Whether the network shows any sign of a queue or of drops."""
-        return self.signal.is_suspected or self._seen_by_receivers()
 
     def _raise_by_burst(self, now_s: float) -> None:
         if not self.is_slow or self.congestion:

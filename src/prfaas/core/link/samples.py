@@ -26,6 +26,7 @@ class SenderSample:
     """Connections with such bytes."""
     delivery_bits_per_s: float
     rtt_s: float
+    """Of what is in flight; 0 where nothing is."""
     least_rtt_s: float
     sent_bytes_total: int
     """By the kernel, those sent again included."""

@@ -111,7 +111,7 @@ class LengthWindow:
         return [slot for slot in self._ring if slot.total and newest - len(self._ring) < slot.number]
 
 
-SETTLE_S = 0.5
+SETTLE_S = 0.3
 """Events come in bunches: a link's fall is followed by its capacity's. So long a search waits for the rest."""
 
 Reason = Literal["start", "periodic", "roles", "policy", "link"]

@@ -153,8 +153,8 @@ class LinkView:
 def show(meter: LinkMeter, link: LinkView, now_s: float) -> None:
     """Write what a meter says into a view, but its capacity and whether the link is up: those have effects."""
     link.egress_bits_per_s = meter.egress_bits_per_s(now_s)
-    link.rtt_s = meter.least_rtt_s
-    link.retransmit_ratio = meter.retransmit_ratio
+    link.rtt_s = meter.network.least_rtt_s
+    link.retransmit_ratio = meter.network.retransmit_ratio
     link.congestion = meter.congestion
     link.condition = meter.condition(now_s)
     link.pace_bits_per_s = meter.pace_bits_per_s

@@ -1,4 +1,4 @@
-"""A link between clusters: its bandwidth is shared fairly by the transfers that are on it."""
+"""A link between clusters: its bandwidth is shared by the transfers that are on it, as `core.link.budget` says."""
 
 import math
 from collections.abc import Callable
@@ -11,6 +11,7 @@ import numpy as np
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.lab.simulator.capacity import CapacityProcess
 from prfaas.lab.simulator.events import Events
+from prfaas.lab.simulator.leftover import Leftover
 from prfaas.lab.simulator.transfer import ABREAST, ARRIVING, BEHIND, OVER, PRODUCED, FluidTransfer
 
 # A transfer this close to its end has reached it: clocks are floating-point numbers.
@@ -33,7 +34,7 @@ class FluidLink:
     something waiting therefore send at the same rate: a single number, the bits that a transfer always behind would
     have sent (`_sent_each_bits`), gives the progress of all of them, and a heap of the values at which they end gives
     the next one in O(log n). Streams that keep abreast of their production only count in a sum; those produced while
-    behind, of which there are few, are looked at one by one.
+    behind, of which there are few, are looked at one by one. What all these leave is for the background (`Leftover`).
 
     Between transfers nothing is scheduled, so a simulation ends when they do, if there is no endless outage.
 
@@ -47,32 +48,12 @@ class FluidLink:
     """
 
     __slots__ = (
-        "_abreast",
-        "_abreast_bits_per_s",
-        "_accepted_bits",
-        "_armed_s",
-        "_at_s",
-        "_behind",
-        "_capacity_bits_per_s",
-        "_events",
-        "_heap",
-        "_late",
-        "_limit_bits_per_s",
-        "_next_bits_per_s",
-        "_next_change_s",
-        "_number",
-        "_peak_bits_per_s",
-        "_pieces",
-        "_rate_bits_per_s",
-        "_rtt_s",
-        "_sent_bits",
-        "_sent_each_bits",
-        "_share_bits_per_s",
-        "_slowest_bits_per_s",
-        "_unwatched",
-        "name",
-        "open_transfers",
-    )
+        "_abreast", "_abreast_bits_per_s", "_accepted_bits", "_armed_s", "_at_s", "_behind",
+        "_capacity_bits_per_s", "_events", "_heap", "_late", "_leftover", "_limit_bits_per_s",
+        "_next_bits_per_s", "_next_change_s", "_number", "_peak_bits_per_s", "_pieces", "_rate_bits_per_s",
+        "_rtt_s", "_sent_bits", "_sent_each_bits", "_share_bits_per_s", "_slowest_bits_per_s", "_unwatched",
+        "name", "open_transfers",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -116,6 +97,7 @@ class FluidLink:
         self._abreast: dict[FluidTransfer, None] = {}
         self._abreast_bits_per_s = 0.0
         self._peak_bits_per_s = 0.0  # no production in _abreast is faster
+        self._leftover = Leftover()
         self._take_changes(events.now_s)
 
     @property
@@ -177,15 +159,18 @@ class FluidLink:
         self._abreast_bits_per_s = rate = self._abreast_bits_per_s + bits_per_s
         if bits_per_s > self._peak_bits_per_s:
             self._peak_bits_per_s = bits_per_s
-        if self._late or rate > self._capacity_bits_per_s or bits_per_s > self._limit_bits_per_s:
+        is_full = self._late or self._leftover or rate > self._capacity_bits_per_s
+        if is_full or bits_per_s > self._limit_bits_per_s:
             self._share(now_s)
         else:
             self._rate_bits_per_s = rate
         self._events.at(now_s + prefill_s, self._end_production, transfer)
         return transfer
 
-    def send(self, num_bytes: float, done: Callable[[Any], None], argument: Any = None) -> FluidTransfer:
-        """All of it is there at once: a prefix cache that moves. `done(argument)` when it has arrived."""
+    def send(
+        self, num_bytes: float, done: Callable[[Any], None], argument: Any = None, *, background: bool = False
+    ) -> FluidTransfer:
+        """All of it is there at once. `done(argument)` when it has arrived. `background`: a prefix cache that moves."""
         now_s = self._events.now_s
         if self._unwatched:
             self._watch(now_s)
@@ -199,6 +184,10 @@ class FluidLink:
         self._accepted_bits += bits
         self._advance(now_s)
         transfer.state = PRODUCED
+        if background:
+            self._leftover.add(transfer)
+            self._share(now_s)
+            return transfer
         transfer.offset_bits = self._sent_each_bits
         self._late += 1
         self._number = number = self._number + 1
@@ -220,6 +209,8 @@ class FluidLink:
         if state == ABREAST:
             sent_bits = transfer.bits_per_s * (now_s - transfer.start_s)
             self._leave_abreast(transfer)
+        elif transfer in self._leftover:
+            sent_bits = self._leftover.remove(transfer)
         else:
             # Its entry in the heap, if it has one, is passed over.
             sent_bits = self._sent_each_bits - transfer.offset_bits
@@ -272,10 +263,24 @@ class FluidLink:
         passed_s = now_s - self._at_s
         self._sent_bits += self._rate_bits_per_s * passed_s
         self._sent_each_bits += self._share_bits_per_s * passed_s
+        self._leftover.advance(passed_s)
         self._at_s = now_s
 
     def _share(self, now_s: float) -> None:
         """Divide the capacity from now on, and put an event for when that changes."""
+        self._share_first(now_s)
+        if self._leftover:
+            left_bits_per_s = self._capacity_bits_per_s - self._rate_bits_per_s
+            self._rate_bits_per_s += self._leftover.share(left_bits_per_s, self._limit_bits_per_s)
+            self._arm(self._leftover.next_end_s(now_s), now_s)
+
+    def _arm(self, next_s: float, now_s: float) -> None:
+        if next_s < self._armed_s:
+            self._armed_s = next_s = next_s if next_s > now_s else now_s
+            self._events.at(next_s, self._wake, next_s)
+
+    def _share_first(self, now_s: float) -> None:
+        """Among all that is not in the background."""
         while True:
             late = self._late
             if late:
@@ -295,7 +300,7 @@ class FluidLink:
                 self._slowest_bits_per_s = math.inf
                 if self._heap:
                     self._heap.clear()
-                if not self._abreast:
+                if not (self._abreast or self._leftover):
                     self._sent_bits = self._accepted_bits  # without the rounding of many sums
                 return
             self._fall_behind(now_s)
@@ -310,9 +315,7 @@ class FluidLink:
         next_s = now_s + (heap[0][0] - self._sent_each_bits) / share if heap else math.inf
         if share > self._slowest_bits_per_s * _FASTER:
             next_s = min(next_s, self._next_abreast_s(now_s, share))
-        if next_s < self._armed_s:
-            self._armed_s = next_s = next_s if next_s > now_s else now_s
-            self._events.at(next_s, self._wake, next_s)
+        self._arm(next_s, now_s)
 
     def _fall_behind(self, now_s: float) -> None:
         """The fastest production gets more than a fair share: it has to wait from now on."""
@@ -371,6 +374,10 @@ class FluidLink:
                 ended.append(transfer)
         if share > self._slowest_bits_per_s * _FASTER:
             self._catch_up(armed_s, share, slack_s)
+        for transfer, left_bits in self._leftover.ended(slack_s):
+            transfer.state = ARRIVING
+            self._sent_bits += left_bits
+            ended.append(transfer)
         self._share(armed_s)
         for transfer in ended:
             self._sent(transfer)
@@ -398,7 +405,7 @@ class FluidLink:
 
     def _changed(self, _: None) -> None:
         now_s = self._events.now_s
-        if not (self._late or self._abreast):
+        if not (self._late or self._abreast or self._leftover):
             self._unwatched = True
             return
         self._advance(now_s)

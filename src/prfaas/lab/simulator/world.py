@@ -191,7 +191,7 @@ class World:
         engine.accept(job.service_s, now_s)
         nbytes = self.kv.total_bytes(moved.num_tokens - 1, moved.skip_tokens)
         self.columns.link_bytes[job.number] += nbytes
-        job.transfer = link.fluid.send(nbytes, self._prefix_here, job)
+        job.transfer = link.fluid.send(nbytes, self._prefix_here, job, background=True)
 
     def _prefix_here(self, job: Job) -> None:
         if job.is_void:

@@ -302,8 +302,8 @@ class ClusterState:
         with ExitStack() as open_here:
             if transfer is not None:
                 source = self._loads[transfer.source]
+                # Its bytes are no promise to the link: they get what others leave.
                 open_here.enter_context(self._in_flight(source))
-                open_here.enter_context(self._on_link(source, load, transfer.kv_bytes))
             open_here.enter_context(self._in_flight(load))
             target = self._loads[decision.decode]
             open_here.enter_context(self._arriving(target))

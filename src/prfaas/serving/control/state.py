@@ -173,7 +173,7 @@ def _link(plane: Overview, link: Link, now_s: float) -> Json:
         "carried_bytes": meter.carried_bytes,
         "congestion": round(view.congestion, 4),
         "condition": view.condition,
-        "queue_rtt_s": round(meter.rtt_s, 6),
+        "queue_rtt_s": round(meter.network.rtt_s, 6),
         "age_s": round(max(now_s - view.seen_s, 0.0), 3),
     }
 

@@ -19,6 +19,9 @@ STATE_DTYPE = "float32"
 
 CPU_RETENTION_TOKENS = 256
 
+TLS_KEEPALIVE_S = 40
+"""An engine keeps an idle connection with TLS for longer than the gateway does, so that no request meets its end."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineCommand:
@@ -65,6 +68,8 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
         *engine.extra_args,
     ]
     env = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_SSM_CONV_STATE_LAYOUT": CONV_STATE_LAYOUT}
+    if instance.tls:
+        env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = str(TLS_KEEPALIVE_S)
     if on_cpu:
         env |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         env["VLLM_CPU_KVCACHE_SPACE"] = str(engine.kv_cache_gib)

@@ -62,6 +62,8 @@ class GatewayOptions:
     # vLLM's server closes idle connections after 5 s: ours must be gone before, or a request meets a closing
     # one.
     engine_keepalive_s: float = 2.0
+    # Those behind TLS are told to wait longer (engines/command.py): a new connection costs two round trips.
+    tls_engine_keepalive_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ class HttpPool:
         idle_s: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
         tls: TlsIdentity | None = None,
+        tls_keepalive_s: float | None = None,
     ) -> None:
         """Make a pool without connections.
 
@@ -55,10 +56,11 @@ class HttpPool:
             idle_s: between two pieces of an answer, at most. While we do not read it, no time passes.
             clock: what the limits are measured by.
             tls: who this side is, for servers that want TLS.
+            tls_keepalive_s: in place of `keepalive_s` for connections with TLS, which are dear to make; None: the same.
         """
         self._tls = tls
         self._connect_timeout_s = connect_timeout_s
-        self._keepalive_s = keepalive_s
+        self._keepalive_s = {False: keepalive_s, True: tls_keepalive_s or keepalive_s}
         self._first_byte_s = first_byte_s
         self._idle_s = idle_s
         self.clock = clock
@@ -148,7 +150,7 @@ class HttpPool:
             return None
         # The one used last, so that those which are no longer needed reach the keepalive limit and are closed.
         latest = idle.pop()
-        stale_s = latest.loop.time() - self._keepalive_s
+        stale_s = latest.loop.time() - self._keepalive_s[latest.encrypted]
         while idle and idle[0].used_s < stale_s:
             idle.popleft().abort(AnswerCutError("idle for too long"))
         if latest.used_s < stale_s:
@@ -213,7 +215,7 @@ class _Connection(asyncio.Protocol):
         self.used_s = 0.0
         """When the last exchange ended, by the loop's clock."""
         self._pool = pool
-        self._encrypted = encrypted
+        self.encrypted = encrypted
         self._transport: asyncio.Transport
         self._open = False
         self._paused = False
@@ -293,7 +295,7 @@ class _Connection(asyncio.Protocol):
         self._open = False
         answer = self._answer
         # The end of an encrypted connection is not authenticated, so it can't say where a body ends.
-        if answer is not None and error is None and not self._encrypted and _lasts_to_the_end(answer):
+        if answer is not None and error is None and not self.encrypted and _lasts_to_the_end(answer):
             self._answer = None
             answer.end()
         text = "the server closed the connection" if error is None else str(error)

@@ -84,6 +84,7 @@ class Gateway:
                 idle_s=deployment.gateway.idle_s,
                 clock=plane.loop_clock,
                 tls=tls,
+                tls_keepalive_s=options.tls_engine_keepalive_s,
             )
         )
         self._transfers = _transfers(deployment.instances, key, tls, deployment.transfer.silence_s)

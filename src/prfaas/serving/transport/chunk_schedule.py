@@ -8,6 +8,8 @@ from prfaas.serving.transport.outgoing import Chunk, OutgoingTransfer, SendPhase
 
 # A tenant with nothing to send counts while it is ahead of the others. From so many on it is looked who does not.
 _FORGET_ABOVE = 64
+# Smaller chunks would cost more than an even share of the last bytes gains.
+_MIN_SHARE_BYTES = 256 << 10
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +61,7 @@ class _FairQueue:
             flow.start = max(flow.start, self._virtual)
             heapq.heappush(self._active, (flow.start, next(self._number), flow))
 
-    def take(self, nbytes: int) -> Chunk | None:
+    def take(self, nbytes: int, sharing: int) -> Chunk | None:
         while self._active:
             _, number, flow = self._active[0]
             transfer = flow.first()
@@ -67,7 +69,8 @@ class _FairQueue:
                 heapq.heappop(self._active)
                 flow.active = False
                 continue
-            chunk = transfer.queued[0].cut(nbytes)
+            unacked_bytes = transfer.put_bytes - transfer.acked_bytes
+            chunk = transfer.queued[0].cut(min(nbytes, max(_MIN_SHARE_BYTES, unacked_bytes // sharing)))
             if chunk is transfer.queued[0]:
                 heapq.heappop(transfer.queued)
             self._virtual = flow.start
@@ -112,6 +115,9 @@ class ChunkSchedule:
         if transfer.queued and transfer.phase is SendPhase.SENDING and transfer.listed_at != transfer.place:
             (self._background if transfer.service.background else self._foreground).add(transfer)
 
-    def take(self, nbytes: int) -> Chunk | None:
-        """The next chunk of at most `nbytes`, or one that is sent again as it was; None: nothing waits."""
-        return self._foreground.take(nbytes) or self._background.take(nbytes)
+    def take(self, nbytes: int, sharing: int = 1) -> Chunk | None:
+        """The next chunk of at most `nbytes`, or one that is sent again as it was; None: nothing waits.
+
+        `sharing`: so many connections take chunks. What is left of a transfer is cut so that each has a share.
+        """
+        return self._foreground.take(nbytes, sharing) or self._background.take(nbytes, sharing)

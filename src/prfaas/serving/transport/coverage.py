@@ -10,6 +10,10 @@ class Coverage:
         self._starts: list[int] = []
         self._ends: list[int] = []
 
+    def __len__(self) -> int:
+        """How many intervals there are."""
+        return len(self._starts)
+
     def overlap_bytes(self, start: int, end: int) -> int:
         """How many of the bytes [start, end) are in place."""
         total = 0

@@ -7,7 +7,7 @@ of the classes here is thread-safe: the table's lock guards them.
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from prfaas.serving.transport.coverage import Coverage
@@ -23,6 +23,10 @@ from prfaas.serving.transport.wire import (
     WireError,
     text_field,
 )
+
+MAX_PIECES = 1 << 16
+"""What has arrived of a transfer is remembered in so many intervals; an honest producer needs few per region."""
+_MAX_REASON_CHARS = 512
 
 
 class Tombstones:
@@ -45,6 +49,8 @@ class Tombstones:
 
     def put(self, transfer_id: bytes, status: TransferStatus, forget_at_s: float) -> None:
         """Remember a transfer until `forget_at_s` (time.monotonic()); the oldest one makes room for it."""
+        # An observer's words are among the reasons.
+        status = replace(status, reason=status.reason[:_MAX_REASON_CHARS])
         self._entries[transfer_id] = (status, forget_at_s)
         while len(self._entries) > self._limit:
             self._entries.popitem(last=False)
@@ -86,9 +92,18 @@ class ProducerSession:
     progressed_at_s: float = 0.0
     """When an END or data of any of its transfers came last."""
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """Name and session."""
+        return self.name, self.session
+
     def same(self, other: "ProducerSession") -> bool:
         """Whether both are the same run of the same producer."""
-        return (self.name, self.session) == (other.name, other.session)
+        return self.key == other.key
+
+    def is_lost(self, now_s: float, resume_s: float) -> bool:
+        """Whether it has had no connection and given no sign of life for longer than `resume_s`."""
+        return self.lost_at_s is not None and now_s - self.lost_at_s > resume_s
 
 
 @dataclass(slots=True, eq=False)
@@ -146,10 +161,13 @@ class IncomingTransfer:
         self.opened_at_s = now_s
         self.progressed_at_s = now_s
         """When the phase changed last or a verified chunk came."""
-        self._accepted_at_s = now_s
+        self._accepted_at_s = self._computed_from_s = now_s
         self._cached_tokens = cached_tokens
+        held_tokens = min(cached_tokens or 0, ticket.num_tokens) - ticket.skip_tokens
+        self._cached_bytes = self.total_bytes * max(held_tokens, 0) // ticket.num_tokens
         self._soon = False
         self._coverage = [Coverage() for _ in region_bytes]
+        self._pieces = 0
         self._arriving: list[ChunkPlace] = []
         self._lent: dict[object, Callable[[], None]] = {}
 
@@ -172,7 +190,7 @@ class IncomingTransfer:
         """WAITING → RECEIVING: it has its staging."""
         self.lease = lease
         self.phase = TransferPhase.RECEIVING
-        self._accepted_at_s = self.progressed_at_s = now_s
+        self._accepted_at_s = self._computed_from_s = self.progressed_at_s = now_s
 
     def complete(self, now_s: float) -> None:
         """RECEIVING → COMPLETE."""
@@ -218,13 +236,20 @@ class IncomingTransfer:
     def becomes_soon(self, lead_s: float, now_s: float) -> bool:
         """Whether it is to complete within `lead_s` by its pace until now; True once, at the first time.
 
-        Half of it must be there, so that the pace is not that of a few chunks.
+        Before END, what the producer had cached says nothing of its pace: only what came after as many bytes does. Half
+        of what counts must be there, so that the pace is not that of a few chunks.
         """
-        left_bytes = self.total_bytes - self.received_bytes
-        pace_s = now_s - self._accepted_at_s
-        if self._soon or self.phase is not TransferPhase.RECEIVING or left_bytes > self.received_bytes:
+        if self._soon or self.phase is not TransferPhase.RECEIVING:
             return False
-        self._soon = left_bytes * pace_s <= lead_s * self.received_bytes and lead_s > 0
+        cached_bytes = 0 if self.ended else self._cached_bytes
+        received_bytes, since_s = self.received_bytes - cached_bytes, self._accepted_at_s
+        if cached_bytes:
+            if received_bytes <= 0:
+                self._computed_from_s = now_s
+            since_s = self._computed_from_s
+        left_bytes = self.total_bytes - self.received_bytes
+        if lead_s > 0 and left_bytes <= received_bytes:
+            self._soon = left_bytes * (now_s - since_s) <= lead_s * received_bytes
         return self._soon
 
     def covered_end(self, region: int, start: int) -> int:
@@ -247,7 +272,7 @@ class IncomingTransfer:
         if self.phase is TransferPhase.COMPLETE:
             late = now_s - self.progressed_at_s > options.ttl_s
             return f"nobody took it within {options.ttl_s:g} s" if late else ""
-        if session.lost_at_s is not None and now_s - session.lost_at_s > options.resume_s:
+        if session.is_lost(now_s, options.resume_s):
             return (
                 f"{session.name} is silent: {session.trouble}"
                 if session.trouble
@@ -276,6 +301,8 @@ class IncomingTransfer:
             raise WireError(
                 f"DATA {start}..{end} lies outside region {region} of {self.region_bytes[region]} bytes"
             )
+        if self._pieces > MAX_PIECES:
+            raise WireError(f"what has come lies in more than {MAX_PIECES} pieces")
         overlap = self._coverage[region].overlap_bytes(start, end)
         if overlap not in (0, end - start):
             # Senders re-send chunks as they cut them; writing half over verified bytes could spoil them.
@@ -304,7 +331,10 @@ class IncomingTransfer:
         place.pieces.clear()
         if verified:
             start, region = place.header.offset, place.header.region
-            new_bytes = self._coverage[region].add(start, start + place.header.length_bytes)
+            coverage = self._coverage[region]
+            self._pieces -= len(coverage)
+            new_bytes = coverage.add(start, start + place.header.length_bytes)
+            self._pieces += len(coverage)
             self.received_bytes += new_bytes
             if region >= self._counted_regions:
                 self._received_uncounted_bytes += new_bytes

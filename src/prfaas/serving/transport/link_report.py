@@ -30,7 +30,7 @@ class LinkReport:
     delivery_bits_per_s: float
     """Sum of the kernel's newest delivery rates."""
     rtt_s: float
-    """The mean round trip of the connections that have something in flight; without any, the least."""
+    """The mean round trip of the connections that have something in flight; 0 without any."""
     least_rtt_s: float
     retransmits_total: int
     sent_bytes_total: int
@@ -112,7 +112,7 @@ def _report(
         unsent_bytes=sum(info.notsent_bytes for info in infos),
         filled_connections=sum(info.notsent_bytes > 0 for info in infos),
         delivery_bits_per_s=sum(info.delivery_bits_per_s for info in infos),
-        rtt_s=sum(at_work) / len(at_work) if at_work else least_rtt_s,
+        rtt_s=sum(at_work) / len(at_work) if at_work else 0.0,
         least_rtt_s=least_rtt_s,
         retransmits_total=int(totals["retransmits"]),
         sent_bytes_total=int(totals["sent_bytes"]),

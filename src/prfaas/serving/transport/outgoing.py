@@ -1,70 +1,20 @@
-"""One transfer on the producer's side: the engine's handle, the chunks it is cut into, what is unanswered.
+"""One transfer on the producer's side: the engine's handle, and the chunks it is cut into.
 
 The bytes of a transfer stay with the engine until a connection sends or copies them: a `ChunkSource` is a
-promise to deliver them. Order of the parts below: source, chunk, transfer, then what one connection has in flight.
+promise to deliver them. Order of the parts below: chunk, then transfer.
 """
 
 import enum
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from prfaas.core.units import BITS_PER_BYTE
+from prfaas.serving.transport.chunk_source import ChunkSource
 from prfaas.serving.transport.coverage import Coverage
 from prfaas.serving.transport.pacing import Paced
-from prfaas.serving.transport.silence import Silence
 from prfaas.serving.transport.ticket import DEFAULT_CLASS, TransferClass
-from prfaas.serving.transport.wire import NO_TRANSFER, FrameType, Header, pack_control, ping, pong
-
-
-class SourceGone(Exception):
-    """The bytes are no longer there (blocks were freed, the request was preempted); fails the transfer."""
-
-
-class ChunkSource(Protocol):
-    """`nbytes` of KV that stay the same until they are acknowledged or the transfer is over and quiescent."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def views(self, start: int, nbytes: int) -> list[memoryview] | None:
-        """The memory itself that holds bytes [start, start + nbytes), in order, to be sent without a copy.
-
-        Called by writer threads, several at once. The memory stays as it is until the writer has sent it, or
-        until `OutgoingTransfer.recall` has returned.
-
-        Returns:
-            None: the memory cannot be shown, or not well; the bytes must be copied by `read_into`.
-
-        Raises:
-            SourceGone: the bytes are no longer there.
-        """
-
-    def read_into(self, start: int, out: memoryview) -> None:
-        """Copy bytes [start, start + len(out)) into `out`. Called by writer threads, several at once.
-
-        May be called more than once for the same bytes (after a lost connection).
-
-        Raises:
-            SourceGone: the bytes are no longer there.
-        """
-
-
-class BytesSource:
-    """Bytes that lie in host memory already."""
-
-    def __init__(self, data: bytes | bytearray | memoryview) -> None:
-        self._view = memoryview(data).cast("B")
-
-    @property
-    def nbytes(self) -> int:
-        return self._view.nbytes
-
-    def views(self, start: int, nbytes: int) -> list[memoryview]:
-        return [self._view[start : start + nbytes]]
-
-    def read_into(self, start: int, out: memoryview) -> None:
-        out[:] = self._view[start : start + out.nbytes]
+from prfaas.serving.transport.wire import FrameType, pack_control
 
 
 @dataclass(slots=True, eq=False)
@@ -286,104 +236,6 @@ class Carrier(Paced, Protocol):
         """The largest chunk to cut for it at its present rate."""
 
     def shut(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ControlJob:
-    """A control frame to send; OPEN and END are sent again if their connection is lost before the answer."""
-
-    kind: FrameType
-    transfer: OutgoingTransfer
-    frame: bytes
-
-
-NOBODY = OutgoingTransfer.failed(NO_TRANSFER, (), "no transfer")
-"""Whose frames of no transfer are."""
-_FILLER_CHARS = 60_000
-FILLER = ControlJob(
-    FrameType.FILLER,
-    NOBODY,
-    pack_control(FrameType.FILLER, body={"filler": "0" * _FILLER_CHARS}),
-)
-"""A frame of bytes that nobody needs, to see what a link carries; it belongs to no transfer."""
-
-
-@dataclass(slots=True, eq=False)
-class InFlightWindow:
-    """What one live connection has sent and got no answer to; guarded by its queue's lock."""
-
-    connection: Carrier
-    chunks: dict[tuple[bytes, int, int], Chunk] = field(default_factory=dict)
-    """By transfer id, region and start."""
-    opens: dict[bytes, ControlJob] = field(default_factory=dict)
-    """OPEN frames by transfer id."""
-    ends: dict[bytes, ControlJob] = field(default_factory=dict)
-    """END frames by transfer id."""
-    aborts: dict[int, ControlJob] = field(default_factory=dict)
-    """ABORT frames by the number of the PING behind them, whose PONG says that they came."""
-    silence: Silence = field(default_factory=Silence)
-    sent_at_s: float = 0.0
-    """When a frame was sent last."""
-    pings: int = 0
-    """The number of the last PING."""
-    pongs: int = 0
-    """The number of the last PONG."""
-    asked: Header | None = None
-    """The peer's PING that is to be answered."""
-    trouble: str = ""
-    """Why this side closes it."""
-    closed: bool = False
-    """The connection is broken: nothing more goes out on it."""
-
-    @property
-    def awaits_answer(self) -> bool:
-        """Whether an answer is due soon (an OPEN may wait long for staging, so it does not count)."""
-        return bool(self.chunks or self.ends) or self.pongs < self.pings
-
-    def add_chunk(self, chunk: Chunk, now_s: float) -> None:
-        """The chunk is about to be sent."""
-        self.sent_at_s = now_s
-        self.chunks[chunk.transfer.transfer_id, chunk.region, chunk.start] = chunk
-
-    def add_control(self, job: ControlJob, now_s: float) -> None:
-        """The frame is about to be sent."""
-        self.sent_at_s = now_s
-        if job.kind is FrameType.ABORT:
-            self.aborts[self.pings + 1] = job
-        elif job.kind is FrameType.OPEN:
-            self.opens[job.transfer.transfer_id] = job
-        else:
-            self.ends[job.transfer.transfer_id] = job
-
-    def sign_of_life(self, now_s: float, period_s: float, *, busy: bool) -> bytes:
-        """The PONG or PING that is due now, empty if none is.
-
-        Args:
-            now_s: time.monotonic().
-            period_s: without another frame, a PING is due after so long.
-            busy: transfers are open; otherwise only an ABORT needs one.
-        """
-        asked, self.asked = self.asked, None
-        if asked is not None:
-            return pong(asked)
-        if (busy and now_s - self.sent_at_s >= period_s) or self.pings + 1 in self.aborts:
-            self.sent_at_s = now_s
-            self.pings += 1
-            return ping(self.pings)
-        return b""
-
-    def ponged(self, number: int) -> None:
-        """A PONG has come."""
-        self.pongs = max(self.pongs, min(number, self.pings))
-        for before in [before for before in self.aborts if before <= self.pongs]:
-            del self.aborts[before]
-
-    def forget(self, transfer: OutgoingTransfer) -> None:
-        """Drop what belongs to a transfer that is over; late answers to it are ignored."""
-        for key in [key for key, chunk in self.chunks.items() if chunk.transfer is transfer]:
-            del self.chunks[key]
-        self.opens.pop(transfer.transfer_id, None)
-        self.ends.pop(transfer.transfer_id, None)
 
 
 @dataclass(frozen=True, slots=True)

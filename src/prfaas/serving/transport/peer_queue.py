@@ -7,20 +7,24 @@ import itertools
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prfaas.serving.transport.chunk_schedule import ChunkSchedule
-from prfaas.serving.transport.options import Peer, SenderOptions
-from prfaas.serving.transport.outgoing import (
+from prfaas.serving.transport.chunk_source import ChunkSource
+from prfaas.serving.transport.in_flight import (
     FILLER,
     NOBODY,
+    ControlJob,
+    ControlQueue,
+    InFlightWindow,
+    gauges_of,
+)
+from prfaas.serving.transport.options import Peer, SenderOptions
+from prfaas.serving.transport.outgoing import (
     Carrier,
     Chunk,
-    ChunkSource,
-    ControlJob,
-    InFlightWindow,
     OutgoingTransfer,
     PeerSays,
     QueueLoad,
@@ -31,7 +35,7 @@ from prfaas.serving.transport.peer_watch import PeerWatch
 from prfaas.serving.transport.silence import ping_period_s
 from prfaas.serving.transport.sockets import TcpInfo
 from prfaas.serving.transport.ticket import DEFAULT_CLASS, TransferClass
-from prfaas.serving.transport.wire import END_REGION, FrameType, Header, WireError, pack_control, text_field
+from prfaas.serving.transport.wire import END_REGION, FrameType, Header, WireError, text_field
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +61,7 @@ class PeerQueue:
         self._ready, self._retry, self._quiet = (threading.Condition(self._lock) for _ in range(3))
         self._transfers: dict[bytes, OutgoingTransfer] = {}
         self._schedule = ChunkSchedule()
-        self._controls: deque[ControlJob] = deque()
+        self._controls = ControlQueue()
         self._windows: list[InFlightWindow] = []
         self._numbers = itertools.count()
         self._work = 0
@@ -65,7 +69,7 @@ class PeerQueue:
         self._watch = PeerWatch(peer.name, options)
         self._filler_frames = 0
         self._trouble = self._rejection = ""
-        self._closing = False
+        self.closing = False
 
     @property
     def busy(self) -> bool:
@@ -75,11 +79,6 @@ class PeerQueue:
     def rejection(self) -> str:
         """Why the peer will not have this side; empty if it has not said so."""
         return "" if self._windows else self._rejection
-
-    @property
-    def closing(self) -> bool:
-        """The sender ends."""
-        return self._closing
 
     @property
     def silent(self) -> str:
@@ -102,20 +101,17 @@ class PeerQueue:
         cached_tokens: int | None = None,
     ) -> OutgoingTransfer:
         """Begin a transfer; whatever is wrong shows in its phase and reason."""
-        number = next(self._numbers)
-        transfer = OutgoingTransfer(self, transfer_id, region_bytes, time.monotonic(), service, number)
+        now_s, number = time.monotonic(), next(self._numbers)
+        transfer = OutgoingTransfer(self, transfer_id, region_bytes, now_s, service, number)
         transfer.offer = {"ticket": sealed, "regions": transfer.region_bytes, "cached_tokens": cached_tokens}
         try:
             frame = transfer.open_frame()
         except WireError as error:
             return OutgoingTransfer.failed(transfer_id, region_bytes, str(error))
         with self._lock:
-            if self._closing:
-                reason = "the sender is closed"
-            elif transfer_id in self._transfers:
+            reason = "the sender is closed" if self.closing else self.rejection
+            if transfer_id in self._transfers:
                 reason = "this transfer is open already"
-            else:
-                reason = self.rejection
             if reason:
                 return OutgoingTransfer.failed(transfer_id, region_bytes, reason)
             if not self._transfers:
@@ -123,7 +119,7 @@ class PeerQueue:
             self._transfers[transfer_id] = transfer
             self._filler_frames = 0
             self._counters["opened"] += 1
-            self._controls.append(ControlJob(FrameType.OPEN, transfer, frame))
+            self._controls.open(transfer, frame)
             self._repace()
             # All: from now on each writer also gives its connection's signs of life.
             self._ready.notify_all()
@@ -134,13 +130,7 @@ class PeerQueue:
         return transfer
 
     def put(
-        self,
-        transfer: OutgoingTransfer,
-        region: int,
-        offset: int,
-        source: ChunkSource,
-        *,
-        urgent: bool = False,
+        self, transfer: OutgoingTransfer, region: int, offset: int, source: ChunkSource, *, urgent: bool
     ) -> None:
         """See `OutgoingTransfer.put`."""
         end = offset + source.nbytes
@@ -163,7 +153,8 @@ class PeerQueue:
             transfer.ends(time.monotonic(), self._pacer.pace_bits_per_s or _UNPACED_BITS_PER_S)
             self._schedule.place(transfer)
             if transfer.phase is SendPhase.SENDING:
-                self._send_end(transfer)
+                self._controls.end(transfer)
+                self._ready.notify()
 
     def abort(self, transfer: OutgoingTransfer, reason: str) -> None:
         """See `OutgoingTransfer.abort`."""
@@ -198,8 +189,9 @@ class PeerQueue:
         """A connection is up."""
         with self._lock:
             window.sent_at_s = time.monotonic()
-            if not self._windows:
-                self._resume()
+            for transfer in self._transfers.values() if not self._windows else ():
+                if transfer.phase is SendPhase.SENDING:
+                    self._controls.resume(transfer)
             self._windows.append(window)
             self._watch.connected()
             self._rejection = self._trouble = ""
@@ -211,10 +203,10 @@ class PeerQueue:
         with self._lock:
             self._windows.remove(window)
             self._trouble = window.trouble or trouble
-            self._controls.extendleft((*window.ends.values(), *window.aborts.values()))
+            self._controls.again((*window.ends.values(), *window.aborts.values()))
             for each in (window, *self._windows):
                 # The consumer answers an OPEN on any connection: the answer may be lost with this one.
-                self._controls.extendleft(each.opens.values())
+                self._controls.again(each.opens.values())
                 each.opens.clear()
             for chunk in window.chunks.values():
                 self._schedule.add(chunk)
@@ -243,22 +235,22 @@ class PeerQueue:
         """Back off; new work ends the wait early. Returns whether it did."""
         with self._lock:
             before = self._work
-            self._retry.wait_for(lambda: self._closing or self._work > before, seconds)
+            self._retry.wait_for(lambda: self.closing or self._work > before, seconds)
             return self._work > before
 
     def next_job(self, window: InFlightWindow) -> ControlJob | Chunk | None:
         """Block until there is something to send; None when this connection or the queue is over."""
         with self._lock:
-            while not (self._closing or window.closed):
+            while not (self.closing or window.closed):
                 now_s, busy = time.monotonic(), self.busy
                 sign = window.sign_of_life(now_s, self._ping_s, busy=busy)
                 if sign:
                     return ControlJob(FrameType.PING, NOBODY, sign)
-                if self._controls:
-                    job = self._controls.popleft()
+                if (job := self._controls.take()) is not None:
                     window.add_control(job, now_s)
                     return job
-                if (chunk := self._schedule.take(window.connection.chunk_bytes)) is not None:
+                chunk = self._schedule.take(window.connection.chunk_bytes, len(self._windows))
+                if chunk is not None:
                     window.add_chunk(chunk, time.monotonic())
                     chunk.transfer.reading[chunk] = window.connection
                     return chunk
@@ -327,7 +319,7 @@ class PeerQueue:
             self._schedule.place(transfer)
             self._watch.progressed()
             if transfer.ended:
-                self._send_end(transfer)
+                self._controls.end(transfer)
             self._ready.notify_all()
 
     def refused(self, header: Header, body: Mapping[str, Any]) -> None:
@@ -339,29 +331,16 @@ class PeerQueue:
             if transfer is not None:
                 self._fail(transfer, reason, tell_peer=False)
 
-    def pinged(self, window: InFlightWindow, header: Header) -> None:
-        """PING: the consumer has not heard this side for a while."""
+    def heard(self, window: InFlightWindow, header: Header) -> None:
+        """PING: the consumer has not heard this side for a while. PONG: what was sent before its PING has come."""
         with self._lock:
-            window.asked = header
+            window.heard(header)
             self._ready.notify_all()
-
-    def ponged(self, window: InFlightWindow, header: Header) -> None:
-        """PONG: whatever was sent before its PING has come."""
-        with self._lock:
-            window.ponged(header.offset)
 
     # The supervisor's calls
 
     def apply_deadlines(self, now_s: float, infos: Mapping[Carrier, TcpInfo]) -> dict[Carrier, str]:
-        """Fail the transfers that are overdue.
-
-        Args:
-            now_s: time.monotonic().
-            infos: what the kernel says of each connection.
-
-        Returns:
-            The connections to close, and why: they are silent.
-        """
+        """Fail the transfers that are overdue. The rest is that of `PeerWatch.look`."""
         with self._lock:
             silent = self._watch.look(now_s, self._windows, infos)
             for window in self._windows:
@@ -374,7 +353,7 @@ class PeerQueue:
     def close(self) -> None:
         """Fail what is unfinished and let every writer end."""
         with self._lock:
-            self._closing = True
+            self.closing = True
             for transfer in list(self._transfers.values()):
                 self._fail(transfer, "the sender shuts down")
             self._ready.notify_all()
@@ -389,31 +368,11 @@ class PeerQueue:
     def stats(self) -> dict[str, Any]:
         """Counters and gauges as observers get them."""
         with self._lock:
-            transfers = self._transfers.values()
-            pending_bytes = sum(transfer.waiting_bytes for transfer in transfers)
-            return {
-                "connections": len(self._windows),
-                "transfers": dict(Counter(t.phase.value for t in transfers)),
-                "queued_bytes": sum(chunk.nbytes for t in transfers for chunk in t.queued) - pending_bytes,
-                "pending_bytes": pending_bytes,
-                "in_flight_chunks": sum(len(window.chunks) for window in self._windows),
-                "trouble": self._rejection or self._trouble,
-                **{name: self._counters[name] for name in _COUNTED},
-            }
+            gauges = gauges_of(self._transfers.values(), self._windows)
+            counters = {name: self._counters[name] for name in _COUNTED}
+            return gauges | {"trouble": self._rejection or self._trouble} | counters
 
     # Under the lock
-
-    def _resume(self) -> None:
-        """The first connection after a time without: the consumer says whether it still knows the transfers."""
-        for transfer in self._transfers.values():
-            if transfer.phase is SendPhase.SENDING:
-                self._controls.append(ControlJob(FrameType.OPEN, transfer, transfer.open_frame(resume=True)))
-
-    def _send_end(self, transfer: OutgoingTransfer) -> None:
-        body = {"total_bytes": transfer.total_bytes, "hidden_bytes": transfer.overlapped_bytes}
-        frame = pack_control(FrameType.END, transfer.transfer_id, body)
-        self._controls.append(ControlJob(FrameType.END, transfer, frame))
-        self._ready.notify()
 
     def _answered(self, header: Header) -> OutgoingTransfer | None:
         for other in self._windows:
@@ -433,8 +392,7 @@ class PeerQueue:
         self._counters["failed"] += 1
         self._finish(transfer, SendPhase.FAILED)
         if tell_peer:
-            frame = pack_control(FrameType.ABORT, transfer.transfer_id, {"reason": reason[:4096]})
-            self._controls.append(ControlJob(FrameType.ABORT, transfer, frame))
+            self._controls.abort(transfer)
             self._ready.notify()
 
     def _finish(self, transfer: OutgoingTransfer, phase: SendPhase) -> None:
@@ -442,17 +400,15 @@ class PeerQueue:
         transfer.phase = phase
         del self._transfers[transfer.transfer_id]
         transfer.queued.clear()
-        if any(job.transfer is transfer for job in self._controls):
-            self._controls = deque(job for job in self._controls if job.transfer is not transfer)
+        self._controls.forget(transfer)
         for window in self._windows:
             window.forget(transfer)
         self._repace()
         self._quiet.notify_all()
 
     def _repace(self) -> None:
-        connections = (
-            [window.connection for window in self._windows] if self._transfers or self._filler_frames else []
-        )
+        working = self._transfers or self._filler_frames
+        connections = [window.connection for window in self._windows] if working else []
         background = all(transfer.service.background for transfer in self._transfers.values())
         self._pacer.update(self, connections, background=background)
 

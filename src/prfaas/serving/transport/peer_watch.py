@@ -3,8 +3,9 @@
 import time
 from collections.abc import Collection, Iterable, Mapping
 
+from prfaas.serving.transport.in_flight import InFlightWindow
 from prfaas.serving.transport.options import SenderOptions
-from prfaas.serving.transport.outgoing import Carrier, InFlightWindow, OutgoingTransfer, SendPhase
+from prfaas.serving.transport.outgoing import Carrier, OutgoingTransfer, SendPhase
 from prfaas.serving.transport.silence import HEARTBEAT_BYTES, LookClock, patience_s, ping_period_s
 from prfaas.serving.transport.sockets import TcpInfo
 

@@ -11,10 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 
+from prfaas.serving.transport.chunk_source import SourceGone
 from prfaas.serving.transport.coding import ChunkCoder, CodingCounters
 from prfaas.serving.transport.handshake import ClientHello, greet
+from prfaas.serving.transport.in_flight import ControlJob, InFlightWindow
 from prfaas.serving.transport.options import SenderOptions
-from prfaas.serving.transport.outgoing import Chunk, ControlJob, InFlightWindow, PeerSays, SourceGone
+from prfaas.serving.transport.outgoing import Chunk, PeerSays
 from prfaas.serving.transport.peer_queue import PeerQueue
 from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, ForgedFrameError, Sealing
 from prfaas.serving.transport.silence import ping_period_s
@@ -403,10 +405,8 @@ class SenderConnection:
             self.queue.acked(window, header)
         elif header.kind is FrameType.NACK:
             self.queue.nacked(window, header)
-        elif header.kind is FrameType.PONG:
-            self.queue.ponged(window, header)
-        elif header.kind is FrameType.PING:
-            self.queue.pinged(window, header)
+        elif header.kind in (FrameType.PING, FrameType.PONG):
+            self.queue.heard(window, header)
         elif header.kind is FrameType.ACCEPT:
             self.queue.accepted(header)
         elif header.kind in (FrameType.REFUSE, FrameType.ABORT):

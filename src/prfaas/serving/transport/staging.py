@@ -74,6 +74,15 @@ class StagingArena:
     def peak_used_blocks(self) -> int:
         return self._peak_used_blocks
 
+    def gauges(self) -> dict[str, int]:
+        """How much there is, and is used, as observers get it."""
+        return {
+            "staging_used_blocks": self.used_blocks,
+            "staging_peak_blocks": self.peak_used_blocks,
+            "staging_total_blocks": self.total_blocks,
+            "staging_block_bytes": self.block_bytes,
+        }
+
     def blocks_for(self, nbytes: int) -> int:
         """Blocks that a lease of `nbytes` takes (a lease of nothing takes none)."""
         return -(-nbytes // self.block_bytes)

@@ -1,7 +1,6 @@
 """The consumer's table of transfers: every decision about them is made here, under one lock.
 
-Lock order: the table's lock, then the staging arena's. Frames are posted under the lock (posting never
-blocks), so that each watcher sees phases in order.
+Lock order: table, then staging arena. Frames are posted under the lock, so that watchers see phases in order.
 """
 
 import threading
@@ -25,8 +24,7 @@ from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
 from prfaas.serving.transport.watchers import Watchers
 from prfaas.serving.transport.wire import (
-    MAX_REGION_BYTES,
-    MAX_REGIONS,
+    MAX_TRANSFER_BYTES,
     FrameType,
     Header,
     TransferPhase,
@@ -79,14 +77,7 @@ class TransferTable:
     def disconnected(
         self, session: ProducerSession, connection: FrameSink, silent_s: float = 0.0, trouble: str = ""
     ) -> None:
-        """A producer's connection is gone; with the last one the time begins in which it may come back.
-
-        Args:
-            session: whose connection.
-            connection: which one.
-            silent_s: how long before it has given its last sign of life.
-            trouble: why this side has closed it; empty if it was lost.
-        """
+        """A producer's connection is gone, `silent_s` after its last sign of life; `trouble`: why we closed it."""
         with self._lock:
             session.connections.remove(connection)
             if not session.connections:
@@ -99,13 +90,8 @@ class TransferTable:
 
     def awaited(self) -> set[tuple[str, str]]:
         """Name and session of the producers that have a transfer to finish: they must give signs of life."""
-        unfinished = (TransferPhase.WAITING, TransferPhase.RECEIVING)
         with self._lock:
-            return {
-                (transfer.session.name, transfer.session.session)
-                for transfer in self._transfers.values()
-                if transfer.phase in unfinished
-            }
+            return {each.session.key for each in self._transfers.values() if not each.phase.terminal}
 
     # Frames of a producer
 
@@ -118,22 +104,23 @@ class TransferTable:
         with self._lock:
             live = self._transfers.get(transfer_id)
             over = self._tombstones.get(transfer_id)
-            if resumes and live is None and over is not None and over.phase is TransferPhase.COMPLETE:
-                connection.post(pack_control(FrameType.ACCEPT, transfer_id))
-                return
-            if live is not None and live.session.same(session):
+            known = live if live is not None and live.session.same(session) else None
+            whole = resumes and live is None and over is not None and over.phase is TransferPhase.COMPLETE
+            if known is not None or whole:
                 # Asked again after a lost connection; one that waits is answered when its turn comes.
-                if live.phase is not TransferPhase.WAITING:
+                if known is None or known.phase is not TransferPhase.WAITING:
                     connection.post(pack_control(FrameType.ACCEPT, transfer_id))
                 return
             try:
                 if resumes and live is None and over is None:
                     raise WireError(f"{self._name} does not know the transfer: it was restarted")
-                transfer = self._admissible(session, transfer_id, live is not None, body)
+                if live is not None or over is not None:
+                    raise WireError("this transfer id was used already")
+                transfer = self._admissible(session, transfer_id, body)
             except ValueError as error:
                 self._counters["refused"] += 1
                 connection.post(refuse(transfer_id, str(error)))
-                if live is None and self._tombstones.get(transfer_id) is None:
+                if live is None and over is None:
                     self._record_refused(transfer_id, str(error))
                 return
             self._counters["opened"] += 1
@@ -144,24 +131,17 @@ class TransferTable:
                 self._watchers.notify(transfer_id, transfer.status())
 
     def _admissible(
-        self, session: ProducerSession, transfer_id: bytes, known: bool, body: Mapping[str, Any]
+        self, session: ProducerSession, transfer_id: bytes, body: Mapping[str, Any]
     ) -> IncomingTransfer:
-        if known or self._tombstones.get(transfer_id) is not None:
-            raise WireError("this transfer id was used already")
+        names = {"name": self._name, "producer": session.name}
         ticket, regions = check_open(
-            body,
-            transfer_id=transfer_id,
-            name=self._name,
-            producer=session.name,
-            key=self._key,
-            layout=self._layout,
+            body, transfer_id=transfer_id, key=self._key, layout=self._layout, **names
         )
         uncounted, cached_tokens = self._options.uncounted_regions, cached_tokens_of(body)
         transfer = IncomingTransfer(ticket, regions, session, time.monotonic(), uncounted, cached_tokens)
         if self._arena.blocks_for(transfer.lease_bytes) > self._arena.total_blocks:
-            raise WireError(
-                f"{transfer.total_bytes} bytes can never fit into staging of {self._arena.total_bytes}"
-            )
+            most = self._arena.total_bytes
+            raise WireError(f"{transfer.total_bytes} bytes can never fit into staging of {most}")
         if len(self._waiting) >= self._options.max_waiting:
             raise WireError(f"{len(self._waiting)} transfers wait for staging already")
         return transfer
@@ -249,8 +229,8 @@ class TransferTable:
         self, session: ProducerSession, connection: FrameSink, header: Header, body: Mapping[str, Any]
     ) -> None:
         """END: prefill is over at the producer; chunks may still be on their way."""
-        total = count_field(body, "total_bytes", MAX_REGION_BYTES * MAX_REGIONS)
-        overlapped = count_field(body, "hidden_bytes", MAX_REGION_BYTES * MAX_REGIONS)
+        total = count_field(body, "total_bytes", MAX_TRANSFER_BYTES)
+        overlapped = count_field(body, "hidden_bytes", MAX_TRANSFER_BYTES)
         with self._lock:
             transfer = self._transfers.get(header.transfer_id)
             if transfer is None:
@@ -259,9 +239,7 @@ class TransferTable:
             if not transfer.session.same(session):
                 raise WireError(f"{session.name} sent END of another producer's transfer")
             if total != transfer.total_bytes or overlapped > total:
-                reason = (
-                    f"END speaks of {overlapped} of {total} bytes, the transfer has {transfer.total_bytes}"
-                )
+                reason = f"END says {overlapped} of {total} bytes, the transfer has {transfer.total_bytes}"
                 self._fail(transfer, reason)
                 raise WireError(reason)
             if not transfer.ended:
@@ -356,10 +334,9 @@ class TransferTable:
                     self._counters["expired"] += transfer.phase is TransferPhase.COMPLETE
                     self._counters["refused"] += transfer.phase is TransferPhase.WAITING
                     self._fail(transfer, reason)
-            for found, session in list(self._sessions.items()):
-                lost = session.lost_at_s is not None and now_s - session.lost_at_s > options.resume_s
-                if lost and not session.connections:
-                    del self._sessions[found]
+            for session in list(self._sessions.values()):
+                if session.is_lost(now_s, options.resume_s):
+                    del self._sessions[session.key]
             self._tombstones.sweep(now_s)
 
     def close(self) -> None:
@@ -375,10 +352,7 @@ class TransferTable:
         with self._lock:
             phases = Counter(transfer.phase.value for transfer in self._transfers.values())
             return {
-                "staging_used_blocks": self._arena.used_blocks,
-                "staging_peak_blocks": self._arena.peak_used_blocks,
-                "staging_total_blocks": self._arena.total_blocks,
-                "staging_block_bytes": self._arena.block_bytes,
+                **self._arena.gauges(),
                 "transfers": {phase.value: phases[phase.value] for phase in TransferPhase},
                 "tombstones": len(self._tombstones),
                 "watched": len(self._watchers),

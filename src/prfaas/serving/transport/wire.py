@@ -20,6 +20,7 @@ MAX_OPEN_BYTES = 1 << 20
 MAX_DATA_BYTES = 4 << 20
 MAX_REGIONS = 1 << 16
 MAX_REGION_BYTES = 1 << 44
+MAX_TRANSFER_BYTES = MAX_REGION_BYTES * MAX_REGIONS
 MAX_LINK_CHARS = 255
 MAX_PROBE_BYTES = 1 << 30
 NO_TRANSFER = bytes(16)
@@ -299,9 +300,6 @@ def refuse(transfer_id: bytes, reason: str) -> bytes:
     return pack_control(FrameType.REFUSE, transfer_id, {"reason": reason[:4096]})
 
 
-_MAX_BYTES = MAX_REGION_BYTES * MAX_REGIONS
-
-
 class TransferPhase(enum.StrEnum):
     """WAITING for staging → RECEIVING → COMPLETE, or FAILED from any of them; the last two are final."""
 
@@ -371,9 +369,9 @@ class TransferStatus:
         return cls(
             phase=phase,
             reason=text_field(body, "reason"),
-            received_bytes=count_field(body, "received_bytes", _MAX_BYTES),
-            total_bytes=count_field(body, "total_bytes", _MAX_BYTES),
-            overlapped_bytes=count_field(body, "hidden_bytes", _MAX_BYTES),
+            received_bytes=count_field(body, "received_bytes", MAX_TRANSFER_BYTES),
+            total_bytes=count_field(body, "total_bytes", MAX_TRANSFER_BYTES),
+            overlapped_bytes=count_field(body, "hidden_bytes", MAX_TRANSFER_BYTES),
             num_tokens=count_field(body, "num_tokens", 1 << 30),
             skip_tokens=count_field(body, "skip_tokens", 1 << 30),
             taken=body.get("taken") is True,

@@ -108,7 +108,8 @@ def test_every_block_leaves_exactly_once_whatever_the_chunks(
     request = Request("r", prompt, {"prfaas": ticket_for(prompt, skip)})
     scheduler.on_new_request(request)  # type: ignore[arg-type]
     request.num_computed_tokens = min(cached_blocks * 16, (num_tokens - 1) // 16 * 16)
-    left = num_tokens - request.num_computed_tokens
+    cached_tokens = request.num_computed_tokens
+    left = num_tokens - cached_tokens
     sizes = []
     while left:
         sizes.append(data.draw(st.integers(1, left)))
@@ -127,6 +128,7 @@ def test_every_block_leaves_exactly_once_whatever_the_chunks(
     assert closing[0].block_ids == (100 + (num_tokens - 1) // 16,)
     assert closing[2].first_block == max(0, num_tokens - 20 + 1) // 8
     assert not any(send.closing for send in sends[:-1])
+    assert {send.cached_tokens for send in sends} == {cached_tokens}
 
 
 def test_a_preempted_prefill_resends_nothing() -> None:

@@ -17,7 +17,7 @@ from prfaas.serving.engines.vllm.metadata import BlockRun, SendOrder
 from prfaas.serving.engines.vllm.pages import HostPages
 from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.stats import ConnectorStats
-from prfaas.serving.transport.outgoing import ChunkSource
+from prfaas.serving.transport.chunk_source import ChunkSource
 from prfaas.serving.transport.ticket import Ticket
 
 KINDS = (GroupKind.FULL, GroupKind.STATE, GroupKind.WINDOW)

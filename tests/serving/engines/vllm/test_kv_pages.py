@@ -215,19 +215,19 @@ def test_views_and_copies_are_the_same_bytes_of_the_pages(data: st.DataObject) -
 
 
 def test_neighbours_are_one_view_of_the_engines_own_memory() -> None:
-    memory = torch.zeros(8, 4096, dtype=torch.uint8)
+    memory = torch.zeros(8, 16384, dtype=torch.uint8)
     source = PagedSource(HostPages(memory), [2, 3, 4, 7, 6])
-    views = source.views(100, 5 * 4096 - 100)
+    views = source.views(100, 5 * 16384 - 100)
     assert views is not None
-    assert [view.nbytes for view in views] == [3 * 4096 - 100, 4096, 4096]
+    assert [view.nbytes for view in views] == [3 * 16384 - 100, 16384, 16384]
     memory[3] = 9
-    assert views[0][4096 - 100 : 2 * 4096 - 100] == bytes([9]) * 4096
+    assert views[0][16384 - 100 : 2 * 16384 - 100] == bytes([9]) * 16384
 
 
 def test_many_small_pieces_are_copied() -> None:
-    pages = HostPages(torch.zeros(8, 4095, dtype=torch.uint8))
-    assert PagedSource(pages, [1, 3, 5]).views(0, 3 * 4095) is None
-    assert PagedSource(pages, [1, 2, 5]).views(0, 3 * 4095) is not None
+    pages = HostPages(torch.zeros(8, 12000, dtype=torch.uint8))
+    assert PagedSource(pages, [1, 3, 5]).views(0, 3 * 12000) is None
+    assert PagedSource(pages, [1, 2, 5]).views(0, 3 * 12000) is not None
 
 
 def test_a_detached_source_shows_its_own_memory() -> None:

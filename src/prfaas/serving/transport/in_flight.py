@@ -1,0 +1,166 @@
+"""What waits for a connection ahead of all chunks, and what one connection has sent and got no answer to."""
+
+from collections import Counter, deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from prfaas.serving.transport.outgoing import Carrier, Chunk, OutgoingTransfer
+from prfaas.serving.transport.silence import Silence
+from prfaas.serving.transport.wire import NO_TRANSFER, FrameType, Header, abort, pack_control, ping, pong
+
+# A peer that stays away for long knows nothing any more of transfers that failed meanwhile.
+_MAX_JOBS = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ControlJob:
+    """A control frame to send; OPEN and END are sent again if their connection is lost before the answer."""
+
+    kind: FrameType
+    transfer: OutgoingTransfer
+    frame: bytes
+
+
+NOBODY = OutgoingTransfer.failed(NO_TRANSFER, (), "no transfer")
+"""Whose frames of no transfer are."""
+_FILLER_CHARS = 60_000
+FILLER = ControlJob(
+    FrameType.FILLER,
+    NOBODY,
+    pack_control(FrameType.FILLER, body={"filler": "0" * _FILLER_CHARS}),
+)
+"""A frame of bytes that nobody needs, to see what a link carries; it belongs to no transfer."""
+
+
+@dataclass(slots=True, eq=False)
+class InFlightWindow:
+    """What one live connection has sent and got no answer to; guarded by its queue's lock."""
+
+    connection: Carrier
+    chunks: dict[tuple[bytes, int, int], Chunk] = field(default_factory=dict)
+    """By transfer id, region and start."""
+    opens: dict[bytes, ControlJob] = field(default_factory=dict)
+    """OPEN frames by transfer id."""
+    ends: dict[bytes, ControlJob] = field(default_factory=dict)
+    """END frames by transfer id."""
+    aborts: dict[int, ControlJob] = field(default_factory=dict)
+    """ABORT frames by the number of the PING behind them, whose PONG says that they came."""
+    silence: Silence = field(default_factory=Silence)
+    sent_at_s: float = 0.0
+    """When a frame was sent last."""
+    pings: int = 0
+    """The number of the last PING."""
+    pongs: int = 0
+    """The number of the last PONG."""
+    asked: Header | None = None
+    """The peer's PING that is to be answered."""
+    trouble: str = ""
+    """Why this side closes it."""
+    closed: bool = False
+    """The connection is broken: nothing more goes out on it."""
+
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether an answer is due soon (an OPEN may wait long for staging, so it does not count)."""
+        return bool(self.chunks or self.ends) or self.pongs < self.pings
+
+    def add_chunk(self, chunk: Chunk, now_s: float) -> None:
+        """The chunk is about to be sent."""
+        self.sent_at_s = now_s
+        self.chunks[chunk.transfer.transfer_id, chunk.region, chunk.start] = chunk
+
+    def add_control(self, job: ControlJob, now_s: float) -> None:
+        """The frame is about to be sent."""
+        self.sent_at_s = now_s
+        if job.kind is FrameType.ABORT:
+            self.aborts[self.pings + 1] = job
+        elif job.kind is FrameType.OPEN:
+            self.opens[job.transfer.transfer_id] = job
+        else:
+            self.ends[job.transfer.transfer_id] = job
+
+    def sign_of_life(self, now_s: float, period_s: float, *, busy: bool) -> bytes:
+        """The PONG or PING that is due now, empty if none is.
+
+        Args:
+            now_s: time.monotonic().
+            period_s: without another frame, a PING is due after so long.
+            busy: transfers are open; otherwise only an ABORT needs one.
+        """
+        asked, self.asked = self.asked, None
+        if asked is not None:
+            return pong(asked)
+        if (busy and now_s - self.sent_at_s >= period_s) or self.pings + 1 in self.aborts:
+            self.sent_at_s = now_s
+            self.pings += 1
+            return ping(self.pings)
+        return b""
+
+    def heard(self, header: Header) -> None:
+        """A PING or a PONG has come."""
+        if header.kind is FrameType.PING:
+            self.asked = header
+            return
+        self.pongs = max(self.pongs, min(header.offset, self.pings))
+        for before in [before for before in self.aborts if before <= self.pongs]:
+            del self.aborts[before]
+
+    def forget(self, transfer: OutgoingTransfer) -> None:
+        """Drop what belongs to a transfer that is over; late answers to it are ignored."""
+        for key in [key for key, chunk in self.chunks.items() if chunk.transfer is transfer]:
+            del self.chunks[key]
+        self.opens.pop(transfer.transfer_id, None)
+        self.ends.pop(transfer.transfer_id, None)
+
+
+class ControlQueue:
+    """Control frames that wait for a connection, in order; guarded by its peer queue's lock."""
+
+    def __init__(self) -> None:
+        self._jobs: deque[ControlJob] = deque()
+
+    def open(self, transfer: OutgoingTransfer, frame: bytes) -> None:
+        """Announce a transfer with its OPEN frame."""
+        self._jobs.append(ControlJob(FrameType.OPEN, transfer, frame))
+
+    def resume(self, transfer: OutgoingTransfer) -> None:
+        """Ask whether the consumer still knows a transfer that it had accepted."""
+        self.open(transfer, transfer.open_frame(resume=True))
+
+    def end(self, transfer: OutgoingTransfer) -> None:
+        """Say that the prefill of the transfer has finished."""
+        body = {"total_bytes": transfer.total_bytes, "hidden_bytes": transfer.overlapped_bytes}
+        frame = pack_control(FrameType.END, transfer.transfer_id, body)
+        self._jobs.append(ControlJob(FrameType.END, transfer, frame))
+
+    def abort(self, transfer: OutgoingTransfer) -> None:
+        """Tell the consumer that the transfer failed, and why."""
+        if len(self._jobs) < _MAX_JOBS:
+            frame = abort(transfer.transfer_id, transfer.reason)
+            self._jobs.append(ControlJob(FrameType.ABORT, transfer, frame))
+
+    def again(self, jobs: Iterable[ControlJob]) -> None:
+        """Send frames once more, before all others: they may have been lost."""
+        self._jobs.extendleft(jobs)
+
+    def take(self) -> ControlJob | None:
+        """The next one; None: there is none."""
+        return self._jobs.popleft() if self._jobs else None
+
+    def forget(self, transfer: OutgoingTransfer) -> None:
+        """The transfer is over: drop what was to be said of it."""
+        if any(job.transfer is transfer for job in self._jobs):
+            self._jobs = deque(job for job in self._jobs if job.transfer is not transfer)
+
+
+def gauges_of(transfers: Collection[OutgoingTransfer], windows: Collection[InFlightWindow]) -> dict[str, Any]:
+    """What one peer's queue has to do, as observers get it."""
+    pending_bytes = sum(transfer.waiting_bytes for transfer in transfers)
+    return {
+        "connections": len(windows),
+        "transfers": dict(Counter(transfer.phase.value for transfer in transfers)),
+        "queued_bytes": sum(chunk.nbytes for each in transfers for chunk in each.queued) - pending_bytes,
+        "pending_bytes": pending_bytes,
+        "in_flight_chunks": sum(len(window.chunks) for window in windows),
+    }
