@@ -22,6 +22,8 @@ from wan.overlap import RTT_S, OverlapTrial, deployment_of, producer_prefill_s, 
 from wan.stack import FAR, HOME, SERVED_NAME, WanStack, engines_of, halves_of_the_cores
 
 _SIDE_CHANNEL_PORT = 5600
+# UCX looks for network devices in /sys, which shows those of the namespace in which it was mounted.
+_WITH_OWN_DEVICES = ("unshare", "--mount", "sh", "-c", 'mount -t sysfs sysfs /sys && exec "$@"', "sh")
 _PRODUCER, _CONSUMER = "far-prefill-0", "home-0"
 
 
@@ -92,7 +94,7 @@ def nixl_command(deployment: Deployment, instance: Instance) -> EngineCommand:
         "UCX_TLS": "tcp",
         "UCX_NET_DEVICES": "wan0",
     }
-    return replace(command, argv=tuple(argv), env={**command.env, **env})
+    return replace(command, argv=(*_WITH_OWN_DEVICES, *argv), env={**command.env, **env})
 
 
 def one_round(stack: WanStack, trial: OverlapTrial, draw: random.Random) -> PeerRound:
