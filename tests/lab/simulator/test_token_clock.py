@@ -180,6 +180,16 @@ def test_who_is_removed_is_not_called_back(plan: Plan, slots: int, data: st.Data
     assert (run.clock.batch, run.clock.waiting) == (0, 0)
 
 
+def test_who_joins_after_a_removal_is_served() -> None:
+    run = Recorder(growing, 1)
+    run.plan([(0.0, 2), (0.0, 1), (1 / 16, 2)])
+    run.events.run(1 / 97)
+    run.clock.remove(run.numbers[0])
+    run.events.run(math.inf)
+    assert sorted(run.done_s) == [1, 2]
+    assert (run.clock.batch, run.clock.waiting) == (0, 0)
+
+
 def got_tokens(plan: Plan, slots: int, victim: int, at_s: float) -> float:
     """Tokens of `victim` by `at_s`, by bisection over what it could have asked for."""
     low, high = 0.0, plan[victim][1]

@@ -150,6 +150,7 @@ class TokenClock:
             self._tokens += passed_s * self._tokens_per_s[batch]
         else:
             self._tokens = 0.0
+            self._forget_members()
         self._at_s = now_s
         self.batch = batch = batch + 1
         members = self._members
@@ -214,6 +215,12 @@ class TokenClock:
             if end_s < self._armed_s:
                 self._armed_s = end_s = max(end_s, self._at_s)
                 self._events.at(end_s, self._wake, end_s)
+
+    def _forget_members(self) -> None:
+        # Without a batch, who is still a member was removed: its end is by another count of tokens.
+        for _, number, _ in self._members:
+            self._gone.discard(number)
+        self._members.clear()
 
     def _advance(self) -> None:
         now_s = self._events.now_s
