@@ -18,7 +18,7 @@ from typing import Any
 from prfaas.core.deployment import Deployment, Instance
 from prfaas.serving.engines.command import EngineCommand, vllm_command
 from wan.laboratory import Laboratory
-from wan.overlap import RTT_S, OverlapTrial, deployment_of, producer_prefill_s, text
+from wan.overlap import CHUNK_TOKENS, RTT_S, OverlapTrial, deployment_of, producer_prefill_s, text
 from wan.stack import FAR, HOME, SERVED_NAME, WanStack, engines_of, halves_of_the_cores
 
 _SIDE_CHANNEL_PORT = 5600
@@ -54,6 +54,9 @@ def run(trials: Sequence[OverlapTrial], rounds: int, directory: Path) -> list[di
         folder.mkdir(parents=True)
         with running(folder, trial) as stack:
             draw = random.Random(0)
+            # A CPU engine asks the kernel for its matrix unit (AMX) in its first prefill; a decode before ends in SIGILL.
+            plain = {"model": SERVED_NAME, "prompt": text(0, CHUNK_TOKENS), "max_tokens": 1}
+            asked(stack, _CONSUMER, plain)
             one_round(stack, trial, draw)
             measured = []
             for _ in range(rounds):
