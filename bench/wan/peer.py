@@ -54,7 +54,7 @@ def run(trials: Sequence[OverlapTrial], rounds: int, directory: Path) -> list[di
         folder.mkdir(parents=True)
         with running(folder, trial) as stack:
             draw = random.Random(0)
-            # A CPU engine asks the kernel for its matrix unit (AMX) in its first prefill; a decode before ends in SIGILL.
+            # A CPU engine asks for its matrix unit (AMX) in its first prefill; a decode before that ends in SIGILL.
             plain = {"model": SERVED_NAME, "prompt": text(0, CHUNK_TOKENS), "max_tokens": 1}
             asked(stack, _CONSUMER, plain)
             one_round(stack, trial, draw)
