@@ -346,13 +346,14 @@ def goals(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     if rows:
+        print("                     prefill s          on the line s               exposed s")
         print(
-            "trial           MB  prefill s  ideal s  on the line s  TTFT s  exposed s (worst)   goal  tokens"
+            "trial             MB alone home busy  ideal  first  last   TTFT  median worst home busy  goal  tokens"
         )
     for row in rows:
         print(
-            f"{row['trial']:14} {row['kv_mb']:5.1f} {row['prefill_s']:9.2f} ({row['busy_prefill_s']:8.2f}) {row['ideal_s']:10.2f}"
-            f"  {row['first_bytes_s']:5.2f} – {row['last_bytes_s']:5.2f} {row['ttft_s']:7.2f}"
-            f"  {row['exposed_s']:8.3f} ({row['exposed_s_worst']:.3f}, {row['busy_exposed_s']:.3f})  {row['goal_s']:6.3f}  "
-            f"{'equal' if row['equal'] else 'DIFFERENT'}{'' if row['met'] else '  (missed)'}"
+            f"{row['trial']:14} {row['kv_mb']:5.1f} {row['prefill_s']:5.2f} {row['busy_prefill_s']:9.2f}"
+            f" {row['ideal_s']:6.2f} {row['first_bytes_s']:6.2f} {row['last_bytes_s']:5.2f} {row['ttft_s']:6.2f}"
+            f" {row['exposed_s']:7.3f} {row['exposed_s_worst']:5.3f} {row['busy_exposed_s']:9.3f} {row['goal_s']:5.3f}"
+            f"  {'equal' if row['equal'] else 'DIFFERENT'}{'' if row['met'] else '  (missed)'}"
         )
