@@ -73,6 +73,8 @@ def prefilled(name: str, num_tokens: int) -> dict[str, bytes]:
             enforce_eager=True,
             max_model_len=num_tokens + 16,
             num_gpu_blocks_override=256,
+            kv_cache_memory_bytes=1 << 30,
+            gpu_memory_utilization=0.1,
             enable_prefix_caching=False,
         )
         ids = random.Random(1).choices(range(32, 127), k=num_tokens)
