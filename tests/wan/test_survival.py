@@ -1,4 +1,7 @@
-"""The link goes dark, loses its connections or many packets: transfers go on, or end on both sides in time."""
+"""The real transport over the emulated network, whose line goes dark, loses connections or packets.
+
+Transfers arrive exactly, or end on both sides in time.
+"""
 
 import asyncio
 import random
@@ -92,8 +95,7 @@ class Ends:
 @pytest.fixture
 def make_ends(make_laboratory: MakeLaboratory) -> Iterator[Callable[..., Ends]]:
     @contextmanager
-    def ends(rate_bits_per_s: float, connections: int, paced: bool, options: SenderOptions) -> Iterator[Ends]:
-        line = LineSettings.of_round_trip(rate_bits_per_s, 0.030)
+    def ends(line: LineSettings, connections: int, paced: bool, options: SenderOptions) -> Iterator[Ends]:
         laboratory = make_laboratory(line)
         with laboratory.inside("home-0"):
             receiver = Receiver(
@@ -129,8 +131,11 @@ def make_ends(make_laboratory: MakeLaboratory) -> Iterator[Callable[..., Ends]]:
         *,
         paced: bool = True,
         congestion: str | None = "bbr",
+        rtt_s: float = 0.030,
+        loss: float = 0.0,
     ) -> Ends:
-        made.append(ends(rate_bits_per_s, connections, paced, SenderOptions(congestion=congestion)))
+        line = LineSettings.of_round_trip(rate_bits_per_s, rtt_s, loss=loss)
+        made.append(ends(line, connections, paced, SenderOptions(congestion=congestion)))
         return made[-1].__enter__()
 
     yield make
@@ -297,3 +302,22 @@ def test_an_observer_notices_a_dark_path(make_laboratory: MakeLaboratory) -> Non
         laboratory.change(blackhole=False)
         receiver.close()
     assert receiver.stats()["thread_errors"] == 0
+
+
+def test_a_transfer_arrives_exactly_over_a_lossy_line(make_ends: Callable[..., Ends]) -> None:
+    ends = make_ends(paced=False, loss=0.01)
+    ends.send(1_500_001)
+    assert ends.laboratory.counters("far", "home").lost_segments > 5
+
+
+@pytest.mark.parametrize("killed", [1, 4])
+def test_a_transfer_arrives_exactly_when_connections_are_killed(
+    make_ends: Callable[..., Ends], killed: int
+) -> None:
+    ends = make_ends(100e6, paced=False, rtt_s=0.010)
+
+    def kill(_: OutgoingTransfer) -> None:
+        await_true(lambda: ends.laboratory.counters("far", "home").carried_bytes >= 1 << 20, 60)
+        assert ends.laboratory.kill_connections(killed, PORT) == killed
+
+    ends.send(2_000_000, kill)
