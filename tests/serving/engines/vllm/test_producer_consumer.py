@@ -345,7 +345,7 @@ def test_a_load_that_waits_keeps_no_other_waiting(ends: Ends) -> None:
     await_filled(ends, "a0", 4)
     for orders in sends(goes, [60], request_id="q"):
         ends.step(orders)
-    ends.order(load(goes, 0, "e", 40))
+    order_early(ends, goes, ("e", 40))
     assert ends.results() == ({"e"}, set())
     # The other one is given up after `load_wait_s`.
     assert ends.results() == ({"d"}, {"d"})
