@@ -39,7 +39,7 @@ from rich.table import Table
 
 from corruption_cost import connector_ratios, digest_speed, ttft_ratios
 from corruption_world import Prompt, Rank, World, damage, exchange, random_prompt, spoil_staged
-from prfaas.serving.engines.kv_groups import GroupKind
+from prfaas.core.kv.groups import GroupKind
 from prfaas.serving.engines.page_digests import DIGEST_BYTES
 
 TRANSFERS_PER_WORLD = 200

@@ -16,7 +16,7 @@ import torch
 
 from corruption_world import Prompt, Rank
 from prfaas.core.deployment import TOOLS, Deployment, load_deployment
-from prfaas.serving.engines.kv_groups import GroupKind
+from prfaas.core.kv.groups import GroupKind
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.engines.vllm.device_pages import layer_pages
 from prfaas.serving.engines.vllm.layout import EngineGroup

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from prfaas.serving.engines.kv_groups import GroupKind
+from prfaas.core.kv.groups import GroupKind
 from prfaas.serving.engines.page_digests import DIGEST_BYTES
 from prfaas.serving.engines.vllm.consumer import KvConsumer
 from prfaas.serving.engines.vllm.layout import EngineGroup, EngineRegion, KvLayout

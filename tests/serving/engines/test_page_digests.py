@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from prfaas.core.kv import model_from_config
-from prfaas.serving.engines.kv_groups import GroupKind, KvGroup, Region
+from prfaas.core.kv.groups import GroupKind, KvGroup, Region
 from prfaas.serving.engines.page_digests import (
     DIGEST_BYTES,
     DigestPlan,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prfaas.serving.engines.kv_groups import GroupKind
+from prfaas.core.kv.groups import GroupKind
 from prfaas.serving.engines.synthetic.cache import Context, Lease, PagePool, PrefixCache, RoomError
 from prfaas.serving.engines.synthetic.content import TokenChain
 from prfaas.serving.engines.synthetic.events import Event, PublishedBatch

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.core.kv import KvModel, LinearState, model_from_config
+from prfaas.core.kv.groups import GroupKind
 from prfaas.core.latency import load_profile
 from prfaas.serving.engines import EngineError
-from prfaas.serving.engines.kv_groups import GroupKind
 from prfaas.serving.engines.synthetic.cache import Context
 from prfaas.serving.engines.synthetic.content import (
     PageSource,

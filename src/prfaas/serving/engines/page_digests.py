@@ -25,7 +25,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from prfaas.serving.engines.kv_groups import Region, region_bytes
+from prfaas.core.kv.groups import Region, region_bytes
 from prfaas.serving.transport.staging import StagedTransfer
 
 DIGEST_FORMAT = "v1"

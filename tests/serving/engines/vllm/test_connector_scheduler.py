@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.serving.engines.kv_groups import GroupKind, KvGroup
+from prfaas.core.kv.groups import GroupKind, KvGroup
 from prfaas.serving.engines.vllm.connector_scheduler import ConnectorScheduler
 from prfaas.serving.engines.vllm.metadata import TransferMetadata
 from prfaas.serving.transport.ticket import Ticket, prompt_digest

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.serving.engines.kv_groups import GroupKind
+from prfaas.core.kv.groups import GroupKind
 from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout
 from prfaas.serving.engines.vllm.metadata import BlockRun, SendOrder
 from prfaas.serving.engines.vllm.pages import HostPages

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from prfaas.serving.engines.kv_groups import GroupKind
+from prfaas.core.kv.groups import GroupKind
 from prfaas.serving.engines.vllm.consumer import KvConsumer
 from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout
 from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder, TransferMetadata

@@ -12,7 +12,7 @@ from struct import Struct
 
 from xxhash import xxh3_64_intdigest
 
-from prfaas.serving.engines.kv_groups import GroupKind
+from prfaas.core.kv.groups import GroupKind
 from prfaas.serving.engines.synthetic.content import TokenChain
 from prfaas.serving.engines.synthetic.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from prfaas.serving.engines.synthetic.layout import EVENT_KINDS, SyntheticGroup, SyntheticLayout

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prfaas.core.kv import FullAttention, KvModel, LinearState, SlidingWindow
+from prfaas.core.kv.groups import GroupKind, KvGroup, Region, full_attention_first, region_bytes
 from prfaas.serving.engines import EngineError
-from prfaas.serving.engines.kv_groups import GroupKind, KvGroup, Region, full_attention_first, region_bytes
 from prfaas.serving.engines.page_digests import DIGEST_FORMAT, DigestPlan
 
 STATE_BLOCK_TOKENS = 256

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prfaas.serving.engines.kv_groups import GroupKind, KvGroup
+from prfaas.core.kv.groups import GroupKind, KvGroup
 from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder, TransferMetadata
 from prfaas.serving.transport.ticket import (
     PREFIX_TICKET_PARAMETER,

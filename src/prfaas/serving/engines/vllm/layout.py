@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from prfaas.serving.engines.kv_groups import GroupKind, KvGroup, Region, full_attention_first, region_bytes
+from prfaas.core.kv.groups import GroupKind, KvGroup, Region, full_attention_first, region_bytes
 from prfaas.serving.engines.page_digests import DIGEST_FORMAT, DigestPlan
 from prfaas.serving.engines.vllm.device_pages import layer_pages
 from prfaas.serving.engines.vllm.pages import LayerPages, LayoutError, raw_pages

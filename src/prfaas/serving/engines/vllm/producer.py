@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from prfaas.serving.engines.kv_groups import GroupKind
+from prfaas.core.kv.groups import GroupKind
 from prfaas.serving.engines.page_digests import DigestPlan, DigestSource
 from prfaas.serving.engines.vllm.layout import EngineRegion, KvLayout
 from prfaas.serving.engines.vllm.metadata import BlockRun, SendOrder

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from prfaas.serving.engines.kv_groups import (
+from prfaas.core.kv.groups import (
     GroupKind,
     KvGroup,
     Region,
@@ -47,6 +47,6 @@ def test_impossible_transfers(num_tokens: int, skip_tokens: int) -> None:
 
 
 def test_needs_neither_torch_nor_vllm() -> None:
-    code = "import sys, prfaas.serving.engines.kv_groups; print({'torch', 'vllm'} & sys.modules.keys())"
+    code = "import sys, prfaas.core.kv.groups; print({'torch', 'vllm'} & sys.modules.keys())"
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert found.stdout.strip() == "set()"
