@@ -1,0 +1,1 @@
+"""The prefix-cache pool's rules, without any memory, file or socket."""
