@@ -1,1 +1,1 @@
-"""The prefix-cache pool's rules, without any memory, file or socket."""
+"""The rules of the prefix-cache pool: keys of prefixes, sizes of pages, what is usable, worth loading and kept."""
