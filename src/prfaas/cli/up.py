@@ -29,7 +29,9 @@ def up(
     ready_timeout_s: ReadyTimeout = None,
     restarts: Annotated[
         int,
-        typer.Option(metavar="N", min=0, help="Start an engine or a pool that ends again, at most so often in a row."),
+        typer.Option(
+            metavar="N", min=0, help="Start an engine or a pool that ends again, at most so often in a row."
+        ),
     ] = 5,
     drain_timeout_s: DrainTimeout = DRAIN_TIMEOUT_S,
     log_format: LogFormatOption = None,
@@ -64,7 +66,9 @@ def up(
                 engines.wait_ready(timeout_s, on_progress=lines.show)
             for node in loaded.pools:
                 if not pools.answers_health(node):
-                    _tell(f"pool {node.name} does not answer; engines go on without it: {pools.log_path(node.name)}")
+                    _tell(
+                        f"pool {node.name} does not answer; engines go on without it: {pools.log_path(node.name)}"
+                    )
             limits = RestartLimits(most=restarts, ready_timeout_s=timeout_s)
             engine_supervisor = Supervisor(engines, loaded.instances, limits, _tell)
             pool_supervisor = Supervisor(pools, loaded.pools, limits, _tell, kind="pool")

@@ -158,6 +158,8 @@ class Supervisor(Generic[_N]):
             self._tell(f"{self._kind} {name} is ready again after {self._clock() - each.started_s:.0f} s")
             each.started_s, each.sound_s = None, self._clock() + self._limits.steady_s
         elif self._clock() - each.started_s > self._limits.ready_timeout_s and self._running.is_running(name):
-            self._tell(f"{self._kind} {name} is not ready {self._limits.ready_timeout_s:g} s after its restart")
+            self._tell(
+                f"{self._kind} {name} is not ready {self._limits.ready_timeout_s:g} s after its restart"
+            )
             with contextlib.suppress(EngineError):
                 await asyncio.to_thread(self._running.kill, name)
