@@ -163,6 +163,11 @@ class Journal:
         for page_id in page_ids:
             self._forget(page_id)
 
+    def forget_all(self) -> None:
+        """No page is there any more; the file learns it when it is rewritten."""
+        self._live.clear()
+        self._live_bytes = 0
+
     def rewrite(self) -> None:
         """Keep only the records of pages that are there, in a new file that replaces this one at once.
 
@@ -177,8 +182,7 @@ class Journal:
         Raises:
             OSError: the old file is as it was.
         """
-        self._live.clear()
-        self._live_bytes = 0
+        self.forget_all()
         self._write_anew()
 
     def identity(self, page_id: bytes) -> bytes:
@@ -195,6 +199,10 @@ class Journal:
 
     def close(self) -> None:
         """Close the file."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -247,7 +255,7 @@ class Journal:
             os.close(fd)
             raise
         with self._lock:
-            self.close()
+            self._close()
             self._fd, self._end, self._live = fd, written, moved
         self._live_bytes = written - len(self._header)
 

@@ -136,17 +136,19 @@ class PageFile:
         self._path = path
         self._size_bytes = size_bytes
         self._fd = self._io_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fds = [self._fd]
         # A reader may be inside of a file that is replaced: it is closed once nobody knows it.
-        self._close = weakref.finalize(self, os.close, self._fd)
+        self._close = weakref.finalize(self, _close_all, fds)
         try:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise SsdFileError(errno.EBUSY, "another pool's daemon uses it", str(path)) from None
+                raise SsdFileError(errno.EBUSY, "another daemon uses it", str(path)) from None
             self.bytes_before = os.fstat(self._fd).st_size
-            os.posix_fallocate(self._fd, 0, size_bytes)
-            os.ftruncate(self._fd, size_bytes)
-            self._io_fd = self._past_cache()
+            self.take_room()
+            if (past_cache := self._past_cache()) is not None:
+                fds.append(past_cache)
+                self._io_fd = past_cache
         except BaseException:
             self.close()
             raise
@@ -168,10 +170,16 @@ class PageFile:
         Raises:
             OSError: there is no room for it.
         """
-        if os.fstat(self._fd).st_size == self._size_bytes:
+        before = os.fstat(self._fd).st_size
+        if before == self._size_bytes:
             return True
+        try:
+            os.posix_fallocate(self._fd, 0, self._size_bytes)
+        except OSError:
+            # What it got of the room would be missing to others.
+            os.ftruncate(self._fd, min(before, self._size_bytes))
+            raise
         os.ftruncate(self._fd, self._size_bytes)
-        os.posix_fallocate(self._fd, 0, self._size_bytes)
         return False
 
     def write(self, page: npt.NDArray[np.uint8], offset: int, rest_from: int, buffer: PieceBuffer) -> int:
@@ -250,20 +258,17 @@ class PageFile:
             written = os.pwrite(self._io_fd, piece, offset)
             piece, offset = piece[written:], offset + written
 
-    def _past_cache(self) -> int:
-        """A descriptor that goes past the page cache, or the plain one where the file system has no such thing."""
-        buffer = PieceBuffer()
+    def _past_cache(self) -> int | None:
+        """A descriptor that goes past the page cache; None where the file system has no such thing."""
         try:
             fd = os.open(self._path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
         except OSError:
-            return self._fd
+            return None
         try:
-            os.preadv(fd, [buffer.view[:BLOCK_BYTES]], 0)
+            os.preadv(fd, [PieceBuffer().view[:BLOCK_BYTES]], 0)
         except OSError:
             os.close(fd)
-            return self._fd
-        self._close.detach()
-        self._close = weakref.finalize(self, _close_all, (self._fd, fd))
+            return None
         return fd
 
 
