@@ -26,15 +26,19 @@ _NO_BLOCK = 0
 class StoreProgress:
     """How far one request's blocks have been looked at since it was last scheduled from the start."""
 
-    __slots__ = ("attention_tokens", "ends_tokens", "newest_end", "unsure_tokens", "window_blocks")
+    __slots__ = (
+        "attention_tokens", "ends_tokens", "missing_tokens", "newest_end", "own_tokens", "window_blocks",
+    )  # fmt: skip
 
     def __init__(self, attention_tokens: int, ends_tokens: int) -> None:
         self.attention_tokens = attention_tokens
         """Full-attention blocks up to there are in the pool or were ordered."""
         self.ends_tokens = ends_tokens
         """The last end at which states and windows could be had."""
-        self.unsure_tokens = 0
+        self.own_tokens = 0
         """Length of the engine's own hit while it isn't known whether the pool has it too."""
+        self.missing_tokens = 0
+        """So much of it is still to be ordered, since the pool lacks it."""
         self.window_blocks: dict[int, int] = {}
         """Index of the first block that was not ordered yet, by window group."""
         self.newest_end: dict[bytes, tuple[KvGroup, int]] = {}
@@ -129,6 +133,7 @@ class PoolStores:
         if not wishes.pages:
             return []
         granted = self._reserve(wishes.pages)
+        self._look_for_gaps(wishes.pages, granted)
         self._supersede(wishes, granted)
         return list(_orders(granted, epoch))
 
@@ -148,7 +153,8 @@ class PoolStores:
         progress = pooled.progress
         if progress is None:
             progress = pooled.progress = self._begin(start_tokens)
-        if end_tokens // self._step_tokens == progress.attention_tokens // self._step_tokens and not offers:
+        is_in_same_step = end_tokens // self._step_tokens == progress.attention_tokens // self._step_tokens
+        if is_in_same_step and not offers and not progress.missing_tokens:
             return
         table = block_state.get_block_ids(request.request_id)
         if table is None:
@@ -157,13 +163,15 @@ class PoolStores:
         for group in self._full:
             first, end = progress.attention_tokens // group.block_tokens, end_tokens // group.block_tokens
             wishes.pages += _pages(pooled, group, table, range(first, end))
+            wishes.pages += _pages(pooled, group, table, range(progress.missing_tokens // group.block_tokens))
+        progress.missing_tokens = 0
         progress.attention_tokens = max(end_tokens, progress.attention_tokens)
         self._add_ends(wishes, pooled, progress, end_tokens, table, offers)
 
     def _begin(self, own_tokens: int) -> StoreProgress:
         """The pool most likely has what the engine had: the last boundary's blocks tell, at no further cost."""
         progress = StoreProgress(max(own_tokens - self._boundary_tokens, 0), own_tokens)
-        progress.unsure_tokens = progress.attention_tokens
+        progress.own_tokens = own_tokens
         return progress
 
     def _add_ends(
@@ -203,9 +211,7 @@ class PoolStores:
                 wishes.pages += found
                 wishes.ends.append((pooled, end, stays))
 
-    def _window_ends(
-        self, pooled: PooledRequest, progress: StoreProgress, end_tokens: int
-    ) -> Iterable[int]:
+    def _window_ends(self, pooled: PooledRequest, progress: StoreProgress, end_tokens: int) -> Iterable[int]:
         """Without states every boundary could be an end: those that are wanted."""
         if not self._windows:
             return ()
@@ -254,6 +260,17 @@ class PoolStores:
         token_ids = array("I", pooled.request.all_token_ids[start_tokens : page.end_tokens]).tobytes()
         return PageIdentity(parent, token_ids, pooled.salt, pooled.adapter)
 
+    def _look_for_gaps(self, pages: Sequence[_Page], granted: Sequence[tuple[_Page, PageRef]]) -> None:
+        """Where the pool lacked the last blocks of an engine's own hit, it may lack all of them."""
+        for page, _ in granted:
+            progress = page.pooled.progress
+            if progress is not None and page.end_tokens <= progress.own_tokens:
+                progress.missing_tokens = progress.own_tokens - self._boundary_tokens
+                progress.own_tokens = 0
+        for page in pages:
+            if page.pooled.progress is not None:
+                page.pooled.progress.own_tokens = 0
+
     def _supersede(self, wishes: _Wishes, granted: Sequence[tuple[_Page, PageRef]]) -> None:
         """Discard what only the end before the newest one needed, where the newest got its place."""
         superseded: list[bytes] = []
@@ -292,16 +309,24 @@ def _pages(
 
 def _orders(granted: Iterable[tuple[_Page, PageRef]], epoch: int) -> Iterator[PoolStore]:
     """One order for each request's full attention, and one for what vLLM may free after the step."""
-    by_request: dict[tuple[str, bool], list[PoolPages]] = {}
+    runs: dict[tuple[str, bool], list[list[tuple[_Page, PageRef]]]] = {}
     for page, ref in granted:
-        urgent = page.group.kind is not GroupKind.FULL
-        parts = by_request.setdefault((page.pooled.request.request_id, urgent), [])
-        last = parts[-1] if parts else None
-        if last and last.group == page.group.index and last.first_block + len(last.block_ids) == page.block:
-            parts[-1] = PoolPages(
-                last.group, last.first_block, (*last.block_ids, page.block_id), (*last.pages, ref)
-            )
+        of_request = runs.setdefault(
+            (page.pooled.request.request_id, page.group.kind is not GroupKind.FULL), []
+        )
+        last = of_request[-1][-1][0] if of_request else None
+        if last and last.group is page.group and last.block + 1 == page.block:
+            of_request[-1].append((page, ref))
         else:
-            parts.append(PoolPages(page.group.index, page.block, (page.block_id,), (ref,)))
-    for (request_id, urgent), parts in by_request.items():
-        yield PoolStore(request_id, epoch, tuple(parts), urgent)
+            of_request.append([(page, ref)])
+    for (request_id, urgent), of_request in runs.items():
+        parts = tuple(
+            PoolPages(
+                run[0][0].group.index,
+                run[0][0].block,
+                tuple(page.block_id for page, _ in run),
+                tuple(ref for _, ref in run),
+            )
+            for run in of_request
+        )
+        yield PoolStore(request_id, epoch, parts, urgent)
