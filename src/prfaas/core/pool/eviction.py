@@ -58,8 +58,8 @@ class EvictionPolicy(Protocol[Page]):
 
 def eviction_policy(
     name: str, groups: Sequence[KvGroup], recompute_s: Callable[[int, int], float] | None = None
-) -> EvictionPolicy[bytes]:
-    """A policy by name, of a pool whose page ids are bytes.
+) -> EvictionPolicy[Page]:
+    """A policy by name.
 
     Args:
         name: One of `EVICTION_POLICIES`.

@@ -1,10 +1,14 @@
-"""What the scheduler side of the connector tells the worker side at every step."""
+"""What the scheduler side of the connector tells the worker side at every step, and what comes back."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from prfaas.serving.transport.ticket import Ticket
+
+if TYPE_CHECKING:
+    from prfaas.serving.pool.protocol import PageRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +53,99 @@ class LoadOrder:
     """Blocks to fill, of every group: the KV of tokens [local_tokens, ticket.num_tokens)."""
 
 
+@dataclass(frozen=True, slots=True)
+class PoolPages:
+    """Consecutive blocks of one KV cache group of a request, and the pool's pages of them."""
+
+    group: int
+    """Index of the group."""
+    first_block: int
+    """Index of the first of them in the request's block table."""
+    block_ids: tuple[int, ...]
+    """Where they lie in the engine's memory."""
+    pages: "tuple[PageRef, ...]"
+    """Where they lie in the pool's, one for each block."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLoad:
+    """Blocks of a request to fill from the pool."""
+
+    request_id: str
+    pin: int
+    """Keeps the pages where they are; the scheduler side gives it back when the load has ended."""
+    epoch: int
+    """Of the daemon's start in which the pages were pinned."""
+    parts: tuple[PoolPages, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStore:
+    """Blocks of a request that are complete after this step and go into reserved pages of the pool."""
+
+    request_id: str
+    epoch: int
+    """Of the daemon's start in which the pages were reserved."""
+    parts: tuple[PoolPages, ...]
+    urgent: bool
+    """Linear states and sliding windows, which vLLM may free after this step: copied before the next one computes."""
+
+
 @dataclass(slots=True)
 class TransferMetadata(KVConnectorMetadata):
     """One step's orders."""
 
     sends: list[SendOrder] = field(default_factory=list)
     loads: list[LoadOrder] = field(default_factory=list)
+    pool_loads: list[PoolLoad] = field(default_factory=list)
+    pool_stores: list[PoolStore] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
-    """Producing requests whose blocks are about to be reused."""
+    """Requests that send or store, and whose blocks are about to be reused."""
     held: dict[str, bool] = field(default_factory=dict)
-    """Finished requests whose blocks wait for our `finished_sending`; True: the prefill was aborted."""
+    """Finished requests whose blocks wait for our `finished_sending`; True: the request was aborted.
+
+    They wait for a transfer to another engine, for copies into the pool, or for both.
+    """
     drops: list[tuple[bytes, str]] = field(default_factory=list)
     """Transfers that no request here will take, with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLoadTime:
+    """What it took to load one request's pages from the pool."""
+
+    loaded_bytes: int
+    """0: the load failed."""
+    wait_s: float
+    """Of the time, how long it stood still for pages that came from the SSD."""
+    copy_s: float
+    """How long it copied."""
+    elapsed_s: float
+    """From the order to its end; other loads may have been before it."""
+
+    def joined(self, other: "PoolLoadTime") -> "PoolLoadTime":
+        """The same of two ranks, which load at the same time."""
+        failed = not self.loaded_bytes or not other.loaded_bytes
+        return PoolLoadTime(
+            loaded_bytes=0 if failed else self.loaded_bytes + other.loaded_bytes,
+            wait_s=max(self.wait_s, other.wait_s),
+            copy_s=max(self.copy_s, other.copy_s),
+            elapsed_s=max(self.elapsed_s, other.elapsed_s),
+        )
+
+
+@dataclass(slots=True)
+class PoolLoadTimes(KVConnectorWorkerMetadata):
+    """What the worker side measured of the pool loads that ended in this step, by request."""
+
+    loads: dict[str, PoolLoadTime] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "PoolLoadTimes":
+        """Both ranks' figures."""
+        if not isinstance(other, PoolLoadTimes):
+            raise TypeError(f"worker metadata of another connector: {type(other).__name__}")
+        joined = dict(self.loads)
+        for request_id, time in other.loads.items():
+            known = joined.get(request_id)
+            joined[request_id] = time if known is None else known.joined(time)
+        return PoolLoadTimes(joined)

@@ -80,6 +80,12 @@ class ConnectorSettings:
     """The CAs that its peers' certificates may come from."""
     plain_peers: frozenset[str] = frozenset()
     """The only instances, gateways and tools that may connect without encryption, where there is a certificate."""
+    pool_socket: Path | None = None
+    """Where this machine's pool daemon listens; None: there is no pool."""
+    checkpoint_tokens: int = 32768
+    """Beside prompt ends and junctions, a linear state goes into the pool every so many tokens."""
+    pool_timeout_s: float = 2.0
+    """A call of the pool daemon that has no answer for that long has failed."""
 
     @property
     def tls(self) -> TlsIdentity | None:
@@ -106,7 +112,7 @@ class ConnectorSettings:
             fields["peers"] = {name: PeerSettings(**peer) for name, peer in fields["peers"].items()}
             fields["producers"] = frozenset(fields["producers"])
             fields["plain_peers"] = frozenset(fields.get("plain_peers", ()))
-            for name in ("key_file", "identity_file", "ca_file"):
+            for name in ("key_file", "identity_file", "ca_file", "pool_socket"):
                 if fields.get(name) is not None:
                     fields[name] = Path(fields[name])
             return cls(**fields)
