@@ -1,6 +1,7 @@
 """The one YAML file a user writes, read into frozen typed objects."""
 
 from prfaas.core.deployment.addresses import EventsEndpoint, is_loopback
+from prfaas.core.deployment.engine import EngineConfig, TransferLimits
 from prfaas.core.deployment.gateway import AdminConfig, GatewayConfig, GatewayLimits, RouteDetail
 from prfaas.core.deployment.load import default_state_dir, load_deployment, load_planned
 from prfaas.core.deployment.planned import (
@@ -15,6 +16,7 @@ from prfaas.core.deployment.planned import (
     UniformLengths,
     WorkloadSpec,
 )
+from prfaas.core.deployment.pool import EvictionName, PoolNode, PoolSettings, PoolSpace
 from prfaas.core.deployment.security import (
     CERTIFICATE_NAMES,
     CONTROL,
@@ -30,7 +32,6 @@ from prfaas.core.deployment.types import (
     Cluster,
     ControlConfig,
     Deployment,
-    EngineConfig,
     Instance,
     KvPeer,
     Link,
@@ -39,7 +40,6 @@ from prfaas.core.deployment.types import (
     Role,
     Routing,
     Slo,
-    TransferLimits,
 )
 
 __all__ = [
@@ -58,6 +58,7 @@ __all__ = [
     "EngineConfig",
     "EngineTls",
     "EventsEndpoint",
+    "EvictionName",
     "FixedLengths",
     "GatewayConfig",
     "GatewayLimits",
@@ -70,6 +71,9 @@ __all__ = [
     "PlannedCluster",
     "PlannedDeployment",
     "Policy",
+    "PoolNode",
+    "PoolSettings",
+    "PoolSpace",
     "Role",
     "RouteDetail",
     "Routing",

@@ -42,6 +42,11 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
+def plain_host(host: str) -> str:
+    """A host in the one spelling by which machines are compared."""
+    return "127.0.0.1" if host.lower() == "localhost" else host.lower()
+
+
 def host_in_url(host: str) -> str:
     """A host as it stands in a URL: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host

@@ -6,8 +6,9 @@ A file that is to run and one that is to be planned share most checks; each has 
 from collections.abc import Iterator
 from pathlib import Path
 
-from prfaas.core.deployment.addresses import is_loopback
+from prfaas.core.deployment.addresses import is_loopback, plain_host
 from prfaas.core.deployment.encryption import check_encryption
+from prfaas.core.deployment.pool_checks import check_pool_sections, check_pools, pool_ports
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, InstanceSection, LengthsSection
 from prfaas.core.deployment.source import Location, YamlSource
 from prfaas.core.deployment.types import SYNTHETIC
@@ -98,6 +99,7 @@ def check_to_run(source: YamlSource, file: DeploymentFile) -> None:
     _check_common(source, file)
     _check_ports(source, file)
     _check_engine(source, file)
+    check_pools(source, file)
     _check_tenants(source, file)
     check_encryption(source, file)
 
@@ -126,6 +128,7 @@ def _check_common(source: YamlSource, file: DeploymentFile) -> None:
     _check_roles(source, file)
     _check_links(source, file)
     _check_slo(source, file)
+    check_pool_sections(source, file)
 
 
 def _check_can_run(source: YamlSource, file: DeploymentFile) -> None:
@@ -288,6 +291,13 @@ def _check_ports(source: YamlSource, file: DeploymentFile) -> None:
                         f"{port} is already used by {by}; give each instance its own ports",
                     )
             taken.append((instance.host, port, owner))
+    for location, name, host, port in pool_ports(file):
+        for taken_host, taken_port, by in taken:
+            if port == taken_port and _same_host(host, taken_host):
+                raise source.error(
+                    location, f"{port} is already used by {by}; give the pools ports of their own"
+                )
+        taken.append((host, port, f'pool "{name}"'))
 
 
 def _ports_of(instance: InstanceSection) -> Iterator[tuple[str, int]]:
@@ -306,22 +316,19 @@ def admin_port(file: DeploymentFile) -> int:
     if given is not None:
         return int(given)
     used = {port for _, _, instance in _instances(file) for _, port in _ports_of(instance)}
+    used |= {port for _, _, _, port in pool_ports(file)}
     after, before = range(gateway.port + 1, 65536), range(gateway.port - 1, 0, -1)
     free: int = next(port for port in (*after, *before) if port not in used)
     return free
 
 
 def _same_host(one: str, other: str) -> bool:
-    one, other = (_address(host) for host in (one, other))
+    one, other = (plain_host(host) for host in (one, other))
     if one == other:
         return True
     # A wildcard listener takes the port on every address of its machine; that is only certain for loopback.
     wildcards = {"0.0.0.0", "::"}
     return (one in wildcards and is_loopback(other)) or (other in wildcards and is_loopback(one))
-
-
-def _address(host: str) -> str:
-    return "127.0.0.1" if host.lower() == "localhost" else host.lower()
 
 
 def _check_engine(source: YamlSource, file: DeploymentFile) -> None:

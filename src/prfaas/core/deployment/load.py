@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from prfaas.core.deployment.checks import admin_port, check_to_plan, check_to_run
 from prfaas.core.deployment.encryption import gateway_cluster, speaks_tls
+from prfaas.core.deployment.engine import EngineConfig, TransferLimits
 from prfaas.core.deployment.gateway import AdminConfig, GatewayConfig, GatewayLimits
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
@@ -20,20 +21,20 @@ from prfaas.core.deployment.planned import (
     UniformLengths,
     WorkloadSpec,
 )
-from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, LengthsSection, first_problem
+from prfaas.core.deployment.pool import PoolSettings, PoolSpace
+from prfaas.core.deployment.problems import first_problem
+from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, LengthsSection, MachinePoolSection
 from prfaas.core.deployment.security import Security
 from prfaas.core.deployment.source import YamlSource, changed, read_source
 from prfaas.core.deployment.types import (
     Cluster,
     ControlConfig,
     Deployment,
-    EngineConfig,
     Instance,
     Link,
     ModelRef,
     Routing,
     Slo,
-    TransferLimits,
 )
 from prfaas.core.kv import ConfigError, KvModel, model_from_directory, published_model
 from prfaas.core.latency import ProfileError, load_profile
@@ -130,7 +131,26 @@ def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deploy
         ),
         transfer=TransferLimits(**file.transfer.model_dump()),
         control=ControlConfig(**file.control.model_dump()),
+        pool=_pool_settings(file),
     )
+
+
+def _pool_settings(file: DeploymentFile) -> PoolSettings:
+    pool = file.pool
+    return PoolSettings(
+        checkpoint_tokens=pool.checkpoint_tokens,
+        tenant_share=pool.tenant_share,
+        eviction=pool.eviction,
+        staging_bytes=pool.staging,
+        timeout_s=pool.timeout_s,
+    )
+
+
+def _pool_space(pool: MachinePoolSection | None) -> PoolSpace | None:
+    if pool is None:
+        return None
+    folder = None if pool.path is None else Path(pool.path).expanduser()
+    return PoolSpace(pool.memory, pool.ssd, folder, pool.kv_port, pool.events_port)
 
 
 def _security(file: DeploymentFile, home: Path) -> Security:
@@ -196,7 +216,15 @@ def _cluster(source: YamlSource, index: int, file: DeploymentFile) -> Cluster:
         )
         for instance in cluster.instances or ()
     )
-    return Cluster(cluster.name, cluster.kind, cluster.hardware, instances, profile, cluster.speedup or 1.0)
+    return Cluster(
+        name=cluster.name,
+        kind=cluster.kind,
+        hardware=cluster.hardware,
+        instances=instances,
+        profile=profile,
+        speedup=cluster.speedup or 1.0,
+        pool=_pool_space(cluster.pool),
+    )
 
 
 def load_planned(path: Path | str, *, changes: Mapping[str, float] | None = None) -> PlannedDeployment:
@@ -293,6 +321,7 @@ def _planned_cluster(
         gpus_per_instance=profile.gpus_per_instance,
         profile=profile,
         prefix_hit_ratio=cluster.prefix_hit_ratio,
+        pool=_pool_space(cluster.pool),
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from prfaas.core.deployment.pool import PoolSpace
 from prfaas.core.deployment.source import DeploymentError, YamlSource
 from prfaas.core.deployment.types import ClusterKind, ControlConfig, Link, Routing, Slo
 from prfaas.core.kv import KvModel
@@ -86,6 +87,8 @@ class PlannedCluster:
     """How fast one instance is."""
     prefix_hit_ratio: float | None
     """Part of each prompt that is cached here; None: the workload's."""
+    pool: PoolSpace | None = None
+    """What each of its machines keeps of computed prefixes beside its engines; None: nothing."""
 
     @property
     def gpus(self) -> int:

@@ -1,19 +1,16 @@
-"""The shape of a deployment file, field by field, and pydantic's errors about it as our sentences.
+"""The shape of a deployment file, field by field.
 
-Only `load.py` and `checks.py` use it: everything else sees `types.py`.
+Only what loads and checks a file uses it: everything else sees `types.py`.
 """
 
-import difflib
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from prfaas.core.deployment.gateway import RouteDetail
+from prfaas.core.deployment.pool import EvictionName
 from prfaas.core.deployment.security import EngineTls
-from prfaas.core.deployment.source import DeploymentError, Location, YamlSource
 from prfaas.core.deployment.types import Policy
 from prfaas.core.units import GIB, MIB, parse_bits_per_s, parse_bytes
 
@@ -130,6 +127,16 @@ class InstanceSection(_Section):
     events_port: Annotated[Port | None, _GIVEN] = None
 
 
+class MachinePoolSection(_Section):
+    """What one machine of a cluster keeps of computed prefixes. Without a `kv_port` it can only be planned with."""
+
+    memory: Annotated[Size, Field(ge=MIB)]
+    ssd: Size = 0
+    path: Annotated[Text | None, _GIVEN] = None
+    kv_port: Annotated[Port | None, _GIVEN] = None
+    events_port: Annotated[Port | None, _GIVEN] = None
+
+
 class ClusterSection(_Section):
     """Instances that share a network: `instances` to start, or an `instance_count` to plan with."""
 
@@ -142,6 +149,7 @@ class ClusterSection(_Section):
     profile: Annotated[Text | None, _GIVEN] = None
     speedup: Annotated[PositiveFloat | None, _GIVEN] = None
     prefix_hit_ratio: Annotated[Annotated[float, Field(ge=0, lt=1)] | None, _GIVEN] = None
+    pool: Annotated[MachinePoolSection | None, _SECTION] = None
 
 
 class LinkSection(_Section):
@@ -266,6 +274,16 @@ class EngineSection(_Section):
     log_files: Annotated[int, Field(ge=1, le=1000)] = 3
 
 
+class PoolSection(_Section):
+    """What all pools have in common."""
+
+    checkpoint_tokens: Annotated[int, Field(ge=0)] = 32768
+    tenant_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    eviction: EvictionName = "lru"
+    staging: Annotated[Size, Field(ge=MIB)] = 256 * MIB
+    timeout_s: Annotated[Seconds, Field(le=30)] = 2.0
+
+
 class TransferSection(_Section):
     """How long each step of a KV transfer may take, and whether its pages are checked."""
 
@@ -299,97 +317,4 @@ class DeploymentFile(_Section):
     security: SecuritySection = SecuritySection()
     engine: EngineSection = EngineSection()
     transfer: TransferSection = TransferSection()
-
-
-_KINDS = {
-    "int_type": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "float_type": "must be a number",
-    "finite_number": "must be a finite number",
-    "string_type": "must be text",
-    "bool_type": "must be true or false",
-    "list_type": "must be a list",
-    "dict_type": 'must be a mapping ("name: value" lines)',
-    "model_type": 'must be a mapping ("field: value" lines)',
-    "model_attributes_type": 'must be a mapping ("field: value" lines)',
-    "string_pattern_mismatch": 'must be letters, digits, ".", "_" and "-", starting with a letter or digit',
-    "string_too_short": "must not be empty",
-    "too_short": "must have at least one entry",
-}
-_BOUNDS = {
-    "greater_than": ("gt", "must be greater than"),
-    "greater_than_equal": ("ge", "must be at least"),
-    "less_than": ("lt", "must be less than"),
-    "less_than_equal": ("le", "must be at most"),
-}
-
-
-def first_problem(source: YamlSource, error: ValidationError) -> DeploymentError:
-    """The finding that stands first in the file, unknown fields before others: they often explain those."""
-
-    def order(details: ErrorDetails) -> tuple[bool, int]:
-        return details["type"] != "extra_forbidden", source.line(_location(details)) or 0
-
-    details = min(error.errors(), key=order)
-    return source.error(_location(details), _sentence(details))
-
-
-def _location(details: ErrorDetails) -> Location:
-    # A bad key of a mapping is reported at (..., key, "[key]").
-    return tuple(part for part in details["loc"] if part != "[key]")
-
-
-def _sentence(details: ErrorDetails) -> str:
-    kind, value = details["type"], details["input"]
-    context: Mapping[str, Any] = details.get("ctx", {})
-    if kind == "missing":
-        return "is missing"
-    if kind == "extra_forbidden":
-        return _unknown_field(_location(details))
-    if kind == "value_error":
-        return str(context["error"])
-    if kind == "literal_error":
-        return f"must be one of {_list_of(str(context['expected']))}, not {_shown(value)}"
-    if kind in _BOUNDS:
-        limit, words = _BOUNDS[kind]
-        bound = context[limit]
-        bound = f"{bound:g}" if isinstance(bound, float) else bound
-        return f"{words} {bound}, not {_shown(value)}"
-    if kind in _KINDS:
-        return f"{_KINDS[kind]}, not {_shown(value)}"
-    return f"{details['msg']}, got {_shown(value)}"
-
-
-def _list_of(expected: str) -> str:
-    return expected.replace("'", '"').replace(" or ", ", ")
-
-
-def _shown(value: object) -> str:
-    if value is None:
-        return "empty"
-    if isinstance(value, dict | list):
-        return "a mapping" if isinstance(value, dict) else "a list" if value else "an empty list"
-    text = f'"{value}"' if isinstance(value, str) else str(value)
-    return text if len(text) <= 60 else f'{text[:56]}…"'
-
-
-def _unknown_field(location: Location) -> str:
-    known = list(_section_at(location[:-1]).model_fields)
-    near = difflib.get_close_matches(str(location[-1]), known, n=1)
-    if near:
-        return f'is no known field; did you mean "{near[0]}"?'
-    return f"is no known field; known here are {', '.join(known)}"
-
-
-def _section_at(location: Location) -> type[BaseModel]:
-    section: type[BaseModel] = DeploymentFile
-    for part in location:
-        if isinstance(part, str):
-            section = _model_in(section.model_fields[part].annotation) or section
-    return section
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((found for arg in get_args(annotation) if (found := _model_in(arg)) is not None), None)
+    pool: Annotated[PoolSection, _SECTION] = PoolSection()

@@ -13,7 +13,9 @@ from prfaas.core.deployment.addresses import (
     local_endpoint,
     tcp_endpoint,
 )
+from prfaas.core.deployment.engine import EngineConfig, TransferLimits
 from prfaas.core.deployment.gateway import GatewayConfig
+from prfaas.core.deployment.pool import PoolNode, PoolSettings, PoolSpace, pool_nodes
 from prfaas.core.deployment.security import CERTIFICATE_NAMES, OBSERVERS, Security
 from prfaas.core.deployment.source import DeploymentError
 from prfaas.core.latency import LatencyProfile
@@ -94,6 +96,8 @@ class Cluster:
     """How fast one instance is, if known."""
     speedup: float = 1.0
     """Stand-ins are so many times as fast as the profile."""
+    pool: PoolSpace | None = None
+    """What each machine keeps of computed prefixes beside its engines; None: nothing."""
 
     def with_role(self, role: Role) -> tuple[Instance, ...]:
         """The cluster's instances that have a role."""
@@ -193,53 +197,6 @@ class Slo:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """How every vLLM server is started."""
-
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    kv_cache_gib: int | None
-    """None leaves the size to vLLM, which is not possible on CPUs."""
-    staging_bytes: int
-    """Memory for KVCache that has arrived before the engine has blocks for it."""
-    transfer_block_bytes: int
-    prefix_cache_retention_tokens: int | None
-    """Distance of the states that models with state or windows keep; None: 256 on CPUs, elsewhere vLLM's default."""
-    extra_args: tuple[str, ...]
-    """Further arguments of `vllm serve`."""
-    env: Mapping[str, str]
-    log_bytes: int = 64 << 20
-    """An engine's log of more becomes an earlier part of it."""
-    log_files: int = 3
-    """So many earlier parts are kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class TransferLimits:
-    """How long each step of a KV transfer may take before the request goes on without it; and its check."""
-
-    lease_s: float
-    load_wait_s: float
-    staging_wait_s: float
-    staging_ttl_s: float
-    progress_deadline_s: float
-    page_digests: bool = True
-    """A digest of every page travels with a transfer and is compared after its load."""
-    checksums: bool = True
-    """Every chunk on its way carries a checksum, and is sent again if it does not fit."""
-    user_timeout_s: float = 10.0
-    """TCP_USER_TIMEOUT of KV connections: bytes that are unacknowledged so long end one."""
-    keepalive_s: float = 10.0
-    """A silent KV connection is probed by TCP after that time."""
-    silence_s: float = 3.0
-    """A silent path of an open transfer is noticed within that time."""
-    resume_s: float = 2.5
-    """A transfer goes on if the other side comes back within that time after its last sign of life."""
-    decode_lead_s: float = 1.0
-    """A decode request is sent so long before its KV is expected to be complete; 0: not before it is."""
-
-
-@dataclass(frozen=True, slots=True)
 class Deployment:
     """Everything a deployment file says, checked."""
 
@@ -257,6 +214,7 @@ class Deployment:
     engine: EngineConfig
     transfer: TransferLimits
     control: ControlConfig = ControlConfig()
+    pool: PoolSettings = field(default_factory=PoolSettings)
 
     @property
     def home(self) -> Path:
@@ -300,6 +258,36 @@ class Deployment:
     def cluster_of(self, instance: Instance) -> Cluster:
         """The cluster that an instance belongs to."""
         return self.cluster(instance.cluster)
+
+    @property
+    def pools(self) -> tuple[PoolNode, ...]:
+        """The prefix-cache pools of all machines, in the order of the file."""
+        return tuple(
+            node
+            for cluster in self.clusters
+            if cluster.pool is not None
+            for node in pool_nodes(cluster.name, cluster.pool, cluster.instances, self.name, self.home)
+        )
+
+    def pool_named(self, name: str) -> PoolNode:
+        """A pool by name.
+
+        Raises:
+            DeploymentError: there is none; the text lists those that are.
+        """
+        for node in self.pools:
+            if node.name == name:
+                return node
+        known = ", ".join(node.name for node in self.pools) or "none"
+        raise DeploymentError(self.path, None, "", f'has no pool "{name}"; it has {known}')
+
+    def pool_of(self, instance: Instance) -> PoolNode | None:
+        """The pool of an instance's machine; None if its cluster has no pools."""
+        return next((node for node in self.pools if instance.name in node.instances), None)
+
+    def pool_socket(self, node: PoolNode) -> Path:
+        """Where a pool's engines connect to it: a Unix socket of its machine."""
+        return self.home / "pools" / f"{node.name}.sock"
 
     def link(self, source: str, target: str) -> Link | None:
         """The link between two clusters by name, or None if KV can't go that way."""
@@ -401,11 +389,11 @@ class Deployment:
             if any(peer.instance.name == instance.name for peer in self.peers_of(other))
         )
 
-    def events_endpoint(self, instance: Instance) -> EventsEndpoint | None:
-        """Where the instance's KV-cache events are published; None if nobody could subscribe to them.
+    def events_endpoint(self, holder: Instance | PoolNode) -> EventsEndpoint | None:
+        """Where the KV-cache events of an instance or a pool are published; None if nobody could subscribe to them.
 
-        With `events_port`, over TCP. Without, over sockets of this machine when the instance is on it.
+        With `events_port`, over TCP. Without, over sockets of this machine when the holder is on it.
         """
-        if instance.events_port is not None:
-            return tcp_endpoint(host_in_url(instance.host), instance.events_port)
-        return local_endpoint(self.home, instance.name) if is_loopback(instance.host) else None
+        if holder.events_port is not None:
+            return tcp_endpoint(host_in_url(holder.host), holder.events_port)
+        return local_endpoint(self.home, holder.name) if is_loopback(holder.host) else None

@@ -1,1 +1,1 @@
-"""The rules of the prefix-cache pool: its pages and their sizes, their keys, and which of them a request can use."""
+"""The rules of the prefix-cache pool: keys of prefixes, sizes of pages, what is usable, worth loading and kept."""

@@ -14,7 +14,14 @@ from prfaas.core.prefix.events import (
     decode_batch,
 )
 from prfaas.core.prefix.hashing import DEFAULT_BLOCK_TOKENS, BlockHasher, PromptChains, TokenIds, chain_root
-from prfaas.core.prefix.index import DEFAULT_CAPACITY_BLOCKS, NOTHING, GlobalIndex, IndexStats, PrefixHit
+from prfaas.core.prefix.index import (
+    DEFAULT_CAPACITY_BLOCKS,
+    NOTHING,
+    GlobalIndex,
+    IndexStats,
+    PoolHit,
+    PrefixHit,
+)
 from prfaas.core.prefix.sent_record import PrefixRecord
 
 __all__ = [
@@ -30,6 +37,7 @@ __all__ = [
     "IndexStats",
     "MalformedEventsError",
     "Offer",
+    "PoolHit",
     "PrefixHit",
     "PrefixRecord",
     "PromptChains",

@@ -25,6 +25,15 @@ class PrefixHit(NamedTuple):
 NOTHING = PrefixHit(0, 0)
 
 
+class PoolHit(NamedTuple):
+    """What the prefix-cache pool of one machine holds of one prompt."""
+
+    every_tier: PrefixHit
+    """In memory or on SSD."""
+    in_memory: PrefixHit
+    """In memory alone; never longer than `every_tier`."""
+
+
 DEFAULT_CAPACITY_BLOCKS = 1 << 24
 _NAMES_KEPT = 1 << 12
 

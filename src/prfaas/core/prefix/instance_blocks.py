@@ -2,7 +2,9 @@
 
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import partial
 
+from prfaas.core.pool.depth import common_end, window_end
 from prfaas.core.prefix.block_tree import NO_PARENT, BlockTree, StateEnds, held_bit
 from prfaas.core.prefix.events import EngineHash, RemovedBlocks, StoredBlocks, plain_blocks
 from prfaas.core.prefix.hashing import WORDS, Hashers, PackedHashMap, chain_root
@@ -97,16 +99,9 @@ class WindowGroup(GroupBlocks):
         step, rest = divmod(self.block_tokens, block_tokens)
         if rest:
             return 0
-        if end % step:
-            return end - end % step
-        start = 0 if self.window_tokens is None else max(end - step * self._blocks_needed(), 0)
-        for place in range(end, start, -step):
-            if chain[place - 1] not in self._held:
-                return place - step
-        return end
-
-    def _blocks_needed(self) -> int:
-        return -(-((self.window_tokens or 0) - 1) // self.block_tokens)
+        window = self.window_tokens
+        blocks = None if window is None else -(-(window - 1) // self.block_tokens)
+        return window_end(chain, self._held, step, blocks, end)
 
 
 _ENGINE_TIER = (None, "GPU")
@@ -198,16 +193,11 @@ class InstanceBlocks:
 
     def reusable_blocks(self, chain: Sequence[int], blocks: int, *, needs_states: bool) -> int:
         """The last boundary at which states and windows are held, where the chain's first `blocks` are held."""
-        end = blocks
-        while end:
-            start = end
-            if needs_states:
-                end = self._states.last_end(self.bit, chain, end)
-            for group in self.windows.values():
-                end = group.end_below(chain, self.block_tokens or 1, end)
-            if end == start:
-                break
-        return end
+        block_tokens = self.block_tokens or 1
+        rules = [partial(group.end_below, chain, block_tokens) for group in self.windows.values()]
+        if needs_states:
+            rules.insert(0, partial(self._states.last_end, self.bit, chain))
+        return common_end(blocks, rules)
 
     def _is_attention(self, event: StoredBlocks) -> bool:
         """Whether `event` is of the leading group. The first such event chooses that group."""

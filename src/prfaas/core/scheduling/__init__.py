@@ -5,18 +5,22 @@ from prfaas.core.scheduling.decision import (
     CacheTransfer,
     Decision,
     KvFacts,
+    PoolCopy,
+    PoolHit,
     PrefixHit,
     Route,
     RoutingRequest,
 )
 from prfaas.core.scheduling.link_choice import AbundanceMarks
 from prfaas.core.scheduling.policy import POLICIES, Policy, policy_named
+from prfaas.core.scheduling.tiers import with_pools
 from prfaas.core.scheduling.view import (
     ClusterKind,
     ClusterView,
     InstanceView,
     LinkView,
     NoDecodeInstanceError,
+    PoolView,
     View,
 )
 
@@ -33,9 +37,13 @@ __all__ = [
     "LinkView",
     "NoDecodeInstanceError",
     "Policy",
+    "PoolCopy",
+    "PoolHit",
+    "PoolView",
     "PrefixHit",
     "Route",
     "RoutingRequest",
     "View",
     "policy_named",
+    "with_pools",
 ]

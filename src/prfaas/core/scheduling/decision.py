@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from prfaas.core.kv import KvModel
-from prfaas.core.prefix.index import NOTHING, PrefixHit
+from prfaas.core.prefix.index import NOTHING, PoolHit, PrefixHit
 
-__all__ = ["NOTHING", "PrefixHit", "RoutingRequest"]
+__all__ = ["NOTHING", "PoolHit", "PrefixHit", "RoutingRequest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +72,44 @@ def _without_last_token(prefix_bytes: Callable[[int, int], int]) -> Callable[[in
     return bytes_to_move
 
 
+@dataclass(slots=True)
+class PoolCopy:
+    """A prefix that another machine of the cluster holds, read into the pool of an instance's own machine."""
+
+    source: str
+    """The pool that holds it."""
+    num_tokens: int
+    """Its length: a prefill starts after these."""
+    skip_tokens: int
+    """Leading tokens that the pool of the own machine holds."""
+    kv_bytes: int
+    """What moves between the two machines."""
+    copy_s: float
+    """What moving takes."""
+    load_s: float
+    """What loading it into the engine takes after that."""
+
+
 # Not frozen, like `Decision`, for speed; it must not be changed either.
 @dataclass(slots=True)
 class RoutingRequest:
-    """What routing needs to know of one request."""
+    """What routing needs to know of one request.
+
+    `tiers.with_pools` makes one where machines have prefix-cache pools.
+    """
 
     num_tokens: int
     """Tokens of the whole prompt."""
     held: Mapping[str, PrefixHit] = field(default_factory=dict)
-    """Instance name → what it holds of the prompt; an absent one holds nothing."""
+    """Instance name → what it holds of the prompt, the pool of its machine included; an absent one holds nothing."""
     ordinal: int = 0
     """Counts requests in the order of their arrival. A policy without randomness can distribute by it."""
+    loads_s: Mapping[str, float] = field(default_factory=dict)
+    """Instance name → what loading its reusable prefix from the pool of its machine takes; absent: it loads nothing."""
+    pools: Mapping[str, PoolHit] = field(default_factory=dict)
+    """Pool name → what it holds of the prompt; an absent one holds nothing."""
+    copies: Mapping[str, PoolCopy] = field(default_factory=dict)
+    """Instance name → the prefix that is worth reading from another machine of its cluster; absent: none is."""
 
     def reusable_at(self, instance: str) -> int:
         """Tokens that a prefill at `instance` need not compute; the last prompt token is always computed."""
@@ -117,13 +144,20 @@ class CacheTransfer:
     """
 
     source: str
-    """The instance that holds it."""
+    """The instance that holds it, or the pool."""
     num_tokens: int
-    """Length of the prefix."""
+    """Length of the prefix. An instance computes the last of these tokens when it sends them."""
     skip_tokens: int
-    """Leading tokens that are not sent, since the prefill instance holds them."""
+    """Leading tokens that are not sent, since the prefill instance holds them, or the pool of its machine."""
     kv_bytes: int
     """KV bytes that move."""
+    from_pool: bool = False
+    """It goes from pool `source` to the pool of the prefill instance's machine."""
+
+    @property
+    def reusable_tokens(self) -> int:
+        """Tokens that the prefill need not compute after it."""
+        return self.num_tokens if self.from_pool else self.num_tokens - 1
 
 
 # Not frozen: a frozen one takes four times as long to make, and a simulator asks for a hundred thousand a second.
@@ -157,6 +191,10 @@ class Decision:
     instance that it would get now."""
     is_bound: bool = False
     """With an urgency: only `prefill` may do it."""
+    load_s: float = 0.0
+    """Of the predicted TTFT what `prefill` needs to load its cached prefix from the pool of its machine."""
+    pools: Mapping[str, PoolHit] | None = None
+    """Pool name → what it held of the prompt; None: none held anything."""
 
     @property
     def transfers(self) -> bool:

@@ -162,6 +162,24 @@ def show(meter: LinkMeter, link: LinkView, now_s: float) -> None:
 
 
 @dataclass(slots=True)
+class PoolView:
+    """The prefix-cache pool of one machine: host memory and SSD behind its engines."""
+
+    name: str
+    cluster: str
+    instances: tuple[str, ...]
+    """The instances of the machine, which load from it and store into it."""
+    memory_bits_per_s: float = 64e9
+    """How fast an engine loads what lies in memory. The default is a plain copy by one core (8 GB/s)."""
+    ssd_bits_per_s: float = 12e9
+    """How fast what lies on SSD comes into memory. The default is one NVMe drive read cold (1.5 GB/s)."""
+    network_bits_per_s: float = 10e9
+    """How fast another machine of the cluster reads from it."""
+    up: bool = True
+    """Whether it answers. One that does not holds nothing."""
+
+
+@dataclass(slots=True)
 class ClusterView:
     """Instances that share a network."""
 
@@ -195,6 +213,8 @@ class View:
     """Instances that get nothing."""
     blocked: frozenset[tuple[str, str]] = frozenset()
     """(producer, consumer): the second takes no KV from the first, for they are incompatible."""
+    pools: dict[str, PoolView] = field(default_factory=dict)
+    """By name; empty: no machine has one."""
 
     def towards(self, consumer: str) -> "View":
         """The same view, but whoever cannot send to `consumer` gets nothing."""

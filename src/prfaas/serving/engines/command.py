@@ -116,6 +116,7 @@ def kv_transfer_config(deployment: Deployment, instance: Instance) -> dict[str, 
                 for peer in deployment.peers_of(instance)
             },
             **_certificates(deployment, instance),
+            **_pool(deployment, instance),
             "producers": [producer.name for producer in deployment.producers_for(instance)],
             "staging_bytes": deployment.engine.staging_bytes,
             "transfer_block_bytes": deployment.engine.transfer_block_bytes,
@@ -142,6 +143,17 @@ def _certificates(deployment: Deployment, instance: Instance) -> dict[str, objec
         "identity_file": str(security.identity_file(instance.name)),
         "ca_file": str(security.ca_file),
         "plain_peers": sorted(deployment.plain_peers_of(instance)),
+    }
+
+
+def _pool(deployment: Deployment, instance: Instance) -> dict[str, object]:
+    node = deployment.pool_of(instance)
+    if node is None:
+        return {}
+    return {
+        "pool_socket": str(deployment.pool_socket(node)),
+        "checkpoint_tokens": deployment.pool.checkpoint_tokens,
+        "pool_timeout_s": deployment.pool.timeout_s,
     }
 
 

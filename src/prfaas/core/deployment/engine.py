@@ -1,0 +1,51 @@
+"""How engines are started, and how long each step of a KV transfer between them may take."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """How every vLLM server is started."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    kv_cache_gib: int | None
+    """None leaves the size to vLLM, which is not possible on CPUs."""
+    staging_bytes: int
+    """Memory for KVCache that has arrived before the engine has blocks for it."""
+    transfer_block_bytes: int
+    prefix_cache_retention_tokens: int | None
+    """Distance of the states that models with state or windows keep; None: 256 on CPUs, elsewhere vLLM's default."""
+    extra_args: tuple[str, ...]
+    """Further arguments of `vllm serve`."""
+    env: Mapping[str, str]
+    log_bytes: int = 64 << 20
+    """An engine's log of more becomes an earlier part of it."""
+    log_files: int = 3
+    """So many earlier parts are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferLimits:
+    """How long each step of a KV transfer may take before the request goes on without it; and its check."""
+
+    lease_s: float
+    load_wait_s: float
+    staging_wait_s: float
+    staging_ttl_s: float
+    progress_deadline_s: float
+    page_digests: bool = True
+    """A digest of every page travels with a transfer and is compared after its load."""
+    checksums: bool = True
+    """Every chunk on its way carries a checksum, and is sent again if it does not fit."""
+    user_timeout_s: float = 10.0
+    """TCP_USER_TIMEOUT of KV connections: bytes that are unacknowledged so long end one."""
+    keepalive_s: float = 10.0
+    """A silent KV connection is probed by TCP after that time."""
+    silence_s: float = 3.0
+    """A silent path of an open transfer is noticed within that time."""
+    resume_s: float = 2.5
+    """A transfer goes on if the other side comes back within that time after its last sign of life."""
+    decode_lead_s: float = 1.0
+    """A decode request is sent so long before its KV is expected to be complete; 0: not before it is."""

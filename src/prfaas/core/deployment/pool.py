@@ -1,0 +1,127 @@
+"""The prefix-cache pools of a deployment: one per machine of a cluster, shared by the engines there."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, TypeVar
+
+from prfaas.core.deployment.addresses import plain_host
+from prfaas.core.units import MIB
+
+EvictionName = Literal["lru", "2q", "cost"]
+"""Which page goes when a pool is full: the least recently used, by 2Q, or what is cheapest to compute per byte."""
+
+
+class _Placed(Protocol):
+    @property
+    def host(self) -> str: ...
+
+
+class _Named(_Placed, Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tls(self) -> bool: ...
+
+
+_P = TypeVar("_P", bound=_Placed)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    """What all pools of a deployment have in common."""
+
+    checkpoint_tokens: int = 32768
+    """Distance of the linear states that are kept inside long prompts; 0: only at ends and where prompts part."""
+    tenant_share: float = 0.5
+    """A tenant that fills more than this part of a pool loses its own pages first, in (0, 1]."""
+    eviction: EvictionName = "lru"
+    staging_bytes: int = 256 * MIB
+    """Memory of a pool, beside its pages, for those that arrive from other machines."""
+    timeout_s: float = 2.0
+    """An engine waits so long at most for a pool's answer; then the pool counts as empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpace:
+    """What each machine of a cluster gives to its pool, and where it is reached."""
+
+    memory_bytes: int
+    ssd_bytes: int = 0
+    """0: nothing is kept on disk."""
+    path: Path | None = None
+    """The folder on the disk that may be used; None: the deployment's own."""
+    kv_port: int | None = None
+    """Where pools of other machines reach it; None only where it is planned with."""
+    events_port: int | None = None
+    """Where it publishes over TCP what it holds; None: over a socket of its machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolNode:
+    """The pool of one machine: memory and disk behind the engines that a cluster has there."""
+
+    name: str
+    cluster: str
+    host: str
+    kv_port: int
+    events_port: int | None
+    memory_bytes: int
+    ssd_bytes: int
+    path: Path
+    """A folder of its own on the disk, relative paths resolved."""
+    instances: tuple[str, ...]
+    """The engines that use it, by name."""
+    tls: bool
+    """The gateway and the tools speak TLS at its KV port, as with its engines."""
+
+
+def pool_names(cluster: str, machines: int) -> tuple[str, ...]:
+    """The names of a cluster's pools, in the order of its machines."""
+    if machines == 1:
+        return (f"{cluster}-pool",)
+    return tuple(f"{cluster}-pool-{number}" for number in range(machines))
+
+
+def by_machine(instances: Sequence[_P]) -> list[list[_P]]:
+    """A cluster's instances, those of one host together."""
+    machines: dict[str, list[_P]] = {}
+    for instance in instances:
+        machines.setdefault(plain_host(instance.host), []).append(instance)
+    return list(machines.values())
+
+
+def pool_nodes(
+    cluster: str, space: PoolSpace, instances: Sequence[_Named], deployment: str, home: Path
+) -> tuple[PoolNode, ...]:
+    """One pool for each machine of a cluster, by the hosts of its instances.
+
+    Args:
+        cluster: its name.
+        space: what each machine gives.
+        instances: all of the cluster.
+        deployment: its name, which keeps deployments apart that use one disk.
+        home: the deployment's own folder.
+    """
+    if space.kv_port is None:
+        return ()
+    machines = by_machine(instances)
+    # A folder that was named is not this deployment's alone.
+    folder = home / "pools" if space.path is None else home / space.path / deployment
+    names = pool_names(cluster, len(machines))
+    return tuple(
+        PoolNode(
+            name=name,
+            cluster=cluster,
+            host=together[0].host,
+            kv_port=space.kv_port,
+            events_port=space.events_port,
+            memory_bytes=space.memory_bytes,
+            ssd_bytes=space.ssd_bytes,
+            path=folder / name,
+            instances=tuple(instance.name for instance in together),
+            tls=any(instance.tls for instance in together),
+        )
+        for name, together in zip(names, machines, strict=True)
+    )

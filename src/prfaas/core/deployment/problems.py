@@ -1,0 +1,104 @@
+"""What is wrong with a field of a deployment file, by pydantic's word, in one sentence of ours."""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from prfaas.core.deployment.schema import DeploymentFile
+from prfaas.core.deployment.source import DeploymentError, Location, YamlSource
+
+_KINDS = {
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "string_type": "must be text",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "dict_type": 'must be a mapping ("name: value" lines)',
+    "model_type": 'must be a mapping ("field: value" lines)',
+    "model_attributes_type": 'must be a mapping ("field: value" lines)',
+    "string_pattern_mismatch": 'must be letters, digits, ".", "_" and "-", starting with a letter or digit',
+    "string_too_short": "must not be empty",
+    "too_short": "must have at least one entry",
+}
+_BOUNDS = {
+    "greater_than": ("gt", "must be greater than"),
+    "greater_than_equal": ("ge", "must be at least"),
+    "less_than": ("lt", "must be less than"),
+    "less_than_equal": ("le", "must be at most"),
+}
+
+
+def first_problem(source: YamlSource, error: ValidationError) -> DeploymentError:
+    """The finding that stands first in the file, unknown fields before others: they often explain those."""
+
+    def order(details: ErrorDetails) -> tuple[bool, int]:
+        return details["type"] != "extra_forbidden", source.line(_location(details)) or 0
+
+    details = min(error.errors(), key=order)
+    return source.error(_location(details), _sentence(details))
+
+
+def _location(details: ErrorDetails) -> Location:
+    # A bad key of a mapping is reported at (..., key, "[key]").
+    return tuple(part for part in details["loc"] if part != "[key]")
+
+
+def _sentence(details: ErrorDetails) -> str:
+    kind, value = details["type"], details["input"]
+    context: Mapping[str, Any] = details.get("ctx", {})
+    if kind == "missing":
+        return "is missing"
+    if kind == "extra_forbidden":
+        return _unknown_field(_location(details))
+    if kind == "value_error":
+        return str(context["error"])
+    if kind == "literal_error":
+        return f"must be one of {_list_of(str(context['expected']))}, not {_shown(value)}"
+    if kind in _BOUNDS:
+        limit, words = _BOUNDS[kind]
+        bound = context[limit]
+        bound = f"{bound:g}" if isinstance(bound, float) else bound
+        return f"{words} {bound}, not {_shown(value)}"
+    if kind in _KINDS:
+        return f"{_KINDS[kind]}, not {_shown(value)}"
+    return f"{details['msg']}, got {_shown(value)}"
+
+
+def _list_of(expected: str) -> str:
+    return expected.replace("'", '"').replace(" or ", ", ")
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "empty"
+    if isinstance(value, dict | list):
+        return "a mapping" if isinstance(value, dict) else "a list" if value else "an empty list"
+    text = f'"{value}"' if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else f'{text[:56]}…"'
+
+
+def _unknown_field(location: Location) -> str:
+    known = list(_section_at(location[:-1]).model_fields)
+    near = difflib.get_close_matches(str(location[-1]), known, n=1)
+    if near:
+        return f'is no known field; did you mean "{near[0]}"?'
+    return f"is no known field; known here are {', '.join(known)}"
+
+
+def _section_at(location: Location) -> type[BaseModel]:
+    section: type[BaseModel] = DeploymentFile
+    for part in location:
+        if isinstance(part, str):
+            section = _model_in(section.model_fields[part].annotation) or section
+    return section
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for arg in get_args(annotation) if (found := _model_in(arg)) is not None), None)
