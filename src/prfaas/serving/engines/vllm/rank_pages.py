@@ -7,7 +7,11 @@ from xxhash import xxh3_64_intdigest
 from prfaas.core.pool.geometry import PageGroup, PoolGeometry, aligned_bytes
 from prfaas.serving.engines.vllm.arena_pages import ArenaPages, Bytes1D
 from prfaas.serving.engines.vllm.layout import EngineRegion, KvLayout
+from prfaas.serving.engines.vllm.metadata import PoolPages
 from prfaas.serving.pool.protocol import PageRef
+
+# A preemption waits for one copy of that size at most, and so does another load.
+_PIECE_BYTES = 4 << 20
 
 
 def pool_geometry(layout: KvLayout, fingerprint: str, ranks: int) -> PoolGeometry:
@@ -64,6 +68,19 @@ class RankPages:
     def rank_bytes(self, group: int) -> int:
         """What this rank copies of a page of that group."""
         return self._parts[group].rank_bytes
+
+    def pieces(self, part: PoolPages) -> list[PoolPages]:
+        """Cut into what is copied in one go."""
+        count = max(1, _PIECE_BYTES // self._parts[part.group].rank_bytes)
+        return [
+            PoolPages(
+                part.group,
+                part.first_block + first,
+                part.block_ids[first : first + count],
+                part.pages[first : first + count],
+            )
+            for first in range(0, len(part.block_ids), count)
+        ]
 
     def mark_written(self, group: int) -> None:
         """Remember that what the compute stream has queued so far must be done before a copy of this group."""
