@@ -1,0 +1,169 @@
+"""What engines and the pool's daemon say to each other over a Unix socket.
+
+Every message is one of the structs below in msgpack, after its length in 4 bytes, little-endian. Each request gets
+one answer. The answer to `OpenSession` carries the arena as a file descriptor. Many keys, slots or offsets are
+packed into one byte string, since a list of thousands costs more than the look-up.
+"""
+
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+from prfaas.core.pool.geometry import PageIdentity
+
+PROTOCOL_VERSION = 1
+LENGTH_BYTES = 4
+MOST_MESSAGE_BYTES = 32 << 20
+"""A longer message is garbage. A chain of a million tokens in steps of one takes half of it."""
+
+SessionKind: TypeAlias = Literal["scheduler", "worker", "tool"]
+
+
+class PageRef(NamedTuple):
+    """A page in the arena, as one reservation or pin knows it."""
+
+    slot: int
+    """Row of the page table in the lower 32 bits, number of the row's use in the upper: it is never given twice."""
+    offset: int
+    """Where the page begins in the arena."""
+
+
+class MatchedPages(NamedTuple):
+    """Pages of one group that a load needs, block by block."""
+
+    group: int
+    first_block: int
+    refs: tuple[PageRef, ...]
+
+
+class PoolMatch(NamedTuple):
+    """What a pool has of a prompt."""
+
+    pin: int
+    """To be given back with `unpin`; 0 if nothing was pinned."""
+    usable_tokens: int
+    """The largest end from which a request can go on, by the hybrid rule. Not above the start: nothing to load."""
+    attention_tokens: int
+    """How far all full-attention groups are held."""
+    memory_tokens: int
+    """How far of `usable_tokens` the full-attention groups lie in memory; what is behind it is read from SSD first."""
+    pages: tuple[MatchedPages, ...]
+    """What a load of [start, usable_tokens) fills."""
+    epoch: int
+    """Of the daemon's start."""
+
+
+class OpenSession(msgspec.Struct, tag="open", array_like=True, frozen=True):
+    """The first message of a connection."""
+
+    version: int
+    kind: SessionKind
+    rank: int
+    geometry: bytes | None
+    """`PoolGeometry.encode`; None: whatever the pool has (tools)."""
+
+
+class Opened(msgspec.Struct, tag="opened", array_like=True, frozen=True):
+    """The session is open. The arena's file descriptor comes with this message, if there is an arena."""
+
+    epoch: int
+    arena_bytes: int
+    """0: no engine has opened a session yet, so there is no arena."""
+    geometry: bytes | None
+
+
+class Match(msgspec.Struct, tag="match", array_like=True, frozen=True):
+    """How far is this prompt held?"""
+
+    chain: bytes
+    """The keys of all whole steps from token 0 on, packed."""
+    start_tokens: int
+    limit_tokens: int
+    whole: bool
+    tenant: bytes
+    pin: bool
+
+
+class Matched(msgspec.Struct, tag="matched", array_like=True, frozen=True):
+    """See `PoolMatch`."""
+
+    pin: int
+    usable_tokens: int
+    attention_tokens: int
+    memory_tokens: int
+    pages: list[tuple[int, int, bytes, bytes]]
+    """Group, first block, slots and offsets (each packed as little-endian signed 64-bit integers)."""
+
+
+class Unpin(msgspec.Struct, tag="unpin", array_like=True, frozen=True):
+    """The pages of that pin are no longer needed."""
+
+    pin: int
+
+
+class Reserve(msgspec.Struct, tag="reserve", array_like=True, frozen=True):
+    """Make room for these pages."""
+
+    tenant: bytes
+    page_ids: bytes
+    """17 bytes each."""
+    identities: list[PageIdentity | None]
+
+
+class Reserved(msgspec.Struct, tag="reserved", array_like=True, frozen=True):
+    """Slots and offsets, packed; a slot of -1 for a page that is there already or has no room."""
+
+    slots: bytes
+    offsets: bytes
+
+
+class Commit(msgspec.Struct, tag="commit", array_like=True, frozen=True):
+    """The session's rank has written its parts of these pages."""
+
+    slots: bytes
+    checksums: bytes
+    """xxh3_64 of each part, packed as little-endian unsigned 64-bit integers."""
+
+
+class Abort(msgspec.Struct, tag="abort", array_like=True, frozen=True):
+    """A worker will not write its parts of these pages. From a scheduler: nobody will."""
+
+    slots: bytes
+
+
+class Discard(msgspec.Struct, tag="discard", array_like=True, frozen=True):
+    """These pages are superseded: they go if nobody ever hit them."""
+
+    page_ids: bytes
+
+
+class Stats(msgspec.Struct, tag="stats", array_like=True, frozen=True):
+    """What does the pool hold and do?"""
+
+
+class Clear(msgspec.Struct, tag="clear", array_like=True, frozen=True):
+    """Drop every page that nobody uses."""
+
+
+class Verify(msgspec.Struct, tag="verify", array_like=True, frozen=True):
+    """Compare the bytes of every page with its checksums."""
+
+
+class Figures(msgspec.Struct, tag="figures", array_like=True, frozen=True):
+    """The answer to `Stats`, `Clear` and `Verify`."""
+
+    figures: dict[str, int | float | str | dict[str, int]]
+
+
+class Done(msgspec.Struct, tag="done", array_like=True, frozen=True):
+    """The answer to a request that asks nothing."""
+
+
+class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
+    """The request is not possible; the daemon closes the connection."""
+
+    reason: str
+
+
+Request: TypeAlias = OpenSession | Match | Unpin | Reserve | Commit | Abort | Discard | Stats | Clear | Verify
+Answer: TypeAlias = Opened | Matched | Reserved | Figures | Done | Refused
