@@ -39,7 +39,7 @@ class Reader:
 
     def replay(self, *sequences: int, process: int = 0, now_s: float = 0.0) -> None:
         for sequence in sequences:
-            self.take(self.subscription.replayed(sequence, batch(sequence, process)))
+            self.take(self.subscription.replayed(sequence, batch(sequence, process), now_s))
         self.take(self.subscription.replay_ended(now_s))
 
 
