@@ -94,25 +94,8 @@ class AnnouncedPages:
             self._stop_waiting(page_id, page)
 
     def beginning(self) -> list[Event]:
-        """What comes before all other events: nothing is held, and which groups the model has besides the lead group.
-
-        An index that knew only some of the groups would take a prefix without the others' states for usable.
-        """
-        return [
-            Cleared(),
-            *(
-                StoredBlocks(
-                    [],
-                    block_tokens=group.block_tokens,
-                    group=group.index,
-                    kind=_KINDS[group.kind],
-                    window_tokens=group.window_tokens or None,
-                    medium="memory",
-                )
-                for group in self._geometry.groups
-                if group is not self._lead
-            ),
-        ]
+        """What comes before all other events: nothing is held."""
+        return [Cleared(), *self._other_groups()]
 
     def take_events(self, most_pages: int) -> Iterator[list[Event]]:
         """The events of what has changed since the last call, in portions of so many pages at most."""
@@ -190,9 +173,27 @@ class AnnouncedPages:
         for page_id in others:
             yield _Change(page_id, self._pages[page_id].told, True, None)
 
+    def _other_groups(self) -> list[Event]:
+        """Which groups the model has besides the lead group: no page of theirs, but their kind.
+
+        An index that knew only some of the groups would take a prefix without the others' states for usable.
+        """
+        return [
+            StoredBlocks(
+                [],
+                block_tokens=group.block_tokens,
+                group=group.index,
+                kind=_KINDS[group.kind],
+                window_tokens=group.window_tokens or None,
+                medium="memory",
+            )
+            for group in self._geometry.groups
+            if group is not self._lead
+        ]
+
     def _portions(self, changes: Iterable[_Change], most_pages: int) -> Iterator[list[Event]]:
         run: list[_Change] = []
-        events: list[Event] = []
+        events = self._other_groups()
         pages = 0
         for change in changes:
             if run and (pages >= most_pages or not self._continues(run, change)):
@@ -200,13 +201,11 @@ class AnnouncedPages:
                 run = []
             if pages >= most_pages:
                 yield events
-                events, pages = [], 0
+                events, pages = self._other_groups(), 0
             run.append(change)
             pages += 1
         if run:
-            events.append(self._event(run))
-        if events:
-            yield events
+            yield [*events, self._event(run)]
 
     def _continues(self, run: Sequence[_Change], change: _Change) -> bool:
         """Whether a change can be told in one event with those before it."""

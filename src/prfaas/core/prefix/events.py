@@ -290,7 +290,7 @@ class Subscription:
             if offer.first > self._asked_from:
                 self._hole = offer.first
                 return
-            yield self._skip_to(sequence)
+            yield self._skip_to(sequence, "gap")
             offer = self._guard.offer(sequence, batch.at_s)
         if offer == "apply":
             yield self._apply(sequence, batch)
@@ -330,7 +330,7 @@ class Subscription:
                     self.gaps += 1
                     yield self._ask(offer.first, now_s)
                     return
-                yield self._skip_to(sequence)
+                yield self._skip_to(sequence, "unanswered")
                 continue
             self._kept_back.popleft()
             if offer == "apply":
@@ -340,10 +340,10 @@ class Subscription:
         self.restarts += 1
         return Drop("restart")
 
-    def _skip_to(self, sequence: int) -> Drop:
+    def _skip_to(self, sequence: int, reason: str) -> Drop:
         self.resyncs += 1
         self._guard.skip_to(sequence)
-        return Drop("gap")
+        return Drop(reason)
 
     def _apply(self, sequence: int, batch: EventBatch) -> Apply:
         self.sequence = sequence

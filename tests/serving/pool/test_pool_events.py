@@ -266,6 +266,7 @@ class LossyLine:
         self._take(self.subscription.restarted(self.now_s, "disconnected"))
 
     def _take(self, steps: Iterable[Step]) -> None:
+        steps, unanswered = list(steps), False
         for step in steps:
             if isinstance(step, Apply):
                 self.index.apply("pool", step.batch.events)
@@ -273,8 +274,12 @@ class LossyLine:
             elif isinstance(step, Drop):
                 self.index.drop("pool")
                 self.applied_s = None
+                unanswered = unanswered or step.reason == "unanswered"
             else:
                 self.asked = step.sequence
+        if unanswered:
+            # A pool can always tell all that it holds.
+            self.restarted()
 
 
 @settings(max_examples=150, deadline=None)
