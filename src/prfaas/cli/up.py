@@ -29,16 +29,18 @@ def up(
     ready_timeout_s: ReadyTimeout = None,
     restarts: Annotated[
         int,
-        typer.Option(metavar="N", min=0, help="Start an engine that ends again, at most so often in a row."),
+        typer.Option(
+            metavar="N", min=0, help="Start an engine or a pool that ends again, at most so often in a row."
+        ),
     ] = 5,
     drain_timeout_s: DrainTimeout = DRAIN_TIMEOUT_S,
     log_format: LogFormatOption = None,
     log_level: LogLevelOption = None,
 ) -> None:
-    """Start the engines and the gateway of a one-machine deployment; Ctrl-C ends everything.
+    """Start the pools, the engines and the gateway of a one-machine deployment; Ctrl-C ends everything.
 
-    Each engine's output is in a log of its own, whose place is shown. "ready: URL" on stdout says that clients can
-    connect. An engine that ends is started again after 1 s, 2 s, 4 s and so on. SIGTERM or Ctrl-C lets running
+    Each engine's and pool's output is in a log of its own, whose place is shown. "ready: URL" on stdout says that
+    clients can connect. What ends is started again after 1 s, 2 s, 4 s and so on. SIGTERM or Ctrl-C lets running
     requests end first; a second one ends them at once.
 
     Example: prfaas up examples/local.yaml
@@ -48,7 +50,8 @@ def up(
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.descriptors import raise_descriptor_limit
     from prfaas.serving.engines.running import READY_TIMEOUT_S, RunningEngines
-    from prfaas.serving.engines.supervisor import EngineSupervisor, RestartLimits
+    from prfaas.serving.engines.supervisor import RestartLimits, Supervisor
+    from prfaas.serving.pool.running import RunningPools
 
     loaded = load_deployment(deployment)
     check_gateway_port(loaded)
@@ -57,20 +60,22 @@ def up(
     write_logs(log_settings(log_format, log_level))
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        with RunningEngines(loaded) as engines:
+        with RunningPools(loaded) as pools, RunningEngines(loaded) as engines:
             typer.echo(f"logs: {loaded.logs_dir}; open files: {open_files:,} at most", err=True)
             with shown_progress(engines) as lines:
                 engines.wait_ready(timeout_s, on_progress=lines.show)
-            supervisor = EngineSupervisor(
-                engines,
-                loaded.instances,
-                RestartLimits(most=restarts, ready_timeout_s=timeout_s),
-                tell=lambda sentence: typer.echo(sentence, err=True),
-            )
+            for node in loaded.pools:
+                if not pools.answers_health(node):
+                    _tell(
+                        f"pool {node.name} does not answer; engines go on without it: {pools.log_path(node.name)}"
+                    )
+            limits = RestartLimits(most=restarts, ready_timeout_s=timeout_s)
+            engine_supervisor = Supervisor(engines, loaded.instances, limits, _tell)
+            pool_supervisor = Supervisor(pools, loaded.pools, limits, _tell, kind="pool")
             run_gateway(
                 loaded,
                 ready=lambda _port: typer.echo(f"ready: {loaded.gateway.url}/v1"),
-                beside=[supervisor.run],
+                beside=[engine_supervisor.run, pool_supervisor.run],
                 drain_timeout_s=drain_timeout_s,
             )
             typer.echo("stopping", err=True)
@@ -79,6 +84,10 @@ def up(
         raise typer.Exit(130) from None
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _tell(sentence: str) -> None:
+    typer.echo(sentence, err=True)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from prfaas.core.deployment import Deployment, load_deployment
+from prfaas.core.deployment import Deployment, PoolSpace, load_deployment
 from prfaas.core.kv import ConfigError
 from prfaas.serving.certificates import CertificateFolder
 from prfaas.serving.engines.command import EngineCommand, vllm_command
@@ -239,3 +239,18 @@ def test_adapters_are_named(tmp_path: Path) -> None:
         f"law={tmp_path / 'law'}",
         f"art={tmp_path / 'art'}",
     )
+
+
+def test_the_connector_is_told_where_its_pool_is(tmp_path: Path) -> None:
+    deployment = make(tmp_path, STATES)
+    pooled = replace(
+        deployment,
+        clusters=tuple(
+            replace(cluster, pool=PoolSpace(1 << 28, kv_port=18300) if cluster.kind == "pd" else None)
+            for cluster in deployment.clusters
+        ),
+    )
+    told = extra(command(pooled, "home-decode-0"))
+    assert told["pool_socket"] == str(tmp_path / "state" / "local" / "pools" / "home-pool.sock")
+    assert (told["checkpoint_tokens"], told["pool_timeout_s"]) == (32768, 2.0)
+    assert "pool_socket" not in extra(command(pooled, "east-prefill-0"))

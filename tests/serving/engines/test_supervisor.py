@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from prfaas.core.deployment import Instance
 from prfaas.serving.engines import EngineError
-from prfaas.serving.engines.supervisor import EngineSupervisor, RestartLimits
+from prfaas.serving.engines.supervisor import Supervisor, RestartLimits
 
 NAMES = ("a", "b")
 
@@ -25,7 +25,7 @@ class World:
         self.refuses: str | None = None
         self.told: list[str] = []
         instances = [Instance(name, "c", ("decode",), "127.0.0.1", 1, 2, 1) for name in NAMES]
-        self.supervisor = EngineSupervisor(
+        self.supervisor = Supervisor(
             self,
             instances,
             limits,
@@ -48,7 +48,7 @@ class World:
     def kill(self, name: str) -> None:
         self.running.discard(name)
 
-    def answers_health(self, instance: Instance) -> bool:
+    def answers_health(self, instance: Instance, /) -> bool:
         return instance.name in self.ready
 
     def end(self, *names: str) -> None:

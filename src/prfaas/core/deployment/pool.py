@@ -34,8 +34,8 @@ class PoolSettings:
 
     checkpoint_tokens: int = 32768
     """Distance of the linear states that are kept inside long prompts; 0: only at ends and where prompts part."""
-    tenant_share: float = 1.0
-    """Part of a pool that one tenant keeps against others' new pages, in (0, 1]."""
+    tenant_share: float = 0.5
+    """A tenant that fills more than this part of a pool loses its own pages first, in (0, 1]."""
     eviction: EvictionName = "lru"
     staging_bytes: int = 256 * MIB
     """Memory of a pool, beside its pages, for those that arrive from other machines."""

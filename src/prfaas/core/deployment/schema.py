@@ -278,7 +278,7 @@ class PoolSection(_Section):
     """What all pools have in common."""
 
     checkpoint_tokens: Annotated[int, Field(ge=0)] = 32768
-    tenant_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    tenant_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     eviction: EvictionName = "lru"
     staging: Annotated[Size, Field(ge=MIB)] = 256 * MIB
     timeout_s: Annotated[Seconds, Field(le=30)] = 2.0

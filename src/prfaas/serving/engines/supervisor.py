@@ -1,13 +1,12 @@
-"""Starts engines again that have ended: later each time, and not for ever."""
+"""Starts engines and pools again that have ended: later each time, and not for ever."""
 
 import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
-from prfaas.core.deployment import Instance
 from prfaas.serving.engines import EngineError
 from prfaas.serving.secret_files import KeyFileError, TlsFileError
 
@@ -16,15 +15,15 @@ _LOOK_EVERY_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RestartLimits:
-    """How often and how soon an engine is started again."""
+    """How often and how soon an engine or a pool is started again."""
 
     most: int = 5
-    """Restarts in a row; then the deployment goes on without the engine. 0: it is never started again."""
+    """Restarts in a row; then the deployment goes on without it. 0: it is never started again."""
     first_wait_s: float = 1.0
     """Before the first restart; twice as long before each further one."""
     longest_wait_s: float = 60.0
     steady_s: float = 600.0
-    """An engine that answered so long after a restart counts as sound: its restarts are forgotten."""
+    """What answered so long after a restart counts as sound: its restarts are forgotten."""
     ready_timeout_s: float = 1200.0
     """A restart that is not ready by then has failed: it is ended, and counts."""
 
@@ -33,8 +32,19 @@ class RestartLimits:
         return min(self.first_wait_s * 2.0 ** min(restarts, 60), self.longest_wait_s)
 
 
-class Engines(Protocol):
-    """What the supervisor needs of `RunningEngines`."""
+class Named(Protocol):
+    """What is started: an instance or a pool."""
+
+    @property
+    def name(self) -> str: ...
+
+
+_N = TypeVar("_N", bound=Named)
+_W = TypeVar("_W", bound=Named, contravariant=True)
+
+
+class Running(Protocol[_W]):
+    """What the supervisor needs of `RunningEngines` and `RunningPools`."""
 
     def is_running(self, name: str) -> bool: ...
 
@@ -44,12 +54,12 @@ class Engines(Protocol):
 
     def kill(self, name: str) -> None: ...
 
-    def answers_health(self, instance: Instance) -> bool: ...
+    def answers_health(self, each: _W, /) -> bool: ...
 
 
 @dataclass(slots=True)
-class _Watched:
-    instance: Instance
+class _Watched(Generic[_N]):
+    what: _N
     restarts: int = 0
     due_s: float | None = None
     """When it is to be started again; None while it runs or is given up."""
@@ -60,36 +70,39 @@ class _Watched:
     given_up: bool = False
 
 
-class EngineSupervisor:
-    """Watches the engines of one deployment on this machine. Belongs to one event loop's thread."""
+class Supervisor(Generic[_N]):
+    """Watches the engines or the pools of one deployment on this machine. Belongs to one event loop's thread."""
 
     def __init__(
         self,
-        engines: Engines,
-        instances: Collection[Instance],
+        running: Running[_N],
+        watched: Collection[_N],
         limits: RestartLimits,
         tell: Callable[[str], None],
         *,
+        kind: str = "engine",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """All of `instances` run and are ready.
+        """All that is watched runs and is ready.
 
         Args:
-            engines: which ends and starts them.
-            instances: what is watched.
+            running: which ends and starts them.
+            watched: instances or pools.
             limits: how often and how soon.
             tell: called with every sentence that an operator should read.
+            kind: what they are, in those sentences.
             clock: seconds that never go back.
         """
-        self._engines = engines
-        self._watched = {instance.name: _Watched(instance) for instance in instances}
+        self._running = running
+        self._watched = {each.name: _Watched(each) for each in watched}
+        self._kind = kind
         self._limits = limits
         self._tell = tell
         self._clock = clock
 
     @property
     def given_up(self) -> list[str]:
-        """Engines that are not started again any more."""
+        """What is not started again any more."""
         return [name for name, each in self._watched.items() if each.given_up]
 
     async def run(self) -> None:
@@ -101,7 +114,7 @@ class EngineSupervisor:
     async def look(self) -> None:
         """See who has ended, start again who is due, and ask those that start whether they are ready."""
         for name, each in self._watched.items():
-            if each.due_s is None and not each.given_up and not self._engines.is_running(name):
+            if each.due_s is None and not each.given_up and not self._running.is_running(name):
                 self._ended(name, each)
         now_s = self._clock()
         due = [name for name, each in self._watched.items() if each.due_s is not None and each.due_s <= now_s]
@@ -113,19 +126,19 @@ class EngineSupervisor:
             elif each.sound_s is not None and self._clock() >= each.sound_s:
                 each.restarts, each.sound_s = 0, None
 
-    def _ended(self, name: str, each: _Watched) -> None:
-        how = self._engines.ended_how(name)
+    def _ended(self, name: str, each: _Watched[_N]) -> None:
+        how = self._running.ended_how(name)
         each.started_s = each.sound_s = None
         if each.restarts >= self._limits.most:
             each.given_up = True
             again = f" after {each.restarts} restarts" if each.restarts else ""
-            self._tell(f"engine {name} has ended{again} ({how}); the others go on without it")
+            self._tell(f"{self._kind} {name} has ended{again} ({how}); the others go on without it")
             return
         wait_s = self._limits.wait_s(each.restarts)
         each.restarts += 1
         each.due_s = self._clock() + wait_s
         self._tell(
-            f"engine {name} has ended ({how}); restart {each.restarts} of {self._limits.most} in {wait_s:g} s"
+            f"{self._kind} {name} has ended ({how}); restart {each.restarts} of {self._limits.most} in {wait_s:g} s"
         )
 
     async def _start(self, due: Collection[str]) -> None:
@@ -135,16 +148,18 @@ class EngineSupervisor:
             self._watched[name].started_s = self._clock()
         try:
             # In a thread: the gateway serves in this one.
-            await asyncio.to_thread(self._engines.restart, due)
+            await asyncio.to_thread(self._running.restart, due)
         except (EngineError, KeyFileError, TlsFileError, OSError) as error:
             self._tell(f"no restart of {', '.join(due)}: {error}")
 
-    async def _ask(self, name: str, each: _Watched) -> None:
+    async def _ask(self, name: str, each: _Watched[_N]) -> None:
         assert each.started_s is not None
-        if await asyncio.to_thread(self._engines.answers_health, each.instance):
-            self._tell(f"engine {name} is ready again after {self._clock() - each.started_s:.0f} s")
+        if await asyncio.to_thread(self._running.answers_health, each.what):
+            self._tell(f"{self._kind} {name} is ready again after {self._clock() - each.started_s:.0f} s")
             each.started_s, each.sound_s = None, self._clock() + self._limits.steady_s
-        elif self._clock() - each.started_s > self._limits.ready_timeout_s and self._engines.is_running(name):
-            self._tell(f"engine {name} is not ready {self._limits.ready_timeout_s:g} s after its restart")
+        elif self._clock() - each.started_s > self._limits.ready_timeout_s and self._running.is_running(name):
+            self._tell(
+                f"{self._kind} {name} is not ready {self._limits.ready_timeout_s:g} s after its restart"
+            )
             with contextlib.suppress(EngineError):
-                await asyncio.to_thread(self._engines.kill, name)
+                await asyncio.to_thread(self._running.kill, name)
