@@ -23,6 +23,7 @@ from prfaas.serving.transport import (
     TransferPhase,
 )
 from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello, greet, welcome
+from prfaas.serving.transport.requests import PullAnswer, PullOrder
 from prfaas.serving.transport.sockets import ConnectionEnded, receive_exactly
 from prfaas.serving.transport.staging import StagingLease
 from prfaas.serving.transport.wire import (
@@ -64,7 +65,7 @@ values: st.SearchStrategy[Any] = st.recursive(
 )
 FIELDS = (
     "ticket regions resume cached_tokens total_bytes hidden_bytes reason lead_s links hold_ms phase "
-    "received_bytes num_tokens skip_tokens taken soon"
+    "received_bytes num_tokens skip_tokens taken soon tokens salt adapter geometry pages have ranks checksums"
 )
 fields = st.sampled_from(FIELDS.split())
 counts = st.sampled_from([0, 1, 6 * UNIT_BYTES, 6 * UNIT_BYTES - 1, -1, 1 << 44, 1 << 70])
@@ -120,7 +121,7 @@ controls = st.builds(
 told = st.builds(
     replace,
     controls,
-    kind=st.sampled_from([int(FrameType.STATUS), int(FrameType.STATS)]),
+    kind=st.sampled_from([int(getattr(FrameType, kind)) for kind in ["STATUS", "STATS", "COPIED", "PULLED"]]),
     region=st.just(0),
     offset=st.just(0),
     payload=bodies.map(lambda body: json.dumps(body).encode()),
@@ -472,6 +473,10 @@ def test_a_consumer_may_tell_an_observer_anything(answers: list[Step]) -> None:
                 with suppress(ConnectionError, TimeoutError):
                     async with asyncio.timeout(0.05):
                         await observer.stats()
+                with suppress(ConnectionError, TimeoutError, WireError):
+                    transfer_id = make_ticket(UNIT_BYTES).transfer_id
+                    order = PullOrder("ticket", bytes(16), (bytes(17),))
+                    PullAnswer.from_body(await observer.request(transfer_id, order, 0.05))
                 reading = observer._connection_task
                 if reading is not None and reading.done():
                     assert reading.exception() is None

@@ -4,14 +4,15 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from prfaas.core.scheduling.cache_transfers import uncached_tokens, with_cache
 from prfaas.core.scheduling.candidates import (
-    decode_choices,
     kv_bytes_to,
     prefill_by,
     prefillers,
     streamed,
 )
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
+from prfaas.core.scheduling.decoders import decode_choices
 from prfaas.core.scheduling.link_choice import AbundanceMarks, usable_link
 from prfaas.core.scheduling.routing import (
     Choice,
@@ -20,8 +21,6 @@ from prfaas.core.scheduling.routing import (
     route,
     single_token,
     soonest_remote,
-    uncached_tokens,
-    with_cache,
 )
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
 

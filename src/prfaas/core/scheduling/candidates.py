@@ -4,18 +4,18 @@ A `PrefillCandidate` carries what is predicted of one way to prefill.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Protocol
 
-from prfaas.core.scheduling.decision import CacheTransfer, RoutingRequest
+from prfaas.core.scheduling.decision import CacheTransfer, PoolCopy, RoutingRequest
+from prfaas.core.scheduling.tiers import source_pool
 from prfaas.core.scheduling.view import (
     ClusterKind,
     ClusterView,
     InstanceView,
     LinkView,
-    NoDecodeInstanceError,
+    PoolView,
     View,
 )
 from prfaas.core.units import BITS_PER_BYTE
@@ -31,7 +31,7 @@ class PrefillCandidate:
     reusable_tokens: int
     """Tokens that need not be computed."""
     start_s: float
-    """Until the prefill starts: its queue, or the arrival of a cache."""
+    """Until the prefill starts: its queue, or the arrival of a cache, and what it loads from its machine's pool."""
     prefill_s: float
     """What the prefill takes."""
     link: LinkView | None
@@ -45,6 +45,8 @@ class PrefillCandidate:
     kv_bytes: int
     """What crosses `link`; 0 without one."""
     cache_transfer: CacheTransfer | None
+    load_s: float
+    """Of `start_s` what it loads from its machine's pool."""
 
 
 def prefill_by(
@@ -52,10 +54,22 @@ def prefill_by(
 ) -> PrefillCandidate:
     """Prefill by an instance that decodes too, or whose transfer takes no time."""
     held_tokens = request.reusable_at(instance.name) if request.held else 0
-    wait_s = max(instance.busy_until_s - view.now_s, 0.0)
+    load_s = request.loads_s.get(instance.name, 0.0) if request.loads_s else 0.0
+    start_s = max(instance.busy_until_s - view.now_s, 0.0) + load_s
     prefill_s = cluster.prefill_s(request.num_tokens - held_tokens)
     return PrefillCandidate(
-        cluster, instance, held_tokens, wait_s, prefill_s, None, 0.0, 0.0, wait_s + prefill_s, 0, None
+        cluster,
+        instance,
+        held_tokens,
+        start_s,
+        prefill_s,
+        None,
+        0.0,
+        0.0,
+        start_s + prefill_s,
+        0,
+        None,
+        load_s,
     )
 
 
@@ -110,7 +124,8 @@ def streamed(option: PrefillCandidate, link: LinkView, now_s: float, kv_bytes: i
         link_s,
         ttft_s,
         kv_bytes,
-        None,
+        option.cache_transfer,
+        option.load_s,
     )
 
 
@@ -145,6 +160,8 @@ def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) ->
     """
     if not request.held:
         return least_queued(request, cluster, view)
+    if request.loads_s or request.copies:
+        return _best_with_pools(request, cluster, view)
     now_s, avoid, num_tokens = view.now_s, view.avoid, request.num_tokens
     held_at = request.held.get
     chosen: InstanceView | None = None
@@ -201,7 +218,56 @@ def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) ->
         done_s,
         0,
         None,
+        0.0,
         least_wait_s,
+        holder,
+        longest,
+    )
+
+
+def _best_with_pools(request: RoutingRequest, cluster: ClusterView, view: View) -> BestCandidate | None:
+    """`best_candidate` where instances load from pools, or have a prefix copied from another machine first."""
+    now_s, num_tokens = view.now_s, request.num_tokens
+    holder: InstanceView | None = None
+    longest, least_wait_s = -1, math.inf
+    options: list[tuple[tuple[float, int, int], InstanceView, int, float, float, PoolCopy | None]] = []
+    for instance in prefillers(cluster, view):
+        name, queue_s = instance.name, max(instance.busy_until_s - now_s, 0.0)
+        least_wait_s = min(least_wait_s, queue_s)
+        tokens, load_s = request.reusable_at(name), request.loads_s.get(name, 0.0)
+        if tokens > longest:
+            holder, longest = instance, tokens
+        done_s = queue_s + load_s + cluster.prefill_s(num_tokens - tokens)
+        options.append(((done_s, -tokens, instance.in_flight), instance, tokens, queue_s, load_s, None))
+        copy = request.copies.get(name)
+        if copy is not None:
+            start_s = max(queue_s, copy.copy_s)
+            done_s = start_s + copy.load_s + cluster.prefill_s(num_tokens - copy.num_tokens)
+            rank = (done_s, -copy.num_tokens, instance.in_flight)
+            options.append((rank, instance, copy.num_tokens, start_s, copy.load_s, copy))
+    if holder is None:
+        return None
+    _, chosen, reusable, ready_s, load_s, copy = min(options, key=itemgetter(0))
+    shared_s = cluster.waiting_s / len(prefillers(cluster, view)) if cluster.waiting_s > 0.0 else 0.0
+    start_s = ready_s + load_s + shared_s
+    prefill_s = cluster.prefill_s(num_tokens - reusable)
+    moved = None
+    if copy is not None:
+        moved = CacheTransfer(copy.source, copy.num_tokens, copy.skip_tokens, copy.kv_bytes, from_pool=True)
+    return BestCandidate(
+        cluster,
+        chosen,
+        reusable,
+        start_s,
+        prefill_s,
+        None,
+        0.0,
+        0.0,
+        start_s + prefill_s,
+        0,
+        moved,
+        load_s,
+        least_wait_s + shared_s,
         holder,
         longest,
     )
@@ -235,18 +301,32 @@ def least_queued(request: RoutingRequest, cluster: ClusterView, view: View) -> B
         wait_s += shared_s
         done_s += shared_s
     return BestCandidate(
-        cluster, chosen, 0, wait_s, prefill_s, None, 0.0, 0.0, done_s, 0, None, wait_s, holder, 0
+        cluster, chosen, 0, wait_s, prefill_s, None, 0.0, 0.0, done_s, 0, None, 0.0, wait_s, holder, 0
     )
 
 
 class PrefixSource(Protocol):
     """The longest prefix of a request in one cluster. A `BestCandidate` is one."""
 
+    @property
+    def cluster(self) -> ClusterView: ...
+
+    @property
+    def holder(self) -> InstanceView | PoolView:
+        """The instance or the pool that holds it."""
+
+    @property
+    def held_tokens(self) -> int:
+        """Its length."""
+
+
+@dataclass(frozen=True, slots=True)
+class PooledPrefix:
+    """The longest prefix of a request in the pools of one cluster."""
+
     cluster: ClusterView
-    holder: InstanceView
-    """The instance that holds it."""
+    holder: PoolView
     held_tokens: int
-    """Its length."""
 
 
 _by_tokens = attrgetter("held_tokens")
@@ -261,7 +341,7 @@ class PrefillCandidates:
     far: list[BestCandidate]
     """Those of PrfaaS clusters."""
     sources: list[PrefixSource]
-    """The longest prefix of every cluster that holds any, the longest first."""
+    """The longest prefix of every cluster that holds any, the longest first; before it one as long in a pool."""
 
 
 def prefill_candidates(request: RoutingRequest, view: View) -> PrefillCandidates:
@@ -270,6 +350,8 @@ def prefill_candidates(request: RoutingRequest, view: View) -> PrefillCandidates
     far: list[BestCandidate] = []
     sources: list[PrefixSource] = []
     for cluster in view.clusters.values():
+        if request.pools and (pooled := source_pool(request, view, cluster.name)) is not None:
+            sources.append(PooledPrefix(cluster, *pooled))
         node = best_candidate(request, cluster, view)
         if node is None:
             continue
@@ -306,82 +388,3 @@ def is_kept_apart(view: View, decode: InstanceView, kind: ClusterKind) -> bool:
         if unable and cluster.kind == kind and (kind == "prfaas" or cluster.name == decode.cluster)
         for each in prefillers(cluster, view)
     )
-
-
-def decode_choices(request: RoutingRequest, view: View) -> list[tuple[ClusterView, InstanceView]]:
-    """Per PD cluster the instance that would decode.
-
-    Healthy ones that are not being drained; if no cluster has one, draining ones; then those that only prefill, since
-    every engine of a PD cluster can decode; then unhealthy ones, since nothing else can answer a client. Never one
-    that an operator has closed.
-
-    Raises:
-        NoDecodeInstanceError: there is not even one of these.
-    """
-    found = []
-    for cluster in view.clusters.values():
-        if cluster.kind == "pd":
-            decode = _decoder(request, [each for each in cluster.instances if each.takes_decodes], view)
-            if decode is not None:
-                found.append((cluster, decode))
-    return found or _last_resorts(request, view)
-
-
-def load_of(decode: InstanceView) -> float:
-    """The share of its slots in use."""
-    return decode.decoding / decode.decode_slots
-
-
-def _last_resorts(request: RoutingRequest, view: View) -> list[tuple[ClusterView, InstanceView]]:
-    for is_able in (
-        lambda each: each.decodes and each.healthy,
-        lambda each: each.healthy,
-        lambda _: True,
-    ):
-        found = []
-        for cluster in view.clusters.values():
-            if cluster.kind == "pd":
-                decode = _decoder(
-                    request, [each for each in cluster.instances if is_able(each) and not each.closed], view
-                )
-                if decode is not None:
-                    found.append((cluster, decode))
-        if found:
-            return found
-    raise NoDecodeInstanceError("no instance of any PD cluster can decode")
-
-
-def _decoder(request: RoutingRequest, able: Sequence[InstanceView], view: View) -> InstanceView | None:
-    """The best of these that need not be avoided; None if there is none.
-
-    Each is worth the share of the prompt that it spares the network, less the share of its slots in use. So one that
-    holds more of the prompt is taken, until its load exceeds another's by more than that share. One without a free
-    slot comes after all others. Equal ones are compared by the fewer requests in flight, then by their order.
-    """
-    if view.avoid:
-        able = [each for each in able if each.name not in view.avoid]
-    held_at, num_tokens, can_skip = request.held.get, request.num_tokens, view.kv.can_skip
-    chosen: InstanceView | None = None
-    worth = 0.0
-    for instance in able:
-        load = instance.decoding / instance.decode_slots
-        here = -load if load < 1.0 else -load - 2.0
-        if (at := held_at(instance.name)) is not None:
-            # Of windows nothing is skipped; what spares neither bytes nor computing is worth nothing.
-            spared = at.attention_tokens if can_skip else at.reusable_tokens
-            here += spared / num_tokens if spared < num_tokens else 1.0
-        if chosen is None or here > worth or (here == worth and instance.in_flight < chosen.in_flight):
-            chosen, worth = instance, here
-    return chosen
-
-
-def least_loaded(instances: Sequence[InstanceView]) -> InstanceView | None:
-    """The decode instance where none holds anything and none is to be avoided; None if none may decode."""
-    chosen: InstanceView | None = None
-    least = math.inf
-    for instance in instances:
-        if instance.takes_decodes:
-            load = instance.decoding / instance.decode_slots
-            if load <= least and (load < least or chosen is None or instance.in_flight < chosen.in_flight):
-                chosen, least = instance, load
-    return chosen

@@ -193,8 +193,8 @@ class Decision:
     """With an urgency: only `prefill` may do it."""
     load_s: float = 0.0
     """Of the predicted TTFT what `prefill` needs to load its cached prefix from the pool of its machine."""
-    pools: Mapping[str, PoolHit] = field(default_factory=dict)
-    """Pool name → what it held of the prompt."""
+    pools: Mapping[str, PoolHit] | None = None
+    """Pool name → what it held of the prompt; None: none held anything."""
 
     @property
     def transfers(self) -> bool:

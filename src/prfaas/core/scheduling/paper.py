@@ -4,19 +4,16 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from prfaas.core.scheduling.candidates import BestCandidate, PrefillCandidate
-from prfaas.core.scheduling.decision import Decision, RoutingRequest
-from prfaas.core.scheduling.link_choice import AbundanceMarks, is_stale, unpriced
-from prfaas.core.scheduling.routing import (
-    Choice,
-    PdCandidate,
+from prfaas.core.scheduling.cache_transfers import (
     own_uncached_tokens,
-    route,
     sends_less,
-    soonest_remote,
     uncached_tokens,
     with_cache,
 )
+from prfaas.core.scheduling.candidates import BestCandidate, PrefillCandidate
+from prfaas.core.scheduling.decision import Decision, RoutingRequest
+from prfaas.core.scheduling.link_choice import AbundanceMarks, is_stale, unpriced
+from prfaas.core.scheduling.routing import Choice, PdCandidate, route, soonest_remote
 from prfaas.core.scheduling.view import LinkView, View
 
 _LEAST_MARK_S = 1e-3

@@ -1,7 +1,4 @@
-"""What all policies share: from a request to the PD clusters it could go to, and from a choice to a decision.
-
-Prefix caches of other clusters, when they count and when they move first, follow the paper's section 3.4.3.
-"""
+"""What all policies share: from a request to the PD clusters it could go to, and from a choice to a decision."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,20 +12,18 @@ from prfaas.core.scheduling.candidates import (
     PrefillCandidates,
     PrefixSource,
     able_to_send,
-    decode_choices,
     is_kept_apart,
     kv_bytes_to,
-    least_loaded,
     least_queued,
-    load_of,
     prefill_by,
     prefill_candidates,
     prefill_without_hop,
     streamed,
     streamed_s,
 )
-from prfaas.core.scheduling.decision import CacheTransfer, Decision, Route, RoutingRequest
-from prfaas.core.scheduling.link_choice import AbundanceMarks, abundant_link, usable_link
+from prfaas.core.scheduling.decision import Decision, Route, RoutingRequest
+from prfaas.core.scheduling.decoders import decode_choices, least_loaded, load_of
+from prfaas.core.scheduling.link_choice import usable_link
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
 from prfaas.core.units import BITS_PER_BYTE
 
@@ -145,7 +140,7 @@ def let_caches_move(pd: PdCandidate, prefill: PrefillCandidates) -> None:
     """Give `pd` the prefixes of all clusters, its decode instance's among them where that is its cluster's longest."""
     own = prefill.own.get(pd.cluster.name)
     pd.sources = prefill.sources
-    if pd.held_tokens > (0 if own is None else own.held_tokens):
+    if pd.held_tokens > (0 if own is None else max(own.held_tokens, own.reusable_tokens)):
         pd.sources = [*prefill.sources, _AtDecode(pd.cluster, pd.decode, pd.held_tokens)]
         pd.sources.sort(key=_by_tokens, reverse=True)
 
@@ -162,110 +157,19 @@ def _local(
     if own is None:
         here = prefill_by(request, view, cluster, decode)
         return here, "no-prefill-instance", here.reusable_tokens
+    longest = max(own.held_tokens, own.reusable_tokens)
     if own.instance is decode:
-        return own, "", own.held_tokens
+        # No cache comes to an instance that prefills what it decodes.
+        here = own if own.cache_transfer is None else prefill_by(request, view, cluster, decode)
+        return here, "", longest
     held = request.reusable_at(decode.name) if request.held else 0
     if 2 * held < request.num_tokens and not decode.prefills:
-        return own, "", own.held_tokens
+        return own, "", longest
     here = prefill_by(request, view, cluster, decode)
-    longest = max(held, own.held_tokens)
+    longest = max(held, longest)
     if here.ttft_s > own.ttft_s:
         return own, "", longest
     return here, "" if decode.prefills else "held-by-decode", longest
-
-
-# Of the tokens to compute: a cache transfer costs two more hops of the gateway, whatever its size.
-_LEAST_SHARE = 0.1
-
-
-def uncached_tokens(request: RoutingRequest, view: View, pd: PdCandidate, marks: AbundanceMarks) -> int:
-    """The length that a threshold is compared with.
-
-    Bandwidth scarce: l_total − l_pd. Where a cluster has abundant bandwidth to this one, its cache counts too:
-    l_total − max(l_pd, l_prfaas).
-    """
-    for source in pd.sources:
-        if source.held_tokens <= pd.held_tokens:
-            break
-        if abundant_link(view, source.cluster.name, pd.cluster.name, marks) is not None:
-            return request.num_tokens - source.held_tokens
-    return own_uncached_tokens(request, pd)
-
-
-def own_uncached_tokens(request: RoutingRequest, pd: PdCandidate) -> int:
-    """l_total − l_pd: what the PD cluster would have to compute if no cache moved."""
-    return request.num_tokens - pd.held_tokens
-
-
-def sends_less(local: PrefillCandidate, there: PrefillCandidate) -> bool:
-    """Whether computing there is done sooner, and moves fewer bytes than the local option's cache transfer.
-
-    True if the local option has none: it would compute everything.
-    """
-    if local.cache_transfer is None:
-        return True
-    return there.ttft_s <= local.ttft_s and there.kv_bytes < local.cache_transfer.kv_bytes
-
-
-def with_cache(
-    request: RoutingRequest, view: View, pd: PdCandidate, option: PrefillCandidate, marks: AbundanceMarks
-) -> PrefillCandidate:
-    """The option after the longest cache of another cluster has moved to its instance, if that pays.
-
-    Bandwidth must be abundant on a link from there. It must spare at least a tenth of the prefill's tokens, and
-    the bytes, over what is left of the link and after its queue, must take less than the prefill that they spare.
-    A decode instance that prefills itself gets none.
-    """
-    if not pd.sources or option.instance is pd.decode:
-        return option
-    found = _best_source(view, pd, option, marks)
-    if found is None:
-        return option
-    source, link = found
-    # The source computes a last token, the target another, and the decode instance the prompt's last.
-    tokens = min(source.held_tokens, request.num_tokens - 3)
-    if tokens - option.reusable_tokens < _LEAST_SHARE * (request.num_tokens - option.reusable_tokens):
-        return option
-    at_target = request.held.get(option.instance.name)
-    skip = min(at_target.attention_tokens, tokens) if at_target is not None and view.kv.can_skip else 0
-    kv_bytes = view.kv.prefix_bytes_to_move(tokens + 1, skip)
-    moved_s = BITS_PER_BYTE * kv_bytes / (link.capacity_bits_per_s - link.egress_bits_per_s) + link.rtt_s
-    if link.drained_s > view.now_s:
-        moved_s += link.drained_s - view.now_s
-    prefill_s = option.cluster.prefill_s(request.num_tokens - tokens)
-    if moved_s >= option.prefill_s - prefill_s:
-        return option
-    start_s = option.start_s if option.start_s > moved_s else moved_s
-    ttft_s = start_s + prefill_s
-    if option.link is not None:
-        ttft_s = streamed_s(start_s, prefill_s, option.link_wait_s, option.link_s, option.link.rtt_s)
-    return PrefillCandidate(
-        option.cluster,
-        option.instance,
-        tokens,
-        start_s,
-        prefill_s,
-        option.link,
-        option.link_wait_s,
-        option.link_s,
-        ttft_s,
-        option.kv_bytes,
-        CacheTransfer(source.holder.name, tokens + 1, skip, kv_bytes),
-    )
-
-
-def _best_source(
-    view: View, pd: PdCandidate, option: PrefillCandidate, marks: AbundanceMarks
-) -> tuple[PrefixSource, LinkView] | None:
-    for source in pd.sources:
-        if source.held_tokens <= option.reusable_tokens:
-            return None
-        if view.blocked and (source.holder.name, option.instance.name) in view.blocked:
-            continue
-        link = abundant_link(view, source.cluster.name, option.cluster.name, marks)
-        if link is not None:
-            return source, link
-    return None
 
 
 # Reading a member of an enum takes as long as a function call.
@@ -380,6 +284,8 @@ def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choic
         option.cache_transfer,
         None if prefill is decode else choice.urgency_s,
         choice.is_bound,
+        option.load_s,
+        request.pools or None,
     )
 
 

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from prfaas.core.scheduling.cache_transfers import own_uncached_tokens, uncached_tokens, with_cache
 from prfaas.core.scheduling.candidates import (
     BestCandidate,
     PrefillCandidate,
@@ -13,14 +14,7 @@ from prfaas.core.scheduling.candidates import (
 )
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
 from prfaas.core.scheduling.link_choice import AbundanceMarks, is_stale, unpriced
-from prfaas.core.scheduling.routing import (
-    Choice,
-    PdCandidate,
-    own_uncached_tokens,
-    route,
-    uncached_tokens,
-    with_cache,
-)
+from prfaas.core.scheduling.routing import Choice, PdCandidate, route
 from prfaas.core.scheduling.view import LinkView, View
 from prfaas.core.units import BITS_PER_BYTE
 

@@ -300,7 +300,7 @@ class ClusterState:
         load = self._loads[decision.prefill]
         transfer = decision.cache_transfer
         with ExitStack() as open_here:
-            if transfer is not None:
+            if transfer is not None and not transfer.from_pool:
                 source = self._loads[transfer.source]
                 # Its bytes are no promise to the link: they get what others leave.
                 open_here.enter_context(self._in_flight(source))

@@ -3,7 +3,27 @@
 The daemon alone writes it. Engines read the state of the pages that they copy.
 """
 
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
+
+import numpy as np
+
+MOST_RANKS = 64
+
+# State, group, whether readers must verify, use, process group, start of its leader, engine, tenant, page id, padding,
+# last use, ranks that have not ended their part. Checksums of the ranks follow.
+_ROW = struct.Struct("<BBBxIQQ8s8s17s7xdQ")
+_LAST_USE = struct.Struct("<d")
+_MASK = struct.Struct("<Q")
+_USE = struct.Struct("<I")
+_VERIFY_AT = 2
+_USE_AT = 4
+_LAST_USE_AT = _ROW.size - 16
+_MASK_AT = _ROW.size - 8
+_USE_BITS = 32
+_ROW_MASK = (1 << _USE_BITS) - 1
 
 
 class PageState(IntEnum):
@@ -28,3 +48,142 @@ class PageState(IntEnum):
     def is_readable(self) -> bool:
         """Whether the page's bytes may be copied out of the slot now."""
         return self in (PageState.READY, PageState.SPILLING)
+
+
+_STATES = tuple(PageState)
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who reserved a page: an engine, which is one or more processes of one process group."""
+
+    process_group: int
+    started: int
+    """Start time of the group's leader in clock ticks since boot, 0 if it had ended. Numbers are given again."""
+    engine: bytes
+    """8 bytes that tell engines of one process group apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageRow:
+    """What the table says of a slot."""
+
+    row: int
+    use: int
+    state: PageState
+    group: int
+    owner: Owner
+    tenant: bytes
+    page_id: bytes
+    last_use_s: float
+    checksums: tuple[int, ...]
+
+
+def row_bytes(ranks: int) -> int:
+    """Bytes of a row whose pages have parts of so many ranks."""
+    return _ROW.size + 8 * ranks
+
+
+def row_of(slot: int) -> int:
+    """The row that the slot of a `PageRef` names."""
+    return slot & _ROW_MASK
+
+
+class PageTable:
+    """The table over its bytes in the arena; also the engines' view of it."""
+
+    def __init__(self, rows: memoryview, ranks: int) -> None:
+        """`rows`: a multiple of `row_bytes(ranks)`, zeros in a new arena."""
+        self._rows = rows
+        self._row_bytes = row_bytes(ranks)
+        self._checksums = struct.Struct(f"<{ranks}Q")
+        self._ranks = ranks
+
+    def __len__(self) -> int:
+        return len(self._rows) // self._row_bytes
+
+    def slot(self, row: int) -> int:
+        """What a `PageRef` calls the row's present use."""
+        return row | _USE.unpack_from(self._rows, row * self._row_bytes + _USE_AT)[0] << _USE_BITS
+
+    def state(self, slot: int) -> PageState:
+        """Of the page that a `PageRef` named, FREE if its row has another use or does not exist."""
+        row, use = slot & _ROW_MASK, slot >> _USE_BITS
+        at = row * self._row_bytes
+        if at >= len(self._rows) or _USE.unpack_from(self._rows, at + _USE_AT)[0] != use:
+            return PageState.FREE
+        state = self._rows[at]
+        return _STATES[state] if state < len(_STATES) else PageState.FREE
+
+    def are_readable(self, slots: Sequence[int]) -> bool:
+        """Whether every one of these slots may be copied out."""
+        return all(self.state(slot).is_readable for slot in slots)
+
+    def checksum_to_verify(self, slot: int, rank: int) -> int | None:
+        """The checksum of a rank's part if readers must verify the page, else None."""
+        at = row_of(slot) * self._row_bytes
+        if not self._rows[at + _VERIFY_AT]:
+            return None
+        return int(self._checksums.unpack_from(self._rows, at + _ROW.size)[rank])
+
+    def begin(
+        self, row: int, state: PageState, page_id: bytes, owner: Owner, tenant: bytes, ranks_left: int
+    ) -> int:
+        """The row is used for a page from now on. Returns the slot of its `PageRef`s."""
+        at = row * self._row_bytes
+        use = (_USE.unpack_from(self._rows, at + _USE_AT)[0] + 1) & _ROW_MASK
+        # The state comes last: what a killed daemon leaves half written is FREE.
+        _ROW.pack_into(
+            self._rows, at, PageState.FREE, page_id[16], 0, use, owner.process_group, owner.started,
+            owner.engine, tenant, page_id, 0.0, ranks_left,
+        )  # fmt: skip
+        self._rows[at] = state
+        return row | use << _USE_BITS
+
+    def set_state(self, row: int, state: PageState) -> None:
+        """The row's use stays the same."""
+        self._rows[row * self._row_bytes] = state
+
+    def set_ranks_left(self, row: int, ranks_left: int) -> None:
+        """Bit r: rank r has not ended its part."""
+        _MASK.pack_into(self._rows, row * self._row_bytes + _MASK_AT, ranks_left)
+
+    def set_checksums(self, row: int, checksums: Sequence[int]) -> None:
+        """One of each rank."""
+        self._checksums.pack_into(self._rows, row * self._row_bytes + _ROW.size, *checksums)
+
+    def set_must_verify(self, row: int, must: bool) -> None:
+        """Whether readers must compare the page's parts with their checksums."""
+        self._rows[row * self._row_bytes + _VERIFY_AT] = must
+
+    def set_last_use(self, row: int, last_use_s: float) -> None:
+        """Seconds since the epoch of the clock; a daemon that comes back orders pages by it."""
+        _LAST_USE.pack_into(self._rows, row * self._row_bytes + _LAST_USE_AT, last_use_s)
+
+    def read(self, row: int) -> PageRow:
+        """All of a row."""
+        at = row * self._row_bytes
+        state, group, _, use, process_group, started, engine, tenant, page_id, last_use_s, _ = (
+            _ROW.unpack_from(self._rows, at)
+        )
+        return PageRow(
+            row,
+            use,
+            _STATES[state] if state < len(_STATES) else PageState.FREE,
+            group,
+            Owner(process_group, started, engine),
+            tenant,
+            page_id,
+            last_use_s,
+            self._checksums.unpack_from(self._rows, at + _ROW.size),
+        )
+
+    def used_rows(self) -> Iterator[PageRow]:
+        """Every row that is not FREE."""
+        states = np.frombuffer(self._rows, np.uint8)[:: self._row_bytes]
+        for row in np.flatnonzero(states).tolist():
+            yield self.read(row)
+
+    def release(self) -> None:
+        """Let go of the shared memory."""
+        self._rows.release()

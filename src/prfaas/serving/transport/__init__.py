@@ -4,7 +4,6 @@ of vLLM or HTTP. The wire format is in docs/reference/wire-format.md."""
 from prfaas.serving.secret_files import KeyFileError, TlsFileError
 from prfaas.serving.transport.chunk_source import BytesSource, ChunkSource, SourceGone
 from prfaas.serving.transport.handshake import Fingerprint
-from prfaas.serving.transport.incoming import RegionLayout
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
 from prfaas.serving.transport.outgoing import (
@@ -13,6 +12,8 @@ from prfaas.serving.transport.outgoing import (
 )
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.receiver import Receiver
+from prfaas.serving.transport.region_layout import AskedTransfers, RegionLayout
+from prfaas.serving.transport.requests import PeerRequest
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.sockets import HandshakeError, TcpInfo
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena, StagingLease
@@ -29,6 +30,7 @@ from prfaas.serving.transport.wire import PROTOCOL_VERSION, TransferPhase, Trans
 
 __all__ = [
     "PROTOCOL_VERSION",
+    "AskedTransfers",
     "BytesSource",
     "ChunkSource",
     "Fingerprint",
@@ -38,6 +40,7 @@ __all__ = [
     "OutgoingTransfer",
     "PaceOrder",
     "Peer",
+    "PeerRequest",
     "Receiver",
     "ReceiverOptions",
     "RegionLayout",

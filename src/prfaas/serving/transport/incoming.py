@@ -6,12 +6,13 @@ of the classes here is thread-safe: the table's lock guards them.
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from prfaas.serving.transport.coverage import Coverage
 from prfaas.serving.transport.options import ReceiverOptions
+from prfaas.serving.transport.region_layout import TransferLayout, expected_regions
 from prfaas.serving.transport.staging import StagedTransfer, StagingLease
 from prfaas.serving.transport.ticket import Ticket, TicketError
 from prfaas.serving.transport.wire import (
@@ -352,17 +353,6 @@ class IncomingTransfer:
             self.lease = None
 
 
-class RegionLayout(Protocol):
-    """The consumer's own idea of what a transfer consists of."""
-
-    def region_bytes(self, num_tokens: int, skip_tokens: int) -> Sequence[int]:
-        """Sizes in bytes of the regions of a transfer of tokens [skip_tokens, num_tokens).
-
-        Raises:
-            ValueError: there can be no such transfer.
-        """
-
-
 def check_open(
     body: Mapping[str, Any],
     *,
@@ -370,7 +360,7 @@ def check_open(
     name: str,
     producer: str,
     key: bytes,
-    layout: RegionLayout,
+    layout: TransferLayout,
 ) -> tuple[Ticket, tuple[int, ...]]:
     """Check the ticket of an OPEN, the names in it, and the regions that both sides expect.
 
@@ -395,12 +385,12 @@ def check_open(
         raise TicketError(f"ticket names consumer {ticket.consumer}, this is {name}")
     if not _is_rank_of(producer, ticket.producer):
         raise TicketError(f"ticket names producer {ticket.producer}, the peer is {producer}")
-    ours = tuple(layout.region_bytes(ticket.num_tokens, ticket.skip_tokens))
-    if len(ours) > MAX_REGIONS or not all(0 <= nbytes <= MAX_REGION_BYTES for nbytes in ours):
-        raise WireError("this side's own regions are out of bounds")
     theirs = body.get("regions")
     if not isinstance(theirs, list) or not all(type(nbytes) is int for nbytes in theirs):
         raise WireError("field 'regions' must be a list of sizes in bytes")
+    ours = expected_regions(layout, ticket, theirs)
+    if len(ours) > MAX_REGIONS or not all(0 <= nbytes <= MAX_REGION_BYTES for nbytes in ours):
+        raise WireError("this side's own regions are out of bounds")
     _raise_if_different(ours, theirs, name, producer)
     return ticket, ours
 

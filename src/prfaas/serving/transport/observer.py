@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello
 from prfaas.serving.transport.pacing import PaceOrder
+from prfaas.serving.transport.requests import CopyOrder, PullOrder
 from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, Sealing
 from prfaas.serving.transport.silence import LookClock, Silence, patience_s, ping_period_s
 from prfaas.serving.transport.sockets import HandshakeError, expedite, keep_alive, read_tcp_info
@@ -85,6 +86,7 @@ class Observer:
         self._leads: dict[bytes, tuple[float, OnSoon]] = {}
         self._announced: set[bytes] = set()
         self._stats_waits: deque[asyncio.Future[dict[str, Any]]] = deque()
+        self._requests: dict[bytes, asyncio.Future[dict[str, Any]]] = {}
 
     @property
     def connected(self) -> bool:
@@ -197,6 +199,25 @@ class Observer:
         body = {"link": link, "bytes": min(nbytes, MAX_PROBE_BYTES)}
         self._send(pack_control(FrameType.PROBE, body=body))
 
+    async def request(
+        self, transfer_id: bytes, order: CopyOrder | PullOrder, timeout_s: float
+    ) -> dict[str, Any]:
+        """Ask a pool for a copy, or for pages; the body of its answer.
+
+        Raises:
+            TimeoutError: there is none after `timeout_s`.
+            ConnectionError: the pool is gone, or the connection to it is lost.
+        """
+        async with asyncio.timeout(timeout_s):
+            await self.connect()
+            future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+            self._requests[transfer_id] = future
+            try:
+                self._send(pack_control(order.kind, transfer_id, order.to_body()))
+                return await future
+            finally:
+                self._requests.pop(transfer_id, None)
+
     async def _ask_stats(self, body: dict[str, Any]) -> dict[str, Any]:
         await self.connect()
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
@@ -282,7 +303,7 @@ class Observer:
                 finally:
                     listening.cancel()
                 await self._disconnect()
-                self._fail_stats(f"connection to {self.peer_name} lost")
+                self._fail_answers(f"connection to {self.peer_name} lost")
                 reader = await self._reconnect()
                 for transfer_id in self._waits:
                     self._watch(transfer_id)
@@ -299,7 +320,7 @@ class Observer:
         while writer is not None:
             await asyncio.sleep(ping_period_s(self._silence_s))
             elapsed_s = clock.elapsed_s(time.monotonic())
-            if not self._waits:
+            if not self._waits and not self._requests:
                 silence.rest()
                 continue
             try:
@@ -336,6 +357,9 @@ class Observer:
             elif header.kind is FrameType.STATS:
                 if self._stats_waits:
                     _resolve(self._stats_waits.popleft(), dict(body))
+            elif header.kind in (FrameType.COPIED, FrameType.PULLED):
+                if header.transfer_id in self._requests:
+                    _resolve(self._requests[header.transfer_id], dict(body))
             elif header.kind is not FrameType.PONG:
                 raise WireError(f"{self.peer_name} may not send {header.kind.name} to an observer")
 
@@ -361,11 +385,13 @@ class Observer:
             for future in futures:
                 if not future.done():
                     future.set_exception(ConnectionError(reason))
-        self._fail_stats(reason)
+        self._fail_answers(reason)
 
-    def _fail_stats(self, reason: str) -> None:
-        while self._stats_waits:
-            future = self._stats_waits.popleft()
+    def _fail_answers(self, reason: str) -> None:
+        # A request is not asked again: it may have been begun.
+        waits = [*self._stats_waits, *self._requests.values()]
+        self._stats_waits.clear()
+        for future in waits:
             if not future.done():
                 future.set_exception(ConnectionError(reason))
 

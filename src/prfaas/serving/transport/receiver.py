@@ -19,10 +19,11 @@ from prfaas.serving.transport.handshake import (
     bounded_sentences,
     welcome,
 )
-from prfaas.serving.transport.incoming import RegionLayout
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.receiver_connection import ReceiverConnection
+from prfaas.serving.transport.region_layout import TransferLayout
+from prfaas.serving.transport.requests import PeerRequest, refuse_request
 from prfaas.serving.transport.sealing import Sealing
 from prfaas.serving.transport.silence import LONGEST_LOOK_S, LookClock
 from prfaas.serving.transport.sockets import HandshakeError, shut, tune
@@ -64,7 +65,7 @@ class Receiver:
         host: str,
         port: int,
         arena: StagingArena,
-        layout: RegionLayout,
+        layout: TransferLayout,
         fingerprint: Fingerprint,
         options: ReceiverOptions | None = None,
         producers: Collection[str] | None = None,
@@ -73,6 +74,7 @@ class Receiver:
         plain_peers: Collection[str] = (),
         on_pace: Callable[[PaceOrder], None] = lambda _order: None,
         on_probe: Callable[[str, int], None] = lambda _link, _nbytes: None,
+        on_request: Callable[[PeerRequest], None] = refuse_request,
     ) -> None:
         """Nothing listens before `start`.
 
@@ -82,7 +84,7 @@ class Receiver:
             host: the address to listen at.
             port: the port to listen at, 0: any free one.
             arena: the staging of all transfers.
-            layout: the regions that this side expects of a transfer.
+            layout: the regions that this side expects of a transfer; or the transfers that it has asked for.
             fingerprint: the KV layout, compared field by field with each producer's.
             options: deadlines and limits.
             producers: the only names that may send; None: all that have the key.
@@ -91,6 +93,7 @@ class Receiver:
             plain_peers: with `tls`, the only instances (of producers and observers) whose connections may be plain.
             on_probe: called with a link and the bytes of filler that an observer wants to see on it, as `on_pace` is.
             on_pace: called with what an observer orders this engine's sender; in the connection's thread.
+            on_request: called with what an observer asks of a pool; in the connection's thread.
         """
         self.name = name
         self._key = key
@@ -105,6 +108,7 @@ class Receiver:
         self._plain_peers = frozenset(plain_peers)
         self._on_pace = on_pace
         self._on_probe = on_probe
+        self._on_request = on_request
         self._table = TransferTable(name=name, key=key, arena=arena, layout=layout, options=self._options)
         self._lock = threading.Lock()
         self._connections: dict[ReceiverConnection, threading.Thread] = {}
@@ -308,6 +312,7 @@ class Receiver:
             self._strangers.note,
             self._on_pace,
             self._on_probe,
+            self._on_request,
             self._options,
         )
 

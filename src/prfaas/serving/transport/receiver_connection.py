@@ -20,6 +20,7 @@ from prfaas.serving.transport.handshake import ROLE_PRODUCER, PeerIdentity
 from prfaas.serving.transport.incoming import ProducerSession
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.pacing import PaceOrder
+from prfaas.serving.transport.requests import REQUESTS, PeerRequest
 from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, ForgedFrameError, Sealing
 from prfaas.serving.transport.silence import HEARTBEAT_BYTES, Silence, patience_s, ping_period_s
 from prfaas.serving.transport.sockets import (
@@ -77,6 +78,7 @@ class ReceiverConnection:
         on_stranger_failed: Callable[[str, str], None],
         on_pace: Callable[[PaceOrder], None],
         on_probe: Callable[[str, int], None],
+        on_request: Callable[[PeerRequest], None],
         options: ReceiverOptions,
     ) -> None:
         """`stats` is asked whether only what concerns links is wanted. `on_stranger_failed` gets a sentence, and who it
@@ -89,6 +91,7 @@ class ReceiverConnection:
         self._on_stranger_failed = on_stranger_failed
         self._on_pace = on_pace
         self._on_probe = on_probe
+        self._on_request = on_request
         self._options = options
         self._outbox: deque[bytes] = deque()
         self._unsent = memoryview(b"")
@@ -210,7 +213,7 @@ class ReceiverConnection:
             if self.identity.role == ROLE_PRODUCER:
                 self._serve_producer(self.identity)
             else:
-                self._serve_observer()
+                self._serve_observer(self.identity)
         except ConnectionEnded:
             pass
         except HandshakeError as error:
@@ -259,7 +262,7 @@ class ReceiverConnection:
         finally:
             self._table.disconnected(session, self, self._silence.path_s, self._trouble)
 
-    def _serve_observer(self) -> None:
+    def _serve_observer(self, identity: PeerIdentity) -> None:
         expedite(self._sock)
         try:
             while True:
@@ -282,6 +285,10 @@ class ReceiverConnection:
                 elif header.kind is FrameType.PROBE:
                     nbytes = count_field(body, "bytes", MAX_PROBE_BYTES)
                     self._on_probe(text_field(body, "link", MAX_LINK_CHARS), nbytes)
+                elif header.kind in REQUESTS:
+                    self._on_request(
+                        PeerRequest.from_body(header.kind, identity.name, header.transfer_id, body, self.post)
+                    )
                 elif not self._took_sign_of_life(header):
                     raise WireError(f"an observer may not send {header.kind.name}")
                 if len(self._outbox) > _OUTBOX_PRESSURE_FRAMES:

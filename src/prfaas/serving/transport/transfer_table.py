@@ -16,11 +16,11 @@ from prfaas.serving.transport.incoming import (
     FrameSink,
     IncomingTransfer,
     ProducerSession,
-    RegionLayout,
     Tombstones,
     check_open,
 )
 from prfaas.serving.transport.options import ReceiverOptions
+from prfaas.serving.transport.region_layout import TransferLayout
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
 from prfaas.serving.transport.watchers import Watchers
 from prfaas.serving.transport.wire import (
@@ -47,7 +47,7 @@ class TransferTable:
     """All live transfers, those waiting for staging (FIFO), tombstones, watchers and producer sessions."""
 
     def __init__(
-        self, *, name: str, key: bytes, arena: StagingArena, layout: RegionLayout, options: ReceiverOptions
+        self, *, name: str, key: bytes, arena: StagingArena, layout: TransferLayout, options: ReceiverOptions
     ) -> None:
         self._name = name
         self._key = key

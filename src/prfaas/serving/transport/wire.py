@@ -17,6 +17,7 @@ import xxhash
 PROTOCOL_VERSION = 2
 MAX_CONTROL_BYTES = 64 << 10
 MAX_OPEN_BYTES = 1 << 20
+MAX_COPY_BYTES = 4 << 20
 MAX_DATA_BYTES = 4 << 20
 MAX_REGIONS = 1 << 16
 MAX_REGION_BYTES = 1 << 44
@@ -48,7 +49,7 @@ class VersionError(WireError):
 
 
 class FrameType(enum.IntEnum):
-    """Types by number: 1 to 6 handshake, 16 to 26 transfers, 32 to 38 observers."""
+    """Types by number: 1 to 6 handshake, 16 to 26 transfers, 32 to 42 observers."""
 
     HELLO = 1
     CHALLENGE = 2
@@ -73,11 +74,17 @@ class FrameType(enum.IntEnum):
     STATS = 35
     PACE = 36
     PROBE = 38
+    PULL = 39
+    PULLED = 40
+    COPY = 41
+    COPIED = 42
 
 
 _TYPES = {int(kind): kind for kind in FrameType}
 _LIMITS = dict.fromkeys(FrameType, MAX_CONTROL_BYTES) | {
     FrameType.OPEN: MAX_OPEN_BYTES,
+    FrameType.PULLED: MAX_OPEN_BYTES,
+    FrameType.COPY: MAX_COPY_BYTES,
     FrameType.DATA: MAX_DATA_BYTES,
 }
 

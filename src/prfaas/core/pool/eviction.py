@@ -1,0 +1,310 @@
+"""Which page of a pool goes when a new one needs its room.
+
+A page that others build on (its *children*) never goes before them: the tail of a prefix is of no use without its
+head. The parent of an attention block is the block before it; that of a state or of a sliding window is the attention
+block at whose end it lies. So only pages without children are candidates, and the policies differ in their order.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from heapq import heapify, heappop, heappush
+from typing import Generic, Protocol, TypeVar
+
+from prfaas.core.kv.groups import GroupKind, KvGroup
+
+Page = TypeVar("Page", bound=Hashable)
+
+EVICTION_POLICIES = ("lru", "2q", "cost")
+
+# The heap of candidates is made anew when it holds so many entries more than twice the pages.
+_MOST_OUTDATED = 1024
+
+_Rank = tuple[float, int]
+"""Of a page: its priority, and the number of its last use. The lowest goes first."""
+
+
+class EvictionPolicy(Protocol[Page]):
+    """Knows all pages of one memory, and names the next to go. Every call takes O(log n), amortized."""
+
+    used_bytes: int
+    """Of all pages that were added and not removed."""
+
+    def added(self, page: Page, size_bytes: int, group: int, parent: Page | None = None) -> None:
+        """A page is here now, and that was its first use. One that is here already is only touched.
+
+        Args:
+            page: Its id.
+            size_bytes: The room that it takes.
+            group: The number of its KV group.
+            parent: The page without which this one is of no use, whether that is here or not. None: the page begins
+                a chain, or its parent is not known.
+        """
+
+    def touched(self, page: Page) -> None:
+        """A page was used again. One that is not here is passed over."""
+
+    def removed(self, page: Page) -> None:
+        """A page is no longer here. One that is not here is passed over."""
+
+    def victim(self, may_go: Callable[[Page], bool]) -> Page | None:
+        """The next page to go, which stays known until it is `removed`.
+
+        Args:
+            may_go: False of pages in use: pinned ones, and those that are being written.
+
+        Returns:
+            None if no page may go.
+        """
+
+
+def eviction_policy(
+    name: str, groups: Sequence[KvGroup], recompute_s: Callable[[int, int], float] | None = None
+) -> EvictionPolicy[Page]:
+    """A policy by name.
+
+    Args:
+        name: One of `EVICTION_POLICIES`.
+        groups: The KV groups of the model.
+        recompute_s: Seconds of prefill over tokens [start, end) of a prompt, which "cost" weighs; None takes every
+            token alike.
+
+    Raises:
+        ValueError: no policy has this name.
+    """
+    match name:
+        case "lru":
+            return LruEviction()
+        case "2q":
+            return TwoQueueEviction()
+        case "cost":
+            return CostAwareEviction(groups, recompute_s or _tokens)
+    raise ValueError(f'there is no eviction policy "{name}"; there are {", ".join(EVICTION_POLICIES)}')
+
+
+def _tokens(start_tokens: int, end_tokens: int) -> float:
+    return float(end_tokens - start_tokens)
+
+
+class _Entry(Generic[Page]):
+    __slots__ = ("end_tokens", "group", "parent", "queue", "rank", "size_bytes", "stateless_tokens", "uses")
+
+    end_tokens: int
+    """The page is at this end of a prompt, or of what is known of its chain."""
+    stateless_tokens: int
+    """Tokens up to there since the state before."""
+
+    def __init__(self, size_bytes: int, group: int, parent: Page | None) -> None:
+        self.size_bytes = size_bytes
+        self.group = group
+        self.parent = parent
+        self.uses = 1
+        self.rank: _Rank = (0.0, 0)
+        self.queue = 0
+
+
+class _RankedPages(Generic[Page]):
+    """Pages in one or more queues, each ordered by rank: by the last use, where a subclass says nothing else.
+
+    An entry of a queue is outdated, and passed over, once its page was used again, has got a child or is gone.
+    """
+
+    _queue_count = 1
+
+    def __init__(self) -> None:
+        self.used_bytes = 0
+        self._entries: dict[Page, _Entry[Page]] = {}
+        # Parent, which may be absent itself → number of its children that are here.
+        self._children: dict[Page, int] = {}
+        self._queues: list[list[tuple[_Rank, Page]]] = [[] for _ in range(self._queue_count)]
+        self._uses = 0
+
+    def added(self, page: Page, size_bytes: int, group: int, parent: Page | None = None) -> None:
+        """See `EvictionPolicy.added`."""
+        if page in self._entries:
+            self.touched(page)
+            return
+        entry = self._entries[page] = _Entry(size_bytes, group, parent)
+        self.used_bytes += size_bytes
+        if parent is not None:
+            self._children[parent] = self._children.get(parent, 0) + 1
+        self._entered(entry)
+        self._use(page, entry)
+
+    def touched(self, page: Page) -> None:
+        """See `EvictionPolicy.touched`."""
+        entry = self._entries.get(page)
+        if entry is not None:
+            entry.uses += 1
+            self._used_again(entry)
+            self._use(page, entry)
+
+    def removed(self, page: Page) -> None:
+        """See `EvictionPolicy.removed`."""
+        entry = self._entries.pop(page, None)
+        if entry is None:
+            return
+        self.used_bytes -= entry.size_bytes
+        self._left(entry)
+        parent = entry.parent
+        if parent is None:
+            return
+        left = self._children[parent] - 1
+        if left:
+            self._children[parent] = left
+            return
+        del self._children[parent]
+        parent_entry = self._entries.get(parent)
+        if parent_entry is not None:
+            self._queue(parent, parent_entry)
+
+    def victim(self, may_go: Callable[[Page], bool]) -> Page | None:
+        """See `EvictionPolicy.victim`."""
+        for number in self._queues_in_order():
+            page = self._first(self._queues[number], number, may_go)
+            if page is not None:
+                self._chosen(self._entries[page])
+                return page
+        return None
+
+    def _first(
+        self, queue: list[tuple[_Rank, Page]], number: int, may_go: Callable[[Page], bool]
+    ) -> Page | None:
+        in_use: list[tuple[_Rank, Page]] = []
+        found: Page | None = None
+        while queue:
+            rank, page = queue[0]
+            entry = self._entries.get(page)
+            if entry is None or entry.rank != rank or entry.queue != number or page in self._children:
+                heappop(queue)
+            elif may_go(page):
+                found = page
+                break
+            else:
+                in_use.append(heappop(queue))
+        for each in in_use:
+            heappush(queue, each)
+        return found
+
+    def _use(self, page: Page, entry: _Entry[Page]) -> None:
+        self._uses += 1
+        entry.rank = (self._priority(entry), self._uses)
+        if page not in self._children:
+            self._queue(page, entry)
+
+    def _queue(self, page: Page, entry: _Entry[Page]) -> None:
+        queue = self._queues[entry.queue]
+        heappush(queue, (entry.rank, page))
+        if len(queue) > 2 * len(self._entries) + _MOST_OUTDATED:
+            queue[:] = [
+                (each.rank, key)
+                for key, each in self._entries.items()
+                if each.queue == entry.queue and key not in self._children
+            ]
+            heapify(queue)
+
+    def _queues_in_order(self) -> Sequence[int]:
+        return (0,)
+
+    def _priority(self, _entry: _Entry[Page]) -> float:
+        return 0.0
+
+    def _entered(self, entry: _Entry[Page]) -> None:
+        """A page was added."""
+
+    def _used_again(self, entry: _Entry[Page]) -> None:
+        """A page was touched."""
+
+    def _left(self, entry: _Entry[Page]) -> None:
+        """A page was removed."""
+
+    def _chosen(self, entry: _Entry[Page]) -> None:
+        """A page is the next to go."""
+
+
+class LruEviction(_RankedPages[Page]):
+    """The least recently used page first."""
+
+
+class TwoQueueEviction(_RankedPages[Page]):
+    """Simplified 2Q: pages that were never used again go first, as long as they take more than a share of the room.
+
+    A stream of prompts that nobody repeats then can't displace those that come back. Source: T. Johnson, D. Shasha,
+    "2Q: A Low Overhead High Performance Buffer Management Replacement Algorithm", VLDB 1994.
+    """
+
+    _queue_count = 2
+    _PROBATION_SHARE = 0.25
+    """What pages used once may keep; the size that the source recommends for its first queue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._probation_bytes = 0
+
+    def _entered(self, entry: _Entry[Page]) -> None:
+        self._probation_bytes += entry.size_bytes
+
+    def _used_again(self, entry: _Entry[Page]) -> None:
+        if entry.queue == 0:
+            entry.queue = 1
+            self._probation_bytes -= entry.size_bytes
+
+    def _left(self, entry: _Entry[Page]) -> None:
+        if entry.queue == 0:
+            self._probation_bytes -= entry.size_bytes
+
+    def _queues_in_order(self) -> Sequence[int]:
+        return (0, 1) if self._probation_bytes > self._PROBATION_SHARE * self.used_bytes else (1, 0)
+
+
+class CostAwareEviction(_RankedPages[Page]):
+    """The page first that saves the least seconds of prefill per byte, with ageing.
+
+    A page's priority is the policy's age when it was last used, plus its uses times the seconds that recomputing it
+    takes, over its bytes. The age is the priority of the last page that went. A state stands for all tokens since the
+    state before, an attention block for its own. Sources: GreedyDual-Size with Frequency (L. Cherkasova, HP Labs
+    HPL-98-69R1, 1998); FLOPs saved per byte as the worth of a hybrid model's states: Marconi (R. Pan et al.,
+    MLSys 2025).
+
+    Args:
+        groups: The KV groups of the model.
+        recompute_s: Seconds of prefill over tokens [start, end) of a prompt.
+    """
+
+    def __init__(self, groups: Sequence[KvGroup], recompute_s: Callable[[int, int], float]) -> None:
+        super().__init__()
+        self._groups = {group.index: group for group in groups}
+        self._recompute_s = recompute_s
+        self._age = 0.0
+        # Parent → number of its states that are here.
+        self._states: dict[Page, int] = {}
+
+    def _entered(self, entry: _Entry[Page]) -> None:
+        group, parent = self._groups[entry.group], entry.parent
+        entry.end_tokens = entry.stateless_tokens = group.block_tokens
+        before = None if parent is None else self._entries.get(parent)
+        if before is not None and before.group == entry.group:
+            entry.end_tokens += before.end_tokens
+            if parent not in self._states:
+                entry.stateless_tokens += before.stateless_tokens
+        if group.kind is GroupKind.STATE and parent is not None:
+            self._states[parent] = self._states.get(parent, 0) + 1
+
+    def _left(self, entry: _Entry[Page]) -> None:
+        parent = entry.parent
+        if self._groups[entry.group].kind is GroupKind.STATE and parent is not None:
+            left = self._states[parent] - 1
+            if left:
+                self._states[parent] = left
+            else:
+                del self._states[parent]
+
+    def _priority(self, entry: _Entry[Page]) -> float:
+        group, parent = self._groups[entry.group], entry.parent
+        block = None if parent is None else self._entries.get(parent)
+        if block is None or block.group == entry.group:
+            block = entry
+        tokens = block.stateless_tokens if group.kind is GroupKind.STATE else group.block_tokens
+        saved_s = self._recompute_s(max(block.end_tokens - tokens, 0), block.end_tokens)
+        return self._age + entry.uses * saved_s / entry.size_bytes
+
+    def _chosen(self, entry: _Entry[Page]) -> None:
+        self._age = max(self._age, entry.rank[0])

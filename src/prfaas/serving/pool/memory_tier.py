@@ -1,0 +1,159 @@
+"""The pages of a pool that have a slot in the arena, and which of them go when others need the room."""
+
+from collections.abc import Callable, Sequence
+
+from prfaas.core.pool.eviction import EvictionPolicy
+from prfaas.core.pool.geometry import PageIdentity
+from prfaas.core.pool.keys import KEY_BYTES, page_id
+from prfaas.core.pool.slabs import SlabAllocator
+from prfaas.serving.pool.arena import Arena
+from prfaas.serving.pool.page_table import Owner, PageRow, PageState, row_of
+
+NO_SLOT = -1
+_IN_USE = frozenset({PageState.WRITING, PageState.SPILLING, PageState.PROMOTING, PageState.FAILED})
+
+
+class PoolPage:
+    """What the store knows of a page, wherever it is."""
+
+    __slots__ = (
+        "checksums", "discarded", "failed", "group", "key", "offset", "on_ssd", "owner", "page_id", "pins",
+        "ranks_left", "slot", "state", "tenant", "was_hit",
+    )  # fmt: skip
+
+    def __init__(self, page_id: bytes, tenant: bytes) -> None:
+        self.page_id = page_id
+        self.key = page_id[:KEY_BYTES]
+        self.group = page_id[KEY_BYTES]
+        self.tenant = tenant
+        self.state = PageState.ON_SSD
+        self.slot = NO_SLOT
+        self.offset = 0
+        self.pins = 0
+        self.on_ssd = False
+        self.was_hit = False
+        self.discarded = False
+        self.checksums: tuple[int, ...] = ()
+        self.owner: Owner | None = None
+        """Who reserved it, while it is WRITING."""
+        self.ranks_left = 0
+        """Bit r: rank r has not ended its part."""
+        self.failed = False
+        """It will not become READY: a rank gave up, or nobody waits for it."""
+
+    @property
+    def in_use(self) -> bool:
+        """Whether its slot must stay as it is."""
+        return self.pins > 0 or self.state in _IN_USE
+
+
+class MemoryTier:
+    """Gives slots to pages. A page that must go for another is told to `evicted` before its slot is reused."""
+
+    def __init__(
+        self, arena: Arena, policy: EvictionPolicy[bytes], evicted: Callable[[PoolPage], None]
+    ) -> None:
+        layout = arena.layout
+        self.arena = arena
+        self.table = arena.table
+        self._geometry = layout.geometry
+        self._policy = policy
+        self._evicted = evicted
+        self._slot_bytes = layout.slot_bytes
+        self._slabs = SlabAllocator(layout.slab_bytes, set(layout.slot_bytes.values()))
+        self._identity_at = {each.index: self._geometry.identity_offset(each.index) for each in self._geometry.groups}
+        self.rows: dict[int, PoolPage] = {}
+        """Every page with a slot, by the slot's row."""
+
+    def add_slab(self, slab: int) -> None:
+        """The memory of that slab is provided."""
+        self._slabs.add(slab)
+
+    def used_bytes(self) -> int:
+        """Of all slots with pages."""
+        return self._slabs.taken_bytes()
+
+    def place(
+        self, page: PoolPage, state: PageState, owner: Owner, identity: PageIdentity | None
+    ) -> bool:
+        """Give the page a slot, and begin its row; others may go for it. False: all slots are in use."""
+        row = self._free_row(self._slot_bytes[page.group])
+        if row is None:
+            return False
+        self.rows[row] = page
+        page.offset = self.arena.layout.slabs_at + self._slabs.offset(row)
+        page.state = state
+        page.slot = self.table.begin(row, state, page.page_id, owner, page.tenant, page.ranks_left)
+        if identity is not None:
+            encoded = identity.encode()
+            at = page.offset + self._identity_at[page.group]
+            self.arena.view[at : at + len(encoded)] = encoded
+        self._enter(page, identity)
+        return True
+
+    def take_back(self, row: PageRow) -> PoolPage | None:
+        """A page that an earlier daemon left in that row, None if the row makes no sense."""
+        slot_bytes = self._slot_bytes.get(row.group)
+        if slot_bytes is None or row.page_id[KEY_BYTES] != row.group:
+            return None
+        self._slabs.add(row.row // self._slabs.most_slots)
+        if not self._slabs.claim(row.row, slot_bytes):
+            return None
+        page = PoolPage(row.page_id, row.tenant)
+        page.state, page.checksums = row.state, row.checksums
+        page.slot = self.table.slot(row.row)
+        page.offset = self.arena.layout.slabs_at + self._slabs.offset(row.row)
+        self.rows[row.row] = page
+        return page
+
+    def entered(self, page: PoolPage) -> None:
+        """A page that was taken back, or has been read from SSD, counts for eviction from now on."""
+        self._enter(page, self.identity(page))
+
+    def free(self, page: PoolPage) -> None:
+        """The page has no slot any more."""
+        row = row_of(page.slot)
+        self.table.set_state(row, PageState.FREE)
+        self._policy.removed(page.page_id)
+        self._slabs.give_back(row)
+        del self.rows[row]
+        page.slot = NO_SLOT
+
+    def set_state(self, page: PoolPage, state: PageState) -> None:
+        """Of a page with a slot, here and in shared memory."""
+        page.state = state
+        self.table.set_state(row_of(page.slot), state)
+
+    def touch(self, pages: Sequence[PoolPage], now_s: float) -> None:
+        """These pages were used, the first of them last: so a prefix's head outlives its tail."""
+        for page in reversed(pages):
+            if page.slot != NO_SLOT:
+                self._policy.touched(page.page_id)
+                self.table.set_last_use(row_of(page.slot), now_s)
+
+    def identity(self, page: PoolPage) -> PageIdentity | None:
+        """What a page with a slot stands for; None for other groups than the lead.
+
+        Raises:
+            ValueError: its trailer is damaged.
+        """
+        room = self._geometry.identity_bytes(page.group)
+        if not room:
+            return None
+        at = page.offset + self._identity_at[page.group]
+        return PageIdentity.decode(self.arena.view[at : at + room])
+
+    def _enter(self, page: PoolPage, identity: PageIdentity | None) -> None:
+        lead = self._geometry.lead.index
+        if page.group != lead:
+            parent: bytes | None = page_id(page.key, lead)
+        else:
+            parent = page_id(identity.parent, lead) if identity is not None and identity.parent else None
+        self._policy.added(page.page_id, self._slot_bytes[page.group], page.group, parent)
+
+    def _free_row(self, slot_bytes: int) -> int | None:
+        """A free slot of that size. Pages go until there is one, at last whole slabs of another size."""
+        stuck: set[int] = set()
+        by_id = {}
+        row = self._slabs.take(slot_bytes)
+        return row
