@@ -15,10 +15,10 @@ from prfaas.core.pool.eviction import EvictionPolicy
 from prfaas.core.pool.geometry import PageIdentity, PoolGeometry
 from prfaas.core.pool.keys import page_id as page_id_of
 from prfaas.core.pool.quota import TenantEviction
+from prfaas.serving.pool.hooks import SsdEntry, SsdFactory
 from prfaas.serving.pool.journal import JournalPage, most_record_bytes
 from prfaas.serving.pool.ssd_background import SsdLayout, SsdRead, SsdReaders, SsdWrite, SsdWriter
 from prfaas.serving.pool.ssd_file import Bytes, FileSlots, stored_bytes, whole_sectors
-from prfaas.serving.pool.store import SsdEntry, SsdFactory
 
 InLoop: TypeAlias = Callable[[Callable[[], None]], None]
 """Has a function called in the store's loop, from any thread."""
