@@ -66,6 +66,11 @@ class SlabAllocator:
             self._known.add(slab)
             heappush(self._empty, slab)
 
+    @property
+    def known_slabs(self) -> int:
+        """How many were added."""
+        return len(self._known)
+
     def take(self, slot_bytes: int) -> int | None:
         """A free slot of that size, None if there is none and no slab is empty."""
         slabs = self._open[slot_bytes]

@@ -132,11 +132,7 @@ class Arena:
         os.posix_fallocate(self._file.fileno(), 0, self.layout.slabs_at)
 
     def close(self) -> None:
-        """Unmap, as far as nobody holds a view."""
-        self.table.release()
-        with contextlib.suppress(BufferError):
-            self.view.release()
-            self._map.close()
+        """Close the file. The memory stays mapped as long as somebody holds a view."""
         self._file.close()
 
 
@@ -156,7 +152,14 @@ def create_arena(path: Path, layout: ArenaLayout, epoch: int) -> Arena:
         encoded = layout.geometry.encode()
         arena.view[_GEOMETRY_AT : _GEOMETRY_AT + len(encoded)] = encoded
         _HEADER.pack_into(
-            arena.view, 0, _MAGIC, _VERSION, len(encoded), epoch, layout.memory_bytes, layout.geometry.digest()
+            arena.view,
+            0,
+            _MAGIC,
+            _VERSION,
+            len(encoded),
+            epoch,
+            layout.memory_bytes,
+            layout.geometry.digest(),
         )
         fresh.replace(path)
     except BaseException:
@@ -169,7 +172,7 @@ def create_arena(path: Path, layout: ArenaLayout, epoch: int) -> Arena:
 def open_arena(path: Path, memory_bytes: int) -> Arena | None:
     """What an earlier daemon left at `path`; None, and a line in the log, if it cannot be used."""
     try:
-        file = path.open("r+b", 0)
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), "r+b", 0)
     except FileNotFoundError:
         logger.info("the pool starts empty: there is no arena at %s", path)
         return None
@@ -177,9 +180,14 @@ def open_arena(path: Path, memory_bytes: int) -> Arena | None:
         logger.warning("the pool starts empty: the arena %s cannot be opened: %s", path, error.strerror)
         return None
     try:
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise ValueError("it belongs to another user, or others may read it")
         layout = _layout_in(file)
         if layout.memory_bytes != memory_bytes:
-            raise ValueError(f"it was made for {layout.memory_bytes} bytes, and pool.memory is {memory_bytes}")
+            raise ValueError(
+                f"it was made for {layout.memory_bytes} bytes, and pool.memory is {memory_bytes}"
+            )
         return Arena(file, layout)
     except (ValueError, ArenaError) as error:
         file.close()
@@ -256,14 +264,16 @@ def check_room(path: Path, memory_bytes: int) -> None:
     try:
         system = os.statvfs(directory)
     except OSError as error:
-        raise ArenaError(f"the directory {directory} for shared memory is of no use: {error.strerror}") from None
+        raise ArenaError(
+            f"the directory {directory} for shared memory is of no use: {error.strerror}"
+        ) from None
     with contextlib.suppress(OSError):
         memory_bytes -= path.stat().st_blocks * 512
     free_bytes = system.f_bavail * system.f_frsize
     if memory_bytes > free_bytes:
         raise ArenaError(
-            f"pool.memory needs {format_bytes(memory_bytes)} more, and {directory} has {format_bytes(free_bytes)} free: "
-            f"set it lower, or make {directory} larger"
+            f"pool.memory needs {format_bytes(memory_bytes)} more, and {directory} has "
+            f"{format_bytes(free_bytes)} free: set it lower, or make {directory} larger"
         )
     for name, available_bytes in _memory_left():
         if memory_bytes > available_bytes:
@@ -276,7 +286,10 @@ def check_room(path: Path, memory_bytes: int) -> None:
 def _memory_left() -> Iterator[tuple[str, int]]:
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = _MEMINFO.read_text(encoding="ascii").splitlines()
-        yield "the machine", next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
+        yield (
+            "the machine",
+            next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024,
+        )
     with contextlib.suppress(OSError, ValueError):
         most = int((_CGROUP / "memory.max").read_text(encoding="ascii"))
         yield "the container", most - int((_CGROUP / "memory.current").read_text(encoding="ascii"))

@@ -1,20 +1,78 @@
 """An engine's or a tool's end of the pool's Unix socket."""
 
+import contextlib
+import errno
+import hashlib
+import logging
+import os
+import socket
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from prfaas.core.pool.geometry import PageIdentity, PoolGeometry
+from prfaas.serving.pool.arena import Arena, ArenaError, map_arena
 from prfaas.serving.pool.page_table import PageState
-from prfaas.serving.pool.protocol import PageRef, PoolMatch, SessionKind
+from prfaas.serving.pool.protocol import (
+    LENGTH_BYTES,
+    MOST_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    Abort,
+    Answer,
+    Clear,
+    Commit,
+    Discard,
+    Done,
+    Figures,
+    Goodbye,
+    Match,
+    Matched,
+    MatchedPages,
+    Opened,
+    OpenSession,
+    PageRef,
+    PoolMatch,
+    Refused,
+    Request,
+    Reserve,
+    Reserved,
+    SessionKind,
+    Stats,
+    Unpin,
+    Verify,
+    packed,
+    unpacked,
+)
+
+logger = logging.getLogger(__name__)
+
+A = TypeVar("A", Opened, Matched, Reserved, Figures, Done)
+
+_FIRST_WAIT_S = 0.05
+_LONGEST_WAIT_S = 5.0
+# To verify or clear a large pool takes a while.
+_TOOL_TIMEOUT_S = 600.0
+_MOST_KEPT_ENDS = 100_000
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Answer)
+
+
+class _Unavailable(Exception):
+    """The daemon cannot be asked now; the text says why."""
 
 
 class PoolClient:
-    """Thread-safe by one lock. A dead or slow daemon is an empty pool; it is reconnected in the background."""
+    """Thread-safe by one lock. A dead or slow daemon is an empty pool; it is reconnected in the background.
+
+    Nothing here raises because of the daemon, and every call ends within the timeout.
+    """
 
     def __init__(
         self,
@@ -23,79 +81,340 @@ class PoolClient:
         geometry: PoolGeometry | None,
         rank: int = 0,
         timeout_s: float = 2.0,
+        engine_id: str = "",
     ) -> None:
-        raise NotImplementedError
+        """Not connected yet.
 
-    epoch: int
-    """Of the daemon's start; 0 = not connected."""
-    arena: npt.NDArray[np.uint8]
-    """All of the arena; empty while not connected. Take it anew for each copy: a reconnect replaces it."""
+        Args:
+            path: of the daemon's socket.
+            kind: what the session is for. Scheduler and workers of one engine have a session each.
+            geometry: of the engine's KVCache; None takes what the pool has (tools).
+            rank: the worker's tensor-parallel rank.
+            timeout_s: longest wait for an answer.
+            engine_id: the same in all processes of an engine, another in every engine of the process group.
+        """
+        self._path = path
+        self._kind: SessionKind = kind
+        self._geometry = geometry
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._engine_id = engine_id
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._arena: Arena | None = None
+        self._epoch = 0
+        self._pages: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+        # Commits and aborts that the daemon has not heard of: slot → checksum, or None.
+        self._ends: dict[int, int | None] = {}
+        self._ends_epoch = 0
+        self._copies = 0
+        self._copies_changed = threading.Condition()
+        self._reconnects = False
+        self._closed = False
+        self._said = ""
+
+    @property
+    def epoch(self) -> int:
+        """Of the daemon's start; 0 = not connected."""
+        return self._epoch
+
+    @property
+    def arena(self) -> npt.NDArray[np.uint8]:
+        """All of the arena; empty before the first connection. Take it anew for each copy: a reconnect replaces it."""
+        return self._pages
+
+    @property
+    def geometry(self) -> PoolGeometry | None:
+        """What was given, or else what the pool has."""
+        return self._geometry if self._arena is None else self._arena.layout.geometry
 
     def connect(self) -> bool:
-        """Open the session now; False if the daemon cannot be reached or refuses (the log says why)."""
-        raise NotImplementedError
+        """Open the session now. False if the daemon cannot be reached or refuses: the log says why, and it is tried
+        again in the background."""
+        with self._lock:
+            if self._socket is not None:
+                return True
+            try:
+                self._connect()
+            except _Unavailable as error:
+                self._lost(error)
+            return self._socket is not None
 
     def close(self) -> None:
-        """End the session; pins and reservations are dropped."""
-        raise NotImplementedError
+        """End the session: pins and reservations are dropped. Waits for copies into the arena."""
+        self._wait_for_copies(self._timeout_s)
+        with self._lock:
+            self._closed = True
+            if self._socket is not None:
+                with contextlib.suppress(_Unavailable):
+                    self._ask(Goodbye(), Done)
+            self._disconnect()
 
     def match(
         self, chain: bytes, start_tokens: int, limit_tokens: int, *, whole: bool, tenant: bytes, pin: bool
     ) -> PoolMatch | None:
-        """What the pool has of a prompt. None if it cannot be asked."""
-        raise NotImplementedError
+        """What the pool has of a prompt. None if it cannot be asked.
+
+        Args:
+            chain: the keys of all whole steps from token 0 on, packed.
+            start_tokens: what is in front of it is had already.
+            limit_tokens: the usable end is not behind it.
+            whole: by the hybrid rule. Without: full-attention groups only.
+            tenant: whose request this is, 8 bytes.
+            pin: the pages that a load needs stay where they are until `unpin`, and come back from SSD.
+        """
+        with self._lock:
+            answer = self._request(Match(chain, start_tokens, limit_tokens, whole, tenant, pin), Matched)
+            epoch = self._epoch
+        if answer is None:
+            return None
+        pages = tuple(
+            MatchedPages(
+                group, first, tuple(map(PageRef._make, zip(unpacked(slots), unpacked(offsets), strict=True)))
+            )
+            for group, first, slots, offsets in answer.pages
+        )
+        return PoolMatch(
+            answer.pin, answer.usable_tokens, answer.attention_tokens, answer.memory_tokens, pages, epoch
+        )
 
     def unpin(self, pin: int) -> None:
         """The pages of a match are no longer needed."""
-        raise NotImplementedError
+        with self._lock:
+            self._request(Unpin(pin), Done)
 
     def reserve(
         self, tenant: bytes, pages: Sequence[tuple[bytes, PageIdentity | None]]
     ) -> list[PageRef | None] | None:
         """Room for pages. None entries: already there, being written, or no room. None: the pool cannot be asked."""
-        raise NotImplementedError
+        page_ids = b"".join([page_id for page_id, _ in pages])
+        with self._lock:
+            answer = self._request(Reserve(tenant, page_ids, [identity for _, identity in pages]), Reserved)
+        if answer is None:
+            return None
+        refs = zip(unpacked(answer.slots), unpacked(answer.offsets), strict=True)
+        return [PageRef(slot, offset) if slot >= 0 else None for slot, offset in refs]
 
     def commit(self, pages: Sequence[tuple[PageRef, int]]) -> None:
         """This rank has written its parts, of these xxh3_64. Kept and sent later if the daemon cannot be reached."""
-        raise NotImplementedError
+        self._end({ref.slot: checksum for ref, checksum in pages})
 
     def abort(self, pages: Sequence[PageRef]) -> None:
         """A worker: this rank will not write its parts. A scheduler: nobody got the order to write them."""
-        raise NotImplementedError
+        self._end({ref.slot: None for ref in pages})
 
     def discard(self, page_ids: Sequence[bytes]) -> None:
-        """Superseded pages: those that are READY, unpinned and were never hit go."""
-        raise NotImplementedError
+        """Superseded pages: those that nobody uses and nobody ever hit go."""
+        with self._lock:
+            self._request(Discard(b"".join(page_ids)), Done)
 
     def stats(self) -> dict[str, Any] | None:
         """What the pool holds and did. None if it cannot be asked."""
-        raise NotImplementedError
+        return self._figures(Stats(), self._timeout_s)
 
     def clear(self) -> dict[str, Any] | None:
-        """Drop every page that nobody uses. Returns how many there were."""
-        raise NotImplementedError
+        """Drop every page that nobody uses. Returns how many there were, None if the pool cannot be asked."""
+        return self._figures(Clear(), _TOOL_TIMEOUT_S)
 
     def verify(self) -> dict[str, Any] | None:
-        """Compare every page's bytes with its checksums; wrong pages go."""
-        raise NotImplementedError
+        """Compare every page's bytes with its checksums; wrong pages go. None if the pool cannot be asked."""
+        return self._figures(Verify(), _TOOL_TIMEOUT_S)
 
     def page_state(self, slot: int) -> PageState:
         """Of the page that a match or reservation gave; FREE once the slot has another use."""
-        raise NotImplementedError
+        arena = self._arena
+        return PageState.FREE if arena is None else arena.table.state(slot)
 
     def intact(self, epoch: int, pages: Sequence[PageRef]) -> bool:
         """After copying pages out: whether all of them were readable all the time since the match of that epoch."""
-        raise NotImplementedError
+        arena = self._arena
+        return (
+            arena is not None
+            and epoch == self._epoch == arena.epoch
+            and arena.table.are_readable([page.slot for page in pages])
+        )
 
     def checksum_to_verify(self, slot: int) -> int | None:
-        """xxh3_64 of this rank's part if the page must be verified by its reader (it outlived a daemon), else None."""
-        raise NotImplementedError
+        """xxh3_64 of this rank's part if its reader must verify the page (it outlived a daemon), else None."""
+        arena = self._arena
+        return None if arena is None else arena.table.checksum_to_verify(slot, self._rank)
 
     @contextmanager
     def writing(self, epoch: int) -> Iterator[bool]:
         """Around every copy into the arena. False: the epoch is over, nothing may be written.
 
-        A session after a restart is opened only when no copy is inside: so the daemon knows that old ones ended.
+        A session is opened only while nobody is inside, by which the daemon knows that earlier copies have ended.
+        So check `page_state` inside: only WRITING pages may be written.
         """
-        raise NotImplementedError
-        yield False
+        with self._copies_changed:
+            self._copies += 1
+        try:
+            yield epoch != 0 and epoch == self._epoch
+        finally:
+            with self._copies_changed:
+                self._copies -= 1
+                self._copies_changed.notify_all()
+
+    def _end(self, ends: dict[int, int | None]) -> None:
+        with self._lock:
+            self._ends |= ends
+            if len(self._ends) > _MOST_KEPT_ENDS:
+                # The daemon frees those slots when this process opens a session or ends.
+                self._ends.clear()
+            if self._socket is not None:
+                try:
+                    self._send_ends()
+                except _Unavailable as error:
+                    self._lost(error)
+
+    def _send_ends(self) -> None:
+        committed = {slot: checksum for slot, checksum in self._ends.items() if checksum is not None}
+        aborted = [slot for slot, checksum in self._ends.items() if checksum is None]
+        if committed:
+            self._ask(Commit(packed(committed), packed(committed.values(), "Q")), Done)
+        if aborted:
+            self._ask(Abort(packed(aborted)), Done)
+        self._ends.clear()
+
+    def _figures(self, message: Request, timeout_s: float) -> dict[str, Any] | None:
+        with self._lock:
+            answer = self._request(message, Figures, timeout_s)
+        return None if answer is None else dict(answer.figures)
+
+    def _request(self, message: Request, expected: type[A], timeout_s: float | None = None) -> A | None:
+        if self._socket is None:
+            return None
+        try:
+            return self._ask(message, expected, timeout_s)
+        except _Unavailable as error:
+            self._lost(error)
+            return None
+
+    def _ask(self, message: Request, expected: type[A], timeout_s: float | None = None) -> A:
+        assert self._socket is not None
+        return _exchange(self._socket, message, expected, timeout_s or self._timeout_s)[0]
+
+    def _connect(self) -> None:
+        """Open the session.
+
+        Raises:
+            _Unavailable: the daemon does not answer, or refuses.
+        """
+        if self._copies:
+            raise _Unavailable("a copy into the last session's arena has not ended")
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            connection.settimeout(self._timeout_s)
+            connection.connect(str(self._path))
+            geometry = None if self._geometry is None else self._geometry.encode()
+            engine = hashlib.blake2b(self._engine_id.encode(), digest_size=8).digest()
+            opening = OpenSession(PROTOCOL_VERSION, self._kind, self._rank, engine, geometry)
+            answer, descriptors = _exchange(connection, opening, Opened, self._timeout_s)
+            if answer.has_arena:
+                self._arena = map_arena(descriptors[0])
+                self._pages = np.frombuffer(self._arena.view, np.uint8)
+            self._socket = connection
+            if self._ends and answer.epoch == self._ends_epoch:
+                self._send_ends()
+        except (OSError, ValueError, IndexError, ArenaError, _Unavailable) as error:
+            connection.close()
+            self._socket = None
+            raise _Unavailable(f"{error.strerror if isinstance(error, OSError) else error}") from None
+        self._ends.clear()
+        self._epoch = self._ends_epoch = answer.epoch
+        self._said = ""
+        logger.info("the pool at %s is used", self._path)
+
+    def _lost(self, error: _Unavailable) -> None:
+        """Say so once, and try again in the background."""
+        self._disconnect()
+        if str(error) != self._said:
+            self._said = str(error)
+            logger.warning("the pool at %s is not used for now: %s", self._path, error)
+        if not self._reconnects and not self._closed:
+            self._reconnects = True
+            threading.Thread(target=self._reconnect, name="prfaas-pool-reconnect", daemon=True).start()
+
+    def _disconnect(self) -> None:
+        # First, so that no copy begins any more: `writing`.
+        self._epoch = 0
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _reconnect(self) -> None:
+        wait_s = _FIRST_WAIT_S
+        while True:
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            self._wait_for_copies(wait_s)
+            with self._lock:
+                if not self._closed and self._socket is None:
+                    try:
+                        self._connect()
+                    except _Unavailable as error:
+                        self._lost(error)
+                if self._closed or self._socket is not None:
+                    self._reconnects = False
+                    return
+
+    def _wait_for_copies(self, timeout_s: float) -> None:
+        with self._copies_changed:
+            self._copies_changed.wait_for(lambda: not self._copies, timeout_s)
+
+
+def _exchange(
+    connection: socket.socket, message: Request, expected: type[A], timeout_s: float
+) -> tuple[A, list[int]]:
+    """Send a request and receive its answer, and the file descriptors that come with it.
+
+    Raises:
+        _Unavailable: it took too long, the connection is gone, or the daemon refuses.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    body = _ENCODER.encode(message)
+    descriptors: list[int] = []
+    try:
+        connection.settimeout(timeout_s)
+        connection.sendall(len(body).to_bytes(LENGTH_BYTES, "little") + body)
+        head, descriptors, _, _ = socket.recv_fds(connection, LENGTH_BYTES, 1)
+        head += _receive(connection, LENGTH_BYTES - len(head), deadline_s) if head else b""
+        length = int.from_bytes(head, "little")
+        if not 0 < length <= MOST_MESSAGE_BYTES:
+            raise _Unavailable("the daemon is gone" if not head else "its answer is garbage")
+        answer = _DECODER.decode(_receive(connection, length, deadline_s))
+        if isinstance(answer, Refused):
+            raise _Unavailable(answer.reason)
+        if not isinstance(answer, expected):
+            raise _Unavailable("it answers something else than was asked")
+    except BaseException as error:
+        for each in descriptors:
+            os.close(each)
+        if isinstance(error, TimeoutError):
+            raise _Unavailable(f"no answer within {timeout_s:g} s") from None
+        if isinstance(error, OSError):
+            raise _Unavailable(f"the daemon is gone ({error.strerror})") from None
+        if isinstance(error, msgspec.DecodeError):
+            raise _Unavailable("its answer is garbage") from None
+        raise
+    return answer, descriptors
+
+
+def _receive(connection: socket.socket, size_bytes: int, deadline_s: float) -> bytearray:
+    """Exactly so many bytes.
+
+    Raises:
+        OSError: the connection ended, or the deadline has passed (TimeoutError).
+    """
+    received = bytearray(size_bytes)
+    view = memoryview(received)
+    while view:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        connection.settimeout(left_s)
+        count = connection.recv_into(view)
+        if not count:
+            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+        view = view[count:]
+    return received

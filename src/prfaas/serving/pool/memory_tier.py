@@ -1,6 +1,6 @@
 """The pages of a pool that have a slot in the arena, and which of them go when others need the room."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from prfaas.core.pool.eviction import EvictionPolicy
 from prfaas.core.pool.geometry import PageIdentity
@@ -18,7 +18,7 @@ class PoolPage:
 
     __slots__ = (
         "checksums", "discarded", "failed", "group", "key", "offset", "on_ssd", "owner", "page_id", "pins",
-        "ranks_left", "slot", "state", "tenant", "was_hit",
+        "ranks_left", "reserved_in", "slot", "state", "tenant", "was_hit",
     )  # fmt: skip
 
     def __init__(self, page_id: bytes, tenant: bytes) -> None:
@@ -33,9 +33,11 @@ class PoolPage:
         self.on_ssd = False
         self.was_hit = False
         self.discarded = False
-        self.checksums: tuple[int, ...] = ()
+        self.checksums: list[int] = []
         self.owner: Owner | None = None
         """Who reserved it, while it is WRITING."""
+        self.reserved_in: set[PoolPage] | None = None
+        """The pages that the session has reserved which reserved it, while it is WRITING."""
         self.ranks_left = 0
         """Bit r: rank r has not ended its part."""
         self.failed = False
@@ -45,6 +47,17 @@ class PoolPage:
     def in_use(self) -> bool:
         """Whether its slot must stay as it is."""
         return self.pins > 0 or self.state in _IN_USE
+
+
+class ReadablePages:
+    """Those of a group's pages that can be read without the SSD."""
+
+    def __init__(self, pages: Mapping[bytes, PoolPage]) -> None:
+        self._pages = pages
+
+    def __contains__(self, key: object) -> bool:
+        page = self._pages.get(key)  # type: ignore[call-overload]
+        return page is not None and page.state.is_readable
 
 
 class MemoryTier:
@@ -61,21 +74,27 @@ class MemoryTier:
         self._evicted = evicted
         self._slot_bytes = layout.slot_bytes
         self._slabs = SlabAllocator(layout.slab_bytes, set(layout.slot_bytes.values()))
-        self._identity_at = {each.index: self._geometry.identity_offset(each.index) for each in self._geometry.groups}
+        self._identity_at = {
+            each.index: self._geometry.identity_offset(each.index) for each in self._geometry.groups
+        }
         self.rows: dict[int, PoolPage] = {}
         """Every page with a slot, by the slot's row."""
+        self._by_id: dict[bytes, PoolPage] = {}
 
     def add_slab(self, slab: int) -> None:
         """The memory of that slab is provided."""
         self._slabs.add(slab)
 
+    @property
+    def provided_slabs(self) -> int:
+        """Slabs that can be used."""
+        return self._slabs.known_slabs
+
     def used_bytes(self) -> int:
         """Of all slots with pages."""
         return self._slabs.taken_bytes()
 
-    def place(
-        self, page: PoolPage, state: PageState, owner: Owner, identity: PageIdentity | None
-    ) -> bool:
+    def place(self, page: PoolPage, state: PageState, owner: Owner, identity: PageIdentity | None) -> bool:
         """Give the page a slot, and begin its row; others may go for it. False: all slots are in use."""
         row = self._free_row(self._slot_bytes[page.group])
         if row is None:
@@ -100,7 +119,7 @@ class MemoryTier:
         if not self._slabs.claim(row.row, slot_bytes):
             return None
         page = PoolPage(row.page_id, row.tenant)
-        page.state, page.checksums = row.state, row.checksums
+        page.state, page.checksums = row.state, list(row.checksums)
         page.slot = self.table.slot(row.row)
         page.offset = self.arena.layout.slabs_at + self._slabs.offset(row.row)
         self.rows[row.row] = page
@@ -110,11 +129,17 @@ class MemoryTier:
         """A page that was taken back, or has been read from SSD, counts for eviction from now on."""
         self._enter(page, self.identity(page))
 
+    def disown(self, page: PoolPage) -> None:
+        """The page keeps its slot, but it is not what its name says: another page may have that name."""
+        if self._by_id.get(page.page_id) is page:
+            del self._by_id[page.page_id]
+            self._policy.removed(page.page_id)
+
     def free(self, page: PoolPage) -> None:
         """The page has no slot any more."""
+        self.disown(page)
         row = row_of(page.slot)
         self.table.set_state(row, PageState.FREE)
-        self._policy.removed(page.page_id)
         self._slabs.give_back(row)
         del self.rows[row]
         page.slot = NO_SLOT
@@ -149,11 +174,33 @@ class MemoryTier:
             parent: bytes | None = page_id(page.key, lead)
         else:
             parent = page_id(identity.parent, lead) if identity is not None and identity.parent else None
+        self._by_id[page.page_id] = page
         self._policy.added(page.page_id, self._slot_bytes[page.group], page.group, parent)
 
     def _free_row(self, slot_bytes: int) -> int | None:
-        """A free slot of that size. Pages go until there is one, at last whole slabs of another size."""
+        """A free slot of that size. Pages go until there is one.
+
+        If the next page to go has another size, its whole slab goes: only a slab that is empty can be cut anew.
+        """
         stuck: set[int] = set()
-        by_id = {}
-        row = self._slabs.take(slot_bytes)
+        most_slots = self._slabs.most_slots
+
+        def may_go(page_id: bytes) -> bool:
+            page = self._by_id[page_id]
+            return not page.in_use and row_of(page.slot) // most_slots not in stuck
+
+        while (row := self._slabs.take(slot_bytes)) is None:
+            victim = self._policy.victim(may_go)
+            if victim is None:
+                return None
+            going = [self._by_id[victim]]
+            taken = row_of(going[0].slot)
+            if self._slabs.size_of(taken) != slot_bytes:
+                going = [self.rows[each] for each in self._slabs.neighbours(taken)]
+                if any(page.in_use for page in going):
+                    stuck.add(taken // most_slots)
+                    continue
+            for page in going:
+                self.free(page)
+                self._evicted(page)
         return row

@@ -76,6 +76,7 @@ class PageRow:
     tenant: bytes
     page_id: bytes
     last_use_s: float
+    ranks_left: int
     checksums: tuple[int, ...]
 
 
@@ -104,7 +105,7 @@ class PageTable:
 
     def slot(self, row: int) -> int:
         """What a `PageRef` calls the row's present use."""
-        return row | _USE.unpack_from(self._rows, row * self._row_bytes + _USE_AT)[0] << _USE_BITS
+        return row | int(_USE.unpack_from(self._rows, row * self._row_bytes + _USE_AT)[0]) << _USE_BITS
 
     def state(self, slot: int) -> PageState:
         """Of the page that a `PageRef` named, FREE if its row has another use or does not exist."""
@@ -131,7 +132,7 @@ class PageTable:
     ) -> int:
         """The row is used for a page from now on. Returns the slot of its `PageRef`s."""
         at = row * self._row_bytes
-        use = (_USE.unpack_from(self._rows, at + _USE_AT)[0] + 1) & _ROW_MASK
+        use = (int(_USE.unpack_from(self._rows, at + _USE_AT)[0]) + 1) & _ROW_MASK
         # The state comes last: what a killed daemon leaves half written is FREE.
         _ROW.pack_into(
             self._rows, at, PageState.FREE, page_id[16], 0, use, owner.process_group, owner.started,
@@ -163,7 +164,7 @@ class PageTable:
     def read(self, row: int) -> PageRow:
         """All of a row."""
         at = row * self._row_bytes
-        state, group, _, use, process_group, started, engine, tenant, page_id, last_use_s, _ = (
+        state, group, _, use, process_group, started, engine, tenant, page_id, last_use_s, ranks_left = (
             _ROW.unpack_from(self._rows, at)
         )
         return PageRow(
@@ -175,6 +176,7 @@ class PageTable:
             tenant,
             page_id,
             last_use_s,
+            ranks_left,
             self._checksums.unpack_from(self._rows, at + _ROW.size),
         )
 
@@ -183,7 +185,3 @@ class PageTable:
         states = np.frombuffer(self._rows, np.uint8)[:: self._row_bytes]
         for row in np.flatnonzero(states).tolist():
             yield self.read(row)
-
-    def release(self) -> None:
-        """Let go of the shared memory."""
-        self._rows.release()

@@ -5,6 +5,8 @@ one answer. The answer to `OpenSession` carries the arena as a file descriptor. 
 packed into one byte string, since a list of thousands costs more than the look-up.
 """
 
+from array import array
+from collections.abc import Iterable
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -46,7 +48,7 @@ class PoolMatch(NamedTuple):
     attention_tokens: int
     """How far all full-attention groups are held."""
     memory_tokens: int
-    """How far of `usable_tokens` the full-attention groups lie in memory; what is behind it is read from SSD first."""
+    """How far of `usable_tokens` the lead group lies in memory; what is behind it may be read from SSD first."""
     pages: tuple[MatchedPages, ...]
     """What a load of [start, usable_tokens) fills."""
     epoch: int
@@ -59,6 +61,8 @@ class OpenSession(msgspec.Struct, tag="open", array_like=True, frozen=True):
     version: int
     kind: SessionKind
     rank: int
+    engine: bytes
+    """8 bytes that tell engines of one process group apart."""
     geometry: bytes | None
     """`PoolGeometry.encode`; None: whatever the pool has (tools)."""
 
@@ -67,9 +71,12 @@ class Opened(msgspec.Struct, tag="opened", array_like=True, frozen=True):
     """The session is open. The arena's file descriptor comes with this message, if there is an arena."""
 
     epoch: int
-    arena_bytes: int
-    """0: no engine has opened a session yet, so there is no arena."""
-    geometry: bytes | None
+    has_arena: bool
+    """Not before the first engine has opened a session."""
+
+
+class Goodbye(msgspec.Struct, tag="goodbye", array_like=True, frozen=True):
+    """The process writes no more. A connection that ends without it may leave copies behind that go on."""
 
 
 class Match(msgspec.Struct, tag="match", array_like=True, frozen=True):
@@ -165,5 +172,23 @@ class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
     reason: str
 
 
-Request: TypeAlias = OpenSession | Match | Unpin | Reserve | Commit | Abort | Discard | Stats | Clear | Verify
+Request: TypeAlias = (
+    OpenSession | Goodbye | Match | Unpin | Reserve | Commit | Abort | Discard | Stats | Clear | Verify
+)
 Answer: TypeAlias = Opened | Matched | Reserved | Figures | Done | Refused
+
+
+def packed(numbers: Iterable[int], form: Literal["q", "Q"] = "q") -> bytes:
+    """Numbers as messages carry them: 64 bits each, signed ("q") or not, little-endian as every machine here."""
+    return array(form, numbers).tobytes()
+
+
+def unpacked(numbers: bytes, form: Literal["q", "Q"] = "q") -> list[int]:
+    """What `packed` was given.
+
+    Raises:
+        ValueError: these are no whole numbers.
+    """
+    found = array(form)
+    found.frombytes(numbers)
+    return found.tolist()

@@ -1,77 +1,415 @@
-"""The pages of a pool: which are in memory, which on SSD, who uses them, and which go."""
+"""The pages of a pool: which are in memory, which on SSD, who uses them, and which go.
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+One event loop owns a store; nothing here waits.
+"""
 
-from prfaas.core.pool.geometry import PageIdentity, PoolGeometry
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
-Medium: TypeAlias = Literal["memory", "ssd"]
+import numpy as np
 
+from prfaas.core.kv.groups import GroupKind
+from prfaas.core.pool.depth import needed_blocks, usable_end
+from prfaas.core.pool.eviction import EvictionPolicy
+from prfaas.core.pool.geometry import PageGroup, PageIdentity
+from prfaas.core.pool.keys import KEY_BYTES
+from prfaas.serving.pool.arena import Arena
+from prfaas.serving.pool.counters import PoolCounters
+from prfaas.serving.pool.hooks import Medium, PoolEvents, SsdEntry, SsdTier
+from prfaas.serving.pool.memory_tier import NO_SLOT, MemoryTier, PoolPage, ReadablePages
+from prfaas.serving.pool.page_table import Owner, PageState, row_of
+from prfaas.serving.pool.protocol import MatchedPages, PageRef, PoolMatch, SessionKind
+from prfaas.serving.pool.reservations import Reservations
+from prfaas.serving.pool.sessions import StoreSession
 
-@dataclass(frozen=True, slots=True)
-class SsdEntry:
-    """A page as the SSD tier knows it."""
-
-    page_id: bytes
-    group: int
-    identity: PageIdentity | None
-    checksums: tuple[int, ...]
-    """xxh3_64 of each rank's part."""
-    tenant: bytes
-
-
-class PoolEvents(Protocol):
-    """Who publishes what the pool holds. Called in the store's loop; it never waits."""
-
-    def opened(self, geometry: PoolGeometry, epoch: int) -> None:
-        """The pool is empty and has pages of this kind from now on. Always the first call."""
-
-    def stored(self, page_id: bytes, identity: PageIdentity | None, medium: Medium) -> None:
-        """A page is there. Pages that outlived the last daemon are told too; a parent may come after its child."""
-
-    def removed(self, page_id: bytes, medium: Medium) -> None:
-        """A page is no longer there."""
-
-    def cleared(self) -> None:
-        """Nothing is there any more."""
+TENANT_BYTES = 8
+_DAEMON = Owner(0, 0, bytes(8))
+_TOUCHES_AT_ONCE = 256
 
 
-class SsdTier(Protocol):
-    """Pages on SSD. Made for one geometry and arena; `done` and `dropped` are called in the store's loop."""
+class PageStore:
+    """All pages of one geometry. What engines ask comes with their session; `pin` and the like are the daemon's own."""
 
-    def attach(self, dropped: Callable[[bytes], None]) -> None:
-        """`dropped` wants to hear of pages that the tier gave up by itself (no room, damage). The first call."""
-
-    def entries(self) -> Iterable[SsdEntry]:
-        """Every page that is held, as recovered at the start."""
-
-    def entry(self, page_id: bytes) -> SsdEntry | None:
-        """One page that is held."""
-
-    def holds(self, page_id: bytes) -> bool:
-        """Whether a page can be read."""
-
-    def write(
+    def __init__(
         self,
-        entry: SsdEntry,
-        offset: int,
-        done: Callable[[bool], None],
+        arena: Arena,
+        policy: EvictionPolicy[bytes],
+        *,
+        events: PoolEvents | None = None,
+        ssd: SsdTier | None = None,
+        time_s: Callable[[], float] = time.time,
     ) -> None:
-        """Write the page at that offset of the arena in the background; the store keeps it there until `done`.
+        """There is no room until `memory.add_slab`."""
+        self.geometry = arena.layout.geometry
+        self.epoch = arena.epoch
+        self.counters = PoolCounters()
+        self.memory = MemoryTier(arena, policy, self._evicted)
+        self.reservations = Reservations(self.memory, self.geometry.ranks, self._ready, self._aborted)
+        self.sessions: set[StoreSession] = set()
+        self.held: dict[int, dict[bytes, PoolPage]] = {group.index: {} for group in self.geometry.groups}
+        """By group: key → page in memory or on SSD. Those that are WRITING are not among them."""
+        self.events = events
+        self.ssd = ssd
+        self._time_s = time_s
+        self._lead = self.geometry.lead
+        self._full = [group for group in self.geometry.groups if group.kind is GroupKind.FULL]
+        self._step_tokens = self.geometry.step_tokens
+        self._identity_room = self.geometry.identity_bytes(self._lead.index)
+        self._pin_numbers = itertools.count(1)
+        self._touches: deque[list[PoolPage]] = deque()
 
-        `done(False)`: it was not written (the queue is full, no room, an error). It may be called at once.
+    def open_session(self, kind: SessionKind, rank: int, owner: Owner) -> StoreSession:
+        """A connection begins."""
+        session = StoreSession(kind, rank, owner)
+        self.sessions.add(session)
+        if kind == "worker":
+            self.reservations.worker_began(owner, rank, session)
+        return session
+
+    def close_session(self, session: StoreSession, *, writes_no_more: bool) -> None:
+        """A connection ended: its pins and reservations are dropped.
+
+        Args:
+            writes_no_more: its process ended, or said goodbye. Otherwise `reservations.worker_ended` follows.
         """
+        self.sessions.discard(session)
+        for number in list(session.pins):
+            self.unpin_match(session, number)
+        for page in list(session.reserved):
+            self.reservations.disown(page)
+        if session.kind == "worker" and writes_no_more:
+            self.reservations.worker_ended(session.owner, session.rank, session)
 
-    def read(self, page_id: bytes, into_offset: int, done: Callable[[bool], None]) -> None:
-        """Read a page into the arena and verify it. `done(False)`: the slot's bytes are not the page's."""
+    def match(
+        self,
+        session: StoreSession,
+        chain: bytes,
+        start_tokens: int,
+        limit_tokens: int,
+        *,
+        whole: bool,
+        pin: bool,
+    ) -> PoolMatch:
+        """See `PoolClient.match`. Pages that are on SSD only get a slot and are read into it.
 
-    def forget(self, page_id: bytes) -> None:
-        """The page is no longer wanted. No `dropped` follows."""
+        Raises:
+            ValueError: an argument makes no sense.
+        """
+        if len(chain) % KEY_BYTES or start_tokens < 0:
+            raise ValueError(f"a chain of {len(chain)} bytes from token {start_tokens} on is not possible")
+        self.counters.lookups += 1
+        keys: list[bytes] = np.frombuffer(chain, f"V{KEY_BYTES}").tolist()
+        groups = self.geometry.groups if whole else self._full
+        found = usable_end(groups, keys, self._step_tokens, self.held, start_tokens, limit_tokens)
+        if not pin or not found.usable_tokens:
+            return PoolMatch(0, found.usable_tokens, found.attention_tokens, 0, (), self.epoch)
+        needed = self._needed(groups, keys, start_tokens, found.usable_tokens)
+        if not self._pin_all([page for _, _, pages in needed for page in pages]):
+            in_memory = {group: ReadablePages(pages) for group, pages in self.held.items()}
+            found = usable_end(groups, keys, self._step_tokens, in_memory, start_tokens, limit_tokens)
+            if not found.usable_tokens:
+                return PoolMatch(0, 0, found.attention_tokens, 0, (), self.epoch)
+            needed = self._needed(groups, keys, start_tokens, found.usable_tokens)
+            self._pin_all([page for _, _, pages in needed for page in pages])
+        number = next(self._pin_numbers)
+        session.pins[number] = [page for _, _, pages in needed for page in pages]
+        return PoolMatch(
+            number,
+            found.usable_tokens,
+            found.attention_tokens,
+            self._count_hit(needed, start_tokens, found.usable_tokens),
+            tuple(
+                MatchedPages(group, first, tuple([PageRef(page.slot, page.offset) for page in pages]))
+                for group, first, pages in needed
+            ),
+            self.epoch,
+        )
 
-    def close(self) -> None:
-        """End the background work; what is queued may be lost."""
+    def unpin_match(self, session: StoreSession, number: int) -> None:
+        """The pages of a match are no longer needed; an unknown number is passed over."""
+        for page in session.pins.pop(number, ()):
+            self._unpin(page)
 
+    def reserve_for(
+        self, session: StoreSession, tenant: bytes, pages: Sequence[tuple[bytes, PageIdentity | None]]
+    ) -> list[PageRef | None]:
+        """See `PoolClient.reserve`.
 
-SsdFactory: TypeAlias = Callable[[PoolGeometry, memoryview], SsdTier]
-"""Makes the tier of a geometry over the arena's bytes; blocking, so the daemon calls it in a thread."""
+        Raises:
+            ValueError: an argument makes no sense.
+        """
+        return [self._reserve(session.owner, session.reserved, tenant, *each) for each in pages]
+
+    def reserve(
+        self, tenant: bytes, pages: Sequence[tuple[bytes, PageIdentity | None]]
+    ) -> list[PageRef | None]:
+        """The same for who fills pages inside the daemon, and says `commit_all` or `abort` of each.
+
+        Raises:
+            ValueError: an argument makes no sense.
+        """
+        return [self._reserve(_DAEMON, None, tenant, *each) for each in pages]
+
+    def commit_all(self, page: PageRef, checksums: Sequence[int]) -> None:
+        """All ranks' parts of a page are written, with these checksums."""
+        for rank, checksum in enumerate(checksums):
+            self.reservations.commit(page.slot, rank, checksum)
+
+    def abort(self, pages: Iterable[PageRef]) -> None:
+        """Nobody writes these pages."""
+        for page in pages:
+            self.reservations.abort_all(page.slot)
+
+    def pin(self, page_ids: Sequence[bytes]) -> list[PageRef | None]:
+        """Pin each page that is held, and have it read if it is on SSD only. None for the others."""
+        refs: list[PageRef | None] = []
+        for page_id in page_ids:
+            page = self._page(page_id)
+            pinned = page is not None and self._pin_all([page])
+            refs.append(PageRef(page.slot, page.offset) if page is not None and pinned else None)
+        return refs
+
+    def unpin(self, pages: Iterable[PageRef]) -> None:
+        """What `pin` gave is no longer needed."""
+        for ref in pages:
+            page = self.memory.rows.get(row_of(ref.slot))
+            if page is not None and page.slot == ref.slot:
+                self._unpin(page)
+
+    def discard(self, page_ids: Iterable[bytes]) -> None:
+        """Drop those of these pages that nobody ever hit and nobody uses."""
+        for page_id in page_ids:
+            page = self._page(page_id)
+            if page is None or page.was_hit or page.pins:
+                continue
+            if page.state is PageState.SPILLING:
+                page.discarded = True
+            elif not page.in_use:
+                self.drop(page)
+
+    def clear(self) -> int:
+        """Drop every page that nobody uses, from memory and SSD. Returns how many there were."""
+        unused = [page for pages in self.held.values() for page in pages.values() if not page.in_use]
+        for page in unused:
+            self.drop(page)
+        return len(unused)
+
+    def drop(self, page: PoolPage) -> None:
+        """Forget a page that is held and that nobody uses."""
+        del self.held[page.group][page.key]
+        if page.slot != NO_SLOT:
+            self.memory.free(page)
+            self._tell_removed(page, "memory")
+        if page.on_ssd:
+            assert self.ssd is not None
+            self.ssd.forget(page.page_id)
+            self._tell_removed(page, "ssd")
+
+    def drop_wrong(self, page: PoolPage) -> None:
+        """The bytes of a page in memory are not what they were. What SSD has of it is verified when it is read."""
+        self.counters.wrong_pages += 1
+        self.memory.disown(page)
+        self.memory.set_state(page, PageState.FAILED)
+        self._tell_removed(page, "memory")
+        del self.held[page.group][page.key]
+        if page.on_ssd:
+            page.on_ssd = False
+            left = self.held[page.group][page.key] = PoolPage(page.page_id, page.tenant)
+            left.on_ssd = True
+        if not page.pins:
+            self.memory.free(page)
+
+    def settle(self) -> bool:
+        """Do a bounded part of what was put off so that answers go out first. Returns whether some is left."""
+        if self._touches:
+            self.memory.touch(self._touches.popleft(), self._time_s())
+        return bool(self._touches)
+
+    def dropped_by_ssd(self, page_id: bytes) -> None:
+        """The SSD tier gave up a page."""
+        page = self._page(page_id)
+        if page is not None and page.on_ssd:
+            page.on_ssd = False
+            self._tell_removed(page, "ssd")
+            if page.slot == NO_SLOT:
+                del self.held[page.group][page.key]
+
+    def tell_stored(self, page: PoolPage, identity: PageIdentity | None, medium: Medium) -> None:
+        """Publish a page."""
+        if self.events is not None:
+            self.events.stored(page.page_id, identity, medium)
+
+    def write_to_ssd(self, page: PoolPage, identity: PageIdentity | None) -> None:
+        """Have a READY page written in the background."""
+        if self.ssd is None:
+            return
+        self.memory.set_state(page, PageState.SPILLING)
+        entry = SsdEntry(page.page_id, page.group, identity, tuple(page.checksums), page.tenant)
+        self.ssd.write(entry, page.offset, partial(self._spilled, page, identity))
+
+    def _page(self, page_id: bytes) -> PoolPage | None:
+        pages = self.held.get(page_id[KEY_BYTES]) if len(page_id) == KEY_BYTES + 1 else None
+        return None if pages is None else pages.get(page_id[:KEY_BYTES])
+
+    def _needed(
+        self, groups: Sequence[PageGroup], keys: list[bytes], start_tokens: int, end_tokens: int
+    ) -> list[tuple[int, int, list[PoolPage]]]:
+        """Group, first block and pages of what a load fills."""
+        needed = []
+        for group, (index, blocks) in zip(
+            groups, needed_blocks(groups, start_tokens, end_tokens), strict=True
+        ):
+            steps = group.block_tokens // self._step_tokens
+            ends = keys[blocks.start * steps + steps - 1 : blocks.stop * steps : steps]
+            needed.append((index, blocks.start, list(map(self.held[index].__getitem__, ends))))
+        return needed
+
+    def _pin_all(self, pages: Sequence[PoolPage]) -> bool:
+        """Pin all these pages, or none if one of them has no slot and there is no room for it."""
+        for page in pages:
+            page.pins += 1
+        absent = [page for page in pages if page.slot == NO_SLOT]
+        if absent and not self._promote_all(absent):
+            for page in pages:
+                page.pins -= 1
+            return False
+        for page in pages:
+            page.was_hit = True
+        for at in range(len(pages), 0, -_TOUCHES_AT_ONCE):
+            self._touches.append(list(pages[max(at - _TOUCHES_AT_ONCE, 0) : at]))
+        return True
+
+    def _promote_all(self, pages: Sequence[PoolPage]) -> bool:
+        assert self.ssd is not None
+        self._settle_all()
+        placed: list[PoolPage] = []
+        for page in pages:
+            entry = self.ssd.entry(page.page_id)
+            if entry is None or not self.memory.place(page, PageState.PROMOTING, _DAEMON, entry.identity):
+                for each in placed:
+                    self.memory.free(each)
+                    each.state = PageState.ON_SSD
+                return False
+            page.checksums = list(entry.checksums)
+            placed.append(page)
+        for page in pages:
+            self.ssd.read(page.page_id, page.offset, partial(self._promoted, page))
+        return True
+
+    def _unpin(self, page: PoolPage) -> None:
+        page.pins -= 1
+        if not page.pins and page.state is PageState.FAILED:
+            self.memory.free(page)
+
+    def _count_hit(
+        self, needed: list[tuple[int, int, list[PoolPage]]], start_tokens: int, end_tokens: int
+    ) -> int:
+        """Count the hit by tier. Returns up to where it lies in memory."""
+        block_tokens = self._lead.block_tokens
+        first, pages = next((first, pages) for group, first, pages in needed if group == self._lead.index)
+        absent = [first + place for place, page in enumerate(pages) if not page.state.is_readable]
+        ssd_tokens = sum(
+            (block + 1) * block_tokens - max(block * block_tokens, start_tokens) for block in absent
+        )
+        self.counters.pinned_matches += 1
+        self.counters.hit_ssd_tokens += ssd_tokens
+        self.counters.hit_memory_tokens += end_tokens - start_tokens - ssd_tokens
+        return max(absent[0] * block_tokens, start_tokens) if absent else end_tokens
+
+    def _reserve(
+        self,
+        owner: Owner,
+        reserved: set[PoolPage] | None,
+        tenant: bytes,
+        page_id: bytes,
+        identity: PageIdentity | None,
+    ) -> PageRef | None:
+        if len(page_id) != KEY_BYTES + 1 or page_id[KEY_BYTES] not in self.held or len(tenant) > TENANT_BYTES:
+            raise ValueError(f"there is no page {page_id.hex()} of tenant {tenant.hex()} in this pool")
+        leads = page_id[KEY_BYTES] == self._lead.index
+        if leads != (identity is not None):
+            raise ValueError(
+                f"page {page_id.hex()}: pages of group {self._lead.index}, and no others, have an identity"
+            )
+        if identity is not None and len(identity.encode()) > self._identity_room:
+            return None
+        if page_id in self.reservations or self._page(page_id) is not None:
+            return None
+        self._settle_all()
+        page = PoolPage(page_id, tenant.ljust(TENANT_BYTES, b"\0"))
+        if not self.reservations.begin(page, owner, identity):
+            self.counters.refused_pages += 1
+            return None
+        page.reserved_in = reserved
+        if reserved is not None:
+            reserved.add(page)
+        return PageRef(page.slot, page.offset)
+
+    def _settle_all(self) -> None:
+        while self.settle():
+            pass
+
+    def _ready(self, page: PoolPage) -> None:
+        """All ranks have committed."""
+        self._leave_session(page)
+        self.held[page.group][page.key] = page
+        self.memory.table.set_checksums(row_of(page.slot), page.checksums)
+        self.memory.table.set_last_use(row_of(page.slot), self._time_s())
+        self.memory.set_state(page, PageState.READY)
+        self.counters.stored_pages += 1
+        self.counters.stored_bytes += self.geometry.page_bytes(page.group)
+        identity = self.memory.identity(page)
+        self.tell_stored(page, identity, "memory")
+        self.write_to_ssd(page, identity)
+
+    def _aborted(self, page: PoolPage) -> None:
+        self._leave_session(page)
+        self.counters.aborted_pages += 1
+
+    def _leave_session(self, page: PoolPage) -> None:
+        if page.reserved_in is not None:
+            page.reserved_in.discard(page)
+            page.reserved_in = None
+
+    def _spilled(self, page: PoolPage, identity: PageIdentity | None, written: bool) -> None:
+        self.memory.set_state(page, PageState.READY)
+        if written:
+            page.on_ssd = True
+            self.tell_stored(page, identity, "ssd")
+        if page.discarded and not page.was_hit and not page.pins:
+            self.drop(page)
+
+    def _promoted(self, page: PoolPage, right: bool) -> None:
+        if right:
+            self.memory.table.set_checksums(row_of(page.slot), page.checksums)
+            self.memory.set_state(page, PageState.READY)
+            self.counters.promoted_pages += 1
+            self.counters.promoted_bytes += self.geometry.page_bytes(page.group)
+            self.tell_stored(page, self.memory.identity(page), "memory")
+            return
+        self.counters.failed_promotions += 1
+        self.memory.set_state(page, PageState.FAILED)
+        self.memory.disown(page)
+        del self.held[page.group][page.key]
+        if page.on_ssd:
+            assert self.ssd is not None
+            page.on_ssd = False
+            self.ssd.forget(page.page_id)
+            self._tell_removed(page, "ssd")
+        if not page.pins:
+            self.memory.free(page)
+
+    def _evicted(self, page: PoolPage) -> None:
+        self.counters.evicted_pages += 1
+        self.counters.evicted_bytes += self.geometry.page_bytes(page.group)
+        self._tell_removed(page, "memory")
+        page.state = PageState.ON_SSD
+        if not page.on_ssd:
+            del self.held[page.group][page.key]
+
+    def _tell_removed(self, page: PoolPage, medium: Medium) -> None:
+        if self.events is not None:
+            self.events.removed(page.page_id, medium)

@@ -1,0 +1,286 @@
+"""One connection of an engine or tool to the daemon.
+
+asyncio's streams cannot pass file descriptors, so this reads and writes the socket itself.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Coroutine
+from typing import Protocol
+
+import msgspec
+
+from prfaas.core.pool.geometry import PageIdentity
+from prfaas.core.pool.keys import KEY_BYTES
+from prfaas.serving.pool.processes import PeerProcess
+from prfaas.serving.pool.protocol import (
+    LENGTH_BYTES,
+    MOST_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    Abort,
+    Answer,
+    Clear,
+    Commit,
+    Discard,
+    Done,
+    Figures,
+    Goodbye,
+    Match,
+    Matched,
+    Opened,
+    OpenSession,
+    Refused,
+    Request,
+    Reserve,
+    Reserved,
+    Stats,
+    Unpin,
+    Verify,
+    packed,
+    unpacked,
+)
+from prfaas.serving.pool.sessions import StoreSession
+from prfaas.serving.pool.store import PageStore
+
+logger = logging.getLogger(__name__)
+
+_READ_BYTES = 1 << 18
+_PAGE_ID_BYTES = KEY_BYTES + 1
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Request)
+
+
+class PoolHost(Protocol):
+    """What a connection asks of the daemon."""
+
+    async def opened(
+        self, message: OpenSession, process: PeerProcess
+    ) -> tuple[PageStore | None, StoreSession | None]:
+        """Open a session.
+
+        Raises:
+            ValueError: it is refused.
+        """
+
+    def closed(self, connection: "PoolConnection") -> None:
+        """The connection has ended."""
+
+    def used(self) -> None:
+        """The store has work that was put off."""
+
+    def figures(self) -> Figures:
+        """What the pool holds and does."""
+
+    async def verified(self) -> Figures:
+        """Verify every page."""
+
+
+class PoolConnection:
+    """Reads requests and writes answers, one after the other. Whatever comes in ends this connection at most."""
+
+    def __init__(self, connection: socket.socket, host: PoolHost) -> None:
+        """In the event loop. `connection` does not block.
+
+        Raises:
+            ValueError: the process at the other end cannot be seen.
+        """
+        self.process = PeerProcess.of(connection)
+        self.store: PageStore | None = None
+        self.session: StoreSession | None = None
+        self.said_goodbye = False
+        self._connection = connection
+        self._host = host
+        self._loop = asyncio.get_running_loop()
+        self._received = bytearray()
+        self._unsent = b""
+        self._task: asyncio.Task[None] | None = None
+        self._opened = False
+        self._closed = False
+        self._loop.add_reader(connection.fileno(), self._readable)
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.remove_reader(self._connection.fileno())
+        self._loop.remove_writer(self._connection.fileno())
+        self._connection.close()
+        if self._task is not None:
+            self._task.cancel()
+        self._host.closed(self)
+
+    def _readable(self) -> None:
+        try:
+            received = self._connection.recv(_READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            received = b""
+        if not received:
+            self.close()
+            return
+        self._received += received
+        self._answer_all()
+
+    def _answer_all(self) -> None:
+        """Answer what has been received whole, as long as the answers go out."""
+        while not (self._closed or self._task or self._unsent) and len(self._received) >= LENGTH_BYTES:
+            length = int.from_bytes(self._received[:LENGTH_BYTES], "little")
+            if not 0 < length <= MOST_MESSAGE_BYTES:
+                self._refuse(f"a message of {length} bytes is none of the pool's")
+                return
+            end = LENGTH_BYTES + length
+            if len(self._received) < end:
+                return
+            body = bytes(self._received[LENGTH_BYTES:end])
+            del self._received[:end]
+            self._answer(body)
+
+    def _answer(self, body: bytes) -> None:
+        try:
+            request = _DECODER.decode(body)
+            if isinstance(request, OpenSession):
+                self._later(self._open(request))
+            elif not self._opened:
+                raise ValueError("the first message opens the session")
+            elif isinstance(request, Verify):
+                self._later(self._verify())
+            else:
+                self._send(self._answer_to(request))
+        except (msgspec.DecodeError, ValueError, OverflowError) as error:
+            self._refuse(str(error))
+        except Exception:
+            logger.exception("a request of process %d could not be answered", self.process.pid)
+            self.close()
+
+    def _answer_to(self, request: Request) -> Answer:
+        if isinstance(request, Stats):
+            return self._host.figures()
+        if isinstance(request, Goodbye):
+            self.said_goodbye = True
+            return Done()
+        store, session = self.store, self.session
+        if store is None or session is None:
+            raise ValueError("the pool has no pages before the first engine has opened a session")
+        self._host.used()
+        match request:
+            case Match():
+                found = store.match(
+                    session,
+                    request.chain,
+                    request.start_tokens,
+                    request.limit_tokens,
+                    whole=request.whole,
+                    pin=request.pin,
+                )
+                return Matched(
+                    found.pin,
+                    found.usable_tokens,
+                    found.attention_tokens,
+                    found.memory_tokens,
+                    [
+                        (group, first, packed(ref.slot for ref in refs), packed(ref.offset for ref in refs))
+                        for group, first, refs in found.pages
+                    ],
+                )
+            case Reserve():
+                refs = store.reserve_for(session, request.tenant, _pages(request))
+                return Reserved(
+                    packed(-1 if ref is None else ref.slot for ref in refs),
+                    packed(0 if ref is None else ref.offset for ref in refs),
+                )
+            case Commit():
+                checksums = unpacked(request.checksums, "Q")
+                for slot, checksum in zip(unpacked(request.slots), checksums, strict=True):
+                    store.reservations.commit(slot, session.rank, checksum)
+            case Abort():
+                for slot in unpacked(request.slots):
+                    if session.kind == "scheduler":
+                        store.reservations.abort_all(slot)
+                    else:
+                        store.reservations.abort(slot, session.rank)
+            case Unpin():
+                store.unpin_match(session, request.pin)
+            case Discard():
+                store.discard(_page_ids(request.page_ids))
+            case Clear():
+                return Figures({"dropped_pages": store.clear()})
+        return Done()
+
+    async def _open(self, message: OpenSession) -> None:
+        if self._opened:
+            raise ValueError("the session is open already")
+        if message.version != PROTOCOL_VERSION:
+            raise ValueError(f"the pool speaks version {PROTOCOL_VERSION}, not {message.version}")
+        self.store, self.session = await self._host.opened(message, self.process)
+        self._opened = True
+        if self.store is None:
+            self._send(Opened(0, False))
+        else:
+            self._send(Opened(self.store.epoch, True), self.store.memory.arena.fileno)
+
+    async def _verify(self) -> None:
+        self._send(await self._host.verified())
+
+    def _later(self, answer: Coroutine[None, None, None]) -> None:
+        """Answer in a task; nothing is read meanwhile but what is buffered."""
+        self._task = self._loop.create_task(self._wait(answer))
+
+    async def _wait(self, answer: Coroutine[None, None, None]) -> None:
+        try:
+            await answer
+        except ValueError as error:
+            self._refuse(str(error))
+        except Exception:
+            logger.exception("a request of process %d could not be answered", self.process.pid)
+            self.close()
+        finally:
+            self._task = None
+        self._answer_all()
+
+    def _refuse(self, reason: str) -> None:
+        if not self._closed:
+            self._send(Refused(reason))
+            self.close()
+
+    def _send(self, answer: Answer, descriptor: int | None = None) -> None:
+        body = _ENCODER.encode(answer)
+        message = len(body).to_bytes(LENGTH_BYTES, "little") + body
+        try:
+            if descriptor is None:
+                sent = self._connection.send(message)
+            else:
+                sent = socket.send_fds(self._connection, [message], [descriptor])
+        except (BlockingIOError, InterruptedError):
+            sent = 0
+        except OSError:
+            self.close()
+            return
+        if sent < len(message):
+            self._unsent = message[sent:]
+            self._loop.add_writer(self._connection.fileno(), self._writable)
+
+    def _writable(self) -> None:
+        try:
+            sent = self._connection.send(self._unsent)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            self.close()
+            return
+        self._unsent = self._unsent[sent:]
+        if not self._unsent:
+            self._loop.remove_writer(self._connection.fileno())
+            self._answer_all()
+
+
+def _page_ids(page_ids: bytes) -> list[bytes]:
+    if len(page_ids) % _PAGE_ID_BYTES:
+        raise ValueError(f"{len(page_ids)} bytes of page ids are not a multiple of {_PAGE_ID_BYTES}")
+    return [page_ids[at : at + _PAGE_ID_BYTES] for at in range(0, len(page_ids), _PAGE_ID_BYTES)]
+
+
+def _pages(request: Reserve) -> list[tuple[bytes, PageIdentity | None]]:
+    return list(zip(_page_ids(request.page_ids), request.identities, strict=True))

@@ -1,0 +1,333 @@
+"""The daemon of a pool: it owns arena and store, and serves engines over a Unix socket.
+
+One event loop owns the store. A request is answered as soon as it is read, in the loop: none of them waits.
+"""
+
+import asyncio
+import fcntl
+import hashlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from prfaas.core.pool.eviction import EvictionPolicy, LruEviction
+from prfaas.core.pool.geometry import PoolGeometry
+from prfaas.serving.pool.arena import (
+    Arena,
+    ArenaError,
+    ArenaLayout,
+    check_room,
+    create_arena,
+    open_arena,
+    provide_slabs,
+)
+from prfaas.serving.pool.connection import PoolConnection
+from prfaas.serving.pool.figures import pool_figures
+from prfaas.serving.pool.hooks import PoolEvents, SsdFactory
+from prfaas.serving.pool.memory_tier import PoolPage
+from prfaas.serving.pool.processes import PeerProcess, owner_lives
+from prfaas.serving.pool.protocol import Figures, OpenSession
+from prfaas.serving.pool.recovery import recover
+from prfaas.serving.pool.sessions import StoreSession
+from prfaas.serving.pool.store import PageStore
+from prfaas.serving.pool.verification import verify_pages
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_BACKLOG = 128
+
+
+class PoolError(Exception):
+    """The daemon cannot start or go on; the message says why, in one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """What a daemon needs to know."""
+
+    socket: Path
+    arena: Path
+    """The file of shared memory, as `arena_path` names it."""
+    memory_bytes: int
+    """Of arena, page table and all."""
+    keep_arena: bool = False
+    """Leave the arena to the next daemon at an orderly end, too."""
+
+
+def arena_path(pool_socket: Path, directory: Path = Path("/dev/shm")) -> Path:
+    """Where the arena of the pool with that socket is: no two sockets share one."""
+    digest = hashlib.blake2b(str(pool_socket.absolute()).encode(), digest_size=6).hexdigest()
+    return directory / f"prfaas-{pool_socket.stem}-{digest}.arena"
+
+
+class PoolDaemon:
+    """Serves one pool. Its geometry is that of the first engine that opens a session, or of what the arena holds."""
+
+    def __init__(
+        self,
+        options: PoolOptions,
+        *,
+        events: PoolEvents | None = None,
+        make_ssd: SsdFactory | None = None,
+        make_policy: Callable[[PoolGeometry], EvictionPolicy[bytes]] = lambda _: LruEviction(),
+    ) -> None:
+        self.store: PageStore | None = None
+        """None until the geometry is known. Another geometry brings another store."""
+        self._options = options
+        self._events = events
+        self._make_ssd = make_ssd
+        self._make_policy = make_policy
+        self._connections: set[PoolConnection] = set()
+        # Of workers that ended without goodbye, whose processes may still write.
+        self._lost: list[PoolConnection] = []
+        self._opening = asyncio.Lock()
+        self._provider: threading.Thread | None = None
+        self._stops_providing = threading.Event()
+        self._checking: asyncio.Task[None] | None = None
+        self._settles = False
+
+    async def serve(self, ready: Callable[[], None] = lambda: None) -> None:
+        """Until cancelled. `ready` is called when engines can connect.
+
+        Raises:
+            PoolError: another daemon has the socket, or it cannot be made.
+            ArenaError: the machine has too little memory.
+        """
+        options = self._options
+        with _lock(options.socket):
+            check_room(options.arena, options.memory_bytes)
+            arena = open_arena(options.arena, options.memory_bytes)
+            if arena is not None:
+                arena.begin_epoch(_epoch_after(arena.epoch))
+                await self._begin(arena)
+            try:
+                with _listening(options.socket) as listener:
+                    await self._accept_until_cancelled(listener, ready)
+            finally:
+                await self._end()
+                if not options.keep_arena:
+                    options.arena.unlink(missing_ok=True)
+
+    async def opened(
+        self, message: OpenSession, process: PeerProcess
+    ) -> tuple[PageStore | None, StoreSession | None]:
+        """See `PoolHost.opened`."""
+        async with self._opening:
+            if message.geometry is not None:
+                await self._agree_on(PoolGeometry.decode(message.geometry))
+            store = self.store
+            if store is None:
+                return None, None
+            if not 0 <= message.rank < store.geometry.ranks:
+                raise ValueError(
+                    f"rank {message.rank} is none of the {store.geometry.ranks} that the pool has"
+                )
+            return store, store.open_session(message.kind, message.rank, process.owner(message.engine))
+
+    def closed(self, connection: PoolConnection) -> None:
+        """See `PoolHost.closed`."""
+        self._connections.discard(connection)
+        store, session = connection.store, connection.session
+        if store is not None and session is not None:
+            writes_no_more = connection.said_goodbye or not connection.process.lives
+            store.close_session(session, writes_no_more=writes_no_more)
+            if session.kind == "worker" and not writes_no_more:
+                self._lost.append(connection)
+
+    def used(self) -> None:
+        """See `PoolHost.used`."""
+        if not self._settles:
+            self._settles = True
+            asyncio.get_running_loop().call_soon(self._settle)
+
+    def figures(self) -> Figures:
+        """See `PoolHost.figures`."""
+        return Figures({} if self.store is None else pool_figures(self.store))
+
+    async def verified(self) -> Figures:
+        """See `PoolHost.verified`."""
+        store = self.store
+        if store is None:
+            return Figures({"right_pages": 0, "wrong_pages": 0})
+        right, wrong = await verify_pages(store, list(store.memory.rows.values()))
+        return Figures({"right_pages": right, "wrong_pages": wrong})
+
+    async def _agree_on(self, geometry: PoolGeometry) -> None:
+        """Have a store of that geometry.
+
+        Raises:
+            ValueError: engines of another one are connected, or there cannot be an arena.
+        """
+        if self.store is not None:
+            if self.store.geometry == geometry:
+                return
+            if any(session.kind != "tool" for session in self.store.sessions):
+                raise ValueError(
+                    f"the pool serves engines of fingerprint {self.store.geometry.fingerprint}, and this one has "
+                    f"{geometry.fingerprint} or another layout: it can connect when they have ended"
+                )
+            logger.warning("an engine of another model has connected: the pool drops what it has")
+            await self._end()
+        options = self._options
+        try:
+            layout = ArenaLayout.of(geometry, options.memory_bytes)
+            arena = await asyncio.to_thread(create_arena, options.arena, layout, _epoch_after(0))
+        except (ArenaError, OSError) as error:
+            logger.warning("there is no arena for this engine: %s", error)
+            raise ValueError(f"there is no arena: {error}") from None
+        await self._begin(arena)
+
+    async def _begin(self, arena: Arena) -> None:
+        geometry = arena.layout.geometry
+        ssd = None
+        if self._make_ssd is not None:
+            try:
+                ssd = await asyncio.to_thread(self._make_ssd, geometry, arena.view)
+            except (OSError, ValueError) as error:
+                logger.warning("the pool goes on without SSD: %s", error)
+        store = PageStore(arena, self._make_policy(geometry), events=self._events, ssd=ssd)
+        if self._events is not None:
+            self._events.opened(geometry, arena.epoch)
+        recovered = recover(store, owner_lives)
+        self.store = store
+        self._stops_providing = threading.Event()
+        self._provider = threading.Thread(
+            target=provide_slabs,
+            args=(arena, partial(_in_loop, asyncio.get_running_loop(), store), self._stops_providing.is_set),
+            name="prfaas-pool-memory",
+        )
+        self._provider.start()
+        if recovered:
+            self._checking = asyncio.create_task(_check(store, recovered))
+
+    async def _end(self) -> None:
+        """Close every connection, and let go of the store."""
+        for connection in list(self._connections):
+            if connection.session is not None:
+                connection.close()
+        if self._checking is not None:
+            self._checking.cancel()
+            await asyncio.gather(self._checking, return_exceptions=True)
+            self._checking = None
+        self._stops_providing.set()
+        if self._provider is not None:
+            await asyncio.to_thread(self._provider.join)
+            self._provider = None
+        self._lost.clear()
+        if self.store is not None:
+            if self.store.ssd is not None:
+                await asyncio.to_thread(self.store.ssd.close)
+            self.store.memory.arena.close()
+            self.store = None
+
+    async def _accept_until_cancelled(self, listener: socket.socket, ready: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_reader(listener.fileno(), self._accept, listener)
+        try:
+            ready()
+            while True:
+                await asyncio.sleep(_POLL_S)
+                self._free_what_ended_processes_left()
+        finally:
+            loop.remove_reader(listener.fileno())
+            for connection in list(self._connections):
+                connection.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError as error:
+            logger.warning("a connection was not accepted: %s", error.strerror)
+            return
+        connection.setblocking(False)
+        try:
+            self._connections.add(PoolConnection(connection, self))
+        except (OSError, ValueError) as error:
+            logger.warning("a connection was not accepted: %s", error)
+            connection.close()
+
+    def _free_what_ended_processes_left(self) -> None:
+        store = self.store
+        if store is None:
+            return
+        for connection in [each for each in self._lost if not each.process.lives]:
+            self._lost.remove(connection)
+            if connection.session is not None:
+                session = connection.session
+                store.reservations.worker_ended(session.owner, session.rank, session)
+        for owner in store.reservations.owners():
+            if owner.process_group and not owner_lives(owner):
+                store.reservations.owner_ended(owner)
+
+    def _settle(self) -> None:
+        self._settles = self.store is not None and self.store.settle()
+        if self._settles:
+            asyncio.get_running_loop().call_soon(self._settle)
+
+
+async def _check(store: PageStore, recovered: Sequence[PoolPage]) -> None:
+    """Verify what the last daemon left, so that readers need not."""
+    right, wrong = await verify_pages(store, recovered)
+    logger.info("%d pages of the last daemon were verified, %d were wrong", right, wrong)
+
+
+def _in_loop(loop: asyncio.AbstractEventLoop, store: PageStore, slab: int) -> None:
+    loop.call_soon_threadsafe(store.memory.add_slab, slab)
+
+
+def _epoch_after(epoch: int) -> int:
+    return max(epoch + 1, time.time_ns() // 1_000_000)
+
+
+@contextmanager
+def _lock(pool_socket: Path) -> Iterator[None]:
+    """Held while a daemon serves that socket.
+
+    Raises:
+        PoolError: another daemon has it, or its directory cannot be used.
+    """
+    path = pool_socket.with_suffix(".lock")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise PoolError(f"the pool's lock {path} cannot be made: {error.strerror}") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise PoolError(f"another daemon serves the pool at {pool_socket}") from None
+    finally:
+        os.close(file)
+
+
+@contextmanager
+def _listening(path: Path) -> Iterator[socket.socket]:
+    """A socket at that path, which only this user can connect to.
+
+    Raises:
+        PoolError: it cannot be made.
+    """
+    with socket.socket(
+        socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+    ) as listener:
+        try:
+            path.unlink(missing_ok=True)
+            # Permissions before anybody can connect: a socket takes no connections until it listens.
+            listener.bind(str(path))
+            path.chmod(0o600)
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            raise PoolError(f"the pool's socket {path} cannot be made: {error.strerror or error}") from None
+        try:
+            yield listener
+        finally:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,80 @@
+"""Which processes are at the other end of a Unix socket, and whether they still live.
+
+Process numbers are given again, so a process is known by its number and its start time. The number of a process group
+is not given again while the group has a process.
+"""
+
+import os
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from prfaas.serving.pool.page_table import Owner
+
+_CREDENTIALS = struct.Struct("iII")
+# Field 22 of /proc/PID/stat, counted from the state, which follows the name in parentheses.
+_STARTED = 19
+_STATE = 0
+_ENDED = ("Z", "X")
+
+
+@dataclass(frozen=True, slots=True)
+class PeerProcess:
+    """The process that opened a connection."""
+
+    pid: int
+    started: int
+    """Clock ticks since boot, 0 if it had ended already."""
+
+    @classmethod
+    def of(cls, connection: socket.socket) -> "PeerProcess":
+        """The one that connected to that Unix socket.
+
+        Raises:
+            ValueError: it is in a process namespace that cannot be seen from here.
+        """
+        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid = _CREDENTIALS.unpack(raw)[0]
+        if not pid:
+            raise ValueError(
+                "the pool's daemon and its engines must see each other's processes: use one PID namespace"
+            )
+        return cls(pid, start_ticks(pid))
+
+    def owner(self, engine: bytes) -> Owner:
+        """The engine that it is a part of: its process group."""
+        try:
+            group = os.getpgid(self.pid)
+        except ProcessLookupError:
+            group = self.pid
+        return Owner(group, start_ticks(group), engine)
+
+    @property
+    def lives(self) -> bool:
+        """Whether it has not ended."""
+        return self.started > 0 and start_ticks(self.pid) == self.started
+
+
+def start_ticks(pid: int) -> int:
+    """When a process began, in clock ticks since boot; 0 if it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return 0
+    fields = stat.rpartition(")")[2].split()
+    return 0 if fields[_STATE] in _ENDED else int(fields[_STARTED])
+
+
+def owner_lives(owner: Owner) -> bool:
+    """Whether any process of an engine may be there."""
+    started = start_ticks(owner.process_group)
+    if started:
+        return started == owner.started or not owner.started
+    try:
+        os.killpg(owner.process_group, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

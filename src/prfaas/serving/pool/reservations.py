@@ -1,0 +1,153 @@
+"""Pages that engines fill, and which processes may still write into their slots.
+
+A slot is given to another page only when nobody writes into it any more. So what an engine's end, a lost connection
+or a restarted daemon leave behind keeps its slot until every rank has ended its part, which is when it said so, opened
+a new session (see `PoolClient.writing`) or ended itself.
+"""
+
+from collections.abc import Callable
+
+from prfaas.core.pool.geometry import PageIdentity
+from prfaas.serving.pool.memory_tier import MemoryTier, PoolPage
+from prfaas.serving.pool.page_table import Owner, PageState, row_of
+
+
+class Reservations:
+    """All pages that are WRITING. `ready` is told of those whose ranks have all committed, `aborted` of the others."""
+
+    def __init__(
+        self,
+        memory: MemoryTier,
+        ranks: int,
+        ready: Callable[[PoolPage], None],
+        aborted: Callable[[PoolPage], None],
+    ) -> None:
+        self._memory = memory
+        self._ranks = ranks
+        self._ready = ready
+        self._aborted = aborted
+        # Only pages that will become READY if all goes well.
+        self._by_id: dict[bytes, PoolPage] = {}
+        self._of: dict[Owner, set[PoolPage]] = {}
+        # Owner → rank → the newest session of the worker, which may write.
+        self._workers: dict[Owner, dict[int, object]] = {}
+
+    def __contains__(self, page_id: bytes) -> bool:
+        return page_id in self._by_id
+
+    def __len__(self) -> int:
+        """Pages with a slot, those that will not become READY included."""
+        return sum(len(pages) for pages in self._of.values())
+
+    def begin(self, page: PoolPage, owner: Owner, identity: PageIdentity | None) -> bool:
+        """Give the page a slot for that owner's workers to write. False: there is no room."""
+        page.ranks_left = (1 << self._ranks) - 1
+        if not self._memory.place(page, PageState.WRITING, owner, identity):
+            return False
+        page.checksums = [0] * self._ranks
+        page.owner = owner
+        self._by_id[page.page_id] = page
+        self._of.setdefault(owner, set()).add(page)
+        return True
+
+    def take_back(self, page: PoolPage, owner: Owner, ranks_left: int) -> None:
+        """A page that was WRITING when the last daemon ended: its slot must wait for its writers."""
+        page.owner, page.ranks_left, page.failed = owner, ranks_left, True
+        self._of.setdefault(owner, set()).add(page)
+
+    def commit(self, slot: int, rank: int, checksum: int) -> None:
+        """A rank has written its part. Passed over if the page is not WRITING any more, or the rank had ended."""
+        page = self._writing(slot)
+        if page is not None and page.ranks_left >> rank & 1:
+            if not page.failed:
+                page.checksums[rank] = checksum
+            self._end_rank(page, rank)
+
+    def abort(self, slot: int, rank: int) -> None:
+        """A rank will not write its part. Passed over as in `commit`."""
+        page = self._writing(slot)
+        if page is not None and page.ranks_left >> rank & 1:
+            self._fail(page)
+            self._end_rank(page, rank)
+
+    def abort_all(self, slot: int) -> None:
+        """Nobody writes the page, nor will."""
+        page = self._writing(slot)
+        if page is not None:
+            self._fail(page)
+            page.ranks_left = 0
+            self._end(page)
+
+    def disown(self, page: PoolPage) -> None:
+        """Who reserved the page is gone. Ranks without a worker never write; others may be at it."""
+        if page.owner is None:
+            return
+        self._fail(page)
+        workers = self._workers.get(page.owner, {})
+        for rank in range(self._ranks):
+            if page.ranks_left >> rank & 1 and rank not in workers:
+                self._end_rank(page, rank)
+
+    def worker_began(self, owner: Owner, rank: int, session: object) -> None:
+        """A worker opened a session, so it is at no copy that began before."""
+        self._rank_ended(owner, rank)
+        self._workers.setdefault(owner, {})[rank] = session
+
+    def worker_ended(self, owner: Owner, rank: int, session: object) -> None:
+        """A worker ended, or said that it writes no more. Passed over if it has a newer session."""
+        workers = self._workers.get(owner, {})
+        if workers.get(rank) is session:
+            del workers[rank]
+            if not workers:
+                del self._workers[owner]
+            self._rank_ended(owner, rank)
+
+    def owners(self) -> list[Owner]:
+        """Who has pages here."""
+        return list(self._of)
+
+    def owner_ended(self, owner: Owner) -> None:
+        """All its processes have ended."""
+        for page in list(self._of.get(owner, ())):
+            self._fail(page)
+            page.ranks_left = 0
+            self._end(page)
+
+    def _writing(self, slot: int) -> PoolPage | None:
+        page = self._memory.rows.get(row_of(slot))
+        if page is None or page.slot != slot or page.state is not PageState.WRITING:
+            return None
+        return page
+
+    def _rank_ended(self, owner: Owner, rank: int) -> None:
+        for page in list(self._of.get(owner, ())):
+            if page.ranks_left >> rank & 1:
+                self._fail(page)
+                self._end_rank(page, rank)
+
+    def _fail(self, page: PoolPage) -> None:
+        """The page's name is free for another reservation at once, its slot is not."""
+        if not page.failed:
+            page.failed = True
+            del self._by_id[page.page_id]
+            self._memory.disown(page)
+
+    def _end_rank(self, page: PoolPage, rank: int) -> None:
+        page.ranks_left &= ~(1 << rank)
+        self._memory.table.set_ranks_left(row_of(page.slot), page.ranks_left)
+        if not page.ranks_left:
+            self._end(page)
+
+    def _end(self, page: PoolPage) -> None:
+        assert page.owner is not None
+        pages = self._of[page.owner]
+        pages.remove(page)
+        if not pages:
+            del self._of[page.owner]
+        page.owner = None
+        if page.failed:
+            self._memory.free(page)
+            self._aborted(page)
+        else:
+            del self._by_id[page.page_id]
+            self._ready(page)
