@@ -12,12 +12,6 @@ from prfaas.serving.gateway.request import ServingRequest, Tenants, TokenizedPro
 from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.transport.requests import CopyResult
 
-# What pools give as reasons; any other word counts as "failed", so that metrics stay bounded.
-_REASONS = frozenset(
-    {"refused", "short", "staging", "gone", "source", "transfer", "damaged", "full", "abandoned", "deadline"}
-    | {"target", "long"}
-)
-
 
 class PrefixMoves:
     """Carries cache transfers out: instance to instance, or pool to pool."""
@@ -82,11 +76,9 @@ class PrefixMoves:
             service,
             kv_bytes=wanted.kv_bytes,
         )
-        outcome = "done"
         if result.reason:
-            outcome = result.word if result.word in _REASONS else "failed"
             request.record.note(f"a prefix of pool {wanted.source} did not come whole: {result.reason}")
-        self._note(request, outcome, result.copied_bytes)
+        self._note(request, result.outcome, result.copied_bytes)
         request.record.took("cache_transfer", time.perf_counter() - begun_s)
         return result
 
