@@ -21,11 +21,12 @@ _ANSWER_S = 2.0
 _POLL_S = 0.05
 
 
-def pool_command(deployment: Deployment, node: PoolNode) -> EngineCommand:
-    """How to start the daemon of one pool."""
+def pool_command(deployment: Deployment, node: PoolNode, *, keep_memory: bool = False) -> EngineCommand:
+    """How to start the daemon of one pool. `keep_memory`: its pages stay in shared memory when it ends."""
     argv = [
         *(sys.executable, "-m", "prfaas.serving.pool"),
         *("--state-dir", str(deployment.state_dir)),
+        *(("--keep-memory",) if keep_memory else ()),
         str(deployment.path.absolute()),
         node.name,
     ]
