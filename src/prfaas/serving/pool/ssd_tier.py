@@ -17,13 +17,13 @@ from prfaas.core.pool.keys import page_id as page_id_of
 from prfaas.core.pool.quota import TenantEviction
 from prfaas.serving.pool.hooks import SsdEntry, SsdFactory
 from prfaas.serving.pool.journal import JournalPage, most_record_bytes
-from prfaas.serving.pool.ssd_background import Bytes, SsdLayout, SsdRead, SsdReaders, SsdWrite, SsdWriter
-from prfaas.serving.pool.ssd_file import FileSlots, stored_bytes
+from prfaas.serving.pool.ssd_background import SsdLayout, SsdRead, SsdReaders, SsdWrite, SsdWriter
+from prfaas.serving.pool.ssd_file import Bytes, FileSlots, stored_bytes, whole_sectors
 
 InLoop: TypeAlias = Callable[[Callable[[], None]], None]
 """Has a function called in the store's loop, from any thread."""
 
-_READERS = 4
+_READERS = 8
 _RETRY_S = 10.0
 _MOST_QUEUED_BYTES = 256 << 20
 _HEADERS_BYTES = 4096
@@ -156,7 +156,8 @@ class FileTier:
         identity = b"" if entry.identity is None else entry.identity.encode()
         record = JournalPage(page_id, place, entry.checksums, 0, entry.tenant, identity)
         order = SsdWrite(
-            self._arena[offset : offset + size],
+            self._room_in_arena(offset, size),
+            size,
             self._geometry.rank_offset(entry.group, self._geometry.ranks),
             record,
             partial(self._written, entry, page, done),
@@ -172,7 +173,7 @@ class FileTier:
     def read(self, page_id: bytes, into_offset: int, done: Callable[[bool], None]) -> None:
         """See `SsdTier.read`."""
         size = self._page_bytes[page_id[-1]]
-        self._read(page_id, self._arena[into_offset : into_offset + size], done)
+        self._read(page_id, self._room_in_arena(into_offset, size), done)
 
     def touched(self, page_id: bytes) -> None:
         """A page was used; one that is not held is passed over."""
@@ -275,6 +276,10 @@ class FileTier:
             self._counts["written_bytes"] += size
             self._hold(record, page)
             done(True)
+
+    def _room_in_arena(self, offset: int, size: int) -> Bytes:
+        """A page's memory. Slots of the arena are whole sectors, so all of the last one is the page's."""
+        return self._arena[offset : offset + whole_sectors(size)]
 
     def _room(self, group: int, tenant: bytes) -> int | None:
         """Room for a page, by what is there or by pages that go."""
