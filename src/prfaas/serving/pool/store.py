@@ -21,9 +21,9 @@ from prfaas.serving.pool.counters import PoolCounters
 from prfaas.serving.pool.hooks import Medium, PoolEvents, SsdEntry, SsdTier
 from prfaas.serving.pool.memory_tier import NO_SLOT, MemoryTier, PoolPage, ReadablePages
 from prfaas.serving.pool.page_table import Owner, PageState, row_of
-from prfaas.serving.pool.protocol import MatchedPages, PageRef, PoolMatch, SessionKind
+from prfaas.serving.pool.protocol import PageRef, SessionKind
 from prfaas.serving.pool.reservations import Reservations
-from prfaas.serving.pool.sessions import StoreSession
+from prfaas.serving.pool.sessions import NeededPages, StoreMatch, StoreSession
 
 TENANT_BYTES = 8
 _DAEMON = Owner(0, 0, bytes(8))
@@ -92,7 +92,7 @@ class PageStore:
         *,
         whole: bool,
         pin: bool,
-    ) -> PoolMatch:
+    ) -> StoreMatch:
         """See `PoolClient.match`. Pages that are on SSD only get a slot and are read into it.
 
         Raises:
@@ -103,30 +103,23 @@ class PageStore:
         self.counters.lookups += 1
         keys: list[bytes] = np.frombuffer(chain, f"V{KEY_BYTES}").tolist()
         groups = self.geometry.groups if whole else self._full
+        if start_tokens >= min(limit_tokens, len(keys) * self._step_tokens):
+            return StoreMatch(0, 0, start_tokens // self._step_tokens * self._step_tokens, 0, ())
         found = usable_end(groups, keys, self._step_tokens, self.held, start_tokens, limit_tokens)
         if not pin or not found.usable_tokens:
-            return PoolMatch(0, found.usable_tokens, found.attention_tokens, 0, (), self.epoch)
+            return StoreMatch(0, found.usable_tokens, found.attention_tokens, 0, ())
         needed = self._needed(groups, keys, start_tokens, found.usable_tokens)
         if not self._pin_all([page for _, _, pages in needed for page in pages]):
             in_memory = {group: ReadablePages(pages) for group, pages in self.held.items()}
             found = usable_end(groups, keys, self._step_tokens, in_memory, start_tokens, limit_tokens)
             if not found.usable_tokens:
-                return PoolMatch(0, 0, found.attention_tokens, 0, (), self.epoch)
+                return StoreMatch(0, 0, found.attention_tokens, 0, ())
             needed = self._needed(groups, keys, start_tokens, found.usable_tokens)
             self._pin_all([page for _, _, pages in needed for page in pages])
         number = next(self._pin_numbers)
         session.pins[number] = [page for _, _, pages in needed for page in pages]
-        return PoolMatch(
-            number,
-            found.usable_tokens,
-            found.attention_tokens,
-            self._count_hit(needed, start_tokens, found.usable_tokens),
-            tuple(
-                MatchedPages(group, first, tuple([PageRef(page.slot, page.offset) for page in pages]))
-                for group, first, pages in needed
-            ),
-            self.epoch,
-        )
+        memory_tokens = self._count_hit(needed, start_tokens, found.usable_tokens)
+        return StoreMatch(number, found.usable_tokens, found.attention_tokens, memory_tokens, needed)
 
     def unpin_match(self, session: StoreSession, number: int) -> None:
         """The pages of a match are no longer needed; an unknown number is passed over."""
@@ -256,9 +249,9 @@ class PageStore:
 
     def _needed(
         self, groups: Sequence[PageGroup], keys: list[bytes], start_tokens: int, end_tokens: int
-    ) -> list[tuple[int, int, list[PoolPage]]]:
-        """Group, first block and pages of what a load fills."""
-        needed = []
+    ) -> list[NeededPages]:
+        """What a load fills."""
+        needed: list[NeededPages] = []
         for group, (index, blocks) in zip(
             groups, needed_blocks(groups, start_tokens, end_tokens), strict=True
         ):
@@ -304,13 +297,11 @@ class PageStore:
         if not page.pins and page.state is PageState.FAILED:
             self.memory.free(page)
 
-    def _count_hit(
-        self, needed: list[tuple[int, int, list[PoolPage]]], start_tokens: int, end_tokens: int
-    ) -> int:
+    def _count_hit(self, needed: Sequence[NeededPages], start_tokens: int, end_tokens: int) -> int:
         """Count the hit by tier. Returns up to where it lies in memory."""
-        block_tokens = self._lead.block_tokens
+        block_tokens, promoting = self._lead.block_tokens, PageState.PROMOTING
         first, pages = next((first, pages) for group, first, pages in needed if group == self._lead.index)
-        absent = [first + place for place, page in enumerate(pages) if not page.state.is_readable]
+        absent = [first + place for place, page in enumerate(pages) if page.state is promoting]
         ssd_tokens = sum(
             (block + 1) * block_tokens - max(block * block_tokens, start_tokens) for block in absent
         )
