@@ -50,7 +50,9 @@ class PrefixPages:
                 for index, blocks in needed_blocks(geometry.groups, 0, self.end_tokens)
                 for number in blocks
             ]
-            self.pages = tuple(sorted(pages, key=lambda each: (not each.is_tail, each.end_tokens, each.group)))
+            self.pages = tuple(
+                sorted(pages, key=lambda each: (not each.is_tail, each.end_tokens, each.group))
+            )
 
     @property
     def key(self) -> bytes:
@@ -72,9 +74,7 @@ class PrefixPages:
             self.end_tokens,
         )
 
-    def _page(
-        self, index: int, number: int, token_ids: Sequence[int], salt: str, adapter: str
-    ) -> PrefixPage:
+    def _page(self, index: int, number: int, token_ids: Sequence[int], salt: str, adapter: str) -> PrefixPage:
         group = self._geometry.group(index)
         start, end = number * group.block_tokens, (number + 1) * group.block_tokens
         identity = None
