@@ -10,6 +10,7 @@ from prfaas.core.deployment import Deployment, PoolNode
 from prfaas.core.pool.eviction import EvictionPolicy, eviction_policy
 from prfaas.core.pool.geometry import PoolGeometry
 from prfaas.serving.pool.daemon import PoolDaemon, PoolOptions, arena_path
+from prfaas.serving.pool.ssd_tier import ssd_factory
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +41,16 @@ async def serve_pool(
     def policy(geometry: PoolGeometry) -> EvictionPolicy[bytes]:
         return eviction_policy(deployment.pool.eviction, geometry.groups)
 
-    daemon = PoolDaemon(options, make_policy=policy)
+    loop = asyncio.get_running_loop()
+    share = deployment.pool.tenant_share
+    make_ssd = ssd_factory(node.path, node.ssd_bytes, share, policy, loop) if node.ssd_bytes else None
+    daemon = PoolDaemon(options, make_ssd=make_ssd, make_policy=policy, tenant_share=share)
 
     def listening() -> None:
         logger.info("pool %s of %s: engines connect at %s", node.name, deployment.name, socket)
         ready()
 
     serving = asyncio.create_task(daemon.serve(listening))
-    loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, serving.cancel)
     with contextlib.suppress(asyncio.CancelledError):
