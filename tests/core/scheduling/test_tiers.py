@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from prfaas.core.scheduling import (
     NOTHING,
     Decision,
+    InstanceView,
     PoolHit,
     PoolView,
     PrefixHit,
@@ -234,3 +235,31 @@ def test_a_pool_that_does_not_answer_holds_nothing() -> None:
     view = pooled_board()
     view.pools["one"].up = False
     assert with_pools(20_000, {}, {"one": in_memory(19_456)}, view) == RoutingRequest(20_000)
+
+
+def test_an_engines_own_blocks_spare_no_bytes_between_pools() -> None:
+    view = pooled_board(threshold=1000.0)
+    own = {"prefill": PrefixHit(0, 8192)}
+    moved = PAPER.decide(with_pools(20_000, own, {"far": in_memory(19_456)}, view), view).cache_transfer
+    assert moved is not None and moved.from_pool and moved.skip_tokens == 0
+
+
+def test_an_instance_that_prefills_what_it_decodes_has_nothing_copied() -> None:
+    both = InstanceView("both", "pd", prefills=True, decodes=True)
+    view = board(both, prefiller("other", busy_until_s=1e6), threshold=math.inf)
+    view.pools = {"one": pool("one", "pd", "both"), "two": pool("two", "pd", "other")}
+    request = with_pools(20_000, {}, {"two": in_memory(19_456)}, view)
+    assert "both" in request.copies
+    decision = PAPER.decide(request, view)
+    assert (decision.prefill, decision.prefill_tokens) == ("both", 20_000)
+    assert decision.cache_transfer is None and not decision.transfers
+
+
+def test_of_two_that_are_done_together_the_longer_prefix_is_taken() -> None:
+    view = pooled_board(threshold=math.inf)
+    tokens, length = 10_000, 20_000
+    view.clusters["pd"].prefill_s = lambda tokens: 1.0 if tokens else 0.0
+    view.pools["one"].memory_bits_per_s = math.inf
+    held = {"prefill": PrefixHit(0, 0), "other": PrefixHit(tokens, tokens)}
+    request = replace(with_pools(length, held, {}, view), loads_s={"nobody": 1.0})
+    assert PAPER.decide(request, view).prefill == "other"

@@ -1,8 +1,10 @@
 """Pages on their way to SSD, with a real daemon and a real file."""
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from prfaas.core.kv.groups import GroupKind
@@ -34,10 +36,15 @@ GEOMETRY = PoolGeometry(
 )
 
 
+def in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call)
+
+
 def on_ssd(
     folder: Path, ssd_bytes: int, share: float = 1.0
 ) -> Callable[[asyncio.AbstractEventLoop], SsdFactory]:
-    return lambda loop: ssd_factory(folder, ssd_bytes, share, lambda _: LruEviction(), loop)
+    return lambda loop: ssd_factory(folder, ssd_bytes, share, lambda _: LruEviction(), partial(in_loop, loop))
 
 
 def prompt(number: int, blocks: int = 4) -> list[int]:

@@ -3,8 +3,6 @@
 All of it runs in the store's loop; the threads of `ssd_background` do the reading and writing.
 """
 
-import asyncio
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -375,15 +373,9 @@ def ssd_factory(
     most_bytes: int,
     tenant_share: float,
     policy: Callable[[PoolGeometry], EvictionPolicy[bytes]],
-    loop: asyncio.AbstractEventLoop,
+    in_loop: InLoop,
 ) -> SsdFactory:
     """Makes the tier of a pool once its geometry is known; see `FileTier`."""
-
-    def in_loop(call: Callable[[], object]) -> None:
-        # At the end of the daemon nobody waits for it.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(call)
-
     return lambda geometry, arena: FileTier(
         geometry, arena, folder, most_bytes, tenant_share, lambda: policy(geometry), in_loop
     )

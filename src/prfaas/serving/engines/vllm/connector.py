@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats, PromMetric, PromMetricT
@@ -175,14 +176,22 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
             get_tensor_model_parallel_rank(),
         )
 
-    @_answer_on_error(None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        self._ready_worker().producer.detach(_orders(kv_connector_metadata).preempted)
+        orders = _orders(kv_connector_metadata)
+        self._settle(orders)
+        self._detach(orders)
+
+    @_answer_on_error(None)
+    def _settle(self, orders: TransferMetadata) -> None:
+        self._ready_worker().settle(orders)
+
+    @_answer_on_error(None)
+    def _detach(self, orders: TransferMetadata) -> None:
+        self._ready_worker().producer.detach(orders.preempted)
 
     @_answer_on_error(None)
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        orders = _orders(self._get_connector_metadata())
-        self._ready_worker().consumer.order(orders.loads, orders.drops)
+        self._ready_worker().order_loads(_orders(self._get_connector_metadata()))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: a request is scheduled after its load has ended."""
@@ -202,6 +211,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         orders = _orders(self._get_connector_metadata())
         self._end_step(orders)
+        self._store(orders)
         self._hold(orders)
 
     # Each with its own guard: a failure of one must not keep the other from being done.
@@ -211,8 +221,12 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         self._ready_worker().producer.end_step(orders.sends)
 
     @_answer_on_error(None)
+    def _store(self, orders: TransferMetadata) -> None:
+        self._ready_worker().store(orders)
+
+    @_answer_on_error(None)
     def _hold(self, orders: TransferMetadata) -> None:
-        self._ready_worker().producer.hold(orders.held)
+        self._ready_worker().hold(orders)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         sent = self._sent() or set()
@@ -223,11 +237,15 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_answer_on_error(None)
     def _sent(self) -> set[str]:
-        return self._ready_worker().producer.finished()
+        return self._ready_worker().finished()
 
     @_answer_on_error(None)
     def _loaded(self) -> tuple[set[str], set[str]]:
-        return self._ready_worker().consumer.results()
+        return self._ready_worker().loaded()
+
+    @_answer_on_error(None)
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._ready_worker().take_load_times()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return self._worker.take_stats() if self._worker is not None else None
