@@ -77,7 +77,7 @@ class SteppedSsd:
         done(len(self.pages), 0)
 
     def figures(self) -> dict[str, int | float | str]:
-        return {"pages": len(self.pages)}
+        return {"held_pages": len(self.pages)}
 
     def close(self) -> None:
         self.waiting.clear()
