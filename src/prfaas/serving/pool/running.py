@@ -11,7 +11,7 @@ from prfaas.core.deployment import Deployment, PoolNode
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.command import EngineCommand
 from prfaas.serving.engines.log_file import LogFile
-from prfaas.serving.engines.preparation import ensure_certificates, ensure_key, port_problem
+from prfaas.serving.engines.preparation import ensure_key, port_problem
 from prfaas.serving.engines.process_group import ProcessGroup, Watchdog
 from prfaas.serving.pool.client import PoolClient
 
@@ -93,7 +93,6 @@ class RunningPools:
         for node in nodes:
             self._check_startable(node)
         ensure_key(self.deployment)
-        ensure_certificates(self.deployment, [node.name for node in nodes])
         if self._watchdog is None:
             self._watchdog = Watchdog()
         for node in nodes:
@@ -127,7 +126,10 @@ class RunningPools:
 
     def answers_health(self, node: PoolNode) -> bool:
         """True if the pool's daemon takes a session at its socket."""
-        client = PoolClient(self.deployment.pool_socket(node), "tool", None, timeout_s=_ANSWER_S)
+        path = self.deployment.pool_socket(node)
+        if not path.exists():
+            return False
+        client = PoolClient(path, "tool", None, timeout_s=_ANSWER_S)
         try:
             return client.connect()
         finally:

@@ -25,6 +25,7 @@ from prfaas.serving.engines.vllm.connector_scheduler import ConnectorScheduler
 from prfaas.serving.engines.vllm.connector_worker import ConnectorWorker
 from prfaas.serving.engines.vllm.layout import read_groups
 from prfaas.serving.engines.vllm.metadata import TransferMetadata
+from prfaas.serving.engines.vllm.pool_scheduler import PoolScheduler
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
 from prfaas.serving.engines.vllm.stats import ConnectorPromMetrics, ConnectorStats
 from prfaas.serving.logs import LogSettings, set_up_logging
@@ -34,8 +35,9 @@ if TYPE_CHECKING:
     from vllm.config.kv_transfer import KVTransferConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
@@ -89,7 +91,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduling: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduling = ConnectorScheduler(self._settings.name, self._key, self._groups)
+            pool = PoolScheduler.of_engine(self._settings, vllm_config, kv_cache_config, self._groups)
+            self._scheduling = ConnectorScheduler(self._settings.name, self._key, self._groups, pool)
 
     # ---- engine properties
 
@@ -114,6 +117,12 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- scheduler side
 
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        pool = self._scheduler().pool
+        if pool is not None:
+            pool.reconciled_hit = lambda request: kv_cache_manager.get_computed_blocks(request)[1]
+
     @_answer_on_error(None)
     def on_new_request(self, request: "Request") -> None:
         self._scheduler().on_new_request(request)
@@ -123,7 +132,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         tokens = self._scheduler().num_external_tokens(request, num_computed_tokens)
-        return tokens, tokens > 0
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
@@ -137,6 +146,12 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     @_answer_on_error(None)
     def _step_orders(self, scheduler_output: SchedulerOutput) -> TransferMetadata:
         return self._scheduler().build_metadata(scheduler_output)
+
+    @_answer_on_error(None)
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        pool = self._scheduler().pool
+        if pool is not None:
+            pool.update(connector_output)
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
@@ -239,6 +254,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
+        if self._scheduling is not None and self._scheduling.pool is not None:
+            self._scheduling.pool.close()
 
     # ---- statistics
 
