@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from prfaas.core.pool.keys import page_id
+from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.page_table import PageState
 
 from .pool_daemon import (
@@ -43,3 +44,17 @@ def test_a_prompt_that_was_stored_is_found_by_another_engine(tmp_path: Path) -> 
                 assert read_part(second, ref, group) == part_of(HYBRID, page)
         assert second.intact(match.epoch, [ref for pages in match.pages for ref in pages.refs])
         second.unpin(match.pin)
+
+
+def test_a_scheduler_is_served_once_its_own_engines_workers_are(tmp_path: Path) -> None:
+    """It does not know which model's pages it may use: its workers, whose fingerprint the daemon compares, do."""
+    options = pool_options(tmp_path)
+    with running_daemon(options), connected(options, "worker", engine_id="one"):
+        other = PoolClient(options.socket, "scheduler", None, engine_id="two")
+        try:
+            assert not other.connect()
+            assert other.epoch == 0
+            with connected(options, "worker", engine_id="two"):
+                wait_until(lambda: other.epoch != 0)
+        finally:
+            other.close()

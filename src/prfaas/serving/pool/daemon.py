@@ -127,6 +127,9 @@ class PoolDaemon:
             if message.geometry is not None:
                 await self._agree_on(PoolGeometry.decode(message.geometry))
             store = self.store
+            if message.kind == "scheduler" and message.geometry is None and not self._serves(message.engine):
+                # It doesn't know its fingerprint. They do: what they share with this pool, it may use.
+                raise ValueError("the engine's workers have not connected yet")
             if store is None:
                 return None, None
             if not 0 <= message.rank < store.geometry.ranks:
@@ -174,6 +177,11 @@ class PoolDaemon:
                 "ssd_wrong_pages": ssd_wrong,
             }
         )
+
+    def _serves(self, engine: bytes) -> bool:
+        """Whether a worker of that engine has a session."""
+        sessions = () if self.store is None else self.store.sessions
+        return any(each.kind == "worker" and each.owner.engine == engine for each in sessions)
 
     async def _agree_on(self, geometry: PoolGeometry) -> None:
         """Have a store of that geometry.
