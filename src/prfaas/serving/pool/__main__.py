@@ -9,7 +9,7 @@ import uvloop
 
 from prfaas.core.deployment import DeploymentError, load_deployment
 from prfaas.serving.descriptors import raise_descriptor_limit
-from prfaas.serving.engines.preparation import ensure_key
+from prfaas.serving.engines.preparation import ensure_certificates, ensure_key
 from prfaas.serving.logs import LogSettings, set_up_logging
 from prfaas.serving.pool.arena import ArenaError
 from prfaas.serving.pool.daemon import PoolError
@@ -35,6 +35,7 @@ def main() -> int:
         deployment = load_deployment(options.deployment, state_dir=options.state_dir)
         node = deployment.pool_named(options.name)
         ensure_key(deployment)
+        ensure_certificates(deployment, [node.name])
         uvloop.run(serve_pool(deployment, node, keep_memory=options.keep_memory))
     except (DeploymentError, KeyFileError, TlsFileError, PoolError, ArenaError) as error:
         print(error, file=sys.stderr)
