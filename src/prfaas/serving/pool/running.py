@@ -11,7 +11,7 @@ from prfaas.core.deployment import Deployment, PoolNode
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.command import EngineCommand
 from prfaas.serving.engines.log_file import LogFile
-from prfaas.serving.engines.preparation import ensure_key, port_problem
+from prfaas.serving.engines.preparation import ensure_certificates, ensure_key, port_problem
 from prfaas.serving.engines.process_group import ProcessGroup, Watchdog
 from prfaas.serving.pool.client import PoolClient
 
@@ -21,11 +21,12 @@ _ANSWER_S = 2.0
 _POLL_S = 0.05
 
 
-def pool_command(deployment: Deployment, node: PoolNode) -> EngineCommand:
-    """How to start the daemon of one pool."""
+def pool_command(deployment: Deployment, node: PoolNode, *, keep_memory: bool = False) -> EngineCommand:
+    """How to start the daemon of one pool. `keep_memory`: its pages stay in shared memory when it ends."""
     argv = [
         *(sys.executable, "-m", "prfaas.serving.pool"),
         *("--state-dir", str(deployment.state_dir)),
+        *(("--keep-memory",) if keep_memory else ()),
         str(deployment.path.absolute()),
         node.name,
     ]
@@ -93,6 +94,7 @@ class RunningPools:
         for node in nodes:
             self._check_startable(node)
         ensure_key(self.deployment)
+        ensure_certificates(self.deployment, [node.name for node in nodes])
         if self._watchdog is None:
             self._watchdog = Watchdog()
         for node in nodes:
