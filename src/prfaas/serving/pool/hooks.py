@@ -69,6 +69,9 @@ class SsdTier(Protocol):
     def forget(self, page_id: bytes) -> None:
         """The page is no longer wanted. No `dropped` follows."""
 
+    def figures(self) -> dict[str, int | float | str]:
+        """What the tier holds and did so far."""
+
     def close(self) -> None:
         """End the background work; what is queued may be lost."""
 
