@@ -21,11 +21,13 @@ def pool_figures(store: PageStore) -> PoolFigures:
     in_memory, on_ssd = store.tier_pages["memory"], store.tier_pages["ssd"]
     pinned = {page for session in store.sessions for match in session.pins.values() for page in match}
     layout = memory.arena.layout
+    of_tier = {} if store.ssd is None else store.ssd.figures()
     return {
+        **{f"ssd_{name}": figure for name, figure in of_tier.items()},
         "epoch": store.epoch,
         "fingerprint": geometry.fingerprint,
         "engine_sessions": sum(session.kind != "tool" for session in store.sessions),
-        "memory_bytes": layout.slabs * layout.slab_bytes,
+        "memory_bytes": layout.pages_bytes,
         "provided_bytes": memory.provided_slabs * layout.slab_bytes,
         "used_bytes": memory.used_bytes(),
         "ssd_bytes": sum(count * geometry.page_bytes(group) for group, count in on_ssd.items()),

@@ -69,9 +69,6 @@ async def serve_pool(
         figures = LatestFigures(
             {
                 "store": lambda: daemon.figures().figures,
-                "ssd": lambda: (
-                    {} if (store := daemon.store) is None or store.ssd is None else store.ssd.figures()
-                ),
                 "copies": lambda: neighbours.figures(),
                 "events": lambda: {} if events is None else events.state(),
             }
@@ -92,14 +89,16 @@ async def serve_pool(
             loop.add_signal_handler(number, stopping.set)
         serving, stop = asyncio.create_task(daemon.serve(listening)), asyncio.create_task(stopping.wait())
         counting = asyncio.create_task(figures.run())
-        await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
-        counting.cancel()
-        # Neighbours read and write pages: they go before the arena does.
-        await neighbours.close()
-        stop.cancel()
-        serving.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await serving
+        try:
+            await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stop.cancel()
+            counting.cancel()
+            # Neighbours read and write pages: they go before the arena does.
+            await neighbours.close()
+            serving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await serving
 
 
 @contextlib.contextmanager
