@@ -12,8 +12,8 @@ from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.eviction import LruEviction
 from prfaas.core.pool.geometry import PageGroup, PageIdentity, PoolGeometry
 from prfaas.core.pool.keys import page_id
+from prfaas.serving.pool.hooks import SsdEntry
 from prfaas.serving.pool.ssd_tier import FileTier
-from prfaas.serving.pool.store import SsdEntry
 
 GEOMETRY = PoolGeometry(
     "model",

@@ -53,12 +53,6 @@ def plain_pool_peers(deployment: Deployment, pool: PoolNode) -> frozenset[str]:
     return plain if pool.tls else plain | OBSERVERS
 
 
-def pool_needs_certificate(deployment: Deployment, pool: PoolNode) -> bool:
-    """True if the pool takes part in anything encrypted."""
-    ways = (*pool_peers(deployment, pool), *pool_sources(deployment, pool))
-    return pool.tls or any(way.encrypted for way in ways)
-
-
 def _ways(deployment: Deployment, source: PoolNode) -> Iterator[PoolPeer]:
     senders = sum(pool.cluster == source.cluster for pool in deployment.pools)
     for target in deployment.pools:

@@ -16,18 +16,14 @@ from queue import SimpleQueue
 from typing import NamedTuple, TypeAlias
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from prfaas.serving.pool.journal import Journal, JournalDrop, JournalPage
-from prfaas.serving.pool.ssd_file import PageFile, PieceBuffer, stored_bytes
+from prfaas.serving.pool.ssd_file import Bytes, PageFile, PieceBuffer, stored_bytes
 
 _LOG = logging.getLogger(__name__)
 _MOST_BATCH_PAGES = 64
 _MOST_BATCH_BYTES = 64 << 20
 _CLOSING_S = 5.0
-
-Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 class SsdFiles(NamedTuple):
@@ -77,6 +73,8 @@ class SsdWrite:
     """A page on its way from the arena to the file."""
 
     page: Bytes
+    """Its bytes; `PageFile.write` says why there may be more."""
+    page_bytes: int
     rest_from: int
     """Where the ranks' parts end in the page."""
     record: JournalPage
@@ -205,7 +203,7 @@ class SsdWriter:
             order = self._orders.popleft()
             orders.append(order)
             if isinstance(order, SsdWrite):
-                size += len(order.page)
+                size += order.page_bytes
             elif isinstance(order, _Clear):
                 break
         return orders
@@ -220,7 +218,9 @@ class SsdWriter:
         writes = [order for order in orders if isinstance(order, SsdWrite)]
         records = []
         for order in writes:
-            rest = files.pages.write(order.page, order.record.offset, order.rest_from, buffer)
+            rest = files.pages.write(
+                order.page, order.page_bytes, order.record.offset, order.rest_from, buffer
+            )
             records.append(msgspec.structs.replace(order.record, rest_checksum=rest))
         if writes:
             files.pages.sync()

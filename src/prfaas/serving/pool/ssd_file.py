@@ -7,16 +7,22 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64
+
+from prfaas.core.pool.geometry import SECTOR_BYTES, whole_sectors
 
 BLOCK_BYTES = 4096
 """Pages begin at multiples of this in the file, as reads and writes past the page cache need it."""
 _PIECE_BYTES = 1 << 20
 _MOST_SEGMENT_BYTES = 32 << 20
 _FEWEST_SEGMENTS = 64
+
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 class SsdFileError(OSError):
@@ -115,7 +121,7 @@ class PieceBuffer:
     def __init__(self) -> None:
         self.memory = mmap.mmap(-1, _PIECE_BYTES)
         self.view = memoryview(self.memory)
-        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self.memory, dtype=np.uint8)
+        self.bytes: Bytes = np.frombuffer(self.memory, dtype=np.uint8)
 
 
 class PageFile:
@@ -136,6 +142,8 @@ class PageFile:
         self._path = path
         self._size_bytes = size_bytes
         self._fd = self._io_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Through the page cache memory needs no alignment.
+        self._takes_sectors = True
         fds = [self._fd]
         # A reader may be inside of a file that is replaced: it is closed once nobody knows it.
         self._close = weakref.finalize(self, _close_all, fds)
@@ -182,11 +190,12 @@ class PageFile:
         os.ftruncate(self._fd, self._size_bytes)
         return False
 
-    def write(self, page: npt.NDArray[np.uint8], offset: int, rest_from: int, buffer: PieceBuffer) -> int:
+    def write(self, page: Bytes, page_bytes: int, offset: int, rest_from: int, buffer: PieceBuffer) -> int:
         """Write a page. It is on the disk after the next `sync`.
 
         Args:
-            page: Its bytes.
+            page: Its bytes, and more up to a multiple of 512 if they are at hand: that saves a copy.
+            page_bytes: Of the page alone.
             offset: In the file.
             rest_from: Where the ranks' parts end in the page.
             buffer: This thread's.
@@ -198,12 +207,15 @@ class PageFile:
             OSError: it isn't written.
         """
         rest = xxh3_64()
-        for start in range(0, len(page), _PIECE_BYTES):
-            piece = page[start : start + _PIECE_BYTES]
-            np.copyto(buffer.bytes[: len(piece)], piece)
-            if start + len(piece) > rest_from:
-                rest.update(buffer.view[max(0, rest_from - start) : len(piece)])
-            self._write_piece(buffer.view[: stored_bytes(len(piece))], offset + start)
+        if rest_from < page_bytes:
+            rest.update(page.data[rest_from:page_bytes])
+        for start in range(0, page_bytes, _PIECE_BYTES):
+            size = min(_PIECE_BYTES, page_bytes - start)
+            piece = self._direct(page, start, size)
+            if piece is None:
+                np.copyto(buffer.bytes[:size], page[start : start + size])
+                piece = buffer.view[: stored_bytes(size)]
+            self._write_piece(piece, offset + start)
         return rest.intdigest()
 
     def sync(self) -> None:
@@ -221,7 +233,7 @@ class PageFile:
         offset: int,
         parts: Sequence[int],
         checksums: Iterable[int],
-        into: npt.NDArray[np.uint8] | None,
+        into: Bytes | None,
         buffer: PieceBuffer,
     ) -> bool:
         """Read a page and compare its parts with their checksums.
@@ -230,7 +242,8 @@ class PageFile:
             offset: In the file.
             parts: Bytes of each part of the page, one after the other.
             checksums: xxh3_64 of each.
-            into: Where the bytes go, right or wrong; None: nowhere.
+            into: Where the bytes go, right or wrong; None: nowhere. As with `write`, it may be longer than the page,
+                and is then overwritten up to a multiple of 512.
             buffer: This thread's.
 
         Returns:
@@ -243,15 +256,25 @@ class PageFile:
         check = _PartChecksums(parts)
         for start in range(0, page_bytes, _PIECE_BYTES):
             size = min(_PIECE_BYTES, page_bytes - start)
-            asked = stored_bytes(size)
-            if os.preadv(self._io_fd, [buffer.view[:asked]], offset + start) < asked:
+            piece = None if into is None else self._direct(into, start, size)
+            is_direct = piece is not None
+            if piece is None:
+                piece = buffer.view[: stored_bytes(size)]
+            if os.preadv(self._io_fd, [piece], offset + start) < len(piece):
                 return False
-            check.update(buffer.view[:size])
-            if into is not None:
+            check.update(piece[:size])
+            if into is not None and not is_direct:
                 np.copyto(into[start : start + size], buffer.bytes[:size])
         if self._io_fd == self._fd:
             os.posix_fadvise(self._fd, offset, stored_bytes(page_bytes), os.POSIX_FADV_DONTNEED)
         return check.digests() == list(checksums)
+
+    def _direct(self, page: Bytes, start: int, size: int) -> memoryview | None:
+        """Memory of a page that the disk can take or fill without a copy; None: it has to go through a buffer."""
+        piece = page[start : start + whole_sectors(size)]
+        if not self._takes_sectors or len(piece) % SECTOR_BYTES or piece.ctypes.data % SECTOR_BYTES:
+            return None
+        return piece.data
 
     def _write_piece(self, piece: memoryview, offset: int) -> None:
         while piece:
@@ -264,11 +287,16 @@ class PageFile:
             fd = os.open(self._path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
         except OSError:
             return None
+        buffer = PieceBuffer()
         try:
-            os.preadv(fd, [PieceBuffer().view[:BLOCK_BYTES]], 0)
+            os.preadv(fd, [buffer.view[:BLOCK_BYTES]], 0)
         except OSError:
             os.close(fd)
             return None
+        try:
+            os.preadv(fd, [buffer.view[SECTOR_BYTES : 2 * SECTOR_BYTES]], 0)
+        except OSError:
+            self._takes_sectors = False
         return fd
 
 

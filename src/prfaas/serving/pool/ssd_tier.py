@@ -12,18 +12,18 @@ from typing import TypeAlias
 import numpy as np
 
 from prfaas.core.pool.eviction import EvictionPolicy
-from prfaas.core.pool.geometry import PageIdentity, PoolGeometry
+from prfaas.core.pool.geometry import PageIdentity, PoolGeometry, whole_sectors
 from prfaas.core.pool.keys import page_id as page_id_of
 from prfaas.core.pool.quota import TenantEviction
 from prfaas.serving.pool.hooks import SsdEntry, SsdFactory
 from prfaas.serving.pool.journal import JournalPage, most_record_bytes
-from prfaas.serving.pool.ssd_background import Bytes, SsdLayout, SsdRead, SsdReaders, SsdWrite, SsdWriter
-from prfaas.serving.pool.ssd_file import FileSlots, stored_bytes
+from prfaas.serving.pool.ssd_background import SsdLayout, SsdRead, SsdReaders, SsdWrite, SsdWriter
+from prfaas.serving.pool.ssd_file import Bytes, FileSlots, stored_bytes
 
 InLoop: TypeAlias = Callable[[Callable[[], None]], None]
 """Has a function called in the store's loop, from any thread."""
 
-_READERS = 4
+_READERS = 8
 _RETRY_S = 10.0
 _MOST_QUEUED_BYTES = 256 << 20
 _HEADERS_BYTES = 4096
@@ -54,7 +54,7 @@ class FileTier:
         tenant_share: See `TenantEviction`.
         make_policy: An empty eviction policy.
         in_loop: Has a function called in the store's loop.
-        most_queued_bytes: Pages that wait for being written; what is beyond stays in memory only.
+        most_queued_bytes: Pages that are on their way to the disk, which keep their room in the arena.
         retry_s: A disk that failed is tried again after so long.
 
     Raises:
@@ -81,7 +81,8 @@ class FileTier:
         self._parts = {group.index: _parts(geometry, group.index) for group in geometry.groups}
         self._tenant_share = tenant_share
         self._make_policy = make_policy
-        self._most_queued_bytes = most_queued_bytes
+        # Pages on their way can't make room for others.
+        self._most_queued_bytes = min(most_queued_bytes, len(arena) // 4)
         self._dropped: Callable[[bytes], None] = _nobody
         record_share = max(
             most_record_bytes(geometry.ranks, geometry.identity_bytes(group)) / stored_bytes(size)
@@ -99,9 +100,7 @@ class FileTier:
         self._writing: dict[bytes, _FilePage] = {}
         self._queued_bytes = 0
         self._eviction = self._no_eviction()
-        self._counts = dict.fromkeys(
-            ("written_bytes", "read_bytes", "not_queued", "not_written", "evicted", "wrong"), 0
-        )
+        self._counts = dict.fromkeys(("written_bytes", "read_bytes", "not_written", "evicted", "wrong"), 0)
         layout = SsdLayout(
             folder,
             geometry.digest().hex(),
@@ -136,18 +135,18 @@ class FileTier:
         """See `SsdTier.holds`."""
         return page_id in self._pages
 
+    @property
+    def takes_more(self) -> bool:
+        """See `SsdTier.takes_more`."""
+        return self._writer.failure is None and self._queued_bytes < self._most_queued_bytes
+
     def write(self, entry: SsdEntry, offset: int, done: Callable[[bool], None]) -> None:
         """See `SsdTier.write`."""
         size, page_id = self._page_bytes[entry.group], entry.page_id
         if page_id in self._pages or page_id in self._writing:
             done(page_id in self._pages)
             return
-        # A page that is larger than the queue must not wait for ever.
-        if self._queued_bytes and self._queued_bytes + size > self._most_queued_bytes:
-            self._counts["not_queued"] += 1
-            done(False)
-            return
-        place = None if self._writer.failure is not None else self._room(entry.group, entry.tenant)
+        place = self._room(entry.group, entry.tenant) if self.takes_more else None
         if place is None:
             self._counts["not_written"] += 1
             done(False)
@@ -156,7 +155,8 @@ class FileTier:
         identity = b"" if entry.identity is None else entry.identity.encode()
         record = JournalPage(page_id, place, entry.checksums, 0, entry.tenant, identity)
         order = SsdWrite(
-            self._arena[offset : offset + size],
+            self._room_in_arena(offset, size),
+            size,
             self._geometry.rank_offset(entry.group, self._geometry.ranks),
             record,
             partial(self._written, entry, page, done),
@@ -172,7 +172,7 @@ class FileTier:
     def read(self, page_id: bytes, into_offset: int, done: Callable[[bool], None]) -> None:
         """See `SsdTier.read`."""
         size = self._page_bytes[page_id[-1]]
-        self._read(page_id, self._arena[into_offset : into_offset + size], done)
+        self._read(page_id, self._room_in_arena(into_offset, size), done)
 
     def touched(self, page_id: bytes) -> None:
         """A page was used; one that is not held is passed over."""
@@ -276,6 +276,10 @@ class FileTier:
             self._hold(record, page)
             done(True)
 
+    def _room_in_arena(self, offset: int, size: int) -> Bytes:
+        """A page's memory. Slots of the arena are whole sectors, so all of the last one is the page's."""
+        return self._arena[offset : offset + whole_sectors(size)]
+
     def _room(self, group: int, tenant: bytes) -> int | None:
         """Room for a page, by what is there or by pages that go."""
         while (place := self._slots.take(group)) is None:
@@ -353,7 +357,7 @@ class FileTier:
         )
 
     def _no_eviction(self) -> TenantEviction:
-        return TenantEviction(self._slots.file_bytes, self._tenant_share, self._make_policy)
+        return TenantEviction(self._slots.file_bytes, self._make_policy, self._tenant_share)
 
 
 class _Verification:

@@ -7,15 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
 from prfaas.core.kv.groups import GroupKind, KvGroup
 from prfaas.core.pool.worth import LoadWorth
+from prfaas.serving.engines.vllm.layout import EngineGroup
 from prfaas.serving.engines.vllm.metadata import PoolLoad, PoolLoadTimes, PoolPages, PoolStore
 from prfaas.serving.engines.vllm.pool_stores import BlockIds, PooledRequest, PoolStores, StoreProgress
+from prfaas.serving.engines.vllm.settings import ConnectorSettings
 from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.protocol import PoolMatch
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -107,6 +113,31 @@ class PoolScheduler:
         self.worth = LoadWorth()
         self.reconciled_hit: Callable[[Request], int] | None = None
         """Tokens of the engine's own hit on which all its KV groups agree; None: not known, then it is not replaced."""
+
+    @classmethod
+    def of_engine(
+        cls,
+        settings: ConnectorSettings,
+        vllm_config: "VllmConfig",
+        kv_cache_config: "KVCacheConfig",
+        groups: Sequence[EngineGroup],
+    ) -> "PoolScheduler | None":
+        """The scheduler side of an engine, connected; None where it has no pool."""
+        if settings.pool_socket is None:
+            return None
+        if vllm_config.speculative_config is not None:
+            logger.warning("%s has no pool: speculative decoding rewrites blocks after a step", settings.name)
+            return None
+        if not any(group.kind is GroupKind.FULL for group in groups):
+            logger.warning("%s has no pool: its model has no full attention", settings.name)
+            return None
+        client = PoolClient(settings.pool_socket, "scheduler", None, timeout_s=settings.pool_timeout_s)
+        client.connect()
+        return cls(client, groups, block_bytes(kv_cache_config, groups), settings.checkpoint_tokens)
+
+    def close(self) -> None:
+        """End the session; its pins are dropped."""
+        self._client.close()
 
     # ---- requests
 
@@ -346,6 +377,16 @@ class PoolScheduler:
         tokens = match.usable_tokens - answer.start_tokens
         in_memory = min(max(match.memory_tokens - answer.start_tokens, 0), tokens)
         return loaded_bytes, loaded_bytes * (tokens - in_memory) // tokens if tokens > 0 else 0
+
+
+def block_bytes(kv_cache_config: "KVCacheConfig", groups: Sequence[EngineGroup]) -> dict[int, int]:
+    """What a block of each group takes on one rank, as vLLM counts it, by the group's index."""
+    sizes = {}
+    for group in groups:
+        spec = kv_cache_config.kv_cache_groups[group.index].kv_cache_spec
+        layers = 1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(group.layer_names)
+        sizes[group.index] = spec.page_size_bytes * layers
+    return sizes
 
 
 class _StepClock:

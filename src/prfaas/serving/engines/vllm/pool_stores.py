@@ -237,7 +237,8 @@ class PoolStores:
 
     def _prompt_end(self, request: "Request") -> int:
         """The end from which the same prompt goes on: its last token is always computed."""
-        return (request.num_prompt_tokens - 1) // self._boundary_tokens * self._boundary_tokens
+        prompt_tokens: int = request.num_prompt_tokens
+        return (prompt_tokens - 1) // self._boundary_tokens * self._boundary_tokens
 
     def _reserve(self, pages: Sequence[_Page]) -> list[tuple[_Page, PageRef]]:
         """The pages that the pool lacks and has room for."""
