@@ -124,9 +124,12 @@ class Pooled:
 @contextlib.contextmanager
 def pooled(path: Path) -> Iterator[Pooled]:
     here = Pooled(path)
-    with here.pools, here.engines:
-        here.pools.wait_ready()
-        yield here
+    try:
+        with here.pools:
+            here.pools.wait_ready()
+            yield here
+    finally:
+        here.engines.stop()
 
 
 def cached_tokens(answer: DemoAnswer) -> int:
@@ -144,8 +147,7 @@ def assert_same(ours: DemoAnswer, theirs: DemoAnswer) -> None:
 def test_a_new_engine_answers_from_the_pool_as_from_its_own_blocks(model: str, tmp_path: Path) -> None:
     prompts = [prompt(9000 + seed, tokens) for seed, tokens in enumerate(LENGTHS)]
     with pooled(write_pooled(tmp_path, model)) as here:
-        here.engines.start("one")
-        here.engines.wait_ready()
+        here.start("one")
         for ids in prompts:
             here.ask("one", ids)
         own = [here.ask("one", ids) for ids in prompts]
@@ -167,13 +169,9 @@ def test_a_new_engine_answers_from_the_pool_as_from_its_own_blocks(model: str, t
                     assert_same(answer, before)
         assert cached_tokens(own[-1]) > 5000
         # The next turn of a chat begins with the answer of the last one.
-        turn = prompts[1] + before_turn(from_pool[0][1]) + prompt(9100, 300)
+        turn = prompts[1] + from_pool[0][1].token_ids + prompt(9100, 300)
         here.wait_unpinned()
         assert cached_tokens(here.ask("two", turn)) >= cached_tokens(own[1])
-
-
-def before_turn(answer: DemoAnswer) -> list[int]:
-    return answer.token_ids
 
 
 def test_siblings_find_the_state_where_their_prompts_part(tmp_path: Path) -> None:
@@ -182,8 +180,7 @@ def test_siblings_find_the_state_where_their_prompts_part(tmp_path: Path) -> Non
     found = []
     with pooled(write_pooled(tmp_path, "qwen3-next")) as here:
         for number in range(3):
-            here.engines.start("one")
-            here.engines.wait_ready()
+            here.start("one")
             found.append(cached_tokens(here.ask("one", shared + prompt(9201 + number, 700))))
             here.wait_stored()
             here.engines.kill("one")

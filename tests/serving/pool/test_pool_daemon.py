@@ -1,17 +1,11 @@
 """Engines and tools at the daemon's socket."""
 
-import os
-import socket
-import stat
 from pathlib import Path
-
-import pytest
 
 from prfaas.core.pool.keys import page_id
 from prfaas.serving.pool.page_table import PageState
 
 from .pool_daemon import (
-    DENSE,
     HYBRID,
     TENANT,
     chain_of,
@@ -23,7 +17,6 @@ from .pool_daemon import (
     read_part,
     running_daemon,
     store_prompt,
-    wait_until,
 )
 
 PROMPT = list(range(1, 257))

@@ -6,6 +6,8 @@ A slab whose last page goes is cut anew for whatever comes next, so no size keep
 from collections.abc import Collection
 from heapq import heapify, heappop, heappush
 
+from prfaas.core.pool.geometry import whole_sectors
+
 # The part of a slab that no page fills, at most, where a slab size allows it.
 _TOLERATED_WASTE = 1 / 16
 _MOST_SLABS = 4096
@@ -28,7 +30,7 @@ def slab_size(slot_bytes: Collection[int], memory_bytes: int) -> int:
             f"{memory_bytes} bytes are too little: pages of up to {largest} bytes in {len(slot_bytes)} sizes "
             f"need at least {largest * len(slot_bytes)}"
         )
-    least = max(largest, min(memory_bytes // _MOST_SLABS, most))
+    least = max(largest, min(whole_sectors(memory_bytes // _MOST_SLABS), most))
     candidates = {
         size * count
         for size in slot_bytes

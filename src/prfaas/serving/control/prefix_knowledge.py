@@ -246,7 +246,7 @@ class PrefixKnowledge:
             longest[cluster] = max(longest.get(cluster, 0), hit.reusable_tokens)
         here = longest.get(target, 0)
         most = max(longest.values(), default=0)
-        key = _key(chains, most) if most > here else None
+        key = chains.key_of(most) if most > here else None
         if key is None:
             return None
         return MissedPrefix(key, most, here, target, [name for name in longest if longest[name] == most])
@@ -339,12 +339,3 @@ def _longer(known: PrefixHit, other: PrefixHit) -> PrefixHit:
     return PrefixHit(
         max(known.reusable_tokens, other.reusable_tokens), max(known.attention_tokens, other.attention_tokens)
     )
-
-
-def _key(chains: PromptChains, tokens: int) -> int | None:
-    """The hash of the prefix of `tokens` tokens, None if it ends on no block's boundary."""
-    for block_tokens, hashes in chains.by_block_tokens.items():
-        blocks, rest = divmod(tokens, block_tokens)
-        if rest == 0 and 0 < blocks <= len(hashes):
-            return hashes[blocks - 1]
-    return None

@@ -59,6 +59,11 @@ class ArenaLayout:
     table_at: int
     slabs_at: int
 
+    @property
+    def pages_bytes(self) -> int:
+        """What all slabs take."""
+        return self.slabs * self.slab_bytes
+
     @classmethod
     def of(cls, geometry: PoolGeometry, memory_bytes: int) -> "ArenaLayout":
         """As many slabs as fit into `memory_bytes`, header and page table included.
@@ -72,19 +77,17 @@ class ArenaLayout:
         sizes = slot_sizes(list(page_bytes.values()))
         slot_bytes = {index: sizes[size] for index, size in page_bytes.items()}
         table_at = _whole_pages(_GEOMETRY_AT + len(geometry.encode()))
+        a_row = row_bytes(geometry.ranks)
+        # With a row for each of the smallest slots, wherever they are.
+        room = memory_bytes - table_at - _PAGE_BYTES
+        room = int(room / (1 + a_row / min(slot_bytes.values())))
         try:
-            slab_bytes = slab_size(set(slot_bytes.values()), memory_bytes - table_at)
+            slab_bytes = slab_size(set(slot_bytes.values()), room)
         except ValueError as error:
             raise ArenaError(f"pool.memory is too small for this model: {error}") from None
         most_slots = slab_bytes // min(slot_bytes.values())
-        table_bytes = most_slots * row_bytes(geometry.ranks)
-        slabs = max((memory_bytes - table_at - _PAGE_BYTES) // (slab_bytes + table_bytes), 0)
-        if slabs < len(set(slot_bytes.values())):
-            raise ArenaError(
-                f"pool.memory of {format_bytes(memory_bytes)} is too small for this model, "
-                f"which has pages of {format_bytes(max(slot_bytes.values()))}"
-            )
-        slabs_at = _whole_pages(table_at + slabs * table_bytes)
+        slabs = room // slab_bytes
+        slabs_at = _whole_pages(table_at + slabs * most_slots * a_row)
         return cls(
             geometry, memory_bytes, slabs_at + slabs * slab_bytes, slab_bytes, slabs, most_slots, slot_bytes,
             table_at, slabs_at,

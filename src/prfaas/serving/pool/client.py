@@ -48,7 +48,7 @@ from prfaas.serving.pool.protocol import (
     Unpin,
     Verify,
     packed,
-    unpacked,
+    page_refs,
 )
 
 logger = logging.getLogger(__name__)
@@ -169,9 +169,7 @@ class PoolClient:
         if answer is None:
             return None
         pages = tuple(
-            MatchedPages(
-                group, first, tuple(map(PageRef._make, zip(unpacked(slots), unpacked(offsets), strict=True)))
-            )
+            MatchedPages(group, first, page_refs(slots, offsets))
             for group, first, slots, offsets in answer.pages
         )
         return PoolMatch(
@@ -192,8 +190,7 @@ class PoolClient:
             answer = self._request(Reserve(tenant, page_ids, [identity for _, identity in pages]), Reserved)
         if answer is None:
             return None
-        refs = zip(unpacked(answer.slots), unpacked(answer.offsets), strict=True)
-        return [PageRef(slot, offset) if slot >= 0 else None for slot, offset in refs]
+        return [ref if ref.slot >= 0 else None for ref in page_refs(answer.slots, answer.offsets)]
 
     def commit(self, pages: Sequence[tuple[PageRef, int]]) -> None:
         """This rank has written its parts, of these xxh3_64. Kept and sent later if the daemon cannot be reached."""
@@ -271,7 +268,7 @@ class PoolClient:
         committed = {slot: checksum for slot, checksum in self._ends.items() if checksum is not None}
         aborted = [slot for slot, checksum in self._ends.items() if checksum is None]
         if committed:
-            self._ask(Commit(packed(committed), packed(committed.values(), "Q")), Done)
+            self._ask(Commit(packed(list(committed)), packed(list(committed.values()), "Q")), Done)
         if aborted:
             self._ask(Abort(packed(aborted)), Done)
         self._ends.clear()

@@ -181,15 +181,20 @@ class PoolConnection:
                     found.attention_tokens,
                     found.memory_tokens,
                     [
-                        (group, first, packed(ref.slot for ref in refs), packed(ref.offset for ref in refs))
-                        for group, first, refs in found.pages
+                        (
+                            group,
+                            first,
+                            packed([page.slot for page in pages]),
+                            packed([page.offset for page in pages]),
+                        )
+                        for group, first, pages in found.pages
                     ],
                 )
             case Reserve():
                 refs = store.reserve_for(session, request.tenant, _pages(request))
                 return Reserved(
-                    packed(-1 if ref is None else ref.slot for ref in refs),
-                    packed(0 if ref is None else ref.offset for ref in refs),
+                    packed([-1 if ref is None else ref.slot for ref in refs]),
+                    packed([0 if ref is None else ref.offset for ref in refs]),
                 )
             case Commit():
                 checksums = unpacked(request.checksums, "Q")

@@ -64,6 +64,7 @@ async def serve_pool(
             events=events,
             make_ssd=make_ssd,
             make_policy=policy,
+            tenant_share=deployment.pool.tenant_share,
         )
         neighbours = PoolNeighbours(deployment, node, key, tls, lambda: daemon.store)
 

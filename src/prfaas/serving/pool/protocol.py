@@ -6,7 +6,8 @@ packed into one byte string, since a list of thousands costs more than the look-
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Sequence
+from itertools import repeat
 from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -178,7 +179,7 @@ Request: TypeAlias = (
 Answer: TypeAlias = Opened | Matched | Reserved | Figures | Done | Refused
 
 
-def packed(numbers: Iterable[int], form: Literal["q", "Q"] = "q") -> bytes:
+def packed(numbers: Sequence[int], form: Literal["q", "Q"] = "q") -> bytes:
     """Numbers as messages carry them: 64 bits each, signed ("q") or not, little-endian as every machine here."""
     return array(form, numbers).tobytes()
 
@@ -192,3 +193,14 @@ def unpacked(numbers: bytes, form: Literal["q", "Q"] = "q") -> list[int]:
     found = array(form)
     found.frombytes(numbers)
     return found.tolist()
+
+
+def page_refs(slots: bytes, offsets: bytes) -> tuple[PageRef, ...]:
+    """The pages of packed slots and offsets.
+
+    Raises:
+        ValueError: these are not equally many whole numbers.
+    """
+    pairs = zip(unpacked(slots), unpacked(offsets), strict=True)
+    # A third of the time of calling PageRef: thousands of them are in one answer.
+    return tuple(map(tuple.__new__, repeat(PageRef), pairs))

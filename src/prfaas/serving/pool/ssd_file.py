@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64
 
+from prfaas.core.pool.geometry import SECTOR_BYTES, whole_sectors
+
 BLOCK_BYTES = 4096
 """Pages begin at multiples of this in the file, as reads and writes past the page cache need it."""
-SECTOR_BYTES = 512
-"""Memory that begins and ends at multiples of this goes to most disks and back without a copy."""
 _PIECE_BYTES = 1 << 20
 _MOST_SEGMENT_BYTES = 32 << 20
 _FEWEST_SEGMENTS = 64
@@ -32,11 +32,6 @@ class SsdFileError(OSError):
 def stored_bytes(page_bytes: int) -> int:
     """What a page takes in the file."""
     return -(-page_bytes // BLOCK_BYTES) * BLOCK_BYTES
-
-
-def whole_sectors(size_bytes: int) -> int:
-    """`size_bytes`, rounded up to the next multiple of 512."""
-    return -(-size_bytes // SECTOR_BYTES) * SECTOR_BYTES
 
 
 class FileSlots:
@@ -213,7 +208,7 @@ class PageFile:
         """
         rest = xxh3_64()
         if rest_from < page_bytes:
-            rest.update(page[rest_from:page_bytes])
+            rest.update(page.data[rest_from:page_bytes])
         for start in range(0, page_bytes, _PIECE_BYTES):
             size = min(_PIECE_BYTES, page_bytes - start)
             piece = self._direct(page, start, size)
@@ -279,7 +274,7 @@ class PageFile:
         piece = page[start : start + whole_sectors(size)]
         if not self._takes_sectors or len(piece) % SECTOR_BYTES or piece.ctypes.data % SECTOR_BYTES:
             return None
-        return memoryview(piece)
+        return piece.data
 
     def _write_piece(self, piece: memoryview, offset: int) -> None:
         while piece:

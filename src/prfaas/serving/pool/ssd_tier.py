@@ -12,13 +12,13 @@ from typing import TypeAlias
 import numpy as np
 
 from prfaas.core.pool.eviction import EvictionPolicy
-from prfaas.core.pool.geometry import PageIdentity, PoolGeometry
+from prfaas.core.pool.geometry import PageIdentity, PoolGeometry, whole_sectors
 from prfaas.core.pool.keys import page_id as page_id_of
 from prfaas.core.pool.quota import TenantEviction
 from prfaas.serving.pool.hooks import SsdEntry, SsdFactory
 from prfaas.serving.pool.journal import JournalPage, most_record_bytes
 from prfaas.serving.pool.ssd_background import SsdLayout, SsdRead, SsdReaders, SsdWrite, SsdWriter
-from prfaas.serving.pool.ssd_file import Bytes, FileSlots, stored_bytes, whole_sectors
+from prfaas.serving.pool.ssd_file import Bytes, FileSlots, stored_bytes
 
 InLoop: TypeAlias = Callable[[Callable[[], None]], None]
 """Has a function called in the store's loop, from any thread."""
@@ -54,7 +54,7 @@ class FileTier:
         tenant_share: See `TenantEviction`.
         make_policy: An empty eviction policy.
         in_loop: Has a function called in the store's loop.
-        most_queued_bytes: Pages that wait for being written; what is beyond stays in memory only.
+        most_queued_bytes: Pages that are on their way to the disk, which keep their room in the arena.
         retry_s: A disk that failed is tried again after so long.
 
     Raises:
@@ -81,7 +81,8 @@ class FileTier:
         self._parts = {group.index: _parts(geometry, group.index) for group in geometry.groups}
         self._tenant_share = tenant_share
         self._make_policy = make_policy
-        self._most_queued_bytes = most_queued_bytes
+        # Pages on their way can't make room for others.
+        self._most_queued_bytes = min(most_queued_bytes, len(arena) // 4)
         self._dropped: Callable[[bytes], None] = _nobody
         record_share = max(
             most_record_bytes(geometry.ranks, geometry.identity_bytes(group)) / stored_bytes(size)
@@ -99,9 +100,7 @@ class FileTier:
         self._writing: dict[bytes, _FilePage] = {}
         self._queued_bytes = 0
         self._eviction = self._no_eviction()
-        self._counts = dict.fromkeys(
-            ("written_bytes", "read_bytes", "not_queued", "not_written", "evicted", "wrong"), 0
-        )
+        self._counts = dict.fromkeys(("written_bytes", "read_bytes", "not_written", "evicted", "wrong"), 0)
         layout = SsdLayout(
             folder,
             geometry.digest().hex(),
@@ -136,18 +135,18 @@ class FileTier:
         """See `SsdTier.holds`."""
         return page_id in self._pages
 
+    @property
+    def takes_more(self) -> bool:
+        """See `SsdTier.takes_more`."""
+        return self._writer.failure is None and self._queued_bytes < self._most_queued_bytes
+
     def write(self, entry: SsdEntry, offset: int, done: Callable[[bool], None]) -> None:
         """See `SsdTier.write`."""
         size, page_id = self._page_bytes[entry.group], entry.page_id
         if page_id in self._pages or page_id in self._writing:
             done(page_id in self._pages)
             return
-        # A page that is larger than the queue must not wait for ever.
-        if self._queued_bytes and self._queued_bytes + size > self._most_queued_bytes:
-            self._counts["not_queued"] += 1
-            done(False)
-            return
-        place = None if self._writer.failure is not None else self._room(entry.group, entry.tenant)
+        place = self._room(entry.group, entry.tenant) if self.takes_more else None
         if place is None:
             self._counts["not_written"] += 1
             done(False)
@@ -358,7 +357,7 @@ class FileTier:
         )
 
     def _no_eviction(self) -> TenantEviction:
-        return TenantEviction(self._slots.file_bytes, self._tenant_share, self._make_policy)
+        return TenantEviction(self._slots.file_bytes, self._make_policy, self._tenant_share)
 
 
 class _Verification:

@@ -16,14 +16,16 @@ from prfaas.core.pool.depth import needed_blocks, usable_end
 from prfaas.core.pool.eviction import EvictionPolicy
 from prfaas.core.pool.geometry import PageGroup, PageIdentity
 from prfaas.core.pool.keys import KEY_BYTES
+from prfaas.core.pool.quota import TenantEviction
 from prfaas.serving.pool.arena import Arena
 from prfaas.serving.pool.counters import PoolCounters
-from prfaas.serving.pool.hooks import Medium, PoolEvents, SsdEntry, SsdTier
+from prfaas.serving.pool.hooks import Medium, PoolEvents, SsdTier
 from prfaas.serving.pool.memory_tier import NO_SLOT, MemoryTier, PoolPage, ReadablePages
 from prfaas.serving.pool.page_table import Owner, PageState, row_of
-from prfaas.serving.pool.protocol import MatchedPages, PageRef, PoolMatch, SessionKind
+from prfaas.serving.pool.protocol import PageRef, SessionKind
 from prfaas.serving.pool.reservations import Reservations
-from prfaas.serving.pool.sessions import StoreSession
+from prfaas.serving.pool.sessions import NeededPages, StoreMatch, StoreSession
+from prfaas.serving.pool.spilling import Spilling
 
 TENANT_BYTES = 8
 _DAEMON = Owner(0, 0, bytes(8))
@@ -36,7 +38,7 @@ class PageStore:
     def __init__(
         self,
         arena: Arena,
-        policy: EvictionPolicy[bytes],
+        policy: EvictionPolicy[bytes] | TenantEviction,
         *,
         events: PoolEvents | None = None,
         ssd: SsdTier | None = None,
@@ -53,6 +55,7 @@ class PageStore:
         """By group: key → page in memory or on SSD. Those that are WRITING are not among them."""
         self.events = events
         self.ssd = ssd
+        self._spilling = None if ssd is None else Spilling(ssd, self.memory, self._page, self._spilled)
         self._time_s = time_s
         self._lead = self.geometry.lead
         self._full = [group for group in self.geometry.groups if group.kind is GroupKind.FULL]
@@ -92,7 +95,7 @@ class PageStore:
         *,
         whole: bool,
         pin: bool,
-    ) -> PoolMatch:
+    ) -> StoreMatch:
         """See `PoolClient.match`. Pages that are on SSD only get a slot and are read into it.
 
         Raises:
@@ -103,30 +106,23 @@ class PageStore:
         self.counters.lookups += 1
         keys: list[bytes] = np.frombuffer(chain, f"V{KEY_BYTES}").tolist()
         groups = self.geometry.groups if whole else self._full
+        if start_tokens >= min(limit_tokens, len(keys) * self._step_tokens):
+            return StoreMatch(0, 0, start_tokens // self._step_tokens * self._step_tokens, 0, ())
         found = usable_end(groups, keys, self._step_tokens, self.held, start_tokens, limit_tokens)
         if not pin or not found.usable_tokens:
-            return PoolMatch(0, found.usable_tokens, found.attention_tokens, 0, (), self.epoch)
+            return StoreMatch(0, found.usable_tokens, found.attention_tokens, 0, ())
         needed = self._needed(groups, keys, start_tokens, found.usable_tokens)
         if not self._pin_all([page for _, _, pages in needed for page in pages]):
             in_memory = {group: ReadablePages(pages) for group, pages in self.held.items()}
             found = usable_end(groups, keys, self._step_tokens, in_memory, start_tokens, limit_tokens)
             if not found.usable_tokens:
-                return PoolMatch(0, 0, found.attention_tokens, 0, (), self.epoch)
+                return StoreMatch(0, 0, found.attention_tokens, 0, ())
             needed = self._needed(groups, keys, start_tokens, found.usable_tokens)
             self._pin_all([page for _, _, pages in needed for page in pages])
         number = next(self._pin_numbers)
         session.pins[number] = [page for _, _, pages in needed for page in pages]
-        return PoolMatch(
-            number,
-            found.usable_tokens,
-            found.attention_tokens,
-            self._count_hit(needed, start_tokens, found.usable_tokens),
-            tuple(
-                MatchedPages(group, first, tuple([PageRef(page.slot, page.offset) for page in pages]))
-                for group, first, pages in needed
-            ),
-            self.epoch,
-        )
+        memory_tokens = self._count_hit(needed, start_tokens, found.usable_tokens)
+        return StoreMatch(number, found.usable_tokens, found.attention_tokens, memory_tokens, needed)
 
     def unpin_match(self, session: StoreSession, number: int) -> None:
         """The pages of a match are no longer needed; an unknown number is passed over."""
@@ -191,11 +187,18 @@ class PageStore:
                 self.drop(page)
 
     def clear(self) -> int:
-        """Drop every page that nobody uses, from memory and SSD. Returns how many there were."""
-        unused = [page for pages in self.held.values() for page in pages.values() if not page.in_use]
-        for page in unused:
-            self.drop(page)
-        return len(unused)
+        """Drop every page that nobody uses from memory, and all of them from SSD. Returns how many went."""
+        pages = [page for pages in self.held.values() for page in pages.values()]
+        if self.ssd is not None:
+            self.ssd.clear()
+        for page in pages:
+            if page.on_ssd:
+                self.dropped_by_ssd(page.page_id)
+            if page.state is PageState.SPILLING:
+                page.discarded, page.was_hit = True, False
+            elif page.slot != NO_SLOT and not page.in_use:
+                self.drop(page)
+        return sum(page.slot == NO_SLOT for page in pages)
 
     def drop(self, page: PoolPage) -> None:
         """Forget a page that is held and that nobody uses."""
@@ -242,13 +245,10 @@ class PageStore:
         if self.events is not None:
             self.events.stored(page.page_id, identity, medium)
 
-    def write_to_ssd(self, page: PoolPage, identity: PageIdentity | None) -> None:
+    def write_to_ssd(self, page: PoolPage) -> None:
         """Have a READY page written in the background."""
-        if self.ssd is None:
-            return
-        self.memory.set_state(page, PageState.SPILLING)
-        entry = SsdEntry(page.page_id, page.group, identity, tuple(page.checksums), page.tenant)
-        self.ssd.write(entry, page.offset, partial(self._spilled, page, identity))
+        if self._spilling is not None:
+            self._spilling.add(page)
 
     def _page(self, page_id: bytes) -> PoolPage | None:
         pages = self.held.get(page_id[KEY_BYTES]) if len(page_id) == KEY_BYTES + 1 else None
@@ -256,9 +256,9 @@ class PageStore:
 
     def _needed(
         self, groups: Sequence[PageGroup], keys: list[bytes], start_tokens: int, end_tokens: int
-    ) -> list[tuple[int, int, list[PoolPage]]]:
-        """Group, first block and pages of what a load fills."""
-        needed = []
+    ) -> list[NeededPages]:
+        """What a load fills."""
+        needed: list[NeededPages] = []
         for group, (index, blocks) in zip(
             groups, needed_blocks(groups, start_tokens, end_tokens), strict=True
         ):
@@ -304,13 +304,11 @@ class PageStore:
         if not page.pins and page.state is PageState.FAILED:
             self.memory.free(page)
 
-    def _count_hit(
-        self, needed: list[tuple[int, int, list[PoolPage]]], start_tokens: int, end_tokens: int
-    ) -> int:
+    def _count_hit(self, needed: Sequence[NeededPages], start_tokens: int, end_tokens: int) -> int:
         """Count the hit by tier. Returns up to where it lies in memory."""
-        block_tokens = self._lead.block_tokens
+        block_tokens, promoting = self._lead.block_tokens, PageState.PROMOTING
         first, pages = next((first, pages) for group, first, pages in needed if group == self._lead.index)
-        absent = [first + place for place, page in enumerate(pages) if not page.state.is_readable]
+        absent = [first + place for place, page in enumerate(pages) if page.state is promoting]
         ssd_tokens = sum(
             (block + 1) * block_tokens - max(block * block_tokens, start_tokens) for block in absent
         )
@@ -363,7 +361,7 @@ class PageStore:
         self.counters.stored_bytes += self.geometry.page_bytes(page.group)
         identity = self.memory.identity(page)
         self.tell_stored(page, identity, "memory")
-        self.write_to_ssd(page, identity)
+        self.write_to_ssd(page)
 
     def _aborted(self, page: PoolPage) -> None:
         self._leave_session(page)
@@ -374,9 +372,8 @@ class PageStore:
             page.reserved_in.discard(page)
             page.reserved_in = None
 
-    def _spilled(self, page: PoolPage, identity: PageIdentity | None, written: bool) -> None:
-        self.memory.set_state(page, PageState.READY)
-        if written:
+    def _spilled(self, page: PoolPage, identity: PageIdentity | None, is_written: bool) -> None:
+        if is_written:
             page.on_ssd = True
             self.tell_stored(page, identity, "ssd")
         if page.discarded and not page.was_hit and not page.pins:
@@ -409,6 +406,8 @@ class PageStore:
         page.state = PageState.ON_SSD
         if not page.on_ssd:
             del self.held[page.group][page.key]
+        elif self.ssd is not None:
+            self.ssd.touched(page.page_id)
 
     def _tell_removed(self, page: PoolPage, medium: Medium) -> None:
         if self.events is not None:

@@ -28,7 +28,6 @@ LEFT_ALONE = {
     "__init__": "extended, not replaced",
     "bind_connector_metadata": "the base class keeps the metadata",
     "bind_gpu_block_pool": "blocks are never allocated by the plugin",
-    "build_connector_worker_meta": "workers have nothing to tell the scheduler",
     "clear_connector_metadata": "the base class keeps the metadata",
     "finish_forward": "wait_for_save ends the step",
     "get_block_ids_with_load_errors": "several KV groups report failures by request",

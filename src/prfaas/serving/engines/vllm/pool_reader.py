@@ -31,8 +31,8 @@ class _OpenLoad:
 
     order: PoolLoad
     ordered_at_s: float
-    left: deque[PoolPages]
-    """In pieces, after each of which other loads have their turn."""
+    left: deque[PoolPages] | None = None
+    """In pieces, after each of which other loads have their turn; None: not begun."""
     loaded_bytes: int = 0
     copy_s: float = 0.0
     wait_s: float = 0.0
@@ -88,8 +88,7 @@ class PoolReader:
     def order(self, loads: Iterable[PoolLoad]) -> None:
         """Accept this step's loads."""
         for load in loads:
-            pieces = deque(piece for part in load.parts for piece in self._pages.pieces(part))
-            self._ordered.put(_OpenLoad(load, self._now_s(), pieces))
+            self._ordered.put(_OpenLoad(load, self._now_s()))
             self._wake.set()
 
     def results(self) -> tuple[set[str], set[str]]:
@@ -143,8 +142,10 @@ class PoolReader:
         """Load one piece, if it is in memory; the result if that was the last one, or it has failed. Never raises."""
         request_id, failed = load.order.request_id, False
         try:
+            if load.left is None:
+                load.left = deque(piece for part in load.order.parts for piece in self._pages.pieces(part))
             if load.left:
-                self._load_piece(load)
+                self._load_piece(load, load.left)
             if load.left:
                 return None
             refs = [ref for part in load.order.parts for ref in part.pages]
@@ -160,9 +161,9 @@ class PoolReader:
         elapsed_s = self._now_s() - load.ordered_at_s
         return _LoadEnd(request_id, failed, PoolLoadTime(loaded_bytes, load.wait_s, load.copy_s, elapsed_s))
 
-    def _load_piece(self, load: _OpenLoad) -> None:
+    def _load_piece(self, load: _OpenLoad, left: deque[PoolPages]) -> None:
         """Fill the next blocks, as far as their pages are in memory."""
-        part = load.left[0]
+        part = left[0]
         if self._client.epoch != load.order.epoch:
             raise _LoadFailedError("the pool's daemon is gone or was restarted")
         count = self._count_readable(part.pages)
@@ -182,10 +183,10 @@ class PoolReader:
             if checksum is not None and checksum != self._pages.checksum(arena, part.group, ref):
                 raise _LoadFailedError("a page of the pool is not what was stored")
         self._pages.load(arena, part.group, part.block_ids[:count], refs)
-        load.left.popleft()
+        left.popleft()
         if count < len(part.pages):
             first_block, block_ids = part.first_block + count, part.block_ids[count:]
-            load.left.appendleft(PoolPages(part.group, first_block, block_ids, part.pages[count:]))
+            left.appendleft(PoolPages(part.group, first_block, block_ids, part.pages[count:]))
         load.loaded_bytes += count * self._pages.rank_bytes(part.group)
         load.copy_s += self._now_s() - now_s
 
