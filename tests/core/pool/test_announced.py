@@ -5,13 +5,12 @@ import random
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.core.pool.pool_model import BLOCK, Prompt, geometry, held, prompts
 
 from prfaas.core.pool.announced import AnnouncedPages, Medium, block_hash
 from prfaas.core.pool.geometry import PageIdentity
 from prfaas.core.prefix import NOTHING, GlobalIndex, RemovedBlocks, StoredBlocks
 from prfaas.core.prefix.events import Event, EventBatch, decode_batch
-
-from .pool_model import BLOCK, Prompt, geometry, held, prompts
 
 
 def told(events: list[Event]) -> list[Event]:

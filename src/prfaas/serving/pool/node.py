@@ -81,13 +81,15 @@ async def serve_pool(
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stopping.set)
         serving, stop = asyncio.create_task(daemon.serve(listening)), asyncio.create_task(stopping.wait())
-        await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
-        # Neighbours read and write pages: they go before the arena does.
-        await neighbours.close()
-        stop.cancel()
-        serving.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await serving
+        try:
+            await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stop.cancel()
+            # Neighbours read and write pages: they go before the arena does.
+            await neighbours.close()
+            serving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await serving
 
 
 @contextlib.contextmanager
