@@ -31,7 +31,7 @@ def pooled_deployment(
     name: str,
     *,
     memory: str,
-    ssd: str = "0",
+    ssd: str | int = 0,
     model: str = "qwen3-next",
     with_pool: bool = True,
 ) -> Deployment:
