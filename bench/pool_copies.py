@@ -63,10 +63,9 @@ def _round(
     blocks: Blocks, scheduler: PoolClient, worker: PoolWorker, prompt: int
 ) -> tuple[float, float, float, float]:
     """Seconds of a store, a load, and of the same bytes copied from memory to memory before each."""
-    ids = tuple(range(blocks.count))
     refs = scheduler.reserve(TENANT, blocks.pages(prompt))
     assert refs is not None and all(refs)
-    pages = PoolPages(0, 0, ids, tuple(ref for ref in refs if ref is not None))
+    pages = PoolPages(0, 0, blocks.ids, tuple(ref for ref in refs if ref is not None))
     plain_s = [_memcpy_s(blocks, into_arena=True)]
     began_s = time.perf_counter()
     worker.writer.order([PoolStore("store", scheduler.epoch, (pages,), False)])
@@ -83,9 +82,7 @@ def _round(
 
 
 def _load_s(blocks: Blocks, worker: PoolWorker, match: PoolMatch) -> float:
-    parts = tuple(
-        PoolPages(each.group, each.first_block, tuple(range(blocks.count)), each.refs) for each in match.pages
-    )
+    parts = tuple(PoolPages(each.group, each.first_block, blocks.ids, each.refs) for each in match.pages)
     began_s = time.perf_counter()
     worker.reader.order([PoolLoad("load", match.pin, match.epoch, parts)])
     ended: set[str] = set()
@@ -110,9 +107,10 @@ def _memcpy_s(blocks: Blocks, *, into_arena: bool) -> float:
     whole = _SCRATCH.setdefault(blocks.nbytes, np.ones(blocks.nbytes, np.uint8))
     began_s, at = time.perf_counter(), 0
     for each in blocks.memory.values():
-        flat, piece = each.reshape(-1), whole[at : at + each.nbytes]
+        flat = each[1:].reshape(-1)
+        piece = whole[at : at + flat.nbytes]
         np.copyto(piece, flat) if into_arena else np.copyto(flat, piece)
-        at += each.nbytes
+        at += flat.nbytes
     return time.perf_counter() - began_s
 
 
@@ -131,7 +129,7 @@ def ssd(folder: Path, rounds: int) -> list[Row]:
         refs = scheduler.reserve(TENANT, blocks.pages(0))
         assert refs is not None and all(refs)
         began_s = time.perf_counter()
-        pages = PoolPages(0, 0, tuple(range(blocks.count)), tuple(ref for ref in refs if ref is not None))
+        pages = PoolPages(0, 0, blocks.ids, tuple(ref for ref in refs if ref is not None))
         worker.writer.order([PoolStore("store", scheduler.epoch, (pages,), False)])
         await_true(lambda: _ssd_pages(scheduler) == blocks.count)
         written_s = time.perf_counter() - began_s

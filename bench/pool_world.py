@@ -67,7 +67,9 @@ class Blocks:
         names = tuple(f"layer.{number}" for number in range(layers))
         group = EngineGroup(0, GroupKind.FULL, BLOCK_TOKENS, 0, names)
         rng = np.random.default_rng(1)
-        shape = (count, page_bytes // layers)
+        # vLLM's block 0 is never copied.
+        self.ids = tuple(range(1, count + 1))
+        shape = (count + 1, page_bytes // layers)
         self.memory = {name: rng.integers(0, 256, shape, dtype=np.uint8) for name in names}
         self.layout = KvLayout(
             (group,), {name: [HostPages(torch.from_numpy(each))] for name, each in self.memory.items()}
