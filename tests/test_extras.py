@@ -44,11 +44,12 @@ PROMISED = {
     "": "prfaas.api prfaas.cli prfaas.core.deployment prfaas.core.kv prfaas.core.route_header",
     "engine": (
         "prfaas.core.deployment prfaas.core.kv prfaas.serving.transport prfaas.serving.engines.preparation "
-        "prfaas.serving.engines.running prfaas.serving.engines.command prfaas.serving.engines.process_group"
+        "prfaas.serving.engines.running prfaas.serving.engines.command prfaas.serving.engines.process_group "
+        "prfaas.serving.pool.client"
     ),
     "gateway": (
         "prfaas.core prfaas.serving.transport prfaas.serving.live prfaas.serving.gateway prfaas.serving.control "
-        "prfaas.serving.engines.synthetic prfaas.tools.demo prfaas.tools.doctor prfaas.tools.replay"
+        "prfaas.serving.engines.synthetic prfaas.serving.pool prfaas.tools.demo prfaas.tools.doctor prfaas.tools.replay"
     ),
     "plan": "prfaas.core prfaas.lab prfaas.tools.profiling",
 }
@@ -111,7 +112,10 @@ def test_an_extra_is_enough_for_what_it_promises(extra: str) -> None:
     ("folders", "extra", "besides"),
     [
         (
-            ["serving/gateway", "serving/control", "serving/transport", "serving/engines/synthetic"],
+            [
+                *("serving/gateway", "serving/control", "serving/transport", "serving/pool"),
+                "serving/engines/synthetic",
+            ],
             "gateway",
             set(),
         ),
@@ -165,6 +169,7 @@ def test_commands_of_the_base_installation(words: list[str]) -> None:
         (["doctor", str(EXAMPLES / "local.yaml")], "gateway"),
         (["demo"], "gateway"),
         (["key", str(EXAMPLES / "local.yaml")], "gateway"),
+        (["pool", str(EXAMPLES / "local.yaml"), "home-pool"], "gateway"),
         (["certs", str(EXAMPLES / "local.yaml")], "gateway"),
         (["replay", "http://127.0.0.1:9", "--poisson", "1", "--limit", "1"], "gateway"),
     ],
@@ -181,6 +186,7 @@ def test_a_missing_extra_is_one_sentence(words: list[str], extra: str) -> None:
 
 def test_the_commands_that_need_an_extra_are_commands() -> None:
     known = {(each.name or each.callback.__name__) for each in app.registered_commands if each.callback}
+    known |= {group.name for group in app.registered_groups if group.name}
     assert set(PLAN_COMMANDS) | set(GATEWAY_COMMANDS) <= known
 
 

@@ -65,12 +65,13 @@ def test_every_command_has_help_with_an_example(
         ["certs"],
         ["doctor"],
         ["demo"],
+        ["pool", "start"],
         ["model", "make"],
     ):
         assert command[0] in overview
         assert run(monkeypatch, *command, "--help") == 0
         text = " ".join(capsys.readouterr().out.split())
-        assert f"prfaas {' '.join(command)}" in text
+        assert f"prfaas {' '.join(command).removesuffix(' start')}" in text
         assert "Example" in text
 
 
@@ -231,3 +232,18 @@ def test_serve_runs_until_a_signal(dense_file: Path, number: signal.Signals) -> 
             assert process.wait(120) == 0
         finally:
             process.kill()
+
+
+def test_a_pool_is_started_by_its_name(
+    dense_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], home: Path
+) -> None:
+    assert run(monkeypatch, "pool", dense_file, "home-pool", "--print") == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert words[-2:] == [str(dense_file), "home-pool"]
+    assert words[words.index("--state-dir") + 1] == str(home)
+    assert "--keep-memory" not in words
+    assert run(monkeypatch, "pool", "start", dense_file, "home-pool", "--print", "--keep-memory") == 0
+    assert "--keep-memory" in shlex.split(capsys.readouterr().out)
+    assert run(monkeypatch, "pool", dense_file, "home-decode-0") == 2
+    assert 'has no pool "home-decode-0"; it has prfaas-east-pool, home-pool' in capsys.readouterr().err
+    assert not home.exists()

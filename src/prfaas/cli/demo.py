@@ -43,6 +43,7 @@ def demo(
 ) -> None:
     """Send six prompts through two clusters on this machine, then through one plain vLLM, and compare.
 
+    With pools, in between: kill every engine, start all again, and send the same prompts. The pools begin empty.
     Ends with 0 if no answer differs and at least five of six are exactly equal (the others up to a tie).
 
     Example: prfaas demo --model gpt-oss --json demo.json
@@ -54,6 +55,7 @@ def demo(
     from prfaas.serving.engines.running import READY_TIMEOUT_S
     from prfaas.tools.demo import DemoError, run_demo
     from prfaas.tools.demo.outcome import closing, footnotes, outcome_table
+    from prfaas.tools.demo.second_act import second_closing, second_table
 
     loaded = load_deployment(deployment or example_path("local.yaml"))
     if model is not None:
@@ -75,6 +77,9 @@ def demo(
         out.print(note, style="dim")
     out.print()
     out.print(closing(outcome), style="bold")
+    if outcome.second is not None:
+        out.print(second_table(outcome.second))
+        out.print(second_closing(outcome.second), style="bold")
     if json_file is not None:
         document = json.dumps(outcome.to_json(), indent=2) + "\n"
         if to_stdout:

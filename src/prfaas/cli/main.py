@@ -22,6 +22,7 @@ from prfaas.cli.init import init
 from prfaas.cli.key import key
 from prfaas.cli.models import model, models
 from prfaas.cli.plan import plan
+from prfaas.cli.pool import pool
 from prfaas.cli.profile import profile
 from prfaas.cli.replay import replay
 from prfaas.cli.reproduce import reproduce
@@ -62,6 +63,7 @@ for command in (
 ):
     app.command()(command)
 app.add_typer(model, name="model")
+app.add_typer(pool, name="pool")
 
 
 def _print_version(wanted: bool) -> None:

@@ -11,10 +11,10 @@ from prfaas.cli.common import AsJson, CliError, example_path, made_folder, print
 
 if TYPE_CHECKING:
     from prfaas.lab.studies import Study, StudyContext, StudySection
-    from prfaas.lab.studies.study import Outcomes, Run, StudyOutcome
+    from prfaas.lab.studies.study import Outcomes, StudyOutcome, StudyRun
 
 _TRACE = "traces/mooncake_burst.jsonl.gz"
-_NAMES = "ablation, bandwidth, burst, shift, equal-cost, hit-rate, scale"
+_NAMES = "ablation, bandwidth, burst, shift, equal-cost, hit-rate, pool, scale"
 
 
 def study(
@@ -75,7 +75,6 @@ def _simulate(chosen: "Sequence[Study]", context: "StudyContext", jobs: int) -> 
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from prfaas.lab.studies import run_studies
-    from prfaas.lab.studies.study import expected_requests
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"))
@@ -87,12 +86,12 @@ def _simulate(chosen: "Sequence[Study]", context: "StudyContext", jobs: int) -> 
     ) as progress:
         task = progress.add_task("simulating", total=None)
 
-        def begin(runs: "Sequence[Run]") -> None:
-            progress.update(task, total=sum(map(expected_requests, runs)))
+        def begin(runs: "Sequence[StudyRun]") -> None:
+            progress.update(task, total=sum(run.expected_requests for run in runs))
 
-        def done(run: "Run", _outcome: "StudyOutcome") -> None:
+        def done(run: "StudyRun", _outcome: "StudyOutcome") -> None:
             nonlocal requests, count
-            requests += expected_requests(run)
+            requests += run.expected_requests
             count += 1
             progress.update(task, completed=requests)
 

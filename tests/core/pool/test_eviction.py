@@ -107,15 +107,12 @@ def test_cost_keeps_the_state_that_saves_more() -> None:
     assert goes(policy, 1) == ["short1s"]
 
 
-def test_cost_counts_a_states_tokens_from_the_state_before() -> None:
+def test_cost_counts_the_whole_prefix_of_a_state() -> None:
     policy = made("cost")
-    add_chain(policy, "a", 8, states=[5, 7])
-    add_chain(policy, "b", 3, states=[2])
+    add_chain(policy, "a", 8, states=[4, 7])
+    add_chain(policy, "b", 6, states=[5])
 
-    # a7s saves two blocks, b2s three, a5s six.
-    assert goes(policy, 1) == ["a7s"]
-    policy.touched(page("a5"))
-    assert [each for each in goes(policy, 99) if each.endswith("s")] == ["b2s", "a5s"]
+    assert [each for each in goes(policy, 99) if each.endswith("s")] == ["a4s", "b5s", "a7s"]
 
 
 def test_cost_counts_a_state_that_came_before_its_block_once_it_is_used() -> None:
@@ -124,6 +121,7 @@ def test_cost_counts_a_state_that_came_before_its_block_once_it_is_used() -> Non
     add_chain(policy, "a", 2)
     policy.touched(page("a1s"))
     add_chain(policy, "b", 3, states=[2])
+
     # Two uses of two blocks against one of three.
     assert [each for each in goes(policy, 99) if each.endswith("s")] == ["b2s", "a1s"]
 

@@ -16,7 +16,7 @@ class Memory:
     """Room for 1000 bytes that makes room by the rule."""
 
     def __init__(self, share: float) -> None:
-        self.eviction = TenantEviction(CAPACITY, share, LruEviction)
+        self.eviction = TenantEviction(CAPACITY, LruEviction, share)
         self.pages: dict[bytes, tuple[bytes, int]] = {}
         self.pinned: set[bytes] = set()
 
@@ -117,7 +117,7 @@ def test_a_share_of_all_leaves_everything_to_the_policy() -> None:
 @pytest.mark.parametrize("share", [0.0, -1.0, 1.5])
 def test_a_share_that_is_none_is_refused(share: float) -> None:
     with pytest.raises(ValueError, match="share"):
-        TenantEviction(CAPACITY, share, LruEviction)
+        TenantEviction(CAPACITY, LruEviction, share)
 
 
 TENANTS = (b"A", b"B", b"C", b"D")

@@ -39,7 +39,7 @@ class Reader:
 
     def replay(self, *sequences: int, process: int = 0, now_s: float = 0.0) -> None:
         for sequence in sequences:
-            self.take(self.subscription.replayed(sequence, batch(sequence, process)))
+            self.take(self.subscription.replayed(sequence, batch(sequence, process), now_s))
         self.take(self.subscription.replay_ended(now_s))
 
 
@@ -95,7 +95,17 @@ def test_no_answer_in_time_goes_on_without() -> None:
     reader.take(reader.subscription.tick(5.0))
     assert reader.applied == [0, 1]
     reader.take(reader.subscription.tick(4.0 + REPLAY_TIMEOUT_S))
-    assert (reader.applied, reader.drops) == ([5, 6], ["gap"])
+    assert (reader.applied, reader.drops) == ([5, 6], ["unanswered"])
+
+
+def test_a_replay_is_waited_for_while_it_says_something() -> None:
+    reader = started()
+    for sequence in range(4):
+        reader.take(reader.subscription.tick(1.5 * sequence + 1.4))
+        reader.take(reader.subscription.replayed(sequence, batch(sequence), 1.5 * sequence + 1.5))
+    assert reader.applied == [0, 1, 2, 3]
+    reader.take(reader.subscription.tick(6.0 + REPLAY_TIMEOUT_S))
+    assert not reader.subscription.is_replaying
 
 
 def test_a_gap_the_replay_cannot_fill_drops() -> None:
@@ -103,7 +113,7 @@ def test_a_gap_the_replay_cannot_fill_drops() -> None:
     reader.replay(0)
     reader.live(3)
     reader.replay()
-    assert (reader.applied, reader.drops) == ([3], ["gap"])
+    assert (reader.applied, reader.drops) == ([3], ["unanswered"])
 
 
 def test_a_new_process_drops_and_is_asked_for_its_beginning() -> None:

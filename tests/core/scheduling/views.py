@@ -17,11 +17,14 @@ from prfaas.core.scheduling import (
     KvFacts,
     LinkView,
     Policy,
+    PoolHit,
+    PoolView,
     PrefixHit,
     Route,
     RoutingRequest,
     View,
     policy_named,
+    with_pools,
 )
 
 NOW_S = 1000.0
@@ -261,3 +264,36 @@ def cases(draw: st.DrawFn, *, cached: bool = True, max_pd: int = 2) -> tuple[Vie
     """A board and a request for it."""
     view = draw(views(max_pd=max_pd))
     return view, draw(requests(view, cached=cached))
+
+
+def _machines(draw: st.DrawFn, cluster: ClusterView) -> list[tuple[str, ...]]:
+    """The instances of a cluster on machines of up to three, some of which have a pool."""
+    names, machines = [each.name for each in cluster.instances], []
+    while names:
+        count = draw(st.integers(1, 3))
+        machines.append(tuple(names[:count]))
+        names = names[count:]
+    return [machine for machine in machines if draw(st.sampled_from([True, True, False]))]
+
+
+@st.composite
+def pooled_cases(draw: st.DrawFn) -> tuple[View, RoutingRequest, RoutingRequest]:
+    """A board with pools, a request that knows them, and the same one that does not."""
+    view, request = draw(cases())
+    speeds = st.sampled_from([1e8, 1e9, 1e10, 64e9])
+    pools, hits = {}, {}
+    for cluster in view.clusters.values():
+        for number, instances in enumerate(_machines(draw, cluster)):
+            name = f"{cluster.name}-pool-{number}"
+            pools[name] = PoolView(name, cluster.name, instances, draw(speeds), draw(speeds), draw(speeds))
+            pools[name].up = draw(st.sampled_from([True, True, True, False]))
+            if draw(st.booleans()):
+                attention = min(draw(_tokens), request.num_tokens)
+                reusable = min(draw(_tokens), attention)
+                in_memory = min(draw(_tokens), attention)
+                hits[name] = PoolHit(
+                    PrefixHit(reusable, attention),
+                    PrefixHit(min(draw(_tokens), in_memory, reusable), in_memory),
+                )
+    view = replace(view, pools=pools)
+    return view, with_pools(request.num_tokens, request.held, hits, view, request.ordinal), request

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
 
 from prfaas.core.scheduling import POLICIES
+from prfaas.core.units import GIB
 from prfaas.core.workload import fixed
 from prfaas.core.workload.arrivals import Poisson
 from prfaas.core.workload.traffic import IndependentTraffic, RequestChunk
-from prfaas.lab.simulator import CacheOptions, Failure, Scenario, scenario_of, simulate
+from prfaas.lab.simulator import CacheOptions, Failure, PoolOptions, Scenario, scenario_of, simulate
 from prfaas.lab.simulator.capacity import Outages
 
 INSTANCES = [f"east-{k}" for k in range(4)] + [f"home-{k}" for k in range(8)]
@@ -42,19 +43,31 @@ def scenarios(case_study: CaseStudy) -> dict[str, Scenario]:
 
 @pytest.mark.slow
 @settings(max_examples=40)
-@given(st.sampled_from(POLICIES), failures(), st.integers(0, 1000), st.booleans(), st.sampled_from([1, 3]))
+@given(
+    st.sampled_from(POLICIES),
+    failures(),
+    st.integers(0, 1000),
+    st.booleans(),
+    st.sampled_from([None, 0.2, 100.0]),
+    st.sampled_from([1, 3]),
+)
 def test_under_failures(
     scenarios: dict[str, Scenario],
     policy: str,
     failed: list[Failure],
     seed: int,
     has_caches: bool,
+    pool_gib: float | None,
     concurrency: int,
 ) -> None:
     caches = CacheOptions(200_000, 4096, 1000) if has_caches else None
     plain = scenarios[policy]
     clusters = tuple(replace(each, prefill_concurrency=concurrency) for each in plain.clusters)
-    scenario = replace(plain, clusters=clusters, failures=failed, caches=caches)
+    pools = {}
+    if pool_gib is not None:
+        options = PoolOptions(int(pool_gib * GIB), GIB, 4096, instances_per_machine=2)
+        pools = {cluster.name: options for cluster in clusters}
+    scenario = replace(plain, clusters=clusters, failures=failed, caches=caches, pools=pools)
     result = simulate(scenario, [conversations(seed, 60)], seed=seed, debug=True)
     assert not np.isnan(result.e2e_s).any()
     assert (result.ttft_s <= result.e2e_s).all()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from prfaas.lab.studies import StudyContext
-from prfaas.lab.studies.study import Run, StudyOutcome, expected_requests, run_all
+from prfaas.lab.studies.study import Run, StudyOutcome, StudyRun, run_all
 
 
 def _runs(context: StudyContext) -> list[Run]:
@@ -20,7 +20,7 @@ def _runs(context: StudyContext) -> list[Run]:
 @pytest.mark.slow
 def test_the_number_of_processes_changes_nothing(context: StudyContext) -> None:
     runs = _runs(context)
-    told: list[tuple[Run, StudyOutcome]] = []
+    told: list[tuple[StudyRun, StudyOutcome]] = []
     alone = run_all(runs, jobs=1)
     together = run_all(runs, jobs=2, on_done=lambda *each: told.append(each))
     assert [(each.numbers, each.course) for each in alone] == [
@@ -43,7 +43,7 @@ def test_a_course_covers_the_counted_time(context: StudyContext) -> None:
     assert len(at_s) == len(outcome.course["ttft_s"]) == 4
     assert at_s == sorted(at_s) and 0 < at_s[0] < at_s[-1] < 90
     assert outcome.course[f"prefill_instances_{context.pd}"] == [context.optimum.n_prefill] * 4
-    assert expected_requests(run) == pytest.approx(100 * run.traffic.mean_per_s)
+    assert run.expected_requests == pytest.approx(100 * run.traffic.mean_per_s)
 
 
 @pytest.mark.slow

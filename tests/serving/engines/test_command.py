@@ -76,7 +76,7 @@ def test_other_hardware_finds_its_own_settings(tmp_path: Path) -> None:
         tmp_path,
         STATES,
         a=("hardware: cpu", "hardware: h200"),
-        b=("kv_port: 18200", "kv_port: 18300, tensor_parallel: 2"),
+        b=("kv_port: 18200", "kv_port: 18400, tensor_parallel: 2"),
     )
     built = command(deployment)
     assert "--enforce-eager" not in built.argv

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from prfaas.core.deployment import Instance
 from prfaas.serving.engines import EngineError
-from prfaas.serving.engines.supervisor import Supervisor, RestartLimits
+from prfaas.serving.engines.supervisor import RestartLimits, Supervisor
 
 NAMES = ("a", "b")
 

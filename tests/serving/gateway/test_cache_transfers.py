@@ -1,11 +1,26 @@
 """A prefix that another cluster holds moves to the prefill instance first; if that fails, everything is computed."""
 
-from collections.abc import Callable
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from tests.ports import free_ports
 
+from prfaas.core.deployment import CONTROL, GATEWAY
 from prfaas.core.scheduling import CacheTransfer, Decision, Route
+from prfaas.serving.transport import (
+    AskedTransfers,
+    Observer,
+    PeerRequest,
+    Receiver,
+    StagingArena,
+    Ticket,
+    load_key,
+)
+from prfaas.serving.transport.requests import CopyOrder, CopyResult
 
 from .stand_in import answer_text
 from .world import World
@@ -85,3 +100,119 @@ def test_a_prefix_that_nobody_takes_is_freed(in_world: InWorld) -> None:
         assert await world.metric('prfaas_gateway_cache_transfers_total{outcome="done"}') == 1
 
     in_world(body)
+
+
+@asynccontextmanager
+async def pool_port(
+    world: World, name: str, answers: list[CopyResult | None]
+) -> AsyncIterator[list[PeerRequest]]:
+    """The KV port of a pool that answers copies with what it is told to, None: never."""
+    pool = world.plane._deployment.pool_named(name)
+    asked: list[PeerRequest] = []
+
+    def on_request(request: PeerRequest) -> None:
+        asked.append(request)
+        answer = answers.pop(0)
+        if answer is not None:
+            request.answer(answer)
+
+    receiver = Receiver(
+        name=name,
+        key=load_key(world.plane._deployment.security.key_file),
+        host=pool.host,
+        port=pool.kv_port,
+        arena=StagingArena(1 << 16, 1 << 16),
+        layout=AskedTransfers(),
+        fingerprint={},
+        on_request=on_request,
+    )
+    receiver.start()
+    try:
+        yield asked
+    finally:
+        await asyncio.to_thread(receiver.close)
+
+
+def with_pool_prefix(world: World, prefill: str, source: str, num_tokens: int) -> None:
+    """Every prefill is at `prefill`, whose machine's pool gets the beginning from the pool `source` first."""
+
+    def edit(decision: Decision) -> Decision:
+        return replace(
+            decision,
+            prefill=prefill,
+            prefill_tokens=len(LONG) - num_tokens,
+            cache_transfer=CacheTransfer(source, num_tokens, 0, 4 * num_tokens, from_pool=True),
+        )
+
+    world.plane.edit = edit
+
+
+@pytest.mark.parametrize("prefill", ["remote", "decode"])
+def test_a_prefix_goes_from_pool_to_pool_and_needs_no_ticket(in_world: InWorld, prefill: str) -> None:
+    source, target = ("pd-pool", "far-pool") if prefill == "remote" else ("far-pool", "pd-pool")
+
+    async def body(world: World) -> None:
+        with_pool_prefix(world, prefill, source, 600)
+        async with pool_port(world, target, [CopyResult(2400, 600, "")]) as asked:
+            route, answer = await world.complete(LONG)
+            assert answer["choices"][0]["text"] == answer_text(LONG)
+            assert route["cache_transfer"] == f"{source}:2400"
+            (request,) = asked
+            order = request.order
+            assert isinstance(order, CopyOrder) and list(order.token_ids) == LONG[:600]
+            ticket = Ticket.unseal(
+                order.ticket, load_key(world.plane._deployment.security.key_file), time.time()
+            )
+            assert (ticket.producer, ticket.consumer, ticket.num_tokens) == (source, target, 600)
+            assert ticket.service.background and request.peer == GATEWAY
+            assert world.local.generated() == [] and world.remote.prefixes == []
+            if prefill == "remote":
+                (body,) = world.remote.generated()
+                assert list(body.body["kv_transfer_params"]) == ["prfaas"]
+            assert await world.metric('prfaas_gateway_cache_transfers_total{outcome="done"}') == 1
+            assert await world.metric("prfaas_gateway_cache_transferred_bytes_total") == 2400
+
+    in_world(body, pool_ports=tuple(free_ports(2)))
+
+
+@pytest.mark.parametrize("fault", ["gone", "unheard-of", "nobody there"])
+def test_a_copy_that_fails_is_computed(in_world: InWorld, fault: str) -> None:
+    async def body(world: World) -> None:
+        with_pool_prefix(world, "remote", "pd-pool", 600)
+        if fault == "nobody there":
+            route, answer = await world.complete(LONG)
+        else:
+            async with pool_port(world, "far-pool", [CopyResult(0, 0, f"{fault}: some more words")]):
+                route, answer = await world.complete(LONG)
+        assert answer["choices"][0]["text"] == answer_text(LONG)
+        assert (route["route"], route["prefill"]) == ("offload", "remote") and "fallback" not in route
+        outcome = {"unheard-of": "failed", "nobody there": "target"}.get(fault, fault)
+        assert await world.metric(f'prfaas_gateway_cache_transfers_total{{outcome="{outcome}"}}') == 1
+
+    in_world(body, pool_ports=tuple(free_ports(2)))
+
+
+def test_a_copy_that_nobody_waits_for_is_given_up(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        with_pool_prefix(world, "remote", "pd-pool", 600)
+        async with pool_port(world, "far-pool", [None]) as asked:
+            asking = asyncio.create_task(world.complete(LONG))
+            while not asked:
+                await asyncio.sleep(0.01)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            observer = Observer(
+                CONTROL,
+                load_key(world.plane._deployment.security.key_file),
+                "127.0.0.1",
+                world.plane._deployment.pool_named("far-pool").kv_port,
+                "far-pool",
+            )
+            try:
+                # A pool sees that on the copy's own id.
+                status = await observer.wait(asked[0].transfer_id, 30.0)
+                assert status.reason == "nobody waits for the copy any more"
+            finally:
+                await observer.close()
+
+    in_world(body, pool_ports=tuple(free_ports(2)))

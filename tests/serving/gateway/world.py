@@ -20,6 +20,7 @@ from prfaas.core.deployment import (
     Instance,
     Link,
     ModelRef,
+    PoolSpace,
     Routing,
     Security,
     Slo,
@@ -119,8 +120,15 @@ def deployment_of(
     *,
     hardware: str = "any",
     decode_lead_s: float = 1.0,
+    pool_ports: tuple[int, int] | None = None,
 ) -> Deployment:
-    """A far cluster with `remote`, and one with all others, which decode if they are not called `local`."""
+    """A far cluster with `remote`, and one with all others, which decode if they are not called `local`.
+
+    `pool_ports`: the KV ports of their pools; None: they have none.
+    """
+    far_pool, pd_pool = (
+        (PoolSpace(64 << 20, kv_port=port) for port in pool_ports) if pool_ports else (None, None)
+    )
 
     def instance(name: str, cluster: str, role: Any) -> Instance:
         engine = engines[name]
@@ -133,8 +141,8 @@ def deployment_of(
         state_dir=home,
         model=ModelRef("stand-in", 4000, model_dir, None, {"poet": home / "poet"}),
         clusters=(
-            Cluster("far", "prfaas", "any", (instance("remote", "far", "prefill"),)),
-            Cluster("pd", "pd", hardware, (instance("local", "pd", "prefill"), *decoders)),
+            Cluster("far", "prfaas", "any", (instance("remote", "far", "prefill"),), pool=far_pool),
+            Cluster("pd", "pd", hardware, (instance("local", "pd", "prefill"), *decoders), pool=pd_pool),
         ),
         links=(Link("far", "pd", 1e9, 2), Link("pd", "far", 1e9, 2)),
         routing=Routing("static_threshold", THRESHOLD_TOKENS),
@@ -162,6 +170,7 @@ async def running_world(
     limits: GatewayLimits | None = None,
     hardware: str = "any",
     decode_lead_s: float = 1.0,
+    pool_ports: tuple[int, int] | None = None,
     **decode: Any,
 ) -> AsyncIterator[World]:
     """`spare`, `third`: with more decode instances, taken when the first one is out; `decode`: its fields.
@@ -188,6 +197,7 @@ async def running_world(
         *(home, engines, model_dir, tenant_header, gateway_config, control),
         hardware=hardware,
         decode_lead_s=decode_lead_s,
+        pool_ports=pool_ports,
     )
     plane = FixedPlane(deployment)
     plane.prefers = "decode"

@@ -58,8 +58,26 @@ class SteppedSsd:
 
         self.waiting.append(finish)
 
+    @property
+    def takes_more(self) -> bool:
+        return len(self.waiting) < 3
+
+    def touched(self, page_id: bytes) -> None:
+        assert page_id in self.pages
+
     def forget(self, page_id: bytes) -> None:
         del self.pages[page_id]
+
+    def clear(self) -> int:
+        count = len(self.pages)
+        self.pages.clear()
+        return count
+
+    def verify(self, done: Callable[[int, int], None]) -> None:
+        done(len(self.pages), 0)
+
+    def figures(self) -> dict[str, int | float | str]:
+        return {"pages": len(self.pages)}
 
     def close(self) -> None:
         self.waiting.clear()

@@ -21,7 +21,7 @@ from prfaas.core.deployment.planned import (
     UniformLengths,
     WorkloadSpec,
 )
-from prfaas.core.deployment.pool import PoolSettings, PoolSpace
+from prfaas.core.deployment.pool import PoolSettings, PoolSpace, by_machine
 from prfaas.core.deployment.problems import first_problem
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, LengthsSection, MachinePoolSection
 from prfaas.core.deployment.security import Security
@@ -259,6 +259,7 @@ def load_planned(path: Path | str, *, changes: Mapping[str, float] | None = None
         slo=slo_of(file),
         prices=dict(file.prices),
         source=source,
+        pool=_pool_settings(file),
     )
 
 
@@ -300,11 +301,13 @@ def _planned_cluster(
             ("clusters", index, "profile"),
             f'"{profile.name}" has no decode times, which a cluster of kind "pd" needs',
         )
+    together = 1
     if cluster.instances is None:
         assert cluster.instance_count is not None
         count, gpus = cluster.instance_count, cluster.gpus_per_instance
     else:
         count = len(cluster.instances)
+        together = max(map(len, by_machine(cluster.instances)))
         gpus = cluster.gpus_per_instance or cluster.instances[0].tensor_parallel
     if gpus is not None and gpus != profile.gpus_per_instance:
         field = "gpus_per_instance" if cluster.gpus_per_instance is not None else "profile"
@@ -322,6 +325,7 @@ def _planned_cluster(
         profile=profile,
         prefix_hit_ratio=cluster.prefix_hit_ratio,
         pool=_pool_space(cluster.pool),
+        instances_per_machine=together,
     )
 
 

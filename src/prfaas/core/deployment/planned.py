@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from prfaas.core.deployment.pool import PoolSpace
+from prfaas.core.deployment.pool import PoolSettings, PoolSpace
 from prfaas.core.deployment.source import DeploymentError, YamlSource
 from prfaas.core.deployment.types import ClusterKind, ControlConfig, Link, Routing, Slo
 from prfaas.core.kv import KvModel
@@ -89,6 +89,8 @@ class PlannedCluster:
     """Part of each prompt that is cached here; None: the workload's."""
     pool: PoolSpace | None = None
     """What each of its machines keeps of computed prefixes beside its engines; None: nothing."""
+    instances_per_machine: int = 1
+    """Which share a pool: by their hosts, where the file has them."""
 
     @property
     def gpus(self) -> int:
@@ -112,6 +114,8 @@ class PlannedDeployment:
     prices: Mapping[str, float]
     """Per GPU-hour by hardware, in any currency; empty if the file has none."""
     source: YamlSource = field(repr=False, compare=False)
+    pool: PoolSettings = field(default_factory=PoolSettings)
+    """What all pools have in common."""
 
     @property
     def prfaas_clusters(self) -> tuple[PlannedCluster, ...]:

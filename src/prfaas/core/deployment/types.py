@@ -360,14 +360,15 @@ class Deployment:
         return link.bandwidth_bits_per_s / max(len(senders.with_role("prefill")), 1)
 
     def needs_certificate(self, name: str) -> bool:
-        """True if an instance, `GATEWAY` or `TOOLS` takes part in anything encrypted."""
+        """True if an instance, a pool, `GATEWAY` or `TOOLS` takes part in anything encrypted."""
         if name in CERTIFICATE_NAMES:
             return any(instance.tls for instance in self.instances)
-        instance = self.instance(name)
+        pool = next((pool for pool in self.pools if pool.name == name), None)
+        member = pool or self.instance(name)
         return (
-            instance.tls
-            or (self.security.encrypt_inside and self.can_decode(instance))
-            or any(link.encryption and instance.cluster in (link.source, link.target) for link in self.links)
+            member.tls
+            or (self.security.encrypt_inside and (pool is not None or self.can_decode(self.instance(name))))
+            or any(link.encryption and member.cluster in (link.source, link.target) for link in self.links)
         )
 
     def plain_peers_of(self, instance: Instance) -> frozenset[str]:

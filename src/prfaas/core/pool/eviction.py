@@ -85,12 +85,10 @@ def _tokens(start_tokens: int, end_tokens: int) -> float:
 
 
 class _Entry(Generic[Page]):
-    __slots__ = ("end_tokens", "group", "parent", "queue", "rank", "size_bytes", "stateless_tokens", "uses")
+    __slots__ = ("end_tokens", "group", "parent", "queue", "rank", "size_bytes", "uses")
 
     end_tokens: int
-    """The page is at this end of a prompt, or of what is known of its chain."""
-    stateless_tokens: int
-    """Tokens up to there since the state before."""
+    """The page's end in a prompt, as far as its chain is known."""
 
     def __init__(self, size_bytes: int, group: int, parent: Page | None) -> None:
         self.size_bytes = size_bytes
@@ -258,11 +256,11 @@ class TwoQueueEviction(_RankedPages[Page]):
 class CostAwareEviction(_RankedPages[Page]):
     """The page first that saves the least seconds of prefill per byte, with ageing.
 
-    A page's priority is the policy's age when it was last used, plus its uses times the seconds that recomputing it
-    takes, over its bytes. The age is the priority of the last page that went. A state stands for all tokens since the
-    state before, an attention block for its own. Sources: GreedyDual-Size with Frequency (L. Cherkasova, HP Labs
-    HPL-98-69R1, 1998); FLOPs saved per byte as the worth of a hybrid model's states: Marconi (R. Pan et al.,
-    MLSys 2025).
+    A page's priority is the policy's age when it was last used, plus its uses times the seconds that it saves, over
+    its bytes. The age is the priority of the last page that went. An attention block saves the computing of its own
+    tokens, a state that of the whole prefix: without it nothing before it is of use. Sources: GreedyDual-Size with
+    Frequency (L. Cherkasova, HP Labs HPL-98-69R1, 1998); FLOPs saved per byte as the worth of a hybrid model's states
+    (R. Pan et al., "Marconi: Prefix Caching for the Era of Hybrid LLMs", MLSys 2025).
 
     Args:
         groups: The KV groups of the model.
@@ -274,37 +272,21 @@ class CostAwareEviction(_RankedPages[Page]):
         self._groups = {group.index: group for group in groups}
         self._recompute_s = recompute_s
         self._age = 0.0
-        # Parent → number of its states that are here.
-        self._states: dict[Page, int] = {}
 
     def _entered(self, entry: _Entry[Page]) -> None:
-        group, parent = self._groups[entry.group], entry.parent
-        entry.end_tokens = entry.stateless_tokens = group.block_tokens
-        before = None if parent is None else self._entries.get(parent)
+        entry.end_tokens = self._groups[entry.group].block_tokens
+        before = None if entry.parent is None else self._entries.get(entry.parent)
         if before is not None and before.group == entry.group:
             entry.end_tokens += before.end_tokens
-            if parent not in self._states:
-                entry.stateless_tokens += before.stateless_tokens
-        if group.kind is GroupKind.STATE and parent is not None:
-            self._states[parent] = self._states.get(parent, 0) + 1
-
-    def _left(self, entry: _Entry[Page]) -> None:
-        parent = entry.parent
-        if self._groups[entry.group].kind is GroupKind.STATE and parent is not None:
-            left = self._states[parent] - 1
-            if left:
-                self._states[parent] = left
-            else:
-                del self._states[parent]
 
     def _priority(self, entry: _Entry[Page]) -> float:
-        group, parent = self._groups[entry.group], entry.parent
-        block = None if parent is None else self._entries.get(parent)
+        group = self._groups[entry.group]
+        block = None if entry.parent is None else self._entries.get(entry.parent)
         if block is None or block.group == entry.group:
             block = entry
-        tokens = block.stateless_tokens if group.kind is GroupKind.STATE else group.block_tokens
-        saved_s = self._recompute_s(max(block.end_tokens - tokens, 0), block.end_tokens)
-        return self._age + entry.uses * saved_s / entry.size_bytes
+        is_state = group.kind is GroupKind.STATE
+        start_tokens = 0 if is_state else max(block.end_tokens - group.block_tokens, 0)
+        return self._age + entry.uses * self._recompute_s(start_tokens, block.end_tokens) / entry.size_bytes
 
     def _chosen(self, entry: _Entry[Page]) -> None:
         self._age = max(self._age, entry.rank[0])

@@ -15,6 +15,8 @@ from prfaas.core.kv.groups import GroupKind, KvGroup
 
 ALIGNMENT_BYTES = 64
 """Pages and the ranks' parts begin at multiples of this: a cache line, as copies like it."""
+SECTOR_BYTES = 512
+"""Slots of pages are multiples of this: most disks take and fill such memory without a copy."""
 
 # Room of an identity besides its token ids: parent, salt, adapter and what msgpack adds.
 _IDENTITY_BASE_BYTES = 768
@@ -25,6 +27,11 @@ _SIMILAR = 15 / 16
 def aligned_bytes(size_bytes: int) -> int:
     """`size_bytes`, rounded up to the next multiple of 64."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def whole_sectors(size_bytes: int) -> int:
+    """`size_bytes`, rounded up to the next multiple of 512."""
+    return -(-size_bytes // SECTOR_BYTES) * SECTOR_BYTES
 
 
 class PoolGeometryError(ValueError):
@@ -159,12 +166,13 @@ def slot_sizes(page_bytes: Sequence[int]) -> dict[int, int]:
     """The slot size that a page of each size goes into.
 
     Pages that are nearly as large as the next larger ones (15/16) share their slots. So groups whose pages differ by
-    little more than the identity use the same memory, and none has to be moved between them.
+    little more than the identity use the same memory, and none has to be moved between them. Every slot is a multiple
+    of 512 bytes, all of which are the page's.
     """
     sizes: dict[int, int] = {}
     slot = 0
     for size in sorted(set(page_bytes), reverse=True):
         if not sizes or size < slot * _SIMILAR:
-            slot = size
+            slot = whole_sectors(size)
         sizes[size] = slot
     return sizes

@@ -5,12 +5,18 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 KEY_BYTES = 16
+TENANT_BYTES = 8
 _PERSON = b"prfaas pool 1"
 
 
 def page_id(key: bytes, group: int) -> bytes:
     """The name of one KV group's page at the end of the prefix that `key` stands for: 17 bytes."""
     return key + bytes((group,))
+
+
+def tenant_id(salt: str) -> bytes:
+    """Whose pages they are, for quotas: 8 bytes that follow from the tenant's salt."""
+    return blake2b(salt.encode(), digest_size=TENANT_BYTES, person=_PERSON).digest()
 
 
 class KeyChain:

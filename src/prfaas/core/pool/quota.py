@@ -5,7 +5,8 @@ theirs. A tenant within its share takes from those above theirs, then from anyon
 everything, and a share of 1 leaves all to the eviction policy.
 """
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 
 from prfaas.core.pool.eviction import EvictionPolicy
 
@@ -15,15 +16,15 @@ class TenantEviction:
 
     Args:
         capacity_bytes: Of all pages together.
-        tenant_share: Part of the capacity that a tenant keeps against others' new pages, in (0, 1].
         make_policy: An empty policy.
+        tenant_share: Part of the capacity that a tenant keeps against others' new pages, in (0, 1].
     """
 
     def __init__(
         self,
         capacity_bytes: int,
-        tenant_share: float,
         make_policy: Callable[[], EvictionPolicy[bytes]],
+        tenant_share: float = 1.0,
     ) -> None:
         if not 0 < tenant_share <= 1:
             raise ValueError(f"a tenant's share of a pool is above 0 and at most 1, not {tenant_share}")
@@ -107,6 +108,19 @@ class TenantEviction:
             return found if found is not None else self._victim_above_share(tenant, may_go)
         found = self._victim_above_share(tenant, may_go)
         return found if found is not None else self._all.victim(may_go)
+
+    def may_lose(self, tenant: bytes, size_bytes: int, pages: Collection[bytes]) -> bool:
+        """Whether all these pages may go for one new page of a tenant, so that nobody is pushed below its share."""
+        if not self._has_shares or self.tenant_bytes(tenant) + size_bytes <= self._share_bytes:
+            return True
+        lost: Counter[bytes] = Counter()
+        for page in pages:
+            owner, size = self._pages[page]
+            lost[owner] += size
+        return all(
+            owner == tenant or self.tenant_bytes(owner) - size >= self._share_bytes
+            for owner, size in lost.items()
+        )
 
     def _victim_above_share(self, tenant: bytes, may_go: Callable[[bytes], bool]) -> bytes | None:
         """A page of the tenant most above its share that isn't pushed below it by the loss."""

@@ -13,7 +13,14 @@ from prfaas.core.prefix.events import (
     StoredBlocks,
     decode_batch,
 )
-from prfaas.core.prefix.hashing import DEFAULT_BLOCK_TOKENS, BlockHasher, PromptChains, TokenIds, chain_root
+from prfaas.core.prefix.hashing import (
+    DEFAULT_BLOCK_TOKENS,
+    BlockHasher,
+    PromptChains,
+    PromptTokens,
+    TokenIds,
+    chain_root,
+)
 from prfaas.core.prefix.index import (
     DEFAULT_CAPACITY_BLOCKS,
     NOTHING,
@@ -41,6 +48,7 @@ __all__ = [
     "PrefixHit",
     "PrefixRecord",
     "PromptChains",
+    "PromptTokens",
     "RemovedBlocks",
     "SequenceGuard",
     "StoredBlocks",

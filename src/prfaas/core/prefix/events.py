@@ -237,7 +237,8 @@ class Subscription:
     """Turns live and replayed batches into steps: between two drops every batch is applied once, in order.
 
     A gap in the live batches is asked for again; what comes meanwhile is kept back. A replay without its beginning
-    (the engine keeps the last 10,000 batches), or none within 2 s, ends in a drop, unless nothing was missed. A
+    (the engine keeps the last 10,000 batches), or one that says nothing for 2 s, ends in a drop, unless nothing was
+    missed. A
     replay with a hole in its midst was cut by a full queue and is asked for again from there. `SequenceGuard`
     recognises a new process by its lower numbers. Where they are not lower, `restarted` has to be called: when the
     connection was lost, or a restart was noticed in another way.
@@ -248,13 +249,13 @@ class Subscription:
         self.gaps = self.replays = self.resyncs = self.restarts = 0
         self._guard = SequenceGuard()
         self._kept_back: deque[tuple[int, EventBatch]] = deque()
-        self._asked_s: float | None = None
+        self._heard_s: float | None = None
         self._asked_from = 0
         self._hole: int | None = None
 
     @property
     def is_replaying(self) -> bool:
-        return self._asked_s is not None
+        return self._heard_s is not None
 
     def start(self, now_s: float) -> Iterator[Step]:
         """The connection is new: ask for what happened before."""
@@ -276,10 +277,11 @@ class Subscription:
         elif len(self._kept_back) > MOST_KEPT_BACK:
             yield from self._release(now_s, may_ask=False)
 
-    def replayed(self, sequence: int, batch: EventBatch) -> Iterator[Step]:
+    def replayed(self, sequence: int, batch: EventBatch, now_s: float) -> Iterator[Step]:
         """A batch from the replay endpoint."""
         if not self.is_replaying or self._hole is not None:
             return
+        self._heard_s = now_s
         offer = self._guard.offer(sequence, batch.at_s)
         if offer == "restart":
             yield self._restart()
@@ -288,7 +290,7 @@ class Subscription:
             if offer.first > self._asked_from:
                 self._hole = offer.first
                 return
-            yield self._skip_to(sequence)
+            yield self._skip_to(sequence, "gap")
             offer = self._guard.offer(sequence, batch.at_s)
         if offer == "apply":
             yield self._apply(sequence, batch)
@@ -304,18 +306,18 @@ class Subscription:
             yield from self._release(now_s, may_ask=True)
 
     def tick(self, now_s: float) -> Iterator[Step]:
-        """Give up a replay that did not come in time."""
-        if self._asked_s is not None and now_s - self._asked_s >= REPLAY_TIMEOUT_S:
+        """Give up a replay of which nothing comes any more."""
+        if self._heard_s is not None and now_s - self._heard_s >= REPLAY_TIMEOUT_S:
             yield from self._release(now_s, may_ask=False)
 
     def _ask(self, sequence: int, now_s: float) -> Ask:
-        self._asked_s, self._asked_from, self._hole = now_s, sequence, None
+        self._heard_s, self._asked_from, self._hole = now_s, sequence, None
         return Ask(sequence)
 
     def _release(self, now_s: float, *, may_ask: bool) -> Iterator[Step]:
         """Go on with what was kept back. What is missing is asked for, unless that has just been tried in vain."""
         asked_from = self._asked_from if self.is_replaying else None
-        self._asked_s = self._hole = None
+        self._heard_s = self._hole = None
         while self._kept_back:
             sequence, batch = self._kept_back[0]
             offer = self._guard.offer(sequence, batch.at_s)
@@ -328,7 +330,7 @@ class Subscription:
                     self.gaps += 1
                     yield self._ask(offer.first, now_s)
                     return
-                yield self._skip_to(sequence)
+                yield self._skip_to(sequence, "unanswered")
                 continue
             self._kept_back.popleft()
             if offer == "apply":
@@ -338,10 +340,10 @@ class Subscription:
         self.restarts += 1
         return Drop("restart")
 
-    def _skip_to(self, sequence: int) -> Drop:
+    def _skip_to(self, sequence: int, reason: str) -> Drop:
         self.resyncs += 1
         self._guard.skip_to(sequence)
-        return Drop("gap")
+        return Drop(reason)
 
     def _apply(self, sequence: int, batch: EventBatch) -> Apply:
         self.sequence = sequence

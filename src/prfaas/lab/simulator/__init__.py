@@ -1,6 +1,7 @@
 """Discrete events around the live policies: what a deployment would do with a stream of requests."""
 
 from prfaas.lab.simulator.capacity import CapacityProcess, Constant
+from prfaas.lab.simulator.machine_pool import PoolOptions
 from prfaas.lab.simulator.result import Result
 from prfaas.lab.simulator.scenario import (
     CacheOptions,
@@ -19,6 +20,7 @@ __all__ = [
     "Constant",
     "Failure",
     "Overheads",
+    "PoolOptions",
     "Result",
     "Scenario",
     "SimulatedCluster",

@@ -6,6 +6,7 @@ from enum import IntEnum
 
 from prfaas.core.scheduling import ClusterView, Decision, InstanceView
 from prfaas.core.scheduling.prefill_pool import PrefillPool
+from prfaas.lab.simulator.machine_pool import LoadedBytes
 from prfaas.lab.simulator.monitored_link import MonitoredLink
 from prfaas.lab.simulator.token_clock import TokenClock
 from prfaas.lab.simulator.transfer import FluidTransfer
@@ -45,10 +46,14 @@ class Job:
         "is_void",
         "left_tokens",
         "link",
+        "load",
+        "load_s",
         "number",
+        "own_tokens",
         "place",
         "prefix_link",
         "promised_bytes",
+        "reused_tokens",
         "service_s",
         "stage",
         "target",
@@ -72,7 +77,15 @@ class Job:
     target: "Engine"
     """Where it decodes."""
     service_s: float
-    """Seconds of its prefill."""
+    """Seconds of its prefill, and of `load_s` before it."""
+    own_tokens: int
+    """What its prefill instance itself holds; known where there are pools."""
+    reused_tokens: int
+    """What is not computed; known where there are pools."""
+    load: LoadedBytes | None
+    """What it loads from the pool of its machine."""
+    load_s: float
+    """What that takes if nothing else loads there."""
     link: MonitoredLink | None
     """Between the two; None inside a cluster."""
     promised_bytes: int
@@ -101,6 +114,8 @@ class Job:
         self.has_first = False
         self.is_void = self.is_lost = self.is_sent = False
         self.promised_bytes = 0
+        self.load = None
+        self.load_s = 0.0
         self.link = self.prefix_link = None
         self.transfer = None
         self.stage = _QUEUED

@@ -23,6 +23,8 @@ class Invariants:
         self._check_requests()
         self._check_engines(now_s)
         self._check_links()
+        if self._world.pools is not None:
+            self._world.pools.check()
 
     def _check_requests(self) -> None:
         """Every request is open once, or done once."""
@@ -67,7 +69,7 @@ class Invariants:
                 assert clock.batch + clock.waiting == there, (
                     f"{engine.name}: {clock.batch} + {clock.waiting} != {there}"
                 )
-        for name, pool in world.pools.items():
+        for name, pool in world.prefill_pools.items():
             pooled = [job for job in jobs if job.stage is JobStage.POOLED and job.engine.cluster.name == name]
             assert abs(sum(job.service_s for job in pooled) - pool.waiting_s) < _SLACK_S, (
                 f"{name}: {pool.waiting_s}"

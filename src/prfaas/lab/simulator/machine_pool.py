@@ -198,6 +198,14 @@ class MachinePool:
             elif group == _ATTENTION:
                 return
 
+    def check(self) -> None:
+        """No tier holds more than it may, and its policy knows exactly what it holds."""
+        for tier in (self._memory, self._ssd):
+            assert tier.policy.used_bytes <= tier.capacity_bytes
+            assert tier.policy.used_bytes == sum(
+                self._state_bytes if page & 1 else self._block_bytes for page in tier.pages
+            )
+
     def _inner_states(self, blocks: Sequence[int], end: int, start: int) -> set[int]:
         """Where a prefill of blocks [start, end) leaves states, beside its end."""
         every = self._checkpoint_blocks

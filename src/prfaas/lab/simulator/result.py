@@ -85,6 +85,7 @@ class Columns:
         "reason",
         "reason_codes",
         "retries",
+        "tier_tokens",
         "ttft_s",
         "uncached_tokens",
     )
@@ -99,6 +100,8 @@ class Columns:
         self.reason = array("b")  # index into `reasons`
         self.retries = array("b")
         self.reason_codes: dict[str, int] = {}
+        # Of the hit tokens, those that came from pools, by tier; no columns without pools.
+        self.tier_tokens: dict[str, array[int]] = {}
 
     def grow(self, count: int) -> None:
         """Room for `count` more requests."""
@@ -106,6 +109,8 @@ class Columns:
             times.extend([_NOT_A_NUMBER] * count)
         for column in (self.uncached_tokens, self.hit_tokens, self.link_bytes, self.offloaded, self.reason):
             column.frombytes(bytes(column.itemsize * count))
+        for tokens in self.tier_tokens.values():
+            tokens.frombytes(bytes(tokens.itemsize * count))
         self.retries.frombytes(bytes(count))
 
     @property
@@ -140,6 +145,8 @@ class Result:
     """What the threshold was compared with."""
     hit_tokens: IntArray
     """What was not computed, thanks to a cache."""
+    tier_tokens: Mapping[str, IntArray]
+    """Of those, what was loaded from pools, by tier (`pools.TIERS`); empty without pools."""
     offloaded: BoolArray
     reason: IntArray
     """Of the decision, as an index into `reasons`."""
@@ -202,6 +209,7 @@ class Result:
             "egress_bits_per_s": sum(value or 0.0 for value in egress.values()),
             "offloaded_fraction": _mean(self.offloaded[counted].astype(float)),
             "hit_ratio": float(self.hit_tokens[counted].sum()) / inputs if inputs else 0.0,
+            **self._by_tier(inputs),
             "retries": int(self.retries.sum()),
             "lost": int(np.isnan(self.e2e_s).sum()),
             "stable": is_stable(self.arrival_s, done_s, self.start_s, self.end_s),
@@ -215,6 +223,17 @@ class Result:
             },
         }
         return document | dict(self.changes)
+
+    def _by_tier(self, inputs: float) -> dict[str, Any]:
+        if not self.tier_tokens:
+            return {}
+        loaded = {tier: float(tokens[self.counted].sum()) for tier, tokens in self.tier_tokens.items()}
+        own = float(self.hit_tokens[self.counted].sum()) - sum(loaded.values())
+        return {
+            "hit_ratio_by_tier": {
+                tier: tokens / inputs if inputs else 0.0 for tier, tokens in {"engine": own, **loaded}.items()
+            }
+        }
 
 
 def _percentiles(name: str, values: FloatArray) -> dict[str, float | None]:

@@ -11,7 +11,8 @@ from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import PlanProblem, best_operation, problem_of
 from prfaas.core.scheduling import ClusterView, InstanceView, KvFacts, LinkView, View
 from prfaas.core.scheduling.threshold import ThresholdOptimiser
-from prfaas.lab.simulator.capacity import CapacityProcess, Constant
+from prfaas.lab.simulator.capacity import CapacityProcess, Constant, Interrupted
+from prfaas.lab.simulator.machine_pool import PoolOptions
 
 # Engines keep a hybrid model's states at the ends of prefill chunks; this is vLLM's usual budget of a step.
 _CHECKPOINT_TOKENS = 8192
@@ -139,6 +140,8 @@ class Scenario:
     allocation: bool = True
     """False: roles stay as they are."""
     caches: CacheOptions | None = None
+    pools: Mapping[str, PoolOptions] = field(default_factory=dict)
+    """By cluster; one that is missing has none."""
     failures: Sequence[Failure] = ()
     overheads: Overheads = Overheads()
     slo: Slo = field(default_factory=lambda: Slo(None, None))
@@ -147,6 +150,11 @@ class Scenario:
     cluster."""
 
     def __post_init__(self) -> None:
+        unknown = sorted(set(self.pools) - {cluster.name for cluster in self.clusters})
+        if unknown:
+            raise ValueError(f'cluster "{unknown[0]}" has a pool and is not there')
+        if self.pools and self.kv_model.token_bytes == 0:
+            raise ValueError(f"{self.kv_model.name} has no full-attention layers, so it gets no pool")
         names = {link.name for link in self.links} | {
             instance for cluster in self.clusters for instance in instance_names(cluster)
         }
@@ -155,6 +163,15 @@ class Scenario:
                 raise ValueError(
                     f'"{failure.what}" cannot fail: it is no instance or link; there are {sorted(names)}'
                 )
+
+    def capacity_of(self, link: SimulatedLink) -> CapacityProcess:
+        """What a link really carries, its failures included."""
+        outages = [
+            (failure.at_s, failure.at_s + failure.lasts_s)
+            for failure in self.failures
+            if failure.what == link.name
+        ]
+        return Interrupted(link.capacity, outages) if outages else link.capacity
 
 
 def instance_names(cluster: SimulatedCluster) -> list[str]:
@@ -173,6 +190,7 @@ def scenario_of(
     allocation: bool = True,
     control: ControlConfig | None = None,
     caches: CacheOptions | None = None,
+    pools: Mapping[str, PoolOptions] | None = None,
     links: Mapping[str, CapacityProcess] | None = None,
     failures: Sequence[Failure] = (),
     overheads: Overheads | None = None,
@@ -190,6 +208,7 @@ def scenario_of(
         allocation: Whether roles change while it runs.
         control: Periods of the slow loops; None takes the defaults.
         caches: Prefix caches of every instance; None: none.
+        pools: Of machines, by cluster; None takes the file's.
         links: Capacity over time by "source->target"; that of other links is constant.
         failures: Instances and links that fail.
         overheads: Time beside the work itself.
@@ -240,10 +259,26 @@ def scenario_of(
         adapts=adapts,
         allocation=allocation,
         caches=caches,
+        pools=pools_of(planned) if pools is None else dict(pools),
         failures=tuple(failures),
         overheads=overheads or Overheads(),
         slo=planned.slo,
     )
+
+
+def pools_of(planned: PlannedDeployment) -> dict[str, PoolOptions]:
+    """The pools that a deployment file describes, by cluster, with the usual bandwidths."""
+    return {
+        cluster.name: PoolOptions(
+            memory_bytes=cluster.pool.memory_bytes,
+            ssd_bytes=cluster.pool.ssd_bytes,
+            checkpoint_tokens=planned.pool.checkpoint_tokens,
+            eviction=planned.pool.eviction,
+            instances_per_machine=cluster.instances_per_machine,
+        )
+        for cluster in planned.clusters
+        if cluster.pool is not None
+    }
 
 
 def roles_of(planned: PlannedDeployment, problem: PlanProblem) -> dict[str, int]:

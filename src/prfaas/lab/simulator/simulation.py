@@ -85,7 +85,8 @@ def _feed(world: World, chunk: RequestChunk, start: int, invariants: Invariants 
     world.columns.grow(len(chunk))
     events, arrive = world.events, world.arrive
     heap = events.heap
-    blocks = chunk.block_ids.tolist() if world.caches is not None else None
+    are_kept = world.caches is not None or world.pools is not None
+    blocks = chunk.block_ids.tolist() if are_kept else None
     starts = chunk.block_starts.tolist()
     columns = zip(
         chunk.arrival_s.tolist(), chunk.input_tokens.tolist(), chunk.output_tokens.tolist(), strict=True
@@ -163,6 +164,7 @@ def _result(
         output_tokens=outputs,
         uncached_tokens=np.array(columns.uncached_tokens, dtype=np.int64),
         hit_tokens=np.array(columns.hit_tokens, dtype=np.int64),
+        tier_tokens={tier: np.array(tokens, dtype=np.int64) for tier, tokens in columns.tier_tokens.items()},
         offloaded=np.array(columns.offloaded, dtype=bool),
         reason=np.array(columns.reason, dtype=np.int64),
         reasons=columns.reasons,

@@ -43,7 +43,7 @@ class TimeSeries:
             _add(totals, f"prefill_busy_s_{name}", self._used(f"p{name}", engines, now_s, of_prefill=True))
             _add(totals, f"prefill_there_s_{name}", self._there(f"p{name}", len(prefillers), now_s))
             _add(levels, f"prefill_instances_{name}", len(prefillers))
-            waiting = sum(len(engine.queue) for engine in engines) + len(world.pools[name])
+            waiting = sum(len(engine.queue) for engine in engines) + len(world.prefill_pools[name])
             _add(levels, f"queue_{name}", waiting)
             if cluster.kind == "pd":
                 clocks = [engine.clock for engine in engines if engine.clock is not None]

@@ -1,5 +1,6 @@
 """The simulated deployment: engines, links and the view that policies read, and what happens to a request there."""
 
+from array import array
 from heapq import heappush
 
 import numpy as np
@@ -8,18 +9,17 @@ from prfaas.core.prefix.index import PrefixHit
 from prfaas.core.scheduling import Policy, RoutingRequest, policy_named
 from prfaas.core.scheduling.prefill_pool import PrefillPool
 from prfaas.core.scheduling.threshold import LengthWindow
-from prfaas.lab.simulator.capacity import CapacityProcess, Interrupted
 from prfaas.lab.simulator.events import Events
 from prfaas.lab.simulator.instance import Engine, Job, JobStage
 from prfaas.lab.simulator.link import FluidLink
 from prfaas.lab.simulator.monitored_link import LOOK_S, MonitoredLink
+from prfaas.lab.simulator.pools import TIERS, MachinePools
 from prfaas.lab.simulator.prefix_caches import PrefixCaches
 from prfaas.lab.simulator.result import Columns
 from prfaas.lab.simulator.scenario import (
     CacheOptions,
     Scenario,
     SimulatedCluster,
-    SimulatedLink,
     view_of,
 )
 from prfaas.lab.simulator.token_clock import TokenClock
@@ -46,14 +46,14 @@ class World:
         self.kv = KvMoves(scenario.kv_model)
         self.policy: Policy = policy_named(scenario.policy, **scenario.params)
         self.view = view_of(scenario, self.kv.facts)
-        self.pools: dict[str, PrefillPool[Job]] = {
+        self.prefill_pools: dict[str, PrefillPool[Job]] = {
             cluster.name: PrefillPool() for cluster in scenario.clusters
         }
         self.engines: dict[str, Engine] = {
             instance.name: Engine(
                 instance,
                 self.view.clusters[cluster.name],
-                self.pools[cluster.name],
+                self.prefill_pools[cluster.name],
                 self._clock(cluster),
                 cluster.decode_step_s,
                 cluster.prefill_concurrency,
@@ -68,7 +68,7 @@ class World:
                 FluidLink(
                     self.events,
                     link.name,
-                    self._capacity(link),
+                    scenario.capacity_of(link),
                     rng=stream,
                     rtt_s=link.rtt_s,
                     transfer_limit_bits_per_s=link.transfer_limit_bits_per_s,
@@ -77,9 +77,10 @@ class World:
             )
             for link, stream in zip(scenario.links, rng.spawn(len(scenario.links)), strict=True)
         }
-        self.caches = None if scenario.caches is None else self._caches(scenario.caches, block_tokens)
-        self.window = LengthWindow(scenario.control.window_s)
         self.columns = Columns()
+        self.caches = None if scenario.caches is None else self._caches(scenario.caches, block_tokens)
+        self.pools = None if not scenario.pools else self._machine_pools(scenario, block_tokens)
+        self.window = LengthWindow(scenario.control.window_s)
         self.open: dict[int, Job] = {}
         self.done = 0
         self.done_tokens = 0
@@ -160,10 +161,12 @@ class World:
         view, now_s, engines = self.view, self.events.now_s, self.engines
         view.now_s = now_s
         held = self.caches.held(job.blocks, job.tokens) if self.caches is not None else _NOTHING_HELD
-        job.decision = decision = policy.decide(RoutingRequest(job.tokens, held, job.number), view)
+        job.decision = decision = policy.decide(self._request(job, held), view)
         job.engine = engine = engines[decision.prefill]
         job.target = target = engines[decision.decode]
         job.service_s = engine.prefill_s(decision.prefill_tokens)
+        if self.pools is not None:
+            self.pools.settle(job, held, job.tokens - decision.prefill_tokens, decision.load_s)
         self.open[job.number] = job
         target_view = target.view
         target_view.in_flight += 1
@@ -181,15 +184,29 @@ class World:
         else:
             self._wait(job)
 
+    def _request(self, job: Job, held: dict[str, PrefixHit]) -> RoutingRequest:
+        if self.pools is None:
+            return RoutingRequest(job.tokens, held, job.number)
+        return self.pools.request(job.number, job.tokens, job.blocks, held)
+
     def _move_prefix(self, job: Job) -> None:
         """The cache of another cluster comes first; meanwhile the prefill counts as accepted by its instance."""
         moved = job.decision.cache_transfer
         assert moved is not None
         engine, now_s = job.engine, self.events.now_s
-        job.prefix_link = link = self.links[self.engines[moved.source].cluster.name, engine.cluster.name]
         job.stage = _MOVING
         engine.accept(job.service_s, now_s)
-        nbytes = self.kv.total_bytes(moved.num_tokens - 1, moved.skip_tokens)
+        if moved.from_pool:
+            assert self.pools is not None
+            source = self.pools.source_cluster(moved)
+            if source == engine.cluster.name:
+                self.events.at(self.pools.read(job, moved, now_s), self._prefix_here, job)
+                return
+            self.pools.send(job, moved)
+        else:
+            source = self.engines[moved.source].cluster.name
+        job.prefix_link = link = self.links[source, engine.cluster.name]
+        nbytes = self.kv.total_bytes(moved.reusable_tokens, moved.skip_tokens)
         self.columns.link_bytes[job.number] += nbytes
         job.transfer = link.fluid.send(nbytes, self._prefix_here, job, background=True)
 
@@ -199,7 +216,10 @@ class World:
         engine = job.engine
         job.prefix_link = job.transfer = None
         job.stage = _QUEUED
-        if self.caches is not None:
+        moved = job.decision.cache_transfer
+        if self.pools is not None and moved is not None and moved.from_pool:
+            self.pools.receive(job, moved)
+        elif self.caches is not None:
             self.caches.insert(engine.name, job.blocks, job.tokens - job.decision.prefill_tokens)
         if engine.at_work < engine.prefill_slots and not engine.queue:
             engine.waiting_s = max(engine.waiting_s - job.service_s, 0.0)
@@ -219,7 +239,7 @@ class World:
             engine.pool.offer(job, decision.urgency_s, job.service_s)
             engine.cluster.waiting_s = engine.pool.waiting_s
             job.stage = _POOLED
-            if self.caches is not None:
+            if self.caches is not None or self.pools is not None:
                 # One that holds less may be idle: without caches the idle one was chosen.
                 for other in self.engines.values():
                     if other.cluster is engine.cluster:
@@ -238,15 +258,26 @@ class World:
             if engine is not job.target:
                 engine.view.in_flight += 1
             job.engine = engine
-            if self.caches is not None:
-                here = self.caches.held(job.blocks, job.tokens).get(engine.name)
-                reusable = 0 if here is None else min(here.reusable_tokens, job.tokens - 1)
-                job.service_s = engine.prefill_s(job.tokens - reusable)
-                self.columns.hit_tokens[job.number] = reusable
+            if self.caches is not None or self.pools is not None:
+                self._look_up(job)
         self._start(engine, job)
 
+    def _look_up(self, job: Job) -> None:
+        """What the instance holds that a job of the pool went to."""
+        engine = job.engine
+        held = self.caches.held(job.blocks, job.tokens) if self.caches is not None else _NOTHING_HELD
+        request = self._request(job, held)
+        reusable = request.reusable_at(engine.name)
+        job.service_s = engine.prefill_s(job.tokens - reusable)
+        if self.pools is not None:
+            self.pools.settle(job, held, reusable, request.loads_s.get(engine.name, 0.0))
+        self.columns.hit_tokens[job.number] = reusable
+
     def _start(self, engine: Engine, job: Job) -> None:
-        events, service_s, link = self.events, job.service_s, job.link
+        events, link = self.events, job.link
+        if self.pools is not None:
+            job.service_s = self.pools.service_s(job, events.now_s)
+        service_s = job.service_s
         end_s = events.now_s + service_s
         job.stage = _PREFILLING
         if engine.at_work and engine.free_at_s > events.now_s:
@@ -275,6 +306,8 @@ class World:
                 engine.view.in_flight -= 1
             if self.caches is not None:
                 self.caches.insert(engine.name, job.blocks, job.tokens)
+            if self.pools is not None:
+                self.pools.computed(job)
             if job.stage is _PREFILLING:
                 job.stage = _SENDING
                 if job.link is None or job.is_sent:
@@ -300,6 +333,8 @@ class World:
             return
         if self.caches is not None and job.engine is not target:
             self.caches.insert(target.name, job.blocks, job.tokens)
+        if self.pools is not None:
+            self.pools.arrived(job)
         job.stage = _DECODING
         assert target.clock is not None  # only PD instances decode
         job.place = target.clock.join(job.left_tokens, job)
@@ -353,14 +388,6 @@ class World:
         if job.link is not None:
             job.link.settle(job.promised_bytes, now_s)
 
-    def _capacity(self, link: SimulatedLink) -> CapacityProcess:
-        outages = [
-            (failure.at_s, failure.at_s + failure.lasts_s)
-            for failure in self.scenario.failures
-            if failure.what == link.name
-        ]
-        return Interrupted(link.capacity, outages) if outages else link.capacity
-
     def _clock(self, cluster: SimulatedCluster) -> TokenClock | None:
         if cluster.decode_step_s is None:
             return None
@@ -382,6 +409,10 @@ class World:
             checkpoint_tokens=options.checkpoint_tokens,
             state_tokens=options.state_tokens,
         )
+
+    def _machine_pools(self, scenario: Scenario, block_tokens: int) -> MachinePools:
+        self.columns.tier_tokens = {tier: array("i") for tier in TIERS}
+        return MachinePools(scenario, self.view, block_tokens, self.columns.tier_tokens)
 
 
 def _nothing(_job: Job) -> None:

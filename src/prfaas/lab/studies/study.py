@@ -7,21 +7,43 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.workload.traffic import Traffic
-from prfaas.lab.simulator import CacheOptions, CapacityProcess, Result, scenario_of, simulate
+from prfaas.lab.simulator import (
+    CacheOptions,
+    CapacityProcess,
+    PoolOptions,
+    Result,
+    scenario_of,
+    simulate,
+)
 from prfaas.lab.studies.context import StudyContext
 
 Key = tuple[str | float, ...]
 
 
+class StudyRun(Protocol):
+    """One simulation of a study, as it is sent to another process."""
+
+    @property
+    def key(self) -> Key:
+        """The run's name within its study."""
+
+    @property
+    def expected_requests(self) -> float:
+        """About how many requests it has."""
+
+    def outcome(self) -> "StudyOutcome":
+        """Simulate it; the same run gives the same numbers and course wherever that is done."""
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One simulation of a study, as it is sent to another process."""
+    """A deployment under load."""
 
     key: Key
     """The run's name within its study."""
@@ -38,6 +60,8 @@ class Run:
     threshold_tokens: float | None = None
     """None takes the planner's."""
     caches: CacheOptions | None = None
+    pools: Mapping[str, PoolOptions] | None = None
+    """By cluster; None takes the file's."""
     links: Mapping[str, CapacityProcess] = field(default_factory=dict)
     """Capacity over time by link; that of other links is constant."""
     adapts: bool = True
@@ -49,6 +73,38 @@ class Run:
     warmup_share: float = 0.1
     course_parts: int = 0
     """Into how many equal parts of the counted time `StudyOutcome.course` is cut."""
+
+    @property
+    def expected_requests(self) -> float:
+        """See `StudyRun`."""
+        return self.requests if self.duration_s is None else self.duration_s * self.traffic.mean_per_s
+
+    def outcome(self) -> "StudyOutcome":
+        """See `StudyRun`."""
+        started_s = time.perf_counter()
+        scenario = scenario_of(
+            self.planned,
+            policy=self.policy,
+            params=self.params,
+            roles=self.roles,
+            threshold_tokens=self.threshold_tokens,
+            adapts=self.adapts,
+            allocation=self.allocation,
+            caches=self.caches,
+            pools=self.pools,
+            links=self.links,
+        )
+        result = simulate(
+            scenario,
+            # Every policy and variant of a seed meets the same requests.
+            self.traffic.chunks(np.random.default_rng(self.seed)),
+            seed=self.seed,
+            requests=None if self.duration_s is not None else self.requests,
+            duration_s=self.duration_s,
+            warmup_share=self.warmup_share,
+        )
+        course = _course(result, self.course_parts) if self.course_parts else {}
+        return StudyOutcome(result.summary(), course, time.perf_counter() - started_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,37 +174,10 @@ class Study:
 
     name: str
     title: str
-    runs: Callable[[StudyContext], Sequence[Run]]
+    runs: Callable[[StudyContext], Sequence[StudyRun]]
     """What to simulate."""
     describe: Callable[[StudyContext, Outcomes], StudySection]
     """What it means, from the outcomes by key alone."""
-
-
-def run_one(run: Run) -> StudyOutcome:
-    """Simulate a run; the same run gives the same numbers and course wherever that is done."""
-    started_s = time.perf_counter()
-    scenario = scenario_of(
-        run.planned,
-        policy=run.policy,
-        params=run.params,
-        roles=run.roles,
-        threshold_tokens=run.threshold_tokens,
-        adapts=run.adapts,
-        allocation=run.allocation,
-        caches=run.caches,
-        links=run.links,
-    )
-    result = simulate(
-        scenario,
-        # Every policy and variant of a seed meets the same requests.
-        run.traffic.chunks(np.random.default_rng(run.seed)),
-        seed=run.seed,
-        requests=None if run.duration_s is not None else run.requests,
-        duration_s=run.duration_s,
-        warmup_share=run.warmup_share,
-    )
-    course = _course(result, run.course_parts) if run.course_parts else {}
-    return StudyOutcome(result.summary(), course, time.perf_counter() - started_s)
 
 
 def _course(result: Result, parts: int) -> dict[str, list[float | None]]:
@@ -171,22 +200,22 @@ def _plain(values: "np.ndarray[Any, np.dtype[np.float64]]") -> list[float | None
 
 
 def run_all(
-    runs: Sequence[Run], *, jobs: int, on_done: Callable[[Run, StudyOutcome], None] | None = None
+    runs: Sequence[StudyRun], *, jobs: int, on_done: Callable[[StudyRun, StudyOutcome], None] | None = None
 ) -> list[StudyOutcome]:
     """An outcome per run, in their order and the same for any number of `jobs`.
 
     `on_done` is called with each as it ends, in any order. An exception of a run ends the others and passes through.
     """
     if jobs == 1:
-        return [_report(run, run_one(run), on_done) for run in runs]
+        return [_report(run, run.outcome(), on_done) for run in runs]
     found: dict[int, StudyOutcome] = {}
     # Not forked: a caller that shows progress may have threads.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(max_workers=jobs, mp_context=context, initializer=_leave_with_parent)
     try:
         # Long ones first, so that all end at about the same time.
-        order = sorted(range(len(runs)), key=lambda index: -expected_requests(runs[index]))
-        numbers = {pool.submit(run_one, runs[index]): index for index in order}
+        order = sorted(range(len(runs)), key=lambda index: -runs[index].expected_requests)
+        numbers = {pool.submit(_outcome_of, runs[index]): index for index in order}
         for future in as_completed(numbers):
             index = numbers[future]
             found[index] = _report(runs[index], future.result(), on_done)
@@ -195,9 +224,8 @@ def run_all(
     return [found[index] for index in range(len(runs))]
 
 
-def expected_requests(run: Run) -> float:
-    """About how many requests a run has."""
-    return run.requests if run.duration_s is None else run.duration_s * run.traffic.mean_per_s
+def _outcome_of(run: StudyRun) -> StudyOutcome:
+    return run.outcome()
 
 
 def _leave_with_parent() -> None:
@@ -213,7 +241,7 @@ def _leave_with_parent() -> None:
 
 
 def _report(
-    run: Run, outcome: StudyOutcome, on_done: Callable[[Run, StudyOutcome], None] | None
+    run: StudyRun, outcome: StudyOutcome, on_done: Callable[[StudyRun, StudyOutcome], None] | None
 ) -> StudyOutcome:
     if on_done is not None:
         on_done(run, outcome)
@@ -225,8 +253,8 @@ def run_studies(
     context: StudyContext,
     *,
     jobs: int = 1,
-    on_begin: Callable[[Sequence[Run]], None] | None = None,
-    on_done: Callable[[Run, StudyOutcome], None] | None = None,
+    on_begin: Callable[[Sequence[StudyRun]], None] | None = None,
+    on_done: Callable[[StudyRun, StudyOutcome], None] | None = None,
 ) -> dict[str, Outcomes]:
     """Simulate all runs of several studies, which share the processes.
 

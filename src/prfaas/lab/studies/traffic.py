@@ -7,9 +7,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from prfaas.core.planner import PlanProblem, best_operation
-from prfaas.core.workload import Empirical, LengthDistribution, Workload, fixed
-from prfaas.core.workload.arrivals import Arrivals, FloatArray, Mmpp, Phase, Poisson
-from prfaas.core.workload.traffic import IndependentTraffic, RequestChunk, Traffic
+from prfaas.core.workload import Empirical, LengthDistribution, TruncatedLogNormal, Workload, fixed
+from prfaas.core.workload.arrivals import DAY_S as REAL_DAY_S
+from prfaas.core.workload.arrivals import Arrivals, Diurnal, FloatArray, Mmpp, Phase, Poisson
+from prfaas.core.workload.requests import BLOCK_TOKENS
+from prfaas.core.workload.sessions import SessionTraffic
+from prfaas.core.workload.traffic import IndependentTraffic, RequestChunk, Traffic, places_in, starts_of
 from prfaas.lab.studies.context import StudyContext
 
 _BINS = 2048
@@ -181,3 +184,74 @@ def day_plan(context: StudyContext, load: float) -> DayPlan:
 def noon_share(days: FloatArray | float) -> FloatArray:
     """The part of requests that are noon's, `days` after midnight."""
     return np.asarray((1 - np.cos(2 * np.pi * np.asarray(days))) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatsAndDocuments(Traffic):
+    """One day of 24 hours: people chat, most at noon, and long documents are read once each, most at midnight.
+
+    All chats begin with the same system prompt, and each turn's prompt holds the turns before it. No two documents
+    begin alike, so that what is kept of them is of no use.
+    """
+
+    sessions_per_s: float
+    """Chats that begin."""
+    documents_per_s: float
+    mean_turns: float = 6.0
+    think_s: float = 300.0
+    """From one turn to the next, on average."""
+
+    @property
+    def mean_per_s(self) -> float:
+        return self.sessions_per_s * self.mean_turns + self.documents_per_s
+
+    def chunks(self, rng: np.random.Generator) -> Iterator[RequestChunk]:
+        """See `Traffic.chunks`; the day is one."""
+        of_chats, of_documents = rng.spawn(2)
+        chats = SessionTraffic(
+            Diurnal(self.sessions_per_s, _SWING, phase=_LOWEST),
+            self.mean_turns,
+            self.think_s,
+            TruncatedLogNormal(math.log(_QUESTION_TOKENS), 1.0, 16, 16_384),
+            fixed(_ANSWER_TOKENS),
+            shared_tokens=_SYSTEM_TOKENS,
+        )
+        documents = IndependentTraffic(
+            Diurnal(self.documents_per_s, _SWING, phase=_HIGHEST),
+            TruncatedLogNormal(math.log(_DOCUMENT_TOKENS), 0.6, 8_192, 131_072),
+            fixed(_ANSWER_TOKENS),
+        )
+        yield _together(_of_one_day(chats, of_chats), _of_one_day(documents, of_documents))
+
+
+_SWING, _LOWEST, _HIGHEST = 0.9, 0.75, 0.25
+# Medians; chats and documents like these are our own assumption.
+_QUESTION_TOKENS, _ANSWER_TOKENS, _SYSTEM_TOKENS, _DOCUMENT_TOKENS = 600, 350, 4 * BLOCK_TOKENS, 32_000
+
+
+def _of_one_day(traffic: Traffic, rng: np.random.Generator) -> list[RequestChunk]:
+    chunks: list[RequestChunk] = []
+    for chunk in traffic.chunks(rng):
+        chunks.append(chunk)
+        if chunk.arrival_s[-1] >= REAL_DAY_S:
+            break
+    return chunks
+
+
+def _together(one: list[RequestChunk], other: list[RequestChunk]) -> RequestChunk:
+    """Two streams as one, up to the end of the day; their blocks stay apart."""
+    chunks = [*one, *other]
+    arrival_s = np.concatenate([chunk.arrival_s for chunk in chunks])
+    counts = np.concatenate([np.diff(chunk.block_starts) for chunk in chunks])
+    ids = np.concatenate([2 * chunk.block_ids + (number >= len(one)) for number, chunk in enumerate(chunks)])
+    order = np.argsort(arrival_s, kind="stable")
+    order = order[arrival_s[order] < REAL_DAY_S]
+    starts = starts_of(counts)[order]
+    return RequestChunk(
+        arrival_s[order],
+        np.concatenate([chunk.input_tokens for chunk in chunks])[order],
+        np.concatenate([chunk.output_tokens for chunk in chunks])[order],
+        ids[np.repeat(starts, counts[order]) + places_in(counts[order])],
+        starts_of(counts[order]),
+        chunks[0].block_tokens,
+    )

@@ -102,7 +102,7 @@ class EventSource:
         if frames[-2] == _END:
             self._carry_out(self.subscription.replay_ended(now_s))
         elif (batch := self._decoded(frames[-1])) is not None:
-            self._carry_out(self.subscription.replayed(int.from_bytes(frames[-2], "big"), batch))
+            self._carry_out(self.subscription.replayed(int.from_bytes(frames[-2], "big"), batch, now_s))
 
     def _decoded(self, payload: bytes) -> EventBatch | None:
         """None for what can't be read: that batch is then missing like one that was lost."""

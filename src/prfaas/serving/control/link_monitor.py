@@ -8,6 +8,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from prfaas.core.deployment import CONTROL, Deployment, Instance
@@ -80,7 +81,9 @@ class LinkPort(KvPort, Protocol):
 
 @dataclass(slots=True)
 class _Rank:
-    instance: Instance
+    name: str
+    """Of its instance, or a pool."""
+    cluster: str
     number: int
     observer: LinkPort
     ask_again_s: float = 0.0
@@ -102,10 +105,11 @@ class LinkMonitor:
         clock: Clock,
         on_change: Callable[[str], None],
         on_answer: Callable[[str, int], None] = lambda _name, _rank: None,
+        pool_ports: Mapping[str, LinkPort] = MappingProxyType({}),
     ) -> None:
         """`on_change` is called with the link's name when it goes down or comes back, or its capacity changes much.
 
-        `on_answer(instance, rank)`: it has answered.
+        `on_answer(instance, rank)`: it has answered. `pool_ports`: of pools, by name; they send on links too.
         """
         self._cluster_state = cluster_state
         self._clock = clock
@@ -121,13 +125,19 @@ class LinkMonitor:
         self._announced = {
             pair: AnnouncedLink(meter.capacity_bits_per_s) for pair, meter in self.meters.items()
         }
-        self._clusters = {instance.name: instance.cluster for instance in deployment.instances}
+        self._clusters = {each.name: each.cluster for each in (*deployment.instances, *deployment.pools)}
         ends = {cluster for pair in self.meters for cluster in pair}
         self._ranks = {
-            f"{instance.name}/{rank}": _Rank(instance, rank, observer_of(instance, rank))
+            f"{instance.name}/{rank}": _Rank(
+                instance.name, instance.cluster, rank, observer_of(instance, rank)
+            )
             for instance in deployment.instances
             if instance.cluster in ends
             for rank in range(instance.tensor_parallel)
+        } | {
+            f"{pool.name}/0": _Rank(pool.name, pool.cluster, 0, pool_ports[pool.name])
+            for pool in deployment.pools
+            if pool.cluster in ends and pool.name in pool_ports
         }
         self._samples: dict[tuple[str, str], dict[str, SenderSample]] = {pair: {} for pair in self.meters}
         self._arrivals: dict[tuple[str, str], dict[str, ArrivalSample]] = {pair: {} for pair in self.meters}
@@ -198,7 +208,7 @@ class LinkMonitor:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 answer = await rank.observer.telemetry()
-            self._on_answer(rank.instance.name, rank.number)
+            self._on_answer(rank.name, rank.number)
             self._take(name, rank, answer, asked_s)
         except TimeoutError:
             # Its answer may still be on its way.
@@ -217,7 +227,7 @@ class LinkMonitor:
             if pair is not None:
                 # Taken at some time after the question, which came without delay: the way here is the full one.
                 self._samples[pair][name] = SenderSample.of_report(report, asked_s)
-        now_s, target = self._clock(), rank.instance.cluster
+        now_s, target = self._clock(), rank.cluster
         arrived: dict[tuple[str, str], list[ArrivalSample]] = {
             pair: [] for pair in self.meters if pair[1] == target
         }

@@ -86,6 +86,11 @@ class LivePlane:
             for instance in deployment.instances
             if (endpoint := deployment.events_endpoint(instance)) is not None
         }
+        pool_endpoints = {
+            node.name: endpoint
+            for node in deployment.pools
+            if (endpoint := deployment.events_endpoint(node)) is not None
+        }
         self.waits = PredictedWaits(self.cluster_state, seats=deployment.engine.max_num_seqs, clock=clock)
         seed = _seed(key)
         self.prefix_knowledge = PrefixKnowledge(
@@ -105,7 +110,7 @@ class LivePlane:
             batch_tokens=deployment.engine.max_num_batched_tokens,
             reusable_at=self.prefix_knowledge.reusable_at,
         )
-        self.event_feed = EventFeed(endpoints, apply=self._apply, drop=self._drop)
+        self.event_feed = EventFeed(endpoints | pool_endpoints, apply=self._apply, drop=self._drop)
         self.engines = EngineMonitor(
             deployment,
             self._http,
@@ -211,12 +216,12 @@ class LivePlane:
             )
         match = self.prefix_knowledge.match(chains)
         self._routed.total += 1
-        request = RoutingRequest(num_tokens, match.held, self._routed.total)
+        request = self.prefix_knowledge.request(match, num_tokens, self._routed.total)
         policy = self._policy if offload else self._local
         decision = match.bound(policy.decide(request, view), num_tokens, view.kv)
         self._count(decision)
-        if offload and not avoid and match.held:
-            missed = self.prefix_knowledge.missed_prefix(decision.prefill, chains, match.held)
+        if offload and not avoid and request.held:
+            missed = self.prefix_knowledge.missed_prefix(decision.prefill, chains, request.held)
             if missed is not None:
                 self.hot_prefixes.note(missed)
         return decision
@@ -350,6 +355,9 @@ class LivePlane:
     def _drop(self, name: str, reason: str) -> None:
         self.prefix_knowledge.drop(name, reason)
         self.metrics.drops.labels(name, reason).inc()
+        if reason == "unanswered" and self.prefix_knowledge.is_pool(name):
+            # Unlike an engine, a pool can tell all that it holds, however old.
+            self.event_feed.reset(name, reason)
 
     def _lost_cache(self, name: str, reason: str) -> None:
         self._drop(name, reason)

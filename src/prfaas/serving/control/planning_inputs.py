@@ -9,7 +9,7 @@ from prfaas.core.deployment import Cluster, Deployment
 from prfaas.core.kv import ConfigError, KvModel, model_from_directory
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import KvSize, PlanProblem
-from prfaas.core.scheduling import ClusterView, InstanceView, KvFacts, LinkView, View
+from prfaas.core.scheduling import ClusterView, InstanceView, KvFacts, LinkView, PoolView, View
 from prfaas.core.scheduling.threshold import ClusterFacts, LinkFacts, prefill_instances, problem_now
 from prfaas.core.workload import LengthDistribution
 from prfaas.serving.control.cluster_state import ClusterState
@@ -88,6 +88,7 @@ def view_of(
         kv=kv_facts(model),
         now_s=now_s,
         stale_after_s=deployment.control.stale_after_s,
+        pools={node.name: PoolView(node.name, node.cluster, node.instances) for node in deployment.pools},
     )
 
 

@@ -1,8 +1,8 @@
-"""Which instance holds what of a prompt: by its events, by what was just sent, by what was ever sent there."""
+"""Which instance and which pool holds what of a prompt: by events, by what was just sent, by what was ever sent."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from prfaas.core.deployment import Instance
 from prfaas.core.prefix import (
@@ -10,13 +10,14 @@ from prfaas.core.prefix import (
     NOTHING,
     BlockHasher,
     GlobalIndex,
+    PoolHit,
     PrefixHit,
     PrefixRecord,
     PromptChains,
     chain_root,
 )
-from prfaas.core.prefix.events import EventBatch
-from prfaas.core.scheduling import Decision, KvFacts
+from prfaas.core.prefix.events import Event, EventBatch, RemovedBlocks, StoredBlocks
+from prfaas.core.scheduling import Decision, KvFacts, RoutingRequest, with_pools
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_monitor import EngineReading
 
@@ -114,17 +115,21 @@ _DEFAULT_CACHE_TOKENS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What instances hold of one prompt, by name; an absent one holds nothing."""
+    """What instances and pools hold of one prompt, by name; an absent one holds nothing."""
 
     held: Mapping[str, PrefixHit]
-    """To choose instances by."""
+    """What engines' own blocks hold, to choose instances by."""
     proven: Mapping[str, PrefixHit]
-    """To leave out bytes by: a wrong claim here costs a whole local prefill."""
+    """The same to leave out bytes by: a wrong claim here costs a whole local prefill."""
+    pools: Mapping[str, PoolHit] = field(default_factory=dict)
+    """What pools hold. Their daemons say so, and their engines load it: it is proven too."""
+    pool_of: Mapping[str, str] = field(default_factory=dict)
+    """Instance → the pool of its machine."""
 
     def bound(self, decision: Decision, prompt_tokens: int, kv: KvFacts) -> Decision:
         """The decision with no more bytes skipped than is proven to be there where they would be missed."""
         transfer, proven = decision.cache_transfer, self._proven_at(decision.prefill)
-        if transfer is not None and transfer.skip_tokens > proven:
+        if transfer is not None and not transfer.from_pool and transfer.skip_tokens > proven:
             nbytes = kv.prefix_bytes_to_move(transfer.num_tokens, proven)
             transfer = replace(transfer, skip_tokens=proven, kv_bytes=nbytes)
             decision = replace(decision, cache_transfer=transfer)
@@ -135,7 +140,9 @@ class PrefixMatch:
         return decision
 
     def _proven_at(self, name: str) -> int:
-        return self.proven.get(name, NOTHING).attention_tokens
+        own = self.proven.get(name, NOTHING).attention_tokens
+        pool = self.pools.get(self.pool_of.get(name, ""))
+        return own if pool is None else max(own, pool.every_tier.attention_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +172,7 @@ class PrefixKnowledge:
       these, so bytes are left out because of it too.
 
     With a hybrid model, what was only sent to an instance that decodes left no states there.
+    Pools have events alone. Each is in the index under two names: all that it holds, and what it holds in memory.
     """
 
     def __init__(
@@ -184,6 +192,10 @@ class PrefixKnowledge:
         self._is_hybrid = is_hybrid
         self._with_events = frozenset(with_events)
         self._clock = clock
+        self._memory_of = {name: f"{name}/memory" for name in cluster_state.view.pools}
+        self._pool_of = {
+            instance: pool.name for pool in cluster_state.view.pools.values() for instance in pool.instances
+        }
         self._pending = PendingPrefixes()
         self._record: PrefixRecord | None = None
         self._hasher: BlockHasher | None = None
@@ -198,8 +210,9 @@ class PrefixKnowledge:
         return replace(chains, by_block_tokens={**chains.by_block_tokens, hasher.block_tokens: hashes})
 
     def match(self, chains: PromptChains) -> PrefixMatch:
-        """What every instance holds of a prompt."""
+        """What every instance and every pool holds of a prompt."""
         proven = self.index.match(chains)
+        pools = self._take_pools(proven)
         if self._record is not None:
             hashes = chains.by_block_tokens.get(self._record.block_tokens, ())
             for name in self._record_names():
@@ -208,15 +221,19 @@ class PrefixKnowledge:
                     proven[name] = self._sent(name, recorded)
         expected = self._pending.match(chains, self._clock())
         if not expected:
-            return PrefixMatch(proven, proven)
+            return PrefixMatch(proven, proven, pools, self._pool_of)
         held = dict(proven)
         for name, tokens in expected.items():
             held[name] = _longer(held.get(name, NOTHING), self._sent(name, PrefixHit(tokens, tokens)))
-        return PrefixMatch(held, proven)
+        return PrefixMatch(held, proven, pools, self._pool_of)
+
+    def request(self, match: PrefixMatch, num_tokens: int, ordinal: int) -> RoutingRequest:
+        """What policies see of a prompt of `num_tokens` tokens; `ordinal` counts requests."""
+        return with_pools(num_tokens, match.held, match.pools, self._cluster_state.view, ordinal)
 
     def reusable_at(self, chains: PromptChains, name: str) -> int:
         """Tokens of a prompt that a prefill at instance `name` need not compute."""
-        return self.match(chains).held.get(name, NOTHING).reusable_tokens
+        return self.request(self.match(chains), chains.num_tokens, 0).reusable_at(name)
 
     def missed_prefix(
         self, prefill: str, chains: PromptChains, held: Mapping[str, PrefixHit]
@@ -229,7 +246,7 @@ class PrefixKnowledge:
             longest[cluster] = max(longest.get(cluster, 0), hit.reusable_tokens)
         here = longest.get(target, 0)
         most = max(longest.values(), default=0)
-        key = _key(chains, most) if most > here else None
+        key = chains.key_of(most) if most > here else None
         if key is None:
             return None
         return MissedPrefix(key, most, here, target, [name for name in longest if longest[name] == most])
@@ -242,13 +259,18 @@ class PrefixKnowledge:
             self._record.add(name, chains.by_block_tokens.get(self._record.block_tokens, ()))
 
     def apply(self, name: str, batch: EventBatch) -> None:
-        """Apply what one engine step stored and removed."""
+        """Apply what one engine step stored and removed, or what became of a pool's pages."""
         self.index.apply(name, batch.events)
+        memory = self._memory_of.get(name)
+        if memory is not None:
+            self.index.apply(memory, [event for event in batch.events if not _is_of_ssd(event)])
 
     def drop(self, name: str, reason: str) -> None:
         """Forget what is held there: it is lost, or no longer known."""
         logger.info("what %s holds is forgotten: %s", name, reason)
         self.index.drop(name)
+        if name in self._memory_of:
+            self.index.drop(self._memory_of[name])
         self._pending.drop(name)
         if self._record is not None:
             self._record.forget(name)
@@ -277,11 +299,29 @@ class PrefixKnowledge:
         """Blocks that were just sent somewhere, and are not known to be there yet."""
         return len(self._pending)
 
+    def is_pool(self, name: str) -> bool:
+        """Whether the holder of that name is a pool."""
+        return name in self._memory_of
+
+    def memory_blocks(self, pool: str) -> int:
+        """Blocks known of a pool that lie in memory."""
+        return self.index.blocks(self._memory_of[pool])
+
     def blocks(self, name: str) -> int:
-        """Blocks known or recorded of an instance."""
-        if name not in self._with_events and self._record is not None:
+        """Blocks known or recorded of an instance, or known of a pool."""
+        if name not in self._with_events and name not in self._memory_of and self._record is not None:
             return self._record.blocks(name)
         return self.index.blocks(name)
+
+    def _take_pools(self, hits: dict[str, PrefixHit]) -> dict[str, PoolHit]:
+        """Take the pools out of `hits`."""
+        pools = {}
+        for name, memory in self._memory_of.items():
+            in_memory = hits.pop(memory, NOTHING)
+            every_tier = hits.pop(name, None)
+            if every_tier is not None:
+                pools[name] = PoolHit(every_tier, in_memory)
+        return pools
 
     def _record_names(self) -> list[str]:
         return [name for name in self._cluster_state.names if name not in self._with_events]
@@ -291,16 +331,11 @@ class PrefixKnowledge:
         return held if has_states else PrefixHit(0, held.attention_tokens)
 
 
+def _is_of_ssd(event: Event) -> bool:
+    return isinstance(event, StoredBlocks | RemovedBlocks) and event.medium == "ssd"
+
+
 def _longer(known: PrefixHit, other: PrefixHit) -> PrefixHit:
     return PrefixHit(
         max(known.reusable_tokens, other.reusable_tokens), max(known.attention_tokens, other.attention_tokens)
     )
-
-
-def _key(chains: PromptChains, tokens: int) -> int | None:
-    """The hash of the prefix of `tokens` tokens, None if it ends on no block's boundary."""
-    for block_tokens, hashes in chains.by_block_tokens.items():
-        blocks, rest = divmod(tokens, block_tokens)
-        if rest == 0 and 0 < blocks <= len(hashes):
-            return hashes[blocks - 1]
-    return None

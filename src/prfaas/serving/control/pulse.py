@@ -78,8 +78,9 @@ class Pulse:
         self._ways[name][0].heard_s = self._clock()
 
     def heard_kv(self, name: str, rank: int) -> None:
-        """The KV port of a rank has answered."""
-        self._ways[name][1 + rank].heard_s = self._clock()
+        """The KV port of a rank has answered. That of a pool says nothing of an engine."""
+        if name in self._ways:
+            self._ways[name][1 + rank].heard_s = self._clock()
 
     def silence(self, name: str, limit_s: float) -> str | None:
         """Which way has not answered for longer than `limit_s`, by its name; None: none."""

@@ -13,3 +13,15 @@ COUNTERS: Mapping[str, str] = {
     "bytes_loaded": "KV bytes copied from staging into the engine's blocks",
 }
 """Counter name → what it counts."""
+
+POOL_COUNTERS: Mapping[str, str] = {
+    "pool_hit_tokens_memory": "Prompt tokens whose KV the machine's pool held in memory",
+    "pool_hit_tokens_ssd": "Prompt tokens whose KV the machine's pool had to read from its SSD",
+    "pool_loads_completed": "Prefixes loaded from the machine's pool into the engine's blocks",
+    "pool_loads_failed": "Prefixes that could not be loaded from the machine's pool; their requests were prefilled",
+    "pool_bytes_loaded": "KV bytes copied from the machine's pool into the engine's blocks",
+    "pool_load_seconds": "Seconds spent on these copies",
+    "pool_bytes_stored": "KV bytes copied from the engine's blocks into the machine's pool",
+    "pool_store_seconds": "Seconds spent on these copies and their checksums",
+}
+"""The same of an engine's part of its machine's pool."""

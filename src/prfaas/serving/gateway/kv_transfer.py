@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from prfaas.core.scheduling import Decision
 from prfaas.serving.transport.observer import OnSoon
 from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.wire import TransferPhase, TransferStatus
@@ -75,6 +76,19 @@ class TransferDone(StartedTransfer):
     """From the transfer's start to the producer's answer."""
     transfer_s: float
     """From the transfer's start to its last byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class MovedPrefix:
+    """What became of a decision's cache transfer."""
+
+    decision: Decision
+    """As it stands now: without the transfer, and with what is left to compute."""
+    source: str | None = None
+    """Who sent; None: nothing has come, or nothing was wanted."""
+    moved_bytes: int = 0
+    transfer: TransferDone | None = None
+    """What waits in the staging of the prefill instance. What went from pool to pool needs no ticket."""
 
 
 @dataclass(frozen=True, slots=True)

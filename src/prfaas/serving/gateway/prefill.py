@@ -10,8 +10,9 @@ from prfaas.core.deployment import Deployment
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.control_plane import PrefillWork
-from prfaas.serving.gateway.kv_transfer import StartedTransfer, TransferDone, TransferSpec
+from prfaas.serving.gateway.kv_transfer import MovedPrefix, StartedTransfer, TransferDone, TransferSpec
 from prfaas.serving.gateway.prefill_hop import INCOMPATIBLE, HopFailedError, PrefillHop
+from prfaas.serving.gateway.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.prompts import DirectPrompt
 from prfaas.serving.gateway.request import PreparedRequest, ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.request_log import Attempt, WaitsFor
@@ -27,10 +28,10 @@ class _RemotePrefill:
     request: ServingRequest
     prompt: TokenizedPrompt
     attempt: Attempt
-    prefix: TransferDone | None
+    moved: MovedPrefix
     """What the prefill may start from."""
     wanted: str
-    """The instance that `prefix` was moved to."""
+    """The instance that it was moved to."""
     work: PrefillWork
     stack: AsyncExitStack
     """Gives the instance back."""
@@ -39,8 +40,11 @@ class _RemotePrefill:
 class PrefillOrchestrator:
     """Makes requests ready for their decode engines."""
 
-    def __init__(self, deployment: Deployment, hop: PrefillHop, context: GatewayContext) -> None:
+    def __init__(
+        self, deployment: Deployment, hop: PrefillHop, prefixes: PrefixMoves, context: GatewayContext
+    ) -> None:
         self._hop = hop
+        self._prefixes = prefixes
         self._lead_s = deployment.transfer.decode_lead_s
         self._plane = context.plane
         self._metrics = context.metrics
@@ -73,7 +77,11 @@ class PrefillOrchestrator:
         fallback: str | None = None
         for _ in range(_PREFILL_ATTEMPTS):
             if not decision.transfers:
-                return self._at_decode(request, prompt, decision, decision.reason, fallback)
+                moved = MovedPrefix(decision)
+                if decision.cache_transfer is not None and decision.cache_transfer.from_pool:
+                    moved = await self._prefixes.move(request, prompt, decision)
+                local = self._at_decode(request, prompt, moved.decision, decision.reason, fallback)
+                return replace(local, prefix=moved)
             if decision.kv_bytes > self._staging_bytes[decision.decode]:
                 return self._at_decode(request, prompt, decision, "staging", fallback)
             attempt = request.record.start(decision, num_tokens)
@@ -198,15 +206,15 @@ class PrefillOrchestrator:
         In the second case `PreparedRequest.arriving` goes on. Raises HopFailedError.
         `attempt.decision` becomes the one that was carried out: another instance may be free first.
         """
-        num_tokens, wanted = len(prompt.token_ids), attempt.decision
+        wanted = attempt.decision
         # 1. A cached prefix that is elsewhere goes to the prefill instance first.
-        prefix = await self._move_prefix(request, prompt, wanted)
-        decision = _without_prefix_move(wanted, num_tokens, arrived=prefix is not None)
+        moved = await self._prefixes.move(request, prompt, wanted)
+        decision = moved.decision
         begun_s = time.perf_counter()
         request.record.waits_for = WaitsFor.PREFILL_INSTANCE
         async with AsyncExitStack() as stack:
-            if prefix is not None:
-                stack.callback(self._abandon_unused, prefix, wanted, attempt)
+            if moved.transfer is not None:
+                stack.callback(self._abandon_unused, moved.transfer, wanted, attempt)
             # 2. Wait until an instance of the cluster is free for the prefill. From then on it counts as its work, and
             #    requests that are decided meanwhile see that.
             decision = await stack.enter_async_context(self._plane.admit(decision, prompt.chains))
@@ -215,7 +223,7 @@ class PrefillOrchestrator:
             attempt.decision = decision
             self._plane.expect(decision.prefill, prompt.chains)
             work = stack.enter_context(self._plane.prefilling(decision))
-            running = _RemotePrefill(request, prompt, attempt, prefix, wanted.prefill, work, stack.pop_all())
+            running = _RemotePrefill(request, prompt, attempt, moved, wanted.prefill, work, stack.pop_all())
         # 3. Prefill there.
         if self._lead_s <= 0:
             return await self._prefill_remote(running, None)
@@ -245,13 +253,13 @@ class PrefillOrchestrator:
 
         `soon` gets the request as it is prepared when the KV is expected in a moment.
         """
-        request, prompt, attempt, prefix = running.request, running.prompt, running.attempt, running.prefix
-        decision = attempt.decision
+        request, prompt, attempt, moved = running.request, running.prompt, running.attempt, running.moved
+        decision, prefix = attempt.decision, moved.transfer
         has_prefix = prefix is not None and decision.prefill == running.wanted
 
         def on_soon(transfer: StartedTransfer) -> None:
             if soon is not None and not soon.done():
-                soon.set_result(_prepared(prompt, decision, transfer, prefix))
+                soon.set_result(_prepared(prompt, decision, transfer, moved))
 
         async with running.stack:
             # The last token stays for the decode engine, which samples from it.
@@ -271,50 +279,11 @@ class PrefillOrchestrator:
             running.work.measured()
             attempt.moved = done.moved
         self._count(request, decision, done)
-        return _prepared(prompt, decision, done, prefix)
+        return _prepared(prompt, decision, done, moved)
 
     def _abandon_unused(self, prefix: TransferDone, wanted: Decision, attempt: Attempt) -> None:
         if attempt.moved is None or attempt.decision.prefill != wanted.prefill:
             self._hop.abandon(prefix.ticket, "the prefill that would have used it failed")
-
-    async def _move_prefix(
-        self, request: ServingRequest, prompt: TokenizedPrompt, decision: Decision
-    ) -> TransferDone | None:
-        """The cache transfer that `decision` wants; None if it wants none or it failed: then all is computed."""
-        wanted = decision.cache_transfer
-        if wanted is None:
-            return None
-        done: TransferDone | None = None
-        outcome = "done"
-        # At least one token must be left to compute, and one to leave out.
-        prefix_tokens = min(wanted.num_tokens, len(prompt.token_ids) - 2)
-        if prefix_tokens <= wanted.skip_tokens:
-            outcome = "short"
-        elif wanted.kv_bytes > self._staging_bytes[decision.prefill]:
-            outcome = "staging"
-        else:
-            spec = TransferSpec(
-                producer=wanted.source,
-                consumer=decision.prefill,
-                token_ids=prompt.token_ids[:prefix_tokens],
-                skip_tokens=wanted.skip_tokens,
-                kv_bytes=wanted.kv_bytes,
-                # Only an abundant link is worth a cache transfer (section 3.4.3).
-                background=True,
-            )
-            try:
-                # Not `measured`: how long it took says nothing about the prefill.
-                with self._plane.prefilling(decision):
-                    done = await self._hop.run(spec, request)
-            except HopFailedError as failure:
-                outcome = failure.reason
-        self._metrics.cache_transfers.labels(outcome).inc()
-        request.record.prefix_outcome = outcome
-        if done is not None:
-            self._metrics.cache_transferred_bytes.inc(done.moved.total_bytes)
-            request.record.prefix_moved = done.moved
-            request.record.took("cache_transfer", done.transfer_s)
-        return done
 
     def _count(self, request: ServingRequest, decision: Decision, done: TransferDone) -> None:
         route, metrics = str(decision.route), self._metrics
@@ -327,7 +296,7 @@ class PrefillOrchestrator:
 
 
 def _prepared(
-    prompt: TokenizedPrompt, decision: Decision, transfer: StartedTransfer, prefix: TransferDone | None
+    prompt: TokenizedPrompt, decision: Decision, transfer: StartedTransfer, prefix: MovedPrefix
 ) -> PreparedRequest:
     """A request whose prompt was prefilled elsewhere, or nearly."""
     return PreparedRequest(
@@ -346,15 +315,3 @@ def _look_at(moving: "asyncio.Task[PreparedRequest]") -> None:
     """Asyncio warns of an exception that nobody looks at, as when the decode engine failed before."""
     if not moving.cancelled():
         moving.exception()
-
-
-def _without_prefix_move(decision: Decision, num_tokens: int, *, arrived: bool) -> Decision:
-    """The decision as it stands after its cache transfer, which has arrived or failed."""
-    transfer = decision.cache_transfer
-    if transfer is None:
-        return decision
-    held_tokens = num_tokens - decision.prefill_tokens
-    if not arrived:
-        # What is left is what the instance held without it.
-        held_tokens = min(held_tokens, transfer.skip_tokens)
-    return replace(decision, cache_transfer=None, prefill_tokens=num_tokens - held_tokens)

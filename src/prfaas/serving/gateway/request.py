@@ -16,7 +16,7 @@ from prfaas.core.route_header import REQUEST_ID_HEADER, RouteHeader
 from prfaas.core.scheduling import Decision, Route
 from prfaas.serving.gateway.bodies import ApiError, Json, parse_body, strip_owned
 from prfaas.serving.gateway.context import GatewayOptions, ThreadOffload
-from prfaas.serving.gateway.kv_transfer import StartedTransfer, TransferDone
+from prfaas.serving.gateway.kv_transfer import MovedPrefix, StartedTransfer, TransferDone
 from prfaas.serving.gateway.prompts import Endpoint, Prompt, prompt_of, samples_of
 from prfaas.serving.gateway.request_log import RequestRecord, WaitsFor
 from prfaas.serving.transport.ticket import TENANT_BYTES, TransferClass
@@ -87,8 +87,8 @@ class PreparedRequest:
     """The KV that waits at the decode engine, or is about to; None when that engine prefills."""
     arriving: "asyncio.Task[PreparedRequest] | None" = None
     """Ends when all KV is there, with what is known of it then; None: it is."""
-    prefix: TransferDone | None = None
-    """The cached prefix that was moved to the prefill instance first."""
+    prefix: MovedPrefix | None = None
+    """What became of the cached prefix that was to move to the prefill instance first."""
     fallback: str | None = None
     """Why an earlier prefill elsewhere failed, in one word."""
 
@@ -119,8 +119,8 @@ class PreparedRequest:
             prefill_s=None if done is None else done.prefill_s,
             threshold_tokens=None if decision is None else decision.threshold_tokens,
             predicted_ttft_s=None if decision is None else decision.predicted_ttft_s,
-            prefix_source=None if prefix is None else prefix.ticket.producer,
-            prefix_bytes=0 if prefix is None else prefix.moved.total_bytes,
+            prefix_source=None if prefix is None else prefix.source,
+            prefix_bytes=0 if prefix is None else prefix.moved_bytes,
             fallback=self.fallback,
             reason=self.reason,
         )

@@ -29,6 +29,7 @@ from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.middleware import http_logger
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.prefill_hop import PrefillHop
+from prfaas.serving.gateway.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.request import RequestParser, Tenants
 from prfaas.serving.gateway.request_log import RequestLog
 from prfaas.serving.gateway.routes import Routes
@@ -37,6 +38,7 @@ from prfaas.serving.gateway.stream_resume import StreamResume
 from prfaas.serving.gateway.tokenization import LocalTokenizer, Tokenization
 from prfaas.serving.gateway.transcript import AnswerText
 from prfaas.serving.gateway.validation import Validation
+from prfaas.serving.pool.copier import PoolCopier, pool_observers
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import load_key
 from prfaas.serving.transport.tls_identity import TlsIdentity
@@ -109,7 +111,9 @@ class Gateway:
         plane.listen(lambda name, reason: self._client.bar(plane.instance(name), reason))
         plane.listen(self._hop.frozen)
         plane.listen_for_silence(self._hop.silent)
-        prefill = PrefillOrchestrator(deployment, self._hop, context)
+        self._copier = PoolCopier(deployment, key, pool_observers(deployment, GATEWAY, key, tls))
+        prefixes = PrefixMoves(deployment, self._hop, self._copier, tenants, context)
+        prefill = PrefillOrchestrator(deployment, self._hop, prefixes, context)
         decoder = Decoder(prefill, context)
         self._shadow = Shadow(ShadowOptions(deployment.gateway.shadow), context)
         log = RequestLog(options.kept_records, context.metrics)
@@ -173,6 +177,7 @@ class Gateway:
         """Wait for the abandonments under way, and end connections and threads."""
         await self._shadow.close()
         await self._hop.close()
+        await self._copier.close()
         await self._transfers.close()
         await self._client.close()
         self._json_threads.close()

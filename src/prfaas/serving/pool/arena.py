@@ -59,6 +59,11 @@ class ArenaLayout:
     table_at: int
     slabs_at: int
 
+    @property
+    def pages_bytes(self) -> int:
+        """What all slabs take."""
+        return self.slabs * self.slab_bytes
+
     @classmethod
     def of(cls, geometry: PoolGeometry, memory_bytes: int) -> "ArenaLayout":
         """As many slabs as fit into `memory_bytes`, header and page table included.

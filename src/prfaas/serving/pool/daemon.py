@@ -19,6 +19,7 @@ from pathlib import Path
 
 from prfaas.core.pool.eviction import EvictionPolicy, LruEviction
 from prfaas.core.pool.geometry import PoolGeometry
+from prfaas.core.pool.quota import TenantEviction
 from prfaas.serving.pool.arena import (
     Arena,
     ArenaError,
@@ -78,6 +79,7 @@ class PoolDaemon:
         events: PoolEvents | None = None,
         make_ssd: SsdFactory | None = None,
         make_policy: Callable[[PoolGeometry], EvictionPolicy[bytes]] = lambda _: LruEviction(),
+        tenant_share: float = 1.0,
     ) -> None:
         self.store: PageStore | None = None
         """None until the geometry is known. Another geometry brings another store."""
@@ -85,6 +87,7 @@ class PoolDaemon:
         self._events = events
         self._make_ssd = make_ssd
         self._make_policy = make_policy
+        self._tenant_share = tenant_share
         self._connections: set[PoolConnection] = set()
         # Of workers that ended without goodbye, whose processes may still write.
         self._lost: list[tuple[PeerProcess, StoreSession]] = []
@@ -159,7 +162,19 @@ class PoolDaemon:
         if store is None:
             return Figures({"right_pages": 0, "wrong_pages": 0})
         right, wrong = await verify_pages(store, list(store.memory.rows.values()))
-        return Figures({"right_pages": right, "wrong_pages": wrong})
+        ssd_right = ssd_wrong = 0
+        if store.ssd is not None:
+            counts: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
+            store.ssd.verify(lambda *found: counts.put_nowait(found))
+            ssd_right, ssd_wrong = await counts.get()
+        return Figures(
+            {
+                "right_pages": right,
+                "wrong_pages": wrong,
+                "ssd_right_pages": ssd_right,
+                "ssd_wrong_pages": ssd_wrong,
+            }
+        )
 
     async def _agree_on(self, geometry: PoolGeometry) -> None:
         """Have a store of that geometry.
@@ -194,7 +209,10 @@ class PoolDaemon:
                 ssd = await asyncio.to_thread(self._make_ssd, geometry, arena.view)
             except (OSError, ValueError) as error:
                 logger.warning("the pool goes on without SSD: %s", error)
-        store = PageStore(arena, self._make_policy(geometry), events=self._events, ssd=ssd)
+        eviction = TenantEviction(
+            arena.layout.pages_bytes, partial(self._make_policy, geometry), self._tenant_share
+        )
+        store = PageStore(arena, eviction, events=self._events, ssd=ssd)
         if self._events is not None:
             self._events.opened(geometry, arena.epoch)
         recovered = recover(store, owner_lives)

@@ -28,7 +28,7 @@ def pool_figures(store: PageStore) -> PoolFigures:
         "epoch": store.epoch,
         "fingerprint": geometry.fingerprint,
         "engine_sessions": sum(session.kind != "tool" for session in store.sessions),
-        "memory_bytes": layout.slabs * layout.slab_bytes,
+        "memory_bytes": layout.pages_bytes,
         "provided_bytes": memory.provided_slabs * layout.slab_bytes,
         "used_bytes": memory.used_bytes(),
         "ssd_bytes": sum(count * geometry.page_bytes(group) for group, count in on_ssd.items()),
@@ -37,4 +37,9 @@ def pool_figures(store: PageStore) -> PoolFigures:
         "pinned_pages": pinned,
         "writing_pages": len(store.reservations),
         **asdict(store.counters),
+        **(
+            {}
+            if store.ssd is None
+            else {f"ssd_{name}": figure for name, figure in store.ssd.figures().items()}
+        ),
     }

@@ -52,6 +52,10 @@ class SsdTier(Protocol):
     def holds(self, page_id: bytes) -> bool:
         """Whether a page can be read."""
 
+    @property
+    def takes_more(self) -> bool:
+        """Whether a page could be written now: the queue has room, and the disk does not fail."""
+
     def write(
         self,
         entry: SsdEntry,
@@ -60,14 +64,29 @@ class SsdTier(Protocol):
     ) -> None:
         """Write the page at that offset of the arena in the background; the store keeps it there until `done`.
 
-        `done(False)`: it was not written (the queue is full, no room, an error). It may be called at once.
+        `done(False)`: it was not written (no room, an error). It may be called at once.
         """
 
     def read(self, page_id: bytes, into_offset: int, done: Callable[[bool], None]) -> None:
         """Read a page into the arena and verify it. `done(False)`: the slot's bytes are not the page's."""
 
+    def touched(self, page_id: bytes) -> None:
+        """A page is on SSD only from now on; one that is not held is passed over."""
+
     def forget(self, page_id: bytes) -> None:
         """The page is no longer wanted. No `dropped` follows."""
+
+    def clear(self) -> int:
+        """Forget every page, for good. No `dropped` follows. Returns how many there were."""
+
+    def verify(self, done: Callable[[int, int], None]) -> None:
+        """Read every page and compare it with its checksums; wrong ones are dropped.
+
+        `done` is called with the numbers of right and of wrong pages.
+        """
+
+    def figures(self) -> dict[str, int | float | str]:
+        """What the tier holds and did; the names are for metrics and tools."""
 
     def close(self) -> None:
         """End the background work; what is queued may be lost."""

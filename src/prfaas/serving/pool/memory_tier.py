@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from prfaas.core.pool.eviction import EvictionPolicy
 from prfaas.core.pool.geometry import PageIdentity
 from prfaas.core.pool.keys import KEY_BYTES, page_id
+from prfaas.core.pool.quota import TenantEviction
 from prfaas.core.pool.slabs import SlabAllocator
 from prfaas.serving.pool.arena import Arena
 from prfaas.serving.pool.page_table import Owner, PageRow, PageState, row_of
@@ -66,13 +67,20 @@ class MemoryTier:
     """Gives slots to pages. A page that must go for another is told to `evicted` before its slot is reused."""
 
     def __init__(
-        self, arena: Arena, policy: EvictionPolicy[bytes], evicted: Callable[[PoolPage], None]
+        self,
+        arena: Arena,
+        policy: EvictionPolicy[bytes] | TenantEviction,
+        evicted: Callable[[PoolPage], None],
     ) -> None:
         layout = arena.layout
         self.arena = arena
         self.table = arena.table
         self._geometry = layout.geometry
-        self._policy = policy
+        self._eviction = (
+            policy
+            if isinstance(policy, TenantEviction)
+            else TenantEviction(layout.pages_bytes, lambda: policy)
+        )
         self._evicted = evicted
         self._slot_bytes = layout.slot_bytes
         self._slabs = SlabAllocator(layout.slab_bytes, set(layout.slot_bytes.values()))
@@ -98,7 +106,7 @@ class MemoryTier:
 
     def place(self, page: PoolPage, state: PageState, owner: Owner, identity: PageIdentity | None) -> bool:
         """Give the page a slot, and begin its row; others may go for it. False: all slots are in use."""
-        row = self._free_row(self._slot_bytes[page.group])
+        row = self._free_row(self._slot_bytes[page.group], page.tenant)
         if row is None:
             return False
         self.rows[row] = page
@@ -135,7 +143,7 @@ class MemoryTier:
         """The page keeps its slot, but it is not what its name says: another page may have that name."""
         if self._by_id.get(page.page_id) is page:
             del self._by_id[page.page_id]
-            self._policy.removed(page.page_id)
+            self._eviction.removed(page.page_id)
 
     def free(self, page: PoolPage) -> None:
         """The page has no slot any more."""
@@ -155,7 +163,7 @@ class MemoryTier:
         """These pages were used, the first of them last: so a prefix's head outlives its tail."""
         for page in reversed(pages):
             if page.slot != NO_SLOT:
-                self._policy.touched(page.page_id)
+                self._eviction.touched(page.page_id)
                 self.table.set_last_use(row_of(page.slot), now_s)
 
     def identity(self, page: PoolPage) -> PageIdentity | None:
@@ -177,10 +185,10 @@ class MemoryTier:
         else:
             parent = page_id(identity.parent, lead) if identity is not None and identity.parent else None
         self._by_id[page.page_id] = page
-        self._policy.added(page.page_id, self._slot_bytes[page.group], page.group, parent)
+        self._eviction.added(page.page_id, self._slot_bytes[page.group], page.group, parent, page.tenant)
 
-    def _free_row(self, slot_bytes: int) -> int | None:
-        """A free slot of that size. Pages go until there is one.
+    def _free_row(self, slot_bytes: int, tenant: bytes) -> int | None:
+        """A free slot of that size for a page of a tenant. Pages go until there is one.
 
         If the next page to go has another size, its whole slab goes: only a slab that is empty can be cut anew.
         """
@@ -192,14 +200,15 @@ class MemoryTier:
             return not page.in_use and row_of(page.slot) // most_slots not in stuck
 
         while (row := self._slabs.take(slot_bytes)) is None:
-            victim = self._policy.victim(may_go)
+            victim = self._eviction.victim(tenant, slot_bytes, may_go)
             if victim is None:
                 return None
             going = [self._by_id[victim]]
             taken = row_of(going[0].slot)
             if self._slabs.size_of(taken) != slot_bytes:
                 going = [self.rows[each] for each in self._slabs.neighbours(taken)]
-                if any(page.in_use for page in going):
+                ids = [page.page_id for page in going]
+                if any(page.in_use for page in going) or not self._eviction.may_lose(tenant, slot_bytes, ids):
                     stuck.add(taken // most_slots)
                     continue
             for page in going:

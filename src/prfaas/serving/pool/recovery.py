@@ -2,7 +2,7 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prfaas.core.pool.geometry import PageIdentity
 from prfaas.serving.pool.hooks import Medium
@@ -25,7 +25,7 @@ def recover(store: PageStore, may_write: Callable[[Owner], bool]) -> list[PoolPa
     Returns:
         The pages from the arena.
     """
-    table, memory = store.memory.table, store.memory
+    table = store.memory.table
     recovered: list[PoolPage] = []
     for row in sorted(table.used_rows(), key=lambda each: each.last_use_s):
         page = _taken_back(store, row, may_write)
@@ -34,6 +34,7 @@ def recover(store: PageStore, may_write: Callable[[Owner], bool]) -> list[PoolPa
         elif page.state is PageState.READY:
             recovered.append(page)
     on_ssd = 0
+    identities: dict[bytes, PageIdentity | None] = {}
     if store.ssd is not None:
         store.ssd.attach(store.dropped_by_ssd)
         for entry in store.ssd.entries():
@@ -42,17 +43,17 @@ def recover(store: PageStore, may_write: Callable[[Owner], bool]) -> list[PoolPa
                 page = store.held[entry.group].setdefault(key, PoolPage(entry.page_id, entry.tenant))
                 page.on_ssd = True
                 on_ssd += 1
+                identities[key] = entry.identity or identities.get(key)
     store.counters.recovered_pages = len(recovered)
     logger.info(
         "the pool has %d pages in memory and %d on SSD from before, and %d slots wait for their writers",
         len(recovered), on_ssd, len(store.reservations),
     )  # fmt: skip
-    for page, identity in _parents_first(store):
+    for page, identity in _parents_first(store, identities):
         for medium in _media(page):
             store.tell_stored(page, identity, medium)
     for page in recovered:
-        if not page.on_ssd:
-            store.write_to_ssd(page, memory.identity(page))
+        store.write_to_ssd(page)
     return recovered
 
 
@@ -85,13 +86,15 @@ def _taken_back(store: PageStore, row: PageRow, may_write: Callable[[Owner], boo
     return page
 
 
-def _parents_first(store: PageStore) -> Iterator[tuple[PoolPage, PageIdentity | None]]:
+def _parents_first(
+    store: PageStore, on_ssd: Mapping[bytes, PageIdentity | None]
+) -> Iterator[tuple[PoolPage, PageIdentity | None]]:
     """Every page that is held, lead pages after those that they follow, and before other groups' pages."""
     lead = store.geometry.lead.index
     identities = {}
     children: dict[bytes, list[bytes]] = defaultdict(list)
     for key, page in store.held[lead].items():
-        identity = _identity(store, page)
+        identity = on_ssd.get(key) if page.slot == NO_SLOT else store.memory.identity(page)
         identities[key] = identity
         parent = identity.parent if identity is not None else b""
         children[parent if parent in store.held[lead] else b""].append(key)
@@ -104,14 +107,6 @@ def _parents_first(store: PageStore) -> Iterator[tuple[PoolPage, PageIdentity | 
         if group != lead:
             for page in pages.values():
                 yield page, None
-
-
-def _identity(store: PageStore, page: PoolPage) -> PageIdentity | None:
-    if page.slot != NO_SLOT:
-        return store.memory.identity(page)
-    assert store.ssd is not None
-    entry = store.ssd.entry(page.page_id)
-    return None if entry is None else entry.identity
 
 
 def _media(page: PoolPage) -> Iterator[Medium]:

@@ -21,11 +21,12 @@ _ANSWER_S = 2.0
 _POLL_S = 0.05
 
 
-def pool_command(deployment: Deployment, node: PoolNode) -> EngineCommand:
-    """How to start the daemon of one pool."""
+def pool_command(deployment: Deployment, node: PoolNode, *, keep_memory: bool = False) -> EngineCommand:
+    """How to start the daemon of one pool. `keep_memory`: its pages stay in shared memory when it ends."""
     argv = [
         *(sys.executable, "-m", "prfaas.serving.pool"),
         *("--state-dir", str(deployment.state_dir)),
+        *(("--keep-memory",) if keep_memory else ()),
         str(deployment.path.absolute()),
         node.name,
     ]
@@ -127,7 +128,10 @@ class RunningPools:
 
     def answers_health(self, node: PoolNode) -> bool:
         """True if the pool's daemon takes a session at its socket."""
-        client = PoolClient(self.deployment.pool_socket(node), "tool", None, timeout_s=_ANSWER_S)
+        path = self.deployment.pool_socket(node)
+        if not path.exists():
+            return False
+        client = PoolClient(path, "tool", None, timeout_s=_ANSWER_S)
         try:
             return client.connect()
         finally:

@@ -16,14 +16,16 @@ from prfaas.core.pool.depth import needed_blocks, usable_end
 from prfaas.core.pool.eviction import EvictionPolicy
 from prfaas.core.pool.geometry import PageGroup, PageIdentity
 from prfaas.core.pool.keys import KEY_BYTES
+from prfaas.core.pool.quota import TenantEviction
 from prfaas.serving.pool.arena import Arena
 from prfaas.serving.pool.counters import PoolCounters
-from prfaas.serving.pool.hooks import Medium, PoolEvents, SsdEntry, SsdTier
+from prfaas.serving.pool.hooks import Medium, PoolEvents, SsdTier
 from prfaas.serving.pool.memory_tier import NO_SLOT, MemoryTier, PoolPage, ReadablePages
 from prfaas.serving.pool.page_table import Owner, PageState, row_of
 from prfaas.serving.pool.protocol import PageRef, SessionKind
 from prfaas.serving.pool.reservations import Reservations
 from prfaas.serving.pool.sessions import NeededPages, StoreMatch, StoreSession
+from prfaas.serving.pool.spilling import Spilling
 
 TENANT_BYTES = 8
 _DAEMON = Owner(0, 0, bytes(8))
@@ -36,7 +38,7 @@ class PageStore:
     def __init__(
         self,
         arena: Arena,
-        policy: EvictionPolicy[bytes],
+        policy: EvictionPolicy[bytes] | TenantEviction,
         *,
         events: PoolEvents | None = None,
         ssd: SsdTier | None = None,
@@ -53,6 +55,7 @@ class PageStore:
         """By group: key → page in memory or on SSD. Those that are WRITING are not among them."""
         self.events = events
         self.ssd = ssd
+        self._spilling = None if ssd is None else Spilling(ssd, self.memory, self._page, self._spilled)
         self._time_s = time_s
         self._lead = self.geometry.lead
         self._full = [group for group in self.geometry.groups if group.kind is GroupKind.FULL]
@@ -184,11 +187,18 @@ class PageStore:
                 self.drop(page)
 
     def clear(self) -> int:
-        """Drop every page that nobody uses, from memory and SSD. Returns how many there were."""
-        unused = [page for pages in self.held.values() for page in pages.values() if not page.in_use]
-        for page in unused:
-            self.drop(page)
-        return len(unused)
+        """Drop every page that nobody uses from memory, and all of them from SSD. Returns how many went."""
+        pages = [page for pages in self.held.values() for page in pages.values()]
+        if self.ssd is not None:
+            self.ssd.clear()
+        for page in pages:
+            if page.on_ssd:
+                self.dropped_by_ssd(page.page_id)
+            if page.state is PageState.SPILLING:
+                page.discarded, page.was_hit = True, False
+            elif page.slot != NO_SLOT and not page.in_use:
+                self.drop(page)
+        return sum(page.slot == NO_SLOT for page in pages)
 
     def drop(self, page: PoolPage) -> None:
         """Forget a page that is held and that nobody uses."""
@@ -235,13 +245,10 @@ class PageStore:
         if self.events is not None:
             self.events.stored(page.page_id, identity, medium)
 
-    def write_to_ssd(self, page: PoolPage, identity: PageIdentity | None) -> None:
+    def write_to_ssd(self, page: PoolPage) -> None:
         """Have a READY page written in the background."""
-        if self.ssd is None:
-            return
-        self.memory.set_state(page, PageState.SPILLING)
-        entry = SsdEntry(page.page_id, page.group, identity, tuple(page.checksums), page.tenant)
-        self.ssd.write(entry, page.offset, partial(self._spilled, page, identity))
+        if self._spilling is not None:
+            self._spilling.add(page)
 
     def _page(self, page_id: bytes) -> PoolPage | None:
         pages = self.held.get(page_id[KEY_BYTES]) if len(page_id) == KEY_BYTES + 1 else None
@@ -354,7 +361,7 @@ class PageStore:
         self.counters.stored_bytes += self.geometry.page_bytes(page.group)
         identity = self.memory.identity(page)
         self.tell_stored(page, identity, "memory")
-        self.write_to_ssd(page, identity)
+        self.write_to_ssd(page)
 
     def _aborted(self, page: PoolPage) -> None:
         self._leave_session(page)
@@ -365,9 +372,8 @@ class PageStore:
             page.reserved_in.discard(page)
             page.reserved_in = None
 
-    def _spilled(self, page: PoolPage, identity: PageIdentity | None, written: bool) -> None:
-        self.memory.set_state(page, PageState.READY)
-        if written:
+    def _spilled(self, page: PoolPage, identity: PageIdentity | None, is_written: bool) -> None:
+        if is_written:
             page.on_ssd = True
             self.tell_stored(page, identity, "ssd")
         if page.discarded and not page.was_hit and not page.pins:
@@ -400,6 +406,8 @@ class PageStore:
         page.state = PageState.ON_SSD
         if not page.on_ssd:
             del self.held[page.group][page.key]
+        elif self.ssd is not None:
+            self.ssd.touched(page.page_id)
 
     def _tell_removed(self, page: PoolPage, medium: Medium) -> None:
         if self.events is not None:

@@ -27,6 +27,10 @@ MAX_PULLED_PAGES = 1024
 MAX_COPIED_TOKENS = 700_000
 """A longer prefix does not fit into a COPY frame."""
 
+_REASONS = frozenset(
+    {"refused", "short", "staging", "gone", "source", "transfer", "damaged", "full", "abandoned", "deadline"}
+    | {"target", "long"}
+)
 _CHECKSUM_BYTES = 8
 _MAX_RANKS = 64
 _MAX_NAME_CHARS = 1024
@@ -91,8 +95,15 @@ class CopyResult:
 
     @property
     def word(self) -> str:
-        """The reason's first word, for metrics."""
+        """The reason's first word."""
         return self.reason.partition(":")[0]
+
+    @property
+    def outcome(self) -> str:
+        """One word of a bounded set, for metrics: "done", or why not."""
+        if not self.reason:
+            return "done"
+        return self.word if self.word in _REASONS else "failed"
 
     def to_body(self) -> dict[str, Any]:
         """The fields of a COPIED frame."""

@@ -18,6 +18,7 @@ from prfaas.tools.demo.client import DemoAnswer
 from prfaas.tools.demo.compare import Comparison, Equality, MovedPages, Pages, compare, find_pages
 from prfaas.tools.demo.prompts import DemoPrompt
 from prfaas.tools.demo.reference import ReferenceAnswer
+from prfaas.tools.demo.second_act import PooledAnswer, SecondAct, second_act
 
 # At most one answer in six may end in a tie, and none may differ for another reason.
 _EXACT_OF = (5, 6)
@@ -79,6 +80,8 @@ class DemoOutcome:
     kv_model: KvModel
     pages: Pages | None
     rows: tuple[Row, ...]
+    second: SecondAct | None = None
+    """None: the deployment has no pools."""
 
     def count(self, equality: Equality) -> int:
         """How many answers compare like this."""
@@ -86,9 +89,10 @@ class DemoOutcome:
 
     @property
     def all_equal(self) -> bool:
-        """No answer differs by more than a tie, and at least five of six are exact."""
+        """No answer differs by more than a tie, and at least five of six are exact; so in the second act."""
         exact, of = _EXACT_OF
-        return self.count(Equality.NO) == 0 and self.count(Equality.EXACT) * of >= len(self.rows) * exact
+        first = self.count(Equality.NO) == 0 and self.count(Equality.EXACT) * of >= len(self.rows) * exact
+        return first and (self.second is None or self.second.all_equal)
 
     def to_json(self) -> dict[str, Any]:
         """The document that `prfaas demo --json` writes."""
@@ -100,6 +104,7 @@ class DemoOutcome:
             "requests": [row.to_json() for row in self.rows],
             "all_bytes_explained": all(row.is_explained for row in self.rows),
             "all_equal": self.all_equal,
+            "second_act": None if self.second is None else self.second.to_json(),
         }
 
 
@@ -109,8 +114,9 @@ def outcome_of(
     prompts: tuple[DemoPrompt, ...],
     answers: tuple[DemoAnswer, ...],
     references: tuple[ReferenceAnswer, ...],
+    seconds: tuple[PooledAnswer, ...] = (),
 ) -> DemoOutcome:
-    """Puts together what was measured; the three sequences are in the same order."""
+    """Puts together what was measured; the sequences are in the same order. No `seconds`: there was no second act."""
     # The decode engine computes the last prompt token itself, so the KV of all but that one moves.
     transfers = [
         MovedPages(answer.prompt_tokens - 1, answer.route.cached_tokens, answer.route.kv_bytes)
@@ -132,7 +138,9 @@ def outcome_of(
                 link_s=_link_s(deployment, answer),
             )
         )
-    return DemoOutcome(deployment, kv_model, pages, tuple(rows))
+    labels = [prompt.label for prompt in prompts]
+    second = second_act(kv_model, pages, labels, answers, seconds, references) if seconds else None
+    return DemoOutcome(deployment, kv_model, pages, tuple(rows), second)
 
 
 def _link_s(deployment: Deployment, answer: DemoAnswer) -> float | None:

@@ -1,4 +1,4 @@
-"""The run of the demo: the deployment's engines and gateway first, the plain engine after them."""
+"""The run of the demo: two clusters and a gateway, twice where there are pools, then the plain engine."""
 
 import asyncio
 import contextlib
@@ -15,8 +15,10 @@ from prfaas.serving.certificates import https_options, identity_of
 from prfaas.serving.engines.preparation import ensure_model, port_problem
 from prfaas.serving.engines.running import READY_TIMEOUT_S, EngineProgress, RunningEngines
 from prfaas.serving.live import serve_live
+from prfaas.serving.pool.running import RunningPools
 from prfaas.tools.demo.client import DemoAnswer, RequestFailedError, stream_completion
 from prfaas.tools.demo.outcome import DemoOutcome, outcome_of
+from prfaas.tools.demo.pools import PoolWatch, watched_pools
 from prfaas.tools.demo.prompts import DemoPrompt, corpus, demo_prompts
 from prfaas.tools.demo.reference import (
     ReferenceAnswer,
@@ -25,6 +27,7 @@ from prfaas.tools.demo.reference import (
     reference_command,
     reference_deployment,
 )
+from prfaas.tools.demo.second_act import PooledAnswer
 
 ANSWER_TOKENS = 64
 T = TypeVar("T")
@@ -32,6 +35,7 @@ T = TypeVar("T")
 _GATEWAY_START_S = 120.0
 _GATEWAY_STOP_S = 10.0
 _WARM_UP_S = 120.0
+_SETTLE_S = 20.0
 _WARM_UP_TEXT = "Kernels are compiled and memory is touched when first used."
 
 
@@ -64,11 +68,7 @@ def run_demo(deployment: Deployment, stages: Stages, ready_timeout_s: float = RE
     kv_model = model_from_directory(deployment.model.path, name=deployment.model.served_name)
     prompts = demo_prompts(_chars_per_token(deployment))
     try:
-        with RunningEngines(deployment) as engines:
-            with stages.starting(engines) as show:
-                engines.wait_ready(ready_timeout_s, show)
-            with stages.asking("two clusters", prompts) as answered:
-                answers = asyncio.run(_ask_gateway(deployment, prompts, answered))
+        answers, seconds = _two_acts(deployment, prompts, stages, ready_timeout_s)
         plain = reference_deployment(deployment)
         with RunningEngines(plain, command=reference_command) as engines:
             with stages.starting(engines) as show:
@@ -77,7 +77,31 @@ def run_demo(deployment: Deployment, stages: Stages, ready_timeout_s: float = RE
                 references = asyncio.run(_ask_reference(plain, prompts, answered))
     except (RequestFailedError, ReferenceFailedError) as error:
         raise DemoError(f"{error}; the engines' logs are in {deployment.logs_dir}") from error
-    return outcome_of(deployment, kv_model, prompts, answers, references)
+    return outcome_of(deployment, kv_model, prompts, answers, references, seconds)
+
+
+def _two_acts(
+    deployment: Deployment, prompts: Sequence[DemoPrompt], stages: Stages, ready_timeout_s: float
+) -> tuple[tuple[DemoAnswer, ...], tuple[PooledAnswer, ...]]:
+    with RunningPools(deployment) as pools:
+        pools.wait_ready()
+        with watched_pools(deployment) as watch, RunningEngines(deployment) as engines:
+            watch.empty()
+            with stages.starting(engines) as show:
+                engines.wait_ready(ready_timeout_s, show)
+            with stages.asking("two clusters", prompts) as answered:
+                first = asyncio.run(_ask_gateway(deployment, prompts, answered, watch))
+            answers = tuple(each.answer for each in first)
+            if not deployment.pools:
+                return answers, ()
+            watch.settle(_SETTLE_S)
+            for name in engines.names:
+                engines.kill(name)
+            engines.start()
+            with stages.starting(engines) as show:
+                engines.wait_ready(ready_timeout_s, show)
+            with stages.asking("the same clusters, restarted", prompts) as answered:
+                return answers, asyncio.run(_ask_gateway(deployment, prompts, answered, watch))
 
 
 def _chars_per_token(deployment: Deployment) -> float:
@@ -92,8 +116,8 @@ def _chars_per_token(deployment: Deployment) -> float:
 
 
 async def _ask_gateway(
-    deployment: Deployment, prompts: Sequence[DemoPrompt], answered: Callable[[], None]
-) -> tuple[DemoAnswer, ...]:
+    deployment: Deployment, prompts: Sequence[DemoPrompt], answered: Callable[[], None], watch: PoolWatch
+) -> tuple[PooledAnswer, ...]:
     await _warm_up(deployment)
     host = "127.0.0.1"
     # Whoever has the deployment's port need not keep the demo from running.
@@ -108,7 +132,9 @@ async def _ask_gateway(
     try:
         bound_port = await _unless_ended(gateway, _within(bound, _GATEWAY_START_S))
         url = f"http://{host}:{bound_port}"
-        return await _unless_ended(gateway, _stream_all(url, deployment.model.served_name, prompts, answered))
+        return await _unless_ended(
+            gateway, _stream_all(url, deployment.model.served_name, prompts, answered, watch)
+        )
     finally:
         gateway.cancel()
         await asyncio.wait({gateway}, timeout=_GATEWAY_STOP_S)
@@ -135,12 +161,16 @@ async def _unless_ended(gateway: "asyncio.Task[None]", work: Coroutine[Any, Any,
 
 
 async def _stream_all(
-    url: str, model: str, prompts: Sequence[DemoPrompt], answered: Callable[[], None]
-) -> tuple[DemoAnswer, ...]:
+    url: str, model: str, prompts: Sequence[DemoPrompt], answered: Callable[[], None], watch: PoolWatch
+) -> tuple[PooledAnswer, ...]:
     answers = []
+    before_tokens = watch.hit_tokens()
     async with aiohttp.ClientSession() as session:
         for prompt in prompts:
-            answers.append(await stream_completion(session, url, model, prompt.text, ANSWER_TOKENS))
+            answer = await stream_completion(session, url, model, prompt.text, ANSWER_TOKENS)
+            now_tokens = watch.hit_tokens()
+            answers.append(PooledAnswer(answer, now_tokens - before_tokens))
+            before_tokens = now_tokens
             answered()
     return tuple(answers)
 

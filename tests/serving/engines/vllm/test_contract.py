@@ -28,8 +28,6 @@ LEFT_ALONE = {
     "__init__": "extended, not replaced",
     "bind_connector_metadata": "the base class keeps the metadata",
     "bind_gpu_block_pool": "blocks are never allocated by the plugin",
-    "bind_kv_cache_manager": "blocks are never allocated by the plugin",
-    "build_connector_worker_meta": "workers have nothing to tell the scheduler",
     "clear_connector_metadata": "the base class keeps the metadata",
     "finish_forward": "wait_for_save ends the step",
     "get_block_ids_with_load_errors": "several KV groups report failures by request",
@@ -54,7 +52,6 @@ LEFT_ALONE = {
     "set_xfer_handshake_metadata_pp_aware": "the KV port has its own handshake",
     "take_events": "the engine's own events say what its cache holds",
     "unregister_kv_caches": "see supports_sleep_mode",
-    "update_connector_output": "get_transfer_results tells the same",
 }
 
 # Fields that are read of objects whose class no annotation names.
@@ -71,6 +68,8 @@ READ = {
     "ParallelConfig": {"tensor_parallel_size"},
     "RequestStatus": {"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"},
     "KVConnectorRole": {"SCHEDULER", "WORKER"},
+    "KVConnectorBlockState": {"boundary_state_offloads", "get_block_ids"},
+    "KVCacheManager": {"get_computed_blocks"},
     "KVConnectorTransferResults": {"finished_sending", "finished_recving", "failed_recving"},
     "BlockStored": {
         "block_hashes",

@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats, PromMetric, PromMetricT
@@ -24,6 +25,7 @@ from prfaas.serving.engines.vllm.connector_scheduler import ConnectorScheduler
 from prfaas.serving.engines.vllm.connector_worker import ConnectorWorker
 from prfaas.serving.engines.vllm.layout import read_groups
 from prfaas.serving.engines.vllm.metadata import TransferMetadata
+from prfaas.serving.engines.vllm.pool_scheduler import PoolScheduler
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
 from prfaas.serving.engines.vllm.stats import ConnectorPromMetrics, ConnectorStats
 from prfaas.serving.logs import LogSettings, set_up_logging
@@ -33,8 +35,9 @@ if TYPE_CHECKING:
     from vllm.config.kv_transfer import KVTransferConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger(__name__)
@@ -88,7 +91,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduling: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduling = ConnectorScheduler(self._settings.name, self._key, self._groups)
+            pool = PoolScheduler.of_engine(self._settings, vllm_config, kv_cache_config, self._groups)
+            self._scheduling = ConnectorScheduler(self._settings.name, self._key, self._groups, pool)
 
     # ---- engine properties
 
@@ -113,6 +117,12 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     # ---- scheduler side
 
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        pool = self._scheduler().pool
+        if pool is not None:
+            pool.reconciled_hit = lambda request: kv_cache_manager.get_computed_blocks(request)[1]
+
     @_answer_on_error(None)
     def on_new_request(self, request: "Request") -> None:
         self._scheduler().on_new_request(request)
@@ -122,7 +132,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         tokens = self._scheduler().num_external_tokens(request, num_computed_tokens)
-        return tokens, tokens > 0
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
@@ -136,6 +146,12 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     @_answer_on_error(None)
     def _step_orders(self, scheduler_output: SchedulerOutput) -> TransferMetadata:
         return self._scheduler().build_metadata(scheduler_output)
+
+    @_answer_on_error(None)
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        pool = self._scheduler().pool
+        if pool is not None:
+            pool.update(connector_output)
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
@@ -160,14 +176,22 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
             get_tensor_model_parallel_rank(),
         )
 
-    @_answer_on_error(None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        self._ready_worker().producer.detach(_orders(kv_connector_metadata).preempted)
+        orders = _orders(kv_connector_metadata)
+        self._settle(orders)
+        self._detach(orders)
+
+    @_answer_on_error(None)
+    def _settle(self, orders: TransferMetadata) -> None:
+        self._ready_worker().settle(orders)
+
+    @_answer_on_error(None)
+    def _detach(self, orders: TransferMetadata) -> None:
+        self._ready_worker().producer.detach(orders.preempted)
 
     @_answer_on_error(None)
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        orders = _orders(self._get_connector_metadata())
-        self._ready_worker().consumer.order(orders.loads, orders.drops)
+        self._ready_worker().order_loads(_orders(self._get_connector_metadata()))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: a request is scheduled after its load has ended."""
@@ -187,6 +211,7 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         orders = _orders(self._get_connector_metadata())
         self._end_step(orders)
+        self._store(orders)
         self._hold(orders)
 
     # Each with its own guard: a failure of one must not keep the other from being done.
@@ -196,8 +221,12 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         self._ready_worker().producer.end_step(orders.sends)
 
     @_answer_on_error(None)
+    def _store(self, orders: TransferMetadata) -> None:
+        self._ready_worker().store(orders)
+
+    @_answer_on_error(None)
     def _hold(self, orders: TransferMetadata) -> None:
-        self._ready_worker().producer.hold(orders.held)
+        self._ready_worker().hold(orders)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         sent = self._sent() or set()
@@ -208,11 +237,15 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
 
     @_answer_on_error(None)
     def _sent(self) -> set[str]:
-        return self._ready_worker().producer.finished()
+        return self._ready_worker().finished()
 
     @_answer_on_error(None)
     def _loaded(self) -> tuple[set[str], set[str]]:
-        return self._ready_worker().consumer.results()
+        return self._ready_worker().loaded()
+
+    @_answer_on_error(None)
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._ready_worker().take_load_times()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return self._worker.take_stats() if self._worker is not None else None
@@ -221,6 +254,8 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
+        if self._scheduling is not None and self._scheduling.pool is not None:
+            self._scheduling.pool.close()
 
     # ---- statistics
 

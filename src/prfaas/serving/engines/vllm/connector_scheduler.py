@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from prfaas.core.kv.groups import GroupKind, KvGroup
 from prfaas.serving.engines.vllm.metadata import BlockRun, LoadOrder, SendOrder, TransferMetadata
+from prfaas.serving.engines.vllm.pool_scheduler import PoolScheduler
 from prfaas.serving.transport.ticket import (
     PREFIX_TICKET_PARAMETER,
     TICKET_PARAMETER,
@@ -55,6 +56,10 @@ class ConsumingRequest:
     ticket: Ticket
     settled: bool = False
     """The load was ordered, or turned out to be impossible."""
+    local_tokens: int | None = None
+    """The engine's own hit when it was last decided to load the transfer; None: not to."""
+    lacked_behind: int = -1
+    """With an own hit of so many tokens, the pool lacked what the transfer leaves out."""
 
 
 class ConnectorScheduler:
@@ -69,11 +74,14 @@ class ConnectorScheduler:
         name: str,
         key: bytes,
         groups: Sequence[KvGroup],
+        pool: PoolScheduler | None = None,
         now_s: Callable[[], float] = time.time,
     ) -> None:
+        """`pool`: None where the machine has none."""
         self._name = name
         self._key = key
         self._groups = groups
+        self.pool = pool
         self._now_s = now_s
         self._producing: dict[str, ProducingRequest] = {}
         self._consuming: dict[str, ConsumingRequest] = {}
@@ -83,6 +91,8 @@ class ConnectorScheduler:
         """Read the request's tickets and take the roles that they give this engine: one sends, one loads."""
         # "full" announces cache hits as if they were new blocks; who reaches the engine could ask for it.
         request.kv_cache_report_mode = "incremental"
+        if self.pool is not None:
+            self.pool.on_new_request(request)
         params = request.kv_transfer_params
         for parameter in (TICKET_PARAMETER, PREFIX_TICKET_PARAMETER) if isinstance(params, dict) else ():
             sealed = params.get(parameter)
@@ -133,46 +143,83 @@ class ConnectorScheduler:
             return
         self._consuming[request.request_id] = ConsumingRequest(ticket)
 
-    def num_external_tokens(self, request: "Request", local_tokens: int) -> int:
-        """Tokens that staging adds to the local prefix hit; 0 means a local prefill.
+    def num_external_tokens(self, request: "Request", local_tokens: int) -> int | None:
+        """Tokens that staging or the pool add to the local prefix hit.
 
-        Called at every step while the request waits for blocks: no side effects. Linear state can only be
+        Called at every step while the request waits for blocks: nothing is ordered here. Linear state can only be
         continued at the exact length, so a hit that already covers all the ticket's tokens adds nothing.
+
+        Returns:
+            0: a local prefill. None: to be asked again at the next step.
         """
         consuming = self._consuming.get(request.request_id)
-        if consuming is None or consuming.settled:
-            return 0
-        ticket = consuming.ticket
-        if local_tokens < ticket.skip_tokens:
-            return 0
-        return max(0, ticket.num_tokens - local_tokens)
+        if consuming is not None and not consuming.settled:
+            ticket = consuming.ticket
+            if ticket.num_tokens <= local_tokens:
+                return 0
+            if self._can_load(request, consuming, local_tokens):
+                consuming.local_tokens = local_tokens
+                return ticket.num_tokens - local_tokens
+            consuming.local_tokens = None
+        return self.pool.hit_tokens(request, local_tokens) if self.pool is not None else 0
+
+    def _can_load(self, request: "Request", consuming: ConsumingRequest, local_tokens: int) -> bool:
+        """Whether the tokens that the transfer leaves out are here: in the engine's blocks, the rest in the pool."""
+        skip_tokens = consuming.ticket.skip_tokens
+        if local_tokens >= skip_tokens:
+            return True
+        if self.pool is None or consuming.lacked_behind == local_tokens:
+            return False
+        if self.pool.has_attention(request, local_tokens, skip_tokens):
+            return True
+        consuming.lacked_behind = local_tokens
+        return False
 
     def update_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int) -> None:
         """Order the load into the blocks that vLLM has just given the request, or give the staging up."""
         consuming = self._consuming.get(request.request_id)
-        if consuming is None or consuming.settled:
-            return
-        consuming.settled = True
-        ticket = consuming.ticket
-        if external_tokens == 0:
+        if consuming is not None and not consuming.settled:
+            consuming.settled = True
+            ticket, local_tokens = consuming.ticket, consuming.local_tokens
+            if external_tokens and local_tokens is not None:
+                self._load_transfer(request, blocks, ticket, local_tokens)
+                return
             self._orders.drops.append(
                 (
                     ticket.transfer_id,
-                    f"the decode engine no longer holds the first {ticket.skip_tokens} tokens, "
-                    "or holds the whole prompt by itself",
+                    f"the decode engine and its pool lack some of the first {ticket.skip_tokens} tokens, "
+                    "or the engine holds the whole prompt by itself",
                 )
             )
-            return
-        local_tokens = ticket.num_tokens - external_tokens
-        runs = self._runs(self._groups, blocks.get_block_ids(), ticket.num_tokens, local_tokens)
-        self._orders.loads.append(LoadOrder(request.request_id, ticket, local_tokens, runs))
+        if self.pool is not None:
+            if external_tokens:
+                self.pool.load(request, blocks.get_block_ids())
+            else:
+                self.pool.give_up(request.request_id)
+
+    def _load_transfer(
+        self, request: "Request", blocks: "KVCacheBlocks", ticket: Ticket, local_tokens: int
+    ) -> None:
+        """Order the load of a transfer, and of what it leaves out and only the pool has."""
+        table = blocks.get_block_ids()
+        held_tokens = max(local_tokens, ticket.skip_tokens)
+        if self.pool is not None:
+            if local_tokens < ticket.skip_tokens:
+                self.pool.load(request, table)
+            self.pool.begin_behind(request, held_tokens)
+        runs = self._runs(self._groups, table, ticket.num_tokens, held_tokens)
+        self._orders.loads.append(LoadOrder(request.request_id, ticket, held_tokens, runs))
 
     def build_metadata(self, output: "SchedulerOutput") -> TransferMetadata:
         """This step's orders; runs before vLLM advances `num_computed_tokens`."""
         orders, self._orders = self._orders, TransferMetadata()
         orders.preempted = [
-            request_id for request_id in output.preempted_req_ids or () if request_id in self._producing
+            request_id
+            for request_id in output.preempted_req_ids or ()
+            if request_id in self._producing or (self.pool is not None and self.pool.is_storing(request_id))
         ]
+        if self.pool is not None:
+            orders.pool_loads, orders.pool_stores = self.pool.orders(output)
         for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
             producing = self._producing.get(request_id)
             if producing is None:
@@ -220,7 +267,8 @@ class ConnectorScheduler:
                 (consuming.ticket.transfer_id, "the decode request ended before its load")
             )
         producing = self._producing.pop(request.request_id, None)
-        if producing is None or not producing.started:
+        is_storing = self.pool is not None and self.pool.request_finished(request.request_id)
+        if not is_storing and (producing is None or not producing.started):
             return False
         self._orders.held[request.request_id] = aborted
         return True

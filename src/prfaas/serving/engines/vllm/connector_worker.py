@@ -1,16 +1,22 @@
 """The connector inside a worker: a receiver with its staging, a sender, and the producer and consumer of KV."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from prfaas.core.pool.geometry import PoolGeometry, PoolGeometryError
+from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.vllm.consumer import KvConsumer
-from prfaas.serving.engines.vllm.layout import KvLayout, fingerprint
+from prfaas.serving.engines.vllm.layout import KvLayout, fingerprint, pool_fingerprint
+from prfaas.serving.engines.vllm.metadata import PoolLoadTimes, TransferMetadata
+from prfaas.serving.engines.vllm.pool_worker import PoolWorker
 from prfaas.serving.engines.vllm.producer import KvProducer
+from prfaas.serving.engines.vllm.rank_pages import pool_geometry
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
@@ -26,16 +32,52 @@ def ranked(name: str, rank: int) -> str:
     return f"{name}/{rank}"
 
 
+class _Joined:
+    """Requests for which several things must end before vLLM hears of it."""
+
+    def __init__(self) -> None:
+        self._open: Counter[str] = Counter()
+        self._failed: set[str] = set()
+
+    def expect(self, request_ids: Iterable[str]) -> None:
+        """One more thing must end for each of these."""
+        self._open.update(request_ids)
+
+    def end(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> tuple[set[str], set[str]]:
+        """One thing has ended for each of these; returns those of which all has, and those where something failed."""
+        ended: set[str] = set()
+        for request_id in request_ids:
+            if request_id in failed:
+                self._failed.add(request_id)
+            self._open[request_id] -= 1
+            if self._open[request_id] <= 0:
+                del self._open[request_id]
+                ended.add(request_id)
+        gone = ended & self._failed
+        self._failed -= gone
+        return ended, gone
+
+
 class ConnectorWorker:
-    """Everything that a worker process runs for transfers; rank r listens at `kv_port + r`."""
+    """Everything that a worker process runs for transfers and the pool; rank r listens at `kv_port + r`."""
 
     def __init__(
-        self, receiver: Receiver, sender: Sender, producer: KvProducer, consumer: KvConsumer
+        self,
+        receiver: Receiver,
+        sender: Sender,
+        producer: KvProducer,
+        consumer: KvConsumer,
+        pool: PoolWorker | None,
     ) -> None:
+        """`pool`: None where the machine has none for this engine."""
         self._receiver = receiver
         self._sender = sender
         self.producer = producer
         self.consumer = consumer
+        self.pool = pool
+        self._loads = _Joined()
+        self._sends = _Joined()
+        self._lost_loads: set[str] = set()
 
     @classmethod
     def start(
@@ -60,11 +102,14 @@ class ConnectorWorker:
         Raises:
             TlsFileError: this instance's certificate can't be used.
             LayoutError: a group or tensor that can't be moved as pages.
-            OSError: the KV port is taken.
+            OSError: the KV port is taken, or a file of the model can't be read.
         """
         layout = KvLayout.of_engine(kv_cache_config, kv_caches, _built_order(vllm_config))
         digests = settings.page_digests
-        marks = fingerprint(layout, vllm_config, get_conv_state_layout(), page_digests=digests)
+        model = vllm_config.model_config
+        identity = ModelIdentity.of(model.model, model.tokenizer, model.revision)
+        marks = fingerprint(layout, vllm_config, identity, get_conv_state_layout(), page_digests=digests)
+        geometry = _pool_geometry(settings, layout, vllm_config, pool_fingerprint(marks))
         digest_plan = layout.digest_plan(rank) if digests else None
         logger.info("KV layout of %s: %s", settings.name, marks)
         on_device = any(tensor.device.type == "cuda" for tensor in _tensors(kv_caches))
@@ -134,26 +179,100 @@ class ConnectorWorker:
         receiver.start()
         sender.start()
         stats = ConnectorStats()
+        pool = None if geometry is None else PoolWorker.connect(settings, layout, geometry, rank, stats)
         return cls(
             receiver,
             sender,
             KvProducer(layout, sender, settings.lease_s, stats, digest_plan),
             KvConsumer(layout, receiver, settings.load_wait_s, settings.staging_ttl_s, stats, digest_plan),
+            pool,
         )
+
+    # What takes part of a transfer and of the pool. The step loop calls each once a step, in this order.
+
+    def settle(self, orders: TransferMetadata) -> None:
+        """Before the engine writes over blocks that this step gives to others."""
+        if self.pool is not None:
+            self.pool.writer.settle(orders.preempted)
+
+    def order_loads(self, orders: TransferMetadata) -> None:
+        """Begin this step's loads."""
+        self._loads.expect(load.request_id for load in orders.loads)
+        self._loads.expect(load.request_id for load in orders.pool_loads)
+        if self.pool is not None:
+            self.pool.reader.order(orders.pool_loads)
+        else:
+            self._lost_loads.update(load.request_id for load in orders.pool_loads)
+        self.consumer.order(orders.loads, orders.drops)
+
+    def store(self, orders: TransferMetadata) -> None:
+        """Begin to copy what this step has completed into the pool."""
+        if self.pool is not None:
+            self.pool.writer.order(orders.pool_stores)
+
+    def hold(self, orders: TransferMetadata) -> None:
+        """Take note of finished requests whose blocks wait for us."""
+        self._sends.expect(orders.held)
+        self.producer.hold(orders.held)
+        if self.pool is not None:
+            self._sends.expect(orders.held)
+            self.pool.writer.hold(orders.held)
+
+    def finished(self) -> set[str]:
+        """Held requests whose blocks vLLM may free now; each is named once."""
+        done, _ = self._sends.end(self.producer.finished())
+        if self.pool is not None:
+            done |= self._sends.end(self.pool.writer.finished())[0]
+        return done
+
+    def loaded(self) -> tuple[set[str], set[str]]:
+        """Requests all of whose loads have ended, and those of them that failed; each is named once."""
+        ended, failed = self._loads.end(*self.consumer.results())
+        if self.pool is not None:
+            results = self.pool.reader.results()
+        else:
+            results, self._lost_loads = (self._lost_loads, self._lost_loads), set()
+        more_ended, more_failed = self._loads.end(*results)
+        return ended | more_ended, failed | more_failed
+
+    def take_load_times(self) -> PoolLoadTimes | None:
+        """What the loads from the pool took that have ended since the last call."""
+        return self.pool.reader.take_times() if self.pool is not None else None
 
     def take_stats(self) -> ConnectorStats | None:
         """Counters since the last call, None when nothing happened."""
         stats = self.producer.stats
         if stats.is_empty():
             return None
-        self.producer.stats = self.consumer.stats = ConnectorStats()
+        fresh = ConnectorStats()
+        self.producer.stats = self.consumer.stats = fresh
+        if self.pool is not None:
+            self.pool.reader.stats = self.pool.writer.stats = fresh
         return stats
 
     def close(self) -> None:
         """End every thread and socket, free the staging."""
+        if self.pool is not None:
+            self.pool.close()
         self.consumer.close()
         self._sender.close()
         self._receiver.close()
+
+
+def _pool_geometry(
+    settings: ConnectorSettings, layout: KvLayout, vllm_config: VllmConfig, fingerprint: str
+) -> PoolGeometry | None:
+    """The pages of this engine's pool; None where it has none, of which the log tells the reason."""
+    if settings.pool_socket is None:
+        return None
+    if vllm_config.speculative_config is not None:
+        logger.warning("%s uses no pool: speculative decoding rewrites blocks after a step", settings.name)
+        return None
+    try:
+        return pool_geometry(layout, fingerprint, vllm_config.parallel_config.tensor_parallel_size)
+    except PoolGeometryError as error:
+        logger.warning("%s uses no pool: %s", settings.name, error)
+        return None
 
 
 def _built_order(vllm_config: VllmConfig) -> Sequence[str]:

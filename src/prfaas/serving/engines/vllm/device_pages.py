@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from prfaas.serving.engines.page_digests import WORD_BYTES, PendingSums, Sums, word_weights
+from prfaas.serving.engines.vllm.arena_pages import ArenaPages
 from prfaas.serving.engines.vllm.pages import BlockIds, HostPages, LayerPages, PageCopy
 
 _GATHER_BYTES = 16 * 1024 * 1024
@@ -99,6 +100,7 @@ class DevicePages:
     # Pages whose sums are computed at once are gathered first, and so are pages that are written: bounds that memory.
     SUM_BYTES = _GATHER_BYTES
     WRITE_BYTES = _GATHER_BYTES
+    batch_bytes = _GATHER_BYTES
 
     def __init__(self, raw: torch.Tensor) -> None:
         self.page_bytes = raw.shape[1]
@@ -148,6 +150,17 @@ class DevicePages:
                 _fill(pages, waiting)
                 words = pages.view(self._words.dtype).view(len(ids), -1)
                 self._words.index_copy_(0, ids, words)
+
+    def load_from(self, places: ArenaPages, start: int) -> None:
+        pages = (places.arena[offset + start :][: self.page_bytes] for offset in places.offsets)
+        self.write_run(places.blocks, [page.data for page in pages])
+
+    def store_to(self, places: ArenaPages, start: int) -> None:
+        blocks = np.array(places.blocks, dtype=np.int64)
+        (view,) = self.views(blocks, 0, len(blocks) * self.page_bytes)
+        pages = np.frombuffer(view, dtype=np.uint8).reshape(len(blocks), -1)
+        for offset, page in zip(places.offsets, pages, strict=True):
+            places.arena[offset + start :][: self.page_bytes] = page
 
     def flush(self) -> None:
         self._lane.wait()

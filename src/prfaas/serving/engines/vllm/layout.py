@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from prfaas.core.kv.groups import GroupKind, KvGroup, Region, full_attention_first, region_bytes
+from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.page_digests import DIGEST_FORMAT, DigestPlan
 from prfaas.serving.engines.vllm.device_pages import layer_pages
 from prfaas.serving.engines.vllm.pages import LayerPages, LayoutError, raw_pages
@@ -164,7 +165,12 @@ def _places(names: Sequence[str], built_order: Sequence[str]) -> Mapping[str, in
 
 
 def fingerprint(
-    layout: KvLayout, vllm_config: VllmConfig, conv_state_layout: str, *, page_digests: bool
+    layout: KvLayout,
+    vllm_config: VllmConfig,
+    identity: ModelIdentity,
+    conv_state_layout: str,
+    *,
+    page_digests: bool,
 ) -> dict[str, str | int]:
     """What must be equal on both sides for raw pages to mean the same, by names that an error can give."""
     model = vllm_config.model_config
@@ -174,6 +180,8 @@ def fingerprint(
     ]
     return {
         "model_config": _digest(_portable(model.hf_config.to_dict())),
+        "weights": identity.weights,
+        "tokenizer": identity.tokenizer,
         "dtype": str(model.dtype),
         "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
         "tensor_parallel_size": vllm_config.parallel_config.tensor_parallel_size,
@@ -183,6 +191,11 @@ def fingerprint(
         "pages": _digest(regions),
         "page_digests": DIGEST_FORMAT if page_digests else "off",
     }
+
+
+def pool_fingerprint(marks: Mapping[str, str | int]) -> str:
+    """What must be equal for two engines to share a pool: all but what belongs to transfers alone."""
+    return _digest({name: mark for name, mark in marks.items() if name != "page_digests"})
 
 
 def _portable(config: dict[str, object]) -> dict[str, object]:

@@ -14,8 +14,8 @@ from prfaas.serving.engines.page_digests import (
     Sums,
     page_sums,
 )
+from prfaas.serving.engines.vllm.arena_pages import ArenaPages, Bytes2D
 
-Bytes2D = npt.NDArray[np.uint8]
 BlockIds = npt.NDArray[np.int64]
 
 
@@ -39,6 +39,8 @@ class LayerPages(Protocol):
     """KV of one layer: equal pages, one a block, in whatever memory the engine keeps them."""
 
     page_bytes: int
+    batch_bytes: int
+    """As much as is best copied to or from an arena at once."""
 
     def mark_written(self) -> None:
         """Remember that what the compute stream has queued so far must be done before a read."""
@@ -58,6 +60,14 @@ class LayerPages(Protocol):
 
     def write_run(self, blocks: Sequence[int], pieces: Sequence[memoryview]) -> None:
         """Fill pages one after the other from consecutive host pieces; done for sure only after `flush`."""
+        ...
+
+    def load_from(self, places: ArenaPages, start: int) -> None:
+        """Fill pages from host memory, where each begins `start` bytes behind a place; sure only after `flush`."""
+        ...
+
+    def store_to(self, places: ArenaPages, start: int) -> None:
+        """Copy whole pages to the same places in host memory; returns when they are there."""
         ...
 
     def flush(self) -> None:
@@ -162,6 +172,9 @@ class HostPages:
     # threads: each operation gives Python's lock away and has to get it back.
     SUM_BYTES = 1024 * 1024
 
+    # What was copied to an arena is still in the processor's cache when its checksum is computed.
+    batch_bytes = 256 << 10
+
     def __init__(self, raw: torch.Tensor) -> None:
         self.page_bytes = raw.shape[1]
         self._pages: Bytes2D = raw.numpy()
@@ -216,6 +229,26 @@ class HostPages:
                 self._pages[blocks[index], start : start + pages.shape[1]] = pages[0]
             else:
                 self._pages[list(blocks[index : index + len(pages)])] = pages
+
+    def load_from(self, places: ArenaPages, start: int) -> None:
+        pages, arena, nbytes = self._pages, places.arena, self.page_bytes
+        for run in places.runs:
+            np.copyto(self._run(run.blocks), places.rows(run, start, nbytes))
+        for block, offset in places.singles:
+            begin = offset + start
+            pages[block] = arena[begin : begin + nbytes]
+
+    def store_to(self, places: ArenaPages, start: int) -> None:
+        pages, arena, nbytes = self._pages, places.arena, self.page_bytes
+        for run in places.runs:
+            np.copyto(places.rows(run, start, nbytes), self._run(run.blocks))
+        for block, offset in places.singles:
+            begin = offset + start
+            arena[begin : begin + nbytes] = pages[block]
+
+    def _run(self, blocks: range) -> Bytes2D:
+        stop = blocks.stop if blocks.stop >= 0 else None
+        return self._pages[blocks.start : stop : blocks.step]
 
     def flush(self) -> None:
         """Host writes are done when they return."""

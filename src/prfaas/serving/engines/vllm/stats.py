@@ -13,7 +13,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from prfaas.serving.engines.transfer_counters import COUNTERS
+from prfaas.serving.engines.transfer_counters import COUNTERS, POOL_COUNTERS
+
+_COUNTERS = {**COUNTERS, **POOL_COUNTERS}
 
 
 @dataclass
@@ -26,14 +28,14 @@ class ConnectorStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Start again at zero."""
-        self.data: dict[str, Any] = dict.fromkeys(COUNTERS, 0)
+        self.data: dict[str, Any] = dict.fromkeys(_COUNTERS, 0)
 
-    def add(self, name: str, amount: int = 1) -> None:
-        """Count one or more of `COUNTERS`' `name`."""
+    def add(self, name: str, amount: float = 1) -> None:
+        """Count one or more of `name`, which is one of `COUNTERS` or `POOL_COUNTERS`."""
         self.data[name] += amount
 
     def aggregate(self, other: KVConnectorStats) -> "ConnectorStats":
-        for name in COUNTERS:
+        for name in _COUNTERS:
             self.data[name] += other.data.get(name, 0)
         return self
 
@@ -61,7 +63,7 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
                 counter_class(name=f"vllm:prfaas_{name}", documentation=text, labelnames=labelnames),
                 self.per_engine_labelvalues,
             )
-            for name, text in COUNTERS.items()
+            for name, text in _COUNTERS.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

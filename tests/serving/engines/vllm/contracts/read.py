@@ -29,8 +29,8 @@ CLASSES = {
     ],
     "distributed/kv_transfer/kv_connector/v1/metrics.py": ["KVConnectorStats", "KVConnectorPromMetrics"],
     "lora/request.py": ["LoRARequest"],
-    "v1/core/kv_cache_manager.py": ["KVCacheBlocks"],
-    "v1/core/sched/output.py": ["SchedulerOutput"],
+    "v1/core/kv_cache_manager.py": ["KVCacheBlocks", "KVCacheManager"],
+    "v1/core/sched/output.py": ["KVConnectorBlockState", "SchedulerOutput"],
     "v1/kv_cache_interface.py": [
         "KVCacheConfig",
         "KVCacheGroupSpec",
@@ -41,6 +41,7 @@ CLASSES = {
         "MambaSpec",
         "UniformTypeKVCacheSpecs",
     ],
+    "v1/outputs.py": ["KVConnectorOutput"],
     "v1/request.py": ["Request", "RequestStatus"],
     "v1/sample/logits_processor/__init__.py": ["AdapterLogitsProcessor"],
 }
@@ -58,6 +59,8 @@ WITH_METHODS = (
     "KVConnectorStats",
     "KVConnectorPromMetrics",
     "KVCacheBlocks",
+    "KVCacheManager",
+    "KVConnectorBlockState",
     "AdapterLogitsProcessor",
 )
 _OPTION = re.compile(r'"(--[a-z][a-z0-9-]+)"')

@@ -1,0 +1,69 @@
+"""Which pools may send pages to which, over what, and who of them shows certificates."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from prfaas.core.deployment.pool import PoolNode
+from prfaas.core.deployment.security import OBSERVERS
+from prfaas.core.deployment.types import INTRA_CLUSTER_CONNECTIONS, Deployment
+
+# Of a link, what its pools may use together while no control plane tells them another part: copies are in the
+# background, and the engines' standing shares are all of it already.
+_STANDING_PART = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPeer:
+    """A pool that another one may send pages to."""
+
+    pool: PoolNode
+    link: str
+    """Name of the bandwidth budget that its transfers share with those of engines."""
+    connections: int
+    bandwidth_bits_per_s: float | None
+    """Of the whole budget; None: unpaced."""
+    share_bits_per_s: float | None
+    """The sender's part of the budget while no control plane tells it another."""
+    encrypted: bool
+    compressed: bool
+
+
+def pool_peers(deployment: Deployment, pool: PoolNode) -> tuple[PoolPeer, ...]:
+    """The pools that `pool` may send to: the others of its cluster, and those that a link leads to."""
+    return tuple(_ways(deployment, pool))
+
+
+def pool_sources(deployment: Deployment, pool: PoolNode) -> tuple[PoolPeer, ...]:
+    """The pools that may send to `pool`, each with the way from there; the inverse of `pool_peers`."""
+    return tuple(
+        replace(way, pool=source)
+        for source in deployment.pools
+        for way in _ways(deployment, source)
+        if way.pool.name == pool.name
+    )
+
+
+def plain_pool_peers(deployment: Deployment, pool: PoolNode) -> frozenset[str]:
+    """Who may connect to a pool's KV port without encryption.
+
+    A pool connects to send, and to ask for what comes back: one of the two ways is enough.
+    """
+    ways = (*pool_peers(deployment, pool), *pool_sources(deployment, pool))
+    plain = frozenset(way.pool.name for way in ways if not way.encrypted)
+    return plain if pool.tls else plain | OBSERVERS
+
+
+def _ways(deployment: Deployment, source: PoolNode) -> Iterator[PoolPeer]:
+    senders = sum(pool.cluster == source.cluster for pool in deployment.pools)
+    for target in deployment.pools:
+        if target.name == source.name:
+            continue
+        if target.cluster == source.cluster:
+            encrypted = deployment.security.encrypt_inside
+            yield PoolPeer(target, target.cluster, INTRA_CLUSTER_CONNECTIONS, None, None, encrypted, False)
+        elif (link := deployment.link(source.cluster, target.cluster)) is not None:
+            whole = link.bandwidth_bits_per_s
+            share = _STANDING_PART * whole / senders
+            yield PoolPeer(
+                target, link.name, link.connections, whole, share, link.encryption, link.compression
+            )

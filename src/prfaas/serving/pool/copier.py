@@ -1,0 +1,153 @@
+"""Who orders copies of prefixes from pool to pool: the gateway before a prefill, the control plane for hot prefixes."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from prfaas.core.deployment import Deployment
+from prfaas.core.units import BITS_PER_BYTE
+from prfaas.serving.transport import Observer, Ticket, TlsIdentity, TransferClass, prompt_digest
+from prfaas.serving.transport.requests import MAX_COPIED_TOKENS, CopyOrder, CopyResult
+from prfaas.serving.transport.wire import WireError
+
+logger = logging.getLogger(__name__)
+
+# Links are shared, and copies get what others leave.
+_SLACK = 4.0
+_GRACE_S = 30.0
+_ABANDON_S = 5.0
+
+
+class CopyPort(Protocol):
+    """What is needed of an observer of a pool."""
+
+    async def request(self, transfer_id: bytes, order: CopyOrder, timeout_s: float) -> dict[str, Any]: ...
+
+    async def abandon(self, transfer_id: bytes, reason: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class PoolCopier:
+    """Seals tickets for copies, has the target carry them out, and waits. It belongs to one event loop."""
+
+    def __init__(self, deployment: Deployment, key: bytes, ports: Mapping[str, CopyPort]) -> None:
+        """
+        Args:
+            deployment: has the pools and the links between their clusters.
+            key: seals tickets.
+            ports: the pools' KV ports, by name.
+        """
+        self._key = key
+        self._ports = ports
+        clusters = {pool.name: pool.cluster for pool in deployment.pools}
+        self._clusters = clusters
+        self._bandwidth_bits_per_s = {
+            (link.source, link.target): link.bandwidth_bits_per_s for link in deployment.links
+        }
+        self._abandoning: set[asyncio.Task[None]] = set()
+
+    async def copy(
+        self,
+        source: str,
+        target: str,
+        token_ids: Sequence[int],
+        salt: str,
+        adapter: str,
+        service: TransferClass,
+        *,
+        kv_bytes: int,
+        grace_s: float = _GRACE_S,
+    ) -> CopyResult:
+        """Have the pool `target` get a prefix from the pool `source`, and wait until it has it.
+
+        Never raises for what goes wrong with it: the result has the reason. A copy whose waiting is cancelled is given
+        up.
+
+        Args:
+            source: name of the pool that holds the prefix.
+            target: name of the pool that lacks it.
+            token_ids: the prefix.
+            salt: the tenant's.
+            adapter: name of the LoRA adapter.
+            service: how it shares the link.
+            kv_bytes: what is expected to move.
+            grace_s: so long a copy may take, beside what its bytes take on the link.
+        """
+        if len(token_ids) > MAX_COPIED_TOKENS:
+            return CopyResult(0, 0, f"long: at most {MAX_COPIED_TOKENS} tokens can be copied")
+        timeout_s = grace_s + self._moving_s(source, target, kv_bytes)
+        ticket = Ticket.issue(
+            producer=source,
+            consumer=target,
+            num_tokens=len(token_ids),
+            skip_tokens=0,
+            prompt_digest=prompt_digest(token_ids, salt, adapter),
+            lifetime_s=timeout_s,
+            now_s=time.time(),
+            service=service,
+        )
+        order = CopyOrder(ticket.seal(self._key), token_ids, salt, adapter)
+        is_over = False
+        try:
+            answer = await self._ports[target].request(ticket.transfer_id, order, timeout_s)
+            is_over = True
+            return CopyResult.from_body(answer)
+        except TimeoutError:
+            return CopyResult(0, 0, f"deadline: not complete within {timeout_s:.0f} s")
+        except (OSError, WireError) as error:
+            return CopyResult(0, 0, f"target: {error}")
+        finally:
+            if not is_over:
+                self._abandon(target, ticket.transfer_id)
+
+    async def close(self) -> None:
+        """Wait for what is being given up (each is bounded), and end the connections."""
+        await asyncio.gather(*self._abandoning, return_exceptions=True)
+        for port in self._ports.values():
+            await port.close()
+
+    def _moving_s(self, source: str, target: str, kv_bytes: int) -> float:
+        bandwidth = self._bandwidth_bits_per_s.get((self._clusters[source], self._clusters[target]))
+        return 0.0 if bandwidth is None else _SLACK * BITS_PER_BYTE * kv_bytes / bandwidth
+
+    def _abandon(self, target: str, transfer_id: bytes) -> None:
+        async def abandon() -> None:
+            try:
+                async with asyncio.timeout(_ABANDON_S):
+                    await self._ports[target].abandon(transfer_id, "nobody waits for the copy any more")
+            except (OSError, TimeoutError) as error:
+                # Its ticket expires.
+                logger.info("could not give up a copy at %s: %s", target, error)
+
+        # In the background, since it must also happen when the waiting task is being cancelled.
+        task = asyncio.get_running_loop().create_task(abandon())
+        self._abandoning.add(task)
+        task.add_done_callback(self._abandoning.discard)
+
+
+def pool_observers(
+    deployment: Deployment, name: str, key: bytes, tls: TlsIdentity | None
+) -> dict[str, Observer]:
+    """One observer for each pool, which connects when first used.
+
+    Args:
+        deployment: has the pools.
+        name: who observes.
+        key: of the deployment, 32 bytes.
+        tls: who that is, for pools that it speaks TLS with.
+    """
+    return {
+        pool.name: Observer(
+            name,
+            key,
+            pool.host,
+            pool.kv_port,
+            pool.name,
+            tls if pool.tls else None,
+            silence_s=deployment.transfer.silence_s,
+        )
+        for pool in deployment.pools
+    }

@@ -1,0 +1,165 @@
+"""A pool among the other pools: its KV port, its connections to those that it may send to, and those it may ask."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from prfaas.core.deployment import Deployment, PoolNode
+from prfaas.core.deployment.pool_peers import PoolPeer, plain_pool_peers, pool_peers, pool_sources
+from prfaas.serving.pool.copies import PrefixCopies
+from prfaas.serving.pool.lending import PageLender
+from prfaas.serving.pool.store import PageStore
+from prfaas.serving.transport import (
+    AskedTransfers,
+    Observer,
+    Peer,
+    PeerRequest,
+    Receiver,
+    ReceiverOptions,
+    Sender,
+    SenderOptions,
+    StagingArena,
+    TlsIdentity,
+)
+from prfaas.serving.transport.requests import CopyOrder
+
+# What pages look like is compared in each PULL: a pool may listen before its first engine has said it.
+_FINGERPRINT = {"prefix_pool": "v1"}
+
+
+class PoolNeighbours:
+    """Everything of a pool that other machines see. Make it in the daemon's event loop."""
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        pool: PoolNode,
+        key: bytes,
+        tls: TlsIdentity | None,
+        store_of: Callable[[], PageStore | None],
+    ) -> None:
+        """
+        Args:
+            deployment: says which pools there are, and the links between them.
+            pool: this one.
+            key: of the deployment, 32 bytes.
+            tls: who this pool is on encrypted ways; None: all of its ways are plain.
+            store_of: its pages; None as long as no engine has said what they look like.
+        """
+        limits = deployment.transfer
+        peers, sources = pool_peers(deployment, pool), pool_sources(deployment, pool)
+        self._loop = asyncio.get_running_loop()
+        self._sender = Sender(
+            name=pool.name,
+            key=key,
+            peers={peer.pool.name: _peer(peer) for peer in peers},
+            fingerprint=_FINGERPRINT,
+            options=SenderOptions(
+                silence_s=limits.silence_s,
+                resume_s=limits.resume_s,
+                progress_deadline_s=limits.progress_deadline_s,
+                user_timeout_s=limits.user_timeout_s,
+                keepalive_s=limits.keepalive_s,
+                accept_deadline_s=limits.staging_wait_s + 10.0,
+                checksums=limits.checksums,
+            ),
+            tls=tls,
+        )
+        asked = AskedTransfers()
+        block_bytes = deployment.engine.transfer_block_bytes
+        staging_bytes = max(deployment.pool.staging_bytes, block_bytes) if sources else block_bytes
+        self._receiver = Receiver(
+            name=pool.name,
+            key=key,
+            host=pool.host,
+            port=pool.kv_port,
+            arena=StagingArena(staging_bytes, block_bytes),
+            layout=asked,
+            fingerprint=_FINGERPRINT,
+            producers=[source.pool.name for source in sources],
+            options=ReceiverOptions(
+                staging_wait_s=limits.staging_wait_s,
+                ttl_s=limits.staging_ttl_s,
+                silence_s=limits.silence_s,
+                resume_s=limits.resume_s,
+                progress_deadline_s=limits.progress_deadline_s,
+                user_timeout_s=limits.user_timeout_s,
+                keepalive_s=limits.keepalive_s,
+            ),
+            sender_telemetry=self._sender.telemetry,
+            tls=tls,
+            plain_peers=plain_pool_peers(deployment, pool),
+            on_pace=self._sender.pace,
+            on_probe=self._sender.probe,
+            on_request=self._on_request,
+        )
+        self._observers = {
+            source.pool.name: Observer(
+                pool.name,
+                key,
+                source.pool.host,
+                source.pool.kv_port,
+                source.pool.name,
+                tls if source.encrypted else None,
+                silence_s=limits.silence_s,
+            )
+            for source in sources
+        }
+        # What is lent is pinned: the engines of this machine keep the greater part.
+        self.lender = PageLender(pool.name, key, store_of, self._sender, most_bytes=pool.memory_bytes // 4)
+        self.copies = PrefixCopies(
+            pool.name, key, store_of, self._receiver, asked, self._observers, staging_bytes=staging_bytes
+        )
+
+    def start(self) -> None:
+        """Listen at the KV port, and be ready to send.
+
+        Raises:
+            OSError: the port is taken, or the host is not this machine.
+        """
+        self._receiver.start()
+        self._sender.start()
+
+    async def close(self) -> None:
+        """End every copy, connection and thread. Afterwards no page is read or written for another pool."""
+        await self.copies.close()
+        await asyncio.to_thread(self._sender.close)
+        await self.lender.close()
+        for observer in self._observers.values():
+            await observer.close()
+        await asyncio.to_thread(self._receiver.close)
+
+    def figures(self) -> dict[str, int]:
+        """Counters, and what is going on at the moment."""
+        return {
+            **asdict(self.copies.counters),
+            **asdict(self.lender.counters),
+            "running_copies": self.copies.running,
+            "lent_pinned_bytes": self.lender.pinned_bytes,
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """Of receiver and sender, as `Receiver.stats` and `Sender.stats`."""
+        return {"receiver": self._receiver.stats(), "sender": self._sender.stats()}
+
+    def _on_request(self, request: PeerRequest) -> None:
+        taker = self.copies if isinstance(request.order, CopyOrder) else self.lender
+        self._loop.call_soon_threadsafe(partial(taker.take, request))
+
+
+def _peer(peer: PoolPeer) -> Peer:
+    pool = peer.pool
+    return Peer(
+        name=pool.name,
+        host=pool.host,
+        port=pool.kv_port,
+        link=peer.link,
+        connections=peer.connections,
+        bandwidth_bits_per_s=peer.bandwidth_bits_per_s,
+        on_demand=True,
+        encrypted=peer.encrypted,
+        compressed=peer.compressed,
+        share_bits_per_s=peer.share_bits_per_s,
+    )

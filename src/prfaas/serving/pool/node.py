@@ -1,0 +1,110 @@
+"""One pool of a deployment, put together: its pages, its disk, what it publishes, and its neighbours."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+from collections.abc import Callable, Iterator
+
+import zmq
+
+from prfaas.core.deployment import Deployment, PoolNode
+from prfaas.core.pool.eviction import EvictionPolicy, eviction_policy
+from prfaas.core.pool.geometry import PoolGeometry
+from prfaas.serving.certificates import identity_of
+from prfaas.serving.pool.daemon import PoolDaemon, PoolError, PoolOptions, arena_path
+from prfaas.serving.pool.events import PoolEventPublisher
+from prfaas.serving.pool.neighbours import PoolNeighbours
+from prfaas.serving.pool.ssd_tier import ssd_factory
+from prfaas.serving.transport.ticket import load_key
+
+logger = logging.getLogger(__name__)
+
+
+async def serve_pool(
+    deployment: Deployment,
+    node: PoolNode,
+    *,
+    keep_memory: bool = False,
+    ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve one pool until SIGINT or SIGTERM.
+
+    Args:
+        deployment: whose pool it is. Its key and certificates are there.
+        node: the pool.
+        keep_memory: leave the pages in shared memory to the next daemon at the end, too.
+        ready: called when engines and other pools can connect.
+
+    Raises:
+        PoolError: another daemon serves the pool, or it can't listen.
+        ArenaError: the machine has too little shared memory.
+        KeyFileError: the key can't be used.
+        TlsFileError: the pool's certificate can't be used.
+    """
+    loop = asyncio.get_running_loop()
+    socket = deployment.pool_socket(node)
+    socket.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def policy(geometry: PoolGeometry) -> EvictionPolicy[bytes]:
+        return eviction_policy(deployment.pool.eviction, geometry.groups)
+
+    def in_loop(call: Callable[[], None]) -> None:
+        # The loop may have ended before the last thread has.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(call)
+
+    make_ssd = None
+    if node.ssd_bytes:
+        make_ssd = ssd_factory(node.path, node.ssd_bytes, deployment.pool.tenant_share, policy, in_loop)
+    key, tls = load_key(deployment.security.key_file), identity_of(deployment, node.name)
+    with _publisher(deployment, node) as events:
+        daemon = PoolDaemon(
+            PoolOptions(socket, arena_path(socket), node.memory_bytes, keep_memory),
+            events=events,
+            make_ssd=make_ssd,
+            make_policy=policy,
+            tenant_share=deployment.pool.tenant_share,
+        )
+        neighbours = PoolNeighbours(deployment, node, key, tls, lambda: daemon.store)
+
+        def listening() -> None:
+            try:
+                neighbours.start()
+            except OSError as error:
+                address = f"{node.host}:{node.kv_port}"
+                raise PoolError(f"pool {node.name} can't listen at {address}: {error}") from error
+            logger.info("pool %s of %s: engines connect at %s", node.name, deployment.name, socket)
+            ready()
+
+        stopping = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stopping.set)
+        serving, stop = asyncio.create_task(daemon.serve(listening)), asyncio.create_task(stopping.wait())
+        try:
+            await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stop.cancel()
+            # Neighbours read and write pages: they go before the arena does.
+            await neighbours.close()
+            serving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await serving
+
+
+@contextlib.contextmanager
+def _publisher(deployment: Deployment, node: PoolNode) -> Iterator[PoolEventPublisher | None]:
+    endpoint = deployment.events_endpoint(node)
+    if endpoint is None:
+        # Nobody could subscribe.
+        yield None
+        return
+    try:
+        publisher = PoolEventPublisher(endpoint)
+    except zmq.ZMQError as error:
+        raise PoolError(f"pool {node.name} can't publish at {endpoint.bind_publish}: {error}") from error
+    publisher.start()
+    try:
+        yield publisher
+    finally:
+        publisher.close()

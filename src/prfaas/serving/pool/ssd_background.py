@@ -1,0 +1,346 @@
+"""The threads that write a pool's pages to SSD and read them back.
+
+A disk that fails does not disturb the pool: what can't be written stays in memory only, the log says so once, and
+the writer tries again until the disk takes pages.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from prfaas.serving.pool.journal import Journal, JournalDrop, JournalPage
+from prfaas.serving.pool.ssd_file import Bytes, PageFile, PieceBuffer, stored_bytes
+
+_LOG = logging.getLogger(__name__)
+_MOST_BATCH_PAGES = 64
+_MOST_BATCH_BYTES = 64 << 20
+_CLOSING_S = 5.0
+
+
+class SsdFiles(NamedTuple):
+    """Both files, and which pages were found in them."""
+
+    pages: PageFile
+    journal: Journal
+    found: list[JournalPage]
+
+
+@dataclass(frozen=True, slots=True)
+class SsdLayout:
+    """Where the files are, and what they may take."""
+
+    folder: Path
+    name: str
+    digest: bytes
+    """Of the geometry."""
+    pages_bytes: int
+    journal_bytes: int
+
+    def open(self, page_bytes: Mapping[int, int]) -> SsdFiles:
+        """Open both files; those of other models in the folder go.
+
+        Args:
+            page_bytes: Of a page, by the number of its group.
+
+        Raises:
+            OSError: the files can't be used, or there is no room for them.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for other in self.folder.iterdir():
+            if other.stem != self.name and other.suffix in (".pages", ".journal", ".new"):
+                other.unlink()
+        pages = PageFile(self.folder / f"{self.name}.pages", self.pages_bytes)
+        journal = Journal(self.folder / f"{self.name}.journal", self.digest, self.journal_bytes)
+        found = []
+        for page in journal.open():
+            size = page_bytes.get(page.page_id[-1])
+            if size is not None and 0 <= page.offset <= pages.bytes_before - stored_bytes(size):
+                found.append(page)
+        return SsdFiles(pages, journal, found)
+
+
+@dataclass(frozen=True, slots=True)
+class SsdWrite:
+    """A page on its way from the arena to the file."""
+
+    page: Bytes
+    """Its bytes; `PageFile.write` says why there may be more."""
+    page_bytes: int
+    rest_from: int
+    """Where the ranks' parts end in the page."""
+    record: JournalPage
+    finished: Callable[[JournalPage | None], None]
+    """Called in the loop: what is in the journal now; None: the page is not on the disk."""
+
+
+class _Clear:
+    """All pages that were written so far are to go."""
+
+
+_Order: TypeAlias = SsdWrite | JournalDrop | _Clear
+
+
+class SsdWriter:
+    """One thread that does all writing, in order: pages are on the disk before the journal says so.
+
+    Args:
+        open_files: Makes the files usable, from scratch.
+        in_loop: Has a function called in the store's loop.
+        found: Called in the loop when the files were opened later than at the start, with the pages in them.
+        retry_s: A disk that failed is tried again after so long.
+    """
+
+    def __init__(
+        self,
+        open_files: Callable[[], SsdFiles],
+        in_loop: Callable[[Callable[[], None]], None],
+        found: Callable[[list[JournalPage]], None],
+        retry_s: float,
+    ) -> None:
+        self._open_files = open_files
+        self._in_loop = in_loop
+        self._found = found
+        self._retry_s = retry_s
+        self._retry_at = 0.0
+        self._orders: deque[_Order] = deque()
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self._gives_up = False
+        self._said: str | None = None
+        self.files: SsdFiles | None = None
+        """None: they could not be opened yet."""
+        self.failure: str | None = None
+        """Why nothing can be written at the moment."""
+        self._thread = threading.Thread(target=self._run, name="pool-ssd-writer", daemon=True)
+
+    def pages_file(self) -> PageFile | None:
+        """The file to read from at the moment."""
+        return None if self.files is None else self.files.pages
+
+    def start(self) -> list[JournalPage]:
+        """Open the files and begin. Returns the pages that are there."""
+        found: list[JournalPage] = []
+        try:
+            self.files = self._open_files()
+            found = self.files.found
+        except OSError as error:
+            self._failed(error)
+        self._thread.start()
+        return found
+
+    def close(self) -> None:
+        """Write what is queued, if that takes a few seconds at most, and end."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join(_CLOSING_S)
+        self._gives_up = True
+        self._thread.join(_CLOSING_S)
+        if self.files is not None and not self._thread.is_alive():
+            self.files.journal.close()
+            self.files.pages.close()
+
+    def write(self, order: SsdWrite) -> bool:
+        """Queue a page. False: nothing can be written at the moment."""
+        with self._changed:
+            if self.failure is not None or self._is_closing:
+                return False
+            self._orders.append(order)
+            self._changed.notify()
+        return True
+
+    def drop(self, page_id: bytes) -> None:
+        """A page is no longer there; its room may be used by what is queued after this."""
+        self._order(JournalDrop(page_id))
+
+    def clear(self) -> None:
+        """Nothing that was queued before this is there any more."""
+        self._order(_Clear())
+
+    def resume(self) -> None:
+        """The loop knows what the files hold now; pages are taken again."""
+        with self._changed:
+            self.failure = None
+
+    def _order(self, order: _Order) -> None:
+        with self._changed:
+            self._orders.append(order)
+            self._changed.notify()
+
+    def _run(self) -> None:
+        buffer = PieceBuffer()
+        while True:
+            with self._changed:
+                while not self._orders and not self._is_closing:
+                    if not self._changed.wait(self._retry_s) and self.failure is not None:
+                        break
+                orders = self._batch()
+                if self._gives_up or (self._is_closing and not orders):
+                    return
+            try:
+                if self.failure is None and self.files is not None:
+                    self._carry_out(orders, self.files, buffer)
+                else:
+                    self._refuse(orders)
+                    self._try_again()
+            except OSError as error:
+                self._failed(error)
+                self._refuse(orders)
+
+    def _batch(self) -> list[_Order]:
+        orders: list[_Order] = []
+        size = 0
+        while self._orders and len(orders) < _MOST_BATCH_PAGES and size < _MOST_BATCH_BYTES:
+            order = self._orders.popleft()
+            orders.append(order)
+            if isinstance(order, SsdWrite):
+                size += order.page_bytes
+            elif isinstance(order, _Clear):
+                break
+        return orders
+
+    def _carry_out(self, orders: Sequence[_Order], files: SsdFiles, buffer: PieceBuffer) -> None:
+        if not files.pages.is_in_place() or not files.journal.is_in_place():
+            raise FileNotFoundError("a file was moved or removed")
+        drops = [order for order in orders if isinstance(order, JournalDrop)]
+        if drops:
+            # Before their room is used again: so the journal never names a page that was overwritten.
+            files.journal.append(drops)
+        writes = [order for order in orders if isinstance(order, SsdWrite)]
+        records = []
+        for order in writes:
+            rest = files.pages.write(
+                order.page, order.page_bytes, order.record.offset, order.rest_from, buffer
+            )
+            records.append(msgspec.structs.replace(order.record, rest_checksum=rest))
+        if writes:
+            files.pages.sync()
+            files.journal.append(records)
+            if self._said is not None:
+                _LOG.info("the pool's disk takes pages again")
+                self._said = None
+            self._report(writes, records)
+        if isinstance(orders[-1], _Clear):
+            files.journal.clear()
+
+    def _refuse(self, orders: Sequence[_Order]) -> None:
+        """Nothing of this was done; what is gone must not come back with the journal."""
+        if self.files is not None:
+            journal = self.files.journal
+            journal.forget(order.page_id for order in orders if isinstance(order, JournalDrop))
+            if any(isinstance(order, _Clear) for order in orders):
+                journal.forget_all()
+        writes = [order for order in orders if isinstance(order, SsdWrite)]
+        self._report(writes, [None] * len(writes))
+
+    def _report(self, writes: Sequence[SsdWrite], records: Sequence[JournalPage | None]) -> None:
+        if not writes:
+            return
+
+        def report() -> None:
+            for order, record in zip(writes, records, strict=True):
+                order.finished(record)
+
+        self._in_loop(report)
+
+    def _failed(self, error: OSError) -> None:
+        text = error.strerror or str(error)
+        with self._changed:
+            self.failure = text
+        self._retry_at = time.monotonic() + self._retry_s
+        if text != self._said:
+            _LOG.warning("the pool's disk can't be written (%s): new pages stay in memory only", text)
+            self._said = text
+
+    def _try_again(self) -> None:
+        if time.monotonic() < self._retry_at or self._is_closing:
+            return
+        files = self.files
+        if files is not None and files.pages.is_in_place():
+            files.pages.take_room()
+            files.journal.rewrite()
+            self._in_loop(self.resume)
+        else:
+            if files is not None:
+                files.journal.close()
+            self.files = opened = self._open_files()
+            self._in_loop(lambda: self._found(opened.found))
+        # Not again before the loop knows.
+        self._retry_at = time.monotonic() + self._retry_s
+
+
+class SsdRead(NamedTuple):
+    """A page on its way back from the file, or one to be verified."""
+
+    offset: int
+    """In the file."""
+    parts: Sequence[int]
+    """Bytes of its parts."""
+    checksums: Sequence[int]
+    into: Bytes | None
+    finished: Callable[[bool], None]
+    """Called in the loop: whether the page is right."""
+
+
+class SsdReaders:
+    """Threads that read pages and verify them. More than one, since a disk is faster with several requests.
+
+    Args:
+        pages: The file at the moment; None if there is none.
+        in_loop: Has a function called in the store's loop.
+        count: Threads.
+    """
+
+    def __init__(
+        self,
+        pages: Callable[[], PageFile | None],
+        in_loop: Callable[[Callable[[], None]], None],
+        count: int,
+    ) -> None:
+        self._pages = pages
+        self._in_loop = in_loop
+        self._reads: SimpleQueue[SsdRead | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"pool-ssd-reader-{number}", daemon=True)
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def read(self, order: SsdRead) -> None:
+        """Queue a page."""
+        self._reads.put(order)
+
+    def close(self) -> None:
+        """End when what is queued is read."""
+        for _ in self._threads:
+            self._reads.put(None)
+        for thread in self._threads:
+            thread.join(_CLOSING_S)
+
+    def _run(self) -> None:
+        buffer = PieceBuffer()
+        while (order := self._reads.get()) is not None:
+            is_right = self._read(order, buffer)
+            self._in_loop(partial(order.finished, is_right))
+            # Nothing of the arena is kept while there is nothing to do.
+            del order
+
+    def _read(self, order: SsdRead, buffer: PieceBuffer) -> bool:
+        pages = self._pages()
+        if pages is None:
+            return False
+        try:
+            return pages.read(order.offset, order.parts, order.checksums, order.into, buffer)
+        except OSError as error:
+            _LOG.warning("the pool's disk can't be read: %s", error.strerror)
+            return False

@@ -1,0 +1,338 @@
+"""The file of a pool's pages on SSD: where pages lie in it, and how they get there and back."""
+
+import errno
+import fcntl
+import mmap
+import os
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64
+
+from prfaas.core.pool.geometry import SECTOR_BYTES, whole_sectors
+
+BLOCK_BYTES = 4096
+"""Pages begin at multiples of this in the file, as reads and writes past the page cache need it."""
+_PIECE_BYTES = 1 << 20
+_MOST_SEGMENT_BYTES = 32 << 20
+_FEWEST_SEGMENTS = 64
+
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+
+class SsdFileError(OSError):
+    """The file can't be used; the message says why."""
+
+
+def stored_bytes(page_bytes: int) -> int:
+    """What a page takes in the file."""
+    return -(-page_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+class FileSlots:
+    """Which parts of the file are free.
+
+    The file is cut into segments of one size. A segment holds pages of one KV group as long as it holds any, and then
+    those of any group. So no group keeps room that it no longer uses.
+
+    Args:
+        file_bytes: Most that the file may take.
+        page_bytes: Of a page, by the number of its group.
+    """
+
+    def __init__(self, file_bytes: int, page_bytes: Mapping[int, int]) -> None:
+        self._stored_bytes = {group: stored_bytes(size) for group, size in page_bytes.items()}
+        largest = max(self._stored_bytes.values())
+        wanted = min(_MOST_SEGMENT_BYTES, file_bytes // _FEWEST_SEGMENTS)
+        self.segment_bytes = largest * max(1, wanted // largest)
+        self.segments = file_bytes // self.segment_bytes
+        # Ordered sets: the last is taken next.
+        self._unused = dict.fromkeys(range(self.segments - 1, -1, -1))
+        # Segment → its group and the free offsets in it.
+        self._of: dict[int, tuple[int, dict[int, None]]] = {}
+        # Group → its segments that have room.
+        self._with_room: dict[int, dict[int, None]] = {group: {} for group in page_bytes}
+
+    @property
+    def file_bytes(self) -> int:
+        """Of the file: all segments."""
+        return self.segments * self.segment_bytes
+
+    def stored_bytes(self, group: int) -> int:
+        """What a page of the group takes."""
+        return self._stored_bytes[group]
+
+    def take(self, group: int) -> int | None:
+        """Room for a page of the group: its offset in the file, None if there is none."""
+        if not self._with_room[group]:
+            if not self._unused:
+                return None
+            self._give_segment(self._unused.popitem()[0], group)
+        segment = next(iter(self._with_room[group]))
+        free = self._of[segment][1]
+        offset, _ = free.popitem()
+        if not free:
+            del self._with_room[group][segment]
+        return offset
+
+    def claim(self, group: int, offset: int) -> bool:
+        """Take just this room; False if a page of the group can't lie there, or it isn't free."""
+        segment = offset // self.segment_bytes
+        if group not in self._stored_bytes or not 0 <= segment < self.segments:
+            return False
+        if segment not in self._of:
+            del self._unused[segment]
+            self._give_segment(segment, group)
+        owner, free = self._of[segment]
+        if owner != group or offset not in free:
+            return False
+        del free[offset]
+        if not free:
+            del self._with_room[group][segment]
+        return True
+
+    def give_back(self, offset: int) -> None:
+        """The page at this offset is gone."""
+        segment = offset // self.segment_bytes
+        group, free = self._of[segment]
+        free[offset] = None
+        if len(free) == self.segment_bytes // self._stored_bytes[group]:
+            del self._of[segment]
+            self._with_room[group].pop(segment, None)
+            self._unused[segment] = None
+        else:
+            self._with_room[group][segment] = None
+
+    def _give_segment(self, segment: int, group: int) -> None:
+        size, start = self._stored_bytes[group], segment * self.segment_bytes
+        offsets = range(start, start + self.segment_bytes - size + 1, size)
+        self._of[segment] = (group, dict.fromkeys(reversed(offsets)))
+        self._with_room[group][segment] = None
+
+
+class PieceBuffer:
+    """Memory of one thread, through which pages go between file and arena: the kernel wants it aligned."""
+
+    def __init__(self) -> None:
+        self.memory = mmap.mmap(-1, _PIECE_BYTES)
+        self.view = memoryview(self.memory)
+        self.bytes: Bytes = np.frombuffer(self.memory, dtype=np.uint8)
+
+
+class PageFile:
+    """The preallocated file. Its methods may be called from several threads, for different pages.
+
+    Pages go past the kernel's page cache where the file system allows it: memory is what the arena is for.
+
+    Args:
+        path: The file; its folder is there.
+        size_bytes: What it takes from now on.
+
+    Raises:
+        OSError: it can't be opened, or there is no room.
+        SsdFileError: another process has it.
+    """
+
+    def __init__(self, path: Path, size_bytes: int) -> None:
+        self._path = path
+        self._size_bytes = size_bytes
+        self._fd = self._io_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Through the page cache memory needs no alignment.
+        self._takes_sectors = True
+        fds = [self._fd]
+        # A reader may be inside of a file that is replaced: it is closed once nobody knows it.
+        self._close = weakref.finalize(self, _close_all, fds)
+        try:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SsdFileError(errno.EBUSY, "another daemon uses it", str(path)) from None
+            self.bytes_before = os.fstat(self._fd).st_size
+            self.take_room()
+            if (past_cache := self._past_cache()) is not None:
+                fds.append(past_cache)
+                self._io_fd = past_cache
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file; the pages stay."""
+        self._close()
+
+    def is_in_place(self) -> bool:
+        """Whether the path still leads to this file."""
+        return leads_to(self._path, self._fd)
+
+    def take_room(self) -> bool:
+        """Make the file as large as it is to be.
+
+        Returns:
+            Whether it was.
+
+        Raises:
+            OSError: there is no room for it.
+        """
+        before = os.fstat(self._fd).st_size
+        if before == self._size_bytes:
+            return True
+        try:
+            os.posix_fallocate(self._fd, 0, self._size_bytes)
+        except OSError:
+            # What it got of the room would be missing to others.
+            os.ftruncate(self._fd, min(before, self._size_bytes))
+            raise
+        os.ftruncate(self._fd, self._size_bytes)
+        return False
+
+    def write(self, page: Bytes, page_bytes: int, offset: int, rest_from: int, buffer: PieceBuffer) -> int:
+        """Write a page. It is on the disk after the next `sync`.
+
+        Args:
+            page: Its bytes, and more up to a multiple of 512 if they are at hand: that saves a copy.
+            page_bytes: Of the page alone.
+            offset: In the file.
+            rest_from: Where the ranks' parts end in the page.
+            buffer: This thread's.
+
+        Returns:
+            xxh3_64 of what follows the ranks' parts.
+
+        Raises:
+            OSError: it isn't written.
+        """
+        rest = xxh3_64()
+        if rest_from < page_bytes:
+            rest.update(page.data[rest_from:page_bytes])
+        for start in range(0, page_bytes, _PIECE_BYTES):
+            size = min(_PIECE_BYTES, page_bytes - start)
+            piece = self._direct(page, start, size)
+            if piece is None:
+                np.copyto(buffer.bytes[:size], page[start : start + size])
+                piece = buffer.view[: stored_bytes(size)]
+            self._write_piece(piece, offset + start)
+        return rest.intdigest()
+
+    def sync(self) -> None:
+        """Wait until all that was written is on the disk.
+
+        Raises:
+            OSError: it may be there or not.
+        """
+        os.fdatasync(self._fd)
+        if self._io_fd == self._fd:
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def read(
+        self,
+        offset: int,
+        parts: Sequence[int],
+        checksums: Iterable[int],
+        into: Bytes | None,
+        buffer: PieceBuffer,
+    ) -> bool:
+        """Read a page and compare its parts with their checksums.
+
+        Args:
+            offset: In the file.
+            parts: Bytes of each part of the page, one after the other.
+            checksums: xxh3_64 of each.
+            into: Where the bytes go, right or wrong; None: nowhere. As with `write`, it may be longer than the page,
+                and is then overwritten up to a multiple of 512.
+            buffer: This thread's.
+
+        Returns:
+            Whether the bytes are those that were written.
+
+        Raises:
+            OSError: the disk fails.
+        """
+        page_bytes = sum(parts)
+        check = _PartChecksums(parts)
+        for start in range(0, page_bytes, _PIECE_BYTES):
+            size = min(_PIECE_BYTES, page_bytes - start)
+            piece = None if into is None else self._direct(into, start, size)
+            is_direct = piece is not None
+            if piece is None:
+                piece = buffer.view[: stored_bytes(size)]
+            if os.preadv(self._io_fd, [piece], offset + start) < len(piece):
+                return False
+            check.update(piece[:size])
+            if into is not None and not is_direct:
+                np.copyto(into[start : start + size], buffer.bytes[:size])
+        if self._io_fd == self._fd:
+            os.posix_fadvise(self._fd, offset, stored_bytes(page_bytes), os.POSIX_FADV_DONTNEED)
+        return check.digests() == list(checksums)
+
+    def _direct(self, page: Bytes, start: int, size: int) -> memoryview | None:
+        """Memory of a page that the disk can take or fill without a copy; None: it has to go through a buffer."""
+        piece = page[start : start + whole_sectors(size)]
+        if not self._takes_sectors or len(piece) % SECTOR_BYTES or piece.ctypes.data % SECTOR_BYTES:
+            return None
+        return piece.data
+
+    def _write_piece(self, piece: memoryview, offset: int) -> None:
+        while piece:
+            written = os.pwrite(self._io_fd, piece, offset)
+            piece, offset = piece[written:], offset + written
+
+    def _past_cache(self) -> int | None:
+        """A descriptor that goes past the page cache; None where the file system has no such thing."""
+        try:
+            fd = os.open(self._path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        except OSError:
+            return None
+        buffer = PieceBuffer()
+        try:
+            os.preadv(fd, [buffer.view[:BLOCK_BYTES]], 0)
+        except OSError:
+            os.close(fd)
+            return None
+        try:
+            os.preadv(fd, [buffer.view[SECTOR_BYTES : 2 * SECTOR_BYTES]], 0)
+        except OSError:
+            self._takes_sectors = False
+        return fd
+
+
+def leads_to(path: Path, fd: int) -> bool:
+    """Whether the path is that of an open file."""
+    try:
+        there, own = path.stat(), os.fstat(fd)
+    except OSError:
+        return False
+    return (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino)
+
+
+def _close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+class _PartChecksums:
+    """xxh3_64 of the parts of a page whose bytes come in pieces."""
+
+    def __init__(self, parts: Sequence[int]) -> None:
+        self._left = list(parts)
+        self._digests: list[int] = []
+        self._current = xxh3_64()
+
+    def update(self, piece: memoryview) -> None:
+        while self._left:
+            taken = piece[: self._left[0]]
+            self._current.update(taken)
+            self._left[0] -= len(taken)
+            if self._left[0]:
+                return
+            self._digests.append(self._current.intdigest())
+            self._current = xxh3_64()
+            self._left.pop(0)
+            piece = piece[len(taken) :]
+
+    def digests(self) -> list[int]:
+        return self._digests

@@ -1,0 +1,412 @@
+"""Pages on SSD: which are there, where, and which go when the file is full.
+
+All of it runs in the store's loop; the threads of `ssd_background` do the reading and writing.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+
+from prfaas.core.pool.eviction import EvictionPolicy
+from prfaas.core.pool.geometry import PageIdentity, PoolGeometry, whole_sectors
+from prfaas.core.pool.keys import page_id as page_id_of
+from prfaas.core.pool.quota import TenantEviction
+from prfaas.serving.pool.hooks import SsdEntry, SsdFactory
+from prfaas.serving.pool.journal import JournalPage, most_record_bytes
+from prfaas.serving.pool.ssd_background import SsdLayout, SsdRead, SsdReaders, SsdWrite, SsdWriter
+from prfaas.serving.pool.ssd_file import Bytes, FileSlots, stored_bytes
+
+InLoop: TypeAlias = Callable[[Callable[[], None]], None]
+"""Has a function called in the store's loop, from any thread."""
+
+_READERS = 8
+_RETRY_S = 10.0
+_MOST_QUEUED_BYTES = 256 << 20
+_HEADERS_BYTES = 4096
+
+
+class _FilePage:
+    """A page in the file."""
+
+    __slots__ = ("checksums", "offset", "reads", "slots", "tenant")
+
+    def __init__(self, offset: int, checksums: tuple[int, ...], tenant: bytes, slots: FileSlots) -> None:
+        self.offset = offset
+        self.checksums = checksums
+        """Of the ranks' parts, and of what follows them if anything does."""
+        self.tenant = tenant
+        self.slots = slots
+        self.reads = 0
+
+
+class FileTier:
+    """See `SsdTier`. Pages are in one file and a journal, in a folder of the pool's own.
+
+    Args:
+        geometry: Of the pages.
+        arena: Where pages come from and go to.
+        folder: On the disk; it is made.
+        most_bytes: What both files may take together.
+        tenant_share: See `TenantEviction`.
+        make_policy: An empty eviction policy.
+        in_loop: Has a function called in the store's loop.
+        most_queued_bytes: Pages that are on their way to the disk, which keep their room in the arena.
+        retry_s: A disk that failed is tried again after so long.
+
+    Raises:
+        ValueError: `most_bytes` has no room for a page of each group.
+    """
+
+    def __init__(
+        self,
+        geometry: PoolGeometry,
+        arena: memoryview,
+        folder: Path,
+        most_bytes: int,
+        tenant_share: float,
+        make_policy: Callable[[], EvictionPolicy[bytes]],
+        in_loop: InLoop,
+        most_queued_bytes: int = _MOST_QUEUED_BYTES,
+        retry_s: float = _RETRY_S,
+    ) -> None:
+        started = time.monotonic()
+        self._geometry = geometry
+        self._lead = geometry.lead.index
+        self._arena = np.frombuffer(arena, dtype=np.uint8)
+        self._page_bytes = {group.index: geometry.page_bytes(group.index) for group in geometry.groups}
+        self._parts = {group.index: _parts(geometry, group.index) for group in geometry.groups}
+        self._tenant_share = tenant_share
+        self._make_policy = make_policy
+        # Pages on their way can't make room for others.
+        self._most_queued_bytes = min(most_queued_bytes, len(arena) // 4)
+        self._dropped: Callable[[bytes], None] = _nobody
+        record_share = max(
+            most_record_bytes(geometry.ranks, geometry.identity_bytes(group)) / stored_bytes(size)
+            for group, size in self._page_bytes.items()
+        )
+        # The journal may be twice what live pages need; while it is rewritten there is a third copy.
+        self._slots_bytes = int((most_bytes - 2 * _HEADERS_BYTES) / (1 + 3 * record_share))
+        self._slots = FileSlots(self._slots_bytes, self._page_bytes)
+        if self._slots.segments < len(geometry.groups):
+            raise ValueError(
+                f"{most_bytes} bytes on SSD hold no page of each KV group of this model "
+                f"(the largest takes {max(self._page_bytes.values())}); give the pool more, or none"
+            )
+        self._pages: dict[bytes, _FilePage] = {}
+        self._writing: dict[bytes, _FilePage] = {}
+        self._queued_bytes = 0
+        self._eviction = self._no_eviction()
+        self._counts = dict.fromkeys(("written_bytes", "read_bytes", "not_written", "evicted", "wrong"), 0)
+        layout = SsdLayout(
+            folder,
+            geometry.digest().hex(),
+            geometry.digest(),
+            self._slots.file_bytes,
+            int(2 * record_share * self._slots.file_bytes) + _HEADERS_BYTES,
+        )
+        self._writer = SsdWriter(lambda: layout.open(self._page_bytes), in_loop, self._found_later, retry_s)
+        self._recovered = self._adopted(self._writer.start())
+        self._readers = SsdReaders(self._writer.pages_file, in_loop, _READERS)
+        self._recovery_s = time.monotonic() - started
+
+    def attach(self, dropped: Callable[[bytes], None]) -> None:
+        """See `SsdTier.attach`."""
+        self._dropped = dropped
+
+    def entries(self) -> Iterator[SsdEntry]:
+        """See `SsdTier.entries`. To be called once."""
+        recovered, self._recovered = self._recovered, []
+        for record in recovered:
+            if record.page_id in self._pages:
+                yield self._entry(record.page_id, record.identity)
+
+    def entry(self, page_id: bytes) -> SsdEntry | None:
+        """See `SsdTier.entry`."""
+        files = self._writer.files
+        if page_id not in self._pages or files is None:
+            return None
+        return self._entry(page_id, files.journal.identity(page_id))
+
+    def holds(self, page_id: bytes) -> bool:
+        """See `SsdTier.holds`."""
+        return page_id in self._pages
+
+    @property
+    def takes_more(self) -> bool:
+        """See `SsdTier.takes_more`."""
+        return self._writer.failure is None and self._queued_bytes < self._most_queued_bytes
+
+    def write(self, entry: SsdEntry, offset: int, done: Callable[[bool], None]) -> None:
+        """See `SsdTier.write`."""
+        size, page_id = self._page_bytes[entry.group], entry.page_id
+        if page_id in self._pages or page_id in self._writing:
+            done(page_id in self._pages)
+            return
+        place = self._room(entry.group, entry.tenant) if self.takes_more else None
+        if place is None:
+            self._counts["not_written"] += 1
+            done(False)
+            return
+        page = _FilePage(place, entry.checksums, entry.tenant, self._slots)
+        identity = b"" if entry.identity is None else entry.identity.encode()
+        record = JournalPage(page_id, place, entry.checksums, 0, entry.tenant, identity)
+        order = SsdWrite(
+            self._room_in_arena(offset, size),
+            size,
+            self._geometry.rank_offset(entry.group, self._geometry.ranks),
+            record,
+            partial(self._written, entry, page, done),
+        )
+        if not self._writer.write(order):
+            self._counts["not_written"] += 1
+            self._slots.give_back(place)
+            done(False)
+            return
+        self._writing[page_id] = page
+        self._queued_bytes += size
+
+    def read(self, page_id: bytes, into_offset: int, done: Callable[[bool], None]) -> None:
+        """See `SsdTier.read`."""
+        size = self._page_bytes[page_id[-1]]
+        self._read(page_id, self._room_in_arena(into_offset, size), done)
+
+    def touched(self, page_id: bytes) -> None:
+        """A page was used; one that is not held is passed over."""
+        self._eviction.touched(page_id)
+
+    def forget(self, page_id: bytes) -> None:
+        """See `SsdTier.forget`."""
+        self._writing.pop(page_id, None)
+        if page_id in self._pages:
+            self._give_up(page_id)
+            self._writer.drop(page_id)
+
+    def clear(self) -> int:
+        """Forget every page, for good. Returns how many there were."""
+        count = len(self._pages)
+        self._writing.clear()
+        for page_id in list(self._pages):
+            self._give_up(page_id)
+        self._writer.clear()
+        return count
+
+    def verify(self, done: Callable[[int, int], None]) -> None:
+        """Read every page and compare it with its checksums; wrong pages go.
+
+        Args:
+            done: Called with the numbers of right and of wrong pages.
+        """
+        _Verification(self, list(self._pages), done).go_on()
+
+    def figures(self) -> dict[str, int | float | str]:
+        """What the tier holds and did so far."""
+        return {
+            "state": self._writer.failure or "writable",
+            "pages": len(self._pages),
+            "bytes": self._eviction.used_bytes,
+            "capacity_bytes": self._slots.file_bytes,
+            "queued_pages": len(self._writing),
+            "queued_bytes": self._queued_bytes,
+            "recovery_s": self._recovery_s,
+            **self._counts,
+        }
+
+    def close(self) -> None:
+        """See `SsdTier.close`. What is queued is written, unless that takes longer than a few seconds."""
+        self._writer.close()
+        self._readers.close()
+        # The arena can't be unmapped as long as anybody refers to it.
+        self._arena = np.empty(0, dtype=np.uint8)
+
+    def verified(self, page_id: bytes, done: Callable[[bool], None]) -> None:
+        """Read a page and compare it with its checksums. It goes if it is wrong."""
+        self._read(page_id, None, done)
+
+    def _read(self, page_id: bytes, into: Bytes | None, done: Callable[[bool], None]) -> None:
+        page = self._pages.get(page_id)
+        if page is None:
+            done(False)
+            return
+        page.reads += 1
+        parts = self._parts[page_id[-1]]
+        self._readers.read(
+            SsdRead(page.offset, parts, page.checksums, into, partial(self._was_read, page_id, page, done))
+        )
+
+    def _was_read(
+        self, page_id: bytes, page: _FilePage, done: Callable[[bool], None], is_right: bool
+    ) -> None:
+        page.reads -= 1
+        self._counts["read_bytes"] += self._page_bytes[page_id[-1]]
+        if self._pages.get(page_id) is page:
+            if is_right:
+                self._eviction.touched(page_id)
+            else:
+                self._counts["wrong"] += 1
+                self._give_up(page_id)
+                self._writer.drop(page_id)
+                self._dropped(page_id)
+        elif not page.reads:
+            page.slots.give_back(page.offset)
+        done(is_right)
+
+    def _written(
+        self, entry: SsdEntry, page: _FilePage, done: Callable[[bool], None], record: JournalPage | None
+    ) -> None:
+        size = self._page_bytes[entry.group]
+        self._queued_bytes -= size
+        is_wanted = self._writing.get(entry.page_id) is page
+        if is_wanted:
+            del self._writing[entry.page_id]
+        if record is None:
+            self._counts["not_written"] += 1
+            page.slots.give_back(page.offset)
+            done(False)
+        elif not is_wanted:
+            if not (entry.page_id in self._pages or entry.page_id in self._writing):
+                self._writer.drop(entry.page_id)
+            page.slots.give_back(page.offset)
+            done(False)
+        else:
+            self._counts["written_bytes"] += size
+            self._hold(record, page)
+            done(True)
+
+    def _room_in_arena(self, offset: int, size: int) -> Bytes:
+        """A page's memory. Slots of the arena are whole sectors, so all of the last one is the page's."""
+        return self._arena[offset : offset + whole_sectors(size)]
+
+    def _room(self, group: int, tenant: bytes) -> int | None:
+        """Room for a page, by what is there or by pages that go."""
+        while (place := self._slots.take(group)) is None:
+            victim = self._eviction.victim(
+                tenant, self._slots.stored_bytes(group), lambda page_id: not self._pages[page_id].reads
+            )
+            if victim is None:
+                return None
+            self._counts["evicted"] += 1
+            self._give_up(victim)
+            self._writer.drop(victim)
+            self._dropped(victim)
+        return place
+
+    def _hold(self, record: JournalPage, page: _FilePage) -> None:
+        group = record.page_id[-1]
+        if len(self._parts[group]) > len(page.checksums):
+            page.checksums = (*page.checksums, record.rest_checksum)
+        self._pages[record.page_id] = page
+        self._eviction.added(
+            record.page_id, self._slots.stored_bytes(group), group, self._parent(record), page.tenant
+        )
+
+    def _give_up(self, page_id: bytes) -> None:
+        page = self._pages.pop(page_id)
+        self._eviction.removed(page_id)
+        if not page.reads:
+            page.slots.give_back(page.offset)
+
+    def _parent(self, record: JournalPage) -> bytes | None:
+        """The page without which a page is of no use."""
+        if record.page_id[-1] != self._lead:
+            return page_id_of(record.page_id[:-1], self._lead)
+        parent = PageIdentity.decode(record.identity).parent
+        return page_id_of(parent, self._lead) if parent else None
+
+    def _found_later(self, found: list[JournalPage]) -> None:
+        before = self._pages
+        self._slots = FileSlots(self._slots_bytes, self._page_bytes)
+        self._eviction = self._no_eviction()
+        self._pages = {}
+        self._adopted(found)
+        for page_id in before.keys() - self._pages.keys():
+            self._dropped(page_id)
+        self._writer.resume()
+
+    def _adopted(self, found: Sequence[JournalPage]) -> list[JournalPage]:
+        """Hold the pages that were found. Returns those that could be."""
+        # Of two records for one place, the page of the later one lies there.
+        adopted = [record for record in reversed(found) if self._claims_place(record)]
+        adopted.reverse()
+        for record in adopted:
+            self._hold(record, _FilePage(record.offset, record.checksums, record.tenant, self._slots))
+        return adopted
+
+    def _claims_place(self, record: JournalPage) -> bool:
+        group = record.page_id[-1]
+        if len(record.checksums) != self._geometry.ranks:
+            return False
+        if group == self._lead:
+            try:
+                PageIdentity.decode(record.identity)
+            except ValueError:
+                return False
+        return self._slots.claim(group, record.offset)
+
+    def _entry(self, page_id: bytes, identity: bytes) -> SsdEntry:
+        page, group = self._pages[page_id], page_id[-1]
+        return SsdEntry(
+            page_id,
+            group,
+            PageIdentity.decode(identity) if identity else None,
+            page.checksums[: self._geometry.ranks],
+            page.tenant,
+        )
+
+    def _no_eviction(self) -> TenantEviction:
+        return TenantEviction(self._slots.file_bytes, self._make_policy, self._tenant_share)
+
+
+class _Verification:
+    """Reads all pages, a few at a time: those that engines wait for are read in between."""
+
+    def __init__(self, tier: FileTier, page_ids: list[bytes], done: Callable[[int, int], None]) -> None:
+        self._tier = tier
+        self._left = page_ids
+        self._done = done
+        self._reading = 0
+        self._right = 0
+        self._wrong = 0
+
+    def go_on(self) -> None:
+        while self._left and self._reading < _READERS:
+            page_id = self._left.pop()
+            # What has left meanwhile is neither right nor wrong.
+            if self._tier.holds(page_id):
+                self._reading += 1
+                self._tier.verified(page_id, self._was_read)
+        if not self._reading:
+            self._done(self._right, self._wrong)
+
+    def _was_read(self, is_right: bool) -> None:
+        self._reading -= 1
+        self._right += is_right
+        self._wrong += not is_right
+        self.go_on()
+
+
+def ssd_factory(
+    folder: Path,
+    most_bytes: int,
+    tenant_share: float,
+    policy: Callable[[PoolGeometry], EvictionPolicy[bytes]],
+    in_loop: InLoop,
+) -> SsdFactory:
+    """Makes the tier of a pool once its geometry is known; see `FileTier`."""
+    return lambda geometry, arena: FileTier(
+        geometry, arena, folder, most_bytes, tenant_share, lambda: policy(geometry), in_loop
+    )
+
+
+def _parts(geometry: PoolGeometry, group: int) -> list[int]:
+    """Bytes of the parts of a page that have a checksum each."""
+    ranks = [geometry.group(group).rank_bytes] * geometry.ranks
+    rest = geometry.identity_bytes(group)
+    return [*ranks, rest] if rest else ranks
+
+
+def _nobody(_page_id: bytes) -> None:
+    """Nobody wants to hear of pages that went."""

@@ -1,0 +1,177 @@
+"""The demo's second act: all engines were killed and started again, the pools were not; the same prompts again."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from prfaas.core.kv import KvModel
+from prfaas.core.units import format_bytes, format_s
+from prfaas.tools.demo.client import DemoAnswer
+from prfaas.tools.demo.compare import Comparison, Equality, Pages, compare
+from prfaas.tools.demo.reference import ReferenceAnswer
+
+# As in the first act.
+_EXACT_OF = (5, 6)
+_STYLES = {Equality.EXACT: "green", Equality.TIE: "yellow", Equality.NO: "bold red"}
+
+
+@dataclass(frozen=True, slots=True)
+class PooledAnswer:
+    """An answer of the second act, and what the pools gave for it."""
+
+    answer: DemoAnswer
+    pool_tokens: int
+    """That engines loaded from pools, on the prefill and the decode side together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """One prompt, asked before and after the engines were killed."""
+
+    label: str
+    first: DemoAnswer
+    second: PooledAnswer
+    comparison: Comparison
+    """Of the two answers."""
+    is_explained: bool
+    """The bytes that moved the second time are what `kvmodel` says, to the token or in whole pages."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The row for `prfaas demo --json`; bytes, seconds, tokens."""
+        answer, route = self.second.answer, self.second.answer.route
+        return {
+            "prompt": self.label,
+            "prompt_tokens": answer.prompt_tokens,
+            "pool_tokens": self.second.pool_tokens,
+            "cached_tokens": route.cached_tokens,
+            "route": route.route,
+            "fallback": route.fallback,
+            "ttft_s": answer.ttft_s,
+            "first_ttft_s": self.first.ttft_s,
+            "kv_bytes": route.kv_bytes,
+            "first_kv_bytes": self.first.route.kv_bytes,
+            "bytes_explained": self.is_explained,
+            "equal_to_first": str(self.comparison.equality),
+            "first_difference": self.comparison.position,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SecondAct:
+    """All prompts again."""
+
+    rows: tuple[Repetition, ...]
+
+    @property
+    def all_equal(self) -> bool:
+        """No answer differs by more than a tie from the first act's, and at least five of six are the same."""
+        exact, of = _EXACT_OF
+        found = Counter(row.comparison.equality for row in self.rows)
+        return found[Equality.NO] == 0 and found[Equality.EXACT] * of >= len(self.rows) * exact
+
+    @property
+    def crossed_bytes(self) -> tuple[int, int]:
+        """KVCache that crossed the link between the clusters, in the first act and in this one."""
+        firsts = (row.first.route for row in self.rows)
+        seconds = (row.second.answer.route for row in self.rows)
+        before, now = (
+            sum(route.kv_bytes for route in routes if route.route == "offload")
+            for routes in (firsts, seconds)
+        )
+        return before, now
+
+    def to_json(self) -> dict[str, Any]:
+        """Its part of the document that `prfaas demo --json` writes."""
+        before, now = self.crossed_bytes
+        return {
+            "requests": [row.to_json() for row in self.rows],
+            "first_crossed_bytes": before,
+            "crossed_bytes": now,
+            "all_bytes_explained": all(row.is_explained for row in self.rows),
+            "all_equal": self.all_equal,
+        }
+
+
+def second_act(
+    kv_model: KvModel,
+    pages: Pages | None,
+    labels: Sequence[str],
+    firsts: Sequence[DemoAnswer],
+    seconds: Sequence[PooledAnswer],
+    references: Sequence[ReferenceAnswer],
+) -> SecondAct:
+    """Puts together what was measured; the four sequences are in the same order."""
+    rows = []
+    for label, first, second, reference in zip(labels, firsts, seconds, references, strict=True):
+        rows.append(
+            Repetition(
+                label, first, second, _compare(first, second, reference), _explains(kv_model, pages, second)
+            )
+        )
+    return SecondAct(tuple(rows))
+
+
+def _compare(first: DemoAnswer, second: PooledAnswer, reference: ReferenceAnswer) -> Comparison:
+    if second.answer.token_ids == first.token_ids:
+        return Comparison(Equality.EXACT)
+    # Only the plain engine reported logits, which tell whether rounding can be the reason.
+    return compare(second.answer.token_ids, reference.token_ids, reference.top_logits)
+
+
+def _explains(kv_model: KvModel, pages: Pages | None, second: PooledAnswer) -> bool:
+    answer, route = second.answer, second.answer.route
+    num_tokens, skip_tokens = answer.prompt_tokens - 1, route.cached_tokens
+    if route.kv_bytes == 0:
+        return True
+    expected = {kv_model.bytes_to_move(num_tokens, skip_tokens)}
+    if pages is not None:
+        expected.add(pages.bytes_to_move(kv_model, num_tokens, skip_tokens))
+    return route.kv_bytes in expected
+
+
+def second_table(act: SecondAct) -> Table:
+    """One line per prompt, each beside what it was in the first act."""
+    table = Table(
+        box=box.SIMPLE_HEAD, title="The same prompts, after all engines were killed and started again"
+    )
+    table.add_column("prompt")
+    for heading in ("tokens", "from\npools", "cached"):
+        table.add_column(heading, justify="right")
+    table.add_column("route")
+    for heading in ("TTFT\nbefore", "TTFT\nnow", "KV bytes\nbefore", "KV bytes\nnow"):
+        table.add_column(heading, justify="right")
+    table.add_column("equal to the first answer", no_wrap=True)
+    for row in act.rows:
+        answer, route = row.second.answer, row.second.answer.route
+        equality = row.comparison.equality
+        where = "" if row.comparison.position is None else f" at token {row.comparison.position}"
+        table.add_row(
+            row.label,
+            f"{answer.prompt_tokens:,}",
+            f"{row.second.pool_tokens:,}",
+            f"{route.cached_tokens:,}",
+            f"{route.route} ({route.fallback})" if route.fallback else route.route,
+            format_s(row.first.ttft_s),
+            format_s(answer.ttft_s),
+            f"{row.first.route.kv_bytes:,}",
+            f"{route.kv_bytes:,}",
+            f"[{_STYLES[equality]}]{equality}{where}[/]",
+        )
+    return table
+
+
+def second_closing(act: SecondAct) -> str:
+    """What was shown, in two sentences."""
+    before, now = act.crossed_bytes
+    same = sum(row.comparison.equality is Equality.EXACT for row in act.rows)
+    longest = max(act.rows, key=lambda row: row.second.answer.prompt_tokens)
+    return (
+        f"After a restart of every engine the pools still had the prefixes: {format_bytes(now)} of KVCache crossed "
+        f"the link in place of {format_bytes(before)}, and {same} of {len(act.rows)} answers are the first ones token "
+        f"by token. The first token of the longest prompt came after {format_s(longest.second.answer.ttft_s)} in "
+        f"place of {format_s(longest.first.ttft_s)}."
+    )

@@ -1,0 +1,133 @@
+"""A tier on SSD over a small arena, and a loop that the test turns by hand."""
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from xxhash import xxh3_64_intdigest
+
+from prfaas.core.kv.groups import GroupKind
+from prfaas.core.pool.eviction import LruEviction
+from prfaas.core.pool.geometry import PageGroup, PageIdentity, PoolGeometry
+from prfaas.core.pool.keys import page_id
+from prfaas.serving.pool.hooks import SsdEntry
+from prfaas.serving.pool.ssd_tier import FileTier
+
+GEOMETRY = PoolGeometry(
+    "model",
+    2,
+    (
+        PageGroup(0, GroupKind.FULL, 16, 0, 2048),
+        PageGroup(1, GroupKind.STATE, 16, 0, 9 * 1024),
+    ),
+)
+LEAD, STATE = 0, 1
+MOST_BYTES = 1 << 20
+
+
+class HandTurnedLoop:
+    """Keeps what it is to call until somebody waits for it."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+
+    def in_loop(self, call: Callable[[], None]) -> None:
+        self._calls.put(call)
+
+    def turn(self) -> None:
+        """Call what is there now."""
+        while True:
+            try:
+                self._calls.get_nowait()()
+            except Empty:
+                return
+
+    def until(self, is_done: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        """Go on until something is so."""
+        end = time.monotonic() + timeout_s
+        while not is_done():
+            assert time.monotonic() < end, "it took too long"
+            try:
+                self._calls.get(timeout=0.05)()
+            except Empty:
+                continue
+
+
+class SsdPool:
+    """A tier and an arena with room for a few pages."""
+
+    def __init__(
+        self,
+        folder: Path,
+        most_bytes: int = MOST_BYTES,
+        geometry: PoolGeometry = GEOMETRY,
+        tenant_share: float = 1.0,
+        retry_s: float = 0.05,
+        most_queued_bytes: int = 256 << 20,
+    ) -> None:
+        self.geometry = geometry
+        self.loop = HandTurnedLoop()
+        self.arena = bytearray(2 * max(geometry.page_bytes(group.index) for group in geometry.groups))
+        self.dropped: list[bytes] = []
+        self.tier = FileTier(
+            geometry,
+            memoryview(self.arena),
+            folder,
+            most_bytes,
+            tenant_share,
+            LruEviction,
+            self.loop.in_loop,
+            most_queued_bytes,
+            retry_s,
+        )
+        self.tier.attach(self.dropped.append)
+
+    def entry(self, number: int, group: int = LEAD, tenant: bytes = b"") -> SsdEntry:
+        """The page of that number; its bytes follow from it."""
+        key = number.to_bytes(16, "big")
+        identity = PageIdentity(b"", bytes(4 * 16), f"salt {number}", "") if group == LEAD else None
+        content, rank_bytes = self.content(number, group), self.geometry.group(group).rank_bytes
+        checksums = tuple(
+            xxh3_64_intdigest(content[rank * rank_bytes : (rank + 1) * rank_bytes])
+            for rank in range(self.geometry.ranks)
+        )
+        return SsdEntry(page_id(key, group), group, identity, checksums, tenant)
+
+    def content(self, number: int, group: int = LEAD) -> bytes:
+        return random.Random(number * 2 + group).randbytes(self.geometry.page_bytes(group))
+
+    def write(self, number: int, group: int = LEAD, tenant: bytes = b"") -> bool:
+        """Write a page and wait for it."""
+        content, results = self.content(number, group), []
+        self.arena[: len(content)] = content
+        self.tier.write(self.entry(number, group, tenant), 0, results.append)
+        self.loop.until(lambda: bool(results))
+        return bool(results[0])
+
+    def read(self, number: int, group: int = LEAD) -> bytes | None:
+        """Read a page and wait for it; None: it is said to be wrong."""
+        size, results = self.geometry.page_bytes(group), []
+        self.arena[size : 2 * size] = bytes(size)
+        self.tier.read(self.entry(number, group).page_id, size, results.append)
+        self.loop.until(lambda: bool(results))
+        return bytes(self.arena[size : 2 * size]) if results[0] else None
+
+    def holds(self, number: int, group: int = LEAD) -> bool:
+        return self.tier.holds(self.entry(number, group).page_id)
+
+    def verify(self) -> tuple[int, int]:
+        """Numbers of right and wrong pages."""
+        results: list[tuple[int, int]] = []
+        self.tier.verify(lambda right, wrong: results.append((right, wrong)))
+        self.loop.until(lambda: bool(results))
+        return results[0]
+
+    def close(self) -> None:
+        self.tier.close()
+        self.loop.turn()
+
+
+def folder_bytes(folder: Path) -> int:
+    return sum(each.stat().st_blocks * 512 for each in folder.iterdir())
