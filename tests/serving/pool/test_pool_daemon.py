@@ -377,3 +377,34 @@ def test_eight_sessions_at_once(tmp_path: Path) -> None:
     with running_daemon(options), ThreadPoolExecutor(8) as threads:
         list(threads.map(work, range(8)))
     assert min(loaded) > 0
+
+
+def test_a_scheduler_takes_the_pages_of_its_own_engines_workers(tmp_path: Path) -> None:
+    """Not those of a pool that serves another engine's model."""
+    options = pool_options(tmp_path)
+    with (
+        running_daemon(options),
+        connected(options, "worker", engine_id="another"),
+        connected(options, "worker", engine_id="one") as worker,
+        connected(options, "scheduler", None, engine_id="one") as scheduler,
+    ):
+        assert scheduler.geometry == HYBRID
+        assert scheduler.epoch == worker.epoch
+        third = PoolClient(options.socket, "scheduler", None, engine_id="third")
+        assert not third.connect()
+        assert third.match(b"", 0, 100, whole=True, tenant=TENANT, pin=True) is None
+        with connected(options, "worker", engine_id="third"):
+            wait_until(third.connect)
+        third.close()
+
+
+def test_a_scheduler_that_came_first_does_not_keep_its_own_worker_out(tmp_path: Path) -> None:
+    options = pool_options(tmp_path)
+    with running_daemon(options):
+        with connected(options) as other:
+            store_prompt(other, PROMPT)
+        scheduler = PoolClient(options.socket, "scheduler", None)
+        assert not scheduler.connect()
+        with connected(options, "worker", DENSE):
+            wait_until(lambda: scheduler.geometry == DENSE)
+        scheduler.close()

@@ -127,13 +127,19 @@ class PoolDaemon:
             if message.geometry is not None:
                 await self._agree_on(PoolGeometry.decode(message.geometry))
             store = self.store
+            owner = process.owner(message.engine)
+            if message.kind == "scheduler" and message.geometry is None:
+                # Its engine's worker says what the pages look like.
+                sessions = () if store is None else store.sessions
+                if not any(each.kind == "worker" and each.owner == owner for each in sessions):
+                    raise ValueError("no worker of this engine has connected yet")
             if store is None:
                 return None, None
             if not 0 <= message.rank < store.geometry.ranks:
                 raise ValueError(
                     f"rank {message.rank} is none of the {store.geometry.ranks} that the pool has"
                 )
-            return store, store.open_session(message.kind, message.rank, process.owner(message.engine))
+            return store, store.open_session(message.kind, message.rank, owner)
 
     def closed(self, connection: PoolConnection) -> None:
         """See `PoolHost.closed`."""
