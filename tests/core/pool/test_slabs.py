@@ -1,6 +1,6 @@
 """Slots of different sizes in one memory never overlap, and no size keeps memory that it does not use."""
 
-import itertools
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -96,7 +96,7 @@ def test_slots_never_overlap_and_all_memory_is_given(
             allocator.give_back(slot)
             del taken[slot]
         spans = sorted(taken.values())
-        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
         assert all(begin // slab_bytes == (end - 1) // slab_bytes < slabs for begin, end in spans)
         assert allocator.taken_bytes() == sum(end - begin for begin, end in spans)
 
