@@ -15,6 +15,7 @@ from prfaas.serving.engines.vllm.layout import EngineGroup
 from prfaas.serving.engines.vllm.metadata import PoolLoad, PoolLoadTimes, PoolPages, PoolStore
 from prfaas.serving.engines.vllm.pool_stores import BlockIds, PooledRequest, PoolStores, StoreProgress
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
+from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.protocol import PoolMatch
 
@@ -111,6 +112,7 @@ class PoolScheduler:
         self._loading: dict[str, _Loading] = {}
         self._clock = _StepClock(now_s)
         self.worth = LoadWorth()
+        self.stats = ConnectorStats()
         self.reconciled_hit: Callable[[Request], int] | None = None
         """Tokens of the engine's own hit on which all its KV groups agree; None: not known, then it is not replaced."""
 
@@ -139,6 +141,13 @@ class PoolScheduler:
     def close(self) -> None:
         """End the session; its pins are dropped."""
         self._client.close()
+
+    def take_stats(self) -> ConnectorStats | None:
+        """Counters since the last call, None when nothing happened."""
+        if self.stats.is_empty():
+            return None
+        stats, self.stats = self.stats, ConnectorStats()
+        return stats
 
     # ---- requests
 
@@ -237,6 +246,9 @@ class PoolScheduler:
         )
         self._ordered.append(PoolLoad(request.request_id, match.pin, match.epoch, parts))
         self._loading[request.request_id] = _Loading(match.pin, *self._bytes(answer))
+        tokens_in_memory = self._tokens_in_memory(answer)
+        self.stats.add("pool_hit_tokens_memory", tokens_in_memory)
+        self.stats.add("pool_hit_tokens_ssd", answer.tokens - tokens_in_memory)
         self.begin_behind(request, answer.start_tokens + answer.tokens)
 
     def begin_behind(self, request: "Request", tokens: int) -> None:
@@ -376,8 +388,16 @@ class PoolScheduler:
         assert match is not None, "only a match has bytes"
         loaded_bytes = sum(self._block_bytes[pages.group] * len(pages.refs) for pages in match.pages)
         tokens = match.usable_tokens - answer.start_tokens
-        in_memory = min(max(match.memory_tokens - answer.start_tokens, 0), tokens)
-        return loaded_bytes, loaded_bytes * (tokens - in_memory) // tokens if tokens > 0 else 0
+        on_ssd = tokens - self._tokens_in_memory(answer)
+        return loaded_bytes, loaded_bytes * on_ssd // tokens if tokens > 0 else 0
+
+    @staticmethod
+    def _tokens_in_memory(answer: _Answer) -> int:
+        """How much of a match's usable part the pool has in memory."""
+        match = answer.match
+        assert match is not None, "only a match has tokens"
+        start_tokens = answer.start_tokens
+        return max(0, min(match.memory_tokens, match.usable_tokens) - start_tokens)
 
 
 def block_bytes(kv_cache_config: "KVCacheConfig", groups: Sequence[EngineGroup]) -> dict[int, int]:
