@@ -17,7 +17,7 @@ from typing import Any
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from prfaas.core.deployment import CERTIFICATE_NAMES, Deployment, Instance
+from prfaas.core.deployment import CERTIFICATE_NAMES, Deployment, Instance, PoolNode
 from prfaas.serving import issuing
 from prfaas.serving.secret_files import TlsFileError
 from prfaas.serving.transport.tls_identity import TlsIdentity
@@ -72,7 +72,7 @@ class Authority:
 def members_of(deployment: Deployment) -> tuple[Member, ...]:
     """All that need a certificate: instances and pools in the order of the file, then the gateway and the tools."""
     security = deployment.security
-    machines = (*deployment.instances, *deployment.pools)
+    machines: tuple[Instance | PoolNode, ...] = (*deployment.instances, *deployment.pools)
     placed = ((each.name, (each.name, each.host)) for each in machines)
     return tuple(
         Member(name, security.identity_file(name), tuple(dict.fromkeys(map(issuing.plain_name, names))))

@@ -1,5 +1,7 @@
 """Slots of different sizes in one memory never overlap, and no size keeps memory that it does not use."""
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,7 +89,7 @@ def test_slots_never_overlap_and_all_memory_is_given(
             allocator.give_back(slot)
             del taken[slot]
         spans = sorted(taken.values())
-        assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
         assert all(begin // slab_bytes == (end - 1) // slab_bytes < slabs for begin, end in spans)
         assert allocator.taken_bytes() == sum(end - begin for begin, end in spans)
 

@@ -101,6 +101,7 @@ def run(name: str, mean_s: float = 4.0, samples: int = 50, requests: int = 500) 
         slo=Slo(None, None),
         series=series,
         changes={},
+        tier_tokens={},
     )
     summary = {
         "ttft_mean_s": mean_s,

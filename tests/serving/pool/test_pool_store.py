@@ -1,5 +1,6 @@
 """The store against a model, over random requests, ends of sessions, reads and writes."""
 
+import itertools
 import tempfile
 from pathlib import Path
 
@@ -384,7 +385,7 @@ class StoreMachine(RuleBasedStateMachine):
         spans.sort()
         layout = store.memory.arena.layout
         assert all(layout.slabs_at <= begin and end <= layout.arena_bytes for begin, end in spans)
-        assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
         assert layout.arena_bytes <= self.memory_bytes
         used = {row.row for row in store.memory.table.used_rows()}
         assert used == set(store.memory.rows)

@@ -256,7 +256,7 @@ class PoolScheduler:
         pooled = self._requests.get(request.request_id)
         if pooled is not None:
             whole = tokens // self._boundary_tokens * self._boundary_tokens
-            pooled.progress = StoreProgress(whole, whole)
+            pooled.begin(StoreProgress(whole, whole))
 
     def give_up(self, request_id: str) -> None:
         """The request goes on without the pool, or is preempted."""
@@ -276,7 +276,7 @@ class PoolScheduler:
             self._release(request_id)
             preempted = self._requests.get(request_id)
             if preempted is not None:
-                preempted.progress = None
+                preempted.begin(None)
         loads, self._ordered = self._ordered, []
         return loads, self._stores.order(self._requests, output)
 
