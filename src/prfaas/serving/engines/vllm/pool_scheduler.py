@@ -7,11 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
-
 from prfaas.core.kv.groups import GroupKind, KvGroup
 from prfaas.core.pool.worth import LoadWorth
-from prfaas.serving.engines.vllm.layout import EngineGroup
+from prfaas.serving.engines.vllm.layout import EngineGroup, block_bytes
 from prfaas.serving.engines.vllm.metadata import PoolLoad, PoolLoadTimes, PoolPages, PoolStore
 from prfaas.serving.engines.vllm.pool_stores import BlockIds, PooledRequest, PoolStores, StoreProgress
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
@@ -398,16 +396,6 @@ class PoolScheduler:
         assert match is not None, "only a match has tokens"
         start_tokens = answer.start_tokens
         return max(0, min(match.memory_tokens, match.usable_tokens) - start_tokens)
-
-
-def block_bytes(kv_cache_config: "KVCacheConfig", groups: Sequence[EngineGroup]) -> dict[int, int]:
-    """What a block of each group takes on one rank, as vLLM counts it, by the group's index."""
-    sizes = {}
-    for group in groups:
-        spec = kv_cache_config.kv_cache_groups[group.index].kv_cache_spec
-        layers = 1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(group.layer_names)
-        sizes[group.index] = spec.page_size_bytes * layers
-    return sizes
 
 
 class _StepClock:
