@@ -22,6 +22,7 @@ from prfaas.core.deployment.pool_peers import plain_pool_peers, pool_peers, pool
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.eviction import eviction_policy
 from prfaas.core.pool.geometry import PageGroup, PoolGeometry
+from prfaas.core.pool.keys import tenant_id
 from prfaas.core.pool.prefix_pages import PrefixPages, batches
 from prfaas.serving.certificates import identity_of
 from prfaas.serving.engines.preparation import ensure_certificates
@@ -35,7 +36,7 @@ from prfaas.serving.transport.requests import CopyOrder, CopyResult, PullAnswer,
 
 KEY = bytes(range(32))
 KIB = 1024
-TENANT = b"tenant-1"
+TENANT = tenant_id("salt")
 FULL = PageGroup(0, GroupKind.FULL, 16, 0, 4 * KIB)
 WINDOW = PageGroup(1, GroupKind.WINDOW, 32, 64, 2 * KIB)
 STATE = PageGroup(2, GroupKind.STATE, 32, 0, 20 * KIB)
@@ -162,7 +163,7 @@ class Pools:
             "prompt_digest": prompt_digest(tokens, "salt", "adapter"),
             "lifetime_s": 30.0,
             "now_s": time.time(),
-            "service": TransferClass(TENANT, 1, background=True),
+            "service": TransferClass(b"otherone", 1, background=True),
             **changes,
         }
         return Ticket.issue(**values)
