@@ -53,7 +53,7 @@ class SourcePort(Protocol):
     async def request(self, transfer_id: bytes, order: PullOrder, timeout_s: float) -> dict[str, Any]: ...
 
 
-class Arrivals(Protocol):
+class StagedArrivals(Protocol):
     """The part of `transport.Receiver` that has what arrives."""
 
     def state(self, transfer_id: bytes) -> TransferStatus | None: ...
@@ -98,7 +98,7 @@ class PrefixCopies:
         name: str,
         key: bytes,
         store_of: Callable[[], PageStore | None],
-        arrivals: Arrivals,
+        arrivals: StagedArrivals,
         asked: AskedTransfers,
         sources: Mapping[str, SourcePort],
         *,
