@@ -1,4 +1,4 @@
-"""KV events of all engines: received and decoded in one thread, applied in the event loop in small slices.
+"""KV events of all engines and pools: received and decoded in one thread, applied in the event loop in small slices.
 
 The sockets to one engine's KV events, and what comes over them. Belongs to the thread of the event_feed.
 """
@@ -169,7 +169,7 @@ class EventFeed:
         apply: Callable[[str, EventBatch], None],
         drop: Callable[[str, str], None],
     ) -> None:
-        """`endpoints` by instance name."""
+        """`endpoints` by the name of the instance or pool."""
         self._endpoints = endpoints
         self._apply = apply
         self._drop = drop

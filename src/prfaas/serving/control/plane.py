@@ -26,6 +26,7 @@ from prfaas.serving.control.link_budget import LinkBudget
 from prfaas.serving.control.link_monitor import LinkMonitor, LinkPort, PoolPort, observer_of
 from prfaas.serving.control.metrics import ControlMetrics, GaugeWriter
 from prfaas.serving.control.planning_inputs import LiveFacts, service_curves, view_of
+from prfaas.serving.control.pool_monitor import PoolMonitor, pool_port_of
 from prfaas.serving.control.prefill_admission import PrefillAdmission
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
 from prfaas.serving.control.role_allocation import RoleAllocation, RoleChange, RoleChanges, stage_utilisation
@@ -148,6 +149,9 @@ class LivePlane:
             on_answer=self.health.pulse.heard_kv,
             pool_ports=of_pools,
         )
+        self.pools = PoolMonitor(
+            deployment, pool_port_of(key, tls), self.cluster_state.view.pools, clock=clock
+        )
         self.budget = LinkBudget(
             deployment,
             {**self._kv_ports, **{name: (port,) for name, port in of_pools.items()}},
@@ -185,6 +189,7 @@ class LivePlane:
             self.links,
             self.compatibility,
             self.engines,
+            self.pools,
             self.health,
             self.window,
             self.thresholds,
@@ -338,6 +343,7 @@ class LivePlane:
                 self.budget,
                 self.compatibility,
                 self.engines,
+                self.pools,
                 self.health,
                 self.thresholds,
                 self.role_allocation,
@@ -350,6 +356,7 @@ class LivePlane:
         """Give back connections; after `run` has ended."""
         await self.links.close()
         await self._copier.close()
+        await self.pools.close()
         ports = (port for ranks in self._kv_ports.values() for port in ranks)
         await asyncio.gather(*(port.close() for port in ports), return_exceptions=True)
         await self._http.close()
@@ -392,6 +399,7 @@ class LivePlane:
     def _on_reading(self, instance: Instance, reading: EngineReading) -> None:
         self.health.pulse.heard_http(instance.name)
         self.prefix_knowledge.learn(instance, reading)
+        self.pools.learn(instance, self.engines.meters[instance.name])
 
     def _on_threshold(self, cluster: str, reason: str) -> None:
         self.metrics.threshold_changes.labels(cluster, reason).inc()
