@@ -38,6 +38,8 @@ from prfaas.serving.pool.store import PageStore
 from prfaas.serving.transport import Observer, Ticket, TransferClass, load_key, prompt_digest
 from prfaas.serving.transport.requests import CopyOrder, CopyResult, PullAnswer, PullOrder
 
+from .stepped_ssd import SteppedSsd
+
 KEY = bytes(range(32))
 KIB = 1024
 TENANT = tenant_id("salt")
@@ -46,7 +48,7 @@ WINDOW = PageGroup(1, GroupKind.WINDOW, 32, 64, 2 * KIB)
 STATE = PageGroup(2, GroupKind.STATE, 32, 0, 20 * KIB)
 DENSE = PoolGeometry("dense", 2, (FULL,))
 HYBRID = PoolGeometry("hybrid", 2, (FULL, WINDOW, STATE))
-PROMPT = [random.Random(7).randrange(50_000) for _ in range(2000)]
+PROMPT = random.Random(7).choices(range(50_000), k=2000)
 
 
 def deployment_of(folder: Path, *, encryption: bool = False, staging: str = "1 MiB") -> Deployment:
@@ -86,21 +88,19 @@ def deployment_of(folder: Path, *, encryption: bool = False, staging: str = "1 M
     return load_deployment(path, state_dir=folder / "state")
 
 
-def make_store(folder: Path, geometry: PoolGeometry, memory_bytes: int = 24 << 20) -> PageStore:
+def make_store(
+    folder: Path, geometry: PoolGeometry, memory_bytes: int = 24 << 20, *, has_ssd: bool = False
+) -> PageStore:
     layout = ArenaLayout.of(geometry, memory_bytes)
     arena = create_arena(folder / f"arena-{random.getrandbits(48)}", layout, epoch=1)
-    store = PageStore(arena, eviction_policy("lru", geometry.groups))
+    ssd = SteppedSsd(geometry, arena.view) if has_ssd else None
+    store = PageStore(arena, eviction_policy("lru", geometry.groups), ssd=ssd)
+    if ssd is not None:
+        ssd.attach(store.dropped_by_ssd)
     for slab in range(layout.slabs):
         arena.provide(slab)
         store.memory.add_slab(slab)
     return store
-
-
-def with_ssd(folder: Path, geometry: PoolGeometry, memory_bytes: int) -> tuple[PageStore, SteppedSsd]:
-    store = make_store(folder, geometry, memory_bytes)
-    store.ssd = ssd = SteppedSsd(geometry, store.memory.arena.view)
-    ssd.attach(store.dropped_by_ssd)
-    return store, ssd
 
 
 def content(page_id: bytes, geometry: PoolGeometry) -> bytes:
@@ -123,6 +123,14 @@ def fill(
         store.commit_all(
             ref, [xxhash.xxh3_64_intdigest(data[at : at + part]) for at in range(0, len(data), part)]
         )
+        if isinstance(store.ssd, SteppedSsd):
+            do_all(store.ssd)
+
+
+def do_all(ssd: SteppedSsd) -> None:
+    """Whatever waits to be written or read."""
+    while ssd.waiting:
+        ssd.waiting.pop(0)(True)
 
 
 def held(store: PageStore, pages: PrefixPages) -> list[tuple[int, int]]:
@@ -343,12 +351,11 @@ def test_pages_on_ssd_are_read_before_they_are_sent(tmp_path: Path, lost: int | 
     pages, others = prefix(DENSE), prefix(DENSE, PROMPT[::-1])
 
     async def body(pools: Pools) -> None:
-        source, ssd = with_ssd(tmp_path, DENSE, 2 << 20)
-        pools.stores["far-pool"] = source
+        source = pools.stores["far-pool"] = make_store(tmp_path, DENSE, 1300 * KIB, has_ssd=True)
+        ssd = source.ssd
+        assert isinstance(ssd, SteppedSsd)
         for each in (pages, others):
             fill(source, each)
-            while ssd.waiting:
-                ssd.waiting.pop(0)(True)
         wrong = [page.page_id for page in pages.pages if page.end_tokens == lost]
         assert sum(page_id[:-1] in source.held[0] for page_id in ssd.pages) == 250
         in_memory = [page for page in pages.pages if source.held[0][page.page_id[:-1]].slot >= 0]
@@ -356,8 +363,7 @@ def test_pages_on_ssd_are_read_before_they_are_sent(tmp_path: Path, lost: int | 
 
         async def work() -> None:
             while True:
-                if ssd.waiting:
-                    ssd.waiting.pop(0)(True)
+                do_all(ssd)
                 for page_id in wrong:
                     ssd.pages.pop(page_id, None)
                 await asyncio.sleep(0)
@@ -370,8 +376,7 @@ def test_pages_on_ssd_are_read_before_they_are_sent(tmp_path: Path, lost: int | 
             assert len(held(store_of(pools, "home-pool-0"), pages)) == 125
         else:
             assert (result.word, result.usable_tokens) == ("gone", lost - 16)
-        while ssd.waiting:
-            ssd.waiting.pop(0)(True)
+        do_all(ssd)
 
     run(tmp_path, body, geometry=DENSE)
 
@@ -421,7 +426,7 @@ def test_two_daemons_of_a_deployment(tmp_path: Path) -> None:
         ]
         engines = [here, there, *ranks]
         try:
-            assert all([engine.connect() for engine in engines])
+            assert all(engine.connect() for engine in engines)
             store_whole(here, ranks, pages)
             result = asyncio.run(copied(deployment))
             assert result == CopyResult(sum(page.nbytes for page in pages.pages), 1984, "")
@@ -431,7 +436,9 @@ def test_two_daemons_of_a_deployment(tmp_path: Path) -> None:
             for group, _, refs in match.pages:
                 wanted = [page for page in pages.pages if page.group == group]
                 for page, ref in zip(wanted, refs, strict=True):
-                    assert there.arena[ref.offset : ref.offset + page.nbytes].tobytes() == content(page.page_id, HYBRID)
+                    assert there.arena[ref.offset : ref.offset + page.nbytes].tobytes() == content(
+                        page.page_id, HYBRID
+                    )
             verified = there.verify()
             assert verified is not None
             there.unpin(match.pin)
