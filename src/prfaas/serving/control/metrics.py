@@ -5,12 +5,14 @@ Once a second: the state of things into the gauges.
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from prfaas.serving.control.cluster_state import Clock
 from prfaas.serving.control.pool_monitor import TIERS
 from prfaas.serving.control.state import Json, Overview, state_of
+from prfaas.serving.transport.requests import CopyResult
 
 _SLICE_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
 POOL_BYTES = ("stored", "evicted", "promoted", "ssd_written", "ssd_read", "copied", "lent")
@@ -18,6 +20,33 @@ POOL_BYTES = ("stored", "evicted", "promoted", "ssd_written", "ssd_read", "copie
 POOL_LOSSES = ("refused", "evicted", "wrong")
 """Why pages are not there: no room, evicted, or their bytes were not what they should be."""
 _SERVICE_RATIOS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCounters:
+    """Implements `hot_prefixes.CopyMetrics`."""
+
+    decided_copies: Counter
+    ended_copies: Counter
+    copied_bytes: Counter
+    copied_tokens: Counter
+    used_copies: Counter
+    spared_tokens: Counter
+
+    def decided(self) -> None:
+        """See `CopyMetrics`."""
+        self.decided_copies.inc()
+
+    def ended(self, outcome: str, result: CopyResult, tokens: int) -> None:
+        """See `CopyMetrics`."""
+        self.ended_copies.labels(outcome).inc()
+        self.copied_bytes.inc(result.copied_bytes)
+        self.copied_tokens.inc(tokens)
+
+    def spared(self, tokens: int) -> None:
+        """See `CopyMetrics`."""
+        self.used_copies.inc()
+        self.spared_tokens.inc(tokens)
 
 
 class ControlMetrics:
@@ -39,7 +68,14 @@ class ControlMetrics:
         self.conversions = counter(
             "conversions", "Role conversions that ended.", "cluster", "to_role", "outcome"
         )
-        self.copies = counter("prefix_copies", "Prefixes found worth copying to another cluster.")
+        self.copies = CopyCounters(
+            decided_copies=counter("prefix_copies", "Prefixes found worth copying to another cluster."),
+            ended_copies=counter("prefix_copies_ended", "What became of them.", "outcome"),
+            copied_bytes=counter("prefix_copied_bytes", "KV bytes of copies, of broken ones too."),
+            copied_tokens=counter("prefix_copied_tokens", "Tokens of copies that were made."),
+            used_copies=counter("prefix_copy_hits", "Requests that found a copied prefix."),
+            spared_tokens=counter("prefix_copy_spared_tokens", "What those need not compute."),
+        )
         self.waiting_prefills = gauge(
             "waiting_prefills", "Prefills that no instance of the cluster has been given yet.", "cluster"
         )
