@@ -14,7 +14,7 @@ from prfaas.core.deployment import CONTROL, Deployment, Instance
 from prfaas.core.kv import KvModel
 from prfaas.core.prefix import GlobalIndex, PromptChains, PromptTokens
 from prfaas.core.prefix.events import EventBatch
-from prfaas.core.scheduling import Decision, Policy, RoutingRequest, policy_named
+from prfaas.core.scheduling import Decision, RoutingRequest, policy_named
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.serving.control.cluster_state import Clock, ClusterState, OpenPrefill
 from prfaas.serving.control.compatibility import Compatibility
