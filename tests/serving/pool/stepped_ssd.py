@@ -24,7 +24,7 @@ class SteppedSsd:
         return [entry for entry, _ in self.pages.values()]
 
     def figures(self) -> dict[str, int | float | str]:
-        return {"pages": len(self.pages), "queued_bytes": 0}
+        return {"held_pages": len(self.pages), "queued_bytes": 0}
 
     def entry(self, page_id: bytes) -> SsdEntry | None:
         found = self.pages.get(page_id)
@@ -78,9 +78,6 @@ class SteppedSsd:
 
     def verify(self, done: Callable[[int, int], None]) -> None:
         done(len(self.pages), 0)
-
-    def figures(self) -> dict[str, int | float | str]:
-        return {"pages": len(self.pages)}
 
     def close(self) -> None:
         self.waiting.clear()

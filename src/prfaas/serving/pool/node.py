@@ -55,9 +55,9 @@ async def serve_pool(
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(call)
 
-    make_ssd = None
+    make_ssd, tenant_share = None, deployment.pool.tenant_share
     if node.ssd_bytes:
-        make_ssd = ssd_factory(node.path, node.ssd_bytes, deployment.pool.tenant_share, policy, in_loop)
+        make_ssd = ssd_factory(node.path, node.ssd_bytes, tenant_share, policy, in_loop)
     key, tls = load_key(deployment.security.key_file), identity_of(deployment, node.name)
     with _publisher(deployment, node) as events:
         daemon = PoolDaemon(
@@ -65,6 +65,7 @@ async def serve_pool(
             events=events,
             make_ssd=make_ssd,
             make_policy=policy,
+            tenant_share=tenant_share,
         )
         figures = LatestFigures(
             {
