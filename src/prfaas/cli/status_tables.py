@@ -17,9 +17,11 @@ _LATEST = 5
 
 
 def tables(state: Json) -> RenderableType:
-    """All of `GET /prfaas/state`: the deployment, its clusters, links, routes and latest changes."""
+    """All of `GET /prfaas/state`: the deployment, its clusters, pools, links, routes and latest changes."""
     parts: list[RenderableType] = [_headline(state)]
     parts += [_instances(name, cluster) for name, cluster in state["clusters"].items()]
+    if state["pools"]:
+        parts.append(_pools(state["pools"]))
     if state["links"]:
         parts.append(_links(state))
     parts += [_routes(state), *_suspicions(state), *_incompatible(state), *_changes(state)]
@@ -120,6 +122,36 @@ def _links(state: Json) -> Table:
             f"{format_s(link['age_s'])} ago",
         )
     return table
+
+
+def _pools(pools: Json) -> Table:
+    numbers = (
+        "memory", "of", "SSD", "of", "to write", "pins", "engines",
+        "hits memory", "hits SSD", "stored", "evicted", "from pools", "heard of",
+    )  # fmt: skip
+    table = _table("pools", ("pool", "state"), numbers)
+    for name, pool in pools.items():
+        state = Text("up", style="green") if pool["up"] else Text("down", style="bold red")
+        table.add_row(name, state, *_pool(pool))
+    return table
+
+
+def _pool(pool: Json) -> Iterable[str]:
+    daemon, hits = pool["daemon"], pool["hit_tokens"]
+    if daemon is None:
+        yield from ("–",) * 7
+    else:
+        for tier in ("memory", "ssd"):
+            yield format_bytes(daemon["bytes"][tier])
+            yield format_bytes(daemon["capacity_bytes"][tier])
+        yield format_bytes(daemon["ssd_queued_bytes"])
+        yield str(daemon["pinned_pages"])
+        yield str(daemon["sessions"])
+    yield f"{hits['memory']:,}"
+    yield f"{hits['ssd']:,}"
+    for what in ("stored", "evicted", "copied"):
+        yield "–" if daemon is None else format_bytes(daemon[f"{what}_bytes"])
+    yield "–" if pool["age_s"] is None else f"{format_s(pool['age_s'])} ago"
 
 
 def _condition(link: Json) -> Text:

@@ -1,6 +1,6 @@
 """Slots of different sizes in one memory never overlap, and no size keeps memory that it does not use."""
 
-import itertools
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -34,7 +34,14 @@ def test_too_little_memory_is_said() -> None:
 
 
 def test_pages_that_are_nearly_alike_share_slots() -> None:
-    assert slot_sizes([4096, 3900, 2048, 3700]) == {4096: 4096, 3900: 4096, 3700: 3700, 2048: 2048}
+    assert slot_sizes([8192, 7800, 4096, 7400]) == {8192: 8192, 7800: 8192, 7400: 7680, 4096: 4096}
+
+
+@given(st.lists(st.integers(1, 100_000), min_size=1, max_size=5))
+def test_slots_are_whole_sectors_so_that_the_last_one_is_the_pages_alone(page_bytes: list[int]) -> None:
+    for size, slot in slot_sizes(page_bytes).items():
+        assert slot >= size
+        assert slot % 512 == 0
 
 
 @settings(max_examples=200)
@@ -89,7 +96,7 @@ def test_slots_never_overlap_and_all_memory_is_given(
             allocator.give_back(slot)
             del taken[slot]
         spans = sorted(taken.values())
-        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
         assert all(begin // slab_bytes == (end - 1) // slab_bytes < slabs for begin, end in spans)
         assert allocator.taken_bytes() == sum(end - begin for begin, end in spans)
 

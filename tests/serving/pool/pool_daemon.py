@@ -3,6 +3,9 @@
 import asyncio
 import contextlib
 import hashlib
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -44,12 +47,14 @@ class DaemonThread:
         *,
         events: PoolEvents | None = None,
         make_ssd: Callable[[asyncio.AbstractEventLoop], SsdFactory] | None = None,
+        tenant_share: float = 1.0,
     ) -> None:
         self.options = options
         self.daemon: PoolDaemon | None = None
         self.error: BaseException | None = None
         self._events = events
         self._make_ssd = make_ssd
+        self._tenant_share = tenant_share
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._ready = threading.Event()
@@ -94,7 +99,9 @@ class DaemonThread:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         make_ssd = None if self._make_ssd is None else self._make_ssd(self._loop)
-        self.daemon = PoolDaemon(self.options, events=self._events, make_ssd=make_ssd)
+        self.daemon = PoolDaemon(
+            self.options, events=self._events, make_ssd=make_ssd, tenant_share=self._tenant_share
+        )
         await self.daemon.serve(self._ready.set)
 
 
@@ -109,9 +116,10 @@ def running_daemon(
     *,
     events: PoolEvents | None = None,
     make_ssd: Callable[[asyncio.AbstractEventLoop], SsdFactory] | None = None,
+    tenant_share: float = 1.0,
 ) -> Iterator[DaemonThread]:
     """A daemon that serves."""
-    thread = DaemonThread(options, events=events, make_ssd=make_ssd).start()
+    thread = DaemonThread(options, events=events, make_ssd=make_ssd, tenant_share=tenant_share).start()
     try:
         yield thread
     finally:
@@ -221,3 +229,78 @@ def store_prompt(client: PoolClient, token_ids: list[int], salt: str = "", tenan
     written = [(ref, page) for ref, (page, _) in zip(refs, pages, strict=True) if ref is not None]
     client.commit([(ref, write_part(client, ref, page)) for ref, page in written])
     return len(written)
+
+
+_SERVE = """
+import asyncio, signal, sys
+from pathlib import Path
+import uvloop
+from prfaas.serving.pool.daemon import PoolDaemon, PoolOptions
+
+async def serve():
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)
+    options = PoolOptions(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), bool(int(sys.argv[4])))
+    await PoolDaemon(options).serve(lambda: print("ready", flush=True))
+
+try:
+    uvloop.run(serve())
+except asyncio.CancelledError:
+    pass
+"""
+
+
+@contextlib.contextmanager
+def daemon_process(options: PoolOptions) -> Iterator["subprocess.Popen[bytes]"]:
+    """A daemon that can be killed."""
+    arguments = (options.socket, options.arena, options.memory_bytes, int(options.keep_arena))
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SERVE, *map(str, arguments)], stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait(WAIT_S)
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+_WORK = """
+import sys, time
+from pathlib import Path
+from prfaas.serving.pool.client import PoolClient
+from tests.serving.pool.pool_daemon import HYBRID, TENANT, pages_of
+
+clients = [PoolClient(Path(sys.argv[1]), kind, HYBRID) for kind in ("scheduler", "worker")]
+assert all(client.connect() for client in clients)
+refs = clients[0].reserve(TENANT, pages_of(HYBRID, list(range(1, 65))))
+for ref in refs:
+    assert ref is not None
+    print(*ref, flush=True)
+print("reserved", flush=True)
+time.sleep(600)
+"""
+
+
+@contextlib.contextmanager
+def writing_engine(options: PoolOptions) -> Iterator[tuple["subprocess.Popen[bytes]", list[PageRef]]]:
+    """An engine of its own process group that has reserved pages and not committed them."""
+    root = Path(__file__).parents[3]
+    process = subprocess.Popen(
+        [sys.executable, "-c", _WORK, str(options.socket)],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])},
+    )
+    try:
+        assert process.stdout is not None
+        lines = list(iter(process.stdout.readline, b"reserved\n"))
+        yield process, [PageRef(*map(int, line.split())) for line in lines]
+    finally:
+        process.kill()
+        process.wait(WAIT_S)
+        if process.stdout is not None:
+            process.stdout.close()

@@ -1,15 +1,31 @@
 """Engines and tools at the daemon's socket."""
 
+import os
+import random
+import socket
+import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
+import pytest
+
 from prfaas.core.pool.keys import page_id
+from prfaas.serving.pool.arena import ArenaError
+from prfaas.serving.pool.client import PoolClient
+from prfaas.serving.pool.daemon import PoolError, PoolOptions
 from prfaas.serving.pool.page_table import PageState
+from prfaas.serving.pool.protocol import PageRef, PoolMatch
 
 from .pool_daemon import (
+    DENSE,
     HYBRID,
+    MIB,
     TENANT,
+    WAIT_S,
     chain_of,
     connected,
+    is_provided,
     packed_chain,
     pages_of,
     part_of,
@@ -17,7 +33,11 @@ from .pool_daemon import (
     read_part,
     running_daemon,
     store_prompt,
+    wait_until,
+    write_part,
+    writing_engine,
 )
+from .stepped_ssd import RecordedEvents
 
 PROMPT = list(range(1, 257))
 
@@ -43,3 +63,329 @@ def test_a_prompt_that_was_stored_is_found_by_another_engine(tmp_path: Path) -> 
                 assert read_part(second, ref, group) == part_of(HYBRID, page)
         assert second.intact(match.epoch, [ref for pages in match.pages for ref in pages.refs])
         second.unpin(match.pin)
+
+
+def first_match(client: PoolClient, pin: bool = True) -> PoolMatch:
+    match = client.match(packed_chain(chain_of(HYBRID, PROMPT)), 0, 256, whole=True, tenant=TENANT, pin=pin)
+    assert match is not None
+    return match
+
+
+def figure(client: PoolClient, name: str) -> int:
+    figures = client.stats()
+    assert figures is not None
+    return figures[name]
+
+
+def raw_connection(options: PoolOptions) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(10)
+    connection.connect(str(options.socket))
+    return connection
+
+
+def exchanged(connection: socket.socket, message: bytes) -> bytes:
+    """The answer to a message, empty if the daemon hung up."""
+    connection.sendall(len(message).to_bytes(4, "little") + message)
+    return connection.recv(1 << 16)
+
+
+def test_only_this_user_may_connect_or_map(tmp_path: Path) -> None:
+    options = pool_options(tmp_path / "state")
+    (tmp_path / "state").mkdir()
+    before = os.umask(0)
+    try:
+        with running_daemon(options), connected(options):
+            for path in (options.socket, options.arena, options.socket.with_suffix(".lock")):
+                assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    finally:
+        os.umask(before)
+    assert not options.socket.exists()
+    assert not options.arena.exists()
+
+
+def test_the_arena_is_kept_where_that_is_wanted(tmp_path: Path) -> None:
+    options = pool_options(tmp_path, keep_arena=True)
+    with running_daemon(options), connected(options) as client:
+        store_prompt(client, PROMPT)
+    with running_daemon(options), connected(options) as client:
+        assert first_match(client).usable_tokens == 256
+
+
+def test_another_tenants_prefix_is_not_found(tmp_path: Path) -> None:
+    """Whatever a tenant calls itself: the keys differ."""
+    options = pool_options(tmp_path)
+    with running_daemon(options), connected(options) as client:
+        store_prompt(client, PROMPT, salt="a", tenant=b"a")
+        for salt, tenant in (("b", b"a"), ("", b"a"), ("b", b"b")):
+            chain = packed_chain(chain_of(HYBRID, PROMPT, salt))
+            match = client.match(chain, 0, 256, whole=True, tenant=tenant, pin=True)
+            assert match is not None
+            assert (match.pin, match.usable_tokens, match.attention_tokens) == (0, 0, 0)
+
+
+def test_a_closed_socket_drops_its_pins_and_reservations(tmp_path: Path) -> None:
+    options = pool_options(tmp_path)
+    with running_daemon(options), connected(options, "tool", None) as tool, connected(options) as client:
+        store_prompt(client, PROMPT[:128])
+        first_match(client)
+        reserved = client.reserve(TENANT, pages_of(HYBRID, PROMPT)[4:8])
+        assert reserved is not None and all(reserved)
+        assert (figure(tool, "pinned_pages"), figure(tool, "writing_pages")) == (8, 4)
+        assert client._socket is not None
+        client._socket.shutdown(socket.SHUT_RDWR)
+        wait_until(lambda: (figure(tool, "pinned_pages"), figure(tool, "writing_pages")) == (0, 0))
+
+
+def test_the_slots_of_a_lost_scheduler_wait_for_its_workers(tmp_path: Path) -> None:
+    """Its pages can be reserved again at once, elsewhere; the old slots only once nobody writes into them."""
+    options = pool_options(tmp_path)
+    pages = pages_of(HYBRID, PROMPT)[:3]
+    with running_daemon(options), connected(options, "tool", None) as tool:
+        with connected(options, "worker") as worker:
+            with connected(options) as scheduler:
+                old = scheduler.reserve(TENANT, pages)
+            assert old is not None and all(old)
+            with connected(options) as scheduler:
+                new = scheduler.reserve(TENANT, pages)
+                assert new is not None and all(new)
+                assert {ref.slot & 0xFFFFFFFF for ref in old if ref}.isdisjoint(
+                    ref.slot & 0xFFFFFFFF for ref in new if ref
+                )
+                assert figure(tool, "writing_pages") == 6
+                worker.abort([old[0]] if old[0] else [])
+                worker.commit([(old[1], 7)] if old[1] else [])
+                assert figure(tool, "writing_pages") == 4
+                worker.commit(
+                    [
+                        (ref, write_part(worker, ref, page))
+                        for (page, _), ref in zip(pages, new, strict=True)
+                        if ref
+                    ]
+                )
+                assert figure(tool, "writing_pages") == 1
+                assert figure(tool, "memory_pages") == {"0": 3, "1": 0, "2": 0}
+        # The worker said goodbye.
+        assert figure(tool, "writing_pages") == 0
+
+
+def test_the_slots_of_a_killed_engine_are_free_again(tmp_path: Path) -> None:
+    options = pool_options(tmp_path)
+    with (
+        running_daemon(options),
+        connected(options, "tool", None) as tool,
+        writing_engine(options) as (process, refs),
+    ):
+        assert figure(tool, "writing_pages") == len(refs) > 0
+        process.kill()
+        process.wait(WAIT_S)
+        wait_until(lambda: figure(tool, "writing_pages") == 0)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"\xc1",
+        random.Random(1).randbytes(1000),
+        msgspec.msgpack.encode(["match", b"", 0, 0, True, b"", True]),
+        msgspec.msgpack.encode(["open", 99, "worker", 0, bytes(8), None]),
+        msgspec.msgpack.encode(["open", 1, "king", 0, bytes(8), None]),
+        msgspec.msgpack.encode(["open", 1, "worker", 0, bytes(8), b"no geometry"]),
+        msgspec.msgpack.encode(["open", 1, "worker", 5, bytes(8), HYBRID.encode()]),
+        msgspec.msgpack.encode(["open", 1, "worker", 0, bytes(8), msgspec.msgpack.encode(["x", 0, []])]),
+    ],
+)
+def test_garbage_ends_only_its_own_session(tmp_path: Path, message: bytes) -> None:
+    options = pool_options(tmp_path)
+    with running_daemon(options), connected(options) as client:
+        with raw_connection(options) as connection:
+            assert b"refused" in exchanged(connection, message)
+            assert connection.recv(100) == b""
+        store_prompt(client, PROMPT)
+        assert first_match(client).usable_tokens == 256
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ["match", b"x", 0, 100, True, b"", True],
+        ["match", bytes(16), -5, 100, True, b"", True],
+        ["reserve", b"", b"x" * 16, [None]],
+        ["reserve", b"", b"x" * 17, [None, None]],
+        ["reserve", b"", b"x" * 16 + b"\x00", [None]],
+        ["reserve", b"123456789", b"x" * 16 + b"\x01", [None]],
+        ["commit", b"123", b""],
+        ["commit", bytes(8), b""],
+        ["abort", b"123"],
+        ["discard", b"123"],
+        ["open", 1, "worker", 0, bytes(8), HYBRID.encode()],
+        ["nothing"],
+    ],
+)
+def test_a_request_that_makes_no_sense_ends_only_its_own_session(
+    tmp_path: Path, message: list[object]
+) -> None:
+    options = pool_options(tmp_path)
+    opening = msgspec.msgpack.encode(["open", 1, "worker", 0, bytes(8), HYBRID.encode()])
+    with running_daemon(options), connected(options) as client:
+        with raw_connection(options) as connection:
+            assert b"opened" in exchanged(connection, opening)
+            assert b"refused" in exchanged(connection, msgspec.msgpack.encode(message))
+            assert connection.recv(100) == b""
+        store_prompt(client, PROMPT)
+        assert first_match(client).usable_tokens == 256
+
+
+def test_ends_of_pages_that_never_were_are_passed_over(tmp_path: Path) -> None:
+    options = pool_options(tmp_path)
+    with running_daemon(options), connected(options) as client:
+        store_prompt(client, PROMPT)
+        match = first_match(client)
+        ref = match.pages[0].refs[0]
+        for slot in (ref.slot, ref.slot + (1 << 32), 1 << 20, -1, (1 << 63) - 1):
+            client.commit([(PageRef(slot, 0), 1)])
+            client.abort([PageRef(slot, 0)])
+        client.unpin(match.pin + 100)
+        assert client.intact(match.epoch, [ref])
+        assert first_match(client).usable_tokens == 256
+
+
+def test_a_second_daemon_is_refused(tmp_path: Path) -> None:
+    options = pool_options(tmp_path)
+    with running_daemon(options), connected(options) as client:
+        with pytest.raises(PoolError, match="another daemon serves the pool at"), running_daemon(options):
+            pass
+        store_prompt(client, PROMPT)
+        assert first_match(client).usable_tokens == 256
+
+
+def test_an_arena_without_room_is_refused(tmp_path: Path) -> None:
+    options = pool_options(tmp_path, 1 << 50)
+    with pytest.raises(ArenaError, match="set it lower"), running_daemon(options):
+        pass
+
+
+def test_a_pool_too_small_for_a_model_refuses_its_engines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = pool_options(tmp_path, 100_000)
+    client = PoolClient(options.socket, "worker", HYBRID)
+    with running_daemon(options):
+        assert not client.connect()
+        client.close()
+        assert "pool.memory is too small for this model" in caplog.text
+        with connected(options, geometry=DENSE):
+            pass
+
+
+def test_another_model_waits_until_the_engines_of_the_first_have_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = pool_options(tmp_path)
+    events = RecordedEvents()
+    with running_daemon(options, events=events), connected(options, "tool", None) as tool:
+        with connected(options) as first:
+            store_prompt(first, PROMPT)
+            other = PoolClient(options.socket, "worker", DENSE)
+            assert not other.connect()
+            assert "the pool serves engines of fingerprint tiny hybrid" in caplog.text
+            assert events.held
+        wait_until(other.connect)
+        assert not events.held
+        assert figure(other, "fingerprint") == "tiny dense"
+        wait_until(tool.connect)
+        wait_until(lambda: is_provided(other))
+        store_prompt(other, PROMPT)
+        assert figure(tool, "memory_pages") == {"0": 16}
+        other.close()
+
+
+def test_tools_can_ask_a_pool_that_no_engine_has_used(tmp_path: Path) -> None:
+    options = pool_options(tmp_path)
+    with running_daemon(options), connected(options, "tool", None) as tool:
+        assert tool.stats() == {}
+        assert tool.verify() == {"right_pages": 0, "wrong_pages": 0}
+        assert len(tool.arena) == 0
+
+
+def test_verify_finds_a_page_whose_bytes_changed(tmp_path: Path) -> None:
+    options = pool_options(tmp_path)
+    with running_daemon(options), connected(options) as client, connected(options, "tool", None) as tool:
+        pages = store_prompt(client, PROMPT)
+        assert tool.verify() == {"right_pages": pages, "wrong_pages": 0}
+        match = first_match(client)
+        ref = match.pages[0].refs[3]
+        client.arena[ref.offset + 99] ^= 1
+        assert tool.verify() == {"right_pages": pages - 1, "wrong_pages": 1}
+        assert client.page_state(ref.slot) is PageState.FAILED
+        assert not client.intact(match.epoch, [ref])
+        assert first_match(client).usable_tokens == 96
+        client.unpin(match.pin)
+        assert client.page_state(ref.slot) is PageState.FREE
+
+
+def test_clear_leaves_what_is_in_use(tmp_path: Path) -> None:
+    options = pool_options(tmp_path)
+    with running_daemon(options), connected(options) as client, connected(options, "tool", None) as tool:
+        pages = store_prompt(client, PROMPT)
+        match = first_match(client)
+        pinned = sum(len(each.refs) for each in match.pages)
+        assert tool.clear() == {"dropped_pages": pages - pinned}
+        client.unpin(match.pin)
+        assert tool.clear() == {"dropped_pages": pinned}
+        assert figure(tool, "used_bytes") == 0
+
+
+def test_superseded_states_go_unless_they_were_hit(tmp_path: Path) -> None:
+    options = pool_options(tmp_path)
+    with running_daemon(options), connected(options) as client:
+        store_prompt(client, PROMPT)
+        client.unpin(first_match(client).pin)
+        states = [page for page, _ in pages_of(HYBRID, PROMPT) if page[-1] == 1]
+        client.discard(states)
+        assert figure(client, "memory_pages")["1"] == 1
+
+
+def test_eight_sessions_at_once(tmp_path: Path) -> None:
+    """Engines in threads store and load prompts that share a beginning, in a pool too small for all of them."""
+    options = pool_options(tmp_path, 2 * MIB)
+    prompts = [[*range(1, 97), *range(1000 * each, 1000 * each + 96)] for each in range(1, 9)]
+    loaded = [0] * 8
+
+    def work(number: int) -> None:
+        generator = random.Random(number)
+        with connected(options, engine_id=str(number)) as client:
+            for _ in range(40):
+                prompt = prompts[generator.randrange(8)]
+                store_prompt(client, prompt)
+                chain = chain_of(HYBRID, prompt)
+                match = client.match(packed_chain(chain), 0, 192, whole=True, tenant=TENANT, pin=True)
+                assert match is not None
+                for group, first, refs in match.pages:
+                    block_tokens = HYBRID.group(group).block_tokens
+                    for block, ref in enumerate(refs, first):
+                        page = page_id(chain.key_at((block + 1) * block_tokens), group)
+                        assert read_part(client, ref, group) == part_of(HYBRID, page)
+                assert client.intact(match.epoch, [ref for each in match.pages for ref in each.refs])
+                loaded[number] += match.usable_tokens
+                if match.pin:
+                    client.unpin(match.pin)
+
+    with running_daemon(options), ThreadPoolExecutor(8) as threads:
+        list(threads.map(work, range(8)))
+    assert min(loaded) > 0
+
+
+def test_a_scheduler_is_served_once_its_own_engines_workers_are(tmp_path: Path) -> None:
+    """It does not know which model's pages it may use: its workers, whose fingerprint the daemon compares, do."""
+    options = pool_options(tmp_path)
+    with running_daemon(options), connected(options, "worker", engine_id="one"):
+        other = PoolClient(options.socket, "scheduler", None, engine_id="two")
+        try:
+            assert not other.connect()
+            assert other.epoch == 0
+            with connected(options, "worker", engine_id="two"):
+                wait_until(lambda: other.epoch != 0)
+        finally:
+            other.close()

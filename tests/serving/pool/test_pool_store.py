@@ -1,7 +1,7 @@
 """The store against a model, over random requests, ends of sessions, reads and writes."""
 
-import itertools
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 
 import xxhash
@@ -53,8 +53,8 @@ Match = tuple[StoreSession, StoreMatch, list[tuple[bytes, PageRef]]]
 class Copy:
     """A worker that has the order to write its part of a page, and may do so until it has ended."""
 
-    def __init__(self, owner: Owner, rank: int, page: bytes, ref: PageRef) -> None:
-        self.owner, self.rank, self.page, self.ref = owner, rank, page, ref
+    def __init__(self, owner: Owner, rank: int, page: bytes, ref: PageRef, epoch: int) -> None:
+        self.owner, self.rank, self.page, self.ref, self.epoch = owner, rank, page, ref, epoch
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -133,8 +133,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.schedulers.append(self.store.open_session("scheduler", 0, engine))
 
     def open_worker(self, engine: Owner, rank: int) -> None:
-        """A client opens a session only when none of its copies runs."""
-        self.copies = [copy for copy in self.copies if (copy.owner, copy.rank) != (engine, rank)]
+        """A client opens a session only when none of its copies runs; later it goes on with those of this epoch."""
+        self.copies = [
+            copy
+            for copy in self.copies
+            if (copy.owner, copy.rank) != (engine, rank) or copy.epoch == self.store.epoch
+        ]
         session = self.store.open_session("worker", rank, engine)
         earlier = self.workers.pop((engine, rank), None)
         self.workers[engine, rank] = session
@@ -174,7 +178,9 @@ class StoreMachine(RuleBasedStateMachine):
         refs = self.store.reserve_for(session, forged, wished)
         for (page, _), ref in zip(wished, refs, strict=True):
             if ref is not None:
-                self.copies += [Copy(session.owner, rank, page, ref) for rank in range(RANKS)]
+                self.copies += [
+                    Copy(session.owner, rank, page, ref, self.store.epoch) for rank in range(RANKS)
+                ]
 
     @rule(number=numbers, prompt=prompts, salt=salts, end=st.integers(1, 10))
     def store_well(self, number: int, prompt: int, salt: str, end: int) -> None:
@@ -186,7 +192,7 @@ class StoreMachine(RuleBasedStateMachine):
         for rank in range(RANKS):
             for (page, _), ref in zip(wished, refs, strict=True):
                 if ref is not None:
-                    part = self.write(Copy(ENGINES[0], rank, page, ref))
+                    part = self.write(Copy(ENGINES[0], rank, page, ref, 0))
                     self.store.reservations.commit(ref.slot, rank, xxhash.xxh3_64_intdigest(part))
 
         self.step_ssd(0, number % 40, True)
@@ -281,7 +287,7 @@ class StoreMachine(RuleBasedStateMachine):
         if not commits:
             self.store.abort([ref])
             return
-        parts = [self.write(Copy(ENGINES[0], rank, page, ref)) for rank in range(RANKS)]
+        parts = [self.write(Copy(ENGINES[0], rank, page, ref, 0)) for rank in range(RANKS)]
         self.store.commit_all(ref, [xxhash.xxh3_64_intdigest(part) for part in parts])
 
     def discard(self, prompt: int, salt: str) -> None:
@@ -385,7 +391,7 @@ class StoreMachine(RuleBasedStateMachine):
         spans.sort()
         layout = store.memory.arena.layout
         assert all(layout.slabs_at <= begin and end <= layout.arena_bytes for begin, end in spans)
-        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
         assert layout.arena_bytes <= self.memory_bytes
         used = {row.row for row in store.memory.table.used_rows()}
         assert used == set(store.memory.rows)
@@ -424,6 +430,9 @@ class StoreMachine(RuleBasedStateMachine):
                 if page.on_ssd:
                     there.add((page.page_id, "ssd"))
         assert self.events.held == there
+        for medium, pages_of_groups in self.store.tier_pages.items():
+            for group, count in pages_of_groups.items():
+                assert count == sum(page[-1] == group and tier == medium for page, tier in there)
 
     def teardown(self) -> None:
         self.directory.cleanup()

@@ -1,4 +1,4 @@
-"""KV events of all engines: received and decoded in one thread, applied in the event loop in small slices.
+"""KV events of all engines and pools: received and decoded in one thread, applied in the event loop in small slices.
 
 The sockets to one engine's KV events, and what comes over them. Belongs to the thread of the event_feed.
 """
@@ -8,13 +8,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import zmq
 
-from prfaas.core.deployment import EventsEndpoint
+from prfaas.core.deployment import Deployment, EventsEndpoint, Instance, PoolNode
 from prfaas.core.prefix.events import (
     Apply,
     Ask,
@@ -169,7 +169,7 @@ class EventFeed:
         apply: Callable[[str, EventBatch], None],
         drop: Callable[[str, str], None],
     ) -> None:
-        """`endpoints` by instance name."""
+        """`endpoints` by the name of the instance or pool."""
         self._endpoints = endpoints
         self._apply = apply
         self._drop = drop
@@ -292,3 +292,14 @@ class EventFeed:
             for source in self._sources.values():
                 source.close()
             context.destroy(linger=0)
+
+
+def events_endpoints(
+    deployment: Deployment, holders: Sequence[Instance | PoolNode]
+) -> dict[str, EventsEndpoint]:
+    """Where the events of these are published, by name; those that nobody could subscribe to are left out."""
+    return {
+        holder.name: endpoint
+        for holder in holders
+        if (endpoint := deployment.events_endpoint(holder)) is not None
+    }

@@ -1,31 +1,26 @@
 """An engine's or a tool's end of the pool's Unix socket."""
 
 import contextlib
-import errno
 import hashlib
 import logging
-import os
 import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from prfaas.core.pool.geometry import PageIdentity, PoolGeometry
 from prfaas.serving.pool.arena import Arena, ArenaError, map_arena
+from prfaas.serving.pool.exchange import A, Unavailable, exchange, has_hung_up
 from prfaas.serving.pool.page_table import PageState
 from prfaas.serving.pool.protocol import (
-    LENGTH_BYTES,
-    MOST_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     Abort,
-    Answer,
     Clear,
     Commit,
     Discard,
@@ -39,7 +34,6 @@ from prfaas.serving.pool.protocol import (
     OpenSession,
     PageRef,
     PoolMatch,
-    Refused,
     Request,
     Reserve,
     Reserved,
@@ -53,19 +47,12 @@ from prfaas.serving.pool.protocol import (
 
 logger = logging.getLogger(__name__)
 
-A = TypeVar("A", Opened, Matched, Reserved, Figures, Done)
-
 _FIRST_WAIT_S = 0.05
 _LONGEST_WAIT_S = 5.0
+_WATCH_S = 0.5
 # To verify or clear a large pool takes a while.
 _TOOL_TIMEOUT_S = 600.0
 _MOST_KEPT_ENDS = 100_000
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Answer)
-
-
-class _Unavailable(Exception):
-    """The daemon cannot be asked now; the text says why."""
 
 
 class PoolClient:
@@ -109,7 +96,7 @@ class PoolClient:
         self._ends_epoch = 0
         self._copies = 0
         self._copies_changed = threading.Condition()
-        self._reconnects = False
+        self._keeper: threading.Thread | None = None
         self._closed = False
         self._said = ""
 
@@ -132,12 +119,14 @@ class PoolClient:
         """Open the session now. False if the daemon cannot be reached or refuses: the log says why, and it is tried
         again in the background."""
         with self._lock:
-            if self._socket is not None:
-                return True
-            try:
-                self._connect()
-            except _Unavailable as error:
-                self._lost(error)
+            if self._socket is None:
+                try:
+                    self._connect()
+                except Unavailable as error:
+                    self._lost(error)
+            if self._keeper is None:
+                self._keeper = threading.Thread(target=self._keep, name="prfaas-pool", daemon=True)
+                self._keeper.start()
             return self._socket is not None
 
     def close(self) -> None:
@@ -146,7 +135,7 @@ class PoolClient:
         with self._lock:
             self._closed = True
             if self._socket is not None:
-                with contextlib.suppress(_Unavailable):
+                with contextlib.suppress(Unavailable):
                     self._ask(Goodbye(), Done)
             self._disconnect()
 
@@ -261,7 +250,7 @@ class PoolClient:
             if self._socket is not None:
                 try:
                     self._send_ends()
-                except _Unavailable as error:
+                except Unavailable as error:
                     self._lost(error)
 
     def _send_ends(self) -> None:
@@ -283,22 +272,22 @@ class PoolClient:
             return None
         try:
             return self._ask(message, expected, timeout_s)
-        except _Unavailable as error:
+        except Unavailable as error:
             self._lost(error)
             return None
 
     def _ask(self, message: Request, expected: type[A], timeout_s: float | None = None) -> A:
         assert self._socket is not None
-        return _exchange(self._socket, message, expected, timeout_s or self._timeout_s)[0]
+        return exchange(self._socket, message, expected, timeout_s or self._timeout_s)[0]
 
     def _connect(self) -> None:
         """Open the session.
 
         Raises:
-            _Unavailable: the daemon does not answer, or refuses.
+            Unavailable: the daemon does not answer, or refuses.
         """
         if self._copies:
-            raise _Unavailable("a copy into the last session's arena has not ended")
+            raise Unavailable("a copy into the last session's arena has not ended")
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             connection.settimeout(self._timeout_s)
@@ -306,31 +295,28 @@ class PoolClient:
             geometry = None if self._geometry is None else self._geometry.encode()
             engine = hashlib.blake2b(self._engine_id.encode(), digest_size=8).digest()
             opening = OpenSession(PROTOCOL_VERSION, self._kind, self._rank, engine, geometry)
-            answer, descriptors = _exchange(connection, opening, Opened, self._timeout_s)
+            answer, descriptors = exchange(connection, opening, Opened, self._timeout_s)
             if answer.has_arena:
                 self._arena = map_arena(descriptors[0])
                 self._pages = np.frombuffer(self._arena.view, np.uint8)
             self._socket = connection
             if self._ends and answer.epoch == self._ends_epoch:
                 self._send_ends()
-        except (OSError, ValueError, IndexError, ArenaError, _Unavailable) as error:
+        except (OSError, ValueError, IndexError, ArenaError, Unavailable) as error:
             connection.close()
             self._socket = None
-            raise _Unavailable(f"{error.strerror if isinstance(error, OSError) else error}") from None
+            raise Unavailable(f"{error.strerror if isinstance(error, OSError) else error}") from None
         self._ends.clear()
         self._epoch = self._ends_epoch = answer.epoch
         self._said = ""
         logger.info("the pool at %s is used", self._path)
 
-    def _lost(self, error: _Unavailable) -> None:
-        """Say so once, and try again in the background."""
+    def _lost(self, error: Unavailable) -> None:
+        """Say so once."""
         self._disconnect()
         if str(error) != self._said:
             self._said = str(error)
             logger.warning("the pool at %s is not used for now: %s", self._path, error)
-        if not self._reconnects and not self._closed:
-            self._reconnects = True
-            threading.Thread(target=self._reconnect, name="prfaas-pool-reconnect", daemon=True).start()
 
     def _disconnect(self) -> None:
         # First, so that no copy begins any more: `writing`.
@@ -339,9 +325,18 @@ class PoolClient:
             self._socket.close()
             self._socket = None
 
-    def _reconnect(self) -> None:
+    def _keep(self) -> None:
+        """Notice that the daemon has gone, and connect again, until closed."""
         wait_s = _FIRST_WAIT_S
-        while True:
+        while not self._closed:
+            connection = self._socket
+            if connection is not None:
+                wait_s = _FIRST_WAIT_S
+                if has_hung_up(connection, _WATCH_S):
+                    with self._lock:
+                        if self._socket is connection:
+                            self._lost(Unavailable("the daemon is gone"))
+                continue
             time.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
             self._wait_for_copies(wait_s)
@@ -349,69 +344,9 @@ class PoolClient:
                 if not self._closed and self._socket is None:
                     try:
                         self._connect()
-                    except _Unavailable as error:
+                    except Unavailable as error:
                         self._lost(error)
-                if self._closed or self._socket is not None:
-                    self._reconnects = False
-                    return
 
     def _wait_for_copies(self, timeout_s: float) -> None:
         with self._copies_changed:
             self._copies_changed.wait_for(lambda: not self._copies, timeout_s)
-
-
-def _exchange(
-    connection: socket.socket, message: Request, expected: type[A], timeout_s: float
-) -> tuple[A, list[int]]:
-    """Send a request and receive its answer, and the file descriptors that come with it.
-
-    Raises:
-        _Unavailable: it took too long, the connection is gone, or the daemon refuses.
-    """
-    deadline_s = time.monotonic() + timeout_s
-    body = _ENCODER.encode(message)
-    descriptors: list[int] = []
-    try:
-        connection.settimeout(timeout_s)
-        connection.sendall(len(body).to_bytes(LENGTH_BYTES, "little") + body)
-        head, descriptors, _, _ = socket.recv_fds(connection, LENGTH_BYTES, 1)
-        head += _receive(connection, LENGTH_BYTES - len(head), deadline_s) if head else b""
-        length = int.from_bytes(head, "little")
-        if not 0 < length <= MOST_MESSAGE_BYTES:
-            raise _Unavailable("the daemon is gone" if not head else "its answer is garbage")
-        answer = _DECODER.decode(_receive(connection, length, deadline_s))
-        if isinstance(answer, Refused):
-            raise _Unavailable(answer.reason)
-        if not isinstance(answer, expected):
-            raise _Unavailable("it answers something else than was asked")
-    except BaseException as error:
-        for each in descriptors:
-            os.close(each)
-        if isinstance(error, TimeoutError):
-            raise _Unavailable(f"no answer within {timeout_s:g} s") from None
-        if isinstance(error, OSError):
-            raise _Unavailable(f"the daemon is gone ({error.strerror})") from None
-        if isinstance(error, msgspec.DecodeError):
-            raise _Unavailable("its answer is garbage") from None
-        raise
-    return answer, descriptors
-
-
-def _receive(connection: socket.socket, size_bytes: int, deadline_s: float) -> bytearray:
-    """Exactly so many bytes.
-
-    Raises:
-        OSError: the connection ended, or the deadline has passed (TimeoutError).
-    """
-    received = bytearray(size_bytes)
-    view = memoryview(received)
-    while view:
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError
-        connection.settimeout(left_s)
-        count = connection.recv_into(view)
-        if not count:
-            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
-        view = view[count:]
-    return received

@@ -147,6 +147,12 @@ class PoolConnection:
                 raise ValueError("the first message opens the session")
             elif isinstance(request, Verify):
                 self._later(self._verify())
+            elif isinstance(request, Goodbye):
+                self.said_goodbye = True
+                # What the session had is free before the client hears that it is.
+                self._host.closed(self)
+                self._send(Done())
+                self.close()
             else:
                 self._send(self._answer_to(request))
         except (msgspec.DecodeError, ValueError, OverflowError) as error:
@@ -158,9 +164,6 @@ class PoolConnection:
     def _answer_to(self, request: Request) -> Answer:
         if isinstance(request, Stats):
             return self._host.figures()
-        if isinstance(request, Goodbye):
-            self.said_goodbye = True
-            return Done()
         store, session = self.store, self.session
         if store is None or session is None:
             raise ValueError("the pool has no pages before the first engine has opened a session")

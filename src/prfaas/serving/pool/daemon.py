@@ -90,7 +90,7 @@ class PoolDaemon:
         self._tenant_share = tenant_share
         self._connections: set[PoolConnection] = set()
         # Of workers that ended without goodbye, whose processes may still write.
-        self._lost: list[PoolConnection] = []
+        self._lost: list[tuple[PeerProcess, StoreSession]] = []
         self._opening = asyncio.Lock()
         self._provider: threading.Thread | None = None
         self._stops_providing = threading.Event()
@@ -127,6 +127,9 @@ class PoolDaemon:
             if message.geometry is not None:
                 await self._agree_on(PoolGeometry.decode(message.geometry))
             store = self.store
+            if message.kind == "scheduler" and message.geometry is None and not self._serves(message.engine):
+                # It doesn't know its fingerprint. They do: what they share with this pool, it may use.
+                raise ValueError("the engine's workers have not connected yet")
             if store is None:
                 return None, None
             if not 0 <= message.rank < store.geometry.ranks:
@@ -139,11 +142,12 @@ class PoolDaemon:
         """See `PoolHost.closed`."""
         self._connections.discard(connection)
         store, session = connection.store, connection.session
+        connection.session = None
         if store is not None and session is not None:
             writes_no_more = connection.said_goodbye or not connection.process.lives
             store.close_session(session, writes_no_more=writes_no_more)
             if session.kind == "worker" and not writes_no_more:
-                self._lost.append(connection)
+                self._lost.append((connection.process, session))
 
     def used(self) -> None:
         """See `PoolHost.used`."""
@@ -174,6 +178,11 @@ class PoolDaemon:
                 "ssd_wrong_pages": ssd_wrong,
             }
         )
+
+    def _serves(self, engine: bytes) -> bool:
+        """Whether a worker of that engine has a session."""
+        sessions = () if self.store is None else self.store.sessions
+        return any(each.kind == "worker" and each.owner.engine == engine for each in sessions)
 
     async def _agree_on(self, geometry: PoolGeometry) -> None:
         """Have a store of that geometry.
@@ -276,11 +285,9 @@ class PoolDaemon:
         store = self.store
         if store is None:
             return
-        for connection in [each for each in self._lost if not each.process.lives]:
-            self._lost.remove(connection)
-            if connection.session is not None:
-                session = connection.session
-                store.reservations.worker_ended(session.owner, session.rank, session)
+        for process, session in [lost for lost in self._lost if not lost[0].lives]:
+            self._lost.remove((process, session))
+            store.reservations.worker_ended(session.owner, session.rank, session)
         for owner in store.reservations.owners():
             if owner.process_group and not owner_lives(owner):
                 store.reservations.owner_ended(owner)

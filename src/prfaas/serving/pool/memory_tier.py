@@ -18,8 +18,8 @@ class PoolPage:
     """What the store knows of a page, wherever it is."""
 
     __slots__ = (
-        "checksums", "discarded", "failed", "group", "key", "offset", "on_ssd", "owner", "page_id", "pins",
-        "ranks_left", "reserved_in", "slot", "state", "tenant", "was_hit",
+        "checksums", "discarded", "failed", "group", "key", "left_behind", "offset", "on_ssd", "owner", "page_id",
+        "pins", "ranks_left", "reserved_in", "slot", "state", "tenant", "was_hit",
     )  # fmt: skip
 
     def __init__(self, page_id: bytes, tenant: bytes) -> None:
@@ -41,6 +41,8 @@ class PoolPage:
         """The pages that the session has reserved which reserved it, while it is WRITING."""
         self.ranks_left = 0
         """Bit r: rank r has not ended its part."""
+        self.left_behind = False
+        """It was WRITING when the last daemon ended."""
         self.failed = False
         """It will not become READY: a rank gave up, or nobody waits for it."""
 

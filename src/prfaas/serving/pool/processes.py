@@ -15,7 +15,7 @@ from prfaas.serving.pool.page_table import Owner
 _CREDENTIALS = struct.Struct("iII")
 # Field 22 of /proc/PID/stat, counted from the state, which follows the name in parentheses.
 _STARTED = 19
-_STATE = 0
+_STATE, _GROUP = 0, 2
 _ENDED = ("Z", "X")
 
 
@@ -58,12 +58,8 @@ class PeerProcess:
 
 def start_ticks(pid: int) -> int:
     """When a process began, in clock ticks since boot; 0 if it has ended."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return 0
-    fields = stat.rpartition(")")[2].split()
-    return 0 if fields[_STATE] in _ENDED else int(fields[_STARTED])
+    fields = _stat(pid)
+    return int(fields[_STARTED]) if fields else 0
 
 
 def owner_lives(owner: Owner) -> bool:
@@ -77,4 +73,17 @@ def owner_lives(owner: Owner) -> bool:
         return False
     except PermissionError:
         return True
-    return True
+    # The leader has ended; it may be there as a zombie, which has a group but writes nothing.
+    group = str(owner.process_group)
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return any(fields and fields[_GROUP] == group for fields in map(_stat, pids))
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of a process from its state on, none if it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return []
+    fields = stat.rpartition(")")[2].split()
+    return [] if fields[_STATE] in _ENDED else fields

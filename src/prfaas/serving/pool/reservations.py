@@ -1,8 +1,9 @@
 """Pages that engines fill, and which processes may still write into their slots.
 
-A slot is given to another page only when nobody writes into it any more. So what an engine's end, a lost connection
-or a restarted daemon leave behind keeps its slot until every rank has ended its part, which is when it said so, opened
-a new session (see `PoolClient.writing`) or ended itself.
+A slot is given to another page only when nobody writes into it any more. So what a scheduler's end or a lost
+connection leave behind keeps its slot until every rank has said commit or abort, said goodbye, or ended itself. A
+worker's client keeps what it could not say, and says it in its next session. What the last daemon left behind waits
+for each rank's next session or end (see `PoolClient.writing`).
 """
 
 from collections.abc import Callable
@@ -52,7 +53,7 @@ class Reservations:
 
     def take_back(self, page: PoolPage, owner: Owner, ranks_left: int) -> None:
         """A page that was WRITING when the last daemon ended: its slot must wait for its writers."""
-        page.owner, page.ranks_left, page.failed = owner, ranks_left, True
+        page.owner, page.ranks_left, page.failed, page.left_behind = owner, ranks_left, True, True
         self._of.setdefault(owner, set()).add(page)
 
     def commit(self, slot: int, rank: int, checksum: int) -> None:
@@ -89,8 +90,8 @@ class Reservations:
                 self._end_rank(page, rank)
 
     def worker_began(self, owner: Owner, rank: int, session: object) -> None:
-        """A worker opened a session, so it is at no copy that began before."""
-        self._rank_ended(owner, rank)
+        """A worker opened a session, so it is at no copy of the last daemon's time."""
+        self._rank_ended(owner, rank, only_left_behind=True)
         self._workers.setdefault(owner, {})[rank] = session
 
     def worker_ended(self, owner: Owner, rank: int, session: object) -> None:
@@ -100,7 +101,7 @@ class Reservations:
             del workers[rank]
             if not workers:
                 del self._workers[owner]
-            self._rank_ended(owner, rank)
+            self._rank_ended(owner, rank, only_left_behind=False)
 
     def owners(self) -> list[Owner]:
         """Who has pages here."""
@@ -119,9 +120,9 @@ class Reservations:
             return None
         return page
 
-    def _rank_ended(self, owner: Owner, rank: int) -> None:
+    def _rank_ended(self, owner: Owner, rank: int, *, only_left_behind: bool) -> None:
         for page in list(self._of.get(owner, ())):
-            if page.ranks_left >> rank & 1:
+            if page.ranks_left >> rank & 1 and (page.left_behind or not only_left_behind):
                 self._fail(page)
                 self._end_rank(page, rank)
 

@@ -131,7 +131,8 @@ class PoolScheduler:
         if not any(group.kind is GroupKind.FULL for group in groups):
             logger.warning("%s has no pool: its model has no full attention", settings.name)
             return None
-        client = PoolClient(settings.pool_socket, "scheduler", None, timeout_s=settings.pool_timeout_s)
+        timeout_s, name = settings.pool_timeout_s, settings.name
+        client = PoolClient(settings.pool_socket, "scheduler", None, timeout_s=timeout_s, engine_id=name)
         client.connect()
         return cls(client, groups, block_bytes(kv_cache_config, groups), settings.checkpoint_tokens)
 
@@ -243,7 +244,7 @@ class PoolScheduler:
         pooled = self._requests.get(request.request_id)
         if pooled is not None:
             whole = tokens // self._boundary_tokens * self._boundary_tokens
-            pooled.progress = StoreProgress(whole, whole)
+            pooled.begin(StoreProgress(whole, whole))
 
     def give_up(self, request_id: str) -> None:
         """The request goes on without the pool, or is preempted."""
@@ -263,7 +264,7 @@ class PoolScheduler:
             self._release(request_id)
             preempted = self._requests.get(request_id)
             if preempted is not None:
-                preempted.progress = None
+                preempted.begin(None)
         loads, self._ordered = self._ordered, []
         return loads, self._stores.order(self._requests, output)
 

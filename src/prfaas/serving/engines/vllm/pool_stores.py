@@ -56,6 +56,8 @@ class PooledRequest:
     tenant: bytes
     progress: StoreProgress | None = None
     """None until it is scheduled."""
+    quiet_tokens: int = 0
+    """Steps that end before there complete no block."""
     is_storing: bool = False
     """Copies were ordered, and may be running."""
 
@@ -65,6 +67,11 @@ class PooledRequest:
         salt = request.cache_salt or ""
         adapter = request.lora_request.lora_name if request.lora_request is not None else ""
         return cls(request, KeyChain(step_tokens, salt, adapter), salt, adapter, tenant_id(salt))
+
+    def begin(self, progress: StoreProgress | None) -> None:
+        """Its next step is its first one. `progress`: None where only the step will tell what the engine had."""
+        self.progress = progress
+        self.quiet_tokens = 0
 
 
 class _Page(NamedTuple):
@@ -124,7 +131,10 @@ class PoolStores:
         offers = block_state.boundary_state_offloads
         for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
             pooled = requests.get(request_id)
-            if pooled is not None:
+            if pooled is None:
+                continue
+            end_tokens = pooled.request.num_computed_tokens + scheduled_tokens
+            if end_tokens >= pooled.quiet_tokens or request_id in offers:
                 self._add(wishes, pooled, scheduled_tokens, block_state, offers.get(request_id, ()))
         for request_id in offers.keys() - output.num_scheduled_tokens.keys():
             pooled = requests.get(request_id)
@@ -153,9 +163,6 @@ class PoolStores:
         progress = pooled.progress
         if progress is None:
             progress = pooled.progress = self._begin(start_tokens)
-        is_in_same_step = end_tokens // self._step_tokens == progress.attention_tokens // self._step_tokens
-        if is_in_same_step and not offers and not progress.missing_tokens:
-            return
         table = block_state.get_block_ids(request.request_id)
         if table is None:
             return
@@ -166,6 +173,7 @@ class PoolStores:
             wishes.pages += _pages(pooled, group, table, range(progress.missing_tokens // group.block_tokens))
         progress.missing_tokens = 0
         progress.attention_tokens = max(end_tokens, progress.attention_tokens)
+        pooled.quiet_tokens = (end_tokens // self._step_tokens + 1) * self._step_tokens
         self._add_ends(wishes, pooled, progress, end_tokens, table, offers)
 
     def _begin(self, own_tokens: int) -> StoreProgress:
@@ -267,6 +275,7 @@ class PoolStores:
             progress = page.pooled.progress
             if progress is not None and page.end_tokens <= progress.own_tokens:
                 progress.missing_tokens = progress.own_tokens - self._boundary_tokens
+                page.pooled.quiet_tokens = 0
                 progress.own_tokens = 0
         for page in pages:
             if page.pooled.progress is not None:
