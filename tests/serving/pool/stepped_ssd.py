@@ -79,9 +79,6 @@ class SteppedSsd:
     def verify(self, done: Callable[[int, int], None]) -> None:
         done(len(self.pages), 0)
 
-    def figures(self) -> dict[str, int | float | str]:
-        return {"held_pages": len(self.pages)}
-
     def close(self) -> None:
         self.waiting.clear()
 
