@@ -279,7 +279,7 @@ def marks(identity: ModelIdentity, *, page_digests: bool = True) -> dict[str, st
     pages = {
         name: [HostPages(torch.zeros((4, size), dtype=torch.uint8))] for name, size in PAGE_BYTES.items()
     }
-    return fingerprint(KvLayout(GROUPS, pages), config, identity, "DS", page_digests=page_digests)  # type: ignore[arg-type]
+    return fingerprint(KvLayout(GROUPS, pages), config, identity, "DS", page_digests=page_digests)
 
 
 @pytest.mark.parametrize("field", ["weights", "tokenizer"])
