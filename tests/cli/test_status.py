@@ -207,7 +207,6 @@ def test_status_shows_pools(
         "256.0 MiB",
         "512.0 MiB",
         "3.0 MiB",
-        "700.0 MiB",
         "42.0 MiB",
         " 5 ",
         " 3 ",

@@ -127,7 +127,7 @@ def _links(state: Json) -> Table:
 def _pools(pools: Json) -> Table:
     numbers = (
         "memory", "of", "SSD", "of", "to write", "pins", "engines",
-        "hits memory", "hits SSD", "stored", "evicted", "from pools", "heard of",
+        "hits memory", "hits SSD", "evicted", "from pools", "heard of",
     )  # fmt: skip
     table = _table("pools", ("pool", "state"), numbers)
     for name, pool in pools.items():
@@ -149,7 +149,7 @@ def _pool(pool: Json) -> Iterable[str]:
         yield str(daemon["sessions"])
     yield f"{hits['memory']:,}"
     yield f"{hits['ssd']:,}"
-    for what in ("stored", "evicted", "copied"):
+    for what in ("evicted", "copied"):
         yield "–" if daemon is None else format_bytes(daemon[f"{what}_bytes"])
     yield "–" if pool["age_s"] is None else f"{format_s(pool['age_s'])} ago"
 
