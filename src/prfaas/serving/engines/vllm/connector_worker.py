@@ -41,7 +41,7 @@ class _Joined:
 
     def expect(self, request_ids: Iterable[str]) -> None:
         """One more thing must end for each of these."""
-        # Not `update`: of a mapping it would add the values.
+        # Not Counter.update: of a mapping, it would add the values.
         for request_id in request_ids:
             self._open[request_id] += 1
 
