@@ -40,6 +40,7 @@ from .pool_daemon import (
 from .stepped_ssd import RecordedEvents
 
 PROMPT = list(range(1, 257))
+IDENTITY = {"parent": b"", "token_ids": bytes(128), "salt": "", "adapter": ""}
 
 
 def test_a_prompt_that_was_stored_is_found_by_another_engine(tmp_path: Path) -> None:
@@ -215,6 +216,9 @@ def test_garbage_ends_only_its_own_session(tmp_path: Path, message: bytes) -> No
         ["reserve", b"", b"x" * 17, [None, None]],
         ["reserve", b"", b"x" * 16 + b"\x00", [None]],
         ["reserve", b"123456789", b"x" * 16 + b"\x01", [None]],
+        ["reserve", b"", b"x" * 16 + b"\x01", [IDENTITY]],
+        ["reserve", b"", b"x" * 16 + b"\x00", [IDENTITY | {"token_ids": bytes(5000)}]],
+        ["reserve", b"", b"x" * 16 + b"\x00", [IDENTITY | {"parent": bytes(5000)}]],
         ["commit", b"123", b""],
         ["commit", bytes(8), b""],
         ["abort", b"123"],
@@ -408,3 +412,15 @@ def test_a_scheduler_that_came_first_does_not_keep_its_own_worker_out(tmp_path: 
         with connected(options, "worker", DENSE):
             wait_until(lambda: scheduler.geometry == DENSE)
         scheduler.close()
+
+
+@pytest.mark.parametrize(
+    ("characters", "is_stored"), [(100, True), (700, True), (800, False), (100_000, False)]
+)
+def test_a_salt_too_long_for_a_page_keeps_it_out(tmp_path: Path, characters: int, is_stored: bool) -> None:
+    options = pool_options(tmp_path)
+    with running_daemon(options), connected(options) as client:
+        pages = pages_of(HYBRID, PROMPT[:32], "x" * characters)
+        refs = client.reserve(TENANT, pages)
+        assert refs is not None
+        assert [ref is not None for ref in refs] == [is_stored, True, True, True]
