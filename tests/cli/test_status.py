@@ -16,18 +16,39 @@ from prometheus_client import CollectorRegistry
 
 from prfaas.cli import main as cli
 from prfaas.cli.explain import sentences
-from prfaas.cli.status_tables import _condition
+from prfaas.cli.status_tables import _condition, _copies
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.kv import FullAttention, KvModel
-from prfaas.core.scheduling import CacheTransfer, Decision, Route
+from prfaas.core.scheduling import CacheTransfer, Decision, HitTokens, PoolHit, PrefixHit, Route
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of
+from prfaas.serving.control.pool_monitor import PoolReading
 from prfaas.serving.gateway.kv_transfer import TransferredBytes
 from prfaas.serving.gateway.request_log import RequestRecord, explain
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "local.yaml"
 REJECTION = "KV layout differs in 'block_tokens': home-decode-0/0 has '16', east-prefill-0/0 has '32'"
 ID = "0c5f1f0a5fd14a3d9c2a5f2f8f6e4b1d"
+
+
+# As a daemon tells it; one figure is no number.
+DAEMON = {
+    "store": {
+        "epoch": 7,
+        "engine_sessions": 3,
+        "memory_bytes": 256 << 20,
+        "used_bytes": 100 << 20,
+        "ssd_bytes": 512 << 20,
+        "memory_pages": {"0": 10, "1": 2},
+        "ssd_pages": {"0": 20, "1": 4},
+        "pinned_pages": 5,
+        "stored_bytes": 700 << 20,
+        "evicted_bytes": "many",
+        "ssd_queued_bytes": 3 << 20,
+        "ssd_state": "writable",
+    },
+    "copies": {"copied_bytes": 42 << 20},
+}
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
@@ -50,6 +71,7 @@ def state(deployment: Deployment) -> dict[str, Any]:
             plane.compatibility._rejected["east-prefill-0", 0] = {"home-decode-0": REJECTION}
             plane.compatibility._conclude()
             plane.drain("home-decode-0", wanted=True)
+            plane.pools._newest["home-pool"] = PoolReading(plane._clock(), DAEMON)
             told: dict[str, Any] = json.loads(json.dumps(plane.state()))
             return told
         finally:
@@ -171,6 +193,54 @@ def test_status_shows_all_there_is(
     assert apart in " ".join(shown.split())
     for word in ("prfaas-east->home", "60 Mbit/s", "offload", "long", "67%", "33%"):
         assert word in shown
+
+
+def test_status_shows_pools(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "status", url) == 0
+    lines = capsys.readouterr().out.splitlines()
+    home = next(line for line in lines if line.strip().startswith("home-pool"))
+    for words in (
+        "up",
+        "100.0 MiB",
+        "256.0 MiB",
+        "512.0 MiB",
+        "3.0 MiB",
+        "42.0 MiB",
+        " 5 ",
+        " 3 ",
+    ):
+        assert words in home
+    assert "down" in next(line for line in lines if line.strip().startswith("prfaas-east-pool"))
+    assert run(monkeypatch, "status", url, "--json") == 0
+    pool = json.loads(capsys.readouterr().out)["pools"]["home-pool"]
+    assert pool["daemon"]["pages"] == {"memory": {"0": 10, "1": 2}, "ssd": {"0": 20, "1": 4}}
+    assert pool["daemon"]["evicted_bytes"] == 0
+
+
+def test_explain_says_what_each_tier_held(deployment: Deployment) -> None:
+    told = RequestRecord(ID, "completions", 0.0, 0.0, prompt_tokens=8064)
+    hits = {
+        "home-pool": PoolHit(PrefixHit(0, 4096), PrefixHit(0, 4096)),
+        "prfaas-east-pool": PoolHit(PrefixHit(7168, 7424), PrefixHit(4096, 5000)),
+    }
+    loads = decision(pools=hits, hit=HitTokens(1024, 3976, 2168, 0), load_s=0.025, prefill_tokens=896)
+    told.start(loads, 8064).cached_tokens = 7168
+    moved = CacheTransfer("prfaas-east-pool", 7168, 0, 5, from_pool=True)
+    told.start(decision(pools=hits, hit=HitTokens(0, 0, 0, 7168), cache_transfer=moved), 8064)
+    told.prefix_outcome, told.prefix_moved = "done", TransferredBytes(1 << 20, 0)
+    text = "\n".join(sentences(page(told, deployment)))
+    for words in (
+        "Of the pools home-pool held 4,096 tokens, all of them in memory; "
+        "prfaas-east-pool held 7,424 tokens, 5,000 of them in memory.",
+        "east-prefill-0 was to find 1,024 in its own blocks, 3,976 in the memory of its machine's pool, 2,168 on the "
+        "pool's SSD; loading them from the pool was to take 25 ms.",
+        "By its own word it reused 7,168.",
+        "was to find 7,168 after the cached prefix had moved.",
+        "A cached prefix moved first from pool to pool (prfaas-east-pool): 1.0 MiB.",
+    ):
+        assert words in text
 
 
 def test_drain_waits_until_the_work_has_ended(
@@ -322,3 +392,13 @@ def test_help_has_an_example(
     assert run(monkeypatch, command, "--help") == 0
     text = " ".join(capsys.readouterr().out.split())
     assert f"Example: prfaas {command}" in text
+
+
+def test_what_copies_of_hot_prefixes_spared() -> None:
+    told = state(load_deployment(EXAMPLE))
+    assert not list(_copies(told))
+    told["rebalancing"] |= {"copied": 3, "copied_bytes": 5 << 20, "hits": 40, "spared_tokens": 120_000}
+    (line,) = _copies(told)
+    assert str(line) == (
+        "hot prefixes: 3 copied between pools, 5.0 MiB; 40 requests found them and did not compute 120,000 tokens"
+    )

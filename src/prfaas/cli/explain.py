@@ -71,8 +71,45 @@ def _attempt(number: int, attempt: Json) -> Iterator[str]:
     held = [f"{cluster} held {tokens:,}" for cluster, tokens in attempt["held_tokens"].items()]
     yield f"   Of the prompt's {attempt['prompt_tokens']:,} tokens {' and '.join(held)} that a prefill could reuse;"
     yield f"   {prefill} had to prefill {attempt['prefill_tokens']:,}."
+    yield from _pools(attempt)
     if attempt["predicted_ttft_s"] is not None:
         yield f"   Predicted time to first token: {format_s(attempt['predicted_ttft_s'])}."
+
+
+_SOURCES = {
+    "own": "in its own blocks",
+    "memory": "in the memory of its machine's pool",
+    "ssd": "on the pool's SSD",
+    "moved": "after the cached prefix had moved",
+}
+
+
+def _pools(attempt: Json) -> Iterator[str]:
+    """What the tiers held, where the prefill was to find it, and what loading costs."""
+    held = [
+        f"{name} held {pool['attention_tokens']:,} tokens, {_of_them(pool)} in memory"
+        for name, pool in attempt["pools"].items()
+    ]
+    if held:
+        yield f"   Of the pools {'; '.join(held)}."
+    sources = [
+        f"{tokens:,} {_SOURCES[source]}" for source, tokens in (attempt["hit_tokens"] or {}).items() if tokens
+    ]
+    if sources:
+        cost = (
+            f"; loading them from the pool was to take {format_s(attempt['load_s'])}"
+            if attempt["load_s"]
+            else ""
+        )
+        yield f"   {attempt['prefill']} was to find {', '.join(sources)}{cost}."
+    if attempt["cached_tokens"] is not None:
+        yield f"   By its own word it reused {attempt['cached_tokens']:,}."
+
+
+def _of_them(pool: Json) -> str:
+    """How much of what a pool holds is in memory."""
+    tokens = min(pool["memory_tokens"], pool["attention_tokens"])
+    return "all of them" if tokens == pool["attention_tokens"] else f"{tokens:,} of them"
 
 
 # What the link has to do with a decision, where its reason says so.
@@ -95,7 +132,8 @@ def _comparison(attempt: Json) -> str:
 def _bytes(told: Json) -> Iterator[str]:
     prefix, transfer = told["cache_transfer"], told["transfer"]
     if prefix is not None and prefix["outcome"] == "done":
-        yield f"A cached prefix moved first: {format_bytes(prefix['bytes'])}."
+        source = _from_pool(told)
+        yield f"A cached prefix moved first{source}: {format_bytes(prefix['bytes'])}."
     elif prefix is not None:
         yield f"A cached prefix was to move first, but did not ({prefix['outcome']}); all was computed."
     if transfer["hidden"] is None:
@@ -105,6 +143,13 @@ def _bytes(told: Json) -> Iterator[str]:
     if transfer["saved_bytes"]:
         text += f"; {format_bytes(transfer['saved_bytes'])} more were there already"
     yield f"{text}."
+
+
+def _from_pool(told: Json) -> str:
+    moves = [
+        attempt["cache_transfer"] for attempt in told["attempts"] if attempt["cache_transfer"] is not None
+    ]
+    return f" from pool to pool ({moves[-1]['source']})" if moves and moves[-1]["from_pool"] else ""
 
 
 def _steps(told: Json) -> Iterator[str]:

@@ -17,12 +17,14 @@ _LATEST = 5
 
 
 def tables(state: Json) -> RenderableType:
-    """All of `GET /prfaas/state`: the deployment, its clusters, links, routes and latest changes."""
+    """All of `GET /prfaas/state`: the deployment, its clusters, pools, links, routes and latest changes."""
     parts: list[RenderableType] = [_headline(state)]
     parts += [_instances(name, cluster) for name, cluster in state["clusters"].items()]
+    if state["pools"]:
+        parts.append(_pools(state["pools"]))
     if state["links"]:
         parts.append(_links(state))
-    parts += [_routes(state), *_suspicions(state), *_incompatible(state), *_changes(state)]
+    parts += [_routes(state), *_copies(state), *_suspicions(state), *_incompatible(state), *_changes(state)]
     return Group(*parts)
 
 
@@ -122,6 +124,36 @@ def _links(state: Json) -> Table:
     return table
 
 
+def _pools(pools: Json) -> Table:
+    numbers = (
+        "memory", "of", "SSD", "of", "to write", "pins", "engines",
+        "hits memory", "hits SSD", "evicted", "from pools", "heard of",
+    )  # fmt: skip
+    table = _table("pools", ("pool", "state"), numbers)
+    for name, pool in pools.items():
+        state = Text("up", style="green") if pool["up"] else Text("down", style="bold red")
+        table.add_row(name, state, *_pool(pool))
+    return table
+
+
+def _pool(pool: Json) -> Iterable[str]:
+    daemon, hits = pool["daemon"], pool["hit_tokens"]
+    if daemon is None:
+        yield from ("–",) * 7
+    else:
+        for tier in ("memory", "ssd"):
+            yield format_bytes(daemon["bytes"][tier])
+            yield format_bytes(daemon["capacity_bytes"][tier])
+        yield format_bytes(daemon["ssd_queued_bytes"])
+        yield str(daemon["pinned_pages"])
+        yield str(daemon["sessions"])
+    yield f"{hits['memory']:,}"
+    yield f"{hits['ssd']:,}"
+    for what in ("evicted", "copied"):
+        yield "–" if daemon is None else format_bytes(daemon[f"{what}_bytes"])
+    yield "–" if pool["age_s"] is None else f"{format_s(pool['age_s'])} ago"
+
+
 def _condition(link: Json) -> Text:
     """Up or down, and what is unusual about it."""
     state = "up" if link["up"] else "down"
@@ -143,6 +175,15 @@ def _routes(state: Json) -> Table:
     if not counted:
         table.add_row("none yet", "", "", "")
     return table
+
+
+def _copies(state: Json) -> Iterable[RenderableType]:
+    told = state["rebalancing"]
+    if told["copied"]:
+        yield Text(
+            f"hot prefixes: {told['copied']:,} copied between pools, {format_bytes(told['copied_bytes'])}; "
+            f"{told['hits']:,} requests found them and did not compute {told['spared_tokens']:,} tokens"
+        )
 
 
 def _changes(state: Json) -> Iterable[RenderableType]:

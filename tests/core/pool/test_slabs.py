@@ -35,7 +35,14 @@ def test_too_little_memory_is_said() -> None:
 
 
 def test_pages_that_are_nearly_alike_share_slots() -> None:
-    assert slot_sizes([4096, 3900, 2000, 3500]) == {4096: 4096, 3900: 4096, 3500: 3584, 2000: 2048}
+    assert slot_sizes([8192, 7800, 4096, 7400]) == {8192: 8192, 7800: 8192, 7400: 7680, 4096: 4096}
+
+
+@given(st.lists(st.integers(1, 100_000), min_size=1, max_size=5))
+def test_slots_are_whole_sectors_so_that_the_last_one_is_the_pages_alone(page_bytes: list[int]) -> None:
+    for size, slot in slot_sizes(page_bytes).items():
+        assert slot >= size
+        assert slot % 512 == 0
 
 
 @settings(max_examples=200)

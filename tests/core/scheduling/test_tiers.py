@@ -118,6 +118,11 @@ def check(decision: Decision, request: RoutingRequest, view: View) -> None:
     assert (decision.pools or {}) == request.pools
     assert decision.skip_tokens <= request.attention_at(decision.decode)
     moved, reused = decision.cache_transfer, request.num_tokens - decision.prefill_tokens
+    assert (decision.hit is None) == (not request.pools)
+    if decision.hit is not None:
+        assert sum(decision.hit) == reused and min(decision.hit) >= 0
+        assert moved is not None or decision.hit.moved == 0
+        assert decision.load_s > 0 or moved is not None or decision.hit.own == reused
     if moved is None:
         assert reused == request.reusable_at(decision.prefill)
         assert decision.load_s == request.loads_s.get(decision.prefill, 0.0)

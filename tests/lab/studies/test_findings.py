@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from prfaas.lab.studies import STUDIES, StudyContext, page_of
-from prfaas.lab.studies.study import Run, StudyOutcome
+from prfaas.lab.studies.study import Run, StudyOutcome, StudyRun
 
 PARTS = 48
 
@@ -31,12 +31,15 @@ def outcome(
 
 
 @pytest.fixture(scope="module")
-def runs(context: StudyContext) -> Mapping[str, list[Run]]:
+def runs(context: StudyContext) -> Mapping[str, list[StudyRun]]:
     return {name: list(study.runs(context)) for name, study in STUDIES.items()}
 
 
 def told(
-    context: StudyContext, runs: Mapping[str, list[Run]], name: str, found: Callable[[Run], StudyOutcome]
+    context: StudyContext,
+    runs: Mapping[str, list[StudyRun]],
+    name: str,
+    found: Callable[[Any], StudyOutcome],
 ) -> tuple[str, str]:
     """The findings and the page of a study."""
     study = STUDIES[name]
@@ -50,7 +53,7 @@ def told(
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_keys_are_unique(runs: Mapping[str, list[Run]], name: str) -> None:
+def test_keys_are_unique(runs: Mapping[str, list[StudyRun]], name: str) -> None:
     assert len({run.key for run in runs[name]}) == len(runs[name])
 
 
@@ -58,11 +61,11 @@ def test_keys_are_unique(runs: Mapping[str, list[Run]], name: str) -> None:
 @pytest.mark.parametrize("name", STUDIES)
 @pytest.mark.parametrize("kind", ["nothing done", "noise"])
 def test_every_outcome_can_be_told(
-    context: StudyContext, runs: Mapping[str, list[Run]], name: str, kind: str
+    context: StudyContext, runs: Mapping[str, list[StudyRun]], name: str, kind: str
 ) -> None:
     rng = np.random.default_rng(4)
 
-    def found(_run: Run) -> StudyOutcome:
+    def found(_run: StudyRun) -> StudyOutcome:
         if kind == "nothing done":
             return outcome(context, None, stable=False)
         return outcome(context, float(rng.uniform(1, 9)), stable=bool(rng.random() < 0.7))
@@ -72,7 +75,9 @@ def test_every_outcome_can_be_told(
     assert not re.search(r"\bnan\b|\binf\b|None", page), findings
 
 
-def test_the_better_policy_is_called_better(context: StudyContext, runs: Mapping[str, list[Run]]) -> None:
+def test_the_better_policy_is_called_better(
+    context: StudyContext, runs: Mapping[str, list[StudyRun]]
+) -> None:
     def better(name: str) -> Callable[[Run], StudyOutcome]:
         return lambda run: outcome(context, (1.0 if run.policy == name else 2.0) + 0.001 * run.seed)
 
@@ -85,7 +90,9 @@ def test_the_better_policy_is_called_better(context: StudyContext, runs: Mapping
 
 
 @pytest.mark.slow
-def test_where_it_stops_being_stable_is_found(context: StudyContext, runs: Mapping[str, list[Run]]) -> None:
+def test_where_it_stops_being_stable_is_found(
+    context: StudyContext, runs: Mapping[str, list[StudyRun]]
+) -> None:
     text, _ = told(
         context,
         runs,
@@ -106,7 +113,7 @@ def test_where_it_stops_being_stable_is_found(context: StudyContext, runs: Mappi
 
 
 def test_a_variant_without_which_queues_grow_is_named(
-    context: StudyContext, runs: Mapping[str, list[Run]]
+    context: StudyContext, runs: Mapping[str, list[StudyRun]]
 ) -> None:
     def found(run: Run) -> StudyOutcome:
         return outcome(context, 2.0, stable=run.policy != "local_only")
@@ -114,3 +121,22 @@ def test_a_variant_without_which_queues_grow_is_named(
     text, page = told(context, runs, "ablation", found)
     assert "*steady*, against the whole of `paper`: queues grow with `local_only`." in text
     assert "grows: 2.00 (4.00)" in page
+
+
+def test_pools_are_told_by_what_they_hit(context: StudyContext, runs: Mapping[str, list[StudyRun]]) -> None:
+    def found(run: StudyRun) -> StudyOutcome:
+        hits = 0.3
+        if run.key[0] == "size":
+            hits += {"lru": 0.0, "2q": -0.05, "cost": 0.02}[str(run.key[2])] + float(run.key[3]) / 1e5
+        elif run.key[0] == "rule":
+            hits += 0.1 if "junctions" in str(run.key[2]) else 0.0
+        return outcome(context, 2.0, hits=hits)
+
+    text, page = told(context, runs, "pool", found)
+    assert "4 × 272 GiB with `lru` hit 30.3 % of conversation (infinite: 40.0 %; 4 × 16 GiB: 30.0 %)" in text
+    assert "change the hits by +10.0 points of conversation, +10.0 points of synthetic" in text
+    assert (
+        "`2q` differs from `lru` by −5.0 points" in text
+        and "`cost` differs from `lru` by +2.0 points" in text
+    )
+    assert "| synthetic, cost | 32.0 % |" in page

@@ -40,6 +40,15 @@ engine: {max_num_seqs: 16, staging: 64 MiB}
 control: {threshold_period_s: 30, allocation_period_s: 60, window_s: 600}
 """
 
+
+def with_pools(text: str = FILE) -> str:
+    """The same deployment with a pool in each cluster: `far-pool` and `home-pool`."""
+    for port in (22100, 22101):
+        pool = f"hardware: h200\n    pool: {{memory: 1 GiB, kv_port: {port}}}"
+        text = text.replace("hardware: synthetic", pool, 1)
+    return text
+
+
 LINK = ("far", "home")
 BYTES_PER_TOKEN = 1000
 

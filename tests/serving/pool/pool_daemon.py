@@ -47,12 +47,14 @@ class DaemonThread:
         *,
         events: PoolEvents | None = None,
         make_ssd: Callable[[asyncio.AbstractEventLoop], SsdFactory] | None = None,
+        tenant_share: float = 1.0,
     ) -> None:
         self.options = options
         self.daemon: PoolDaemon | None = None
         self.error: BaseException | None = None
         self._events = events
         self._make_ssd = make_ssd
+        self._tenant_share = tenant_share
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._ready = threading.Event()
@@ -97,7 +99,9 @@ class DaemonThread:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         make_ssd = None if self._make_ssd is None else self._make_ssd(self._loop)
-        self.daemon = PoolDaemon(self.options, events=self._events, make_ssd=make_ssd)
+        self.daemon = PoolDaemon(
+            self.options, events=self._events, make_ssd=make_ssd, tenant_share=self._tenant_share
+        )
         await self.daemon.serve(self._ready.set)
 
 
@@ -112,9 +116,10 @@ def running_daemon(
     *,
     events: PoolEvents | None = None,
     make_ssd: Callable[[asyncio.AbstractEventLoop], SsdFactory] | None = None,
+    tenant_share: float = 1.0,
 ) -> Iterator[DaemonThread]:
     """A daemon that serves."""
-    thread = DaemonThread(options, events=events, make_ssd=make_ssd).start()
+    thread = DaemonThread(options, events=events, make_ssd=make_ssd, tenant_share=tenant_share).start()
     try:
         yield thread
     finally:

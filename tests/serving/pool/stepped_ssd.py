@@ -23,6 +23,9 @@ class SteppedSsd:
     def entries(self) -> Iterable[SsdEntry]:
         return [entry for entry, _ in self.pages.values()]
 
+    def figures(self) -> dict[str, int | float | str]:
+        return {"held_pages": len(self.pages), "queued_bytes": 0}
+
     def entry(self, page_id: bytes) -> SsdEntry | None:
         found = self.pages.get(page_id)
         return None if found is None else found[0]
@@ -75,9 +78,6 @@ class SteppedSsd:
 
     def verify(self, done: Callable[[int, int], None]) -> None:
         done(len(self.pages), 0)
-
-    def figures(self) -> dict[str, int | float | str]:
-        return {"pages": len(self.pages)}
 
     def close(self) -> None:
         self.waiting.clear()

@@ -436,6 +436,9 @@ class StoreMachine(RuleBasedStateMachine):
                 if page.on_ssd:
                     there.add((page.page_id, "ssd"))
         assert self.events.held == there
+        for medium, pages_of_groups in self.store.tier_pages.items():
+            for group, count in pages_of_groups.items():
+                assert count == sum(page[-1] == group and tier == medium for page, tier in there)
 
     def teardown(self) -> None:
         self.directory.cleanup()

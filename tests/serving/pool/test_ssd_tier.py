@@ -87,7 +87,7 @@ def test_room_moves_between_groups(folder: Path) -> None:
                 assert pool.write(1000 * group + number, group)
         held = sum(pool.holds(number) for number in range(300))
         assert held * pool.geometry.page_bytes(LEAD) > 0.3 * MOST_BYTES
-        assert pool.tier.figures()["bytes"] <= MOST_BYTES
+        assert pool.tier.figures()["used_bytes"] <= MOST_BYTES
 
 
 def test_both_files_together_stay_below_the_cap(folder: Path) -> None:
@@ -210,15 +210,17 @@ def test_a_page_that_is_forgotten_while_it_is_written_is_not_there(folder: Path)
         assert list(pool.tier.entries()) == []
 
 
-def test_a_full_queue_refuses_and_counts(folder: Path) -> None:
-    with running(folder, most_queued_bytes=12_000) as pool:
+def test_a_full_queue_takes_no_more(folder: Path) -> None:
+    with running(folder, most_queued_bytes=6_000) as pool:
         results: list[bool] = []
         for number in range(3):
+            assert pool.tier.takes_more == (number < 2)
             pool.tier.write(pool.entry(number), 0, results.append)
         assert results == [False]
-        assert pool.tier.figures()["not_queued"] == 1
+        assert pool.tier.figures()["not_written"] == 1
         pool.loop.until(lambda: len(results) == 3)
         assert results == [False, True, True]
+        assert pool.tier.takes_more
 
 
 def test_files_of_another_model_go(folder: Path) -> None:

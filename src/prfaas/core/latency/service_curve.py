@@ -144,6 +144,10 @@ class ServiceCurve:
         """`seconds` for arrays of tokens, of the same shape."""
         return self.at_rest()(tokens)
 
+    def between_s(self, start_tokens: int, end_tokens: int) -> float:
+        """Seconds of a prefill over tokens [start, end) of a prompt, from those over its beginnings."""
+        return self.seconds(end_tokens) - self.seconds(start_tokens)
+
     def add(self, tokens: float, seconds: float, now_s: float) -> None:
         """Take one measured prefill: `seconds` of service, without waiting. Impossible values are ignored.
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from prfaas.core.kv import KvModel
 from prfaas.core.prefix.index import NOTHING, PoolHit, PrefixHit
@@ -110,6 +111,8 @@ class RoutingRequest:
     """Pool name → what it holds of the prompt; an absent one holds nothing."""
     copies: Mapping[str, PoolCopy] = field(default_factory=dict)
     """Instance name → the prefix that is worth reading from another machine of its cluster; absent: none is."""
+    own: Mapping[str, PrefixHit] = field(default_factory=dict)
+    """As `held` without the pools; empty where these hold nothing."""
 
     def reusable_at(self, instance: str) -> int:
         """Tokens that a prefill at `instance` need not compute; the last prompt token is always computed."""
@@ -123,6 +126,19 @@ class RoutingRequest:
 
     def _below_last(self, tokens: int) -> int:
         return tokens if tokens < self.num_tokens else max(self.num_tokens - 1, 0)
+
+
+class HitTokens(NamedTuple):
+    """Where the tokens come from that a prefill need not compute, as a decision expects it. They add up."""
+
+    own: int
+    """In the engine's own blocks."""
+    memory: int
+    """In the memory of its machine's pool."""
+    ssd: int
+    """On the pool's SSD."""
+    moved: int
+    """With the decision's cache transfer, from another machine."""
 
 
 class Route(StrEnum):
@@ -195,6 +211,8 @@ class Decision:
     """Of the predicted TTFT what `prefill` needs to load its cached prefix from the pool of its machine."""
     pools: Mapping[str, PoolHit] | None = None
     """Pool name → what it held of the prompt; None: none held anything."""
+    hit: HitTokens | None = None
+    """Where the tokens come from that `prefill` need not compute; None: no pool held anything."""
 
     @property
     def transfers(self) -> bool:

@@ -24,6 +24,7 @@ from prfaas.core.scheduling.candidates import (
 from prfaas.core.scheduling.decision import Decision, Route, RoutingRequest
 from prfaas.core.scheduling.decoders import decode_choices, least_loaded, load_of
 from prfaas.core.scheduling.link_choice import usable_link
+from prfaas.core.scheduling.tiers import hit_tokens
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
 from prfaas.core.units import BITS_PER_BYTE
 
@@ -286,6 +287,9 @@ def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choic
         choice.is_bound,
         option.load_s,
         request.pools or None,
+        hit_tokens(request, view, prefill.name, option.reusable_tokens, option.cache_transfer)
+        if request.pools
+        else None,
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from prfaas.core.prefix.index import NOTHING, PoolHit, PrefixHit
-from prfaas.core.scheduling.decision import KvFacts, PoolCopy, RoutingRequest
+from prfaas.core.scheduling.decision import CacheTransfer, HitTokens, KvFacts, PoolCopy, RoutingRequest
 from prfaas.core.scheduling.view import ClusterView, PoolView, View
 from prfaas.core.units import BITS_PER_BYTE
 
@@ -53,7 +53,7 @@ def with_pools(
             )
             if copy is not None:
                 copies[name] = copy
-    return RoutingRequest(num_tokens, merged, ordinal, loads_s, usable, copies)
+    return RoutingRequest(num_tokens, merged, ordinal, loads_s, usable, copies, held)
 
 
 def loading_s(kv: KvFacts, pool: PoolView, hit: PoolHit, num_tokens: int, own_tokens: int) -> float:
@@ -94,6 +94,26 @@ def source_pool(request: RoutingRequest, view: View, cluster: str) -> tuple[Pool
 def reading_s(kv: KvFacts, pool: PoolView, hit: PoolHit, num_tokens: int, skip_tokens: int) -> float:
     """Seconds until the pool has tokens [`skip_tokens`, `num_tokens`) in memory, to be sent to another machine."""
     return BITS_PER_BYTE * _ssd_bytes(kv, hit, num_tokens, skip_tokens) / pool.ssd_bits_per_s
+
+
+def hit_tokens(
+    request: RoutingRequest, view: View, prefill: str, reused_tokens: int, transfer: CacheTransfer | None
+) -> HitTokens | None:
+    """Where the tokens come from that instance `prefill` need not compute, with `transfer` before it.
+
+    None where no pool holds anything of the request.
+    """
+    if not request.pools:
+        return None
+    own = min(request.own.get(prefill, NOTHING).reusable_tokens, reused_tokens)
+    pool = pool_at(view, prefill)
+    hit = request.pools.get(pool.name) if pool is not None else None
+    held = own
+    if hit is not None:
+        held = reused_tokens if transfer is None else min(transfer.skip_tokens, reused_tokens)
+        held = max(held, own)
+    in_memory = own if hit is None else min(max(hit.in_memory.attention_tokens, own), held)
+    return HitTokens(own, in_memory - own, held - in_memory, reused_tokens - held)
 
 
 def _with_own_pool(

@@ -161,6 +161,13 @@ def show(meter: LinkMeter, link: LinkView, now_s: float) -> None:
     link.seen_s = meter.seen_s
 
 
+MEMORY_BITS_PER_S = 64e9
+"""Of a pool's memory: a plain copy by one core (8 GB/s)."""
+SSD_BITS_PER_S = 12e9
+"""Of a pool's SSD: one NVMe drive read cold (1.5 GB/s)."""
+NETWORK_BITS_PER_S = 10e9
+
+
 @dataclass(slots=True)
 class PoolView:
     """The prefix-cache pool of one machine: host memory and SSD behind its engines."""
@@ -169,11 +176,11 @@ class PoolView:
     cluster: str
     instances: tuple[str, ...]
     """The instances of the machine, which load from it and store into it."""
-    memory_bits_per_s: float = 64e9
-    """How fast an engine loads what lies in memory. The default is a plain copy by one core (8 GB/s)."""
-    ssd_bits_per_s: float = 12e9
-    """How fast what lies on SSD comes into memory. The default is one NVMe drive read cold (1.5 GB/s)."""
-    network_bits_per_s: float = 10e9
+    memory_bits_per_s: float = MEMORY_BITS_PER_S
+    """How fast an engine loads what lies in memory."""
+    ssd_bits_per_s: float = SSD_BITS_PER_S
+    """How fast what lies on SSD comes into memory."""
+    network_bits_per_s: float = NETWORK_BITS_PER_S
     """How fast another machine of the cluster reads from it."""
     up: bool = True
     """Whether it answers. One that does not holds nothing."""

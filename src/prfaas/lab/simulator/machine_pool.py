@@ -8,6 +8,7 @@ from prfaas.core.kv import KvModel
 from prfaas.core.kv.groups import GroupKind, KvGroup
 from prfaas.core.pool.eviction import EvictionPolicy, eviction_policy
 from prfaas.core.prefix.index import NOTHING, PoolHit, PrefixHit
+from prfaas.core.scheduling.view import MEMORY_BITS_PER_S, NETWORK_BITS_PER_S, SSD_BITS_PER_S
 
 _ATTENTION, _STATE = 0, 1
 
@@ -23,10 +24,11 @@ class PoolOptions:
     junctions: bool = True
     """Whether a state is also kept where a prompt leaves what the pool holds: siblings can go on from there."""
     eviction: EvictionName = "lru"
-    memory_bits_per_s: float = 64e9
-    """How fast a machine's engines together load what lies in memory. Defaults as in `PoolView`."""
-    ssd_bits_per_s: float = 12e9
-    network_bits_per_s: float = 10e9
+    memory_bits_per_s: float = MEMORY_BITS_PER_S
+    """How fast a machine's engines together load what lies in memory."""
+    ssd_bits_per_s: float = SSD_BITS_PER_S
+    """How fast what lies on SSD comes into memory."""
+    network_bits_per_s: float = NETWORK_BITS_PER_S
     """How fast the other machines of the cluster together read from it."""
     instances_per_machine: int = 1
 

@@ -1,7 +1,7 @@
 """The prefix-cache pools of a simulated deployment: which machine has which, and what loading from them takes."""
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from prfaas.core.deployment.pool import pool_names
 from prfaas.core.prefix.index import NOTHING, PoolHit, PrefixHit
@@ -164,12 +164,7 @@ class MachinePools:
                 options.ssd_bits_per_s,
                 options.network_bits_per_s,
             )
-            pool = MachinePool(options, scenario.kv_model, block_tokens, _between(cluster.curve.seconds))
+            pool = MachinePool(options, scenario.kv_model, block_tokens, cluster.curve.between_s)
             self._view.pools[name] = view
             self._machines[name] = machine = _Machine(view, pool)
             self._of.update(dict.fromkeys(instances, machine))
-
-
-def _between(seconds: Callable[[float], float]) -> Callable[[int, int], float]:
-    """Seconds of a prefill over tokens [start, end) of a prompt, from those over whole prompts."""
-    return lambda start_tokens, end_tokens: seconds(end_tokens) - seconds(start_tokens)

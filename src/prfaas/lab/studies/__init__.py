@@ -7,11 +7,14 @@ from prfaas.lab.studies.context import StudyContext, context_of
 from prfaas.lab.studies.equal_cost import EQUAL_COST
 from prfaas.lab.studies.hit_rate import HIT_RATE
 from prfaas.lab.studies.page import page_of
+from prfaas.lab.studies.pool import POOL
 from prfaas.lab.studies.scale import SCALE
 from prfaas.lab.studies.shift import SHIFT
 from prfaas.lab.studies.study import Study, StudySection, run_studies
 
-STUDIES = {study.name: study for study in (EQUAL_COST, ABLATION, BANDWIDTH, BURST, SHIFT, HIT_RATE, SCALE)}
+STUDIES = {
+    study.name: study for study in (EQUAL_COST, ABLATION, BANDWIDTH, BURST, SHIFT, HIT_RATE, POOL, SCALE)
+}
 """By name, in the order of the page."""
 
 __all__ = ["STUDIES", "Study", "StudyContext", "StudySection", "context_of", "page_of", "run_studies"]

@@ -31,6 +31,10 @@ _SERIES = (
     "vllm:request_generation_tokens_count",
     "vllm:prompt_tokens_total",
     "vllm:generation_tokens_total",
+    "vllm:prfaas_pool_hit_tokens_memory_total",
+    "vllm:prfaas_pool_hit_tokens_ssd_total",
+    "vllm:prfaas_pool_bytes_loaded_total",
+    "vllm:prfaas_pool_load_seconds_total",
     "process_start_time_seconds",
 )
 _SAMPLE = re.compile(
@@ -66,6 +70,14 @@ class EngineReading:
     """Blocks of the engine, of all its KV groups together."""
     tokens: float = 0.0
     """Prompt tokens and generated ones."""
+    pool_memory_tokens: float = 0.0
+    """Prompt tokens that its machine's pool held in memory."""
+    pool_ssd_tokens: float = 0.0
+    """Prompt tokens that its machine's pool held on SSD only."""
+    pool_loaded_bytes: float = 0.0
+    """KV bytes loaded from its machine's pool."""
+    pool_load_s: float = 0.0
+    """What these loads took, summed over ranks."""
 
     def got_on(self, before: "EngineReading") -> bool:
         """Whether the engine has got on with its work since the reading `before`."""
@@ -111,6 +123,10 @@ def read_exposition(text: bytes) -> EngineReading:
         cache_tokens=cache_tokens,
         tokens=sums["vllm:prompt_tokens_total"] + sums["vllm:generation_tokens_total"],
         cache_blocks=blocks,
+        pool_memory_tokens=sums["vllm:prfaas_pool_hit_tokens_memory_total"],
+        pool_ssd_tokens=sums["vllm:prfaas_pool_hit_tokens_ssd_total"],
+        pool_loaded_bytes=sums["vllm:prfaas_pool_bytes_loaded_total"],
+        pool_load_s=sums["vllm:prfaas_pool_load_seconds_total"],
     )
 
 
@@ -186,6 +202,16 @@ class EngineMeter:
     def hit_rate(self) -> float | None:
         """Share of the looked-up prompt tokens that the engine's own prefix cache held; None if none were."""
         return self._ratio("prefix_hits", "prefix_queries")
+
+    @property
+    def pool_loaded_bytes(self) -> float:
+        """KV bytes that it loaded from its machine's pool."""
+        return self._grown("pool_loaded_bytes")
+
+    @property
+    def pool_load_bytes_per_s(self) -> float | None:
+        """How fast one rank loaded them; None if it loaded nothing."""
+        return self._ratio("pool_loaded_bytes", "pool_load_s")
 
     @property
     def waiting(self) -> float:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from prfaas.core.prefix import PoolHit, PromptChains, PromptTokens
-from prfaas.core.scheduling import Decision
 from prfaas.core.scheduling.rebalancing import Copy, Rebalancer
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.prefix_knowledge import MissedPrefix
@@ -100,7 +99,8 @@ class HotPrefixes:
         self._clock = clock
         self._metrics = metrics
         self._copier = copier
-        self._rebalancer = rebalancer or Rebalancer()
+        # An empty one is false.
+        self._rebalancer = Rebalancer() if rebalancer is None else rebalancer
         self._recent: deque[_Recent] = deque(maxlen=_HISTORY)
         self._wanted: OrderedDict[_Place, _Wanted] = OrderedDict()
         self._wanted_tokens = 0
@@ -126,14 +126,19 @@ class HotPrefixes:
             self._clock(),
         )
 
-    def note_pools(self, decision: Decision, chains: PromptChains) -> None:
-        """One routed request, where clusters have pools: what it finds of what was copied, and what it misses."""
-        pools = decision.pools
+    def note_pools(self, prefill: str, chains: PromptChains, pools: Mapping[str, PoolHit]) -> None:
+        """One routed request, where clusters have pools: what it finds of what was copied, and what it misses.
+
+        Args:
+            prefill: the instance that prefills it.
+            chains: of its prompt.
+            pools: what each pool holds of it, by name.
+        """
         if not pools:
             return
         view = self._cluster_state.view
-        cluster = self._cluster_state.instance(decision.prefill).cluster
-        here = next((pool.name for pool in view.pools.values() if decision.prefill in pool.instances), None)
+        cluster = self._cluster_state.instance(prefill).cluster
+        here = next((pool.name for pool in view.pools.values() if prefill in pool.instances), None)
         if here is None:
             return
         self._count_use(cluster, here, chains, pools)

@@ -1,20 +1,21 @@
-"""KV events of all engines: received and decoded in one thread, applied in the event loop in small slices.
+"""KV events of all engines and pools: received and decoded in one thread, applied in the event loop in small slices.
 
 The sockets to one engine's KV events, and what comes over them. Belongs to the thread of the event_feed.
 """
 
 import asyncio
 import logging
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import zmq
 
-from prfaas.core.deployment import EventsEndpoint
+from prfaas.core.deployment import Deployment, EventsEndpoint, Instance, PoolNode
 from prfaas.core.prefix.events import (
     Apply,
     Ask,
@@ -59,8 +60,10 @@ class EventSource:
         self._dealer: zmq.Socket[bytes] | None = None
         self._live = self._socket(zmq.SUB)
         self._live.setsockopt(zmq.SUBSCRIBE, b"")
-        self._lost = self._live.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        poller.register(self._lost, zmq.POLLIN)
+        self._connection = self._live.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        )
+        poller.register(self._connection, zmq.POLLIN)
         self._live.connect(endpoint.publish)
 
     def start(self, now_s: float) -> None:
@@ -82,16 +85,20 @@ class EventSource:
             if len(frames) == 3 and len(frames[1]) == 8 and (batch := self._decoded(frames[2])) is not None:
                 sequence = int.from_bytes(frames[1], "big")
                 self._carry_out(self.subscription.live(sequence, batch, now_s))
-        if self._lost in ready and list(_received(self._lost)):
-            # Only now, after all that it had sent. The numbers of the next process may go on where the old ended.
-            self._carry_out(self.subscription.restarted(now_s, "disconnected"))
+        for frames in _received(self._connection) if self._connection in ready else ():
+            if int.from_bytes(frames[0][:2], sys.byteorder) == zmq.EVENT_DISCONNECTED:
+                # Only now, after all that it had sent. The numbers of the next process may go on where the old ended.
+                self._carry_out(self.subscription.restarted(now_s, "disconnected"))
+            elif self.subscription.sequence is None:
+                # What it told before it was heard is not told again by itself, and earlier questions were too early.
+                self._carry_out(self.subscription.start(now_s))
         self._carry_out(self.subscription.tick(now_s))
         if not self.subscription.is_replaying:
             self._close_dealer()
 
     def close(self) -> None:
         self._close_dealer()
-        self._poller.unregister(self._lost)
+        self._poller.unregister(self._connection)
         self._live.disable_monitor()
         self._poller.unregister(self._live)
         self._live.close(linger=0)
@@ -169,7 +176,7 @@ class EventFeed:
         apply: Callable[[str, EventBatch], None],
         drop: Callable[[str, str], None],
     ) -> None:
-        """`endpoints` by instance name."""
+        """`endpoints` by the name of the instance or pool."""
         self._endpoints = endpoints
         self._apply = apply
         self._drop = drop
@@ -292,3 +299,14 @@ class EventFeed:
             for source in self._sources.values():
                 source.close()
             context.destroy(linger=0)
+
+
+def events_endpoints(
+    deployment: Deployment, holders: Sequence[Instance | PoolNode]
+) -> dict[str, EventsEndpoint]:
+    """Where the events of these are published, by name; those that nobody could subscribe to are left out."""
+    return {
+        holder.name: endpoint
+        for holder in holders
+        if (endpoint := deployment.events_endpoint(holder)) is not None
+    }

@@ -19,6 +19,7 @@ from prfaas.core.scheduling.view import show
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_monitor import period_s
 from prfaas.serving.control.pulse import KvPort
+from prfaas.serving.pool.copier import CopyPort
 from prfaas.serving.transport import Observer, TlsIdentity
 
 _FAILURES_TO_CLOSE = 3
@@ -79,6 +80,10 @@ class LinkPort(KvPort, Protocol):
     async def probe(self, link: str, nbytes: int) -> None: ...
 
 
+class PoolPort(LinkPort, CopyPort, Protocol):
+    """The KV port of a pool: asked for links, and for copies."""
+
+
 @dataclass(slots=True)
 class _Rank:
     name: str
@@ -125,7 +130,8 @@ class LinkMonitor:
         self._announced = {
             pair: AnnouncedLink(meter.capacity_bits_per_s) for pair, meter in self.meters.items()
         }
-        self._clusters = {each.name: each.cluster for each in (*deployment.instances, *deployment.pools)}
+        self._clusters = {instance.name: instance.cluster for instance in deployment.instances}
+        self._clusters |= {pool.name: pool.cluster for pool in deployment.pools}
         ends = {cluster for pair in self.meters for cluster in pair}
         self._ranks = {
             f"{instance.name}/{rank}": _Rank(

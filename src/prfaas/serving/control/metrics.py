@@ -4,14 +4,49 @@ Once a second: the state of things into the gauges.
 """
 
 import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from prfaas.serving.control.cluster_state import Clock
-from prfaas.serving.control.state import Overview, state_of
+from prfaas.serving.control.pool_monitor import TIERS
+from prfaas.serving.control.state import Json, Overview, state_of
+from prfaas.serving.transport.requests import CopyResult
 
 _SLICE_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
+POOL_BYTES = ("stored", "evicted", "promoted", "ssd_written", "ssd_read", "copied", "lent")
+"""What became of a pool's bytes: `copied` came from other pools, `lent` went to them."""
+POOL_LOSSES = ("refused", "evicted", "wrong")
+"""Why pages are not there: no room, evicted, or their bytes were not what they should be."""
 _SERVICE_RATIOS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)
+
+
+@dataclass(frozen=True, slots=True)
+class HotCopyCounters:
+    """Implements `hot_prefixes.CopyMetrics`."""
+
+    decided_copies: Counter
+    ended_copies: Counter
+    copied_bytes: Counter
+    copied_tokens: Counter
+    used_copies: Counter
+    spared_tokens: Counter
+
+    def decided(self) -> None:
+        """See `CopyMetrics`."""
+        self.decided_copies.inc()
+
+    def ended(self, outcome: str, result: CopyResult, tokens: int) -> None:
+        """See `CopyMetrics`."""
+        self.ended_copies.labels(outcome).inc()
+        self.copied_bytes.inc(result.copied_bytes)
+        self.copied_tokens.inc(tokens)
+
+    def spared(self, tokens: int) -> None:
+        """See `CopyMetrics`."""
+        self.used_copies.inc()
+        self.spared_tokens.inc(tokens)
 
 
 class ControlMetrics:
@@ -33,7 +68,14 @@ class ControlMetrics:
         self.conversions = counter(
             "conversions", "Role conversions that ended.", "cluster", "to_role", "outcome"
         )
-        self.copies = counter("prefix_copies", "Prefixes found worth copying to another cluster.")
+        self.copies = HotCopyCounters(
+            decided_copies=counter("prefix_copies", "Prefixes found worth copying to another cluster."),
+            ended_copies=counter("prefix_copies_ended", "What became of them.", "outcome"),
+            copied_bytes=counter("prefix_copied_bytes", "KV bytes of copies, of broken ones too."),
+            copied_tokens=counter("prefix_copied_tokens", "Tokens of copies that were made."),
+            used_copies=counter("prefix_copy_hits", "Requests that found a copied prefix."),
+            spared_tokens=counter("prefix_copy_spared_tokens", "What those need not compute."),
+        )
         self.waiting_prefills = gauge(
             "waiting_prefills", "Prefills that no instance of the cluster has been given yet.", "cluster"
         )
@@ -72,6 +114,34 @@ class ControlMetrics:
         self.feed_gaps = gauge("feed_gaps", "Gaps in an instance's events so far.", "instance")
         self.feed_replays = gauge("feed_replays", "Replays of an instance's events so far.", "instance")
         self.feed_resyncs = gauge("feed_resyncs", "Gaps that nothing could fill so far.", "instance")
+        self.pool_up = gauge("pool_up", "1 while the pool's daemon answers.", "pool")
+        self.pool_epoch = gauge(
+            "pool_epoch", "Of the daemon's start: another one is another process.", "pool"
+        )
+        self.pool_sessions = gauge("pool_sessions", "Connections of engines.", "pool")
+        self.pool_pages = gauge("pool_pages", "Pages held.", "pool", "tier", "group")
+        self.pool_bytes = gauge("pool_bytes", "Bytes of the pages held.", "pool", "tier")
+        self.pool_capacity_bytes = gauge("pool_capacity_bytes", "Bytes that it may hold.", "pool", "tier")
+        self.pool_blocks = gauge("pool_blocks", "Its blocks and states in the global index.", "pool", "tier")
+        self.pool_pinned_pages = gauge("pool_pinned_pages", "Pages that loads are reading.", "pool")
+        self.pool_hit_tokens = gauge(
+            "pool_hit_tokens", "Prompt tokens that its engines loaded, so far.", "pool", "tier"
+        )
+        self.pool_load_bits_per_s = gauge(
+            "pool_load_bits_per_second", "How fast its engines load from its memory.", "pool"
+        )
+        self.pool_moved_bytes = gauge(
+            "pool_moved_bytes", "Bytes since the daemon's start, by what became of them.", "pool", "what"
+        )
+        self.pool_lost_pages = gauge(
+            "pool_lost_pages",
+            "Pages since the daemon's start that went or never came, by why.",
+            "pool",
+            "why",
+        )
+        self.pool_ssd_queued_bytes = gauge(
+            "pool_ssd_queued_bytes", "Bytes in memory that wait to be written to SSD.", "pool"
+        )
         self.index_blocks = gauge("index_blocks", "Blocks in the global index, per holder.")
         self.index_apply_seconds = Histogram(
             "prfaas_control_index_apply_seconds",
@@ -99,7 +169,7 @@ class GaugeWriter:
         self._plane = plane
         self._metrics = metrics
         self._clock = clock
-        self._failures = {"links": 0, "engines": 0}
+        self._failures = {"links": 0, "engines": 0, "pools": 0}
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -127,9 +197,8 @@ class GaugeWriter:
                 metrics.instance_age_seconds.labels(name).set(instance["age_s"])
                 metrics.instance_blocks.labels(name).set(instance["blocks"])
                 if instance["events"] is not None:
-                    metrics.feed_gaps.labels(name).set(instance["events"]["gaps"])
-                    metrics.feed_replays.labels(name).set(instance["events"]["replays"])
-                    metrics.feed_resyncs.labels(name).set(instance["events"]["resyncs"])
+                    self._write_feed(name, instance["events"])
+        self._write_pools(state["pools"])
         metrics.incompatible.set(len(state["incompatible"]))
         for name, link in state["links"].items():
             metrics.link_up.labels(name).set(link["up"])
@@ -145,6 +214,40 @@ class GaugeWriter:
         metrics.index_blocks.set(state["index"]["blocks"])
         self._count("links", self._plane.links.failures)
         self._count("engines", self._plane.engines.failures)
+        self._count("pools", self._plane.pools.failures)
+
+    def _write_feed(self, holder: str, events: Json) -> None:
+        self._metrics.feed_gaps.labels(holder).set(events["gaps"])
+        self._metrics.feed_replays.labels(holder).set(events["replays"])
+        self._metrics.feed_resyncs.labels(holder).set(events["resyncs"])
+
+    def _write_pools(self, pools: Mapping[str, Json]) -> None:
+        metrics = self._metrics
+        for name, pool in pools.items():
+            metrics.pool_up.labels(name).set(pool["up"])
+            metrics.pool_load_bits_per_s.labels(name).set(pool["memory_bits_per_s"])
+            metrics.pool_blocks.labels(name, "memory").set(pool["memory_blocks"])
+            metrics.pool_blocks.labels(name, "all").set(pool["blocks"])
+            if pool["events"] is not None:
+                self._write_feed(name, pool["events"])
+            for tier, tokens in pool["hit_tokens"].items():
+                metrics.pool_hit_tokens.labels(name, tier).set(tokens)
+            daemon = pool["daemon"]
+            if daemon is None:
+                continue
+            metrics.pool_epoch.labels(name).set(daemon["epoch"])
+            metrics.pool_sessions.labels(name).set(daemon["sessions"])
+            metrics.pool_pinned_pages.labels(name).set(daemon["pinned_pages"])
+            metrics.pool_ssd_queued_bytes.labels(name).set(daemon["ssd_queued_bytes"])
+            for tier in TIERS:
+                metrics.pool_bytes.labels(name, tier).set(daemon["bytes"][tier])
+                metrics.pool_capacity_bytes.labels(name, tier).set(daemon["capacity_bytes"][tier])
+                for group, pages in daemon["pages"][tier].items():
+                    metrics.pool_pages.labels(name, tier, group).set(pages)
+            for what in POOL_BYTES:
+                metrics.pool_moved_bytes.labels(name, what).set(daemon[f"{what}_bytes"])
+            for why in POOL_LOSSES:
+                metrics.pool_lost_pages.labels(name, why).set(daemon[f"{why}_pages"])
 
     def _count(self, kind: str, failures: int) -> None:
         self._metrics.telemetry_failures.labels(kind).inc(failures - self._failures[kind])

@@ -3,29 +3,30 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from prfaas.core.deployment import Deployment, Instance
+from prfaas.core.deployment import CONTROL, Deployment, Instance
 from prfaas.core.kv import KvModel
-from prfaas.core.prefix import GlobalIndex, PromptChains
+from prfaas.core.prefix import GlobalIndex, PromptChains, PromptTokens
 from prfaas.core.prefix.events import EventBatch
-from prfaas.core.scheduling import Decision, Policy, RoutingRequest, policy_named
+from prfaas.core.scheduling import Decision, RoutingRequest, policy_named
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.serving.control.cluster_state import Clock, ClusterState, OpenPrefill
 from prfaas.serving.control.compatibility import Compatibility
 from prfaas.serving.control.engine_monitor import EngineAccess, EngineHttp, EngineMonitor, EngineReading
 from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.hot_prefixes import HotPrefixes
-from prfaas.serving.control.kv_events import EventFeed
+from prfaas.serving.control.kv_events import EventFeed, events_endpoints
 from prfaas.serving.control.link_budget import LinkBudget
-from prfaas.serving.control.link_monitor import LinkMonitor, LinkPort, observer_of
+from prfaas.serving.control.link_monitor import LinkMonitor, LinkPort, PoolPort, observer_of
 from prfaas.serving.control.metrics import ControlMetrics, GaugeWriter
-from prfaas.serving.control.planning_inputs import LiveFacts, service_curves, view_of
+from prfaas.serving.control.planning_inputs import LiveFacts, policy_of, service_curves, view_of
+from prfaas.serving.control.pool_monitor import PoolMonitor
 from prfaas.serving.control.prefill_admission import PrefillAdmission
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
 from prfaas.serving.control.role_allocation import RoleAllocation, RoleChange, RoleChanges, stage_utilisation
@@ -33,6 +34,7 @@ from prfaas.serving.control.state import Overview, Routed, state_of
 from prfaas.serving.control.thresholds import Thresholds
 from prfaas.serving.control.waits import PredictedWaits
 from prfaas.serving.own_process import LoopClock
+from prfaas.serving.pool.copier import PoolCopier, pool_observers
 from prfaas.serving.transport.tls_identity import TlsIdentity
 
 
@@ -52,6 +54,7 @@ class LivePlane:
         clock: Clock = time.monotonic,
         http: EngineAccess | None = None,
         sender_of: Callable[[Instance, int], LinkPort] | None = None,
+        pool_ports: Mapping[str, PoolPort] | None = None,
         tls: TlsIdentity | None = None,
     ) -> None:
         """Put the parts together.
@@ -64,6 +67,7 @@ class LivePlane:
             clock: seconds that never go back.
             http: how engines are asked for /health and /metrics; None: over the network.
             sender_of: how the KV port of an instance's rank is asked for its links; None: over the network.
+            pool_ports: how the KV ports of pools are asked, by name; None: over the network.
             tls: who the gateway is, for instances that it speaks TLS with.
         """
         self.deployment = deployment
@@ -74,23 +78,15 @@ class LivePlane:
         self.loop_clock = LoopClock()
         self._listeners: list[Callable[[str, str | None], None]] = []
         self._silence_listeners: list[Callable[[str, str, str], None]] = []
-        self._policy = _policy(deployment)
+        self._policy = policy_of(deployment)
         self._local = policy_named("local_only")
         self.metrics = ControlMetrics(registry)
         self._curves = service_curves(deployment)
         self.cluster_state = ClusterState(
             view_of(deployment, kv_model, self._curves, clock()), clock=clock, on_service=self._on_service
         )
-        endpoints = {
-            instance.name: endpoint
-            for instance in deployment.instances
-            if (endpoint := deployment.events_endpoint(instance)) is not None
-        }
-        pool_endpoints = {
-            node.name: endpoint
-            for node in deployment.pools
-            if (endpoint := deployment.events_endpoint(node)) is not None
-        }
+        endpoints = events_endpoints(deployment, deployment.instances)
+        pool_endpoints = events_endpoints(deployment, deployment.pools)
         self.waits = PredictedWaits(self.cluster_state, seats=deployment.engine.max_num_seqs, clock=clock)
         seed = _seed(key)
         self.prefix_knowledge = PrefixKnowledge(
@@ -125,6 +121,7 @@ class LivePlane:
             instance.name: tuple(kv_port_of(instance, rank) for rank in range(instance.tensor_parallel))
             for instance in deployment.instances
         }
+        of_pools = pool_observers(deployment, CONTROL, key, tls) if pool_ports is None else pool_ports
         self.health = HealthWatch(
             deployment,
             self._http,
@@ -150,10 +147,12 @@ class LivePlane:
             clock=clock,
             on_change=self.thresholds.ask_for_link,
             on_answer=self.health.pulse.heard_kv,
+            pool_ports=of_pools,
         )
+        self.pools = PoolMonitor(deployment, of_pools, self.cluster_state.view.pools, clock=clock)
         self.budget = LinkBudget(
             deployment,
-            self._kv_ports,
+            {**self._kv_ports, **{name: (port,) for name, port in of_pools.items()}},
             self.cluster_state.view.links,
             self.links.samples,
             clock=clock,
@@ -172,7 +171,13 @@ class LivePlane:
             self.role_changes,
             clock=clock,
         )
-        self.hot_prefixes = HotPrefixes(self.cluster_state, clock=clock, on_copy=self.metrics.copies.inc)
+        self._copier = PoolCopier(deployment, key, of_pools)
+        self.hot_prefixes = HotPrefixes(
+            self.cluster_state,
+            clock=clock,
+            metrics=self.metrics.copies,
+            copier=self._copier if deployment.pools else None,
+        )
         self._overview = Overview(
             deployment,
             clock(),
@@ -182,6 +187,7 @@ class LivePlane:
             self.links,
             self.compatibility,
             self.engines,
+            self.pools,
             self.health,
             self.window,
             self.thresholds,
@@ -195,7 +201,8 @@ class LivePlane:
 
     def chains(self, token_ids: Sequence[int], salt: str, adapter: str) -> PromptChains:
         """What the cached prefixes of a prompt are looked up by. May be called in a thread."""
-        return self.prefix_knowledge.chains(token_ids, salt, adapter)
+        chains = self.prefix_knowledge.chains(token_ids, salt, adapter)
+        return replace(chains, prompt=PromptTokens(token_ids, salt, adapter))
 
     def route(
         self,
@@ -220,7 +227,9 @@ class LivePlane:
         policy = self._policy if offload else self._local
         decision = match.bound(policy.decide(request, view), num_tokens, view.kv)
         self._count(decision)
-        if offload and not avoid and request.held:
+        if offload and not avoid and view.pools:
+            self.hot_prefixes.note_pools(decision.prefill, chains, match.pools)
+        elif offload and not avoid and request.held:
             missed = self.prefix_knowledge.missed_prefix(decision.prefill, chains, request.held)
             if missed is not None:
                 self.hot_prefixes.note(missed)
@@ -332,6 +341,7 @@ class LivePlane:
                 self.budget,
                 self.compatibility,
                 self.engines,
+                self.pools,
                 self.health,
                 self.thresholds,
                 self.role_allocation,
@@ -343,6 +353,7 @@ class LivePlane:
     async def close(self) -> None:
         """Give back connections; after `run` has ended."""
         await self.links.close()
+        await self._copier.close()
         ports = (port for ranks in self._kv_ports.values() for port in ranks)
         await asyncio.gather(*(port.close() for port in ports), return_exceptions=True)
         await self._http.close()
@@ -385,6 +396,7 @@ class LivePlane:
     def _on_reading(self, instance: Instance, reading: EngineReading) -> None:
         self.health.pulse.heard_http(instance.name)
         self.prefix_knowledge.learn(instance, reading)
+        self.pools.learn(instance, self.engines.meters[instance.name])
 
     def _on_threshold(self, cluster: str, reason: str) -> None:
         self.metrics.threshold_changes.labels(cluster, reason).inc()
@@ -399,13 +411,6 @@ class LivePlane:
         self.metrics.decisions.labels(str(decision.route), decision.reason).inc()
         if decision.cache_transfer is not None:
             self.metrics.cache_transfers.inc()
-
-
-def _policy(deployment: Deployment) -> Policy:
-    routing = deployment.routing
-    if routing.policy == "static_threshold":
-        return policy_named(routing.policy, threshold_tokens=routing.threshold_tokens)
-    return policy_named(routing.policy)
 
 
 def _seed(key: bytes) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from prfaas.core.deployment import Deployment, Instance, Link
+from prfaas.core.deployment import Deployment, Instance, Link, PoolNode
 from prfaas.core.scheduling import InstanceView, Route
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.serving.control.cluster_state import ClusterState
@@ -15,6 +15,7 @@ from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.hot_prefixes import HotPrefixes
 from prfaas.serving.control.kv_events import EventFeed
 from prfaas.serving.control.link_monitor import LinkMonitor
+from prfaas.serving.control.pool_monitor import SILENCE_S, TIERS, PoolMonitor
 from prfaas.serving.control.prefill_admission import PrefillAdmission
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
 from prfaas.serving.control.role_allocation import RoleAllocation, RoleChanges
@@ -43,6 +44,7 @@ class Overview:
     links: LinkMonitor
     compatibility: Compatibility
     engines: EngineMonitor
+    pools: PoolMonitor
     health: HealthWatch
     window: LengthWindow
     thresholds: Thresholds
@@ -78,6 +80,7 @@ def state_of(plane: Overview, now_s: float) -> Json:
             }
             for cluster in deployment.clusters
         },
+        "pools": {node.name: _pool(plane, node, event_feed, now_s) for node in plane.pools.nodes},
         "links": {link.name: _link(plane, link, now_s) for link in deployment.links},
         "incompatible": plane.compatibility.state(),
         "thresholds": {"history": plane.thresholds.state(now_s), "last_search": plane.thresholds.last},
@@ -147,8 +150,59 @@ def _engine(meter: EngineMeter) -> Json | None:
         "waiting": newest.waiting,
         "kv_usage": round(newest.kv_usage, 4),
         "hit_rate": _rounded(meter.hit_rate),
+        "pool_hit_tokens": {"memory": round(newest.pool_memory_tokens), "ssd": round(newest.pool_ssd_tokens)},
         "token_gap_s": _rounded(meter.token_gap_s),
         "output_tokens": _rounded(meter.output_tokens),
+    }
+
+
+def _pool(plane: Overview, node: PoolNode, event_feed: Mapping[str, Json], now_s: float) -> Json:
+    """Totals are since the daemon's start."""
+    newest, knowledge = plane.pools.newest(node.name), plane.prefix_knowledge
+    engines = [plane.engines.meters[name].newest for name in node.instances]
+    found: Json = {
+        "cluster": node.cluster,
+        "instances": list(node.instances),
+        "up": newest is not None and now_s - newest.at_s < SILENCE_S,
+        "age_s": None if newest is None else round(now_s - newest.at_s, 3),
+        "blocks": knowledge.blocks(node.name),
+        "memory_blocks": knowledge.memory_blocks(node.name),
+        "memory_bits_per_s": round(plane.cluster_state.view.pools[node.name].memory_bits_per_s),
+        "hit_tokens": {
+            "memory": round(sum(each.pool_memory_tokens for each in engines if each is not None)),
+            "ssd": round(sum(each.pool_ssd_tokens for each in engines if each is not None)),
+        },
+        "events": event_feed.get(node.name),
+    }
+    if newest is None:
+        return found | {"daemon": None}
+
+    def number(part: str, name: str) -> int:
+        return round(newest.number(part, name))
+
+    return found | {
+        "daemon": {
+            "epoch": number("store", "epoch"),
+            "sessions": number("store", "engine_sessions"),
+            "bytes": {"memory": number("store", "used_bytes"), "ssd": number("store", "ssd_bytes")},
+            "capacity_bytes": {"memory": number("store", "memory_bytes"), "ssd": node.ssd_bytes},
+            "pages": {tier: newest.pages(tier) for tier in TIERS},
+            "pinned_pages": number("store", "pinned_pages"),
+            "writing_pages": number("store", "writing_pages"),
+            "stored_bytes": number("store", "stored_bytes"),
+            "refused_pages": number("store", "refused_pages"),
+            "evicted_pages": number("store", "evicted_pages"),
+            "evicted_bytes": number("store", "evicted_bytes"),
+            "promoted_bytes": number("store", "promoted_bytes"),
+            "wrong_pages": number("store", "wrong_pages"),
+            "ssd_state": str(newest.parts.get("store", {}).get("ssd_state", "")),
+            "ssd_queued_bytes": number("store", "ssd_queued_bytes"),
+            "ssd_written_bytes": number("store", "ssd_written_bytes"),
+            "ssd_read_bytes": number("store", "ssd_read_bytes"),
+            "copied_bytes": number("copies", "copied_bytes"),
+            "lent_bytes": number("copies", "lent_bytes"),
+            "failed_copies": number("copies", "failed_copies"),
+        }
     }
 
 

@@ -277,7 +277,7 @@ class PrefillOrchestrator:
                 on_soon if soon is not None else None,
             )
             running.work.measured()
-            attempt.moved = done.moved
+            attempt.moved, attempt.cached_tokens = done.moved, done.cached_tokens
         self._count(request, decision, done)
         return _prepared(prompt, decision, done, moved)
 

@@ -53,6 +53,8 @@ class Attempt:
     """"under way", "done", or why it failed, in one word."""
     moved: TransferredBytes | None = None
     """What arrived at the decode instance."""
+    cached_tokens: int | None = None
+    """Tokens that the prefill engine reused, by its own word; None: it did not say."""
 
 
 @dataclass(slots=True)
@@ -268,9 +270,21 @@ def _attempt(attempt: Attempt, deployment: Deployment) -> Json:
         if transfer is None
         else {
             "source": transfer.source,
+            "from_pool": transfer.from_pool,
             "num_tokens": transfer.num_tokens,
             "skip_tokens": transfer.skip_tokens,
         },
+        "pools": {
+            name: {
+                "tokens": hit.every_tier.reusable_tokens,
+                "attention_tokens": hit.every_tier.attention_tokens,
+                "memory_tokens": hit.in_memory.attention_tokens,
+            }
+            for name, hit in (decision.pools or {}).items()
+        },
+        "hit_tokens": None if decision.hit is None else decision.hit._asdict(),
+        "cached_tokens": attempt.cached_tokens,
+        "load_s": round(decision.load_s, 6),
     }
 
 

@@ -165,11 +165,10 @@ class PoolDaemon:
     async def verified(self) -> Figures:
         """See `PoolHost.verified`."""
         store = self.store
-        if store is None:
-            return Figures({"right_pages": 0, "wrong_pages": 0})
-        right, wrong = await verify_pages(store, list(store.memory.rows.values()))
-        ssd_right = ssd_wrong = 0
-        if store.ssd is not None:
+        right = wrong = ssd_right = ssd_wrong = 0
+        if store is not None:
+            right, wrong = await verify_pages(store, list(store.memory.rows.values()))
+        if store is not None and store.ssd is not None:
             counts: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
             store.ssd.verify(lambda *found: counts.put_nowait(found))
             ssd_right, ssd_wrong = await counts.get()

@@ -1,7 +1,7 @@
 """A pool among the other pools: its KV port, its connections to those that it may send to, and those it may ask."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -39,6 +39,7 @@ class PoolNeighbours:
         key: bytes,
         tls: TlsIdentity | None,
         store_of: Callable[[], PageStore | None],
+        told: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         """
         Args:
@@ -47,6 +48,7 @@ class PoolNeighbours:
             key: of the deployment, 32 bytes.
             tls: who this pool is on encrypted ways; None: all of its ways are plain.
             store_of: its pages; None as long as no engine has said what they look like.
+            told: what the gateway gets with STATS besides; called in any thread.
         """
         limits = deployment.transfer
         peers, sources = pool_peers(deployment, pool), pool_sources(deployment, pool)
@@ -94,6 +96,7 @@ class PoolNeighbours:
             on_pace=self._sender.pace,
             on_probe=self._sender.probe,
             on_request=self._on_request,
+            more_stats=told,
         )
         self._observers = {
             source.pool.name: Observer(

@@ -14,6 +14,7 @@ from prfaas.core.pool.geometry import PoolGeometry
 from prfaas.serving.certificates import identity_of
 from prfaas.serving.pool.daemon import PoolDaemon, PoolError, PoolOptions, arena_path
 from prfaas.serving.pool.events import PoolEventPublisher
+from prfaas.serving.pool.figures import LatestFigures
 from prfaas.serving.pool.neighbours import PoolNeighbours
 from prfaas.serving.pool.ssd_tier import ssd_factory
 from prfaas.serving.transport.ticket import load_key
@@ -54,9 +55,9 @@ async def serve_pool(
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(call)
 
-    make_ssd = None
+    make_ssd, tenant_share = None, deployment.pool.tenant_share
     if node.ssd_bytes:
-        make_ssd = ssd_factory(node.path, node.ssd_bytes, deployment.pool.tenant_share, policy, in_loop)
+        make_ssd = ssd_factory(node.path, node.ssd_bytes, tenant_share, policy, in_loop)
     key, tls = load_key(deployment.security.key_file), identity_of(deployment, node.name)
     with _publisher(deployment, node) as events:
         daemon = PoolDaemon(
@@ -64,9 +65,16 @@ async def serve_pool(
             events=events,
             make_ssd=make_ssd,
             make_policy=policy,
-            tenant_share=deployment.pool.tenant_share,
+            tenant_share=tenant_share,
         )
-        neighbours = PoolNeighbours(deployment, node, key, tls, lambda: daemon.store)
+        figures = LatestFigures(
+            {
+                "store": lambda: daemon.figures().figures,
+                "copies": lambda: neighbours.figures(),
+                "events": lambda: {} if events is None else events.state(),
+            }
+        )
+        neighbours = PoolNeighbours(deployment, node, key, tls, lambda: daemon.store, figures.told)
 
         def listening() -> None:
             try:
@@ -81,10 +89,12 @@ async def serve_pool(
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stopping.set)
         serving, stop = asyncio.create_task(daemon.serve(listening)), asyncio.create_task(stopping.wait())
+        counting = asyncio.create_task(figures.run())
         try:
             await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stop.cancel()
+            counting.cancel()
             # Neighbours read and write pages: they go before the arena does.
             await neighbours.close()
             serving.cancel()

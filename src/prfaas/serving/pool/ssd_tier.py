@@ -4,6 +4,7 @@ All of it runs in the store's loop; the threads of `ssd_background` do the readi
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -195,19 +196,30 @@ class FileTier:
         return count
 
     def verify(self, done: Callable[[int, int], None]) -> None:
-        """Read every page and compare it with its checksums; wrong pages go.
+        """See `SsdTier.verify`. One page at a time, so that engines need not wait for theirs."""
+        left, counts = list(self._pages), Counter[bool]()
 
-        Args:
-            done: Called with the numbers of right and of wrong pages.
-        """
-        _Verification(self, list(self._pages), done).go_on()
+        def go_on() -> None:
+            while left:
+                page_id = left.pop()
+                # What has left meanwhile is neither right nor wrong.
+                if page_id in self._pages:
+                    self._read(page_id, None, was_read)
+                    return
+            done(counts[True], counts[False])
+
+        def was_read(is_right: bool) -> None:
+            counts[is_right] += 1
+            go_on()
+
+        go_on()
 
     def figures(self) -> dict[str, int | float | str]:
         """What the tier holds and did so far."""
         return {
             "state": self._writer.failure or "writable",
-            "pages": len(self._pages),
-            "bytes": self._eviction.used_bytes,
+            "held_pages": len(self._pages),
+            "used_bytes": self._eviction.used_bytes,
             "capacity_bytes": self._slots.file_bytes,
             "queued_pages": len(self._writing),
             "queued_bytes": self._queued_bytes,
@@ -221,10 +233,6 @@ class FileTier:
         self._readers.close()
         # The arena can't be unmapped as long as anybody refers to it.
         self._arena = np.empty(0, dtype=np.uint8)
-
-    def verified(self, page_id: bytes, done: Callable[[bool], None]) -> None:
-        """Read a page and compare it with its checksums. It goes if it is wrong."""
-        self._read(page_id, None, done)
 
     def _read(self, page_id: bytes, into: Bytes | None, done: Callable[[bool], None]) -> None:
         page = self._pages.get(page_id)
@@ -358,34 +366,6 @@ class FileTier:
 
     def _no_eviction(self) -> TenantEviction:
         return TenantEviction(self._slots.file_bytes, self._make_policy, self._tenant_share)
-
-
-class _Verification:
-    """Reads all pages, a few at a time: those that engines wait for are read in between."""
-
-    def __init__(self, tier: FileTier, page_ids: list[bytes], done: Callable[[int, int], None]) -> None:
-        self._tier = tier
-        self._left = page_ids
-        self._done = done
-        self._reading = 0
-        self._right = 0
-        self._wrong = 0
-
-    def go_on(self) -> None:
-        while self._left and self._reading < _READERS:
-            page_id = self._left.pop()
-            # What has left meanwhile is neither right nor wrong.
-            if self._tier.holds(page_id):
-                self._reading += 1
-                self._tier.verified(page_id, self._was_read)
-        if not self._reading:
-            self._done(self._right, self._wrong)
-
-    def _was_read(self, is_right: bool) -> None:
-        self._reading -= 1
-        self._right += is_right
-        self._wrong += not is_right
-        self.go_on()
 
 
 def ssd_factory(

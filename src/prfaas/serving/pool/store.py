@@ -55,6 +55,11 @@ class PageStore:
         self.sessions: set[StoreSession] = set()
         self.held: dict[int, dict[bytes, PoolPage]] = {group.index: {} for group in self.geometry.groups}
         """By group: key → page in memory or on SSD. Those that are WRITING are not among them."""
+        self.tier_pages: dict[Medium, dict[int, int]] = {
+            "memory": dict.fromkeys(self.held, 0),
+            "ssd": dict.fromkeys(self.held, 0),
+        }
+        """By tier and group: pages that can be read there."""
         self.events = events
         self.ssd = ssd
         self._spilling = None if ssd is None else Spilling(ssd, self.memory, self._page, self._spilled)
@@ -244,7 +249,8 @@ class PageStore:
                 del self.held[page.group][page.key]
 
     def tell_stored(self, page: PoolPage, identity: PageIdentity | None, medium: Medium) -> None:
-        """Publish a page."""
+        """A tier has the page now."""
+        self.tier_pages[medium][page.group] += 1
         if self.events is not None:
             self.events.stored(page.page_id, identity, medium)
 
@@ -416,5 +422,6 @@ class PageStore:
             self.ssd.touched(page.page_id)
 
     def _tell_removed(self, page: PoolPage, medium: Medium) -> None:
+        self.tier_pages[medium][page.group] -= 1
         if self.events is not None:
             self.events.removed(page.page_id, medium)

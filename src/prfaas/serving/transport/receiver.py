@@ -6,7 +6,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from prfaas import __version__
@@ -75,6 +75,7 @@ class Receiver:
         on_pace: Callable[[PaceOrder], None] = lambda _order: None,
         on_probe: Callable[[str, int], None] = lambda _link, _nbytes: None,
         on_request: Callable[[PeerRequest], None] = refuse_request,
+        more_stats: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         """Nothing listens before `start`.
 
@@ -94,6 +95,7 @@ class Receiver:
             on_probe: called with a link and the bytes of filler that an observer wants to see on it, as `on_pace` is.
             on_pace: called with what an observer orders this engine's sender; in the connection's thread.
             on_request: called with what an observer asks of a pool; in the connection's thread.
+            more_stats: what else observers get with `stats`; in the connection's thread.
         """
         self.name = name
         self._key = key
@@ -109,6 +111,7 @@ class Receiver:
         self._on_pace = on_pace
         self._on_probe = on_probe
         self._on_request = on_request
+        self._more_stats = more_stats
         self._table = TransferTable(name=name, key=key, arena=arena, layout=layout, options=self._options)
         self._lock = threading.Lock()
         self._connections: dict[ReceiverConnection, threading.Thread] = {}
@@ -205,6 +208,7 @@ class Receiver:
             "thread_errors": self._thread_errors,
             "threads": threads,
             **self.telemetry(),
+            **self._more_stats(),
         }
 
     def telemetry(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from tests.serving.engines.vllm.pool_world import BlockState, DictPool, Output, 
 from prfaas.core.kv.groups import GroupKind, KvGroup
 from prfaas.core.pool.keys import KeyChain, page_id
 from prfaas.serving.engines.vllm.metadata import PoolStore
-from prfaas.serving.engines.vllm.pool_stores import PooledRequest, PoolStores
+from prfaas.serving.engines.vllm.pool_stores import PooledRequest, PoolStores, StoreProgress
 
 FULL = KvGroup(0, GroupKind.FULL, 16, 0)
 STATE = KvGroup(1, GroupKind.STATE, 16, 0)
@@ -145,6 +145,20 @@ def test_the_newest_end_of_an_answer_supersedes_the_one_before() -> None:
     assert world.pool.discarded == [name(request, 48, 1), name(request, 80, 1)]
 
 
+def test_the_last_state_before_a_prompts_end_is_kept_where_its_own_has_none() -> None:
+    world = engine(FULL, STATE, prompt=60)
+    world.step(32)
+    world.step(28, offered=False)
+    world.answer(30)
+    held = [end for end in (32, 48, 64, 80) if name(world.request, end, 1) in world.pool.pages]
+    # 64 is a checkpoint.
+    assert held == [32, 64, 80]
+    other = engine(FULL, STATE, prompt=60)
+    other.step(32)
+    other.step(16)
+    assert other.pool.discarded == [name(other.request, 32, 1)]
+
+
 def test_an_end_that_found_no_room_supersedes_nothing() -> None:
     world = engine(FULL, STATE, prompt=17)
     world.step(16)
@@ -197,6 +211,14 @@ def test_blocks_that_the_engine_has_lost_do_not_go() -> None:
     world.pooled.progress = None
     # The window before 96 reaches back to block 9; only what a step behind 96 still sees is there.
     assert 2 not in stored(world.step(1))
+
+
+def test_of_a_window_that_came_by_a_transfer_what_is_there_goes() -> None:
+    world = engine(FULL, WINDOW, prompt=101)
+    world.request.num_computed_tokens = 100
+    world.pooled.progress = StoreProgress(80, 80)
+    # The end at 96 needs block 9 too, which no step behind 100 sees: vLLM's table has the null block there.
+    assert stored(world.step(1)) == {0: [5], 2: [10, 11]}
 
 
 def test_an_own_hit_is_not_stored_again_unless_the_pool_lacks_its_end() -> None:

@@ -207,7 +207,7 @@ def assert_filled(
 def test_blocks_come_back_byte_for_byte_in_other_blocks(
     pages: Callable[[torch.Tensor], LayerPages], ranks: int
 ) -> None:
-    blocks = {0: [1, 2, 3, 4, 5, 9], 1: [7], 2: [20, 19, 18, 30]}
+    blocks = {0: [1, 2, 3, 4, 5, 9], 1: [7], 2: [20, 19, 18, 17, 9, 7, 5, 3, 1, 30]}
     geometry = pool_geometry(layout(memory(0)), "f", ranks)
     client = ArenaClient(geometry)
     workers = [make_rank(memory(i), client, rank=i, ranks=ranks, pages=pages) for i in range(ranks)]

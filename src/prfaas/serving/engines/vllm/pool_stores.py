@@ -42,7 +42,7 @@ class StoreProgress:
         self.window_blocks: dict[int, int] = {}
         """Index of the first block that was not ordered yet, by window group."""
         self.newest_end: dict[bytes, tuple[KvGroup, int]] = {}
-        """Pages (group, block) that only the newest end of the answer needs."""
+        """Pages (group, block) that only the newest end of the prompt, or of the answer, needs."""
 
 
 @dataclass(slots=True)
@@ -56,6 +56,8 @@ class PooledRequest:
     tenant: bytes
     progress: StoreProgress | None = None
     """None until it is scheduled."""
+    quiet_tokens: int = 0
+    """Steps that end before there complete no block."""
     is_storing: bool = False
     """Copies were ordered, and may be running."""
 
@@ -65,6 +67,11 @@ class PooledRequest:
         salt = request.cache_salt or ""
         adapter = request.lora_request.lora_name if request.lora_request is not None else ""
         return cls(request, KeyChain(step_tokens, salt, adapter), salt, adapter, tenant_id(salt))
+
+    def begin(self, progress: StoreProgress | None) -> None:
+        """Its next step is its first one. `progress`: None where only the step will tell what the engine had."""
+        self.progress = progress
+        self.quiet_tokens = 0
 
 
 class _Page(NamedTuple):
@@ -124,7 +131,10 @@ class PoolStores:
         offers = block_state.boundary_state_offloads
         for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
             pooled = requests.get(request_id)
-            if pooled is not None:
+            if pooled is None:
+                continue
+            end_tokens = pooled.request.num_computed_tokens + scheduled_tokens
+            if end_tokens >= pooled.quiet_tokens or request_id in offers:
                 self._add(wishes, pooled, scheduled_tokens, block_state, offers.get(request_id, ()))
         for request_id in offers.keys() - output.num_scheduled_tokens.keys():
             pooled = requests.get(request_id)
@@ -153,9 +163,6 @@ class PoolStores:
         progress = pooled.progress
         if progress is None:
             progress = pooled.progress = self._begin(start_tokens)
-        is_in_same_step = end_tokens // self._step_tokens == progress.attention_tokens // self._step_tokens
-        if is_in_same_step and not offers and not progress.missing_tokens:
-            return
         table = block_state.get_block_ids(request.request_id)
         if table is None:
             return
@@ -166,7 +173,8 @@ class PoolStores:
             wishes.pages += _pages(pooled, group, table, range(progress.missing_tokens // group.block_tokens))
         progress.missing_tokens = 0
         progress.attention_tokens = max(end_tokens, progress.attention_tokens)
-        self._add_ends(wishes, pooled, progress, end_tokens, table, offers)
+        pooled.quiet_tokens = (end_tokens // self._step_tokens + 1) * self._step_tokens
+        self._add_ends(wishes, pooled, progress, start_tokens, end_tokens, table, offers)
 
     def _begin(self, own_tokens: int) -> StoreProgress:
         """The pool most likely has what the engine had: the last boundary's blocks tell, at no further cost."""
@@ -179,6 +187,7 @@ class PoolStores:
         wishes: _Wishes,
         pooled: PooledRequest,
         progress: StoreProgress,
+        start_tokens: int,
         end_tokens: int,
         table: BlockIds,
         offers: Sequence[tuple[int, int, int]],
@@ -194,7 +203,7 @@ class PoolStores:
         for end in sorted(candidates):
             if end <= progress.ends_tokens or end > pooled.chain.num_tokens:
                 continue
-            stays = self._stays(pooled, progress, end)
+            stays = self._stays(pooled, progress, end, end_tokens - start_tokens)
             progress.ends_tokens = end
             if stays is None:
                 continue
@@ -226,14 +235,18 @@ class PoolStores:
             ends.add(newest)
         return {end for end in ends if end <= end_tokens}
 
-    def _stays(self, pooled: PooledRequest, progress: StoreProgress, end: int) -> bool | None:
-        """Whether an end is wanted for good (True), as the newest of an answer (False), or not at all (None)."""
+    def _stays(
+        self, pooled: PooledRequest, progress: StoreProgress, end: int, step_tokens: int
+    ) -> bool | None:
+        """Whether an end is wanted for good (True), as the newest one (False), or not at all (None)."""
         request, every = pooled.request, self._checkpoint_tokens
         prompt_end = self._prompt_end(request)
         junction = request.shared_prefix_boundary // self._boundary_tokens * self._boundary_tokens
         if end in (prompt_end, junction) or end // every > progress.ends_tokens // every:
             return True
-        return False if end > prompt_end else None
+        # vLLM (0.32) may end no step at a first prompt's last boundary: then the state before it is the last one.
+        may_be_last = request.num_prompt_tokens - end <= step_tokens
+        return False if end > prompt_end or may_be_last else None
 
     def _prompt_end(self, request: "Request") -> int:
         """The end from which the same prompt goes on: its last token is always computed."""
@@ -267,6 +280,7 @@ class PoolStores:
             progress = page.pooled.progress
             if progress is not None and page.end_tokens <= progress.own_tokens:
                 progress.missing_tokens = progress.own_tokens - self._boundary_tokens
+                page.pooled.quiet_tokens = 0
                 progress.own_tokens = 0
         for page in pages:
             if page.pooled.progress is not None:
@@ -282,8 +296,12 @@ class PoolStores:
             progress = pooled.progress
             if progress is None or (id(pooled), end) not in stored_ends:
                 continue
+            prompt_end = self._prompt_end(pooled.request)
             for name, (group, block) in tuple(progress.newest_end.items()):
-                if group.kind is GroupKind.STATE or block < group.first_block(end, 0):
+                if (block + 1) * group.block_tokens <= prompt_end < end:
+                    # From the prompt's own last end the same prompt goes on, whatever is answered.
+                    del progress.newest_end[name]
+                elif group.kind is GroupKind.STATE or block < group.first_block(end, 0):
                     superseded.append(name)
                     del progress.newest_end[name]
             if stays:
