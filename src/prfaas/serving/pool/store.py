@@ -30,8 +30,6 @@ from prfaas.serving.pool.spilling import Spilling
 TENANT_BYTES = 8
 _DAEMON = Owner(0, 0, bytes(8))
 _TOUCHES_AT_ONCE = 256
-# Of an identity's room 768 bytes are for salt, adapter, parent and msgpack.
-_SHORT_BYTES = 512
 
 
 class PageStore:
@@ -335,11 +333,12 @@ class PageStore:
     ) -> PageRef | None:
         if len(page_id) != KEY_BYTES + 1 or page_id[KEY_BYTES] not in self.held or len(tenant) > TENANT_BYTES:
             raise ValueError(f"there is no page {page_id.hex()} of tenant {tenant.hex()} in this pool")
-        if not self._may_have(page_id[KEY_BYTES], identity):
+        leads = page_id[KEY_BYTES] == self._lead.index
+        if leads != (identity is not None) or (identity is not None and not identity.describes(self._lead)):
             raise ValueError(f"page {page_id.hex()} has no identity as the pages of its group have it")
         if page_id in self.reservations or page_id[:KEY_BYTES] in self.held[page_id[KEY_BYTES]]:
             return None
-        if identity is not None and not self._has_room_for(identity):
+        if identity is not None and not identity.fits(self._identity_room):
             return None
         self._settle_all()
         page = PoolPage(page_id, tenant.ljust(TENANT_BYTES, b"\0"))
@@ -350,19 +349,6 @@ class PageStore:
         if reserved is not None:
             reserved.add(page)
         return PageRef(page.slot, page.offset)
-
-    def _may_have(self, group: int, identity: PageIdentity | None) -> bool:
-        if group != self._lead.index or identity is None:
-            return group != self._lead.index and identity is None
-        return len(identity.token_ids) == 4 * self._lead.block_tokens and len(identity.parent) in (
-            0,
-            KEY_BYTES,
-        )
-
-    def _has_room_for(self, identity: PageIdentity) -> bool:
-        # A character takes at most four bytes, so only long ones are worth counting.
-        characters = len(identity.salt) + len(identity.adapter)
-        return 4 * characters <= _SHORT_BYTES or len(identity.encode()) <= self._identity_room
 
     def _settle_all(self) -> None:
         while self.settle():
