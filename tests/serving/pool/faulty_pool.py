@@ -20,7 +20,7 @@ from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.eviction import LruEviction
 from prfaas.core.pool.geometry import PageGroup, PoolGeometry
 from prfaas.serving.pool.client import PoolClient
-from prfaas.serving.pool.daemon import PoolDaemon, PoolOptions
+from prfaas.serving.pool.daemon import DaemonOptions, PoolDaemon
 from prfaas.serving.pool.page_table import PageState
 from prfaas.serving.pool.ssd_tier import FileTier
 
@@ -199,7 +199,7 @@ def reconnect(client: PoolClient) -> None:
     wait_until(has_memory)
 
 
-def _serve(options: PoolOptions, disk: Path) -> None:
+def _serve(options: DaemonOptions, disk: Path) -> None:
     async def serve() -> None:
         loop = asyncio.get_running_loop()
         serving = asyncio.current_task()
@@ -225,7 +225,7 @@ def _in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
         loop.call_soon_threadsafe(call)
 
 
-def _store_prompts(options: PoolOptions, first_prompt: int) -> None:
+def _store_prompts(options: DaemonOptions, first_prompt: int) -> None:
     client = PoolClient(options.socket, "worker", GEOMETRY)
     wait_until(client.connect)
     number = first_prompt
