@@ -49,6 +49,7 @@ def test_every_machine_of_a_cluster_has_a_pool(tmp_path: Path) -> None:
     # One machine under two names.
     assert (home.name, home.host, home.instances) == ("home-pool", "localhost", ("home-0", "home-1"))
     assert (first.kv_port, first.events_port, home.kv_port, home.events_port) == (8300, 8310, 8400, None)
+    assert load(tmp_path, GOOD.replace("memory: 1 GiB", "memory: 1 GiB, ssd: 0")).pools[2].ssd_bytes == 0
     assert (first.memory_bytes, first.ssd_bytes, home.ssd_bytes) == (272 << 30, 4 << 40, 0)
     assert first.path == Path("/nvme/prefixes/site/east-pool-0")
     assert home.path == tmp_path / "state" / "site" / "pools" / "home-pool"
@@ -98,6 +99,11 @@ HOME = "pool: {memory: 1 GiB, kv_port: 8400}"
 BAD = {
     "no memory": ("memory: 1 GiB, ", "", "15: clusters[1].pool.memory: is missing"),
     "too little memory": ("memory: 1 GiB", "memory: 10", "pool.memory: must be at least 1048576, not 10"),
+    "no disk in words": (
+        "1 GiB, kv",
+        "1 GiB, ssd: none, kv",
+        "pool.ssd: 'none' is no size; write for example",
+    ),
     "empty": (HOME, "pool:", '15: clusters[1].pool: must be a mapping ("field: value" lines), not empty'),
     "path without a disk": (
         "kv_port: 8400",

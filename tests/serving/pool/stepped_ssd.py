@@ -24,7 +24,7 @@ class SteppedSsd:
         return [entry for entry, _ in self.pages.values()]
 
     def figures(self) -> dict[str, int | float | str]:
-        return {"pages": len(self.pages), "queued_bytes": 0}
+        return {"held_pages": len(self.pages), "queued_bytes": 0}
 
     def entry(self, page_id: bytes) -> SsdEntry | None:
         found = self.pages.get(page_id)

@@ -72,6 +72,10 @@ def _env_value(value: object) -> object:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
+def _size_or_zero(value: object) -> int:
+    return 0 if value == 0 and not isinstance(value, bool) else parse_bytes(value)
+
+
 def _host_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,253}", name):
         raise ValueError(f'{name!r} is no host name; write it without "http://" and without a port')
@@ -86,6 +90,7 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1)]
 Bandwidth = Annotated[float, BeforeValidator(parse_bits_per_s)]
 Size = Annotated[int, BeforeValidator(parse_bytes)]
+SizeOrZero = Annotated[int, BeforeValidator(_size_or_zero)]
 Arg = Annotated[str, AfterValidator(_free_arg)]
 EnvName = Annotated[str, AfterValidator(_env_name)]
 EnvValue = Annotated[str, BeforeValidator(_env_value)]
@@ -131,7 +136,7 @@ class MachinePoolSection(_Section):
     """What one machine of a cluster keeps of computed prefixes. Without a `kv_port` it can only be planned with."""
 
     memory: Annotated[Size, Field(ge=MIB)]
-    ssd: Size = 0
+    ssd: SizeOrZero = 0
     path: Annotated[Text | None, _GIVEN] = None
     kv_port: Annotated[Port | None, _GIVEN] = None
     events_port: Annotated[Port | None, _GIVEN] = None

@@ -85,23 +85,25 @@ def _two_acts(
 ) -> tuple[tuple[DemoAnswer, ...], tuple[PooledAnswer, ...]]:
     with RunningPools(deployment) as pools:
         pools.wait_ready()
-        with watched_pools(deployment) as watch, RunningEngines(deployment) as engines:
-            watch.empty()
+        with RunningEngines(deployment) as engines:
             with stages.starting(engines) as show:
                 engines.wait_ready(ready_timeout_s, show)
-            with stages.asking("two clusters", prompts) as answered:
-                first = asyncio.run(_ask_gateway(deployment, prompts, answered, watch))
-            answers = tuple(each.answer for each in first)
-            if not deployment.pools:
-                return answers, ()
-            watch.settle(_SETTLE_S)
-            for name in engines.names:
-                engines.kill(name)
-            engines.start()
-            with stages.starting(engines) as show:
-                engines.wait_ready(ready_timeout_s, show)
-            with stages.asking("the same clusters, restarted", prompts) as answered:
-                return answers, asyncio.run(_ask_gateway(deployment, prompts, answered, watch))
+            # Pools know what pages look like from their first engine on.
+            with watched_pools(deployment) as watch:
+                watch.empty()
+                with stages.asking("two clusters", prompts) as answered:
+                    first = asyncio.run(_ask_gateway(deployment, prompts, answered, watch))
+                answers = tuple(each.answer for each in first)
+                if not deployment.pools:
+                    return answers, ()
+                watch.settle(_SETTLE_S)
+                for name in engines.names:
+                    engines.kill(name)
+                engines.start()
+                with stages.starting(engines) as show:
+                    engines.wait_ready(ready_timeout_s, show)
+                with stages.asking("the same clusters, restarted", prompts) as answered:
+                    return answers, asyncio.run(_ask_gateway(deployment, prompts, answered, watch))
 
 
 def _chars_per_token(deployment: Deployment) -> float:
