@@ -17,6 +17,7 @@ from prfaas.cli.common import (
     made_folder,
     print_json,
 )
+from prfaas.cli.pool_options import POOLS, PoolMemory, PoolRates, PoolsAsked, PoolSsd
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -44,6 +45,26 @@ def plan(
             help='Plan N times, with values from A to B in one field, e.g. "links[0].bandwidth=1 Gbit/s:1 Tbit/s:50".',
         ),
     ] = None,
+    pool: PoolMemory = None,
+    pool_ssd: PoolSsd = None,
+    pool_rate: PoolRates = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Requests to replay through the pools and to plan for, to see what they are worth.",
+            rich_help_panel=POOLS,
+        ),
+    ] = None,
+    pool_hits: Annotated[
+        float | None,
+        typer.Option(
+            metavar="RATIO",
+            help="Part of all prompt tokens that the pools spare, in place of a trace.",
+            show_default=False,
+            rich_help_panel=POOLS,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a deployment can do: best threshold and roles, throughput, TTFT, cost, and what limits it.
@@ -52,18 +73,25 @@ def plan(
 
     Example: prfaas plan examples/paper.yaml --plot plots
     """
-    if sweep is not None:
-        _sweep(deployment, sweep, plot, as_json)
+    asked = PoolsAsked(pool, pool_ssd, tuple(pool_rate or ()), trace, pool_hits)
+    if sweep is None:
+        _plan(deployment, plot, asked, as_json)
+    elif asked != PoolsAsked():
+        raise CliError(
+            "--sweep has no word about pools: give no --pool, --pool-ssd, --pool-rate, --pool-hits, --trace"
+        )
     else:
-        _plan(deployment, plot, as_json)
+        _sweep(deployment, sweep, plot, as_json)
 
 
-def _plan(path: Path, plot: Path | None, as_json: bool) -> None:
+def _plan(path: Path, plot: Path | None, asked: PoolsAsked, as_json: bool) -> None:
+    from prfaas.cli.plan_pools import pool_plan
     from prfaas.core.deployment import load_planned
     from prfaas.core.planner import make_plan, problem_of
 
     deployment = load_planned(path)
     problem = problem_of(deployment)
+    pools = pool_plan(deployment, problem, asked)
     result = make_plan(problem)
     written: list[Path] = []
     if plot is not None:
@@ -73,12 +101,16 @@ def _plan(path: Path, plot: Path | None, as_json: bool) -> None:
             write_plots(deployment, problem, result, made_folder(plot, "--plot")), "plots"
         )
     if as_json:
-        document = result.to_json()
+        document = result.to_json() | ({} if pools is None else {"pools": pools.to_json()})
         print_json(document | {"plots": [str(each) for each in written]} if plot is not None else document)
         return
     from prfaas.lab.report.plan import print_plan
 
     print_plan(console(), deployment, result)
+    if pools is not None:
+        from prfaas.lab.report.plan_pools import print_pools
+
+        print_pools(console(), pools)
     _print_written(written)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prfaas.cli.common import AsJson, DeploymentPath, console, made_folder, print_json
+from prfaas.cli.pool_options import PoolMemory, PoolRates, PoolsAsked, PoolSsd, pools_asked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,6 +80,9 @@ def simulate(
         str,
         typer.Option(metavar="SIZE", help="Of one instance, for its prefix cache.", rich_help_panel=_WORLD),
     ] = "64 GiB",
+    pool: PoolMemory = None,
+    pool_ssd: PoolSsd = None,
+    pool_rate: PoolRates = None,
     link_fluctuation: Annotated[
         str | None,
         typer.Option(
@@ -157,13 +161,14 @@ def simulate(
     options = None
     if caches or (caches is None and trace is not None):
         options = cache_options(planned.kv_model, cache_memory)
+    pools = pools_asked(planned, PoolsAsked(pool, pool_ssd, tuple(pool_rate or ())))
     if trace is None or recorded_trace is None:
         traffic = made_up(problem, rate_rps, bursts=bursts)
     else:
         traffic = recorded(recorded_trace, trace.name, rate_rps)
     _check_any(traffic, seed, length[1])
     folder = None if report is None else made_folder(report, "--report")
-    scenarios = [scenario_for(planned, name, options, links, prefill_concurrency) for name in names]
+    scenarios = [scenario_for(planned, name, options, links, prefill_concurrency, pools) for name in names]
     results = _simulated(scenarios, traffic, seed, *length)
     shown = SimulationReport(
         deployment=planned,
@@ -178,6 +183,7 @@ def simulate(
         arrivals_text=traffic.text,
         notes=traffic.notes,
         caches=options,
+        pools=pools,
         link_fluctuation=link_fluctuation,
         prefill_concurrency=prefill_concurrency,
         changes=changes,

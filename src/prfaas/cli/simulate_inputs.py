@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from prfaas.core.workload import RequestTrace
     from prfaas.core.workload.arrivals import Arrivals
     from prfaas.core.workload.traffic import ReplayedTraffic, Traffic
-    from prfaas.lab.simulator import CacheOptions, Scenario
+    from prfaas.lab.simulator import CacheOptions, PoolOptions, Scenario
     from prfaas.lab.simulator.capacity import CapacityProcess
 
 
@@ -230,6 +230,7 @@ def scenario_for(
     caches: "CacheOptions | None",
     links: "Mapping[str, CapacityProcess]",
     prefill_concurrency: int = 1,
+    pools: "Mapping[str, PoolOptions] | None" = None,
 ) -> "Scenario":
     """As the deployment would run: its `routing` and `control` sections count.
 
@@ -247,6 +248,7 @@ def scenario_for(
             control=deployment.control,
             allocation=deployment.control.allocation,
             caches=caches,
+            pools=pools,
             links=links,
             prefill_concurrency=prefill_concurrency,
         )

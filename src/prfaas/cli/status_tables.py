@@ -24,7 +24,7 @@ def tables(state: Json) -> RenderableType:
         parts.append(_pools(state["pools"]))
     if state["links"]:
         parts.append(_links(state))
-    parts += [_routes(state), *_suspicions(state), *_incompatible(state), *_changes(state)]
+    parts += [_routes(state), *_copies(state), *_suspicions(state), *_incompatible(state), *_changes(state)]
     return Group(*parts)
 
 
@@ -175,6 +175,15 @@ def _routes(state: Json) -> Table:
     if not counted:
         table.add_row("none yet", "", "", "")
     return table
+
+
+def _copies(state: Json) -> Iterable[RenderableType]:
+    told = state["rebalancing"]
+    if told["copied"]:
+        yield Text(
+            f"hot prefixes: {told['copied']:,} copied between pools, {format_bytes(told['copied_bytes'])}; "
+            f"{told['hits']:,} requests found them and did not compute {told['spared_tokens']:,} tokens"
+        )
 
 
 def _changes(state: Json) -> Iterable[RenderableType]:

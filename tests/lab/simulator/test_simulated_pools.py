@@ -40,9 +40,9 @@ def test_a_prefix_is_loaded_then_the_rest_is_computed(case_study: CaseStudy) -> 
     assert result.ttft_s[1] == pytest.approx(load_s + seconds(shown, 500))
     assert result.hit_tokens.tolist() == [0, LONG]
     assert result.tier_tokens["memory"].tolist() == [0, LONG]
-    summary = result.summary()["hit_ratio_by_tier"]
-    assert summary["memory"] == pytest.approx(LONG / (2 * LONG + 500))
-    assert summary["engine"] == summary["ssd"] == summary["machine"] == summary["cluster"] == 0.0
+    summary = result.summary()
+    assert summary["hit_ratio_memory"] == summary["hit_ratio"] == pytest.approx(LONG / (2 * LONG + 500))
+    assert summary["hit_ratio_ssd"] == summary["hit_ratio_machine"] == summary["hit_ratio_cluster"] == 0.0
 
 
 def test_the_engines_own_blocks_are_not_loaded(case_study: CaseStudy) -> None:
@@ -139,6 +139,6 @@ def test_without_room_they_change_nothing(case_study: CaseStudy) -> None:
     empty = run(scenario(case_study, {"home": PoolOptions(0)}, policy="paper"), *arguments)
 
     assert not without.tier_tokens
-    assert "hit_ratio_by_tier" not in without.summary()
+    assert "hit_ratio_memory" not in without.summary()
     np.testing.assert_array_equal(without.ttft_s, empty.ttft_s)
     np.testing.assert_array_equal(without.link_bytes, empty.link_bytes)

@@ -39,7 +39,7 @@ def told(
     context: StudyContext,
     runs: Mapping[str, list[StudyRun]],
     name: str,
-    found: Callable[[StudyRun], StudyOutcome],
+    found: Callable[[Any], StudyOutcome],
 ) -> tuple[str, str]:
     """The findings and the page of a study."""
     study = STUDIES[name]
@@ -78,7 +78,7 @@ def test_every_outcome_can_be_told(
 def test_the_better_policy_is_called_better(
     context: StudyContext, runs: Mapping[str, list[StudyRun]]
 ) -> None:
-    def better(name: str) -> Callable[[StudyRun], StudyOutcome]:
+    def better(name: str) -> Callable[[Run], StudyOutcome]:
         return lambda run: outcome(context, (1.0 if run.policy == name else 2.0) + 0.001 * run.seed)
 
     text, _ = told(context, runs, "ablation", better("tilted"))
@@ -121,3 +121,22 @@ def test_a_variant_without_which_queues_grow_is_named(
     text, page = told(context, runs, "ablation", found)
     assert "*steady*, against the whole of `paper`: queues grow with `local_only`." in text
     assert "grows: 2.00 (4.00)" in page
+
+
+def test_pools_are_told_by_what_they_hit(context: StudyContext, runs: Mapping[str, list[StudyRun]]) -> None:
+    def found(run: StudyRun) -> StudyOutcome:
+        hits = 0.3
+        if run.key[0] == "size":
+            hits += {"lru": 0.0, "2q": -0.05, "cost": 0.02}[str(run.key[2])] + float(run.key[3]) / 1e5
+        elif run.key[0] == "rule":
+            hits += 0.1 if "junctions" in str(run.key[2]) else 0.0
+        return outcome(context, 2.0, hits=hits)
+
+    text, page = told(context, runs, "pool", found)
+    assert "4 × 272 GiB with `lru` hit 30.3 % of conversation (infinite: 40.0 %; 4 × 16 GiB: 30.0 %)" in text
+    assert "change the hits by +10.0 points of conversation, +10.0 points of synthetic" in text
+    assert (
+        "`2q` differs from `lru` by −5.0 points" in text
+        and "`cost` differs from `lru` by +2.0 points" in text
+    )
+    assert "| synthetic, cost | 32.0 % |" in page

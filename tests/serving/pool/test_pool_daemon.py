@@ -313,11 +313,13 @@ def test_verify_finds_a_page_whose_bytes_changed(tmp_path: Path) -> None:
     options = pool_options(tmp_path)
     with running_daemon(options), connected(options) as client, connected(options, "tool", None) as tool:
         pages = store_prompt(client, PROMPT)
-        assert tool.verify() == {"right_pages": pages, "wrong_pages": 0}
+        found = tool.verify()
+        assert found is not None and (found["right_pages"], found["wrong_pages"]) == (pages, 0)
         match = first_match(client)
         ref = match.pages[0].refs[3]
         client.arena[ref.offset + 99] ^= 1
-        assert tool.verify() == {"right_pages": pages - 1, "wrong_pages": 1}
+        found = tool.verify()
+        assert found is not None and (found["right_pages"], found["wrong_pages"]) == (pages - 1, 1)
         assert client.page_state(ref.slot) is PageState.FAILED
         assert not client.intact(match.epoch, [ref])
         assert first_match(client).usable_tokens == 96
@@ -389,3 +391,34 @@ def test_a_scheduler_is_served_once_its_own_engines_workers_are(tmp_path: Path) 
                 wait_until(lambda: other.epoch != 0)
         finally:
             other.close()
+
+
+def test_a_scheduler_takes_the_pages_of_its_own_engines_workers(tmp_path: Path) -> None:
+    """Not those of a pool that serves another engine's model."""
+    options = pool_options(tmp_path)
+    with (
+        running_daemon(options),
+        connected(options, "worker", engine_id="another"),
+        connected(options, "worker", engine_id="one") as worker,
+        connected(options, "scheduler", None, engine_id="one") as scheduler,
+    ):
+        assert scheduler.geometry == HYBRID
+        assert scheduler.epoch == worker.epoch
+        third = PoolClient(options.socket, "scheduler", None, engine_id="third")
+        assert not third.connect()
+        assert third.match(b"", 0, 100, whole=True, tenant=TENANT, pin=True) is None
+        with connected(options, "worker", engine_id="third"):
+            wait_until(third.connect)
+        third.close()
+
+
+def test_a_scheduler_that_came_first_does_not_keep_its_own_worker_out(tmp_path: Path) -> None:
+    options = pool_options(tmp_path)
+    with running_daemon(options):
+        with connected(options) as other:
+            store_prompt(other, PROMPT)
+        scheduler = PoolClient(options.socket, "scheduler", None)
+        assert not scheduler.connect()
+        with connected(options, "worker", DENSE):
+            wait_until(lambda: scheduler.geometry == DENSE)
+        scheduler.close()

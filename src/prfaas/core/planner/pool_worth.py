@@ -1,7 +1,7 @@
 """What a prefix-cache pool is worth: the work that its hits spare, and whether its tiers are fast enough."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from prfaas.core.planner.equations import kv_throughput_bits_per_s
@@ -47,7 +47,8 @@ class PoolWorth:
     without: OperatingPoint
     with_hits: OperatingPoint
     spared_instances: Mapping[str, int]
-    """By cluster, how many instances fewer carry, with the hits, what all carry without; each cluster on its own."""
+    """By cluster, how many instances the hits spare at the rate without them; each cluster on its own. Those that can
+    be spared without any hit don't count."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers, strings and dicts."""
@@ -73,11 +74,12 @@ def pool_worth(plain: PlanProblem, cached: PlanProblem, hit_ratio: float) -> Poo
         PlanError: as `best_operation`.
     """
     without, with_hits = best_operation(plain), best_operation(cached)
+    rate = without.lambda_max
     return PoolWorth(
         hit_ratio,
         without,
         with_hits,
-        {each.name: _spared(cached, each, without.lambda_max) for each in cached.clusters},
+        {each.name: max(_idle(cached, each, rate) - _idle(plain, each, rate), 0) for each in plain.clusters},
     )
 
 
@@ -105,20 +107,12 @@ def tier_worths(
     return tuple(found)
 
 
-def worth_to_json(worth: PoolWorth | None, tiers: tuple[TierWorth, ...]) -> dict[str, Any]:
-    """Both as plain numbers, strings, lists and dicts."""
-    return {
-        "worth": None if worth is None else worth.to_json(),
-        "tiers": [asdict(tier) | {"pays": tier.pays} for tier in tiers],
-    }
-
-
-def _spared(cached: PlanProblem, cluster: PrfaasCluster | PdCluster, rate: float) -> int:
+def _idle(problem: PlanProblem, cluster: PrfaasCluster | PdCluster, rate: float) -> int:
     """The most instances of a cluster that can go, the last one not, while the rest carries the rate."""
     low, high = 0, cluster.instances
     while high - low > 1:
         middle = (low + high) // 2
-        if best_operation(_without(cached, cluster.name, middle)).lambda_max >= rate:
+        if best_operation(_without(problem, cluster.name, middle)).lambda_max >= rate:
             low = middle
         else:
             high = middle

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.units import format_bits_per_s, format_bytes, format_s
-from prfaas.lab.simulator import CacheOptions, Result
+from prfaas.lab.simulator import CacheOptions, PoolOptions, Result
+from prfaas.lab.simulator.pools import TIERS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,6 +41,8 @@ class SimulationReport:
     notes: Sequence[str] = ()
     """What to know about the traffic before one believes the numbers."""
     caches: CacheOptions | None = None
+    pools: Mapping[str, PoolOptions] = field(default_factory=dict)
+    """Of each machine, by cluster."""
     link_fluctuation: str | None = None
     """SD:CORRELATION_S, as it was asked for."""
     prefill_concurrency: int = 1
@@ -85,6 +88,8 @@ class SimulationReport:
             ("length", f"{length}, a tenth of the time warm-up; seed {self.seed}"),
             ("caches", _caches(self.deployment, self.caches)),
         ]
+        if self.pools:
+            facts.append(("pools", "; ".join(_pools(self.pools))))
         if self.changes_text:
             facts.append(("changed in the file", "; ".join(self.changes_text)))
         return facts
@@ -101,6 +106,7 @@ class SimulationReport:
             "duration_s": self.duration_s,
             "arrivals": self.arrivals,
             "caches": None if self.caches is None else asdict(self.caches),
+            "pools": {name: asdict(options) for name, options in self.pools.items()},
             "link_fluctuation": self.link_fluctuation,
             "prefill_concurrency": self.prefill_concurrency,
             "changes": self.changes or {},
@@ -125,6 +131,15 @@ def _caches(deployment: PlannedDeployment, caches: CacheOptions | None) -> str:
             f"{caches.checkpoint_tokens:,} tokens and at the end of a prompt"
         )
     return text
+
+
+def _pools(pools: Mapping[str, PoolOptions]) -> Iterator[str]:
+    for name, options in pools.items():
+        text = f"{name}: {format_bytes(options.memory_bytes)} of memory"
+        if options.ssd_bytes:
+            text += f" and {format_bytes(options.ssd_bytes)} of SSD"
+        together = options.instances_per_machine
+        yield f"{text} on every machine" + (f", which has {together} instances" if together > 1 else "")
 
 
 def _fluctuation(text: str | None) -> str:
@@ -298,10 +313,14 @@ _ROWS: tuple[tuple[str, str, Callable[[float], str], bool], ...] = (
     ("egress", "egress_bits_per_s", format_bits_per_s, False),
     ("offloaded", "offloaded_fraction", _share, False),
     ("prompt tokens from caches", "hit_ratio", _share, False),
+    ("  from memory of pools", "hit_ratio_memory", _share, False),
+    ("  from SSD of pools", "hit_ratio_ssd", _share, False),
+    ("  from other machines' pools", "hit_ratio_machine", _share, False),
+    ("  from other clusters' pools", "hit_ratio_cluster", _share, False),
     ("changes of the threshold", "threshold_changes", _count, False),
     ("changes of roles", "conversions", _count, False),
     ("prefilled again after a failure", "retries", _count, False),
     ("stable", "stable", _stable, False),
 )
 # Zero is what is expected of these.
-_ONLY_IF_ANY = {"conversions", "retries", "hit_ratio"}
+_ONLY_IF_ANY = {"conversions", "retries", "hit_ratio", *(f"hit_ratio_{tier}" for tier in TIERS)}

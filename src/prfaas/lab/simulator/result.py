@@ -224,15 +224,11 @@ class Result:
         }
         return document | dict(self.changes)
 
-    def _by_tier(self, inputs: float) -> dict[str, Any]:
-        if not self.tier_tokens:
-            return {}
-        loaded = {tier: float(tokens[self.counted].sum()) for tier, tokens in self.tier_tokens.items()}
-        own = float(self.hit_tokens[self.counted].sum()) - sum(loaded.values())
+    def _by_tier(self, inputs: float) -> dict[str, float]:
+        """Of the hit ratio what came from pools; the rest is engines' own."""
         return {
-            "hit_ratio_by_tier": {
-                tier: tokens / inputs if inputs else 0.0 for tier, tokens in {"engine": own, **loaded}.items()
-            }
+            f"hit_ratio_{tier}": float(tokens[self.counted].sum()) / inputs if inputs else 0.0
+            for tier, tokens in self.tier_tokens.items()
         }
 
 

@@ -1,6 +1,6 @@
 """What a prefix-cache pool keeps: its size, its eviction, where states are kept; and what that does to a deployment."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import get_args
 
 from prfaas.core.deployment import EvictionName
@@ -215,8 +215,7 @@ def _deployment_table(outcomes: Outcomes) -> StudyTable:
     rows = []
     for name in _DEPLOYED:
         outcome = outcomes[_RUN, name]
-        by_tier: Mapping[str, float] = outcome.numbers.get("hit_ratio_by_tier", {})
-        shares = [by_tier.get(tier, 0.0) for tier in TIERS]
+        shares = [float(outcome.numbers.get(f"hit_ratio_{tier}", 0.0)) for tier in TIERS]
         rows.append(
             [
                 name,

@@ -51,7 +51,7 @@ class PoolReplay:
             on_ssd += each.ssd_tokens
         numbers = {
             "hit_ratio": reused / tokens,
-            "ssd_hit_ratio": on_ssd / tokens,
+            "hit_ratio_ssd": on_ssd / tokens,
             "memory_bytes": sum(pool.memory_bytes for pool in pools),
             "ssd_bytes": sum(pool.ssd_bytes for pool in pools),
         }

@@ -1,0 +1,126 @@
+"""The pools that `prfaas plan` and `prfaas simulate` are asked for: the file's, or others by options."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prfaas.cli.common import CliError
+
+if TYPE_CHECKING:
+    from prfaas.core.deployment import PlannedDeployment
+    from prfaas.lab.simulator import PoolOptions
+
+_TIERS = ("memory", "ssd", "network")
+
+POOLS = "Prefix-cache pools"
+
+PoolMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--pool",
+        metavar="SIZE",
+        help="Memory of every machine's pool, in place of what the file gives; 0: no pools.",
+        show_default=False,
+        rich_help_panel=POOLS,
+    ),
+]
+PoolSsd = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="SSD of every machine's pool, in place of what the file gives.",
+        show_default=False,
+        rich_help_panel=POOLS,
+    ),
+]
+PoolRates = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pool-rate",
+        metavar="TIER=RATE",
+        help=f"How fast a machine loads from a tier ({', '.join(_TIERS)}), e.g. ssd=48Gbit/s; may be repeated.",
+        show_default=False,
+        rich_help_panel=POOLS,
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolsAsked:
+    """What is asked of pools on the command line."""
+
+    memory: str | None = None
+    ssd: str | None = None
+    rates: tuple[str, ...] = ()
+    trace: Path | None = None
+    """Requests to replay through them."""
+    hits: float | None = None
+    """Part of all prompt tokens that they spare."""
+
+
+def pools_asked(planned: "PlannedDeployment", asked: PoolsAsked) -> "dict[str, PoolOptions]":
+    """The pool of each machine, by cluster; clusters without one are left out.
+
+    Raises:
+        CliError: a size or rate that is none, SSD without memory, or a model that keeps nothing per token.
+    """
+    from prfaas.lab.simulator import PoolOptions
+    from prfaas.lab.simulator.scenario import pools_of
+
+    pools = pools_of(planned)
+    if asked.memory is not None:
+        size = _size("--pool", asked.memory)
+        pools = {
+            cluster.name: PoolOptions(
+                size,
+                checkpoint_tokens=planned.pool.checkpoint_tokens,
+                eviction=planned.pool.eviction,
+                instances_per_machine=cluster.instances_per_machine,
+            )
+            for cluster in planned.clusters
+            if size
+        }
+    if not pools:
+        if asked.ssd is not None or asked.rates:
+            raise CliError("--pool-ssd and --pool-rate need pools: give --pool, or pools in the file")
+        return {}
+    if planned.kv_model.token_bytes == 0:
+        raise CliError(f"--pool: {planned.kv_model.name} has no full-attention layers, so it gets no pool")
+    if asked.ssd is not None:
+        size = _size("--pool-ssd", asked.ssd)
+        pools = {name: replace(options, ssd_bytes=size) for name, options in pools.items()}
+    given = dict(_rate(text) for text in asked.rates)
+    return {
+        name: replace(
+            options,
+            memory_bits_per_s=given.get("memory", options.memory_bits_per_s),
+            ssd_bits_per_s=given.get("ssd", options.ssd_bits_per_s),
+            network_bits_per_s=given.get("network", options.network_bits_per_s),
+        )
+        for name, options in pools.items()
+    }
+
+
+def _size(option: str, text: str) -> int:
+    from prfaas.core.units import parse_bytes
+
+    if text.strip() == "0":
+        return 0
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise CliError(f"{option}: {error}") from None
+
+
+def _rate(text: str) -> tuple[str, float]:
+    from prfaas.core.units import parse_bits_per_s
+
+    tier, sign, rate = text.partition("=")
+    if not sign or tier not in _TIERS:
+        raise CliError(f'--pool-rate "{text}": write TIER=RATE with one of {", ".join(_TIERS)}')
+    try:
+        return tier, parse_bits_per_s(rate)
+    except ValueError as error:
+        raise CliError(f"--pool-rate {tier}: {error}") from None
