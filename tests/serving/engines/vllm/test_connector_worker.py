@@ -1,8 +1,10 @@
 """A worker whose requests wait for transfers, for the pool, or for both; and whole engines at a pool's daemon."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,8 +24,9 @@ from tests.serving.pool.pool_daemon import chain_of as keys_of
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.depth import needed_blocks
 from prfaas.core.pool.geometry import PoolGeometry
+from prfaas.serving.engines.model_identity import ModelIdentity
 from prfaas.serving.engines.vllm.connector_worker import ConnectorWorker
-from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout
+from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout, fingerprint, pool_fingerprint
 from prfaas.serving.engines.vllm.metadata import (
     LoadOrder,
     PoolLoad,
@@ -39,6 +42,7 @@ from prfaas.serving.engines.vllm.rank_pages import pool_geometry
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.protocol import PoolMatch
+from prfaas.serving.transport.handshake import fingerprint_difference
 from prfaas.serving.transport.ticket import Ticket
 
 
@@ -261,3 +265,33 @@ def test_two_ranks_store_for_another_engine_whose_loads_fail_after_a_restart_of_
         daemon.stop()
         with running_daemon(options):
             assert two.load(match, SHIFT) == [({"r"}, {"r"})] * RANKS
+
+
+# ---- what engines compare
+
+
+def marks(identity: ModelIdentity, *, page_digests: bool = True) -> dict[str, str | int]:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: {"layers": 4}), dtype="bf16"),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )
+    pages = {
+        name: [HostPages(torch.zeros((4, size), dtype=torch.uint8))] for name, size in PAGE_BYTES.items()
+    }
+    return fingerprint(KvLayout(GROUPS, pages), config, identity, "DS", page_digests=page_digests)
+
+
+@pytest.mark.parametrize("field", ["weights", "tokenizer"])
+def test_engines_with_other_weights_or_tokenizers_neither_send_nor_share_a_pool(field: str) -> None:
+    ours = ModelIdentity("w", "t")
+    theirs = dataclasses.replace(ours, **{field: "other"})
+    assert fingerprint_difference(marks(ours), marks(ours), "home", "east") is None
+    difference = fingerprint_difference(marks(ours), marks(theirs), "home", "east")
+    assert difference is not None and field in difference
+    assert pool_fingerprint(marks(ours)) != pool_fingerprint(marks(theirs))
+
+
+def test_what_belongs_to_transfers_alone_does_not_part_pools() -> None:
+    identity = ModelIdentity("w", "t")
+    assert pool_fingerprint(marks(identity)) == pool_fingerprint(marks(identity, page_digests=False))
