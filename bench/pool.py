@@ -17,7 +17,7 @@ vLLM's own offloading connector is no anchor here: it refuses CPUs (`vllm/v1/kv_
 import argparse
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ def _measured(part: str, options: argparse.Namespace, folder: Path) -> list[Figu
         import pool_copies
 
         measure = {"memory": pool_copies.memory, "ssd": pool_copies.ssd, "lookup": pool_copies.lookup}[part]
-        rows = measure(folder, options.rounds)
+        rows: Sequence[tuple[Any, ...]] = measure(folder, options.rounds)
     elif part == "mooncake":
         import pool_mooncake
 

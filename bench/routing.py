@@ -12,7 +12,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -28,10 +28,13 @@ from prfaas.core.scheduling import (
     KvFacts,
     LinkView,
     Policy,
+    PoolHit,
+    PoolView,
     PrefixHit,
     RoutingRequest,
     View,
     policy_named,
+    with_pools,
 )
 
 H200, H20 = (ServiceCurve.of_profile(load_profile(f"internal-1t-{name}")).seconds for name in ("h200", "h20"))
@@ -88,6 +91,20 @@ def conversation(view: View) -> RoutingRequest:
     return RoutingRequest(50_000, held)
 
 
+def pooled(view: View) -> tuple[View, dict[str, PoolHit]]:
+    """The board with a pool for every two instances, and what a quarter of them holds of a conversation."""
+    pools, hits = {}, {}
+    for cluster in view.clusters.values():
+        for first in range(0, len(cluster.instances), 2):
+            together = tuple(each.name for each in cluster.instances[first : first + 2])
+            pools[together[0] + "-pool"] = PoolView(together[0] + "-pool", cluster.name, together)
+    for number, name in enumerate(pools):
+        if number % 4 == 0:
+            tokens = 16_384 + 1024 * number
+            hits[name] = PoolHit(PrefixHit(tokens, tokens), PrefixHit(8192, 8192))
+    return replace(view, pools=pools), hits
+
+
 def measure(policy: Policy, request: RoutingRequest, view: View, repeat: int) -> float:
     """Microseconds of one decision."""
 
@@ -112,13 +129,22 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=40, help="take the fastest of this many runs")
     options = parser.parse_args()
     paper, large = board(4, 3, 5, 1), board(8, 3, 5, 4)
+    with_pool, hits = pooled(large)
+    own = conversation(large).held
+
+    def merge() -> None:
+        for _ in range(CALLS):
+            with_pools(50_000, own, hits, with_pool)
+
     cases = [
         ("12 instances, 8K prompt", paper, RoutingRequest(8_000), None),
         ("12 instances, 50K prompt", paper, RoutingRequest(50_000), None),
         ("64 instances, 50K prompt", large, RoutingRequest(50_000), 50.0),
         ("64 instances, 50K prompt, cached", large, conversation(large), 50.0),
+        ("64, cached, pools", with_pool, with_pools(50_000, own, hits, with_pool), None),
     ]
     rows = []
+    merging = min(timed(merge) for _ in range(options.repeat)) / CALLS * 1e6
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for name in progress.track(POLICIES):
             params = {"threshold_tokens": 19_400} if name == "static_threshold" else {}
@@ -131,6 +157,9 @@ def main() -> None:
     for name in POLICIES:
         table.add_row(name, *(f"{row.microseconds:.1f}" for row in rows if row.policy == name))
     Console(width=150).print(table)
+    Console().print(
+        f"{merging:.0f} µs to add what {len(hits)} of {len(with_pool.pools)} pools hold to a request"
+    )
     if options.json is not None:
         document = {"rows": [asdict(row) for row in rows]}
         options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

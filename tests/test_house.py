@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 # 240 was the aim of the rebuilding. Since then: the public API and `prfaas init`; then judging engines, admission, the
 # operators' port, logs, supervision, page digests, shadow requests and two more APIs, a noun each; then certificates,
 # sealed connections, signs of life, the order of chunks, compression, how links are judged and shared; then the pool.
-MOST_FILES = 345
+MOST_FILES = 385
 MOST_LINES = 420
 
 

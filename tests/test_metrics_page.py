@@ -6,7 +6,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from prfaas.serving.control.metrics import ControlMetrics
-from prfaas.serving.engines.transfer_counters import COUNTERS
+from prfaas.serving.engines.transfer_counters import COUNTERS, POOL_COUNTERS
 from prfaas.serving.gateway.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]
@@ -33,5 +33,5 @@ def test_the_gateways_and_the_control_planes() -> None:
 
 
 def test_the_engines() -> None:
-    made = {f"vllm:prfaas_{name}_total" for name in COUNTERS}
+    made = {f"vllm:prfaas_{name}_total" for name in (*COUNTERS, *POOL_COUNTERS)}
     assert {name for name in ROWS if name.startswith("vllm:")} == made

@@ -8,7 +8,8 @@ import pytest
 from prfaas.cli.main import main
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "local.yaml"
-NAMES = ["east-prefill-0", "home-prefill-0", "home-decode-0", "gateway", "tools"]
+INSTANCES = ["east-prefill-0", "home-prefill-0", "home-decode-0"]
+NAMES = [*INSTANCES, "prfaas-east-pool", "home-pool", "gateway", "tools"]
 
 
 @pytest.fixture

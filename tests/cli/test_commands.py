@@ -66,6 +66,9 @@ def test_every_command_has_help_with_an_example(
         ["doctor"],
         ["demo"],
         ["pool", "start"],
+        ["pool", "status"],
+        ["pool", "clear"],
+        ["pool", "verify"],
         ["model", "make"],
     ):
         assert command[0] in overview

@@ -331,7 +331,7 @@ def test_certificates(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -
     ensure_certificates(deployment, ["home-decode-0"])
     (finding,) = check_certificates(deployment)
     # The gateway and the tools need none here: nothing leaves the machine but what goes over the link.
-    assert finding.level == "ok" and finding.text.startswith("3 in ")
+    assert finding.level == "ok" and finding.text.startswith("5 in ")
     own = deployment.security.identity_file("home-decode-0")
     content = own.read_bytes()
     own.unlink()

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from prfaas.cli import main as cli
 from prfaas.cli.explain import sentences
-from prfaas.cli.status_tables import _condition
+from prfaas.cli.status_tables import _condition, _copies
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.kv import FullAttention, KvModel
 from prfaas.core.scheduling import CacheTransfer, Decision, HitTokens, PoolHit, PrefixHit, Route
@@ -207,7 +207,6 @@ def test_status_shows_pools(
         "256.0 MiB",
         "512.0 MiB",
         "3.0 MiB",
-        "700.0 MiB",
         "42.0 MiB",
         " 5 ",
         " 3 ",
@@ -393,3 +392,13 @@ def test_help_has_an_example(
     assert run(monkeypatch, command, "--help") == 0
     text = " ".join(capsys.readouterr().out.split())
     assert f"Example: prfaas {command}" in text
+
+
+def test_what_copies_of_hot_prefixes_spared() -> None:
+    told = state(load_deployment(EXAMPLE))
+    assert not list(_copies(told))
+    told["rebalancing"] |= {"copied": 3, "copied_bytes": 5 << 20, "hits": 40, "spared_tokens": 120_000}
+    (line,) = _copies(told)
+    assert str(line) == (
+        "hot prefixes: 3 copied between pools, 5.0 MiB; 40 requests found them and did not compute 120,000 tokens"
+    )

@@ -47,9 +47,10 @@ def write_deployment(
     max_model_len: int = 32768,
     staging: str = "64 MiB",
     policy: str = "static_threshold",
+    pools: bool = False,
 ) -> Path:
     """Three engines of the tiny Qwen3-Next: one PrfaaS prefill, one PD prefill, one PD decode."""
-    ports = free_ports(8)
+    ports = free_ports(10)
     names = (
         ("prfaas-east", "east-prefill-0", "prefill"),
         ("home", "home-prefill-0", "prefill"),
@@ -66,7 +67,7 @@ def write_deployment(
                 "kv_port": ports[3 + index],
             }
         )
-    deployment = {
+    deployment: dict[str, Any] = {
         "name": directory.name,
         "model": {"served_name": MODEL, "tiny": "qwen3-next", "max_model_len": max_model_len},
         "clusters": [
@@ -105,6 +106,11 @@ def write_deployment(
             ],
         },
     }
+    if pools:
+        for cluster, port in zip(("prfaas-east", "home"), ports[8:], strict=True):
+            place = next(each for each in deployment["clusters"] if each["name"] == cluster)
+            place["pool"] = {"memory": "192 MiB", "ssd": "512 MiB", "kv_port": port}
+        deployment["pool"] = {"staging": "16 MiB"}
     path = directory / "deployment.yaml"
     path.write_text(json.dumps(deployment))  # JSON is YAML
     return path

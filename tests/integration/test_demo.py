@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 @pytest.mark.parametrize("model", ["gpt-oss", "mimo-v2-flash", "qwen3"])
 def test_the_demo_succeeds_with_every_kind_of_cache(model: str, tmp_path: Path) -> None:
-    deployment = write_deployment(tmp_path, bandwidth="200 Mbit/s", staging="256 MiB")
+    deployment = write_deployment(tmp_path, bandwidth="200 Mbit/s", staging="256 MiB", pools=True)
     result = tmp_path / "demo.json"
     demo = subprocess.run(
         [
@@ -38,3 +38,10 @@ def test_the_demo_succeeds_with_every_kind_of_cache(model: str, tmp_path: Path) 
     assert outcome["all_equal"]
     assert outcome["all_bytes_explained"]
     assert {request["route"] for request in outcome["requests"]} == {"local", "offload"}
+    second = outcome["second_act"]
+    assert second["all_equal"]
+    assert second["all_bytes_explained"]
+    # What is left are states and windows, tails of prompts, and prompts that no boundary ends in.
+    assert second["crossed_bytes"] < second["first_crossed_bytes"] / 4
+    for request in second["requests"]:
+        assert request["prompt_tokens"] < 2000 or request["pool_tokens"] > request["prompt_tokens"] / 2

@@ -20,8 +20,8 @@ def doctor(
     ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Check a deployment: files, key, engines, versions, KV ports, gateway, clocks, file descriptors, and that
-    disaggregation really happens.
+    """Check a deployment: files, key, engines, versions, KV ports, pools, gateway, clocks, file descriptors, and
+    that disaggregation really happens.
 
     Each problem comes with what to do about it. Exit code 1 if there is one.
 
@@ -64,10 +64,12 @@ async def _ask(deployment: "Deployment", probe: bool) -> "list[Finding]":
 
     from prfaas.tools.doctor import check_disaggregation, check_engines, check_gateway
     from prfaas.tools.finding import any_problem
+    from prfaas.tools.pool_facts import check_pools
     from prfaas.tools.process_facts import check_processes
 
     async with aiohttp.ClientSession() as session:
         findings = await check_engines(deployment, session)
+        findings += await check_pools(deployment)
         gateway = await check_gateway(deployment, session)
         findings.append(gateway)
         findings += await check_processes(deployment, session)

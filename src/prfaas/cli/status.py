@@ -8,6 +8,8 @@ from prfaas.cli.common import AdminAddress, AsJson, TokenFile, console
 
 _PERIOD_S = 1.0
 _PATH = "/prfaas/state"
+# Of a pipe: the table of pools is the widest.
+_COLUMNS = 170
 
 
 def status(
@@ -40,7 +42,7 @@ def status(
     else:
         from prfaas.cli.status_tables import tables
 
-        console(150).print(tables(fetch(admin, _PATH)))
+        console(_COLUMNS).print(tables(fetch(admin, _PATH)))
 
 
 def _watch(admin: AdminAddress, as_json: bool) -> None:
@@ -53,7 +55,7 @@ def _watch(admin: AdminAddress, as_json: bool) -> None:
     from prfaas.cli.common import fetch
     from prfaas.cli.status_tables import tables
 
-    out = console(150)
+    out = console(_COLUMNS)
     with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as screen:
         live: Live | None = None
         while True:

@@ -24,7 +24,7 @@ def tables(state: Json) -> RenderableType:
         parts.append(_pools(state["pools"]))
     if state["links"]:
         parts.append(_links(state))
-    parts += [_routes(state), *_suspicions(state), *_incompatible(state), *_changes(state)]
+    parts += [_routes(state), *_copies(state), *_suspicions(state), *_incompatible(state), *_changes(state)]
     return Group(*parts)
 
 
@@ -127,7 +127,7 @@ def _links(state: Json) -> Table:
 def _pools(pools: Json) -> Table:
     numbers = (
         "memory", "of", "SSD", "of", "to write", "pins", "engines",
-        "hits memory", "hits SSD", "stored", "evicted", "from pools", "heard of",
+        "hits memory", "hits SSD", "evicted", "from pools", "heard of",
     )  # fmt: skip
     table = _table("pools", ("pool", "state"), numbers)
     for name, pool in pools.items():
@@ -149,7 +149,7 @@ def _pool(pool: Json) -> Iterable[str]:
         yield str(daemon["sessions"])
     yield f"{hits['memory']:,}"
     yield f"{hits['ssd']:,}"
-    for what in ("stored", "evicted", "copied"):
+    for what in ("evicted", "copied"):
         yield "–" if daemon is None else format_bytes(daemon[f"{what}_bytes"])
     yield "–" if pool["age_s"] is None else f"{format_s(pool['age_s'])} ago"
 
@@ -175,6 +175,15 @@ def _routes(state: Json) -> Table:
     if not counted:
         table.add_row("none yet", "", "", "")
     return table
+
+
+def _copies(state: Json) -> Iterable[RenderableType]:
+    told = state["rebalancing"]
+    if told["copied"]:
+        yield Text(
+            f"hot prefixes: {told['copied']:,} copied between pools, {format_bytes(told['copied_bytes'])}; "
+            f"{told['hits']:,} requests found them and did not compute {told['spared_tokens']:,} tokens"
+        )
 
 
 def _changes(state: Json) -> Iterable[RenderableType]:

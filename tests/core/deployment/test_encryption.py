@@ -167,7 +167,7 @@ def renamed(name: str) -> list[dict[str, Any]]:
         ({"clusters": renamed("Home-1")}, '"home-1" and "Home-1" are one name in certificates'),
         ({"clusters": renamed("a..b")}, '"a..b" can\'t stand in a certificate'),
         ({"clusters": renamed("10.0.0.7")}, '"10.0.0.7" can\'t stand in a certificate'),
-        ({"clusters": at_host("Home-1")}, '"Home-1" is also the name of instance "home-1", and certificates bear both'),
+        ({"clusters": at_host("Home-1")}, '"Home-1" is also the name of "home-1", and certificates bear both'),
         ({"clusters": at_host("gateway")}, 'host: "gateway" is also the name of a part of prfaas'),
         ({"security": {"engine_tls": "sometimes"}}, 'must be one of "elsewhere", "always", "never"'),
         ({"security": {"encrypt_inside": "yes"}}, "security.encrypt_inside: must be true or false"),
@@ -181,6 +181,30 @@ def test_errors(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
         load(tmp_path, **changes)
     assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1
+
+
+def with_pool(**changes: Any) -> list[dict[str, Any]]:
+    clusters: list[dict[str, Any]] = document()["clusters"]
+    clusters[0] |= {"pool": {"memory": "1 GiB", "kv_port": 8300}} | changes
+    return clusters
+
+
+@pytest.mark.parametrize(
+    "clusters, message",
+    [
+        (with_pool(instances=[instance("Far-Pool", "10.0.0.1", 8100, "prefill")]), '"far-pool" and "Far-Pool" are one'),
+        (with_pool(instances=[instance("far-0", "Far-Pool", 8100, "prefill")]), '"Far-Pool" is also the name of "far'),
+        (with_pool(name="a..b"), '"a..b-pool", which can\'t stand in a certificate'),
+    ],
+)  # fmt: skip
+def test_pools_have_certificates_of_their_own(
+    tmp_path: Path, clusters: list[dict[str, Any]], message: str
+) -> None:
+    links = [{**link, "source": clusters[0]["name"]} for link in document()["links"]]
+    with pytest.raises(DeploymentError) as error:
+        load(tmp_path, clusters=clusters, links=links)
+    assert message in str(error.value)
+    load(tmp_path, clusters=with_pool())
 
 
 def test_tenants_have_weights(tmp_path: Path) -> None:

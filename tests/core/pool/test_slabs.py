@@ -19,6 +19,7 @@ def test_a_slab_has_room_for_a_slot_of_each_size_and_each_size_for_a_slab(
     memory_bytes = times * max(slots) * len(slots)
     slab_bytes = slab_size(slots, memory_bytes)
     assert max(slots) <= slab_bytes <= memory_bytes // len(slots)
+    assert any(slab_bytes % each == 0 for each in slots)
     assert slab_bytes * 4096 * 2 > memory_bytes or slab_bytes == max(slots)
 
 

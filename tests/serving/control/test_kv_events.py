@@ -86,6 +86,22 @@ def test_a_late_start_learns_what_happened_before(deployment: Deployment) -> Non
     assert (fed.drops, fed.held("home-d1")) == ([], 0)
 
 
+def test_who_is_heard_late_is_asked_again(deployment: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stored something before it was heard, and nothing since."""
+    monkeypatch.setattr("prfaas.core.prefix.events.REPLAY_TIMEOUT_S", 0.1)
+    fed = Fed(deployment)
+
+    async def main() -> None:
+        async with running(fed):
+            await asyncio.sleep(0.5)
+            publisher = Publisher(fed.endpoints["home-d0"])
+            publisher.step(stored(range(64), [1, 2, 3, 4]), lost=True)
+            await until(lambda: fed.held("home-d0") == 64, publisher)
+            publisher.close()
+
+    asyncio.run(main())
+
+
 def test_a_lost_batch_is_replayed(deployment: Deployment) -> None:
     fed = Fed(deployment)
     publisher = Publisher(fed.endpoints["home-d0"])

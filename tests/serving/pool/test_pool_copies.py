@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import xxhash
 import yaml
@@ -22,26 +23,32 @@ from prfaas.core.deployment.pool_peers import plain_pool_peers, pool_peers, pool
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.eviction import eviction_policy
 from prfaas.core.pool.geometry import PageGroup, PoolGeometry
+from prfaas.core.pool.keys import tenant_id
 from prfaas.core.pool.prefix_pages import PrefixPages, batches
 from prfaas.serving.certificates import identity_of
 from prfaas.serving.engines.preparation import ensure_certificates
 from prfaas.serving.pool.arena import ArenaLayout, create_arena
-from prfaas.serving.pool.lending import PageSource
+from prfaas.serving.pool.client import PoolClient
+from prfaas.serving.pool.copier import PoolCopier, pool_observers
+from prfaas.serving.pool.lending import PinnedPages
 from prfaas.serving.pool.neighbours import PoolNeighbours
 from prfaas.serving.pool.page_table import PageState, row_of
+from prfaas.serving.pool.running import RunningPools
 from prfaas.serving.pool.store import PageStore
-from prfaas.serving.transport import Observer, Ticket, TransferClass, prompt_digest
+from prfaas.serving.transport import Observer, Ticket, TransferClass, load_key, prompt_digest
 from prfaas.serving.transport.requests import CopyOrder, CopyResult, PullAnswer, PullOrder
+
+from .stepped_ssd import SteppedSsd
 
 KEY = bytes(range(32))
 KIB = 1024
-TENANT = b"tenant-1"
+TENANT = tenant_id("salt")
 FULL = PageGroup(0, GroupKind.FULL, 16, 0, 4 * KIB)
 WINDOW = PageGroup(1, GroupKind.WINDOW, 32, 64, 2 * KIB)
 STATE = PageGroup(2, GroupKind.STATE, 32, 0, 20 * KIB)
 DENSE = PoolGeometry("dense", 2, (FULL,))
 HYBRID = PoolGeometry("hybrid", 2, (FULL, WINDOW, STATE))
-PROMPT = [random.Random(7).randrange(50_000) for _ in range(2000)]
+PROMPT = random.Random(7).choices(range(50_000), k=2000)
 
 
 def deployment_of(folder: Path, *, encryption: bool = False, staging: str = "1 MiB") -> Deployment:
@@ -81,10 +88,15 @@ def deployment_of(folder: Path, *, encryption: bool = False, staging: str = "1 M
     return load_deployment(path, state_dir=folder / "state")
 
 
-def make_store(folder: Path, geometry: PoolGeometry, memory_bytes: int = 24 << 20) -> PageStore:
+def make_store(
+    folder: Path, geometry: PoolGeometry, memory_bytes: int = 24 << 20, *, has_ssd: bool = False
+) -> PageStore:
     layout = ArenaLayout.of(geometry, memory_bytes)
     arena = create_arena(folder / f"arena-{random.getrandbits(48)}", layout, epoch=1)
-    store = PageStore(arena, eviction_policy("lru", geometry.groups))
+    ssd = SteppedSsd(geometry, arena.view) if has_ssd else None
+    store = PageStore(arena, eviction_policy("lru", geometry.groups), ssd=ssd)
+    if ssd is not None:
+        ssd.attach(store.dropped_by_ssd)
     for slab in range(layout.slabs):
         arena.provide(slab)
         store.memory.add_slab(slab)
@@ -111,6 +123,14 @@ def fill(
         store.commit_all(
             ref, [xxhash.xxh3_64_intdigest(data[at : at + part]) for at in range(0, len(data), part)]
         )
+        if isinstance(store.ssd, SteppedSsd):
+            do_all(store.ssd)
+
+
+def do_all(ssd: SteppedSsd) -> None:
+    """Whatever waits to be written or read."""
+    while ssd.waiting:
+        ssd.waiting.pop(0)(True)
 
 
 def held(store: PageStore, pages: PrefixPages) -> list[tuple[int, int]]:
@@ -162,7 +182,7 @@ class Pools:
             "prompt_digest": prompt_digest(tokens, "salt", "adapter"),
             "lifetime_s": 30.0,
             "now_s": time.time(),
-            "service": TransferClass(TENANT, 1, background=True),
+            "service": TransferClass(b"otherone", 1, background=True),
             **changes,
         }
         return Ticket.issue(**values)
@@ -325,6 +345,138 @@ def test_damaged_pages_are_not_taken(tmp_path: Path) -> None:
     run(tmp_path, body, geometry=DENSE)
 
 
+@pytest.mark.parametrize("lost", [None, 656])
+def test_pages_on_ssd_are_read_before_they_are_sent(tmp_path: Path, lost: int | None) -> None:
+    """`lost`: where the block ends that cannot be read."""
+    pages, others = prefix(DENSE), prefix(DENSE, PROMPT[::-1])
+
+    async def body(pools: Pools) -> None:
+        source = pools.stores["far-pool"] = make_store(tmp_path, DENSE, 1300 * KIB, has_ssd=True)
+        ssd = source.ssd
+        assert isinstance(ssd, SteppedSsd)
+        for each in (pages, others):
+            fill(source, each)
+        wrong = [page.page_id for page in pages.pages if page.end_tokens == lost]
+        assert sum(page_id[:-1] in source.held[0] for page_id in ssd.pages) == 250
+        in_memory = [page for page in pages.pages if source.held[0][page.page_id[:-1]].slot >= 0]
+        assert len(in_memory) < 50
+
+        async def work() -> None:
+            while True:
+                do_all(ssd)
+                for page_id in wrong:
+                    ssd.pages.pop(page_id, None)
+                await asyncio.sleep(0)
+
+        working = asyncio.create_task(work())
+        result = await pools.copy("far-pool", "home-pool-0", PROMPT)
+        working.cancel()
+        if lost is None:
+            assert (result.usable_tokens, result.reason) == (2000, "")
+            assert len(held(store_of(pools, "home-pool-0"), pages)) == 125
+        else:
+            assert (result.word, result.usable_tokens) == ("gone", lost - 16)
+        do_all(ssd)
+
+    run(tmp_path, body, geometry=DENSE)
+
+
+def test_what_is_on_its_way_is_not_evicted(tmp_path: Path) -> None:
+    pages = prefix(DENSE)
+
+    async def body(pools: Pools) -> None:
+        source = store_of(pools, "far-pool")
+        fill(source, pages)
+        pools.neighbours["far-pool"]._sender.set_bandwidth("far->home", 8e6)
+        copying = asyncio.create_task(pools.copy("far-pool", "home-pool-0", PROMPT))
+        while not pools.neighbours["far-pool"].lender.pinned_bytes:
+            await asyncio.sleep(0.01)
+        # Others want all of the memory meanwhile, again and again. What is pinned stays, what is not may go.
+        number = 0
+        while not copying.done():
+            number += 1
+            other = prefix(DENSE, [number, *PROMPT[:400]])
+            for page in other.pages:
+                (ref,) = source.reserve(TENANT, [(page.page_id, page.identity)])
+                if ref is not None:
+                    source.memory.arena.view[ref.offset : ref.offset + 64] = bytes(64)
+                    source.commit_all(ref, (0, 0))
+            await asyncio.sleep(0.005)
+        result = await copying
+        # Every page that has come is what it was.
+        assert len(held(store_of(pools, "home-pool-0"), pages)) * 16 == result.usable_tokens >= 16
+        assert (result.word, pools.neighbours["home-pool-0"].figures()["wrong_pages"]) == ("gone", 0)
+
+    run(tmp_path, body, geometry=DENSE, memory={"far-pool": 1200 * KIB})
+
+
+def test_two_daemons_of_a_deployment(tmp_path: Path) -> None:
+    """As `prfaas up` runs them: pages that an engine of one machine has stored are found on the other."""
+    deployment = deployment_of(tmp_path, encryption=True)
+    pages = prefix(HYBRID)
+    with RunningPools(deployment) as pools:
+        pools.wait_ready(60.0)
+        here, there = (
+            PoolClient(deployment.pool_socket(deployment.pool_named(name)), "scheduler", HYBRID)
+            for name in ("far-pool", "home-pool-0")
+        )
+        ranks = [
+            PoolClient(deployment.pool_socket(deployment.pool_named("far-pool")), "worker", HYBRID, rank)
+            for rank in range(2)
+        ]
+        engines = [here, there, *ranks]
+        try:
+            assert all(engine.connect() for engine in engines)
+            store_whole(here, ranks, pages)
+            result = asyncio.run(copied(deployment))
+            assert result == CopyResult(sum(page.nbytes for page in pages.pages), 1984, "")
+            chain = pages._chain.packed(0, 2000 // 16)
+            match = there.match(chain, 0, 2000, whole=True, tenant=TENANT, pin=True)
+            assert match is not None and match.usable_tokens == 1984
+            for group, _, refs in match.pages:
+                wanted = [page for page in pages.pages if page.group == group]
+                for page, ref in zip(wanted, refs, strict=True):
+                    assert there.arena[ref.offset : ref.offset + page.nbytes].tobytes() == content(
+                        page.page_id, HYBRID
+                    )
+            verified = there.verify()
+            assert verified is not None
+            there.unpin(match.pin)
+        finally:
+            for engine in engines:
+                engine.close()
+
+
+def store_whole(scheduler: PoolClient, ranks: Sequence[PoolClient], pages: PrefixPages) -> None:
+    """As the scheduler and the workers of an engine store it. There may not be room for all at first."""
+    left, until_s = list(pages.pages), time.monotonic() + 60.0
+    while left and time.monotonic() < until_s:
+        refs = scheduler.reserve(TENANT, [(page.page_id, page.identity) for page in left])
+        assert refs is not None
+        for page, ref in zip(left, refs, strict=True):
+            if ref is not None:
+                data, part = content(page.page_id, HYBRID), HYBRID.group(page.group).rank_bytes
+                for rank, client in enumerate(ranks):
+                    own, at = data[rank * part : (rank + 1) * part], ref.offset + rank * part
+                    client.arena[at : at + part] = np.frombuffer(own, np.uint8)
+                    client.commit([(ref, xxhash.xxh3_64_intdigest(own))])
+        left = [page for page, ref in zip(left, refs, strict=True) if ref is None]
+        time.sleep(0.05)
+    assert not left
+
+
+async def copied(deployment: Deployment) -> CopyResult:
+    """A copy as the gateway orders it."""
+    key, tls = load_key(deployment.security.key_file), identity_of(deployment, GATEWAY)
+    copier = PoolCopier(deployment, key, pool_observers(deployment, GATEWAY, key, tls))
+    try:
+        return await copier.copy(
+            "far-pool", "home-pool-0", PROMPT, "salt", "adapter", TransferClass(), kv_bytes=1 << 20
+        )
+    finally:
+        await copier.close()
+
+
 def test_refusals_have_a_reason(tmp_path: Path) -> None:
     async def body(pools: Pools) -> None:
         copy = pools.copy
@@ -483,7 +635,7 @@ def test_who_is_whose_peer(tmp_path: Path) -> None:
 @settings(max_examples=60)
 def test_pages_are_sent_as_one_run_of_bytes(sizes: list[int], data: st.DataObject) -> None:
     pages = [random.Random(at).randbytes(size) for at, size in enumerate(sizes)]
-    whole, source = b"".join(pages), PageSource([memoryview(page) for page in pages])
+    whole, source = b"".join(pages), PinnedPages([memoryview(page) for page in pages])
     start = data.draw(st.integers(0, len(whole) - 1))
     nbytes = data.draw(st.integers(1, len(whole) - start))
     out = bytearray(nbytes)

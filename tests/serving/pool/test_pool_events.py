@@ -148,7 +148,8 @@ def test_who_comes_late_gets_a_snapshot(
             for prompt in some:
                 wanted = held(pages, prompt, shape).reusable_tokens
                 await until(lambda prompt=prompt, wanted=wanted: followed.tokens(prompt) == wanted)
-            assert publisher.state()["snapshots"] == 1
+            # A second time where the first question came before the connection.
+            assert publisher.state()["snapshots"] in (1, 2)
             assert followed.feed.state()["pool"]["resyncs"] == 1
             publisher.removed(some[0].pages[0][0], "memory")
             await until(lambda: followed.tokens(some[0]) == 0)

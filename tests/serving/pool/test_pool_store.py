@@ -329,6 +329,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.schedulers, self.workers = [], {}
         self.open_store()
         assert self.held_pages() == readable | on_ssd
+        for row in arena.table.used_rows():
+            slot = arena.table.slot(row.row)
+            to_verify = arena.table.checksum_to_verify(slot, 1)
+            assert to_verify == (
+                row.checksums[1] if row.page_id in readable and row.state.is_readable else None
+            )
 
     def write(self, copy: Copy) -> bytes:
         part = part_of(GEOMETRY, copy.page, copy.rank)
@@ -439,6 +445,6 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 StoreMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=80, report_multiple_bugs=False
+    max_examples=100, stateful_step_count=80, report_multiple_bugs=False
 )
 TestStore = StoreMachine.TestCase

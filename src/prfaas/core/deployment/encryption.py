@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 
 from prfaas.core.deployment.addresses import is_loopback
+from prfaas.core.deployment.pool import by_machine, pool_names
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, InstanceSection
 from prfaas.core.deployment.security import OBSERVERS
 from prfaas.core.deployment.source import YamlSource
@@ -57,6 +58,21 @@ def check_encryption(source: YamlSource, file: DeploymentFile) -> None:
                 )
             seen[lower] = instance.name
     for c, cluster in enumerate(file.clusters):
+        for name in _pools(cluster):
+            if name.lower() in seen:
+                raise source.error(
+                    ("clusters", c, "pool"),
+                    f'its name "{name}" and "{seen[name.lower()]}" are one name in certificates; '
+                    "let more than case differ",
+                )
+            if not _is_dns_name(name):
+                raise source.error(
+                    ("clusters", c, "name"),
+                    f'"{cluster.name}" is part of the name of its pool, "{name}", which can\'t stand in a certificate; '
+                    'take one without empty parts between "."',
+                )
+            seen[name.lower()] = name
+    for c, cluster in enumerate(file.clusters):
         for i, instance in enumerate(cluster.instances or ()):
             host = instance.host.lower()
             # Certificates bear the host beside the name: whoever has one could pass for the other.
@@ -74,8 +90,14 @@ def check_encryption(source: YamlSource, file: DeploymentFile) -> None:
                 )
 
 
+def _pools(cluster: ClusterSection) -> tuple[str, ...]:
+    if cluster.pool is None:
+        return ()
+    return pool_names(cluster.name, len(by_machine(cluster.instances or ())))
+
+
 def _whose(host: str, instances: Mapping[str, str]) -> str:
-    return f'instance "{instances[host]}"' if host in instances else "a part of prfaas"
+    return f'"{instances[host]}"' if host in instances else "a part of prfaas"
 
 
 def _encrypts(file: DeploymentFile) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.depth import PrefixDepth, needed_blocks, usable_end
 from prfaas.core.pool.geometry import PageIdentity, PoolGeometry
-from prfaas.core.pool.keys import KeyChain, page_id
+from prfaas.core.pool.keys import KeyChain, page_id, tenant_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,8 @@ class PrefixPages:
         self._geometry = geometry
         self._chain = KeyChain(geometry.step_tokens, salt, adapter)
         self._chain.extend(token_ids)
+        self.tenant = tenant_id(salt)
+        """Whose pages they are."""
         self.end_tokens = len(token_ids) // block * block
         """0: it is too short for any page."""
         self.pages: tuple[PrefixPage, ...] = ()

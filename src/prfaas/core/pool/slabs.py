@@ -18,7 +18,7 @@ def slab_size(slot_bytes: Collection[int], memory_bytes: int) -> int:
     """The size of a slab that slots of all these sizes fill well.
 
     Large enough that there are at most 4096 slabs, small enough that every size can have one. Of those sizes the
-    smallest in which at most 1/16 is wasted, or else the one that wastes least.
+    smallest in which at most 1/16 is wasted, or else the one that wastes least. It is a multiple of one of the sizes.
 
     Raises:
         ValueError: the memory is too small for one slab of each size.
@@ -36,7 +36,9 @@ def slab_size(slot_bytes: Collection[int], memory_bytes: int) -> int:
         for size in slot_bytes
         for count in range(-(-least // size), min(most // size, -(-least // size) + _MOST_CANDIDATES) + 1)
     }
-    waste = {slab: max(slab % size for size in slot_bytes) / slab for slab in candidates | {least}}
+    if not candidates:
+        candidates = {most // largest * largest}
+    waste = {slab: max(slab % size for size in slot_bytes) / slab for slab in candidates}
     good = [slab for slab, wasted in waste.items() if wasted <= _TOLERATED_WASTE]
     return min(good) if good else min(waste, key=lambda slab: (waste[slab], slab))
 

@@ -5,6 +5,7 @@ The sockets to one engine's KV events, and what comes over them. Belongs to the 
 
 import asyncio
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -59,8 +60,10 @@ class EventSource:
         self._dealer: zmq.Socket[bytes] | None = None
         self._live = self._socket(zmq.SUB)
         self._live.setsockopt(zmq.SUBSCRIBE, b"")
-        self._lost = self._live.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        poller.register(self._lost, zmq.POLLIN)
+        self._connection = self._live.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        )
+        poller.register(self._connection, zmq.POLLIN)
         self._live.connect(endpoint.publish)
 
     def start(self, now_s: float) -> None:
@@ -82,16 +85,20 @@ class EventSource:
             if len(frames) == 3 and len(frames[1]) == 8 and (batch := self._decoded(frames[2])) is not None:
                 sequence = int.from_bytes(frames[1], "big")
                 self._carry_out(self.subscription.live(sequence, batch, now_s))
-        if self._lost in ready and list(_received(self._lost)):
-            # Only now, after all that it had sent. The numbers of the next process may go on where the old ended.
-            self._carry_out(self.subscription.restarted(now_s, "disconnected"))
+        for frames in _received(self._connection) if self._connection in ready else ():
+            if int.from_bytes(frames[0][:2], sys.byteorder) == zmq.EVENT_DISCONNECTED:
+                # Only now, after all that it had sent. The numbers of the next process may go on where the old ended.
+                self._carry_out(self.subscription.restarted(now_s, "disconnected"))
+            elif self.subscription.sequence is None:
+                # What it told before it was heard is not told again by itself, and earlier questions were too early.
+                self._carry_out(self.subscription.start(now_s))
         self._carry_out(self.subscription.tick(now_s))
         if not self.subscription.is_replaying:
             self._close_dealer()
 
     def close(self) -> None:
         self._close_dealer()
-        self._poller.unregister(self._lost)
+        self._poller.unregister(self._connection)
         self._live.disable_monitor()
         self._poller.unregister(self._live)
         self._live.close(linger=0)

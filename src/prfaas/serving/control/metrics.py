@@ -23,7 +23,7 @@ _SERVICE_RATIOS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)
 
 
 @dataclass(frozen=True, slots=True)
-class CopyCounters:
+class HotCopyCounters:
     """Implements `hot_prefixes.CopyMetrics`."""
 
     decided_copies: Counter
@@ -68,7 +68,7 @@ class ControlMetrics:
         self.conversions = counter(
             "conversions", "Role conversions that ended.", "cluster", "to_role", "outcome"
         )
-        self.copies = CopyCounters(
+        self.copies = HotCopyCounters(
             decided_copies=counter("prefix_copies", "Prefixes found worth copying to another cluster."),
             ended_copies=counter("prefix_copies_ended", "What became of them.", "outcome"),
             copied_bytes=counter("prefix_copied_bytes", "KV bytes of copies, of broken ones too."),

@@ -14,7 +14,7 @@ from prfaas.core.deployment import CONTROL, Deployment, Instance
 from prfaas.core.kv import KvModel
 from prfaas.core.prefix import GlobalIndex, PromptChains, PromptTokens
 from prfaas.core.prefix.events import EventBatch
-from prfaas.core.scheduling import Decision, Policy, RoutingRequest, policy_named
+from prfaas.core.scheduling import Decision, RoutingRequest, policy_named
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.serving.control.cluster_state import Clock, ClusterState, OpenPrefill
 from prfaas.serving.control.compatibility import Compatibility
@@ -25,8 +25,8 @@ from prfaas.serving.control.kv_events import EventFeed, events_endpoints
 from prfaas.serving.control.link_budget import LinkBudget
 from prfaas.serving.control.link_monitor import LinkMonitor, LinkPort, PoolPort, observer_of
 from prfaas.serving.control.metrics import ControlMetrics, GaugeWriter
-from prfaas.serving.control.planning_inputs import LiveFacts, service_curves, view_of
-from prfaas.serving.control.pool_monitor import PoolMonitor, pool_port_of
+from prfaas.serving.control.planning_inputs import LiveFacts, policy_of, service_curves, view_of
+from prfaas.serving.control.pool_monitor import PoolMonitor
 from prfaas.serving.control.prefill_admission import PrefillAdmission
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
 from prfaas.serving.control.role_allocation import RoleAllocation, RoleChange, RoleChanges, stage_utilisation
@@ -78,7 +78,7 @@ class LivePlane:
         self.loop_clock = LoopClock()
         self._listeners: list[Callable[[str, str | None], None]] = []
         self._silence_listeners: list[Callable[[str, str, str], None]] = []
-        self._policy = _policy(deployment)
+        self._policy = policy_of(deployment)
         self._local = policy_named("local_only")
         self.metrics = ControlMetrics(registry)
         self._curves = service_curves(deployment)
@@ -149,9 +149,7 @@ class LivePlane:
             on_answer=self.health.pulse.heard_kv,
             pool_ports=of_pools,
         )
-        self.pools = PoolMonitor(
-            deployment, pool_port_of(key, tls), self.cluster_state.view.pools, clock=clock
-        )
+        self.pools = PoolMonitor(deployment, of_pools, self.cluster_state.view.pools, clock=clock)
         self.budget = LinkBudget(
             deployment,
             {**self._kv_ports, **{name: (port,) for name, port in of_pools.items()}},
@@ -356,7 +354,6 @@ class LivePlane:
         """Give back connections; after `run` has ended."""
         await self.links.close()
         await self._copier.close()
-        await self.pools.close()
         ports = (port for ranks in self._kv_ports.values() for port in ranks)
         await asyncio.gather(*(port.close() for port in ports), return_exceptions=True)
         await self._http.close()
@@ -414,13 +411,6 @@ class LivePlane:
         self.metrics.decisions.labels(str(decision.route), decision.reason).inc()
         if decision.cache_transfer is not None:
             self.metrics.cache_transfers.inc()
-
-
-def _policy(deployment: Deployment) -> Policy:
-    routing = deployment.routing
-    if routing.policy == "static_threshold":
-        return policy_named(routing.policy, threshold_tokens=routing.threshold_tokens)
-    return policy_named(routing.policy)
 
 
 def _seed(key: bytes) -> int:

@@ -9,7 +9,16 @@ from prfaas.core.deployment import Cluster, Deployment
 from prfaas.core.kv import ConfigError, KvModel, model_from_directory
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import KvSize, PlanProblem
-from prfaas.core.scheduling import ClusterView, InstanceView, KvFacts, LinkView, PoolView, View
+from prfaas.core.scheduling import (
+    ClusterView,
+    InstanceView,
+    KvFacts,
+    LinkView,
+    Policy,
+    PoolView,
+    View,
+    policy_named,
+)
 from prfaas.core.scheduling.threshold import ClusterFacts, LinkFacts, prefill_instances, problem_now
 from prfaas.core.workload import LengthDistribution
 from prfaas.serving.control.cluster_state import ClusterState
@@ -90,6 +99,14 @@ def view_of(
         stale_after_s=deployment.control.stale_after_s,
         pools={node.name: PoolView(node.name, node.cluster, node.instances) for node in deployment.pools},
     )
+
+
+def policy_of(deployment: Deployment) -> Policy:
+    """The routing policy that the file names, with its parameters."""
+    routing = deployment.routing
+    if routing.policy == "static_threshold":
+        return policy_named(routing.policy, threshold_tokens=routing.threshold_tokens)
+    return policy_named(routing.policy)
 
 
 def service_curves(deployment: Deployment) -> dict[str, ServiceCurve]:

@@ -3,18 +3,16 @@
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prfaas.core.deployment import CONTROL, Deployment, Instance, PoolNode
+from prfaas.core.deployment import Deployment, Instance
 from prfaas.core.scheduling import PoolView
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.serving.control.cluster_state import Clock
 from prfaas.serving.control.engine_monitor import EngineMeter, period_s
 from prfaas.serving.control.pulse import KvPort
-from prfaas.serving.transport import Observer
-from prfaas.serving.transport.tls_identity import TlsIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +56,7 @@ class PoolMonitor:
     def __init__(
         self,
         deployment: Deployment,
-        port_of: Callable[[PoolNode], KvPort],
+        ports: Mapping[str, KvPort],
         pools: Mapping[str, PoolView],
         *,
         clock: Clock,
@@ -67,12 +65,12 @@ class PoolMonitor:
 
         Args:
             deployment: whose pools.
-            port_of: how a pool's KV port is asked.
+            ports: how each pool's KV port is asked, by name; whoever made them closes them.
             pools: what policies see of them; they get the bandwidth that engines measure.
             clock: seconds that never go back.
         """
         self.nodes = deployment.pools
-        self._ports = {node.name: port_of(node) for node in self.nodes}
+        self._ports = ports
         self._pool_of = {name: pools[node.name] for node in self.nodes for name in node.instances}
         self._clock = clock
         self._newest: dict[str, PoolReading] = {}
@@ -99,10 +97,6 @@ class PoolMonitor:
             return
         self._newest[name] = PoolReading(self._clock(), parts)
 
-    async def close(self) -> None:
-        """Give back connections; after `run` has ended."""
-        await asyncio.gather(*(port.close() for port in self._ports.values()), return_exceptions=True)
-
     def newest(self, name: str) -> PoolReading | None:
         """The last figures of a pool; None as long as it has not answered."""
         return self._newest.get(name)
@@ -115,15 +109,6 @@ class PoolMonitor:
         # Ranks load at the same time, and each counts its own seconds.
         measured = BITS_PER_BYTE * meter.pool_load_bytes_per_s * instance.tensor_parallel
         pool.memory_bits_per_s = max(measured, _LEAST_BITS_PER_S)
-
-
-def pool_port_of(key: bytes, tls: TlsIdentity | None = None) -> Callable[[PoolNode], KvPort]:
-    """Makes the observers of a deployment's pools. `tls`: for pools that the gateway speaks TLS with."""
-
-    def make(node: PoolNode) -> KvPort:
-        return Observer(CONTROL, key, node.host, node.kv_port, node.name, tls if node.tls else None)
-
-    return make
 
 
 def _number(value: object) -> float:

@@ -200,19 +200,22 @@ class RunningEngines:
     def kill(self, name: str) -> None:
         """SIGKILL one engine and all its processes, as if its machine had lost power.
 
-        A stand-in that shares its process with others closes its ports at once instead.
+        A stand-in that shares its process with others closes its ports at once instead. Returns when the engine's
+        ports are free.
 
         Raises:
-            EngineError: it did not within some seconds.
+            EngineError: they were not within some seconds.
         """
-        group = self._group(name)
+        group, instance = self._group(name), self.deployment.instance(name)
         others = [each for each in self._groups if each != name and self._groups[each] is group]
         if any(each not in self._killed for each in others):
-            self._end_stand_in(self.deployment.instance(name))
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                self._ask(instance, "POST", "/synthetic/die")
             self._killed.add(name)
         else:
             group.kill()
             self._forget(group)
+        self._await_end(instance)
 
     def pid(self, name: str) -> int:
         """Pid of an engine's API server, which leads the engine's process group (stand-ins share one)."""
@@ -291,14 +294,16 @@ class RunningEngines:
         assert self._watchdog is not None
         self._watchdog.watch(group)
 
-    def _end_stand_in(self, instance: Instance) -> None:
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            self._ask(instance, "POST", "/synthetic/die")
+    def _await_end(self, instance: Instance) -> None:
+        # The last process of a group may have a port for a moment longer than the first.
         deadline = time.monotonic() + _DEATH_S
-        while port_problem(instance.host, instance.kv_port) is not None:
-            if time.monotonic() > deadline:
-                raise EngineError(f"engine {instance.name} did not die within {_DEATH_S:.0f} s")
-            time.sleep(_POLL_S / 10)
+        for port in (instance.http_port, *instance.kv_ports):
+            while port_problem(instance.host, port) is not None:
+                if time.monotonic() > deadline:
+                    raise EngineError(
+                        f"engine {instance.name} still has port {port}, {_DEATH_S:.0f} s after its end"
+                    )
+                time.sleep(_POLL_S / 10)
 
     def _what_is_missing(self, name: str) -> str:
         instance, group = self.deployment.instance(name), self._groups[name]

@@ -48,7 +48,7 @@ from prfaas.serving.pool.protocol import (
 logger = logging.getLogger(__name__)
 
 _FIRST_WAIT_S = 0.05
-_LONGEST_WAIT_S = 5.0
+_LONGEST_WAIT_S = 1.0
 _WATCH_S = 0.5
 # To verify or clear a large pool takes a while.
 _TOOL_TIMEOUT_S = 600.0
@@ -75,7 +75,8 @@ class PoolClient:
         Args:
             path: of the daemon's socket.
             kind: what the session is for. Scheduler and workers of one engine have a session each.
-            geometry: of the engine's KVCache; None takes what the pool has (tools).
+            geometry: of the engine's KVCache. None takes what the pool has: a tool whatever that is, a scheduler what
+                a worker of its engine has opened a session with.
             rank: the worker's tensor-parallel rank.
             timeout_s: longest wait for an answer.
             engine_id: the same in all processes of an engine, another in every engine of the process group.

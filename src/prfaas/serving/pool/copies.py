@@ -53,7 +53,7 @@ class SourcePort(Protocol):
     async def request(self, transfer_id: bytes, order: PullOrder, timeout_s: float) -> dict[str, Any]: ...
 
 
-class Arrivals(Protocol):
+class StagedArrivals(Protocol):
     """The part of `transport.Receiver` that has what arrives."""
 
     def state(self, transfer_id: bytes) -> TransferStatus | None: ...
@@ -98,7 +98,7 @@ class PrefixCopies:
         name: str,
         key: bytes,
         store_of: Callable[[], PageStore | None],
-        arrivals: Arrivals,
+        arrivals: StagedArrivals,
         asked: AskedTransfers,
         sources: Mapping[str, SourcePort],
         *,
@@ -226,7 +226,7 @@ class PrefixCopies:
                         coming.append(asyncio.get_running_loop().create_task(fetching))
                     batch = await coming[0]
                     coming.popleft()
-                    landed_bytes, reason = await self._landed(store, ticket, batch)
+                    landed_bytes, reason = await self._landed(store, ticket, prefix.tenant, batch)
                     copied_bytes += landed_bytes
                     if reason:
                         break
@@ -312,11 +312,15 @@ class PrefixCopies:
             raise CopyFailedError(f"source: {copy.producer} sent other bytes than it said")
         return staged
 
-    async def _landed(self, store: PageStore, ticket: Ticket, batch: _Batch) -> tuple[int, str]:
+    async def _landed(
+        self, store: PageStore, ticket: Ticket, tenant: bytes, batch: _Batch
+    ) -> tuple[int, str]:
         """Move a batch into pages: the bytes of those that are READY now, and why no more should follow."""
         if batch.staged is None:
             return 0, batch.lack(ticket.producer)
-        landing = asyncio.get_running_loop().create_task(self._land(store, ticket, batch, batch.staged))
+        landing = asyncio.get_running_loop().create_task(
+            self._land(store, ticket, tenant, batch, batch.staged)
+        )
         try:
             return await asyncio.shield(landing)
         except asyncio.CancelledError:
@@ -325,15 +329,13 @@ class PrefixCopies:
             raise
 
     async def _land(
-        self, store: PageStore, ticket: Ticket, batch: _Batch, staged: StagedTransfer
+        self, store: PageStore, ticket: Ticket, tenant: bytes, batch: _Batch, staged: StagedTransfer
     ) -> tuple[int, str]:
         try:
             if any(page.is_tail for page in batch.missing):
                 # Nothing of the rest would be of use at the wanted end.
                 return 0, batch.lack(ticket.producer)
-            refs = store.reserve(
-                ticket.service.tenant, [(page.page_id, page.identity) for page in batch.pages]
-            )
+            refs = store.reserve(tenant, [(page.page_id, page.identity) for page in batch.pages])
             try:
                 right = await asyncio.get_running_loop().run_in_executor(
                     self._threads, _move, store, batch, refs, staged

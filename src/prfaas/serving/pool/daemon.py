@@ -51,7 +51,7 @@ class PoolError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class PoolOptions:
+class DaemonOptions:
     """What a daemon needs to know."""
 
     socket: Path
@@ -74,7 +74,7 @@ class PoolDaemon:
 
     def __init__(
         self,
-        options: PoolOptions,
+        options: DaemonOptions,
         *,
         events: PoolEvents | None = None,
         make_ssd: SsdFactory | None = None,
@@ -127,16 +127,19 @@ class PoolDaemon:
             if message.geometry is not None:
                 await self._agree_on(PoolGeometry.decode(message.geometry))
             store = self.store
-            if message.kind == "scheduler" and message.geometry is None and not self._serves(message.engine):
-                # It doesn't know its fingerprint. They do: what they share with this pool, it may use.
-                raise ValueError("the engine's workers have not connected yet")
+            owner = process.owner(message.engine)
+            if message.kind == "scheduler" and message.geometry is None:
+                # Its engine's worker says what the pages look like.
+                sessions = () if store is None else store.sessions
+                if not any(each.kind == "worker" and each.owner == owner for each in sessions):
+                    raise ValueError("no worker of this engine has connected yet")
             if store is None:
                 return None, None
             if not 0 <= message.rank < store.geometry.ranks:
                 raise ValueError(
                     f"rank {message.rank} is none of the {store.geometry.ranks} that the pool has"
                 )
-            return store, store.open_session(message.kind, message.rank, process.owner(message.engine))
+            return store, store.open_session(message.kind, message.rank, owner)
 
     def closed(self, connection: PoolConnection) -> None:
         """See `PoolHost.closed`."""
@@ -162,11 +165,10 @@ class PoolDaemon:
     async def verified(self) -> Figures:
         """See `PoolHost.verified`."""
         store = self.store
-        if store is None:
-            return Figures({"right_pages": 0, "wrong_pages": 0})
-        right, wrong = await verify_pages(store, list(store.memory.rows.values()))
-        ssd_right = ssd_wrong = 0
-        if store.ssd is not None:
+        right = wrong = ssd_right = ssd_wrong = 0
+        if store is not None:
+            right, wrong = await verify_pages(store, list(store.memory.rows.values()))
+        if store is not None and store.ssd is not None:
             counts: asyncio.Queue[tuple[int, int]] = asyncio.Queue()
             store.ssd.verify(lambda *found: counts.put_nowait(found))
             ssd_right, ssd_wrong = await counts.get()
@@ -178,11 +180,6 @@ class PoolDaemon:
                 "ssd_wrong_pages": ssd_wrong,
             }
         )
-
-    def _serves(self, engine: bytes) -> bool:
-        """Whether a worker of that engine has a session."""
-        sessions = () if self.store is None else self.store.sessions
-        return any(each.kind == "worker" and each.owner.engine == engine for each in sessions)
 
     async def _agree_on(self, geometry: PoolGeometry) -> None:
         """Have a store of that geometry.

@@ -31,7 +31,7 @@ class PageSender(Protocol):
     def open(self, ticket: Ticket, sealed: str, region_bytes: Sequence[int]) -> OutgoingTransfer: ...
 
 
-class PageSource:
+class PinnedPages:
     """Pinned pages one after the other, as a `ChunkSource`: they are sent from the arena itself."""
 
     def __init__(self, pages: Sequence[memoryview]) -> None:
@@ -188,7 +188,7 @@ class PageLender:
         if not pages:
             return
         # 3. They are sent from where they lie, and stay there until all is acknowledged or nothing reads them.
-        source = PageSource(pages)
+        source = PinnedPages(pages)
         transfer = self._sender.open(ticket, order.ticket, [source.nbytes])
         transfer.put(0, 0, source)
         transfer.end()

@@ -65,7 +65,7 @@ class OpenSession(msgspec.Struct, tag="open", array_like=True, frozen=True):
     engine: bytes
     """8 bytes that tell engines of one process group apart."""
     geometry: bytes | None
-    """`PoolGeometry.encode`; None: whatever the pool has (tools)."""
+    """`PoolGeometry.encode`; None: what the pool has. A scheduler without one needs a worker of its engine first."""
 
 
 class Opened(msgspec.Struct, tag="opened", array_like=True, frozen=True):

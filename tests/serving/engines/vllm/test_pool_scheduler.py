@@ -110,6 +110,20 @@ def test_the_pool_adds_to_the_own_hit() -> None:
     assert not world.pool.pins
 
 
+def test_hit_tokens_are_counted_by_where_the_pool_has_them() -> None:
+    world = World()
+    world.fill(PROMPT, 160, states=(96, 144))
+    world.pool.on_ssd_behind = 80
+    request = world.new(Request("r", PROMPT))
+    assert world.ask(request, 32) == 112
+    assert world.side.take_stats() is None
+    world.alloc(request, 112)
+    stats = world.side.take_stats()
+    assert stats is not None
+    assert (stats.data["pool_hit_tokens_memory"], stats.data["pool_hit_tokens_ssd"]) == (48, 64)
+    assert world.side.take_stats() is None
+
+
 def test_one_token_is_always_computed() -> None:
     world = World()
     world.fill(PROMPT, 192, states=(96, 192))

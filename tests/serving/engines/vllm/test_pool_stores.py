@@ -145,6 +145,20 @@ def test_the_newest_end_of_an_answer_supersedes_the_one_before() -> None:
     assert world.pool.discarded == [name(request, 48, 1), name(request, 80, 1)]
 
 
+def test_the_last_state_before_a_prompts_end_is_kept_where_its_own_has_none() -> None:
+    world = engine(FULL, STATE, prompt=60)
+    world.step(32)
+    world.step(28, offered=False)
+    world.answer(30)
+    held = [end for end in (32, 48, 64, 80) if name(world.request, end, 1) in world.pool.pages]
+    # 64 is a checkpoint.
+    assert held == [32, 64, 80]
+    other = engine(FULL, STATE, prompt=60)
+    other.step(32)
+    other.step(16)
+    assert other.pool.discarded == [name(other.request, 32, 1)]
+
+
 def test_an_end_that_found_no_room_supersedes_nothing() -> None:
     world = engine(FULL, STATE, prompt=17)
     world.step(16)

@@ -248,7 +248,10 @@ class PrfaasConnector(KVConnectorBase_V1, SupportsHMA):
         return self._ready_worker().take_load_times()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return self._worker.take_stats() if self._worker is not None else None
+        if self._worker is not None:
+            return self._worker.take_stats()
+        pool = self._scheduling.pool if self._scheduling is not None else None
+        return pool.take_stats() if pool is not None else None
 
     def shutdown(self) -> None:
         worker, self._worker = self._worker, None

@@ -41,7 +41,9 @@ class _Joined:
 
     def expect(self, request_ids: Iterable[str]) -> None:
         """One more thing must end for each of these."""
-        self._open.update(request_ids)
+        # Not Counter.update: of a mapping, it would add the values.
+        for request_id in request_ids:
+            self._open[request_id] += 1
 
     def end(self, request_ids: Iterable[str], failed: Collection[str] = ()) -> tuple[set[str], set[str]]:
         """One thing has ended for each of these; returns those of which all has, and those where something failed."""

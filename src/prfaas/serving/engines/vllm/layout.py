@@ -74,6 +74,16 @@ def _kind(spec: KVCacheSpec) -> tuple[GroupKind, int]:
     raise LayoutError(f"KV cache groups of kind {type(spec).__name__} can't be transferred yet")
 
 
+def block_bytes(kv_cache_config: KVCacheConfig, groups: Sequence[EngineGroup]) -> dict[int, int]:
+    """What a block of each group takes on one rank, as vLLM counts it, by the group's index."""
+    sizes = {}
+    for group in groups:
+        spec = kv_cache_config.kv_cache_groups[group.index].kv_cache_spec
+        layers = 1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(group.layer_names)
+        sizes[group.index] = spec.page_size_bytes * layers
+    return sizes
+
+
 class KvLayout:
     """Regions of an engine's KV with their pages, in the order of a transfer: by groups, then by layers."""
 

@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
-
 from prfaas.core.kv.groups import GroupKind, KvGroup
 from prfaas.core.pool.worth import LoadWorth
-from prfaas.serving.engines.vllm.layout import EngineGroup
+from prfaas.serving.engines.vllm.layout import EngineGroup, block_bytes
 from prfaas.serving.engines.vllm.metadata import PoolLoad, PoolLoadTimes, PoolPages, PoolStore
 from prfaas.serving.engines.vllm.pool_stores import BlockIds, PooledRequest, PoolStores, StoreProgress
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
+from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.protocol import PoolMatch
 
@@ -111,6 +110,7 @@ class PoolScheduler:
         self._loading: dict[str, _Loading] = {}
         self._clock = _StepClock(now_s)
         self.worth = LoadWorth()
+        self.stats = ConnectorStats()
         self.reconciled_hit: Callable[[Request], int] | None = None
         """Tokens of the engine's own hit on which all its KV groups agree; None: not known, then it is not replaced."""
 
@@ -131,14 +131,23 @@ class PoolScheduler:
         if not any(group.kind is GroupKind.FULL for group in groups):
             logger.warning("%s has no pool: its model has no full attention", settings.name)
             return None
-        timeout_s, name = settings.pool_timeout_s, settings.name
-        client = PoolClient(settings.pool_socket, "scheduler", None, timeout_s=timeout_s, engine_id=name)
+        timeout_s = settings.pool_timeout_s
+        client = PoolClient(
+            settings.pool_socket, "scheduler", None, timeout_s=timeout_s, engine_id=settings.name
+        )
         client.connect()
         return cls(client, groups, block_bytes(kv_cache_config, groups), settings.checkpoint_tokens)
 
     def close(self) -> None:
         """End the session; its pins are dropped."""
         self._client.close()
+
+    def take_stats(self) -> ConnectorStats | None:
+        """Counters since the last call, None when nothing happened."""
+        if self.stats.is_empty():
+            return None
+        stats, self.stats = self.stats, ConnectorStats()
+        return stats
 
     # ---- requests
 
@@ -237,6 +246,9 @@ class PoolScheduler:
         )
         self._ordered.append(PoolLoad(request.request_id, match.pin, match.epoch, parts))
         self._loading[request.request_id] = _Loading(match.pin, *self._bytes(answer))
+        tokens_in_memory = self._tokens_in_memory(answer)
+        self.stats.add("pool_hit_tokens_memory", tokens_in_memory)
+        self.stats.add("pool_hit_tokens_ssd", answer.tokens - tokens_in_memory)
         self.begin_behind(request, answer.start_tokens + answer.tokens)
 
     def begin_behind(self, request: "Request", tokens: int) -> None:
@@ -376,18 +388,16 @@ class PoolScheduler:
         assert match is not None, "only a match has bytes"
         loaded_bytes = sum(self._block_bytes[pages.group] * len(pages.refs) for pages in match.pages)
         tokens = match.usable_tokens - answer.start_tokens
-        in_memory = min(max(match.memory_tokens - answer.start_tokens, 0), tokens)
-        return loaded_bytes, loaded_bytes * (tokens - in_memory) // tokens if tokens > 0 else 0
+        on_ssd = tokens - self._tokens_in_memory(answer)
+        return loaded_bytes, loaded_bytes * on_ssd // tokens if tokens > 0 else 0
 
-
-def block_bytes(kv_cache_config: "KVCacheConfig", groups: Sequence[EngineGroup]) -> dict[int, int]:
-    """What a block of each group takes on one rank, as vLLM counts it, by the group's index."""
-    sizes = {}
-    for group in groups:
-        spec = kv_cache_config.kv_cache_groups[group.index].kv_cache_spec
-        layers = 1 if isinstance(spec, UniformTypeKVCacheSpecs) else len(group.layer_names)
-        sizes[group.index] = spec.page_size_bytes * layers
-    return sizes
+    @staticmethod
+    def _tokens_in_memory(answer: _Answer) -> int:
+        """How much of a match's usable part the pool has in memory."""
+        match = answer.match
+        assert match is not None, "only a match has tokens"
+        start_tokens = answer.start_tokens
+        return max(0, min(match.memory_tokens, match.usable_tokens) - start_tokens)
 
 
 class _StepClock:

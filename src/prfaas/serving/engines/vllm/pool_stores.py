@@ -42,7 +42,7 @@ class StoreProgress:
         self.window_blocks: dict[int, int] = {}
         """Index of the first block that was not ordered yet, by window group."""
         self.newest_end: dict[bytes, tuple[KvGroup, int]] = {}
-        """Pages (group, block) that only the newest end of the answer needs."""
+        """Pages (group, block) that only the newest end of the prompt, or of the answer, needs."""
 
 
 @dataclass(slots=True)
@@ -174,7 +174,7 @@ class PoolStores:
         progress.missing_tokens = 0
         progress.attention_tokens = max(end_tokens, progress.attention_tokens)
         pooled.quiet_tokens = (end_tokens // self._step_tokens + 1) * self._step_tokens
-        self._add_ends(wishes, pooled, progress, end_tokens, table, offers)
+        self._add_ends(wishes, pooled, progress, start_tokens, end_tokens, table, offers)
 
     def _begin(self, own_tokens: int) -> StoreProgress:
         """The pool most likely has what the engine had: the last boundary's blocks tell, at no further cost."""
@@ -187,6 +187,7 @@ class PoolStores:
         wishes: _Wishes,
         pooled: PooledRequest,
         progress: StoreProgress,
+        start_tokens: int,
         end_tokens: int,
         table: BlockIds,
         offers: Sequence[tuple[int, int, int]],
@@ -202,7 +203,7 @@ class PoolStores:
         for end in sorted(candidates):
             if end <= progress.ends_tokens or end > pooled.chain.num_tokens:
                 continue
-            stays = self._stays(pooled, progress, end)
+            stays = self._stays(pooled, progress, end, end_tokens - start_tokens)
             progress.ends_tokens = end
             if stays is None:
                 continue
@@ -234,14 +235,18 @@ class PoolStores:
             ends.add(newest)
         return {end for end in ends if end <= end_tokens}
 
-    def _stays(self, pooled: PooledRequest, progress: StoreProgress, end: int) -> bool | None:
-        """Whether an end is wanted for good (True), as the newest of an answer (False), or not at all (None)."""
+    def _stays(
+        self, pooled: PooledRequest, progress: StoreProgress, end: int, step_tokens: int
+    ) -> bool | None:
+        """Whether an end is wanted for good (True), as the newest one (False), or not at all (None)."""
         request, every = pooled.request, self._checkpoint_tokens
         prompt_end = self._prompt_end(request)
         junction = request.shared_prefix_boundary // self._boundary_tokens * self._boundary_tokens
         if end in (prompt_end, junction) or end // every > progress.ends_tokens // every:
             return True
-        return False if end > prompt_end else None
+        # vLLM (0.32) may end no step at a first prompt's last boundary: then the state before it is the last one.
+        may_be_last = request.num_prompt_tokens - end <= step_tokens
+        return False if end > prompt_end or may_be_last else None
 
     def _prompt_end(self, request: "Request") -> int:
         """The end from which the same prompt goes on: its last token is always computed."""
@@ -291,8 +296,12 @@ class PoolStores:
             progress = pooled.progress
             if progress is None or (id(pooled), end) not in stored_ends:
                 continue
+            prompt_end = self._prompt_end(pooled.request)
             for name, (group, block) in tuple(progress.newest_end.items()):
-                if group.kind is GroupKind.STATE or block < group.first_block(end, 0):
+                if (block + 1) * group.block_tokens <= prompt_end < end:
+                    # From the prompt's own last end the same prompt goes on, whatever is answered.
+                    del progress.newest_end[name]
+                elif group.kind is GroupKind.STATE or block < group.first_block(end, 0):
                     superseded.append(name)
                     del progress.newest_end[name]
             if stays:

@@ -1,0 +1,297 @@
+"""A worker whose requests wait for transfers, for the pool, or for both; and whole engines at a pool's daemon."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.serving.engines.vllm.test_pool_worker import awaited
+from tests.serving.pool.pool_daemon import (
+    TENANT,
+    connected,
+    packed_chain,
+    pages_of,
+    pool_options,
+    running_daemon,
+)
+from tests.serving.pool.pool_daemon import chain_of as keys_of
+
+from prfaas.core.kv.groups import GroupKind
+from prfaas.core.pool.depth import needed_blocks
+from prfaas.core.pool.geometry import PoolGeometry
+from prfaas.serving.engines.model_identity import ModelIdentity
+from prfaas.serving.engines.vllm.connector_worker import ConnectorWorker
+from prfaas.serving.engines.vllm.layout import EngineGroup, KvLayout, fingerprint, pool_fingerprint
+from prfaas.serving.engines.vllm.metadata import (
+    LoadOrder,
+    PoolLoad,
+    PoolLoadTime,
+    PoolLoadTimes,
+    PoolPages,
+    PoolStore,
+    TransferMetadata,
+)
+from prfaas.serving.engines.vllm.pages import HostPages
+from prfaas.serving.engines.vllm.pool_worker import PoolWorker
+from prfaas.serving.engines.vllm.rank_pages import pool_geometry
+from prfaas.serving.engines.vllm.stats import ConnectorStats
+from prfaas.serving.pool.client import PoolClient
+from prfaas.serving.pool.protocol import PoolMatch
+from prfaas.serving.transport.handshake import fingerprint_difference
+from prfaas.serving.transport.ticket import Ticket
+
+
+class Half:
+    """The transfers' or the pool's part of a worker: what a test says has ended."""
+
+    def __init__(self) -> None:
+        self.stats = ConnectorStats()
+        self.ended: set[str] = set()
+        self.failed: set[str] = set()
+        self.free: set[str] = set()
+
+    def order(self, *orders: Any) -> None: ...
+
+    def hold(self, held: Any) -> None: ...
+
+    def results(self) -> tuple[set[str], set[str]]:
+        results = self.ended, self.failed
+        self.ended, self.failed = set(), set()
+        return results
+
+    def finished(self) -> set[str]:
+        free, self.free = self.free, set()
+        return free
+
+
+class PoolHalf:
+    def __init__(self) -> None:
+        self.reader = self.writer = Half()
+
+
+def worker_of(transfers: Half, pool: PoolHalf | None) -> ConnectorWorker:
+    return ConnectorWorker(None, None, transfers, transfers, pool)  # type: ignore[arg-type]
+
+
+def load_orders(transfer: Sequence[str] = (), pool: Sequence[str] = ()) -> TransferMetadata:
+    ticket = Ticket.issue(
+        producer="east",
+        consumer="home",
+        num_tokens=9,
+        skip_tokens=0,
+        prompt_digest=bytes(16),
+        lifetime_s=9,
+        now_s=0,
+    )
+    return TransferMetadata(
+        loads=[LoadOrder(name, ticket, 0, ()) for name in transfer],
+        pool_loads=[PoolLoad(name, 1, 1, ()) for name in pool],
+    )
+
+
+def test_a_request_with_two_sources_is_loaded_once_both_are() -> None:
+    transfers, pool = Half(), PoolHalf()
+    worker = worker_of(transfers, pool)
+    worker.order_loads(load_orders(transfer=["both", "transfer"], pool=["both", "pool"]))
+    transfers.ended = {"both", "transfer"}
+    assert worker.loaded() == ({"transfer"}, set())
+    pool.reader.ended = {"both", "pool"}
+    assert worker.loaded() == ({"both", "pool"}, set())
+    assert worker.loaded() == (set(), set())
+
+
+@pytest.mark.parametrize("failing", ["transfer", "pool", "both"])
+def test_a_request_fails_if_one_of_its_sources_did(failing: str) -> None:
+    transfers, pool = Half(), PoolHalf()
+    worker = worker_of(transfers, pool)
+    for _ in range(2):  # the same request again: nothing is left of the first time
+        worker.order_loads(load_orders(["r"], ["r"]))
+        transfers.ended, transfers.failed = {"r"}, {"r"} if failing != "pool" else set()
+        assert worker.loaded() == (set(), set())
+        pool.reader.ended, pool.reader.failed = {"r"}, {"r"} if failing != "transfer" else set()
+        assert worker.loaded() == ({"r"}, {"r"})
+    worker.order_loads(load_orders(["r"], ["r"]))
+    transfers.ended, pool.reader.ended = {"r"}, {"r"}
+    assert worker.loaded() == ({"r"}, set())
+
+
+def test_blocks_are_free_once_neither_a_transfer_nor_a_copy_reads_them() -> None:
+    transfers, pool = Half(), PoolHalf()
+    worker = worker_of(transfers, pool)
+    worker.hold(TransferMetadata(held={"a": False, "b": True}))
+    transfers.free = {"a", "b"}
+    pool.writer.free = {"b"}
+    assert worker.finished() == {"b"}
+    pool.writer.free = {"a"}
+    assert worker.finished() == {"a"}
+    assert worker.finished() == set()
+
+
+def test_without_a_pool_transfers_are_as_ever_and_loads_from_one_fail_at_once() -> None:
+    transfers = Half()
+    worker = worker_of(transfers, None)
+    worker.hold(TransferMetadata(held={"a": False}))
+    transfers.free = {"a"}
+    assert worker.finished() == {"a"}
+    worker.order_loads(load_orders(transfer=["t", "both"], pool=["p", "both"]))
+    assert worker.loaded() == ({"p"}, {"p"})
+    transfers.ended = {"t", "both"}
+    assert worker.loaded() == ({"t", "both"}, {"both"})
+    worker.store(TransferMetadata(pool_stores=[PoolStore("s", 1, (), False)]))
+    worker.settle(TransferMetadata(preempted=["s"]))
+    assert worker.take_load_times() is None
+
+
+def test_times_of_two_ranks_are_those_of_the_slower_one() -> None:
+    one = PoolLoadTimes({"r": PoolLoadTime(10, 0.1, 0.5, 0.9), "one": PoolLoadTime(5, 0, 0, 0)})
+    two = PoolLoadTimes({"r": PoolLoadTime(30, 0.2, 0.4, 1.0), "failed": PoolLoadTime(0, 0, 0, 0)})
+    joined = one.aggregate(two)
+    assert joined.loads["r"] == PoolLoadTime(40, 0.2, 0.5, 1.0)
+    assert joined.loads.keys() == {"r", "one", "failed"}
+    failed = joined.aggregate(PoolLoadTimes({"r": PoolLoadTime(0, 0, 0, 2.0)}))
+    assert failed.loads["r"] == PoolLoadTime(0, 0.2, 0.5, 2.0)
+
+
+# ---- with a daemon
+
+FULL = EngineGroup(0, GroupKind.FULL, 32, 0, ("a0", "a1"))
+STATE = EngineGroup(1, GroupKind.STATE, 32, 0, ("g0",))
+WINDOW = EngineGroup(2, GroupKind.WINDOW, 16, 40, ("w0",))
+GROUPS = (FULL, STATE, WINDOW)
+PAGE_BYTES = {"a0": 512, "a1": 300, "g0": 5000, "w0": 256}
+RANKS = 2
+PROMPT = list(range(7, 7 + 256))
+SHIFT = 30
+
+
+class Engine:
+    """Two ranks with their KV, and the blocks that a request has: block b of any group lies in block base + b."""
+
+    def __init__(self, socket: Path, name: str, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        self.kv = [
+            {key: random.integers(0, 256, (80, size), dtype=np.uint8) for key, size in PAGE_BYTES.items()}
+            for _ in range(RANKS)
+        ]
+        self.pools: list[PoolWorker] = []
+        for rank, memory in enumerate(self.kv):
+            layout = KvLayout(
+                GROUPS, {key: [HostPages(torch.from_numpy(each))] for key, each in memory.items()}
+            )
+            self.geometry = pool_geometry(layout, "weights", RANKS)
+            client = PoolClient(socket, "worker", self.geometry, rank, engine_id=name)
+            assert client.connect()
+            self.pools.append(PoolWorker(layout, self.geometry, rank, client, 20.0, ConnectorStats()))
+
+    def store(self, scheduler: PoolClient, base: int) -> None:
+        pages = pages_of(self.geometry, PROMPT)
+        refs = scheduler.reserve(TENANT, pages)
+        assert refs is not None
+        places = dict(zip([page for page, _ in pages], refs, strict=True))
+        ids = {group.index: [page for page, _ in pages if page[-1] == group.index] for group in GROUPS}
+        for group in GROUPS:
+            parts = [
+                PoolPages(group.index, block, (base + block,), (ref,))
+                for block, page in enumerate(ids[group.index])
+                if (ref := places[page]) is not None
+            ]
+            urgent = group is not FULL
+            for pool in self.pools:
+                pool.writer.order([PoolStore("s", scheduler.epoch, tuple(parts), urgent)])
+                pool.writer.settle(())
+
+    def load(self, match: PoolMatch, base: int) -> list[tuple[set[str], set[str]]]:
+        parts = tuple(
+            PoolPages(
+                pages.group,
+                pages.first_block,
+                tuple(range(base + pages.first_block, base + pages.first_block + len(pages.refs))),
+                pages.refs,
+            )
+            for pages in match.pages
+        )
+        for pool in self.pools:
+            pool.reader.order([PoolLoad("r", match.pin, match.epoch, parts)])
+        return [awaited(pool.reader.results, lambda results: bool(results[0])) for pool in self.pools]
+
+    def close(self) -> None:
+        for pool in self.pools:
+            pool.close()
+
+
+@contextlib.contextmanager
+def engine_at(socket: Path, name: str, seed: int) -> Iterator[Engine]:
+    engine = Engine(socket, name, seed)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def found(scheduler: PoolClient, geometry: PoolGeometry) -> PoolMatch | None:
+    chain = packed_chain(keys_of(geometry, PROMPT))
+    match = scheduler.match(chain, 0, 255, whole=True, tenant=TENANT, pin=True)
+    return match if match is not None and match.usable_tokens == 224 else None
+
+
+def test_two_ranks_store_for_another_engine_whose_loads_fail_after_a_restart_of_the_daemon(
+    tmp_path: Path,
+) -> None:
+    options = pool_options(tmp_path, keep_arena=True)
+    with (
+        running_daemon(options) as daemon,
+        engine_at(options.socket, "one", 1) as one,
+        connected(options, "scheduler", one.geometry, engine_id="one") as scheduler,
+        engine_at(options.socket, "two", 2) as two,
+    ):
+        one.store(scheduler, 1)
+        match = awaited(lambda: found(scheduler, one.geometry), bool)
+        assert match is not None
+        before = [{name: pages.copy() for name, pages in memory.items()} for memory in two.kv]
+        assert two.load(match, SHIFT) == [({"r"}, set())] * RANKS
+        needed = dict(needed_blocks(GROUPS, 0, 224))
+        for rank in range(RANKS):
+            for group in GROUPS:
+                for name in group.layer_names:
+                    expected = before[rank][name]
+                    for block in needed[group.index]:
+                        expected[SHIFT + block] = one.kv[rank][name][1 + block]
+                    assert np.array_equal(two.kv[rank][name], expected), (rank, name)
+        daemon.stop()
+        with running_daemon(options):
+            assert two.load(match, SHIFT) == [({"r"}, {"r"})] * RANKS
+
+
+# ---- what engines compare
+
+
+def marks(identity: ModelIdentity, *, page_digests: bool = True) -> dict[str, str | int]:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: {"layers": 4}), dtype="bf16"),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )
+    pages = {
+        name: [HostPages(torch.zeros((4, size), dtype=torch.uint8))] for name, size in PAGE_BYTES.items()
+    }
+    return fingerprint(KvLayout(GROUPS, pages), config, identity, "DS", page_digests=page_digests)
+
+
+@pytest.mark.parametrize("field", ["weights", "tokenizer"])
+def test_engines_with_other_weights_or_tokenizers_neither_send_nor_share_a_pool(field: str) -> None:
+    ours = ModelIdentity("w", "t")
+    theirs = dataclasses.replace(ours, **{field: "other"})
+    assert fingerprint_difference(marks(ours), marks(ours), "home", "east") is None
+    difference = fingerprint_difference(marks(ours), marks(theirs), "home", "east")
+    assert difference is not None and field in difference
+    assert pool_fingerprint(marks(ours)) != pool_fingerprint(marks(theirs))
+
+
+def test_what_belongs_to_transfers_alone_does_not_part_pools() -> None:
+    identity = ModelIdentity("w", "t")
+    assert pool_fingerprint(marks(identity)) == pool_fingerprint(marks(identity, page_digests=False))
