@@ -263,8 +263,7 @@ def test_two_tensor_parallel_ranks_share_pages(tmp_path: Path) -> None:
     ids = prompt(9600, 3000)
     with pooled(write_pooled(tmp_path, "qwen3-next", tensor_parallel=2)) as here:
         here.start("one")
-        here.ask("one", ids)
-        own = here.ask("one", ids)
+        own = [here.ask("one", ids) for _ in range(3)][-1]
         here.wait_stored()
         here.engines.kill("one")
         here.start("one")

@@ -383,20 +383,6 @@ def test_eight_sessions_at_once(tmp_path: Path) -> None:
     assert min(loaded) > 0
 
 
-def test_a_scheduler_is_served_once_its_own_engines_workers_are(tmp_path: Path) -> None:
-    """It does not know which model's pages it may use: its workers, whose fingerprint the daemon compares, do."""
-    options = pool_options(tmp_path)
-    with running_daemon(options), connected(options, "worker", engine_id="one"):
-        other = PoolClient(options.socket, "scheduler", None, engine_id="two")
-        try:
-            assert not other.connect()
-            assert other.epoch == 0
-            with connected(options, "worker", engine_id="two"):
-                wait_until(lambda: other.epoch != 0)
-        finally:
-            other.close()
-
-
 def test_a_scheduler_takes_the_pages_of_its_own_engines_workers(tmp_path: Path) -> None:
     """Not those of a pool that serves another engine's model."""
     options = pool_options(tmp_path)
