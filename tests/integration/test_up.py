@@ -88,8 +88,9 @@ def test_a_pool_comes_back_and_its_engine_goes_on(tmp_path: Path) -> None:
 
 
 def child_of(pid: int, words: str) -> int:
-    """The child whose command line has these words."""
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        if words in Path(f"/proc/{child}/cmdline").read_text().replace("\0", " "):
-            return int(child)
+    """The child whose command line has these words; what was started again is some thread's."""
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in children.read_text().split():
+            if words in Path(f"/proc/{child}/cmdline").read_text().replace("\0", " "):
+                return int(child)
     raise AssertionError(f"no child of {pid} runs {words}")
