@@ -20,7 +20,7 @@ from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.eviction import LruEviction
 from prfaas.core.pool.geometry import PageGroup, PoolGeometry
 from prfaas.serving.pool.client import PoolClient
-from prfaas.serving.pool.daemon import PoolDaemon, PoolOptions
+from prfaas.serving.pool.daemon import DaemonOptions, PoolDaemon
 from prfaas.serving.pool.page_table import PageState
 from prfaas.serving.pool.ssd_tier import FileTier
 
@@ -205,7 +205,7 @@ def reconnect(client: PoolClient) -> None:
     wait_until(has_memory)
 
 
-def _serve(options: PoolOptions, disk: Path) -> None:
+def _serve(options: DaemonOptions, disk: Path) -> None:
     async def serve() -> None:
         loop = asyncio.get_running_loop()
         serving = asyncio.current_task()
@@ -231,7 +231,7 @@ def _in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
         loop.call_soon_threadsafe(call)
 
 
-def _store_prompts(options: PoolOptions, first_prompt: int) -> None:
+def _store_prompts(options: DaemonOptions, first_prompt: int) -> None:
     # As `prfaas up` starts engines. What a killed engine leaves is free once nobody of its process group lives.
     os.setsid()
     client = PoolClient(options.socket, "worker", GEOMETRY)

@@ -19,7 +19,7 @@ from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.geometry import PageGroup, PageIdentity, PoolGeometry
 from prfaas.core.pool.keys import KeyChain, page_id
 from prfaas.serving.pool.client import PoolClient
-from prfaas.serving.pool.daemon import PoolDaemon, PoolOptions
+from prfaas.serving.pool.daemon import DaemonOptions, PoolDaemon
 from prfaas.serving.pool.hooks import PoolEvents, SsdFactory
 from prfaas.serving.pool.protocol import PageRef
 
@@ -43,7 +43,7 @@ class DaemonThread:
 
     def __init__(
         self,
-        options: PoolOptions,
+        options: DaemonOptions,
         *,
         events: PoolEvents | None = None,
         make_ssd: Callable[[asyncio.AbstractEventLoop], SsdFactory] | None = None,
@@ -105,14 +105,14 @@ class DaemonThread:
         await self.daemon.serve(self._ready.set)
 
 
-def pool_options(directory: Path, memory_bytes: int = 8 * MIB, *, keep_arena: bool = False) -> PoolOptions:
+def pool_options(directory: Path, memory_bytes: int = 8 * MIB, *, keep_arena: bool = False) -> DaemonOptions:
     """A daemon whose arena is in `directory` too: tests leave /dev/shm alone."""
-    return PoolOptions(directory / "pool.sock", directory / "pool.arena", memory_bytes, keep_arena)
+    return DaemonOptions(directory / "pool.sock", directory / "pool.arena", memory_bytes, keep_arena)
 
 
 @contextlib.contextmanager
 def running_daemon(
-    options: PoolOptions,
+    options: DaemonOptions,
     *,
     events: PoolEvents | None = None,
     make_ssd: Callable[[asyncio.AbstractEventLoop], SsdFactory] | None = None,
@@ -128,7 +128,7 @@ def running_daemon(
 
 @contextlib.contextmanager
 def connected(
-    options: PoolOptions,
+    options: DaemonOptions,
     kind: str = "scheduler",
     geometry: PoolGeometry | None = HYBRID,
     rank: int = 0,
@@ -235,12 +235,12 @@ _SERVE = """
 import asyncio, signal, sys
 from pathlib import Path
 import uvloop
-from prfaas.serving.pool.daemon import PoolDaemon, PoolOptions
+from prfaas.serving.pool.daemon import PoolDaemon, DaemonOptions
 
 async def serve():
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)
-    options = PoolOptions(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), bool(int(sys.argv[4])))
+    options = DaemonOptions(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), bool(int(sys.argv[4])))
     await PoolDaemon(options).serve(lambda: print("ready", flush=True))
 
 try:
@@ -251,7 +251,7 @@ except asyncio.CancelledError:
 
 
 @contextlib.contextmanager
-def daemon_process(options: PoolOptions) -> Iterator["subprocess.Popen[bytes]"]:
+def daemon_process(options: DaemonOptions) -> Iterator["subprocess.Popen[bytes]"]:
     """A daemon that can be killed."""
     arguments = (options.socket, options.arena, options.memory_bytes, int(options.keep_arena))
     process = subprocess.Popen(
@@ -286,7 +286,7 @@ time.sleep(600)
 
 
 @contextlib.contextmanager
-def writing_engine(options: PoolOptions) -> Iterator[tuple["subprocess.Popen[bytes]", list[PageRef]]]:
+def writing_engine(options: DaemonOptions) -> Iterator[tuple["subprocess.Popen[bytes]", list[PageRef]]]:
     """An engine of its own process group that has reserved pages and not committed them."""
     root = Path(__file__).parents[3]
     process = subprocess.Popen(

@@ -14,7 +14,7 @@ import pytest
 from prfaas.core.pool.keys import page_id
 from prfaas.serving.pool.arena import ArenaLayout
 from prfaas.serving.pool.client import PoolClient
-from prfaas.serving.pool.daemon import PoolOptions
+from prfaas.serving.pool.daemon import DaemonOptions
 from prfaas.serving.pool.page_table import PageState
 from prfaas.serving.pool.protocol import PoolMatch
 
@@ -45,11 +45,11 @@ PROMPT = list(range(1, 257))
 
 
 @pytest.fixture
-def options(tmp_path: Path) -> PoolOptions:
+def options(tmp_path: Path) -> DaemonOptions:
     return pool_options(tmp_path, keep_arena=True)
 
 
-def killed_after_storing(options: PoolOptions) -> int:
+def killed_after_storing(options: DaemonOptions) -> int:
     """A daemon that was killed with pages in its arena. Returns its epoch."""
     with daemon_process(options) as process, connected(options) as client:
         store_prompt(client, PROMPT)
@@ -73,7 +73,7 @@ def assert_bytes_are_right(client: PoolClient, match: PoolMatch) -> None:
             assert read_part(client, ref, group) == part_of(HYBRID, page)
 
 
-def test_pages_are_back_after_a_kill_in_a_new_epoch(options: PoolOptions) -> None:
+def test_pages_are_back_after_a_kill_in_a_new_epoch(options: DaemonOptions) -> None:
     epoch = killed_after_storing(options)
     events = RecordedEvents()
     with running_daemon(options, events=events), connected(options) as client:
@@ -88,7 +88,7 @@ def test_pages_are_back_after_a_kill_in_a_new_epoch(options: PoolOptions) -> Non
         wait_until(lambda: all(client.checksum_to_verify(ref.slot) is None for ref in refs))
 
 
-def test_a_client_finds_the_new_daemon_and_distrusts_what_it_copied(options: PoolOptions) -> None:
+def test_a_client_finds_the_new_daemon_and_distrusts_what_it_copied(options: DaemonOptions) -> None:
     with daemon_process(options) as process, connected(options) as client:
         store_prompt(client, PROMPT)
         match = found(client)
@@ -105,7 +105,7 @@ def test_a_client_finds_the_new_daemon_and_distrusts_what_it_copied(options: Poo
             assert found(client).usable_tokens == 256
 
 
-def test_slots_of_a_writer_that_lives_wait_for_its_end(options: PoolOptions) -> None:
+def test_slots_of_a_writer_that_lives_wait_for_its_end(options: DaemonOptions) -> None:
     with daemon_process(options) as daemon, writing_engine(options) as (engine, refs):
         # It cannot connect again, as if it hung.
         os.kill(engine.pid, signal.SIGSTOP)
@@ -123,7 +123,7 @@ def test_slots_of_a_writer_that_lives_wait_for_its_end(options: PoolOptions) -> 
             wait_until(lambda: (client.stats() or {})["writing_pages"] == 0)
 
 
-def test_slots_of_a_writer_are_free_once_it_has_connected_again(options: PoolOptions) -> None:
+def test_slots_of_a_writer_are_free_once_it_has_connected_again(options: DaemonOptions) -> None:
     with daemon_process(options) as daemon, writing_engine(options) as (_, refs):
         daemon.kill()
         daemon.wait(WAIT_S)
@@ -133,7 +133,7 @@ def test_slots_of_a_writer_are_free_once_it_has_connected_again(options: PoolOpt
             assert len(refs) > 0
 
 
-def test_a_page_that_rotted_meanwhile_is_noticed(options: PoolOptions) -> None:
+def test_a_page_that_rotted_meanwhile_is_noticed(options: DaemonOptions) -> None:
     killed_after_storing(options)
     content = bytearray(options.arena.read_bytes())
     wrong = part_of(HYBRID, pages_of(HYBRID, PROMPT)[3][0])
@@ -146,7 +146,7 @@ def test_a_page_that_rotted_meanwhile_is_noticed(options: PoolOptions) -> None:
         assert found(client).usable_tokens == 96
 
 
-def damaged(options: PoolOptions, how: str) -> None:
+def damaged(options: DaemonOptions, how: str) -> None:
     match how:
         case "deleted":
             options.arena.unlink()
@@ -184,7 +184,7 @@ def damaged(options: PoolOptions, how: str) -> None:
     ],
 )  # fmt: skip
 def test_an_arena_of_no_use_is_replaced(
-    options: PoolOptions, how: str, caplog: pytest.LogCaptureFixture
+    options: DaemonOptions, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     killed_after_storing(options)
     damaged(options, how)
@@ -195,16 +195,16 @@ def test_an_arena_of_no_use_is_replaced(
         assert found(client).usable_tokens == 256
 
 
-def test_an_arena_of_another_size_is_replaced(options: PoolOptions) -> None:
+def test_an_arena_of_another_size_is_replaced(options: DaemonOptions) -> None:
     killed_after_storing(options)
-    larger = PoolOptions(options.socket, options.arena, 9 * MIB)
+    larger = DaemonOptions(options.socket, options.arena, 9 * MIB)
     with running_daemon(larger), connected(larger) as client:
         assert found(client).usable_tokens == 0
         assert 8 * MIB < options.arena.stat().st_size <= 9 * MIB
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_page_table_full_of_garbage_is_survived(options: PoolOptions, seed: int) -> None:
+def test_a_page_table_full_of_garbage_is_survived(options: DaemonOptions, seed: int) -> None:
     """Whatever stands in the rows: what is served has the bytes of its checksums, and all slots can be used."""
     killed_after_storing(options)
     layout = ArenaLayout.of(HYBRID, options.memory_bytes)
@@ -226,7 +226,7 @@ def test_a_page_table_full_of_garbage_is_survived(options: PoolOptions, seed: in
         assert client.stats() is not None
 
 
-def test_pages_on_ssd_are_known_before_they_are_read(options: PoolOptions) -> None:
+def test_pages_on_ssd_are_known_before_they_are_read(options: DaemonOptions) -> None:
     tiers: list[SteppedSsd] = []
 
     def make_ssd(geometry: object, view: memoryview) -> SteppedSsd:
@@ -256,14 +256,14 @@ def test_pages_on_ssd_are_known_before_they_are_read(options: PoolOptions) -> No
 
 
 @pytest.fixture
-def stopped_daemon(options: PoolOptions) -> Iterator["subprocess.Popen[bytes]"]:
+def stopped_daemon(options: DaemonOptions) -> Iterator["subprocess.Popen[bytes]"]:
     with daemon_process(options) as process:
         yield process
         os.kill(process.pid, signal.SIGCONT)
 
 
 def test_a_daemon_that_hangs_costs_one_timeout(
-    options: PoolOptions, stopped_daemon: "subprocess.Popen[bytes]"
+    options: DaemonOptions, stopped_daemon: "subprocess.Popen[bytes]"
 ) -> None:
     client = PoolClient(options.socket, "worker", HYBRID, timeout_s=1.0)
     wait_until(client.connect)
@@ -282,7 +282,7 @@ def test_a_daemon_that_hangs_costs_one_timeout(
     client.close()
 
 
-def test_what_was_written_while_the_connection_was_lost_is_committed_later(options: PoolOptions) -> None:
+def test_what_was_written_while_the_connection_was_lost_is_committed_later(options: DaemonOptions) -> None:
     with (
         running_daemon(options) as daemon,
         connected(options, "scheduler") as scheduler,
@@ -303,7 +303,7 @@ def test_what_was_written_while_the_connection_was_lost_is_committed_later(optio
         assert found(scheduler).usable_tokens == 256
 
 
-def test_no_session_is_opened_while_a_copy_runs(options: PoolOptions) -> None:
+def test_no_session_is_opened_while_a_copy_runs(options: DaemonOptions) -> None:
     with daemon_process(options) as process, connected(options, "worker") as client:
         with client.writing(client.epoch) as allowed:
             assert allowed
@@ -317,7 +317,7 @@ def test_no_session_is_opened_while_a_copy_runs(options: PoolOptions) -> None:
         assert client.page_state(0) is PageState.FREE
 
 
-def test_engines_of_another_model_replace_what_is_left(options: PoolOptions) -> None:
+def test_engines_of_another_model_replace_what_is_left(options: DaemonOptions) -> None:
     killed_after_storing(options)
     with running_daemon(options), connected(options, geometry=DENSE) as client:
         assert (client.stats() or {})["memory_pages"] == {"0": 0}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from prfaas.core.kv.groups import GroupKind, KvGroup
+from prfaas.core.pool.keys import KEY_BYTES
 
 ALIGNMENT_BYTES = 64
 """Pages and the ranks' parts begin at multiples of this: a cache line, as copies like it."""
@@ -21,6 +22,8 @@ SECTOR_BYTES = 512
 # Room of an identity besides its token ids: parent, salt, adapter and what msgpack adds.
 _IDENTITY_BASE_BYTES = 768
 _LENGTH_BYTES = 4
+# Of an identity besides token ids, salt and adapter: parent, names of the fields, lengths. It has fewer.
+_OTHER_IDENTITY_BYTES = 128
 _SIMILAR = 15 / 16
 
 
@@ -44,6 +47,45 @@ class PageGroup(KvGroup):
 
     rank_bytes: int
     """One block of all its layers on one rank, padding to a multiple of 64 bytes included."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageIdentity:
+    """What tokens a page of the lead group stands for; enough to publish it, and to find it elsewhere."""
+
+    parent: bytes
+    """Key of the block before this one, empty for a chain's first."""
+    token_ids: bytes
+    """Of the block, as little-endian unsigned 32-bit integers."""
+    salt: str
+    adapter: str
+
+    def encode(self) -> bytes:
+        """The page's trailer: the length in 4 bytes, little-endian, then msgpack."""
+        body = msgspec.msgpack.encode(self)
+        return len(body).to_bytes(_LENGTH_BYTES, "little") + body
+
+    @staticmethod
+    def decode(trailer: bytes | memoryview) -> "PageIdentity":
+        """What `encode` gave; bytes behind it are passed over.
+
+        Raises:
+            ValueError: the trailer holds no identity.
+        """
+        length = int.from_bytes(trailer[:_LENGTH_BYTES], "little")
+        if length > len(trailer) - _LENGTH_BYTES:
+            raise ValueError(f"an identity of {length} bytes does not fit into {len(trailer)}")
+        return msgspec.msgpack.decode(trailer[_LENGTH_BYTES : _LENGTH_BYTES + length], type=PageIdentity)
+
+    def describes(self, lead: PageGroup) -> bool:
+        """Whether it can be the identity of a page of that group."""
+        return len(self.token_ids) == 4 * lead.block_tokens and len(self.parent) in (0, KEY_BYTES)
+
+    def fits(self, room_bytes: int) -> bool:
+        """Whether the trailer has at most that many bytes; salt and adapter may be too long for it."""
+        # Nobody has long ones, and encoding costs more than looking.
+        longest = 4 * (len(self.salt) + len(self.adapter)) + len(self.token_ids) + _OTHER_IDENTITY_BYTES
+        return longest <= room_bytes or len(self.encode()) <= room_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,35 +173,6 @@ class PoolGeometry:
     def digest(self) -> bytes:
         """16 bytes that differ for different geometries."""
         return hashlib.blake2b(self.encode(), digest_size=16).digest()
-
-
-@dataclass(frozen=True, slots=True)
-class PageIdentity:
-    """What tokens a page of the lead group stands for; enough to publish it, and to find it elsewhere."""
-
-    parent: bytes
-    """Key of the block before this one, empty for a chain's first."""
-    token_ids: bytes
-    """Of the block, as little-endian unsigned 32-bit integers."""
-    salt: str
-    adapter: str
-
-    def encode(self) -> bytes:
-        """The page's trailer: the length in 4 bytes, little-endian, then msgpack."""
-        body = msgspec.msgpack.encode(self)
-        return len(body).to_bytes(_LENGTH_BYTES, "little") + body
-
-    @staticmethod
-    def decode(trailer: bytes | memoryview) -> "PageIdentity":
-        """What `encode` gave; bytes behind it are passed over.
-
-        Raises:
-            ValueError: the trailer holds no identity.
-        """
-        length = int.from_bytes(trailer[:_LENGTH_BYTES], "little")
-        if length > len(trailer) - _LENGTH_BYTES:
-            raise ValueError(f"an identity of {length} bytes does not fit into {len(trailer)}")
-        return msgspec.msgpack.decode(trailer[_LENGTH_BYTES : _LENGTH_BYTES + length], type=PageIdentity)
 
 
 def slot_sizes(page_bytes: Sequence[int]) -> dict[int, int]:

@@ -51,7 +51,7 @@ class PoolError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class PoolOptions:
+class DaemonOptions:
     """What a daemon needs to know."""
 
     socket: Path
@@ -74,7 +74,7 @@ class PoolDaemon:
 
     def __init__(
         self,
-        options: PoolOptions,
+        options: DaemonOptions,
         *,
         events: PoolEvents | None = None,
         make_ssd: SsdFactory | None = None,

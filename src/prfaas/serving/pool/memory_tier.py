@@ -18,8 +18,8 @@ class PoolPage:
     """What the store knows of a page, wherever it is."""
 
     __slots__ = (
-        "checksums", "discarded", "failed", "group", "key", "left_behind", "offset", "on_ssd", "owner", "page_id",
-        "pins", "ranks_left", "reserved_in", "slot", "state", "tenant", "was_hit",
+        "checksums", "discarded", "failed", "group", "identity", "key", "left_behind", "offset", "on_ssd", "owner",
+        "page_id", "pins", "ranks_left", "reserved_in", "slot", "state", "tenant", "was_hit",
     )  # fmt: skip
 
     def __init__(self, page_id: bytes, tenant: bytes) -> None:
@@ -35,6 +35,8 @@ class PoolPage:
         self.was_hit = False
         self.discarded = False
         self.checksums: list[int] = []
+        self.identity: PageIdentity | None = None
+        """What it stands for, while it is WRITING or PROMOTING."""
         self.owner: Owner | None = None
         """Who reserved it, while it is WRITING."""
         self.reserved_in: set[PoolPage] | None = None
@@ -75,7 +77,7 @@ class MemoryTier:
         layout = arena.layout
         self.arena = arena
         self.table = arena.table
-        self._geometry = layout.geometry
+        geometry = layout.geometry
         self._eviction = (
             policy
             if isinstance(policy, TenantEviction)
@@ -84,9 +86,9 @@ class MemoryTier:
         self._evicted = evicted
         self._slot_bytes = layout.slot_bytes
         self._slabs = SlabAllocator(layout.slab_bytes, set(layout.slot_bytes.values()))
-        self._identity_at = {
-            each.index: self._geometry.identity_offset(each.index) for each in self._geometry.groups
-        }
+        self._identity_at = {each.index: geometry.identity_offset(each.index) for each in geometry.groups}
+        self._lead = geometry.lead.index
+        self._identity_room = geometry.identity_bytes(self._lead)
         self.rows: dict[int, PoolPage] = {}
         """Every page with a slot, by the slot's row."""
         self._by_id: dict[bytes, PoolPage] = {}
@@ -113,6 +115,7 @@ class MemoryTier:
         page.offset = self.arena.layout.slabs_at + self._slabs.offset(row)
         page.state = state
         page.slot = self.table.begin(row, state, page.page_id, owner, page.tenant, page.ranks_left)
+        page.identity = identity
         if identity is not None:
             encoded = identity.encode()
             at = page.offset + self._identity_at[page.group]
@@ -172,14 +175,13 @@ class MemoryTier:
         Raises:
             ValueError: its trailer is damaged.
         """
-        room = self._geometry.identity_bytes(page.group)
-        if not room:
+        if page.group != self._lead:
             return None
         at = page.offset + self._identity_at[page.group]
-        return PageIdentity.decode(self.arena.view[at : at + room])
+        return PageIdentity.decode(self.arena.view[at : at + self._identity_room])
 
     def _enter(self, page: PoolPage, identity: PageIdentity | None) -> None:
-        lead = self._geometry.lead.index
+        lead = self._lead
         if page.group != lead:
             parent: bytes | None = page_id(page.key, lead)
         else:
@@ -192,6 +194,9 @@ class MemoryTier:
 
         If the next page to go has another size, its whole slab goes: only a slab that is empty can be cut anew.
         """
+        row = self._slabs.take(slot_bytes)
+        if row is not None:
+            return row
         stuck: set[int] = set()
         most_slots = self._slabs.most_slots
 

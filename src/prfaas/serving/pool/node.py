@@ -12,7 +12,7 @@ from prfaas.core.deployment import Deployment, PoolNode
 from prfaas.core.pool.eviction import EvictionPolicy, eviction_policy
 from prfaas.core.pool.geometry import PoolGeometry
 from prfaas.serving.certificates import identity_of
-from prfaas.serving.pool.daemon import PoolDaemon, PoolError, PoolOptions, arena_path
+from prfaas.serving.pool.daemon import DaemonOptions, PoolDaemon, PoolError, arena_path
 from prfaas.serving.pool.events import PoolEventPublisher
 from prfaas.serving.pool.figures import LatestFigures
 from prfaas.serving.pool.neighbours import PoolNeighbours
@@ -61,7 +61,7 @@ async def serve_pool(
     key, tls = load_key(deployment.security.key_file), identity_of(deployment, node.name)
     with _publisher(deployment, node) as events:
         daemon = PoolDaemon(
-            PoolOptions(socket, arena_path(socket), node.memory_bytes, keep_memory),
+            DaemonOptions(socket, arena_path(socket), node.memory_bytes, keep_memory),
             events=events,
             make_ssd=make_ssd,
             make_policy=policy,

@@ -146,6 +146,9 @@ class Reservations:
         if not pages:
             del self._of[page.owner]
         page.owner = None
+        if page.reserved_in is not None:
+            page.reserved_in.discard(page)
+            page.reserved_in = None
         if page.failed:
             self._memory.free(page)
             self._aborted(page)

@@ -19,7 +19,7 @@ from prfaas.core.pool.keys import KEY_BYTES
 from prfaas.core.pool.quota import TenantEviction
 from prfaas.serving.pool.arena import Arena
 from prfaas.serving.pool.counters import PoolCounters
-from prfaas.serving.pool.hooks import Medium, PoolEvents, SsdTier
+from prfaas.serving.pool.hooks import MEDIA, Medium, PoolEvents, SsdTier
 from prfaas.serving.pool.memory_tier import NO_SLOT, MemoryTier, PoolPage, ReadablePages
 from prfaas.serving.pool.page_table import Owner, PageState, row_of
 from prfaas.serving.pool.protocol import PageRef, SessionKind
@@ -53,10 +53,7 @@ class PageStore:
         self.sessions: set[StoreSession] = set()
         self.held: dict[int, dict[bytes, PoolPage]] = {group.index: {} for group in self.geometry.groups}
         """By group: key → page in memory or on SSD. Those that are WRITING are not among them."""
-        self.tier_pages: dict[Medium, dict[int, int]] = {
-            "memory": dict.fromkeys(self.held, 0),
-            "ssd": dict.fromkeys(self.held, 0),
-        }
+        self.tier_pages: dict[Medium, dict[int, int]] = {tier: dict.fromkeys(self.held, 0) for tier in MEDIA}
         """By tier and group: pages that can be read there."""
         self.events = events
         self.ssd = ssd
@@ -65,6 +62,7 @@ class PageStore:
         self._lead = self.geometry.lead
         self._full = [group for group in self.geometry.groups if group.kind is GroupKind.FULL]
         self._step_tokens = self.geometry.step_tokens
+        self._page_bytes = {each.index: self.geometry.page_bytes(each.index) for each in self.geometry.groups}
         self._identity_room = self.geometry.identity_bytes(self._lead.index)
         self._pin_numbers = itertools.count(1)
         self._touches: deque[list[PoolPage]] = deque()
@@ -277,13 +275,12 @@ class PageStore:
         """Pin all these pages, or none if one of them has no slot and there is no room for it."""
         for page in pages:
             page.pins += 1
+            page.was_hit = True
         absent = [page for page in pages if page.slot == NO_SLOT]
         if absent and not self._promote_all(absent):
             for page in pages:
                 page.pins -= 1
             return False
-        for page in pages:
-            page.was_hit = True
         for at in range(len(pages), 0, -_TOUCHES_AT_ONCE):
             self._touches.append(list(pages[max(at - _TOUCHES_AT_ONCE, 0) : at]))
         return True
@@ -334,13 +331,11 @@ class PageStore:
         if len(page_id) != KEY_BYTES + 1 or page_id[KEY_BYTES] not in self.held or len(tenant) > TENANT_BYTES:
             raise ValueError(f"there is no page {page_id.hex()} of tenant {tenant.hex()} in this pool")
         leads = page_id[KEY_BYTES] == self._lead.index
-        if leads != (identity is not None):
-            raise ValueError(
-                f"page {page_id.hex()}: pages of group {self._lead.index}, and no others, have an identity"
-            )
-        if identity is not None and len(identity.encode()) > self._identity_room:
+        if leads != (identity is not None) or (identity is not None and not identity.describes(self._lead)):
+            raise ValueError(f"page {page_id.hex()} has no identity as the pages of its group have it")
+        if page_id in self.reservations or page_id[:KEY_BYTES] in self.held[page_id[KEY_BYTES]]:
             return None
-        if page_id in self.reservations or self._page(page_id) is not None:
+        if identity is not None and not identity.fits(self._identity_room):
             return None
         self._settle_all()
         page = PoolPage(page_id, tenant.ljust(TENANT_BYTES, b"\0"))
@@ -358,25 +353,18 @@ class PageStore:
 
     def _ready(self, page: PoolPage) -> None:
         """All ranks have committed."""
-        self._leave_session(page)
         self.held[page.group][page.key] = page
         self.memory.table.set_checksums(row_of(page.slot), page.checksums)
         self.memory.table.set_last_use(row_of(page.slot), self._time_s())
         self.memory.set_state(page, PageState.READY)
         self.counters.stored_pages += 1
-        self.counters.stored_bytes += self.geometry.page_bytes(page.group)
-        identity = self.memory.identity(page)
-        self.tell_stored(page, identity, "memory")
+        self.counters.stored_bytes += self._page_bytes[page.group]
+        self.tell_stored(page, page.identity, "memory")
+        page.identity = None
         self.write_to_ssd(page)
 
-    def _aborted(self, page: PoolPage) -> None:
-        self._leave_session(page)
+    def _aborted(self, _page: PoolPage) -> None:
         self.counters.aborted_pages += 1
-
-    def _leave_session(self, page: PoolPage) -> None:
-        if page.reserved_in is not None:
-            page.reserved_in.discard(page)
-            page.reserved_in = None
 
     def _spilled(self, page: PoolPage, identity: PageIdentity | None, is_written: bool) -> None:
         if is_written:
@@ -390,8 +378,9 @@ class PageStore:
             self.memory.table.set_checksums(row_of(page.slot), page.checksums)
             self.memory.set_state(page, PageState.READY)
             self.counters.promoted_pages += 1
-            self.counters.promoted_bytes += self.geometry.page_bytes(page.group)
-            self.tell_stored(page, self.memory.identity(page), "memory")
+            self.counters.promoted_bytes += self._page_bytes[page.group]
+            self.tell_stored(page, page.identity, "memory")
+            page.identity = None
             return
         self.counters.failed_promotions += 1
         self.memory.set_state(page, PageState.FAILED)
@@ -407,7 +396,7 @@ class PageStore:
 
     def _evicted(self, page: PoolPage) -> None:
         self.counters.evicted_pages += 1
-        self.counters.evicted_bytes += self.geometry.page_bytes(page.group)
+        self.counters.evicted_bytes += self._page_bytes[page.group]
         self._tell_removed(page, "memory")
         page.state = PageState.ON_SSD
         if not page.on_ssd:
