@@ -74,6 +74,7 @@ bench: setup
 	$(BIN)/python bench/index.py
 	$(BIN)/python bench/routing.py
 	$(BIN)/python bench/allocation.py
+	$(BIN)/python bench/pool.py
 	$(BIN)/python bench/synthetic.py
 	$(BIN)/python bench/corruption.py --cost
 	$(BIN)/python bench/burst.py

@@ -4,16 +4,19 @@ Run as a program by an interpreter that can import `mooncake.store`: it needs no
 """
 
 import json
-import shutil
+import socket
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 MIB = 1 << 20
 COPIED_BYTES = 64 * MIB
 PAGE_BYTES = (64 << 10, 256 << 10)
+RPC_PORT, METADATA_PORT = 9001, 9002
 START_S = 30.0
 TIMEOUT_S = 300.0
 
@@ -25,63 +28,62 @@ def batch_get(python: Path | None, folder: Path, rounds: int) -> list[Row]:
     if python is None:
         print("mooncake: no --mooncake-python, so it is left out")
         return []
-    from ports import free_ports
-
-    rpc, metadata, metrics = free_ports(3)
-    master_binary = python.parent / "mooncake_master"
-    if not master_binary.exists():
-        found = shutil.which("mooncake_master")
-        if found is None:
-            raise RuntimeError(f"there is no mooncake_master beside {python}")
-        master_binary = Path(found)
-    log = (folder / "master.log").open("wb")
-    master = subprocess.Popen(
-        [
-            str(master_binary),
-            f"--rpc_port={rpc}",
-            "--enable_http_metadata_server=true",
-            "--http_metadata_server_host=127.0.0.1",
-            f"--http_metadata_server_port={metadata}",
-            f"--metrics_port={metrics}",
-        ],
-        stdout=log,
-        stderr=log,
+    # It listens on the first interface that is not the loopback: in a network namespace of its own (root), a pair of
+    # ends that lead nowhere.
+    inside = (
+        "ip link set lo up && ip link add end0 type veth peer name end1 && ip addr add 192.0.2.1/24 dev end0 && "
+        'ip link set end0 up && ip link set end1 up && exec "$@"'
     )
-    try:
-        time.sleep(2.0)
-        done = subprocess.run(
-            [str(python), __file__, str(rpc), str(metadata), str(rounds)],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    finally:
-        master.terminate()
-        try:
-            master.wait(10)
-        except subprocess.TimeoutExpired:
-            master.kill()
-            master.wait()
-        log.close()
+    done = subprocess.run(
+        ["unshare", "--net", "sh", "-c", inside, "sh", str(python), __file__, str(folder), str(rounds)],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
     if done.returncode != 0:
         raise RuntimeError(f"Mooncake Store did not run: {done.stderr[-1500:]}")
     return [tuple(row) for row in json.loads(done.stdout.splitlines()[-1])]
 
 
-def _in_mooncake(rpc: int, metadata: int, rounds: int) -> list[Row]:
+@contextmanager
+def _master(folder: Path) -> Iterator[None]:
+    binary = Path(sys.executable).parent / "mooncake_master"
+    ports = [f"--rpc_port={RPC_PORT}", f"--http_metadata_server_port={METADATA_PORT}", "--metrics_port=9003"]
+    http = ["--enable_http_metadata_server=true", "--http_metadata_server_host=127.0.0.1"]
+    with (folder / "master.log").open("wb") as log:
+        master = subprocess.Popen([str(binary), *ports, *http], stdout=log, stderr=log)
+        try:
+            deadline_s = time.monotonic() + START_S
+            while not all(map(_listens, (RPC_PORT, METADATA_PORT))):
+                if time.monotonic() > deadline_s or master.poll() is not None:
+                    raise RuntimeError(f"mooncake_master does not listen; see {folder}/master.log")
+                time.sleep(0.1)
+            yield
+        finally:
+            master.kill()
+            master.wait()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _in_mooncake(rounds: int) -> list[Row]:
     import numpy as np
     from mooncake.store import MooncakeDistributedStore
 
     store = MooncakeDistributedStore()
     failed = store.setup(
         "127.0.0.1",
-        f"http://127.0.0.1:{metadata}/metadata",
-        8 * COPIED_BYTES,
+        f"http://127.0.0.1:{METADATA_PORT}/metadata",
+        # What was read lately can't be removed, so there is room for everything.
+        (len(PAGE_BYTES) * (rounds + 1) + 2) * COPIED_BYTES,
         2 * COPIED_BYTES,
         "tcp",
         "",
-        f"127.0.0.1:{rpc}",
+        f"127.0.0.1:{RPC_PORT}",
     )
     if failed:
         raise RuntimeError(f"setup failed with {failed}")
@@ -108,8 +110,6 @@ def _in_mooncake(rpc: int, metadata: int, rounds: int) -> list[Row]:
             if any(put) or any(each != page_bytes for each in got):
                 raise RuntimeError(f"pages were refused: {put[:3]}, {got[:3]}")
             ratios.append(copied_s / get_s[-1])
-            for key in keys:
-                store.remove(key)
         label = f"pages of {page_bytes >> 10} KiB"
         rows.append(
             (f"Mooncake Store batch put, {label}", COPIED_BYTES / statistics.median(put_s[1:]) / 1e9, "GB/s")
@@ -123,4 +123,6 @@ def _in_mooncake(rpc: int, metadata: int, rounds: int) -> list[Row]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(_in_mooncake(*map(int, sys.argv[1:4]))))
+    with _master(Path(sys.argv[1])):
+        measured = _in_mooncake(int(sys.argv[2]))
+    print(json.dumps(measured))

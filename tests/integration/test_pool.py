@@ -30,7 +30,12 @@ LENGTHS = (1000, 3000, 6000)
 
 
 def write_pooled(
-    directory: Path, model: str, *, extra_args: Sequence[str] = (), tensor_parallel: int = 1
+    directory: Path,
+    model: str,
+    *,
+    extra_args: Sequence[str] = (),
+    tensor_parallel: int = 1,
+    max_model_len: int = 16384,
 ) -> Path:
     """Two engines of one machine, which share a pool."""
     ports = free_ports(4 + 2 * tensor_parallel)
@@ -50,7 +55,7 @@ def write_pooled(
         del instances[1]
     deployment = {
         "name": directory.name,
-        "model": {"served_name": MODEL, "tiny": model, "max_model_len": 16384},
+        "model": {"served_name": MODEL, "tiny": model, "max_model_len": max_model_len},
         "clusters": [
             {
                 "name": "home",
@@ -210,11 +215,13 @@ def test_tenants_hit_nothing_of_each_other(tmp_path: Path) -> None:
         here.start("two")
         assert cached_tokens(here.ask("two", ids, cache_salt="b")) == 0
         assert cached_tokens(here.ask("two", ids)) == 0
-        assert cached_tokens(here.ask("two", ids, cache_salt="a")) == 2816
+        assert cached_tokens(here.ask("two", ids, cache_salt="a")) == 2048
 
 
 def test_preemptions_aborts_and_a_dead_daemon_cost_no_answer(tmp_path: Path) -> None:
-    path = write_pooled(tmp_path, "qwen3-next", extra_args=["--num-gpu-blocks-override", "64"])
+    path = write_pooled(
+        tmp_path, "qwen3-next", extra_args=["--num-gpu-blocks-override", "64"], max_model_len=8192
+    )
     prompts = [prompt(9400 + seed, 2300) for seed in range(8)]
     with pooled(path) as here, concurrent.futures.ThreadPoolExecutor(8) as clients:
         here.start("one")
@@ -256,8 +263,7 @@ def test_two_tensor_parallel_ranks_share_pages(tmp_path: Path) -> None:
     ids = prompt(9600, 3000)
     with pooled(write_pooled(tmp_path, "qwen3-next", tensor_parallel=2)) as here:
         here.start("one")
-        here.ask("one", ids)
-        own = here.ask("one", ids)
+        own = [here.ask("one", ids) for _ in range(3)][-1]
         here.wait_stored()
         here.engines.kill("one")
         here.start("one")

@@ -107,6 +107,21 @@ def test_what_left_memory_is_loaded_from_ssd_and_is_then_in_memory() -> None:
     pool.check()
 
 
+def test_what_comes_from_ssd_pushes_nothing_of_its_own_prefix_out() -> None:
+    pool = made(5 * DENSE.token_bytes * BLOCK, DENSE, ssd_bytes=PLENTY)
+    pool.store([0, 1, 2, 3], 4 * BLOCK, 0)
+    pool.store([10, 11, 12, 13], 4 * BLOCK, 0)
+    assert pool.hit([0, 1, 2, 3], 4 * BLOCK) == PoolHit(
+        PrefixHit(4 * BLOCK, 4 * BLOCK), PrefixHit(BLOCK, BLOCK)
+    )
+    pool.store([0, 1, 2, 3, 4, 5, 6], 7 * BLOCK, 4 * BLOCK)
+    pool.load([0, 1, 2, 3, 4, 5, 6], 0, 7 * BLOCK)
+
+    hit = pool.hit([0, 1, 2, 3, 4, 5, 6], 7 * BLOCK)
+    # Blocks 4 to 6 stay; there is room for one of those on SSD.
+    assert hit is not None and hit.in_memory.attention_tokens == 2 * BLOCK
+
+
 def test_a_load_leaves_out_what_the_engine_has() -> None:
     pool = made()
     pool.store(range(8), 8 * BLOCK, 0)

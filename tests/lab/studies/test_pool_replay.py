@@ -55,7 +55,11 @@ def test_a_day_has_chats_at_noon_and_documents_at_midnight() -> None:
     is_chat = np.array([each.block_ids[:4] == system for each in requests])
     # A document shares no block with anything.
     documents = [each.block_ids for each, chat in zip(requests, is_chat, strict=True) if not chat]
-    assert len({block for ids in documents for block in ids}) == sum(map(len, documents))
+    read = {block for ids in documents for block in ids}
+    assert len(read) == sum(map(len, documents))
+    assert read.isdisjoint(
+        block for each, chat in zip(requests, is_chat, strict=True) if chat for block in each.block_ids
+    )
     noon = (day.arrival_s > 36_000) & (day.arrival_s < 50_400)
     assert is_chat[noon].mean() > 0.97 > is_chat[~noon].mean()
     assert abs(is_chat.sum() - 0.02 * 6 * 86_400) < 1_500

@@ -42,6 +42,7 @@ GEOMETRY = PoolGeometry(
 )
 MEMORY_BYTES = 1 << 20
 SSD_BYTES = 2 << 20
+PROMPTS = range(5)
 PROMPT_BLOCKS = 4
 PROMPT_TOKENS = 16 * PROMPT_BLOCKS
 PROMPT_PAGES = 2 * PROMPT_BLOCKS
@@ -74,10 +75,10 @@ def store(client: PoolClient, number: int, *, then: Callable[[], None] = lambda:
     return len(ends)
 
 
-def load(client: PoolClient, number: int) -> int:
+def load(client: PoolClient, number: int, limit_tokens: int = PROMPT_TOKENS) -> int:
     """Load a prompt as a worker does. Returns its tokens, 0 if that failed; wrong bytes are an error."""
     chain = chain_of(GEOMETRY, prompt(number))
-    match = client.match(packed_chain(chain), 0, PROMPT_TOKENS, whole=True, tenant=TENANT, pin=True)
+    match = client.match(packed_chain(chain), 0, limit_tokens, whole=True, tenant=TENANT, pin=True)
     if match is None or not match.usable_tokens:
         return 0
     refs = [ref for _, _, refs in match.pages for ref in refs]
@@ -158,11 +159,16 @@ class FaultyPool:
         return found
 
     def flip_a_byte(self, suffix: str, chosen: random.Random) -> None:
-        """Somewhere in the part of the file that is in use."""
+        """Anywhere in the journal, or in one of the pages of the first prompts that the file has."""
         path = self.files(suffix)
         with path.open("r+b") as file:
-            size = path.stat().st_size if suffix == ".journal" else min(path.stat().st_size, 600_000)
-            place = chosen.randrange(size)
+            content = file.read()
+            place = chosen.randrange(len(content))
+            if suffix == ".pages":
+                pages = [page for number in PROMPTS for page, _ in pages_of(GEOMETRY, prompt(number))]
+                parts = [part for page in pages if (part := part_of(GEOMETRY, page)) in content]
+                part = chosen.choice(parts or [content])
+                place = content.find(part) + chosen.randrange(len(part))
             file.seek(place)
             byte = file.read(1)[0]
             file.seek(place)
@@ -226,6 +232,8 @@ def _in_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
 
 
 def _store_prompts(options: DaemonOptions, first_prompt: int) -> None:
+    # As `prfaas up` starts engines. What a killed engine leaves is free once nobody of its process group lives.
+    os.setsid()
     client = PoolClient(options.socket, "worker", GEOMETRY)
     wait_until(client.connect)
     number = first_prompt

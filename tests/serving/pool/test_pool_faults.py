@@ -11,6 +11,7 @@ from prfaas.serving.pool.client import PoolClient
 from .faulty_pool import (
     PROMPT_PAGES,
     PROMPT_TOKENS,
+    PROMPTS,
     FaultyPool,
     load,
     reconnect,
@@ -19,7 +20,6 @@ from .faulty_pool import (
 )
 from .pool_daemon import wait_until
 
-PROMPTS = range(5)
 OTHERS = range(1000, 1010)
 FAULTS = (
     "daemon killed",
@@ -135,7 +135,8 @@ def test_a_fault_costs_pages_and_nothing_else(tmp_path: Path, seed: int) -> None
                 recovers = True
 
         for number in [*PROMPTS, *OTHERS]:
-            assert load(client, number) in range(0, PROMPT_TOKENS + 1, 16)
+            for limit_tokens in range(16, PROMPT_TOKENS + 1, 16):
+                assert load(client, number, limit_tokens) in range(0, limit_tokens + 1, 16)
         # Life goes on.
         for number in PROMPTS:
             store(client, number)

@@ -53,7 +53,7 @@ def test_only_states_and_the_tail_cross_again(kv_model: KvModel) -> None:
     assert (document["first_crossed_bytes"], document["crossed_bytes"]) == (before, now)
     (request,) = document["requests"]
     assert (request["first_ttft_s"], request["ttft_s"]) == (4.0, 0.5)
-    assert (request["pool_tokens"], request["equal_to_first"]) == (2 * HELD, "exact")
+    assert (request["pool_tokens"], request["equal_to_first"]) == (2 * HELD, True)
 
 
 def test_what_stays_at_home_does_not_cross(kv_model: KvModel) -> None:
@@ -80,6 +80,15 @@ def test_other_tokens_are_a_tie_or_wrong(kv_model: KvModel, margin_nats: float, 
     assert not act_of(kv_model, [other, other, *[same] * 4], margin_nats).all_equal
 
 
+def test_another_split_is_compared_with_an_engine_that_splits_alike(kv_model: KvModel) -> None:
+    split = replace(answer(kv_model, HELD, 0.5), token_ids=(*ANSWER[:5], 98, *ANSWER[6:]))
+    plain = ReferenceAnswer(split.token_ids, ({},) * len(ANSWER))
+    firsts, pooled = [answer(kv_model, 0, 4.0)], [PooledAnswer(split, HELD)]
+    act = second_act(kv_model, PAGES, ["x"], firsts, pooled, [plain])
+    assert act.all_equal
+    assert (act.rows[0].first_difference, act.rows[0].comparison.equality) == (5, Equality.EXACT)
+
+
 def test_shown_to_people(kv_model: KvModel) -> None:
     act = act_of(kv_model, [answer(kv_model, HELD, 0.5)])
     console = Console(width=200, file=io.StringIO(), record=True)
@@ -88,5 +97,5 @@ def test_shown_to_people(kv_model: KvModel) -> None:
     for part in ("31,744", "15,872", "4 s", "exact", "offload"):
         assert part in text
     told = second_closing(act)
-    assert "1 of 1 answers are the first ones token by token" in told
+    assert "1 of 1 answers are those of the first act token by token" in told
     assert "after 500 ms in place of 4 s" in told

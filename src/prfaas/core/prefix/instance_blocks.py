@@ -1,7 +1,7 @@
 """The blocks that one instance holds, KV group by KV group, as its events tell."""
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from prfaas.core.pool.depth import common_end, window_end
@@ -83,25 +83,25 @@ class GroupBlocks:
 class WindowGroup(GroupBlocks):
     """The blocks of a sliding-window group, or of a second full-attention group."""
 
-    __slots__ = ("window_tokens",)
+    __slots__ = ("_blocks", "window_tokens")
 
     def __init__(self, block_tokens: int, window_tokens: int | None) -> None:
         """A token sees `window_tokens` tokens, itself included; None: all of them."""
         super().__init__(block_tokens)
         self.window_tokens = window_tokens
+        self._blocks = None if window_tokens is None else -(-(window_tokens - 1) // block_tokens)
 
-    def end_below(self, chain: Sequence[int], block_tokens: int, end: int) -> int:
-        """`end` if the window before block boundary `end` of `chain` is held, else a smaller one to try next.
+    def rule(self, chain: Sequence[int], block_tokens: int) -> Callable[[int], int]:
+        """What `common_end` asks: which end, in blocks of `chain` (`block_tokens` tokens each), suits the window.
 
-        No boundary in between is usable. `block_tokens`: tokens per block of `chain`. 0 where the window's blocks are
-        smaller than those: the chain says nothing of them.
+        No end where the window's blocks are smaller than those: the chain says nothing of them.
         """
         step, rest = divmod(self.block_tokens, block_tokens)
-        if rest:
-            return 0
-        window = self.window_tokens
-        blocks = None if window is None else -(-(window - 1) // self.block_tokens)
-        return window_end(chain, self._held, step, blocks, end)
+        return _no_end if rest else partial(window_end, chain, self._held, step, self._blocks)
+
+
+def _no_end(_end: int) -> int:
+    return 0
 
 
 _ENGINE_TIER = (None, "GPU")
@@ -194,9 +194,9 @@ class InstanceBlocks:
     def reusable_blocks(self, chain: Sequence[int], blocks: int, *, needs_states: bool) -> int:
         """The last boundary at which states and windows are held, where the chain's first `blocks` are held."""
         block_tokens = self.block_tokens or 1
-        rules = [partial(group.end_below, chain, block_tokens) for group in self.windows.values()]
+        rules = [group.rule(chain, block_tokens) for group in self.windows.values()]
         if needs_states:
-            rules.insert(0, partial(self._states.last_end, self.bit, chain))
+            rules.append(partial(self._states.last_end, self.bit, chain))
         return common_end(blocks, rules)
 
     def _is_attention(self, event: StoredBlocks) -> bool:

@@ -1,5 +1,6 @@
 """Prefix-cache pools as routing sees them: what a machine's pool spares its engines, and what loading it costs."""
 
+import math
 from collections.abc import Mapping
 
 from prfaas.core.prefix.index import NOTHING, PoolHit, PrefixHit
@@ -36,23 +37,27 @@ def with_pools(
     if not usable:
         return RoutingRequest(num_tokens, held, ordinal)
     merged, loads_s, copies = dict(held), {}, {}
+    by_cluster: dict[str, dict[str, PoolHit]] = {}
+    for name, hit in usable.items():
+        by_cluster.setdefault(view.pools[name].cluster, {})[name] = hit
     for pool in view.pools.values():
-        if not pool.up:
+        near = by_cluster.get(pool.cluster)
+        if near is None or not pool.up:
             continue
-        cluster = view.clusters[pool.cluster]
-        hit = usable.get(pool.name)
+        cluster, own_hit = view.clusters[pool.cluster], near.get(pool.name)
+        others = near if own_hit is None else {name: near[name] for name in near if name != pool.name}
         for name in pool.instances:
-            own = held.get(name, NOTHING)
-            if hit is not None:
-                here, load_s = _with_own_pool(num_tokens, own, pool, hit, cluster, view.kv)
+            own = here = held.get(name, NOTHING)
+            load_s = 0.0
+            if own_hit is not None:
+                here, load_s = _with_own_pool(num_tokens, own, pool, own_hit, cluster, view.kv)
                 merged[name] = here
                 if load_s:
                     loads_s[name] = load_s
-            copy = _best_copy(
-                num_tokens, own, merged.get(name, NOTHING), loads_s.get(name, 0.0), pool, usable, view
-            )
-            if copy is not None:
-                copies[name] = copy
+            if others:
+                copy = _best_copy(num_tokens, own, here, load_s, pool, own_hit, others, view)
+                if copy is not None:
+                    copies[name] = copy
     return RoutingRequest(num_tokens, merged, ordinal, loads_s, usable, copies, held)
 
 
@@ -140,20 +145,22 @@ def _best_copy(
     here: PrefixHit,
     load_s: float,
     pool: PoolView,
-    pools: Mapping[str, PoolHit],
+    own_hit: PoolHit | None,
+    others: Mapping[str, PoolHit],
     view: View,
 ) -> PoolCopy | None:
     """The prefix of another machine of the pool's cluster that an instance would be done sooner with than `here`."""
     kv, prefill_s = view.kv, view.clusters[pool.cluster].prefill_s
-    held_in_pool = pools[pool.name].every_tier.attention_tokens if pool.name in pools else 0
+    held_in_pool = 0 if own_hit is None else own_hit.every_tier.attention_tokens
     best: PoolCopy | None = None
-    least_s = load_s + prefill_s(num_tokens - _below_last(here.reusable_tokens, num_tokens))
-    for name, hit in pools.items():
-        source, tokens = view.pools[name], hit.every_tier.reusable_tokens
-        if source is pool or source.cluster != pool.cluster:
-            continue
+    least_s = math.inf
+    for name, hit in others.items():
+        tokens = hit.every_tier.reusable_tokens
         if tokens <= here.reusable_tokens or tokens > num_tokens - 2:
             continue
+        if least_s == math.inf:
+            least_s = load_s + prefill_s(num_tokens - _below_last(here.reusable_tokens, num_tokens))
+        source = view.pools[name]
         skip = min(held_in_pool, tokens) if kv.can_skip else 0
         kv_bytes = kv.prefix_bytes_to_move(tokens, skip)
         moved_s = BITS_PER_BYTE * kv_bytes / source.network_bits_per_s

@@ -168,7 +168,7 @@ class Result:
     """By name, values at the equally spaced times `time_s`: `queue_<cluster>`, `prefill_utilisation_<cluster>`,
     `egress_bits_per_s_<link>` and so on."""
     changes: Mapping[str, Any]
-    """What the slow loops changed: `threshold_changes` and `conversions`."""
+    """What the slow loops changed: `threshold_changes`, `conversions`, and with pools `prefix_copies`."""
 
     def mean_of(self, series: str) -> float | None:
         """The mean of a series after the warm-up; None where there is none, or nothing finite in it."""

@@ -4,12 +4,14 @@ import gc
 import math
 from collections.abc import Callable, Iterable, Iterator
 from heapq import heappop
+from typing import Any
 
 import numpy as np
 
 from prfaas.core.workload.traffic import RequestChunk
 from prfaas.lab.simulator.control_loops import SlowLoops
 from prfaas.lab.simulator.faults import Faults
+from prfaas.lab.simulator.hot_copies import HotCopies
 from prfaas.lab.simulator.invariants import Invariants
 from prfaas.lab.simulator.result import FloatArray, IntArray, Result
 from prfaas.lab.simulator.scenario import Scenario
@@ -57,6 +59,7 @@ def simulate(
     world = World(scenario, np.random.default_rng(seed), first.block_tokens)
     invariants = Invariants(world) if debug else None
     loops = SlowLoops(world)
+    copies = None if world.pools is None else HotCopies(world, first.block_tokens)
     Faults(world)
     series = TimeSeries(world)
     arrived: list[_Arrived] = []
@@ -78,7 +81,8 @@ def simulate(
     finally:
         if was_collecting:
             gc.enable()
-    return _result(world, arrived, series, loops, warmup_share)
+    changes = loops.changes() | (copies.changes() if copies is not None else {})
+    return _result(world, arrived, series, changes, warmup_share)
 
 
 def _feed(world: World, chunk: RequestChunk, start: int, invariants: Invariants | None) -> None:
@@ -146,7 +150,7 @@ def _with_first(first: RequestChunk, rest: Iterator[RequestChunk]) -> Iterator[R
 
 
 def _result(
-    world: World, arrived: list[_Arrived], series: TimeSeries, loops: SlowLoops, warmup_share: float
+    world: World, arrived: list[_Arrived], series: TimeSeries, changes: dict[str, Any], warmup_share: float
 ) -> Result:
     columns, scenario = world.columns, world.scenario
     arrival_s: FloatArray = np.concatenate([arrival_s for arrival_s, _, _ in arrived])
@@ -176,5 +180,5 @@ def _result(
         events=world.events.number,
         slo=scenario.slo,
         series=series.arrays(end_s),
-        changes=loops.changes(),
+        changes=changes,
     )

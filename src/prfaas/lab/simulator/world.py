@@ -166,7 +166,7 @@ class World:
         job.target = target = engines[decision.decode]
         job.service_s = engine.prefill_s(decision.prefill_tokens)
         if self.pools is not None:
-            self.pools.settle(job, held, job.tokens - decision.prefill_tokens, decision.load_s)
+            self.pools.place(job, held)
         self.open[job.number] = job
         target_view = target.view
         target_view.in_flight += 1

@@ -7,6 +7,7 @@ from typing import Literal, Protocol, TypeAlias
 from prfaas.core.pool.geometry import PageIdentity, PoolGeometry
 
 Medium: TypeAlias = Literal["memory", "ssd"]
+MEDIA: tuple[Medium, ...] = ("memory", "ssd")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from prfaas.core.pool.keys import KEY_BYTES
 from prfaas.core.pool.quota import TenantEviction
 from prfaas.serving.pool.arena import Arena
 from prfaas.serving.pool.counters import PoolCounters
-from prfaas.serving.pool.hooks import Medium, PoolEvents, SsdTier
+from prfaas.serving.pool.hooks import MEDIA, Medium, PoolEvents, SsdTier
 from prfaas.serving.pool.memory_tier import NO_SLOT, MemoryTier, PoolPage, ReadablePages
 from prfaas.serving.pool.page_table import Owner, PageState, row_of
 from prfaas.serving.pool.protocol import PageRef, SessionKind
@@ -53,10 +53,7 @@ class PageStore:
         self.sessions: set[StoreSession] = set()
         self.held: dict[int, dict[bytes, PoolPage]] = {group.index: {} for group in self.geometry.groups}
         """By group: key → page in memory or on SSD. Those that are WRITING are not among them."""
-        self.tier_pages: dict[Medium, dict[int, int]] = {
-            "memory": dict.fromkeys(self.held, 0),
-            "ssd": dict.fromkeys(self.held, 0),
-        }
+        self.tier_pages: dict[Medium, dict[int, int]] = {tier: dict.fromkeys(self.held, 0) for tier in MEDIA}
         """By tier and group: pages that can be read there."""
         self.events = events
         self.ssd = ssd

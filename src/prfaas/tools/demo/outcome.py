@@ -115,8 +115,12 @@ def outcome_of(
     answers: tuple[DemoAnswer, ...],
     references: tuple[ReferenceAnswer, ...],
     seconds: tuple[PooledAnswer, ...] = (),
+    repeated: tuple[ReferenceAnswer, ...] = (),
 ) -> DemoOutcome:
-    """Puts together what was measured; the sequences are in the same order. No `seconds`: there was no second act."""
+    """Puts together what was measured; the sequences are in the same order.
+
+    Without `seconds` there was no second act; `repeated` are the plain engine's answers to compare these with.
+    """
     # The decode engine computes the last prompt token itself, so the KV of all but that one moves.
     transfers = [
         MovedPages(answer.prompt_tokens - 1, answer.route.cached_tokens, answer.route.kv_bytes)
@@ -139,7 +143,7 @@ def outcome_of(
             )
         )
     labels = [prompt.label for prompt in prompts]
-    second = second_act(kv_model, pages, labels, answers, seconds, references) if seconds else None
+    second = second_act(kv_model, pages, labels, answers, seconds, repeated) if seconds else None
     return DemoOutcome(deployment, kv_model, pages, tuple(rows), second)
 
 

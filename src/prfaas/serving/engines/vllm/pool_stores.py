@@ -244,7 +244,8 @@ class PoolStores:
         junction = request.shared_prefix_boundary // self._boundary_tokens * self._boundary_tokens
         if end in (prompt_end, junction) or end // every > progress.ends_tokens // every:
             return True
-        # vLLM (0.32) may end no step at a first prompt's last boundary: then the state before it is the last one.
+        # vLLM (0.32) may end no step at a first prompt's last boundary, since it rounds to `cache_config.block_size`
+        # (128 on CPUs, where a hybrid's blocks have 256 tokens): then the state before it is the last one.
         may_be_last = request.num_prompt_tokens - end <= step_tokens
         return False if end > prompt_end or may_be_last else None
 
