@@ -424,3 +424,27 @@ def test_a_salt_too_long_for_a_page_keeps_it_out(tmp_path: Path, characters: int
         refs = client.reserve(TENANT, pages)
         assert refs is not None
         assert [ref is not None for ref in refs] == [is_stored, True, True, True]
+
+
+def test_the_tail_of_a_prefix_goes_before_its_head(tmp_path: Path) -> None:
+    """And what was used goes after what was not."""
+    options = pool_options(tmp_path, MIB)
+    with running_daemon(options), connected(options, geometry=DENSE) as client:
+        used, unused = [*range(1, 513)], [*range(2001, 2513)]
+        store_prompt(client, used)
+        store_prompt(client, unused)
+        chain = packed_chain(chain_of(DENSE, used))
+        match = client.match(chain, 0, 512, whole=True, tenant=TENANT, pin=True)
+        assert match is not None and match.usable_tokens == 512
+        client.unpin(match.pin)
+        lengths = []
+        for number in range(5, 25):
+            store_prompt(client, [*range(1000 * number, 1000 * number + 128)])
+            found = [
+                client.match(packed_chain(chain_of(DENSE, each)), 0, 512, whole=True, tenant=TENANT, pin=False)
+                for each in (used, unused)
+            ]
+            lengths.append([match.usable_tokens for match in found if match is not None])
+        assert all(length == 512 for length, other in lengths if other > 0)
+        assert sorted(lengths, reverse=True) == lengths
+        assert any(0 < other < 512 for _, other in lengths)

@@ -1,5 +1,6 @@
 """The pages of a pool that have a slot in the arena, and which of them go when others need the room."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from prfaas.core.pool.eviction import EvictionPolicy
@@ -11,6 +12,7 @@ from prfaas.serving.pool.arena import Arena
 from prfaas.serving.pool.page_table import Owner, PageRow, PageState, row_of
 
 NO_SLOT = -1
+_TOUCHED_AGAIN_S = 1.0
 _IN_USE = frozenset({PageState.WRITING, PageState.SPILLING, PageState.PROMOTING, PageState.FAILED})
 
 
@@ -19,7 +21,8 @@ class PoolPage:
 
     __slots__ = (
         "checksums", "discarded", "failed", "group", "identity", "key", "left_behind", "offset", "on_ssd", "owner",
-        "page_id", "pins", "ranks_left", "reserved_in", "slot", "state", "tenant", "was_hit",
+        "page_id", "pins", "ranks_left", "reserved_in", "slot", "state", "tenant", "touched_s",
+        "was_hit",
     )  # fmt: skip
 
     def __init__(self, page_id: bytes, tenant: bytes) -> None:
@@ -41,6 +44,8 @@ class PoolPage:
         """Who reserved it, while it is WRITING."""
         self.reserved_in: set[PoolPage] | None = None
         """The pages that the session has reserved which reserved it, while it is WRITING."""
+        self.touched_s = -math.inf
+        """When that was last told to the eviction policy."""
         self.ranks_left = 0
         """Bit r: rank r has not ended its part."""
         self.left_behind = False
@@ -168,9 +173,13 @@ class MemoryTier:
         self.table.set_state(row_of(page.slot), state)
 
     def touch(self, pages: Sequence[PoolPage], now_s: float) -> None:
-        """These pages were used, the first of them last: so a prefix's head outlives its tail."""
+        """These pages were used, the first of them last: so a prefix's head outlives its tail.
+
+        What was touched within a second is passed over: a hot prefix would cost more than all others together.
+        """
         for page in reversed(pages):
-            if page.slot != NO_SLOT:
+            if page.slot != NO_SLOT and not 0 <= now_s - page.touched_s < _TOUCHED_AGAIN_S:
+                page.touched_s = now_s
                 self._eviction.touched(page.page_id)
                 self.table.set_last_use(row_of(page.slot), now_s)
 
