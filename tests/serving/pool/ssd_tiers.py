@@ -1,8 +1,10 @@
 """A tier on SSD over a small arena, and a loop that the test turns by hand."""
 
+import mmap
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -10,7 +12,7 @@ from xxhash import xxh3_64_intdigest
 
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.eviction import LruEviction
-from prfaas.core.pool.geometry import PageGroup, PageIdentity, PoolGeometry
+from prfaas.core.pool.geometry import PageGroup, PageIdentity, PoolGeometry, whole_sectors
 from prfaas.core.pool.keys import page_id
 from prfaas.serving.pool.hooks import SsdEntry
 from prfaas.serving.pool.ssd_tier import FileTier
@@ -25,6 +27,7 @@ GEOMETRY = PoolGeometry(
 )
 LEAD, STATE = 0, 1
 MOST_BYTES = 1 << 20
+SLOTS = 32
 
 
 class HandTurnedLoop:
@@ -66,14 +69,18 @@ class SsdPool:
         tenant_share: float = 1.0,
         retry_s: float = 0.05,
         most_queued_bytes: int = 256 << 20,
+        is_aligned: bool = True,
     ) -> None:
         self.geometry = geometry
         self.loop = HandTurnedLoop()
-        self.arena = bytearray(2 * max(geometry.page_bytes(group.index) for group in geometry.groups))
+        largest = max(geometry.page_bytes(group.index) for group in geometry.groups)
+        self.slot_bytes = whole_sectors(largest) if is_aligned else largest
+        # Pages that begin anywhere can't go to the disk without a copy.
+        self.arena = memoryview(mmap.mmap(-1, SLOTS * self.slot_bytes + 64))[0 if is_aligned else 64 :]
         self.dropped: list[bytes] = []
         self.tier = FileTier(
             geometry,
-            memoryview(self.arena),
+            self.arena,
             folder,
             most_bytes,
             tenant_share,
@@ -100,19 +107,37 @@ class SsdPool:
 
     def write(self, number: int, group: int = LEAD, tenant: bytes = b"") -> bool:
         """Write a page and wait for it."""
-        content, results = self.content(number, group), []
-        self.arena[: len(content)] = content
-        self.tier.write(self.entry(number, group, tenant), 0, results.append)
-        self.loop.until(lambda: bool(results))
-        return bool(results[0])
+        return self.write_all([number], group, tenant)
+
+    def write_all(self, numbers: Iterable[int], group: int = LEAD, tenant: bytes = b"") -> bool:
+        """Write pages, as many at a time as the tier takes. Returns whether all were written."""
+        left, results, given = list(numbers), list[bool](), 0
+        while left:
+            number, begin = left.pop(0), given % SLOTS * self.slot_bytes
+            content = self.content(number, group)
+            self.arena[begin : begin + len(content)] = content
+            self.tier.write(self.entry(number, group, tenant), begin, results.append)
+            given += 1
+            if given % SLOTS == 0 or not left or not self.tier.takes_more:
+                self.loop.until(lambda: len(results) == given)  # noqa: B023
+        return all(results)
 
     def read(self, number: int, group: int = LEAD) -> bytes | None:
         """Read a page and wait for it; None: it is said to be wrong."""
-        size, results = self.geometry.page_bytes(group), []
-        self.arena[size : 2 * size] = bytes(size)
-        self.tier.read(self.entry(number, group).page_id, size, results.append)
-        self.loop.until(lambda: bool(results))
-        return bytes(self.arena[size : 2 * size]) if results[0] else None
+        return self.read_all([number], group)[0]
+
+    def read_all(self, numbers: Sequence[int], group: int = LEAD) -> list[bytes | None]:
+        """Read pages, not more than there are slots, and wait for all of them."""
+        size, rights = self.geometry.page_bytes(group), dict[int, bool]()
+        for slot, number in enumerate(numbers):
+            begin = slot * self.slot_bytes
+            self.arena[begin : begin + size] = bytes(size)
+            self.tier.read(self.entry(number, group).page_id, begin, partial(rights.__setitem__, slot))
+        self.loop.until(lambda: len(rights) == len(numbers))
+        return [
+            bytes(self.arena[slot * self.slot_bytes :][:size]) if rights[slot] else None
+            for slot in range(len(numbers))
+        ]
 
     def holds(self, number: int, group: int = LEAD) -> bool:
         return self.tier.holds(self.entry(number, group).page_id)

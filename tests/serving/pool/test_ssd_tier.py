@@ -12,6 +12,7 @@ import pytest
 
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.geometry import PageGroup, PoolGeometry
+from prfaas.serving.pool.journal import Journal
 
 from .ssd_tiers import LEAD, MOST_BYTES, STATE, SsdPool, folder_bytes
 
@@ -38,12 +39,39 @@ def test_a_page_is_read_as_it_was_written(folder: Path, group: int) -> None:
         assert pool.read(1, group) == pool.content(1, group)
 
 
+@pytest.mark.parametrize("is_aligned", [True, False])
+@pytest.mark.parametrize("group", [LEAD, STATE])
+def test_pages_that_follow_each_other_are_read_at_once(folder: Path, group: int, is_aligned: bool) -> None:
+    with running(folder, is_aligned=is_aligned) as pool:
+        numbers = list(range(20))
+        assert pool.write_all(numbers, group)
+        assert pool.read_all(numbers, group) == [pool.content(number, group) for number in numbers]
+        numbers = [3, 4, 5, 17, 1, 2, 0]
+        assert pool.read_all(numbers, group) == [pool.content(number, group) for number in numbers]
+
+
+@pytest.mark.parametrize("is_aligned", [True, False])
+def test_a_wrong_page_among_others_is_wrong_alone(folder: Path, is_aligned: bool) -> None:
+    with running(folder, is_aligned=is_aligned) as pool:
+        numbers = list(range(20))
+        assert pool.write_all(numbers)
+        data_file = next(folder.glob("*.pages"))
+        position = data_file.read_bytes().find(pool.content(7)[:64])
+        with data_file.open("r+b") as file:
+            file.seek(position)
+            file.write(b"wrong")
+            file.flush()
+            os.fsync(file.fileno())
+        assert pool.read_all(numbers) == [pool.content(each) if each != 7 else None for each in numbers]
+
+
 @pytest.mark.parametrize("rank_bytes", [64, 4096, (1 << 20) + 64, 3 << 20])
-def test_pages_of_any_size(folder: Path, rank_bytes: int) -> None:
+@pytest.mark.parametrize("is_aligned", [True, False])
+def test_pages_of_any_size(folder: Path, rank_bytes: int, is_aligned: bool) -> None:
     geometry = PoolGeometry("model", 3, (PageGroup(0, GroupKind.FULL, 16, 0, rank_bytes),))
-    with running(folder, geometry=geometry, most_bytes=40 << 20) as pool:
-        assert pool.write(7)
-        assert pool.read(7) == pool.content(7)
+    with running(folder, geometry=geometry, most_bytes=40 << 20, is_aligned=is_aligned) as pool:
+        assert pool.write_all([7, 8])
+        assert pool.read_all([7, 8]) == [pool.content(7), pool.content(8)]
 
 
 def test_files_are_for_their_owner_only(folder: Path) -> None:
@@ -69,22 +97,21 @@ def test_pages_outlive_the_daemon(folder: Path) -> None:
 
 def test_the_least_recently_used_page_goes(folder: Path) -> None:
     with running(folder) as pool:
-        pool.write(0)
-        number = 0
+        pool.write_all(range(8))
+        number = 8
         while not pool.dropped:
-            number += 1
-            assert pool.write(number)
             pool.read(0)
-        assert pool.dropped == [pool.entry(1).page_id]
-        assert not pool.holds(1)
+            assert pool.write_all(range(number, number + 8))
+            number += 8
+        gone = len(pool.dropped)
+        assert pool.dropped == [pool.entry(number).page_id for number in range(1, gone + 1)]
         assert pool.read(0) == pool.content(0)
 
 
 def test_room_moves_between_groups(folder: Path) -> None:
     with running(folder) as pool:
         for group in (LEAD, STATE, LEAD):
-            for number in range(300):
-                assert pool.write(1000 * group + number, group)
+            assert pool.write_all(range(1000 * group, 1000 * group + 300), group)
         held = sum(pool.holds(number) for number in range(300))
         assert held * pool.geometry.page_bytes(LEAD) > 0.3 * MOST_BYTES
         assert pool.tier.figures()["used_bytes"] <= MOST_BYTES
@@ -93,8 +120,8 @@ def test_room_moves_between_groups(folder: Path) -> None:
 def test_both_files_together_stay_below_the_cap(folder: Path) -> None:
     with running(folder) as pool:
         chosen = random.Random(1)
-        for _ in range(600):
-            assert pool.write(chosen.randrange(400), chosen.randrange(2)) or True
+        for _ in range(30):
+            pool.write_all(chosen.sample(range(400), 20), chosen.randrange(2))
         assert folder_bytes(folder) <= MOST_BYTES
 
 
@@ -105,10 +132,8 @@ def test_a_cap_without_room_for_a_page_is_refused(folder: Path) -> None:
 
 def test_a_tenant_above_its_share_loses_its_own_pages(folder: Path) -> None:
     with running(folder, tenant_share=0.5) as pool:
-        for number in range(10):
-            pool.write(number, tenant=b"B")
-        for number in range(100, 400):
-            assert pool.write(number, tenant=b"A")
+        assert pool.write_all(range(10), tenant=b"B")
+        assert pool.write_all(range(100, 400), tenant=b"A")
         assert all(pool.holds(number) for number in range(10))
         assert pool.dropped
 
@@ -162,8 +187,7 @@ def test_an_identity_that_was_changed_on_disk_is_found(folder: Path) -> None:
 
 def test_verify_reads_all_pages_and_drops_wrong_ones(folder: Path) -> None:
     with running(folder) as pool:
-        for number in range(9):
-            pool.write(number)
+        pool.write_all(range(9))
         assert pool.verify() == (9, 0)
         data_file = next(folder.glob("*.pages"))
         size = data_file.stat().st_size
@@ -177,8 +201,7 @@ def test_verify_reads_all_pages_and_drops_wrong_ones(folder: Path) -> None:
 
 def test_a_truncated_file_costs_the_pages_that_lay_behind(folder: Path) -> None:
     with running(folder) as pool:
-        for number in range(9):
-            pool.write(number)
+        pool.write_all(range(9))
     os.truncate(next(folder.glob("*.pages")), 2 * 8192 + 100)
 
     with running(folder) as pool:
@@ -189,8 +212,7 @@ def test_a_truncated_file_costs_the_pages_that_lay_behind(folder: Path) -> None:
 
 def test_cleared_pages_do_not_come_back(folder: Path) -> None:
     with running(folder) as pool:
-        for number in range(5):
-            pool.write(number)
+        pool.write_all(range(5))
         assert pool.tier.clear() == 5
         assert not pool.holds(1)
         assert pool.write(9)
@@ -319,8 +341,8 @@ def test_a_disk_that_fails_is_said_once_and_used_again(
 def test_a_page_that_is_being_read_stays(folder: Path) -> None:
     with running(folder) as pool:
         pool.write(0)
-        size, results = pool.geometry.page_bytes(LEAD), []
-        pool.tier.read(pool.entry(0).page_id, size, results.append)
+        size, results = pool.geometry.page_bytes(LEAD), list[bool]()
+        pool.tier.read(pool.entry(0).page_id, pool.slot_bytes, results.append)
         # It is not done before the loop turns; the reader may have ended long before.
         number, evicted = 0, pool.tier.figures()["evicted"]
         written: list[bool] = []
@@ -332,7 +354,7 @@ def test_a_page_that_is_being_read_stays(folder: Path) -> None:
         assert pool.holds(0)
         pool.loop.until(lambda: len(written) == number and bool(results))
         assert results == [True]
-        assert bytes(pool.arena[size : 2 * size]) == pool.content(0)
+        assert bytes(pool.arena[pool.slot_bytes :][:size]) == pool.content(0)
 
 
 def test_what_was_cleared_while_the_disk_fails_does_not_come_back(
@@ -350,6 +372,28 @@ def test_what_was_cleared_while_the_disk_fails_does_not_come_back(
         pool.loop.until(lambda: pool.tier.figures()["state"] == "writable")
     with running(folder) as pool:
         assert list(pool.tier.entries()) == []
+
+
+def test_each_page_is_answered_once_though_clearing_fails(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(_journal: Journal) -> None:
+        raise OSError(5, "Input/output error")
+
+    with running(folder) as pool:
+        results: list[bool] = []
+        with monkeypatch.context() as broken:
+            broken.setattr(Journal, "clear", failing)
+            with pool.tier._writer._changed:  # one batch
+                pool.tier.write(pool.entry(1), 0, results.append)
+                pool.tier.clear()
+            pool.loop.until(lambda: pool.tier.figures()["state"] != "writable")
+        pool.loop.until(lambda: pool.tier.figures()["state"] == "writable")
+        pool.loop.turn()
+        assert results == [False]
+        assert pool.tier.figures()["queued_bytes"] == 0
+        assert pool.write_all(range(10, 20))
+        assert pool.read_all(range(10, 20)) == [pool.content(number) for number in range(10, 20)]
 
 
 def test_what_is_queued_at_the_end_is_written(folder: Path) -> None:

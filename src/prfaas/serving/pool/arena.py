@@ -5,6 +5,7 @@ it. Another geometry gets a new file.
 """
 
 import contextlib
+import ctypes
 import logging
 import mmap
 import os
@@ -24,10 +25,14 @@ logger = logging.getLogger(__name__)
 _MAGIC = b"PRFAASP1"
 _VERSION = 1
 _PAGE_BYTES = 4096
-# Magic, version, length of the geometry, epoch, pool.memory, digest of the geometry. The geometry follows.
-_HEADER = struct.Struct("<8sIIQQ16s")
-_EPOCH = struct.Struct("<Q")
+_LIBC = ctypes.CDLL(None)
+# MADV_POPULATE_WRITE of Linux.
+_POPULATE_WRITE = 23
+# Magic, version, length of the geometry, epoch, slabs provided, pool.memory, digest of the geometry, which follows.
+_HEADER = struct.Struct("<8sIIQQQ16s")
+_NUMBER = struct.Struct("<Q")
 _EPOCH_AT = 16
+_PROVIDED_AT = 24
 _GEOMETRY_AT = _HEADER.size
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -115,11 +120,12 @@ class Arena:
     @property
     def epoch(self) -> int:
         """Which daemon's start this is, as it stands in shared memory now."""
-        return int(_EPOCH.unpack_from(self._map, _EPOCH_AT)[0])
+        return int(_NUMBER.unpack_from(self._map, _EPOCH_AT)[0])
 
     def begin_epoch(self, epoch: int) -> None:
         """A daemon has taken over: who copied under an earlier epoch must not trust it."""
-        _EPOCH.pack_into(self._map, _EPOCH_AT, epoch)
+        _NUMBER.pack_into(self._map, _PROVIDED_AT, 0)
+        _NUMBER.pack_into(self._map, _EPOCH_AT, epoch)
 
     def provide(self, slab: int) -> None:
         """Have the system give the memory of a slab, which takes a while; what is in it stays.
@@ -129,6 +135,24 @@ class Arena:
         """
         offset = self.layout.slabs_at + slab * self.layout.slab_bytes
         os.posix_fallocate(self._file.fileno(), offset, self.layout.slab_bytes)
+
+    @property
+    def provided_slabs(self) -> int:
+        """So many slabs, from the first on, have been provided."""
+        return int(_NUMBER.unpack_from(self._map, _PROVIDED_AT)[0])
+
+    def set_provided_slabs(self, count: int) -> None:
+        """Tell engines."""
+        _NUMBER.pack_into(self._map, _PROVIDED_AT, count)
+
+    def populate(self, slab: int) -> None:
+        """Have a provided slab mapped into this process now: page by page, as copies come to them, it costs more."""
+        begin = self.layout.slabs_at + slab * self.layout.slab_bytes
+        start = begin - begin % _PAGE_BYTES
+        size = begin + self.layout.slab_bytes - start
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._map, start))
+        # mmap.madvise would hold the interpreter's lock for all of it. Kernels before 5.14 refuse; copies do it then.
+        _LIBC.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _POPULATE_WRITE)
 
     def provide_table(self) -> None:
         """The same for header and page table."""
@@ -161,6 +185,7 @@ def create_arena(path: Path, layout: ArenaLayout, epoch: int) -> Arena:
             _VERSION,
             len(encoded),
             epoch,
+            0,
             layout.memory_bytes,
             layout.geometry.digest(),
         )
@@ -222,7 +247,7 @@ def _layout_in(file: BinaryIO) -> ArenaLayout:
     head = os.pread(file.fileno(), _PAGE_BYTES, 0)
     if len(head) < _HEADER.size or head[:8] != _MAGIC:
         raise ValueError("it has no header")
-    _, version, length, _, memory_bytes, digest = _HEADER.unpack_from(head)
+    _, version, length, _, _, memory_bytes, digest = _HEADER.unpack_from(head)
     if version != _VERSION:
         raise ValueError(f"it is of version {version}, not {_VERSION}")
     geometry = PoolGeometry.decode(os.pread(file.fileno(), length, _GEOMETRY_AT))
@@ -251,6 +276,8 @@ def provide_slabs(arena: Arena, provided: Callable[[int], None], stopped: Callab
                 format_bytes(slab * layout.slab_bytes), format_bytes(layout.slabs * layout.slab_bytes), error.strerror,
             )  # fmt: skip
             return
+        arena.populate(slab)
+        arena.set_provided_slabs(slab + 1)
         provided(slab)
         done, before = (slab + 1) * 10 // layout.slabs, slab * 10 // layout.slabs
         if done > before:

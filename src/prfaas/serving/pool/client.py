@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 _FIRST_WAIT_S = 0.05
 _LONGEST_WAIT_S = 1.0
 _WATCH_S = 0.5
+_PROVIDED_S = 0.1
 # To verify or clear a large pool takes a while.
 _TOOL_TIMEOUT_S = 600.0
 _MOST_KEPT_ENDS = 100_000
@@ -300,6 +301,11 @@ class PoolClient:
             if answer.has_arena:
                 self._arena = map_arena(descriptors[0])
                 self._pages = np.frombuffer(self._arena.view, np.uint8)
+                if self._kind == "worker":
+                    arguments = (self._arena,)
+                    threading.Thread(
+                        target=self._populate, args=arguments, name="prfaas-pool-map", daemon=True
+                    ).start()
             self._socket = connection
             if self._ends and answer.epoch == self._ends_epoch:
                 self._send_ends()
@@ -347,6 +353,15 @@ class PoolClient:
                         self._connect()
                     except Unavailable as error:
                         self._lost(error)
+
+    def _populate(self, arena: Arena) -> None:
+        """Map the slabs into this process as the daemon provides them, so that copies need not."""
+        for slab in range(arena.layout.slabs):
+            while arena.provided_slabs <= slab:
+                if self._closed or self._arena is not arena:
+                    return
+                time.sleep(_PROVIDED_S)
+            arena.populate(slab)
 
     def _wait_for_copies(self, timeout_s: float) -> None:
         with self._copies_changed:

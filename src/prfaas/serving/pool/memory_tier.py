@@ -36,7 +36,7 @@ class PoolPage:
         self.discarded = False
         self.checksums: list[int] = []
         self.identity: PageIdentity | None = None
-        """What it stands for, while it is WRITING or PROMOTING."""
+        """What it stands for, while it is WRITING or PROMOTING; of others see `MemoryTier.identity`."""
         self.owner: Owner | None = None
         """Who reserved it, while it is WRITING."""
         self.reserved_in: set[PoolPage] | None = None
@@ -139,8 +139,13 @@ class MemoryTier:
         return page
 
     def entered(self, page: PoolPage) -> None:
-        """A page that was taken back, or has been read from SSD, counts for eviction from now on."""
-        self._enter(page, self.identity(page))
+        """A page that was taken back counts for eviction from now on.
+
+        Raises:
+            ValueError: its trailer is damaged.
+        """
+        page.identity = self.identity(page)
+        self._enter(page, page.identity)
 
     def disown(self, page: PoolPage) -> None:
         """The page keeps its slot, but it is not what its name says: another page may have that name."""

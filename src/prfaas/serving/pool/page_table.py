@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -64,20 +65,25 @@ class Owner:
     """8 bytes that tell engines of one process group apart."""
 
 
-@dataclass(frozen=True, slots=True)
-class PageRow:
+class PageRow(NamedTuple):
     """What the table says of a slot."""
 
     row: int
-    use: int
     state: PageState
     group: int
-    owner: Owner
+    process_group: int
+    started: int
+    engine: bytes
     tenant: bytes
     page_id: bytes
     last_use_s: float
     ranks_left: int
     checksums: tuple[int, ...]
+
+    @property
+    def owner(self) -> Owner:
+        """Who reserved the page."""
+        return Owner(self.process_group, self.started, self.engine)
 
 
 def row_bytes(ranks: int) -> int:
@@ -164,21 +170,14 @@ class PageTable:
     def read(self, row: int) -> PageRow:
         """All of a row."""
         at = row * self._row_bytes
-        state, group, _, use, process_group, started, engine, tenant, page_id, last_use_s, ranks_left = (
+        state, group, _, _, process_group, started, engine, tenant, page_id, last_use_s, ranks_left = (
             _ROW.unpack_from(self._rows, at)
         )
+        known = _STATES[state] if state < len(_STATES) else PageState.FREE
+        checksums = self._checksums.unpack_from(self._rows, at + _ROW.size)
         return PageRow(
-            row,
-            use,
-            _STATES[state] if state < len(_STATES) else PageState.FREE,
-            group,
-            Owner(process_group, started, engine),
-            tenant,
-            page_id,
-            last_use_s,
-            ranks_left,
-            self._checksums.unpack_from(self._rows, at + _ROW.size),
-        )
+            row, known, group, process_group, started, engine, tenant, page_id, last_use_s, ranks_left, checksums
+        )  # fmt: skip
 
     def used_rows(self) -> Iterator[PageRow]:
         """Every row that is not FREE."""

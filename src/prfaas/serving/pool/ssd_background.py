@@ -8,17 +8,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import NamedTuple, TypeAlias
 
 import msgspec
 
 from prfaas.serving.pool.journal import Journal, JournalDrop, JournalPage
-from prfaas.serving.pool.ssd_file import Bytes, PageFile, PieceBuffer, stored_bytes
+from prfaas.serving.pool.ssd_file import RUN_BYTES, PageFile, PageRead, PageWrite, PieceBuffer, stored_bytes
 
 _LOG = logging.getLogger(__name__)
 _MOST_BATCH_PAGES = 64
@@ -72,11 +71,7 @@ class SsdLayout:
 class SsdWrite:
     """A page on its way from the arena to the file."""
 
-    page: Bytes
-    """Its bytes; `PageFile.write` says why there may be more."""
-    page_bytes: int
-    rest_from: int
-    """Where the ranks' parts end in the page."""
+    write: PageWrite
     record: JournalPage
     finished: Callable[[JournalPage | None], None]
     """Called in the loop: what is in the journal now; None: the page is not on the disk."""
@@ -192,7 +187,9 @@ class SsdWriter:
                 else:
                     self._refuse(orders)
                     self._try_again()
-            except OSError as error:
+            except Exception as error:
+                if not isinstance(error, OSError):
+                    _LOG.exception("the pool's disk is not used at the moment")
                 self._failed(error)
                 self._refuse(orders)
 
@@ -203,7 +200,7 @@ class SsdWriter:
             order = self._orders.popleft()
             orders.append(order)
             if isinstance(order, SsdWrite):
-                size += order.page_bytes
+                size += order.write.page_bytes
             elif isinstance(order, _Clear):
                 break
         return orders
@@ -217,20 +214,21 @@ class SsdWriter:
             files.journal.append(drops)
         writes = [order for order in orders if isinstance(order, SsdWrite)]
         records = []
-        for order in writes:
-            rest = files.pages.write(
-                order.page, order.page_bytes, order.record.offset, order.rest_from, buffer
-            )
-            records.append(msgspec.structs.replace(order.record, rest_checksum=rest))
+        for run in _runs(writes):
+            rests = files.pages.write([order.write for order in run], buffer)
+            records += [
+                msgspec.structs.replace(order.record, rest_checksum=rest)
+                for order, rest in zip(run, rests, strict=True)
+            ]
         if writes:
             files.pages.sync()
             files.journal.append(records)
-            if self._said is not None:
-                _LOG.info("the pool's disk takes pages again")
-                self._said = None
-            self._report(writes, records)
         if isinstance(orders[-1], _Clear):
             files.journal.clear()
+        if writes and self._said is not None:
+            _LOG.info("the pool's disk takes pages again")
+            self._said = None
+        self._report(writes, records)
 
     def _refuse(self, orders: Sequence[_Order]) -> None:
         """Nothing of this was done; what is gone must not come back with the journal."""
@@ -252,8 +250,8 @@ class SsdWriter:
 
         self._in_loop(report)
 
-    def _failed(self, error: OSError) -> None:
-        text = error.strerror or str(error)
+    def _failed(self, error: Exception) -> None:
+        text = str(getattr(error, "strerror", None) or error)
         with self._changed:
             self.failure = text
         self._retry_at = time.monotonic() + self._retry_s
@@ -278,15 +276,24 @@ class SsdWriter:
         self._retry_at = time.monotonic() + self._retry_s
 
 
-class SsdRead(NamedTuple):
-    """A page on its way back from the file, or one to be verified."""
+def _runs(writes: Sequence[SsdWrite]) -> Iterator[list[SsdWrite]]:
+    """Pages that lie one after the other in the file, together."""
+    run: list[SsdWrite] = []
+    for order in writes:
+        if run and not (
+            order.write.offset == run[-1].write.end and order.write.end - run[0].write.offset <= RUN_BYTES
+        ):
+            yield run
+            run = []
+        run.append(order)
+    if run:
+        yield run
 
-    offset: int
-    """In the file."""
-    parts: Sequence[int]
-    """Bytes of its parts."""
-    checksums: Sequence[int]
-    into: Bytes | None
+
+class SsdRead(NamedTuple):
+    """A page to be read."""
+
+    page: PageRead
     finished: Callable[[bool], None]
     """Called in the loop: whether the page is right."""
 
@@ -308,7 +315,9 @@ class SsdReaders:
     ) -> None:
         self._pages = pages
         self._in_loop = in_loop
-        self._reads: SimpleQueue[SsdRead | None] = SimpleQueue()
+        self._reads: deque[SsdRead] = deque()
+        self._changed = threading.Condition()
+        self._is_closing = False
         self._threads = [
             threading.Thread(target=self._run, name=f"pool-ssd-reader-{number}", daemon=True)
             for number in range(count)
@@ -318,29 +327,54 @@ class SsdReaders:
 
     def read(self, order: SsdRead) -> None:
         """Queue a page."""
-        self._reads.put(order)
+        with self._changed:
+            self._reads.append(order)
+            self._changed.notify()
 
     def close(self) -> None:
         """End when what is queued is read."""
-        for _ in self._threads:
-            self._reads.put(None)
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
         for thread in self._threads:
             thread.join(_CLOSING_S)
 
     def _run(self) -> None:
         buffer = PieceBuffer()
-        while (order := self._reads.get()) is not None:
-            is_right = self._read(order, buffer)
-            self._in_loop(partial(order.finished, is_right))
+        while run := self._next_run():
+            rights = self._read(run, buffer)
+            self._in_loop(partial(_finish, run, rights))
             # Nothing of the arena is kept while there is nothing to do.
-            del order
+            del run
 
-    def _read(self, order: SsdRead, buffer: PieceBuffer) -> bool:
+    def _next_run(self) -> list[SsdRead]:
+        """The next page, and those behind it that follow it in the file; empty at the end."""
+        with self._changed:
+            while not self._reads:
+                if self._is_closing:
+                    return []
+                self._changed.wait()
+            run = [self._reads.popleft()]
+            start = run[0].page.offset
+            while (
+                self._reads
+                and self._reads[0].page.offset == run[-1].page.end
+                and self._reads[0].page.end - start <= RUN_BYTES
+            ):
+                run.append(self._reads.popleft())
+            return run
+
+    def _read(self, run: Sequence[SsdRead], buffer: PieceBuffer) -> list[bool]:
         pages = self._pages()
         if pages is None:
-            return False
+            return [False] * len(run)
         try:
-            return pages.read(order.offset, order.parts, order.checksums, order.into, buffer)
-        except OSError as error:
-            _LOG.warning("the pool's disk can't be read: %s", error.strerror)
-            return False
+            return pages.read([order.page for order in run], buffer)
+        except Exception as error:
+            _LOG.warning("the pool's disk can't be read: %s", getattr(error, "strerror", None) or error)
+            return [False] * len(run)
+
+
+def _finish(run: Sequence[SsdRead], rights: Sequence[bool]) -> None:
+    for order, is_right in zip(run, rights, strict=True):
+        order.finished(is_right)

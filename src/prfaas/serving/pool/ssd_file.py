@@ -7,17 +7,18 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_64
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from prfaas.core.pool.geometry import SECTOR_BYTES, whole_sectors
 
 BLOCK_BYTES = 4096
 """Pages begin at multiples of this in the file, as reads and writes past the page cache need it."""
-_PIECE_BYTES = 1 << 20
+RUN_BYTES = 1 << 20
+"""Most that is read or written at once."""
 _MOST_SEGMENT_BYTES = 32 << 20
 _FEWEST_SEGMENTS = 64
 
@@ -32,6 +33,47 @@ class SsdFileError(OSError):
 def stored_bytes(page_bytes: int) -> int:
     """What a page takes in the file."""
     return -(-page_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+class PageRead(NamedTuple):
+    """A page on its way back from the file, or one to be verified."""
+
+    offset: int
+    """In the file."""
+    parts: Sequence[int]
+    """Bytes of each part of the page, one after the other."""
+    checksums: Sequence[int]
+    """xxh3_64 of each part."""
+    into: Bytes | None
+    """Where the bytes go, right or wrong; None: nowhere. It may be longer than the page, up to a multiple of 512. That
+    saves a copy, and what is behind the page is overwritten."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Of the page."""
+        return sum(self.parts)
+
+    @property
+    def end(self) -> int:
+        """Where the next page begins in the file."""
+        return self.offset + stored_bytes(self.page_bytes)
+
+
+class PageWrite(NamedTuple):
+    """A page on its way to the file."""
+
+    offset: int
+    """In the file."""
+    page: Bytes
+    """Its bytes, and more up to a multiple of 512 if they are at hand: that saves a copy."""
+    page_bytes: int
+    rest_from: int
+    """Where the ranks' parts end in the page."""
+
+    @property
+    def end(self) -> int:
+        """Where the next page begins in the file."""
+        return self.offset + stored_bytes(self.page_bytes)
 
 
 class FileSlots:
@@ -115,11 +157,14 @@ class FileSlots:
         self._with_room[group][segment] = None
 
 
+_ZEROS = memoryview(mmap.mmap(-1, BLOCK_BYTES))
+
+
 class PieceBuffer:
     """Memory of one thread, through which pages go between file and arena: the kernel wants it aligned."""
 
     def __init__(self) -> None:
-        self.memory = mmap.mmap(-1, _PIECE_BYTES)
+        self.memory = mmap.mmap(-1, RUN_BYTES)
         self.view = memoryview(self.memory)
         self.bytes: Bytes = np.frombuffer(self.memory, dtype=np.uint8)
 
@@ -190,33 +235,43 @@ class PageFile:
         os.ftruncate(self._fd, self._size_bytes)
         return False
 
-    def write(self, page: Bytes, page_bytes: int, offset: int, rest_from: int, buffer: PieceBuffer) -> int:
-        """Write a page. It is on the disk after the next `sync`.
+    def write(self, writes: Sequence[PageWrite], buffer: PieceBuffer) -> list[int]:
+        """Write a page, or a run of pages. They are on the disk after the next `sync`.
 
         Args:
-            page: Its bytes, and more up to a multiple of 512 if they are at hand: that saves a copy.
-            page_bytes: Of the page alone.
-            offset: In the file.
-            rest_from: Where the ranks' parts end in the page.
+            writes: As of `read`.
             buffer: This thread's.
 
         Returns:
-            xxh3_64 of what follows the ranks' parts.
+            Of each page, xxh3_64 of what follows the ranks' parts.
 
         Raises:
-            OSError: it isn't written.
+            OSError: they aren't written, or not all.
         """
-        rest = xxh3_64()
-        if rest_from < page_bytes:
-            rest.update(page.data[rest_from:page_bytes])
-        for start in range(0, page_bytes, _PIECE_BYTES):
-            size = min(_PIECE_BYTES, page_bytes - start)
-            piece = self._direct(page, start, size)
+        if not self._write_run(writes):
+            for write in writes:
+                self._write_page(write, buffer)
+        return [xxh3_64_intdigest(write.page.data[write.rest_from : write.page_bytes]) for write in writes]
+
+    def _write_run(self, writes: Sequence[PageWrite]) -> bool:
+        """Write them at once, if memory and disk allow it."""
+        pieces: list[memoryview] = []
+        for write in writes:
+            piece = self._direct(write.page, 0, write.page_bytes)
             if piece is None:
-                np.copyto(buffer.bytes[:size], page[start : start + size])
+                return False
+            pieces += [piece, _ZEROS[: write.end - write.offset - len(piece)]]
+        size = writes[-1].end - writes[0].offset
+        return size <= RUN_BYTES and os.pwritev(self._io_fd, pieces, writes[0].offset) == size
+
+    def _write_page(self, write: PageWrite, buffer: PieceBuffer) -> None:
+        for start in range(0, write.page_bytes, RUN_BYTES):
+            size = min(RUN_BYTES, write.page_bytes - start)
+            piece = self._direct(write.page, start, size)
+            if piece is None:
+                np.copyto(buffer.bytes[:size], write.page[start : start + size])
                 piece = buffer.view[: stored_bytes(size)]
-            self._write_piece(piece, offset + start)
-        return rest.intdigest()
+            self._write_piece(piece, write.offset + start)
 
     def sync(self) -> None:
         """Wait until all that was written is on the disk.
@@ -228,46 +283,66 @@ class PageFile:
         if self._io_fd == self._fd:
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def read(
-        self,
-        offset: int,
-        parts: Sequence[int],
-        checksums: Iterable[int],
-        into: Bytes | None,
-        buffer: PieceBuffer,
-    ) -> bool:
-        """Read a page and compare its parts with their checksums.
+    def read(self, reads: Sequence[PageRead], buffer: PieceBuffer) -> list[bool]:
+        """Read a page, or a run of pages, and compare their parts with the checksums.
 
         Args:
-            offset: In the file.
-            parts: Bytes of each part of the page, one after the other.
-            checksums: xxh3_64 of each.
-            into: Where the bytes go, right or wrong; None: nowhere. As with `write`, it may be longer than the page,
-                and is then overwritten up to a multiple of 512.
+            reads: One page; or several that lie one after the other and take at most `RUN_BYTES` of the file.
             buffer: This thread's.
 
         Returns:
-            Whether the bytes are those that were written.
+            Whether the bytes of each are those that were written.
 
         Raises:
             OSError: the disk fails.
         """
-        page_bytes = sum(parts)
-        check = _PartChecksums(parts)
-        for start in range(0, page_bytes, _PIECE_BYTES):
-            size = min(_PIECE_BYTES, page_bytes - start)
-            piece = None if into is None else self._direct(into, start, size)
+        rights = [self._read_page(reads[0], buffer)] if len(reads) == 1 else self._read_run(reads, buffer)
+        if self._io_fd == self._fd:
+            first, last = reads[0], reads[-1]
+            os.posix_fadvise(self._fd, first.offset, last.end - first.offset, os.POSIX_FADV_DONTNEED)
+        return rights
+
+    def _read_page(self, read: PageRead, buffer: PieceBuffer) -> bool:
+        page_bytes = read.page_bytes
+        check = _PartChecksums(read.parts)
+        for start in range(0, page_bytes, RUN_BYTES):
+            size = min(RUN_BYTES, page_bytes - start)
+            piece = None if read.into is None else self._direct(read.into, start, size)
             is_direct = piece is not None
             if piece is None:
                 piece = buffer.view[: stored_bytes(size)]
-            if os.preadv(self._io_fd, [piece], offset + start) < len(piece):
+            if os.preadv(self._io_fd, [piece], read.offset + start) < len(piece):
                 return False
             check.update(piece[:size])
-            if into is not None and not is_direct:
-                np.copyto(into[start : start + size], buffer.bytes[:size])
-        if self._io_fd == self._fd:
-            os.posix_fadvise(self._fd, offset, stored_bytes(page_bytes), os.POSIX_FADV_DONTNEED)
-        return check.digests() == list(checksums)
+            if read.into is not None and not is_direct:
+                np.copyto(read.into[start : start + size], buffer.bytes[:size])
+        return check.digests() == list(read.checksums)
+
+    def _read_run(self, reads: Sequence[PageRead], buffer: PieceBuffer) -> list[bool]:
+        start = reads[0].offset
+        direct = [
+            None if read.into is None else self._direct(read.into, 0, read.page_bytes) for read in reads
+        ]
+        pieces: list[memoryview] = []
+        for read, piece in zip(reads, direct, strict=True):
+            begin, end = read.offset - start, read.end - start
+            if piece is None:
+                pieces.append(buffer.view[begin:end])
+            else:
+                # What lies between two pages in the file goes where it disturbs nobody.
+                pieces += [piece, buffer.view[begin + len(piece) : end]]
+        got = os.preadv(self._io_fd, pieces, start)
+        rights = []
+        for read, piece in zip(reads, direct, strict=True):
+            begin, size = read.offset - start, read.page_bytes
+            if piece is None:
+                piece = buffer.view[begin : begin + size]
+                if read.into is not None:
+                    np.copyto(read.into[:size], buffer.bytes[begin : begin + size])
+            check = _PartChecksums(read.parts)
+            check.update(piece[:size])
+            rights.append(begin + size <= got and check.digests() == list(read.checksums))
+        return rights
 
     def _direct(self, page: Bytes, start: int, size: int) -> memoryview | None:
         """Memory of a page that the disk can take or fill without a copy; None: it has to go through a buffer."""

@@ -19,7 +19,7 @@ from prfaas.core.pool.quota import TenantEviction
 from prfaas.serving.pool.hooks import SsdEntry, SsdFactory
 from prfaas.serving.pool.journal import JournalPage, most_record_bytes
 from prfaas.serving.pool.ssd_background import SsdLayout, SsdRead, SsdReaders, SsdWrite, SsdWriter
-from prfaas.serving.pool.ssd_file import Bytes, FileSlots, stored_bytes
+from prfaas.serving.pool.ssd_file import Bytes, FileSlots, PageRead, PageWrite, stored_bytes
 
 InLoop: TypeAlias = Callable[[Callable[[], None]], None]
 """Has a function called in the store's loop, from any thread."""
@@ -100,6 +100,7 @@ class FileTier:
         self._pages: dict[bytes, _FilePage] = {}
         self._writing: dict[bytes, _FilePage] = {}
         self._queued_bytes = 0
+        self._queued_of: Counter[bytes] = Counter()
         self._eviction = self._no_eviction()
         self._counts = dict.fromkeys(("written_bytes", "read_bytes", "not_written", "evicted", "wrong"), 0)
         layout = SsdLayout(
@@ -155,13 +156,9 @@ class FileTier:
         page = _FilePage(place, entry.checksums, entry.tenant, self._slots)
         identity = b"" if entry.identity is None else entry.identity.encode()
         record = JournalPage(page_id, place, entry.checksums, 0, entry.tenant, identity)
-        order = SsdWrite(
-            self._room_in_arena(offset, size),
-            size,
-            self._geometry.rank_offset(entry.group, self._geometry.ranks),
-            record,
-            partial(self._written, entry, page, done),
-        )
+        rest_from = self._geometry.rank_offset(entry.group, self._geometry.ranks)
+        write = PageWrite(place, self._room_in_arena(offset, size), size, rest_from)
+        order = SsdWrite(write, record, partial(self._written, entry, page, done))
         if not self._writer.write(order):
             self._counts["not_written"] += 1
             self._slots.give_back(place)
@@ -169,6 +166,7 @@ class FileTier:
             return
         self._writing[page_id] = page
         self._queued_bytes += size
+        self._queued_of[entry.tenant] += self._slots.stored_bytes(entry.group)
 
     def read(self, page_id: bytes, into_offset: int, done: Callable[[bool], None]) -> None:
         """See `SsdTier.read`."""
@@ -242,7 +240,10 @@ class FileTier:
         page.reads += 1
         parts = self._parts[page_id[-1]]
         self._readers.read(
-            SsdRead(page.offset, parts, page.checksums, into, partial(self._was_read, page_id, page, done))
+            SsdRead(
+                PageRead(page.offset, parts, page.checksums, into),
+                partial(self._was_read, page_id, page, done),
+            )
         )
 
     def _was_read(
@@ -267,6 +268,9 @@ class FileTier:
     ) -> None:
         size = self._page_bytes[entry.group]
         self._queued_bytes -= size
+        self._queued_of[entry.tenant] -= self._slots.stored_bytes(entry.group)
+        if not self._queued_of[entry.tenant]:
+            del self._queued_of[entry.tenant]
         is_wanted = self._writing.get(entry.page_id) is page
         if is_wanted:
             del self._writing[entry.page_id]
@@ -291,8 +295,10 @@ class FileTier:
     def _room(self, group: int, tenant: bytes) -> int | None:
         """Room for a page, by what is there or by pages that go."""
         while (place := self._slots.take(group)) is None:
+            # What the tenant has on its way is not known to the eviction yet.
+            coming_bytes = self._queued_of[tenant] + self._slots.stored_bytes(group)
             victim = self._eviction.victim(
-                tenant, self._slots.stored_bytes(group), lambda page_id: not self._pages[page_id].reads
+                tenant, coming_bytes, lambda page_id: not self._pages[page_id].reads
             )
             if victim is None:
                 return None
