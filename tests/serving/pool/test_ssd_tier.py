@@ -12,6 +12,7 @@ import pytest
 
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.pool.geometry import PageGroup, PoolGeometry
+from prfaas.serving.pool.journal import Journal
 
 from .ssd_tiers import LEAD, MOST_BYTES, STATE, SsdPool, folder_bytes
 
@@ -371,6 +372,28 @@ def test_what_was_cleared_while_the_disk_fails_does_not_come_back(
         pool.loop.until(lambda: pool.tier.figures()["state"] == "writable")
     with running(folder) as pool:
         assert list(pool.tier.entries()) == []
+
+
+def test_each_page_is_answered_once_though_clearing_fails(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(_journal: Journal) -> None:
+        raise OSError(5, "Input/output error")
+
+    with running(folder) as pool:
+        results: list[bool] = []
+        with monkeypatch.context() as broken:
+            broken.setattr(Journal, "clear", failing)
+            with pool.tier._writer._changed:  # one batch
+                pool.tier.write(pool.entry(1), 0, results.append)
+                pool.tier.clear()
+            pool.loop.until(lambda: pool.tier.figures()["state"] != "writable")
+        pool.loop.until(lambda: pool.tier.figures()["state"] == "writable")
+        pool.loop.turn()
+        assert results == [False]
+        assert pool.tier.figures()["queued_bytes"] == 0
+        assert pool.write_all(range(10, 20))
+        assert pool.read_all(range(10, 20)) == [pool.content(number) for number in range(10, 20)]
 
 
 def test_what_is_queued_at_the_end_is_written(folder: Path) -> None:

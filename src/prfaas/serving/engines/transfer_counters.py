@@ -22,6 +22,6 @@ POOL_COUNTERS: Mapping[str, str] = {
     "pool_bytes_loaded": "KV bytes copied from the machine's pool into the engine's blocks",
     "pool_load_seconds": "Seconds spent on these copies",
     "pool_bytes_stored": "KV bytes copied from the engine's blocks into the machine's pool",
-    "pool_store_seconds": "Seconds spent on these copies and their checksums",
+    "pool_store_seconds": "Seconds spent on these copies",
 }
 """The same of an engine's part of its machine's pool."""

@@ -187,7 +187,9 @@ class SsdWriter:
                 else:
                     self._refuse(orders)
                     self._try_again()
-            except OSError as error:
+            except Exception as error:
+                if not isinstance(error, OSError):
+                    _LOG.exception("the pool's disk is not used at the moment")
                 self._failed(error)
                 self._refuse(orders)
 
@@ -221,12 +223,12 @@ class SsdWriter:
         if writes:
             files.pages.sync()
             files.journal.append(records)
-            if self._said is not None:
-                _LOG.info("the pool's disk takes pages again")
-                self._said = None
-            self._report(writes, records)
         if isinstance(orders[-1], _Clear):
             files.journal.clear()
+        if writes and self._said is not None:
+            _LOG.info("the pool's disk takes pages again")
+            self._said = None
+        self._report(writes, records)
 
     def _refuse(self, orders: Sequence[_Order]) -> None:
         """Nothing of this was done; what is gone must not come back with the journal."""
@@ -248,8 +250,8 @@ class SsdWriter:
 
         self._in_loop(report)
 
-    def _failed(self, error: OSError) -> None:
-        text = error.strerror or str(error)
+    def _failed(self, error: Exception) -> None:
+        text = str(getattr(error, "strerror", None) or error)
         with self._changed:
             self.failure = text
         self._retry_at = time.monotonic() + self._retry_s
@@ -368,8 +370,8 @@ class SsdReaders:
             return [False] * len(run)
         try:
             return pages.read([order.page for order in run], buffer)
-        except OSError as error:
-            _LOG.warning("the pool's disk can't be read: %s", error.strerror)
+        except Exception as error:
+            _LOG.warning("the pool's disk can't be read: %s", getattr(error, "strerror", None) or error)
             return [False] * len(run)
 
 

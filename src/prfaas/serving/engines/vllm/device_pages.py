@@ -100,7 +100,6 @@ class DevicePages:
     # Pages whose sums are computed at once are gathered first, and so are pages that are written: bounds that memory.
     SUM_BYTES = _GATHER_BYTES
     WRITE_BYTES = _GATHER_BYTES
-    batch_bytes = _GATHER_BYTES
 
     def __init__(self, raw: torch.Tensor) -> None:
         self.page_bytes = raw.shape[1]

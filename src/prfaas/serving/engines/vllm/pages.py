@@ -39,8 +39,6 @@ class LayerPages(Protocol):
     """KV of one layer: equal pages, one a block, in whatever memory the engine keeps them."""
 
     page_bytes: int
-    batch_bytes: int
-    """As much as is best copied to or from an arena at once."""
 
     def mark_written(self) -> None:
         """Remember that what the compute stream has queued so far must be done before a read."""
@@ -171,9 +169,6 @@ class HostPages:
     # For their sums, pages are gathered in the processor's cache. Page by page would take longer beside writer
     # threads: each operation gives Python's lock away and has to get it back.
     SUM_BYTES = 1024 * 1024
-
-    # What was copied to an arena is still in the processor's cache when its checksum is computed.
-    batch_bytes = 256 << 10
 
     def __init__(self, raw: torch.Tensor) -> None:
         self.page_bytes = raw.shape[1]

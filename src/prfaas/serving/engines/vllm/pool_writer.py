@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from prfaas.serving.engines.vllm.arena_pages import Bytes1D
 from prfaas.serving.engines.vllm.metadata import PoolPages, PoolStore
 from prfaas.serving.engines.vllm.rank_pages import RankPages
 from prfaas.serving.engines.vllm.stats import ConnectorStats
@@ -65,7 +66,7 @@ class _Waiting:
 
 
 class PoolWriter:
-    """Blocks are read after the step that has filled them: one thread copies, another tells the daemon.
+    """Blocks are read after the step that has filled them: one thread copies, another sums up and tells the daemon.
 
     What vLLM may free at once (states, windows) is read before the next step computes (`settle`), anything else while
     later steps run. Blocks of a running request stay, and those of a finished one are held until `finished` names it.
@@ -199,12 +200,18 @@ class PoolWriter:
             # A daemon that was restarted, or gave a reservation up, has other use for the slots.
             if not allowed or any(self._client.page_state(ref.slot) is not PageState.WRITING for ref in refs):
                 return partial(self._client.abort, refs)
-            checksums = self._pages.store(self._client.arena, group, piece.pages.block_ids, refs)
+            arena = self._client.arena
+            self._pages.store(arena, group, piece.pages.block_ids, refs)
         self._counts.put(("pool_bytes_stored", len(refs) * self._pages.rank_bytes(group)))
         self._counts.put(("pool_store_seconds", self._now_s() - started_s))
-        return partial(self._client.commit, tuple(zip(refs, checksums, strict=True)))
+        return partial(self._commit, arena, piece.pages)
 
     # The telling thread
+
+    def _commit(self, arena: Bytes1D, pages: PoolPages) -> None:
+        # Checksums are computed here since neither the engine nor the next copy needs to wait for them.
+        checksums = [self._pages.checksum(arena, pages.group, ref) for ref in pages.pages]
+        self._client.commit(tuple(zip(pages.pages, checksums, strict=True)))
 
     def _tell(self) -> None:
         while (news := self._news.get()) is not None:

@@ -1,6 +1,6 @@
 """One rank's part of a pool's pages, and the copies between it and the engine's blocks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from xxhash import xxh3_64_intdigest
 
@@ -47,9 +47,6 @@ class _GroupPart:
         self.rank_bytes = rank_bytes
         self.offset = offset
         """Where it begins in a page."""
-        self.content_bytes = sum(region.page_bytes for region in regions)
-        batch_bytes = min(region.pages.batch_bytes for region in regions)
-        self.batch_pages = max(1, batch_bytes // rank_bytes)
 
 
 class RankPages:
@@ -94,33 +91,27 @@ class RankPages:
             ValueError: a block that no request may write, or a page outside the arena.
         """
         part = self._parts[group]
-        for places in self._batches(part, arena, block_ids, pages):
-            start = 0
-            for region in part.regions:
-                region.pages.load_from(places, start)
-                start += region.page_bytes
+        places, start = self._places(part, arena, block_ids, pages), 0
+        for region in part.regions:
+            region.pages.load_from(places, start)
+            start += region.page_bytes
         for region in part.regions:
             region.pages.flush()
 
-    def store(
-        self, arena: Bytes1D, group: int, block_ids: Sequence[int], pages: Sequence[PageRef]
-    ) -> list[int]:
-        """Copy blocks into their pages; returns the xxh3_64 of this rank's part of each.
+    def store(self, arena: Bytes1D, group: int, block_ids: Sequence[int], pages: Sequence[PageRef]) -> None:
+        """Copy blocks into their pages; returns when the blocks are no longer needed.
 
         Raises:
             ValueError: a block that no request may read, or a page outside the arena.
         """
         part = self._parts[group]
-        checksums: list[int] = []
-        for places in self._batches(part, arena, block_ids, pages):
-            start = 0
-            for region in part.regions:
-                region.pages.store_to(places, start)
-                start += region.page_bytes
+        places, start = self._places(part, arena, block_ids, pages), 0
+        for region in part.regions:
+            region.pages.store_to(places, start)
+            start += region.page_bytes
+        if start < part.rank_bytes:
             for offset in places.offsets:
-                arena[offset + part.content_bytes : offset + part.rank_bytes] = 0
-                checksums.append(xxh3_64_intdigest(arena[offset : offset + part.rank_bytes].data))
-        return checksums
+                arena[offset + start : offset + part.rank_bytes] = 0
 
     def checksum(self, arena: Bytes1D, group: int, page: PageRef) -> int:
         """xxh3_64 of this rank's part as it lies in the arena."""
@@ -129,16 +120,14 @@ class RankPages:
         return xxh3_64_intdigest(arena[offset : offset + part.rank_bytes].data)
 
     @staticmethod
-    def _batches(
+    def _places(
         part: _GroupPart, arena: Bytes1D, block_ids: Sequence[int], pages: Sequence[PageRef]
-    ) -> Iterator[ArenaPages]:
+    ) -> ArenaPages:
         if 0 in block_ids:
             raise ValueError("a block to copy is vLLM's null block")
         if len(block_ids) != len(pages):
             raise ValueError(f"{len(block_ids)} blocks have {len(pages)} pages")
-        for first in range(0, len(block_ids), part.batch_pages):
-            end = first + part.batch_pages
-            offsets = [page.offset + part.offset for page in pages[first:end]]
-            if not 0 <= min(offsets) <= max(offsets) <= len(arena) - part.rank_bytes:
-                raise ValueError("a page lies outside the arena")
-            yield ArenaPages(arena, block_ids[first:end], offsets)
+        offsets = [page.offset + part.offset for page in pages]
+        if offsets and not 0 <= min(offsets) <= max(offsets) <= len(arena) - part.rank_bytes:
+            raise ValueError("a page lies outside the arena")
+        return ArenaPages(arena, block_ids, offsets)
