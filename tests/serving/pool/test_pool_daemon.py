@@ -441,10 +441,22 @@ def test_the_tail_of_a_prefix_goes_before_its_head(tmp_path: Path) -> None:
         for number in range(5, 25):
             store_prompt(client, [*range(1000 * number, 1000 * number + 128)])
             found = [
-                client.match(packed_chain(chain_of(DENSE, each)), 0, 512, whole=True, tenant=TENANT, pin=False)
+                client.match(
+                    packed_chain(chain_of(DENSE, each)), 0, 512, whole=True, tenant=TENANT, pin=False
+                )
                 for each in (used, unused)
             ]
             lengths.append([match.usable_tokens for match in found if match is not None])
         assert all(length == 512 for length, other in lengths if other > 0)
         assert sorted(lengths, reverse=True) == lengths
         assert any(0 < other < 512 for _, other in lengths)
+
+
+def test_a_socket_path_that_is_too_long_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = pool_options(tmp_path / ("x" * 100))
+    with pytest.raises(PoolError, match="cannot be made: AF_UNIX path too long"), running_daemon(options):
+        pass
+    client = PoolClient(options.socket, "tool", None)
+    assert not client.connect()
+    client.close()
+    assert "is not used for now: AF_UNIX path too long" in caplog.text

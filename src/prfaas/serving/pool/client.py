@@ -312,7 +312,7 @@ class PoolClient:
         except (OSError, ValueError, IndexError, ArenaError, Unavailable) as error:
             connection.close()
             self._socket = None
-            raise Unavailable(f"{error.strerror if isinstance(error, OSError) else error}") from None
+            raise Unavailable(f"{getattr(error, 'strerror', None) or error}") from None
         self._ends.clear()
         self._epoch = self._ends_epoch = answer.epoch
         self._said = ""
