@@ -272,10 +272,11 @@ _WORK = """
 import sys, time
 from pathlib import Path
 from prfaas.serving.pool.client import PoolClient
-from tests.serving.pool.pool_daemon import HYBRID, TENANT, pages_of
+from tests.serving.pool.pool_daemon import HYBRID, TENANT, is_provided, pages_of, wait_until
 
 clients = [PoolClient(Path(sys.argv[1]), kind, HYBRID) for kind in ("scheduler", "worker")]
 assert all(client.connect() for client in clients)
+wait_until(lambda: is_provided(clients[0]))
 refs = clients[0].reserve(TENANT, pages_of(HYBRID, list(range(1, 65))))
 for ref in refs:
     assert ref is not None
@@ -297,7 +298,10 @@ def writing_engine(options: DaemonOptions) -> Iterator[tuple["subprocess.Popen[b
     )
     try:
         assert process.stdout is not None
-        lines = list(iter(process.stdout.readline, b"reserved\n"))
+        lines: list[bytes] = []
+        while (line := process.stdout.readline()) != b"reserved\n":
+            assert line, "the engine ended"
+            lines.append(line)
         yield process, [PageRef(*map(int, line.split())) for line in lines]
     finally:
         process.kill()
