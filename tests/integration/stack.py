@@ -215,6 +215,27 @@ class Stack:
         """The deployment as the control plane sees it."""
         return call(self.url("gateway", "/prfaas/state")).body
 
+    def blocks_known(self, name: str) -> int:
+        """Blocks of full attention that the global index believes the instance to hold."""
+        for cluster in self.state()["clusters"].values():
+            if name in cluster["instances"]:
+                return int(cluster["instances"][name]["blocks"])
+        raise AssertionError(name)
+
+    def settle(self) -> None:
+        """Wait until events of what has just been computed have reached the index: for a second, nothing came.
+
+        vLLM publishes with its next step and never says that this was all, so only quiet tells.
+        """
+        deadline_s = time.monotonic() + PATIENCE_S
+        before, quiet = None, 0
+        while quiet < 4:
+            assert time.monotonic() < deadline_s, "the index never came to rest"
+            now = [self.blocks_known(each.name) for each in self.deployment.instances]
+            quiet = quiet + 1 if now == before else 0
+            before = now
+            time.sleep(0.25)
+
     def reference(
         self,
         prompt: Sequence[int],

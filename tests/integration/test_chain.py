@@ -55,7 +55,9 @@ def test_bytes_moved_are_what_the_model_says(stack: Stack, tokens: int) -> None:
 def test_of_a_known_prefix_only_the_increment_moves(stack: Stack) -> None:
     first = prompt(7, 4000)
     second = first[:3000] + prompt(8, 2500)
-    one, two = stack.complete(first), stack.complete(second)
+    one = stack.complete(first)
+    stack.settle()
+    two = stack.complete(second)
     skipped = int(two.route["cached"])
     assert skipped == 3000 // BLOCK_TOKENS * BLOCK_TOKENS
     model = model_from_directory(stack.deployment.model.path, name=MODEL)
@@ -66,7 +68,9 @@ def test_of_a_known_prefix_only_the_increment_moves(stack: Stack) -> None:
 
 def test_the_same_prompt_again_moves_little_and_answers_the_same(stack: Stack) -> None:
     ids = prompt(9, 3500)
-    one, two = stack.complete(ids), stack.complete(ids)
+    one = stack.complete(ids)
+    stack.settle()
+    two = stack.complete(ids)
     assert int(two.route["bytes"]) < int(one.route["bytes"]) / 3
     stack.check_answer(one, stack.reference(ids, salt="again"))
     # Both repeats start from the prefix that the first left in the cache.
@@ -76,6 +80,7 @@ def test_the_same_prompt_again_moves_little_and_answers_the_same(stack: Stack) -
 def test_a_prefix_that_the_decode_engine_lost_costs_time_only(stack: Stack) -> None:
     ids = prompt(10, 3500)
     stack.complete(ids)
+    stack.settle()
     for engine in ("home-decode-0", "east-prefill-0"):
         call(stack.url(engine, "/reset_prefix_cache"), {})
     answer = stack.complete(ids)
@@ -90,6 +95,7 @@ def test_usage_counts_as_cached_what_an_engine_held_before(stack: Stack) -> None
     cached = []
     for sent in (ids, ids, ids[:3000] + prompt(61, 2500)):
         answer = stack.complete(sent)
+        stack.settle()
         details = answer.body["usage"]["prompt_tokens_details"]
         cached.append((answer.route["route"], details["cached_tokens"]))
     held = 3500 // BLOCK_TOKENS * BLOCK_TOKENS

@@ -27,35 +27,12 @@ def kv_model(stack: Stack) -> KvModel:
     return model_from_directory(stack.deployment.model.path, name=MODEL)
 
 
-def blocks_known(stack: Stack, name: str) -> int:
-    """Blocks of full attention that the global index believes the instance to hold."""
-    for cluster in stack.state()["clusters"].values():
-        if name in cluster["instances"]:
-            return int(cluster["instances"][name]["blocks"])
-    raise AssertionError(name)
-
-
-def settle(stack: Stack) -> None:
-    """Events of what has just been computed have reached the index: for a second, nothing came.
-
-    vLLM publishes with its next step and never says that this was all, so only quiet tells.
-    """
-    deadline_s = time.monotonic() + PATIENCE_S
-    before, quiet = None, 0
-    while quiet < 4:
-        assert time.monotonic() < deadline_s, "the index never came to rest"
-        now = [blocks_known(stack, i.name) for i in stack.deployment.instances]
-        quiet = quiet + 1 if now == before else 0
-        before = now
-        time.sleep(0.25)
-
-
 def test_a_prompt_sent_twice_goes_where_its_prefix_is_and_only_the_increment_crosses(paper: Stack) -> None:
     first = prompt(101, 6000)
     one = paper.complete(first)
     assert (one.route["route"], one.route["prefill"]) == ("offload", "east-prefill-0")
     assert int(one.route["bytes"]) == kv_model(paper).bytes_to_move(5999, 0, block_tokens=BLOCK_TOKENS)
-    settle(paper)
+    paper.settle()
     hits = paper.metric("east-prefill-0", HITS)
     longer = first + prompt(102, 2500)
     two = paper.complete(longer)
@@ -79,7 +56,7 @@ def test_a_shared_prefix_is_found_at_the_length_that_vllm_reuses(paper: Stack) -
     promised, reused = [], []
     for index in range(20):
         ids = shared + prompt(120 + index, 2100 + 37 * index)
-        settle(paper)
+        paper.settle()
         hits = paper.metric("east-prefill-0", HITS)
         answer = paper.complete(ids, 2)
         assert (answer.route["route"], answer.route["prefill"]) == ("offload", "east-prefill-0"), answer.route
@@ -93,9 +70,9 @@ def test_a_shared_prefix_is_found_at_the_length_that_vllm_reuses(paper: Stack) -
 def test_tenants_share_nothing(paper: Stack) -> None:
     ids = prompt(150, 4000)
     one = paper.complete(ids, tenant="a")
-    settle(paper)
+    paper.settle()
     again = paper.complete(ids + prompt(151, 2100), tenant="a")
-    settle(paper)
+    paper.settle()
     hits = {name: paper.metric(name, HITS) for name in ("east-prefill-0", "home-decode-0")}
     other = paper.complete(ids + prompt(152, 2100), tenant="b")
     nobody = paper.complete(ids + prompt(153, 2100))
@@ -112,10 +89,10 @@ def test_a_prefix_moves_to_the_cluster_that_computes(paper: Stack) -> None:
     held = prompt(160, 5121)
     for end in (1600, 3200, 4800, 5121):  # each step is short enough to stay at home
         local = paper.complete(held[:end])
-        settle(paper)
+        paper.settle()
         assert local.route["route"] == "local", local.route
     ids = held + prompt(161, 2600)
-    settle(paper)
+    paper.settle()
     answer = paper.complete(ids)
     assert (answer.route["route"], answer.route["prefill"]) == ("offload", "east-prefill-0")
     explained = paper.explain(answer)
@@ -129,12 +106,12 @@ def test_a_prefix_moves_to_the_cluster_that_computes(paper: Stack) -> None:
 
 def test_a_cleared_cache_is_forgotten(paper: Stack) -> None:
     paper.complete(prompt(170, 3000))
-    settle(paper)
-    assert blocks_known(paper, "east-prefill-0") > 0
+    paper.settle()
+    assert paper.blocks_known("east-prefill-0") > 0
     call(paper.url("east-prefill-0", "/reset_prefix_cache"), {})
     # vLLM publishes with the next step. Blocks of full attention, and a state for each of three groups.
     paper.complete(prompt(171, 2100), 1)
-    wait_until(lambda: blocks_known(paper, "east-prefill-0") <= 8 + 3 * 3, PATIENCE_S, "the index follows")
+    wait_until(lambda: paper.blocks_known("east-prefill-0") <= 8 + 3 * 3, PATIENCE_S, "the index follows")
 
 
 def test_a_decode_engine_that_dies_while_answering_costs_no_answer(paper: Stack) -> None:

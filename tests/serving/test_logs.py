@@ -114,7 +114,10 @@ def test_a_record_that_cannot_be_written_is_not_printed(capsys: pytest.CaptureFi
     stream = written()
     logger.info("%d tokens", "secret")
     assert stream.getvalue() == ""
-    assert capsys.readouterr().err == "a log record of prfaas.serving.test_logs could not be written\n"
+    # Threads of other tests may write there as well.
+    told = capsys.readouterr().err
+    assert "a log record of prfaas.serving.test_logs could not be written\n" in told
+    assert "secret" not in told
 
 
 def test_repeated_warnings_are_counted() -> None:

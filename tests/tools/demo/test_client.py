@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from prfaas.tools.demo.client import RequestFailedError, stream_completion
-from prfaas.tools.demo.reference import ReferenceFailedError, complete_with_split
+from prfaas.tools.demo.reference import ReferenceFailedError, complete_alike
 
 T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -100,7 +100,7 @@ def _plain_engine(answer_ids: list[int], asked: list[dict[str, object]]) -> Hand
 def test_the_reference_splits_off_the_last_prompt_token() -> None:
     asked: list[dict[str, object]] = []
     handler = _plain_engine([12, 5, 6], asked)
-    answer = _ask(handler, lambda session, url: complete_with_split(session, url, "m", "prompt", 2))
+    answer = _ask(handler, lambda session, url: complete_alike(session, url, "m", "prompt", 2))
     assert answer.token_ids == (5, 6)
     assert answer.top_logits == ({5: -0.1, 999: -3.0}, {6: -0.1, 999: -3.0})
     assert asked[0]["prompt"] == [10, 11]
@@ -108,9 +108,21 @@ def test_the_reference_splits_off_the_last_prompt_token() -> None:
     assert asked[0]["vllm_xargs"] == {"forced_first_tokens": [12]}
 
 
+def test_the_reference_of_an_answer_for_which_nothing_moved_is_not_split() -> None:
+    asked: list[dict[str, object]] = []
+    answer = _ask(
+        _plain_engine([5, 6], asked),
+        lambda session, url: complete_alike(session, url, "m", "prompt", 2, last_token_alone=False),
+    )
+    assert answer.token_ids == (5, 6)
+    assert asked[0]["prompt"] == [10, 11, 12]
+    assert asked[0]["max_tokens"] == 2
+    assert asked[0]["vllm_xargs"] == {"forced_first_tokens": []}
+
+
 def test_a_reference_that_did_not_force_the_token_is_refused() -> None:
-    with pytest.raises(ReferenceFailedError, match="must answer with token 12"):
+    with pytest.raises(ReferenceFailedError, match=r"must answer with tokens \[12\]"):
         _ask(
             _plain_engine([4, 5, 6], []),
-            lambda session, url: complete_with_split(session, url, "m", "prompt", 2),
+            lambda session, url: complete_alike(session, url, "m", "prompt", 2),
         )

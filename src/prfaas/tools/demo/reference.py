@@ -64,10 +64,20 @@ def reference_command(deployment: Deployment, instance: Instance) -> EngineComma
     return replace(command, argv=tuple(argv))
 
 
-async def complete_with_split(
-    session: aiohttp.ClientSession, url: str, model: str, prompt: str, max_tokens: int
+async def complete_alike(
+    session: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    prompt: str,
+    max_tokens: int,
+    *,
+    last_token_alone: bool = True,
 ) -> ReferenceAnswer:
-    """Greedy answer to `prompt` in which the last prompt token was computed alone, as a decode engine does.
+    """Greedy answer to `prompt`, split as the answer was that it is compared with.
+
+    Args:
+        last_token_alone: the last prompt token is computed alone, as a decode engine does after a transfer. Without
+            it, it is computed with what is before it, as by an engine that got nothing over a link.
 
     Raises:
         ReferenceFailedError: an error status, an answer without what was asked for, or none in time.
@@ -76,19 +86,20 @@ async def complete_with_split(
         session, f"{url}/tokenize", {"model": model, "prompt": prompt, "add_special_tokens": True}
     )
     ids = tokenized["tokens"]
+    forced = ids[-1:] if last_token_alone else []
     answer = await _post(
         session,
         f"{url}/v1/completions",
         {
             "model": model,
-            "prompt": ids[:-1],
-            "max_tokens": max_tokens + 1,
+            "prompt": ids[: len(ids) - len(forced)],
+            "max_tokens": len(forced) + max_tokens,
             "temperature": 0,
             "ignore_eos": True,
             "logprobs": _TOP_LOGITS,
             "return_tokens_as_token_ids": True,
             "return_token_ids": True,
-            "vllm_xargs": {_FORCED_TOKENS_ARG: [ids[-1]]},
+            "vllm_xargs": {_FORCED_TOKENS_ARG: forced},
         },
     )
     try:
@@ -102,11 +113,13 @@ async def complete_with_split(
         raise ReferenceFailedError(
             f"the plain engine's answer lacks what was asked for: {error!r}"
         ) from error
-    if len(token_ids) != max_tokens + 1 or len(logits) != len(token_ids) or token_ids[0] != ids[-1]:
+    first = len(forced)
+    complete = len(token_ids) == len(logits) == first + max_tokens
+    if not complete or token_ids[:first] != tuple(forced):
         raise ReferenceFailedError(
-            f"the plain engine must answer with token {ids[-1]} and {max_tokens} more, not {token_ids}"
+            f"the plain engine must answer with tokens {forced} and {max_tokens} more, not {token_ids}"
         )
-    return ReferenceAnswer(token_ids[1:], logits[1:])
+    return ReferenceAnswer(token_ids[first:], logits[first:])
 
 
 async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:

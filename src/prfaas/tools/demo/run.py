@@ -23,7 +23,7 @@ from prfaas.tools.demo.prompts import DemoPrompt, corpus, demo_prompts
 from prfaas.tools.demo.reference import (
     ReferenceAnswer,
     ReferenceFailedError,
-    complete_with_split,
+    complete_alike,
     reference_command,
     reference_deployment,
 )
@@ -74,12 +74,13 @@ def run_demo(deployment: Deployment, stages: Stages, ready_timeout_s: float = RE
             with stages.starting(engines) as show:
                 engines.wait_ready(ready_timeout_s, show)
             with stages.asking("one plain engine", prompts) as answered:
-                references = asyncio.run(_ask_reference(plain, prompts, answered))
+                references = asyncio.run(_ask_reference(plain, prompts, answers, answered))
             repeated: tuple[ReferenceAnswer, ...] = ()
             if seconds:
                 # Its own cache splits a prompt as a pool does: what is behind the last whole block is computed.
+                again = tuple(each.answer for each in seconds)
                 with stages.asking("the plain engine, from its cache", prompts) as answered:
-                    repeated = asyncio.run(_ask_reference(plain, prompts, answered))
+                    repeated = asyncio.run(_ask_reference(plain, prompts, again, answered))
     except (RequestFailedError, ReferenceFailedError) as error:
         raise DemoError(f"{error}; the engines' logs are in {deployment.logs_dir}") from error
     return outcome_of(deployment, kv_model, prompts, answers, references, seconds, repeated)
@@ -183,15 +184,21 @@ async def _stream_all(
 
 
 async def _ask_reference(
-    plain: Deployment, prompts: Sequence[DemoPrompt], answered: Callable[[], None]
+    plain: Deployment,
+    prompts: Sequence[DemoPrompt],
+    compared: Sequence[DemoAnswer],
+    answered: Callable[[], None],
 ) -> tuple[ReferenceAnswer, ...]:
     (engine,) = plain.instances
+    model = plain.model.served_name
     answers = []
     async with aiohttp.ClientSession() as session:
-        for prompt in prompts:
+        for prompt, answer in zip(prompts, compared, strict=True):
+            # An engine that got nothing from another one computed the end of the prompt in one piece.
+            moved = answer.route.kv_bytes > 0
             answers.append(
-                await complete_with_split(
-                    session, engine.url, plain.model.served_name, prompt.text, ANSWER_TOKENS
+                await complete_alike(
+                    session, engine.url, model, prompt.text, ANSWER_TOKENS, last_token_alone=moved
                 )
             )
             answered()

@@ -300,9 +300,11 @@ def test_blocks_are_filled_while_the_rest_is_still_arriving(ends: Ends) -> None:
         await_filled(ends, name, 4, base=40)
     assert ends.consuming.results() == (set(), set())
     assert np.array_equal(ends.home["a0"][24:40], before["a0"][24:40])
-    # The two share a transfer for one use: the second to load is refused, and its blocks are its own trouble.
+    # The two share a transfer for one use: the second to load is refused, and its blocks are its own trouble. Both
+    # waited since before its end, so which of them is second is not said.
     ends.step(last)
-    assert ends.results(2) == ({"d", "e"}, {"e"})
+    ended, failed = ends.results(2)
+    assert ended == {"d", "e"} and len(failed) == 1
     assert ends.consuming.stats.data["bytes_loaded"] == sum(layout(ends.east).region_bytes(100, 0))
 
 
