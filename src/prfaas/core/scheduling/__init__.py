@@ -13,7 +13,8 @@ from prfaas.core.scheduling.decision import (
     RoutingRequest,
 )
 from prfaas.core.scheduling.link_choice import AbundanceMarks
-from prfaas.core.scheduling.policy import POLICIES, Policy, policy_named
+from prfaas.core.scheduling.parameters import Bounds, Parameter, PolicyError, Setting, parameters_of
+from prfaas.core.scheduling.policy import POLICIES, Policy, make_policy, policy_class, policy_named
 from prfaas.core.scheduling.tiers import with_pools
 from prfaas.core.scheduling.view import (
     ClusterKind,
@@ -29,6 +30,7 @@ __all__ = [
     "NOTHING",
     "POLICIES",
     "AbundanceMarks",
+    "Bounds",
     "CacheTransfer",
     "ClusterKind",
     "ClusterView",
@@ -38,14 +40,20 @@ __all__ = [
     "KvFacts",
     "LinkView",
     "NoDecodeInstanceError",
+    "Parameter",
     "Policy",
+    "PolicyError",
     "PoolCopy",
     "PoolHit",
     "PoolView",
     "PrefixHit",
     "Route",
     "RoutingRequest",
+    "Setting",
     "View",
+    "make_policy",
+    "parameters_of",
+    "policy_class",
     "policy_named",
     "with_pools",
 ]
