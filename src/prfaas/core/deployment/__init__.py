@@ -29,6 +29,7 @@ from prfaas.core.deployment.security import (
 from prfaas.core.deployment.source import DeploymentError
 from prfaas.core.deployment.types import (
     BUILT_IN_POLICIES,
+    DEFAULT_POLICY,
     POLICY_ENTRY_POINTS,
     SYNTHETIC,
     Cluster,
@@ -47,6 +48,7 @@ __all__ = [
     "BUILT_IN_POLICIES",
     "CERTIFICATE_NAMES",
     "CONTROL",
+    "DEFAULT_POLICY",
     "GATEWAY",
     "OBSERVERS",
     "POLICY_ENTRY_POINTS",

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from prfaas.core.deployment.gateway import RouteDetail
 from prfaas.core.deployment.pool import EvictionName
 from prfaas.core.deployment.security import EngineTls
+from prfaas.core.deployment.types import DEFAULT_POLICY
 from prfaas.core.units import GIB, MIB, parse_bits_per_s, parse_bytes
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
@@ -188,7 +189,7 @@ class LinkSection(_Section):
 class RoutingSection(_Section):
     """When to prefill elsewhere. Without `threshold_tokens` the threshold is found while running."""
 
-    policy: PolicyName = "tilted"
+    policy: PolicyName = DEFAULT_POLICY
     threshold_tokens: Annotated[Positive | None, _GIVEN] = None
     params: Annotated[dict[Text, PolicySetting], _SECTION] = {}
 

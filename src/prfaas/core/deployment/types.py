@@ -25,6 +25,7 @@ ClusterKind = Literal["prfaas", "pd"]
 BUILT_IN_POLICIES = (
     "paper", "tilted", "local_only", "offload_all", "static_threshold", "least_ttft", "round_robin",
 )  # fmt: skip
+DEFAULT_POLICY = "tilted"
 POLICY_ENTRY_POINTS = "prfaas.policies"
 """The group of entry points by which an installed package brings routing policies."""
 

@@ -1,5 +1,6 @@
 """Pure decisions: a request and a view of the deployment in, a decision out. No clock, no I/O."""
 
+from prfaas.core.scheduling.checked_policy import CheckedPolicy
 from prfaas.core.scheduling.decision import (
     NOTHING,
     CacheTransfer,
@@ -13,6 +14,7 @@ from prfaas.core.scheduling.decision import (
     RoutingRequest,
 )
 from prfaas.core.scheduling.link_choice import AbundanceMarks
+from prfaas.core.scheduling.options import PrefillOption, options
 from prfaas.core.scheduling.parameters import Bounds, Parameter, PolicyError, Setting, parameters_of
 from prfaas.core.scheduling.policy import POLICIES, Policy, make_policy, policy_class, policy_named
 from prfaas.core.scheduling.tiers import with_pools
@@ -32,6 +34,7 @@ __all__ = [
     "AbundanceMarks",
     "Bounds",
     "CacheTransfer",
+    "CheckedPolicy",
     "ClusterKind",
     "ClusterView",
     "Decision",
@@ -46,12 +49,14 @@ __all__ = [
     "PoolCopy",
     "PoolHit",
     "PoolView",
+    "PrefillOption",
     "PrefixHit",
     "Route",
     "RoutingRequest",
     "Setting",
     "View",
     "make_policy",
+    "options",
     "parameters_of",
     "policy_class",
     "policy_named",
