@@ -65,9 +65,9 @@ def policy_class(name: str) -> type:
     if not colon:
         found = {each.name: each.value for each in importlib.metadata.entry_points(group=POLICY_ENTRY_POINTS)}
         if name not in found:
-            known = ", ".join([*POLICIES, *(each for each in found if each not in _BUILT_IN)])
             raise PolicyError(
-                f'there is no policy "{name}"; there are {known}, and any class written as package.module:Class'
+                f'there is no policy "{name}"; there are {", ".join(known_policies())}, and any class written as '
+                "package.module:Class"
             )
         module, _, attribute = found[name].partition(":")
     policy = _attribute(name, _module(name, module), attribute)
@@ -76,6 +76,15 @@ def policy_class(name: str) -> type:
             f"policy {name} is no policy: it must be a class with a method decide(request, view)"
         )
     return policy
+
+
+def known_policies() -> dict[str, str]:
+    """Every policy that has a name, and the package and version that it comes from. None is imported."""
+    known = dict.fromkeys(POLICIES, "prfaas")
+    for each in importlib.metadata.entry_points(group=POLICY_ENTRY_POINTS):
+        if each.name not in known:
+            known[each.name] = f"{each.dist.name} {each.dist.version}" if each.dist else each.value
+    return known
 
 
 def _module(name: str, module: str) -> Any:

@@ -26,7 +26,9 @@ _MUCH = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Tilted:
-    """Offload when
+    """The paper's threshold, tilted by backlogs; of the prefills that wait, short ones go first.
+
+    Offload when
 
         T_pd(t) · (u − t) / max(u, t) + β · Δ > 0   with   Δ = w_pd − (w_far · T_far + q · X) / T_pd
 
@@ -57,7 +59,6 @@ class Tilted:
         float,
         Bounds(
             "a prompt is ahead of all that come after so long a wait, per second of its prefill",
-            unit="s",
             least=0,
         ),
     ] = 50.0
