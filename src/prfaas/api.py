@@ -1,7 +1,8 @@
 """prfaas as a library: read a deployment file, plan it, simulate it, and ask what a model's KVCache weighs.
 
-Everything else in the package may change without notice. Importing this module costs little: what a function or a
-type needs is imported when it is first used, numpy and SciPy by `plan` and `simulate` (`pip install 'prfaas[plan]'`).
+It is stable within a minor version; everything else in the package may change without notice. Importing this module
+costs little: what a function or a type needs is imported when it is first used, numpy and SciPy by `plan` and
+`simulate` (`pip install 'prfaas[plan]'`).
 
 Example:
     >>> from prfaas import api

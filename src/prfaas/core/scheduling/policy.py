@@ -15,10 +15,23 @@ from prfaas.core.scheduling.view import View
 
 
 class Policy(Protocol):
-    """Decides where a request goes, from nothing but the request and the view, which it leaves as it is."""
+    """Decides where a request goes. A class needs not derive from this: the method is enough.
+
+    It is pure: a decision depends on the request and the view alone, both of which it leaves as they are. No clock
+    (the time is `view.now_s`), no randomness, no I/O, no memory of requests before. The live gateway decides in its
+    event loop, one request after another: stay below 0.1 ms with 64 instances.
+    """
 
     def decide(self, request: RoutingRequest, view: View) -> Decision:
-        """Raises NoDecodeInstanceError when nothing can decode."""
+        """Where one request goes.
+
+        Args:
+            request: its length, and what every instance holds of it.
+            view: the deployment now: clusters, instances, links, thresholds.
+
+        Raises:
+            NoDecodeInstanceError: nothing can decode.
+        """
 
 
 _BUILT_IN: dict[str, type] = {
