@@ -217,6 +217,9 @@ def test_a_policy_that_can_not_be_is_said_before_engines_start(
 ) -> None:
     text = dense_file.read_text()
     assert "policy: tilted" in text
+    # So that a command which goes on ends at once.
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("uvloop.run", lambda main: main.close())
     dense_file.write_text(text.replace("policy: tilted", routing))
     for command in ("up", "serve"):
         assert run(monkeypatch, command, dense_file) == 2
