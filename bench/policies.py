@@ -2,6 +2,7 @@
 
     python bench/policies.py [--policy NAME] [--param NAME=VALUE ...] [--base NAME] [--seeds N] [--first-seed N]
         [--requests N] [--cases NAME ...] [--quick] [--slow-loops] [--keep FILE] [--json FILE]
+        [--sweep NAME VALUE ... [--plot FILE]]
 
 The simulator runs `examples/paper.yaml`: Poisson arrivals at 0.8, 0.9 and 0.95 of Λ_max, and bursts at a mean of 0.7,
 0.8 and 0.9 (phases of 15 s on average at 2.2 times the mean rate, between calms of 60 s). Roles and thresholds are as
@@ -11,6 +12,9 @@ The gates, as ratios of TTFT to the base: mean at most 0.8, P90 below 1, P99 at 
 prompts over 100K tokens at most 1.4. Each ratio is the geometric mean over seeds, with the 95 % interval of Student's
 t: both policies meet the same requests with a seed. A gate is "met" or "missed" by the ratio, and marked "?" while the
 interval has its limit inside. Exit code 1 if one is missed.
+
+--sweep shows what a parameter does: per value, the geometric means of the ratios over the Poisson cases and over the
+bursts. No gates then. --plot draws them as an SVG file.
 
 --keep writes every run to a file as it ends, and takes from there those that it has. Two runs at a time, 0.1 ms of CPU
 time per request and policy.
@@ -36,6 +40,7 @@ from prfaas.core.planner import best_operation, problem_of
 from prfaas.core.workload import fixed
 from prfaas.core.workload.traffic import IndependentTraffic
 from prfaas.lab.simulator import scenario_of, simulate
+from prfaas.lab.studies.figures import Panel, PlotCurve, lines
 from prfaas.lab.studies.traffic import bursts
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "paper.yaml"
@@ -67,6 +72,10 @@ class Run:
     @property
     def key(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
+
+
+Pairs = Mapping[str, Sequence[tuple[Run, Run]]]
+"""By case, the runs of the policy and of the base by seed."""
 
 
 @dataclass(frozen=True)
@@ -151,12 +160,7 @@ def ratio_of(values: Sequence[float], bases: Sequence[float]) -> tuple[float, fl
     return math.exp(middle), math.exp(middle - half), math.exp(middle + half)
 
 
-def rows_of(
-    cases: Iterable[str],
-    pairs: Mapping[str, Sequence[tuple[Run, Run]]],
-    found: Mapping[Run, Mapping[str, float]],
-) -> Iterator[Row]:
-    """`pairs`: of each case, the runs of the policy and of the base by seed."""
+def rows_of(cases: Iterable[str], pairs: Pairs, found: Mapping[Run, Mapping[str, float]]) -> Iterator[Row]:
     for case in cases:
         for measure, limit in GATES.items():
             values = [found[mine][measure] for mine, _ in pairs[case]]
@@ -190,6 +194,81 @@ def table_of(rows: Sequence[Row], cases: Sequence[str], title: str) -> Table:
     return table
 
 
+def group_of(case: str) -> str:
+    return case.partition("-")[0]
+
+
+def group_ratios(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
+    """(group of cases, measure) → the geometric mean of the ratios."""
+    logs: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        logs.setdefault((group_of(row.case), row.measure), []).append(math.log(row.ratio))
+    return {place: math.exp(sum(each) / len(each)) for place, each in logs.items()}
+
+
+def sweep(options: argparse.Namespace, requests: int, seeds: Sequence[int]) -> None:
+    """Ratios over the values of one parameter, as a table and as a drawing."""
+    name, values = options.sweep[0], [float(value) for value in options.sweep[1:]]
+    runs = {value: pairs_of(options, (*options.param, (name, value)), requests, seeds) for value in values}
+    found = all_measured(
+        list(dict.fromkeys(each for pairs in runs.values() for each in flat(pairs))), options.keep
+    )
+    ratios = {value: group_ratios(list(rows_of(options.cases, runs[value], found))) for value in values}
+    groups = list(dict.fromkeys(map(group_of, options.cases)))
+    table = Table(
+        "arrivals",
+        name,
+        *GATES,
+        title=f"TTFT of {options.policy} over that of {options.base}: geometric means",
+    )
+    for group in groups:
+        for value in values:
+            table.add_row(group, f"{value:g}", *(f"{ratios[value][group, measure]:.2f}" for measure in GATES))
+    Console(width=110).print(table)
+    if options.plot is not None:
+        panels = [
+            Panel(
+                group,
+                [
+                    PlotCurve(measure, values, [ratios[value][group, measure] for value in values], number)
+                    for number, measure in enumerate(GATES)
+                ],
+                is_log=True,
+            )
+            for group in groups
+        ]
+        options.plot.write_text(lines(name, "", name, panels).svg, encoding="utf-8")
+    if options.json is not None:
+        entries = [
+            {"arrivals": group, name: value, "measure": measure, "ratio": ratio}
+            for value in values
+            for (group, measure), ratio in ratios[value].items()
+        ]
+        options.json.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
+
+
+def pairs_of(
+    options: argparse.Namespace,
+    params: tuple[tuple[str, float | str], ...],
+    requests: int,
+    seeds: Sequence[int],
+) -> Pairs:
+    return {
+        case: [
+            (
+                Run(case, options.policy, params, seed, requests, options.slow_loops),
+                Run(case, options.base, (), seed, requests, options.slow_loops),
+            )
+            for seed in seeds
+        ]
+        for case in options.cases
+    }
+
+
+def flat(pairs: Pairs) -> list[Run]:
+    return [run for each in pairs.values() for pair in each for run in pair]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -205,21 +284,17 @@ def main() -> None:
     parser.add_argument("--slow-loops", action="store_true", help="thresholds and roles change as live")
     parser.add_argument("--keep", type=Path, help="file of the runs that are done")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--sweep", nargs="+", metavar="NAME VALUE", help="a parameter and its values")
+    parser.add_argument("--plot", type=Path, help="with --sweep: draw it into this file (SVG)")
     options = parser.parse_args()
     requests = min(options.requests, QUICK_REQUESTS) if options.quick else options.requests
-    seeds = min(options.seeds, QUICK_SEEDS) if options.quick else options.seeds
-    pairs = {
-        case: [
-            (
-                Run(case, options.policy, tuple(options.param), seed, requests, options.slow_loops),
-                Run(case, options.base, (), seed, requests, options.slow_loops),
-            )
-            for seed in range(options.first_seed, options.first_seed + seeds)
-        ]
-        for case in options.cases
-    }
-    runs = [run for case in options.cases for pair in pairs[case] for run in pair]
-    rows = list(rows_of(options.cases, pairs, all_measured(runs, options.keep)))
+    count = min(options.seeds, QUICK_SEEDS) if options.quick else options.seeds
+    seeds = range(options.first_seed, options.first_seed + count)
+    if options.sweep:
+        sweep(options, requests, seeds)
+        return
+    pairs = pairs_of(options, tuple(options.param), requests, seeds)
+    rows = list(rows_of(options.cases, pairs, all_measured(flat(pairs), options.keep)))
     given = "".join(f", {name} {value}" for name, value in options.param)
     console = Console(width=150)
     console.print(
@@ -227,7 +302,7 @@ def main() -> None:
             rows,
             options.cases,
             f"TTFT of {options.policy}{given} over that of {options.base}: ratio (95 % interval); "
-            f"{seeds} seeds of {requests:,} requests",
+            f"{count} seeds of {requests:,} requests",
         )
     )
     missed = [row for row in rows if not row.is_met]
@@ -238,7 +313,7 @@ def main() -> None:
             "params": dict(options.param),
             "base": options.base,
             "first_seed": options.first_seed,
-            "seeds": seeds,
+            "seeds": count,
             "requests": requests,
             "slow_loops": options.slow_loops,
             "rows": [asdict(row) | {"met": row.is_met, "clear": row.is_clear} for row in rows],
