@@ -21,7 +21,10 @@ class Yard:
         self.cluster_state: ClusterState = cluster_state_of(deployment, clock)
         self.held: dict[str, int] = {}
         self.admission = PrefillAdmission(
-            self.cluster_state, batch_tokens=2048, reusable_at=lambda _chains, name: self.held.get(name, 0)
+            self.cluster_state,
+            batch_tokens=2048,
+            reusable_at=lambda _chains, name: self.held.get(name, 0),
+            clock=clock,
         )
         self.log: list[str] = []
 
@@ -62,6 +65,30 @@ def test_whoever_is_free_first_takes_the_most_urgent(deployment: Deployment, clo
         holds[0].set()
         await asyncio.gather(*tasks)
         assert yard.cluster_state.instance("home-d0").in_flight == 0
+
+    asyncio.run(main())
+
+
+def test_the_view_says_what_prefills_have_waited(deployment: Deployment, clock: FakeClock) -> None:
+    async def main() -> None:
+        yard = Yard(deployment, clock)
+        waits = yard.cluster_state.view.clusters["far"].waits
+        holds = [asyncio.Event() for _ in range(2)]
+        tasks = [yard.asks(f"r{i}", urgent(0.0), hold) for i, hold in enumerate(holds)]
+        await settled()
+        # They did not wait.
+        assert waits.mean_prefill_s == 0.0
+        tasks.append(yard.asks("late", urgent(1.0)))
+        await settled()
+        clock.now_s += 12.0
+        holds[0].set()
+        await settled()
+        assert yard.log[2:] == ["late at far-0"]
+        assert waits.mean_wait_s == pytest.approx(12.0)
+        assert waits.mean_prefill_s == yard.cluster_state.view.clusters["far"].prefill_s(5000)
+        assert yard.cluster_state.view.clusters["home"].waits.mean_prefill_s == 0.0
+        holds[1].set()
+        await asyncio.gather(*tasks)
 
     asyncio.run(main())
 

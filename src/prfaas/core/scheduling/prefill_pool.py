@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
+from prfaas.core.scheduling.prefill_order import PrefillWaits
+
 T = TypeVar("T", bound=Hashable)
 
 
@@ -17,10 +19,13 @@ class PrefillPool(Generic[T]):
 
     waiting_s: float = 0.0
     """Seconds of prefill of all that any instance may take."""
+    waits: PrefillWaits = field(default_factory=PrefillWaits)
+    """Of those that were taken. The cluster's view has the same object."""
     _shared: list[tuple[float, int, float, T]] = field(default_factory=list)
     _bound: dict[str, list[tuple[float, int, float, T]]] = field(default_factory=dict)
     _gone: set[T] = field(default_factory=set)
-    _work: dict[T, tuple[float, str | None]] = field(default_factory=dict)
+    # Seconds of work, the instance that it is bound to, and when it came.
+    _work: dict[T, tuple[float, str | None, float]] = field(default_factory=dict)
     _number: int = 0
 
     def __len__(self) -> int:
@@ -29,19 +34,21 @@ class PrefillPool(Generic[T]):
     def __contains__(self, item: object) -> bool:
         return item in self._work
 
-    def offer(self, item: T, urgency_s: float, work_s: float, only: str | None = None) -> None:
-        """Let `item` wait. The smallest `urgency_s` is taken first, equal ones in the order of their arrival."""
+    def offer(
+        self, item: T, urgency_s: float, work_s: float, only: str | None = None, *, now_s: float
+    ) -> None:
+        """Let `item` wait from now. The smallest `urgency_s` is taken first, equal ones in the order of arrival."""
         self._number += 1
         entry = (urgency_s, self._number, work_s, item)
-        self._work[item] = (work_s, only)
+        self._work[item] = (work_s, only, now_s)
         if only is None:
             self.waiting_s += work_s
             heappush(self._shared, entry)
         else:
             heappush(self._bound.setdefault(only, []), entry)
 
-    def take(self, instance: str) -> T | None:
-        """Take out what `instance` should do next; None if there is nothing for it."""
+    def take(self, instance: str, *, now_s: float) -> T | None:
+        """Take out what `instance` should begin now; None if there is nothing for it."""
         mine = self._head(self._bound.get(instance))
         shared = self._head(self._shared)
         if mine is None and shared is None:
@@ -49,11 +56,9 @@ class PrefillPool(Generic[T]):
         if shared is None or (mine is not None and mine[0] <= shared[0]):
             assert mine is not None
             heappop(self._bound[instance])
-            self._forget(mine[3])
-            return mine[3]
+            return self._taken(mine[3], now_s)
         heappop(self._shared)
-        self._forget(shared[3])
-        return shared[3]
+        return self._taken(shared[3], now_s)
 
     def withdraw(self, item: T) -> bool:
         """Let `item` wait no longer. Returns False if it wasn't waiting."""
@@ -69,7 +74,7 @@ class PrefillPool(Generic[T]):
             if item in self._gone:
                 self._gone.discard(item)
                 continue
-            self._work[item] = (work_s, None)
+            self._work[item] = (work_s, None, self._work[item][2])
             self.waiting_s += work_s
             heappush(self._shared, (urgency_s, number, work_s, item))
 
@@ -80,8 +85,14 @@ class PrefillPool(Generic[T]):
             self._gone.discard(heappop(heap)[3])
         return None
 
+    def _taken(self, item: T, now_s: float) -> T:
+        work_s, _, offered_s = self._work[item]
+        self.waits.add(now_s - offered_s, work_s)
+        self._forget(item)
+        return item
+
     def _forget(self, item: T) -> None:
-        work_s, only = self._work.pop(item)
+        work_s, only, _ = self._work.pop(item)
         if only is None:
             # Differences of sums drift; an empty pool has exactly nothing.
             self.waiting_s = max(self.waiting_s - work_s, 0.0) if len(self._work) else 0.0

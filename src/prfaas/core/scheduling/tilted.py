@@ -15,6 +15,7 @@ from prfaas.core.scheduling.candidates import (
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
 from prfaas.core.scheduling.link_choice import AbundanceMarks, is_stale, unpriced
 from prfaas.core.scheduling.parameters import Bounds
+from prfaas.core.scheduling.prefill_order import place_in_line_s
 from prfaas.core.scheduling.routing import Choice, PdCandidate, route
 from prfaas.core.scheduling.view import LinkView, View
 from prfaas.core.units import BITS_PER_BYTE
@@ -47,21 +48,21 @@ class Tilted:
     2010). While facts of a link are stale the tilt can only make offloading rarer. While a link is congested t' is
     1 + c times as high, c being 0 to 1: what the network's own queues and losses say before any of ours is long.
 
-    The prefill waits for whichever instance of its cluster is free first, and short ones go first: the urgency is
-    now + `ageing` × T. Of what has waited equally long the shortest is next (it delays the others least), and after
-    `ageing` seconds per second of its own work a prompt is ahead of everything that comes. 0: first come, first
-    served. A prompt of which one instance holds much more than the others waits for that one.
+    The prefill waits for whichever instance of its cluster is free first, in the order of `place_in_line_s`: short ones
+    move forward and long ones back, by seconds that follow from what prefills wait there and from `fairness`. A prompt
+    of which one instance holds much more than the others waits for that one.
     """
 
     name: ClassVar[str] = "tilted"
     beta: Annotated[float, Bounds("how much backlogs weigh; 0: the threshold alone", least=0)] = 1.0
-    ageing: Annotated[
+    fairness: Annotated[
         float,
         Bounds(
-            "a prompt is ahead of all that come after so long a wait, per second of its prefill",
+            "order of waiting prefills; 1: of arrival, less: short ones first and long ones later",
             least=0,
+            most=1,
         ),
-    ] = 50.0
+    ] = 0.5
     abundance: AbundanceMarks = field(default_factory=AbundanceMarks)
 
     def decide(self, request: RoutingRequest, view: View) -> Decision:
@@ -71,7 +72,7 @@ class Tilted:
     def _choose(self, request: RoutingRequest, view: View, pd: PdCandidate) -> Choice:
         choice = self._place(request, view, pd)
         option = choice.option
-        choice.urgency_s = view.now_s + self.ageing * option.prefill_s
+        choice.urgency_s = place_in_line_s(view.now_s, option.prefill_s, option.cluster.waits, self.fairness)
         # Without sources no cluster holds anything, or PD clusters are only being compared: then it does not count.
         if pd.sources:
             choice.is_bound = option.cache_transfer is not None or _is_held_best(request, option)

@@ -13,6 +13,7 @@ from typing import Literal
 
 from prfaas.core.link.meter import LinkCondition, LinkMeter
 from prfaas.core.scheduling.decision import KvFacts
+from prfaas.core.scheduling.prefill_order import PrefillWaits
 
 ClusterKind = Literal["prfaas", "pd"]
 
@@ -199,6 +200,8 @@ class ClusterView:
     waiting_s: float = 0.0
     """Seconds of prefill that wait for whichever instance is free first (`PrefillPool`), beside what each of them has
     accepted."""
+    waits: PrefillWaits = field(default_factory=PrefillWaits)
+    """What those that waited so have waited lately."""
 
 
 @dataclass(slots=True)

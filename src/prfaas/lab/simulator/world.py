@@ -48,7 +48,7 @@ class World:
         self.policy: Policy = policy if scenario.policy in POLICIES else CheckedPolicy(policy)
         self.view = view_of(scenario, self.kv.facts)
         self.prefill_pools: dict[str, PrefillPool[Job]] = {
-            cluster.name: PrefillPool() for cluster in scenario.clusters
+            name: PrefillPool(waits=cluster.waits) for name, cluster in self.view.clusters.items()
         }
         self.engines: dict[str, Engine] = {
             instance.name: Engine(
@@ -136,7 +136,7 @@ class World:
         if queue or not len(engine.pool) or not view.takes_prefills:
             return
         while engine.at_work < engine.prefill_slots and len(engine.pool):
-            taken = engine.pool.take(engine.name)
+            taken = engine.pool.take(engine.name, now_s=self.events.now_s)
             if taken is None:
                 return
             self._assign(engine, taken)
@@ -229,15 +229,15 @@ class World:
             engine.queue.append(job)
 
     def _wait(self, job: Job) -> None:
-        engine, decision = job.engine, job.decision
+        engine, decision, now_s = job.engine, job.decision, self.events.now_s
         if decision.urgency_s is None:
             engine.queue.append(job)
-            engine.accept(job.service_s, self.events.now_s)
+            engine.accept(job.service_s, now_s)
         elif decision.is_bound:
-            engine.pool.offer(job, decision.urgency_s, job.service_s, engine.name)
-            engine.accept(job.service_s, self.events.now_s)
+            engine.pool.offer(job, decision.urgency_s, job.service_s, engine.name, now_s=now_s)
+            engine.accept(job.service_s, now_s)
         else:
-            engine.pool.offer(job, decision.urgency_s, job.service_s)
+            engine.pool.offer(job, decision.urgency_s, job.service_s, now_s=now_s)
             engine.cluster.waiting_s = engine.pool.waiting_s
             job.stage = _POOLED
             if self.caches is not None or self.pools is not None:

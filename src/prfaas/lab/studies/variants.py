@@ -65,8 +65,8 @@ OF_PAPER = (
 )
 OF_TILTED = (
     Variant("tilted, β = 0", "the tilt: queues don't move the threshold", "tilted", {"beta": 0.0}),
-    Variant("tilted, ageing = 0", "the order: first come, first served", "tilted", {"ageing": 0.0}),
-    Variant("tilted, both 0", "tilt and order", "tilted", {"beta": 0.0, "ageing": 0.0}),
+    Variant("tilted, fairness = 1", "the order: first come, first served", "tilted", {"fairness": 1.0}),
+    Variant("tilted, β = 0, fairness = 1", "tilt and order", "tilted", {"beta": 0.0, "fairness": 1.0}),
     Variant(
         "tilted, own caches only", "caches of the other cluster", "tilted", _OTHERS_CACHES, needs_caches=True
     ),

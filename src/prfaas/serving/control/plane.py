@@ -106,6 +106,7 @@ class LivePlane:
             self.cluster_state,
             batch_tokens=deployment.engine.max_num_batched_tokens,
             reusable_at=self.prefix_knowledge.reusable_at,
+            clock=clock,
         )
         self.event_feed = EventFeed(endpoints | pool_endpoints, apply=self._apply, drop=self._drop)
         self.engines = EngineMonitor(

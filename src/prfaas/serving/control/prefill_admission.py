@@ -8,7 +8,7 @@ from dataclasses import replace
 from prfaas.core.prefix import PromptChains
 from prfaas.core.scheduling import Decision
 from prfaas.core.scheduling.prefill_pool import PrefillPool
-from prfaas.serving.control.cluster_state import ClusterState
+from prfaas.serving.control.cluster_state import Clock, ClusterState
 
 Admission = asyncio.Future[str | None]
 
@@ -27,13 +27,15 @@ class PrefillAdmission:
         *,
         batch_tokens: int,
         reusable_at: Callable[[PromptChains, str], int],
+        clock: Clock,
     ) -> None:
         """`reusable_at(chains, instance)`: tokens of a prompt that a prefill there need not compute."""
+        self._clock = clock
         self._cluster_state = cluster_state
         self._batch_tokens = batch_tokens
         self._reusable_at = reusable_at
         self._pools: dict[str, PrefillPool[Admission]] = {
-            name: PrefillPool() for name in cluster_state.view.clusters
+            name: PrefillPool(waits=cluster.waits) for name, cluster in cluster_state.view.clusters.items()
         }
         self._at_work = dict.fromkeys(cluster_state.names, 0)
         # Uncached tokens of those that wait.
@@ -58,7 +60,7 @@ class PrefillAdmission:
             yield decision
         finally:
             self._at_work[name] -= tokens
-            self._serve(name)
+            self._serve(name, self._clock())
 
     def changed(self, name: str) -> None:
         """An instance came, went, or has other roles."""
@@ -68,8 +70,9 @@ class PrefillAdmission:
             self._pools[cluster].release(name)
         if not any(each.takes_prefills for each in instances):
             self._give_up(cluster)
+        now_s = self._clock()
         for each in instances:
-            self._serve(each.name)
+            self._serve(each.name, now_s)
 
     def waiting(self, cluster: str) -> int:
         """Prefills that wait for any instance of a cluster."""
@@ -87,11 +90,12 @@ class PrefillAdmission:
             each.name for each in cluster.instances if (each.name, decision.decode) not in view.blocked
         }
         is_bound = decision.is_bound or len(may_send) < len(cluster.instances)
-        pool.offer(admission, decision.urgency_s, work_s, decision.prefill if is_bound else None)
+        only, now_s = decision.prefill if is_bound else None, self._clock()
+        pool.offer(admission, decision.urgency_s, work_s, only, now_s=now_s)
         self._tokens[admission] = decision.prefill_tokens
         cluster.waiting_s = pool.waiting_s
         for each in cluster.instances:
-            self._serve(each.name)
+            self._serve(each.name, now_s)
         try:
             # What the pool holds is on its way to its decode instance and its link all the same.
             with self._cluster_state.awaiting_prefill(decision):
@@ -113,14 +117,14 @@ class PrefillAdmission:
         name = admission.result()
         if name is not None:
             self._at_work[name] -= decision.prefill_tokens
-            self._serve(name)
+            self._serve(name, self._clock())
 
-    def _serve(self, name: str) -> None:
+    def _serve(self, name: str, now_s: float) -> None:
         """Give an instance what it can take."""
         instance = self._cluster_state.instance(name)
         pool = self._pools[instance.cluster]
         while len(pool) and self._is_free(name) and instance.takes_prefills:
-            admission = pool.take(name)
+            admission = pool.take(name, now_s=now_s)
             if admission is None:
                 break
             self._at_work[name] += self._tokens[admission]
@@ -128,13 +132,13 @@ class PrefillAdmission:
         self._cluster_state.view.clusters[instance.cluster].waiting_s = pool.waiting_s
 
     def _give_up(self, cluster: str) -> None:
-        for admission in _drained(self._pools[cluster]):
+        for admission in _drained(self._pools[cluster], self._clock()):
             admission.set_result(None)
 
     def _is_free(self, name: str) -> bool:
         return self._at_work[name] < self._batch_tokens
 
 
-def _drained(pool: PrefillPool[Admission]) -> Iterable[Admission]:
-    while (admission := pool.take("")) is not None:
+def _drained(pool: PrefillPool[Admission], now_s: float) -> Iterable[Admission]:
+    while (admission := pool.take("", now_s=now_s)) is not None:
         yield admission
