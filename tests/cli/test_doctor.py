@@ -16,7 +16,7 @@ from aiohttp import web
 
 from prfaas import __version__
 from prfaas.cli import main as cli
-from prfaas.core.deployment import AdminConfig, Deployment, Policy, load_deployment
+from prfaas.core.deployment import AdminConfig, Deployment, load_deployment
 from prfaas.core.route_header import RouteHeader
 from prfaas.serving.certificates import CertificateFolder
 from prfaas.serving.engines.preparation import ensure_certificates, ensure_key
@@ -417,7 +417,7 @@ def test_what_a_probe_shows(deployment: Deployment, header: str, level: str, tex
     ],
 )
 def test_where_a_probe_should_go(
-    deployment: Deployment, policy: Policy, over: str | None, under: str | None
+    deployment: Deployment, policy: str, over: str | None, under: str | None
 ) -> None:
     moved = replace(deployment, routing=replace(deployment.routing, policy=policy))
     assert expected_route(moved, 4064, 4000.0) == over

@@ -139,6 +139,26 @@ BAD = {
         replaced("threshold_tokens: 16000", "policy: static_threshold"),
         "38: routing: needs threshold_tokens for policy static_threshold",
     ),
+    "unknown policy": (
+        replaced("threshold_tokens: 16000", "policy: papre"),
+        '39: routing.policy: there is no policy "papre"; there are paper, tilted, local_only',
+    ),
+    "no policy's name": (
+        replaced("threshold_tokens: 16000", "policy: my policy"),
+        '39: routing.policy: "my policy" is no policy; write a name, for example "tilted", or package.module:Class',
+    ),
+    "no value of a parameter": (
+        replaced("threshold_tokens: 16000", "params: {beta: [1]}"),
+        "39: routing.params.beta: must be a number, a word, or true or false",
+    ),
+    "parameter without a value": (
+        replaced("threshold_tokens: 16000", "params: {beta: }"),
+        "39: routing.params.beta: must be a number, a word, or true or false",
+    ),
+    "a static threshold among the parameters": (
+        replaced("threshold_tokens: 16000", "policy: static_threshold\n  params: {threshold_tokens: 9}"),
+        "40: routing.params.threshold_tokens: is written as routing.threshold_tokens",
+    ),
     "synthetic engines as fast as what?": (
         replaced("hardware: h200", "hardware: synthetic"),
         "9: clusters[0].hardware: synthetic engines need a profile",
@@ -437,6 +457,16 @@ def test_what_the_scheduler_is_told(tmp_path: Path) -> None:
     )
     assert (deployment.routing.policy, deployment.routing.threshold_tokens) == ("tilted", None)
     assert (deployment.control.allocation, deployment.control.threshold_period_s) == (False, 30.0)
+
+
+def test_a_policy_of_a_module_and_its_parameters(tmp_path: Path) -> None:
+    routing = (
+        "routing:\n  policy: no_such_package.module:Class\n  params: {share: 0.5, eager: true, order: sjf}\n"
+    )
+    loaded = load(tmp_path, GOOD.replace("routing:\n  threshold_tokens: 16000\n", routing)).routing
+    assert loaded.policy == "no_such_package.module:Class", "not imported: engines start without it"
+    assert loaded.params == {"share": 0.5, "eager": True, "order": "sjf"}
+    assert loaded.params_of(loaded.policy) == loaded.params and loaded.params_of("tilted") == {}
 
 
 def test_where_operators_connect(tmp_path: Path) -> None:

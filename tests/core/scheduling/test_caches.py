@@ -2,7 +2,7 @@
 
 import pytest
 
-from prfaas.core.scheduling import AbundanceMarks, Policy, PrefixHit, Route, RoutingRequest, policy_named
+from prfaas.core.scheduling import Policy, PrefixHit, Route, RoutingRequest, policy_named
 
 from .views import NOW_S, every_policy, kv_bytes, link, small
 
@@ -105,14 +105,14 @@ def test_a_cache_of_the_whole_prompt_leaves_a_token_to_each_engine() -> None:
 
 
 def test_the_marks_of_abundance_are_parameters() -> None:
-    never = policy_named("paper", abundance=AbundanceMarks(queue_s=0.1, utilisation=0.0))
+    never = policy_named("paper", abundance_queue_s=0.1, abundance_utilisation=0.0)
     view = small()
     view.links["far", "pd"].egress_bits_per_s = 1.0
     assert never.decide(AT_REMOTE, view).uncached_tokens == 40_000
     assert PAPER.decide(AT_REMOTE, view).uncached_tokens == 576
     for marks in ({"utilisation": 1.0}, {"utilisation": -0.1}, {"queue_s": -1.0}):
-        with pytest.raises(ValueError, match="abundant"):
-            AbundanceMarks(**marks)
+        with pytest.raises(ValueError, match="abundance_"):
+            policy_named("paper", **{f"abundance_{name}": value for name, value in marks.items()})
 
 
 @pytest.mark.parametrize("policy", [policy_named("paper"), policy_named("tilted")], ids=lambda p: p.name)

@@ -12,10 +12,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from prfaas.core.deployment import Deployment, DeploymentError, Instance
 from prfaas.core.prefix.events import EventBatch, StoredBlocks
-from prfaas.core.scheduling import NoDecodeInstanceError, Route
+from prfaas.core.scheduling import NoDecodeInstanceError, Route, make_policy
 from prfaas.serving.control.engine_monitor import EngineHttp, read_exposition
 from prfaas.serving.control.plane import LivePlane
-from prfaas.serving.control.planning_inputs import kv_model_of
+from prfaas.serving.control.planning_inputs import kv_model_of, policy_of
 
 from .publisher import Publisher, stored
 from .world import KEY, LINK, FakeClock, FakeHttp, FakeSender, deployment_of, report
@@ -268,6 +268,35 @@ def test_policies_by_name(tmp_path: Path, clock: FakeClock) -> None:
         assert decision.route is (Route.LOCAL if policy == "local_only" else Route.OFFLOAD) or (
             policy == "round_robin"
         )
+
+
+@pytest.mark.parametrize(
+    ("routing", "problem"),
+    [
+        (
+            "tilted, params: {ageing: -1}",
+            "routing.params.ageing: policy tilted takes for ageing a number in s, at lea",
+        ),
+        (
+            "tilted, params: {agein: 1}",
+            'routing.params.agein: policy tilted has no parameter "agein"; its parameters',
+        ),
+        (
+            "no_such:Policy",
+            'routing.policy: policy no_such:Policy: module "no_such" can\'t be imported: No module',
+        ),
+    ],
+)
+def test_a_policy_that_can_not_be_is_said_with_its_line(tmp_path: Path, routing: str, problem: str) -> None:
+    deployment = deployment_of(tmp_path, policy=f"policy: paper -> policy: {routing}")
+    with pytest.raises(DeploymentError) as caught:
+        policy_of(deployment)
+    assert caught.value.line is not None and problem in str(caught.value)
+
+
+def test_parameters_of_the_file_reach_the_policy(tmp_path: Path) -> None:
+    changed = deployment_of(tmp_path, policy="policy: paper -> policy: tilted, params: {ageing: 7}")
+    assert policy_of(changed) == make_policy("tilted", {"ageing": 7})
 
 
 @pytest.mark.parametrize("http", [None, "fake"])

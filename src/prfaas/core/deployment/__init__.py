@@ -28,6 +28,9 @@ from prfaas.core.deployment.security import (
 )
 from prfaas.core.deployment.source import DeploymentError
 from prfaas.core.deployment.types import (
+    BUILT_IN_POLICIES,
+    DEFAULT_POLICY,
+    POLICY_ENTRY_POINTS,
     SYNTHETIC,
     Cluster,
     ControlConfig,
@@ -36,17 +39,19 @@ from prfaas.core.deployment.types import (
     KvPeer,
     Link,
     ModelRef,
-    Policy,
     Role,
     Routing,
     Slo,
 )
 
 __all__ = [
+    "BUILT_IN_POLICIES",
     "CERTIFICATE_NAMES",
     "CONTROL",
+    "DEFAULT_POLICY",
     "GATEWAY",
     "OBSERVERS",
+    "POLICY_ENTRY_POINTS",
     "SYNTHETIC",
     "TOOLS",
     "AdminConfig",
@@ -70,7 +75,6 @@ __all__ = [
     "ModelRef",
     "PlannedCluster",
     "PlannedDeployment",
-    "Policy",
     "PoolNode",
     "PoolSettings",
     "PoolSpace",

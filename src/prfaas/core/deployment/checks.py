@@ -4,6 +4,7 @@ A file that is to run and one that is to be planned share most checks; each has 
 """
 
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from prfaas.core.deployment.addresses import is_loopback, plain_host
@@ -11,7 +12,7 @@ from prfaas.core.deployment.encryption import check_encryption
 from prfaas.core.deployment.pool_checks import check_pool_sections, check_pools, pool_ports
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, InstanceSection, LengthsSection
 from prfaas.core.deployment.source import Location, YamlSource
-from prfaas.core.deployment.types import SYNTHETIC
+from prfaas.core.deployment.types import BUILT_IN_POLICIES, POLICY_ENTRY_POINTS, SYNTHETIC
 
 # Which fields of `workload.lengths` go with which distribution, and which of them may be left out.
 _NEEDED = {
@@ -127,6 +128,7 @@ def _check_common(source: YamlSource, file: DeploymentFile) -> None:
     _check_names(source, file)
     _check_roles(source, file)
     _check_links(source, file)
+    _check_policy(source, file)
     _check_slo(source, file)
     check_pool_sections(source, file)
 
@@ -253,6 +255,24 @@ def _check_links(source: YamlSource, file: DeploymentFile) -> None:
                 ("clusters", c),
                 f'no link leads from "{cluster.name}"; add one under links to a "pd" cluster',
             )
+
+
+def _check_policy(source: YamlSource, file: DeploymentFile) -> None:
+    # Whether a class can be imported matters only where requests are routed: engines start without it.
+    policy = file.routing.policy
+    if policy not in BUILT_IN_POLICIES and ":" not in policy:
+        installed = [each.name for each in entry_points(group=POLICY_ENTRY_POINTS)]
+        known = dict.fromkeys([*BUILT_IN_POLICIES, *installed])
+        if policy not in known:
+            raise source.error(
+                ("routing", "policy"),
+                f'there is no policy "{policy}"; there are {", ".join(known)}, and any class written as '
+                "package.module:Class",
+            )
+    if policy == "static_threshold" and "threshold_tokens" in file.routing.params:
+        raise source.error(
+            ("routing", "params", "threshold_tokens"), "is written as routing.threshold_tokens; give it there"
+        )
 
 
 def _check_slo(source: YamlSource, file: DeploymentFile) -> None:

@@ -100,7 +100,8 @@ def links_of(file: DeploymentFile) -> tuple[Link, ...]:
 
 
 def _routing(file: DeploymentFile) -> Routing:
-    return Routing(file.routing.policy, file.routing.threshold_tokens)
+    routing = file.routing
+    return Routing(routing.policy, routing.threshold_tokens, dict(routing.params))
 
 
 def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deployment:

@@ -6,12 +6,12 @@ Only what loads and checks a file uses it: everything else sees `types.py`.
 import re
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
 from prfaas.core.deployment.gateway import RouteDetail
 from prfaas.core.deployment.pool import EvictionName
 from prfaas.core.deployment.security import EngineTls
-from prfaas.core.deployment.types import Policy
+from prfaas.core.deployment.types import DEFAULT_POLICY
 from prfaas.core.units import GIB, MIB, parse_bits_per_s, parse_bytes
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
@@ -82,6 +82,20 @@ def _host_name(name: str) -> str:
     return name.lower()
 
 
+def _policy_name(name: str) -> str:
+    if not re.fullmatch(r"[\w.-]+(:[A-Za-z_][\w.]*)?", name):
+        raise ValueError(
+            f'"{name}" is no policy; write a name, for example "tilted", or package.module:Class'
+        )
+    return name
+
+
+def _setting(value: object) -> float | str:
+    if not isinstance(value, int | float | str) or value != value:
+        raise ValueError("must be a number, a word, or true or false")
+    return value
+
+
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 HostName = Annotated[str, AfterValidator(_host_name)]
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -97,6 +111,8 @@ EnvValue = Annotated[str, BeforeValidator(_env_value)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PolicyName = Annotated[str, AfterValidator(_policy_name)]
+PolicySetting = Annotated[float | str, PlainValidator(_setting)]
 _GIVEN = BeforeValidator(_not_empty)
 _SECTION = BeforeValidator(_mapping)
 
@@ -173,8 +189,9 @@ class LinkSection(_Section):
 class RoutingSection(_Section):
     """When to prefill elsewhere. Without `threshold_tokens` the threshold is found while running."""
 
-    policy: Policy = "tilted"
+    policy: PolicyName = DEFAULT_POLICY
     threshold_tokens: Annotated[Positive | None, _GIVEN] = None
+    params: Annotated[dict[Text, PolicySetting], _SECTION] = {}
 
 
 class ControlSection(_Section):

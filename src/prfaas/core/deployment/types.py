@@ -22,9 +22,12 @@ from prfaas.core.latency import LatencyProfile
 
 Role = Literal["prefill", "decode"]
 ClusterKind = Literal["prfaas", "pd"]
-Policy = Literal[
-    "paper", "tilted", "local_only", "offload_all", "static_threshold", "least_ttft", "round_robin"
-]
+BUILT_IN_POLICIES = (
+    "paper", "tilted", "local_only", "offload_all", "static_threshold", "least_ttft", "round_robin",
+)  # fmt: skip
+DEFAULT_POLICY = "tilted"
+POLICY_ENTRY_POINTS = "prfaas.policies"
+"""The group of entry points by which an installed package brings routing policies."""
 
 INTRA_CLUSTER_CONNECTIONS = 4
 # Stand-ins of one cluster mostly share a process: more connections would only be more threads.
@@ -160,9 +163,16 @@ class KvPeer:
 class Routing:
     """When a prompt is prefilled elsewhere."""
 
-    policy: Policy
+    policy: str
+    """A policy's name, or `package.module:Class`. Whether there is one is known where it is made."""
     threshold_tokens: int | None
     """Uncached tokens at which a policy that moves its threshold starts; None: at what the planner finds."""
+    params: Mapping[str, float | str] = field(default_factory=dict)
+    """Of the policy; those left out have its defaults."""
+
+    def params_of(self, policy: str) -> dict[str, float | str]:
+        """The file's parameters where they are this policy's, else none."""
+        return dict(self.params) if policy == self.policy else {}
 
 
 @dataclass(frozen=True, slots=True)

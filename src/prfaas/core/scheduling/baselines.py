@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from prfaas.core.scheduling.cache_transfers import uncached_tokens, with_cache
 from prfaas.core.scheduling.candidates import (
@@ -14,6 +14,7 @@ from prfaas.core.scheduling.candidates import (
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
 from prfaas.core.scheduling.decoders import decode_choices
 from prfaas.core.scheduling.link_choice import AbundanceMarks, usable_link
+from prfaas.core.scheduling.parameters import Bounds
 from prfaas.core.scheduling.routing import (
     Choice,
     PdCandidate,
@@ -71,11 +72,9 @@ class StaticThreshold:
     """Offload when l_total − l_pd > `threshold_tokens` (section 3.4.3, bandwidth scarce), whatever the queues."""
 
     name: ClassVar[str] = "static_threshold"
-    threshold_tokens: float
-
-    def __post_init__(self) -> None:
-        if not self.threshold_tokens >= 0:
-            raise ValueError(f"a threshold must be 0 tokens or more, not {self.threshold_tokens!r}")
+    threshold_tokens: Annotated[
+        float, Bounds("longer uncached lengths are offloaded", unit="tokens", least=0, allows_infinity=True)
+    ]
 
     def decide(self, request: RoutingRequest, view: View) -> Decision:
         """Raises NoDecodeInstanceError when nothing can decode."""

@@ -3,7 +3,9 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Annotated
 
+from prfaas.core.scheduling.parameters import Bounds
 from prfaas.core.scheduling.view import LinkView, View
 
 # A link whose facts are older than this many times `View.stale_after_s` is taken for down.
@@ -14,13 +16,13 @@ DOWN_AFTER_STALE = 6
 class AbundanceMarks:
     """Up to where a link's bandwidth counts as abundant (section 3.4.3); else, or with old facts, it is scarce."""
 
-    utilisation: float = 0.5
+    utilisation: Annotated[
+        float, Bounds("up to this share of a link's capacity caches may cross it", least=0, below=1)
+    ] = 0.5
     """Share of the capacity in use. Below 1, so that an abundant link has something left."""
-    queue_s: float = 0.25
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.utilisation < 1 and self.queue_s >= 0):
-            raise ValueError("bandwidth is abundant up to a utilisation in [0, 1) and a queue of 0 s or more")
+    queue_s: Annotated[float, Bounds("up to this queue of a link caches may cross it", unit="s", least=0)] = (
+        0.25
+    )
 
 
 def usable_link(view: View, source: str, target: str) -> LinkView | None:

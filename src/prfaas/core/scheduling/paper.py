@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from prfaas.core.scheduling.cache_transfers import (
     own_uncached_tokens,
@@ -13,6 +13,7 @@ from prfaas.core.scheduling.cache_transfers import (
 from prfaas.core.scheduling.candidates import BestCandidate, PrefillCandidate
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
 from prfaas.core.scheduling.link_choice import AbundanceMarks, is_stale, unpriced
+from prfaas.core.scheduling.parameters import Bounds
 from prfaas.core.scheduling.routing import Choice, PdCandidate, route, soonest_remote
 from prfaas.core.scheduling.view import LinkView, View
 
@@ -38,13 +39,14 @@ class Paper:
     """
 
     name: ClassVar[str] = "paper"
-    queue_mark: float = 0.5
-    utilisation_mark: float = 0.85
+    queue_mark: Annotated[
+        float,
+        Bounds("a queue surges from so many prefills of the threshold's length", above=0),
+    ] = 0.5
+    utilisation_mark: Annotated[
+        float, Bounds("from this share of its capacity a link raises the threshold", above=0)
+    ] = 0.85
     abundance: AbundanceMarks = field(default_factory=AbundanceMarks)
-
-    def __post_init__(self) -> None:
-        if not (self.queue_mark > 0 and self.utilisation_mark > 0):
-            raise ValueError("the marks of policy paper must be above 0")
 
     def decide(self, request: RoutingRequest, view: View) -> Decision:
         """Raises NoDecodeInstanceError when nothing can decode."""

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from prfaas.core.scheduling.cache_transfers import own_uncached_tokens, uncached_tokens, with_cache
 from prfaas.core.scheduling.candidates import (
@@ -14,6 +14,7 @@ from prfaas.core.scheduling.candidates import (
 )
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
 from prfaas.core.scheduling.link_choice import AbundanceMarks, is_stale, unpriced
+from prfaas.core.scheduling.parameters import Bounds
 from prfaas.core.scheduling.routing import Choice, PdCandidate, route
 from prfaas.core.scheduling.view import LinkView, View
 from prfaas.core.units import BITS_PER_BYTE
@@ -25,7 +26,9 @@ _MUCH = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Tilted:
-    """Offload when
+    """The paper's threshold, tilted by backlogs; of the prefills that wait, short ones go first.
+
+    Offload when
 
         T_pd(t) · (u − t) / max(u, t) + β · Δ > 0   with   Δ = w_pd − (w_far · T_far + q · X) / T_pd
 
@@ -51,15 +54,15 @@ class Tilted:
     """
 
     name: ClassVar[str] = "tilted"
-    beta: float = 1.0
-    ageing: float = 50.0
+    beta: Annotated[float, Bounds("how much backlogs weigh; 0: the threshold alone", least=0)] = 1.0
+    ageing: Annotated[
+        float,
+        Bounds(
+            "a prompt is ahead of all that come after so long a wait, per second of its prefill",
+            least=0,
+        ),
+    ] = 50.0
     abundance: AbundanceMarks = field(default_factory=AbundanceMarks)
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.beta < math.inf and 0 <= self.ageing < math.inf):
-            raise ValueError(
-                f"beta and ageing of policy tilted must be 0 or more, not {self.beta!r} and {self.ageing!r}"
-            )
 
     def decide(self, request: RoutingRequest, view: View) -> Decision:
         """Raises NoDecodeInstanceError when nothing can decode."""

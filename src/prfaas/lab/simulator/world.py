@@ -6,7 +6,7 @@ from heapq import heappush
 import numpy as np
 
 from prfaas.core.prefix.index import PrefixHit
-from prfaas.core.scheduling import Policy, RoutingRequest, policy_named
+from prfaas.core.scheduling import POLICIES, CheckedPolicy, Policy, RoutingRequest, make_policy
 from prfaas.core.scheduling.prefill_pool import PrefillPool
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.lab.simulator.events import Events
@@ -44,7 +44,8 @@ class World:
         self.scenario = scenario
         self.events = Events()
         self.kv = KvMoves(scenario.kv_model)
-        self.policy: Policy = policy_named(scenario.policy, **scenario.params)
+        policy = make_policy(scenario.policy, scenario.params)
+        self.policy: Policy = policy if scenario.policy in POLICIES else CheckedPolicy(policy)
         self.view = view_of(scenario, self.kv.facts)
         self.prefill_pools: dict[str, PrefillPool[Job]] = {
             cluster.name: PrefillPool() for cluster in scenario.clusters
@@ -84,7 +85,7 @@ class World:
         self.open: dict[int, Job] = {}
         self.done = 0
         self.done_tokens = 0
-        self._local: Policy = policy_named("local_only")
+        self._local: Policy = make_policy("local_only")
         self._watches_lengths = scenario.adapts or scenario.allocation
         self._next_look_s = 0.0
 

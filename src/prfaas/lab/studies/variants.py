@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from prfaas.core.scheduling.link_choice import AbundanceMarks
-
 # Above every queue and utilisation there is: what is compared with it never counts.
 _NEVER = 1e12
 
@@ -30,7 +28,7 @@ class Variant:
 PAPER = Variant("paper", "nothing", "paper")
 TILTED = Variant("tilted", "nothing", "tilted")
 
-_OTHERS_CACHES = {"abundance": AbundanceMarks(utilisation=0.0, queue_s=0.0)}
+_OTHERS_CACHES = {"abundance_utilisation": 0.0, "abundance_queue_s": 0.0}
 
 OF_PAPER = (
     Variant("local_only", "the threshold: everything is prefilled in the PD cluster", "local_only"),

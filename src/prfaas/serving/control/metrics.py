@@ -60,6 +60,9 @@ class ControlMetrics:
             return Gauge(f"prfaas_control_{name}", text, labels, registry=registry)
 
         self.decisions = counter("decisions", "Routed requests, by decision.", "route", "reason")
+        self.policy_failures = counter(
+            "policy_failures", "Decisions that a policy of one's own failed to make."
+        )
         self.cache_transfers = counter("cache_transfers", "Decisions that move a cached prefix first.")
         self.threshold_tokens = gauge(
             "threshold_tokens", "Uncached tokens above which a PD cluster offloads (+Inf: never).", "cluster"

@@ -14,11 +14,12 @@ from prfaas.core.deployment import CONTROL, Deployment, Instance
 from prfaas.core.kv import KvModel
 from prfaas.core.prefix import GlobalIndex, PromptChains, PromptTokens
 from prfaas.core.prefix.events import EventBatch
-from prfaas.core.scheduling import Decision, RoutingRequest, policy_named
+from prfaas.core.scheduling import Decision, RoutingRequest, make_policy
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.serving.control.cluster_state import Clock, ClusterState, OpenPrefill
 from prfaas.serving.control.compatibility import Compatibility
 from prfaas.serving.control.engine_monitor import EngineAccess, EngineHttp, EngineMonitor, EngineReading
+from prfaas.serving.control.guarded_policy import guarded
 from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.control.hot_prefixes import HotPrefixes
 from prfaas.serving.control.kv_events import EventFeed, events_endpoints
@@ -78,9 +79,9 @@ class LivePlane:
         self.loop_clock = LoopClock()
         self._listeners: list[Callable[[str, str | None], None]] = []
         self._silence_listeners: list[Callable[[str, str, str], None]] = []
-        self._policy = policy_of(deployment)
-        self._local = policy_named("local_only")
+        self._local = make_policy("local_only")
         self.metrics = ControlMetrics(registry)
+        self._policy = guarded(deployment.routing.policy, policy_of(deployment), self.metrics.policy_failures)
         self._curves = service_curves(deployment)
         self.cluster_state = ClusterState(
             view_of(deployment, kv_model, self._curves, clock()), clock=clock, on_service=self._on_service

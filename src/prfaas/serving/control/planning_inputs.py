@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prfaas.core.deployment import Cluster, Deployment
+from prfaas.core.deployment.source import read_source
 from prfaas.core.kv import ConfigError, KvModel, model_from_directory
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import KvSize, PlanProblem
@@ -15,9 +16,10 @@ from prfaas.core.scheduling import (
     KvFacts,
     LinkView,
     Policy,
+    PolicyError,
     PoolView,
     View,
-    policy_named,
+    make_policy,
 )
 from prfaas.core.scheduling.threshold import ClusterFacts, LinkFacts, prefill_instances, problem_now
 from prfaas.core.workload import LengthDistribution
@@ -102,11 +104,20 @@ def view_of(
 
 
 def policy_of(deployment: Deployment) -> Policy:
-    """The routing policy that the file names, with its parameters."""
+    """The routing policy that the file names, with its parameters.
+
+    Raises:
+        DeploymentError: there is no such policy, it can't be imported, or it does not take these parameters.
+    """
     routing = deployment.routing
+    params: dict[str, object] = dict(routing.params)
     if routing.policy == "static_threshold":
-        return policy_named(routing.policy, threshold_tokens=routing.threshold_tokens)
-    return policy_named(routing.policy)
+        params["threshold_tokens"] = routing.threshold_tokens
+    try:
+        return make_policy(routing.policy, params)
+    except PolicyError as error:
+        field = ("policy",) if error.parameter is None else ("params", error.parameter)
+        raise read_source(deployment.path).error(("routing", *field), str(error)) from error
 
 
 def service_curves(deployment: Deployment) -> dict[str, ServiceCurve]:

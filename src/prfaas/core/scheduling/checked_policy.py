@@ -1,0 +1,101 @@
+"""A policy that is not ours, its decisions checked before anything follows them."""
+
+import re
+
+from prfaas.core.scheduling.decision import Decision, Route, RoutingRequest
+from prfaas.core.scheduling.link_choice import usable_link
+from prfaas.core.scheduling.policy import Policy
+from prfaas.core.scheduling.view import InstanceView, View
+
+_WORD = re.compile(r"[a-z][a-z0-9-]{0,31}")
+# Reasons are labels of metrics, whose values must stay few.
+_MOST_REASONS = 32
+
+
+class UnsoundDecisionError(ValueError):
+    """A decision that can't be carried out."""
+
+
+class CheckedPolicy:
+    """Decides as `policy`, or raises."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._reasons: set[str] = set()
+
+    def decide(self, request: RoutingRequest, view: View) -> Decision:
+        """The policy's decision.
+
+        Raises:
+            UnsoundDecisionError: it can't be carried out.
+            Exception: whatever the policy raises, NoDecodeInstanceError if nothing can decode.
+        """
+        decision = self.policy.decide(request, view)
+        fault = fault_of(decision, request, view) or self._fault_of_reason(decision.reason)
+        if fault is not None:
+            raise UnsoundDecisionError(f"the decision for a prompt of {request.num_tokens} tokens: {fault}")
+        return decision
+
+    def _fault_of_reason(self, reason: str) -> str | None:
+        if reason in self._reasons:
+            return None
+        if not isinstance(reason, str) or not _WORD.fullmatch(reason):
+            return (
+                f"reason {reason!r} is no lower-case word of letters, digits and -, of 32 characters at most"
+            )
+        if len(self._reasons) >= _MOST_REASONS:
+            return f"reason {reason!r} would be more than {_MOST_REASONS} different ones; use fewer"
+        self._reasons.add(reason)
+        return None
+
+
+def fault_of(decision: object, request: RoutingRequest, view: View) -> str | None:
+    """Why a decision can't be carried out, in a few words; None: it can."""
+    if not isinstance(decision, Decision):
+        return f"it is a {type(decision).__name__}, not a Decision"
+    prefill, decode = _instance(view, decision.prefill), _instance(view, decision.decode)
+    if prefill is None or decode is None:
+        return f'there is no instance "{decision.decode if prefill else decision.prefill}"'
+    for each in (prefill, decode):
+        if each.name in view.avoid or each.closed:
+            return f"{each.name} must not be used now"
+    fault = None if prefill is decode else _fault_of_pair(prefill, decode, view)
+    if view.clusters[decode.cluster].kind != "pd":
+        fault = f"{decode.name} is in no pd cluster, and can't decode"
+    is_far = prefill.cluster != decode.cluster
+    if fault is None and decision.route is not (Route.OFFLOAD if is_far else Route.LOCAL):
+        fault = f"route {decision.route} does not fit {prefill.name} and {decode.name}"
+    return fault or _fault_of_numbers(decision, request)
+
+
+def _instance(view: View, name: str) -> InstanceView | None:
+    every = (each for cluster in view.clusters.values() for each in cluster.instances)
+    return next((each for each in every if each.name == name), None)
+
+
+def _fault_of_pair(prefill: InstanceView, decode: InstanceView, view: View) -> str | None:
+    if not prefill.takes_prefills:
+        return f"{prefill.name} takes no prefills now"
+    if (prefill.name, decode.name) in view.blocked:
+        return f"{decode.name} takes no KVCache from {prefill.name}"
+    if prefill.cluster != decode.cluster and usable_link(view, prefill.cluster, decode.cluster) is None:
+        return f"no usable link leads from {prefill.cluster} to {decode.cluster}"
+    return None
+
+
+def _fault_of_numbers(decision: Decision, request: RoutingRequest) -> str | None:
+    for field, most in (
+        ("uncached_tokens", request.num_tokens),
+        ("prefill_tokens", request.num_tokens),
+        ("skip_tokens", request.attention_at(decision.decode)),
+    ):
+        tokens = getattr(decision, field)
+        if not isinstance(tokens, int) or not 0 <= tokens <= most:
+            return f"{field} must be a whole number from 0 to {most}, not {tokens!r}"
+    if not isinstance(decision.kv_bytes, int) or decision.kv_bytes < 0:
+        return f"kv_bytes must be a whole number from 0 on, not {decision.kv_bytes!r}"
+    for field in ("threshold_tokens", "predicted_ttft_s"):
+        number = getattr(decision, field)
+        if not isinstance(number, int | float) or not number >= 0:
+            return f"{field} must be a number from 0 on, not {number!r}"
+    return None
