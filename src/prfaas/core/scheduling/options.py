@@ -101,9 +101,7 @@ class PrefillOption:
         Args:
             reason: one lower-case word (letters, digits, "-") for logs and metrics. Use few different ones.
         """
-        choice = Choice(
-            self.candidate, self.uncached_tokens, self.threshold_tokens, reason, self.candidate.ttft_s
-        )
+        choice = Choice(self.candidate, self.uncached_tokens, self.threshold_tokens, reason)
         return decision_of(self.request, self.view, self.decode, choice)
 
 
