@@ -73,7 +73,9 @@ def _attempt(number: int, attempt: Json) -> Iterator[str]:
     yield f"   {prefill} had to prefill {attempt['prefill_tokens']:,}."
     yield from _pools(attempt)
     if attempt["predicted_ttft_s"] is not None:
-        yield f"   Predicted time to first token: {format_s(attempt['predicted_ttft_s'])}."
+        wait_s = attempt["decode_wait_s"]
+        slot = f", and then {format_s(wait_s)} until {decode} has a decode slot" if wait_s else ""
+        yield f"   Predicted time to first token: {format_s(attempt['predicted_ttft_s'])}{slot}."
 
 
 _SOURCES = {

@@ -69,7 +69,8 @@ def _instance(instance: Json) -> Iterable[RenderableType]:
     yield str(instance["in_flight"])
     yield str(instance["queue"])
     yield format_s(instance["busy_s"]) if instance["busy_s"] else "–"
-    yield f"{instance['decoding']}/{slots}" if slots else "–"
+    wait = f", {format_s(instance['decode_wait_s'])}" if instance["decode_wait_s"] else ""
+    yield f"{instance['decoding']}/{slots}{wait}" if slots else "–"
     yield _share(engine.get("kv_usage"))
     yield _share(engine.get("hit_rate"))
     yield f"{instance['blocks']:,}"

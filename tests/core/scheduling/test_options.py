@@ -47,6 +47,17 @@ def test_the_ways_of_a_prompt() -> None:
     assert decision.predicted_ttft_s == far.ttft_s
 
 
+def test_the_wait_for_a_slot_comes_after_the_prefill() -> None:
+    view = board(prefiller("prefill", busy_until_s=NOW_S + 3.0), decoder("decode", decoding=18))
+    view.clusters["pd"].slot_s = 32.0
+    (way,) = options(RoutingRequest(10_000), view)
+    assert (way.ttft_s, way.decode_wait_s) == pytest.approx((4.1, 3 * 2.0 - 4.1))
+    assert way.decision().decode_wait_s == way.decode_wait_s
+    view.clusters["pd"].instances[1].decoding = 17
+    (way,) = options(RoutingRequest(10_000), view)
+    assert way.decode_wait_s == way.decision().decode_wait_s == 0.0
+
+
 def test_a_single_token_has_one_way() -> None:
     (only,) = options(RoutingRequest(1), small())
     assert only.prefill is only.decode and not only.decision().transfers

@@ -13,6 +13,7 @@ from prfaas.core.scheduling import (
     RoutingRequest,
     policy_named,
 )
+from prfaas.core.scheduling.view import UNKNOWN_SLOT_S
 
 from .views import NOW_S, board, decoder, every_policy, kv_bytes, link, prefiller, small
 
@@ -187,7 +188,7 @@ def test_of_two_prfaas_clusters_the_one_that_delivers_sooner(policy: Policy) -> 
 
 
 @pytest.mark.parametrize("policy", every_policy().values(), ids=lambda p: p.name)
-def test_of_two_pd_clusters_one_with_a_free_slot_then_the_sooner(policy: Policy) -> None:
+def test_of_two_pd_clusters_the_one_with_the_sooner_first_token(policy: Policy) -> None:
     if policy.name == "round_robin":
         return
     view = board(
@@ -199,9 +200,14 @@ def test_of_two_pd_clusters_one_with_a_free_slot_then_the_sooner(policy: Policy)
     )
     assert policy.decide(RoutingRequest(2000), view).decode == "d2"
     view.clusters["pd2"].instances[1].decoding = 16
-    assert policy.decide(RoutingRequest(2000), view).decode == "d1"
-    view.clusters["pd1"].instances[1].decoding = 16
+    # A slot is free sooner there than the other cluster's prefill can begin.
     assert policy.decide(RoutingRequest(2000), view).decode == "d2"
+    view.clusters["pd2"].instances[1].decoding = 20
+    assert policy.decide(RoutingRequest(2000), view).decode == "d1"
+    view.clusters["pd1"].instances[1].decoding = 21
+    decision = policy.decide(RoutingRequest(2000), view)
+    assert (decision.decode, decision.predicted_ttft_s) == ("d2", pytest.approx(0.3))
+    assert decision.decode_wait_s == pytest.approx(5 * UNKNOWN_SLOT_S / 16 - 0.3)
 
 
 def test_a_cached_prefix_draws_a_request_to_its_pd_cluster() -> None:

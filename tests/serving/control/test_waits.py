@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.core.scheduling import ClusterView, Decision, InstanceView, KvFacts, LinkView, Route, View
+from prfaas.core.scheduling.view import UNKNOWN_SLOT_S
 from prfaas.serving.control.cluster_state import ClusterState
+from prfaas.serving.control.engine_monitor import EngineMeter, EngineReading, read_exposition
 from prfaas.serving.control.waits import PredictedWaits
 
 SEATS = 2
@@ -78,3 +80,39 @@ def test_gaps_without_a_queue_say_nothing() -> None:
         for _ in range(SEATS + 1):
             full.enter_context(world.waits.decoding("decode", 0))
         assert world.waits.seat_wait_s("decode") == 0.0
+
+
+def reading(outputs: float, output_tokens: float, token_gaps: float) -> EngineReading:
+    return replace(
+        read_exposition(b""),
+        outputs=outputs,
+        output_tokens=output_tokens,
+        token_gaps=token_gaps,
+        token_gaps_s=0.02 * token_gaps,
+    )
+
+
+def test_slots_are_kept_for_as_long_as_engines_say() -> None:
+    world = World()
+    home, meter = world.state.view.clusters["home"], EngineMeter(60.0)
+    world.waits.learn("decode", meter)
+    for number, outputs in enumerate((1_000, 1_000, 1_100)):
+        # What ended before the first look says nothing of now.
+        assert home.slot_s == UNKNOWN_SLOT_S
+        meter.add(reading(outputs, 300 * outputs, 1e6 + 500 * number), world.now_s + number)
+        world.waits.learn("decode", meter)
+    # A hundred answers of 300 tokens and 20 ms each weigh as much as what was taken before.
+    assert home.slot_s == pytest.approx((UNKNOWN_SLOT_S + 300 * 0.02) / 2)
+    learnt_s = home.slot_s
+    meter.add(reading(7, 2_100, 100.0), world.now_s + 10)
+    world.waits.learn("decode", meter)
+    assert home.slot_s == learnt_s, "the process is another one"
+
+
+def test_an_instance_that_only_prefills_tells_nothing_of_slots() -> None:
+    world = World()
+    meter = EngineMeter(60.0)
+    for number in range(3):
+        meter.add(reading(100 * number, 100 * number, 10.0 * number), world.now_s + number)
+        world.waits.learn("near", meter)
+    assert world.state.view.clusters["home"].slot_s == UNKNOWN_SLOT_S

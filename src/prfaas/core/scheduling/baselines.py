@@ -47,7 +47,7 @@ class RoundRobin:
             option = streamed(option, link, view.now_s, kv_bytes_to(request, view, decode))
         held = max(request.reusable_at(each.name) for each in pd.instances)
         threshold = view.threshold_tokens.get(pd.name, math.inf)
-        choice = Choice(option, request.num_tokens - held, threshold, "turn", option.ttft_s)
+        choice = Choice(option, request.num_tokens - held, threshold, "turn")
         return decision_of(request, view, decode, choice)
 
 
@@ -85,9 +85,9 @@ class StaticThreshold:
         long = uncached > self.threshold_tokens
         if long and pd.remotes:
             best = soonest_remote(request, view, pd, pd.remotes)
-            return Choice(best, uncached, self.threshold_tokens, "long", best.ttft_s)
+            return Choice(best, uncached, self.threshold_tokens, "long")
         reason = pd.reason_to_stay(long=long)
-        return Choice(pd.local, uncached, self.threshold_tokens, reason, pd.local.ttft_s)
+        return Choice(pd.local, uncached, self.threshold_tokens, reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class LocalOnly:
 
     def _choose(self, request: RoutingRequest, _view: View, pd: PdCandidate) -> Choice:
         uncached = request.num_tokens - pd.held_tokens
-        return Choice(pd.local, uncached, math.inf, pd.local_reason or "always", pd.local.ttft_s)
+        return Choice(pd.local, uncached, math.inf, pd.local_reason or "always")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,8 @@ class OffloadAll:
         uncached = request.num_tokens - pd.held_tokens
         if pd.remotes:
             best = soonest_remote(request, view, pd, pd.remotes)
-            return Choice(best, uncached, 0.0, "always", best.ttft_s)
-        return Choice(pd.local, uncached, 0.0, pd.reason_to_stay(long=True), pd.local.ttft_s)
+            return Choice(best, uncached, 0.0, "always")
+        return Choice(pd.local, uncached, 0.0, pd.reason_to_stay(long=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,4 +142,4 @@ class LeastTtft:
             best = far if far.ttft_s < best.ttft_s else best
         uncached = uncached_tokens(request, view, pd, self.abundance)
         reason = pd.local_reason if best.link is None else ""
-        return Choice(best, uncached, pd.threshold_tokens, reason or "soonest", best.ttft_s)
+        return Choice(best, uncached, pd.threshold_tokens, reason or "soonest")

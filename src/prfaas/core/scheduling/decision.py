@@ -213,6 +213,8 @@ class Decision:
     """Pool name → what it held of the prompt; None: none held anything."""
     hit: HitTokens | None = None
     """Where the tokens come from that `prefill` need not compute; None: no pool held anything."""
+    decode_wait_s: float = 0.0
+    """What comes after the predicted TTFT: until `decode` has a slot for the request, as predicted."""
 
     @property
     def transfers(self) -> bool:

@@ -1,10 +1,15 @@
-"""Which instance of every PD cluster would decode a request."""
+"""Which instance of every PD cluster would decode a request, and when it would have a slot for it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from prfaas.core.scheduling.decision import RoutingRequest
 from prfaas.core.scheduling.view import ClusterView, InstanceView, NoDecodeInstanceError, View
+
+_LEAST_S = 1e-3
+# What a prior is worth, and how fast a change of the traffic shows: the mean of so many answers has a standard
+# deviation of a tenth where their lengths are exponential.
+_MEMORY_ANSWERS = 100
 
 
 def decode_choices(request: RoutingRequest, view: View) -> list[tuple[ClusterView, InstanceView]]:
@@ -20,7 +25,11 @@ def decode_choices(request: RoutingRequest, view: View) -> list[tuple[ClusterVie
     found = []
     for cluster in view.clusters.values():
         if cluster.kind == "pd":
-            decode = _decoder(request, [each for each in cluster.instances if each.takes_decodes], view)
+            if request.held or view.avoid:
+                able = [each for each in cluster.instances if each.takes_decodes]
+                decode = _decoder(request, cluster, able, view)
+            else:
+                decode = soonest_free(cluster.instances)
             if decode is not None:
                 found.append((cluster, decode))
     return found or _last_resorts(request, view)
@@ -31,18 +40,36 @@ def load_of(decode: InstanceView) -> float:
     return decode.decoding / decode.decode_slots
 
 
+def slot_free_s(decode: InstanceView, slot_s: float) -> float:
+    """Seconds from now until one more request has a decode slot there; 0 where one is free.
+
+    Of n requests that decode there or are on their way and s slots, n − s + 1 have to end first, and s slots end one
+    every `slot_s` / s seconds.
+    """
+    ahead = decode.decoding - decode.decode_slots + 1
+    return ahead * slot_s / decode.decode_slots if ahead > 0 else 0.0
+
+
+def learnt_slot_s(slot_s: float, answers: float, seconds: float) -> float:
+    """What an answer keeps its slot for, after `answers` > 0 more that did so for `seconds` in all.
+
+    A mean of the latest answers. What it begins with counts as a hundred of them.
+    """
+    return slot_s + answers / (answers + _MEMORY_ANSWERS) * (seconds / answers - slot_s)
+
+
 def _last_resorts(request: RoutingRequest, view: View) -> list[tuple[ClusterView, InstanceView]]:
-    for is_able in (
+    resorts: tuple[Callable[[InstanceView], bool], ...] = (
         lambda each: each.decodes and each.healthy,
         lambda each: each.healthy,
         lambda _: True,
-    ):
+    )
+    for is_able in resorts:
         found = []
         for cluster in view.clusters.values():
             if cluster.kind == "pd":
-                decode = _decoder(
-                    request, [each for each in cluster.instances if is_able(each) and not each.closed], view
-                )
+                able = [each for each in cluster.instances if is_able(each) and not each.closed]
+                decode = _decoder(request, cluster, able, view)
                 if decode is not None:
                     found.append((cluster, decode))
         if found:
@@ -50,21 +77,26 @@ def _last_resorts(request: RoutingRequest, view: View) -> list[tuple[ClusterView
     raise NoDecodeInstanceError("no instance of any PD cluster can decode")
 
 
-def _decoder(request: RoutingRequest, able: Sequence[InstanceView], view: View) -> InstanceView | None:
+def _decoder(
+    request: RoutingRequest, cluster: ClusterView, able: Sequence[InstanceView], view: View
+) -> InstanceView | None:
     """The best of these that need not be avoided; None if there is none.
 
-    Each is worth the share of the prompt that it spares the network, less the share of its slots in use. So one that
-    holds more of the prompt is taken, until its load exceeds another's by more than that share. One without a free
-    slot comes after all others. Equal ones are compared by the fewer requests in flight, then by their order.
+    Each is worth the share of the prompt that it spares the network, less the share of its slots in use (at most 1),
+    less the wait for a slot as a share of the whole prompt's prefill. So one that holds more of the prompt is taken,
+    until its load and its wait exceed another's by more than that share. Equal ones are compared by the fewer
+    requests in flight, then by their order.
     """
     if view.avoid:
         able = [each for each in able if each.name not in view.avoid]
     held_at, num_tokens, can_skip = request.held.get, request.num_tokens, view.kv.can_skip
     chosen: InstanceView | None = None
-    worth = 0.0
+    worth = prefill_s = 0.0
     for instance in able:
-        load = instance.decoding / instance.decode_slots
-        here = -load if load < 1.0 else -load - 2.0
+        here = -instance.decoding / instance.decode_slots
+        if here <= -1.0:
+            prefill_s = prefill_s or max(cluster.prefill_s(num_tokens), _LEAST_S)
+            here = -1.0 - slot_free_s(instance, cluster.slot_s) / prefill_s
         if (at := held_at(instance.name)) is not None:
             # Of windows nothing is skipped; what spares neither bytes nor computing is worth nothing.
             spared = at.attention_tokens if can_skip else at.reusable_tokens
@@ -74,13 +106,18 @@ def _decoder(request: RoutingRequest, able: Sequence[InstanceView], view: View) 
     return chosen
 
 
-def least_loaded(instances: Sequence[InstanceView]) -> InstanceView | None:
-    """The decode instance where none holds anything and none is to be avoided; None if none may decode."""
+def soonest_free(instances: Sequence[InstanceView]) -> InstanceView | None:
+    """Where none holds anything and none is to be avoided: of a cluster's instances the one with the soonest slot,
+    then the lightest, then the fewest requests in flight. None if none may decode."""
     chosen: InstanceView | None = None
     least = math.inf
     for instance in instances:
         if instance.takes_decodes:
-            load = instance.decoding / instance.decode_slots
+            slots = instance.decode_slots
+            load = instance.decoding / slots
+            if load >= 1.0:
+                # 1 and the wait for a slot, in units of the cluster's `slot_s`.
+                load += 1.0 / slots
             if load <= least and (load < least or chosen is None or instance.in_flight < chosen.in_flight):
                 chosen, least = instance, load
     return chosen

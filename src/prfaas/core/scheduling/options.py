@@ -12,7 +12,7 @@ from prfaas.core.scheduling.candidates import (
     streamed,
 )
 from prfaas.core.scheduling.decision import Decision, Route, RoutingRequest
-from prfaas.core.scheduling.decoders import decode_choices, load_of
+from prfaas.core.scheduling.decoders import decode_choices, load_of, slot_free_s
 from prfaas.core.scheduling.link_choice import usable_link
 from prfaas.core.scheduling.routing import Choice, decision_of
 from prfaas.core.scheduling.view import InstanceView, LinkView, View
@@ -88,8 +88,14 @@ class PrefillOption:
 
     @property
     def decode_load(self) -> float:
-        """The share of the decode instance's slots in use; from 1 on the answer waits for one."""
+        """The share of the decode instance's slots in use."""
         return load_of(self.decode)
+
+    @property
+    def decode_wait_s(self) -> float:
+        """After `ttft_s`, until the decode instance has a slot, as predicted."""
+        free_s = slot_free_s(self.decode, self.view.clusters[self.decode.cluster].slot_s)
+        return max(free_s - self.ttft_s, 0.0)
 
     @property
     def _pd_instances(self) -> list[InstanceView]:
@@ -101,9 +107,7 @@ class PrefillOption:
         Args:
             reason: one lower-case word (letters, digits, "-") for logs and metrics. Use few different ones.
         """
-        choice = Choice(
-            self.candidate, self.uncached_tokens, self.threshold_tokens, reason, self.candidate.ttft_s
-        )
+        choice = Choice(self.candidate, self.uncached_tokens, self.threshold_tokens, reason)
         return decision_of(self.request, self.view, self.decode, choice)
 
 

@@ -69,7 +69,7 @@ class Paper:
             best = with_cache(request, view, pd, best, self.abundance)
             if not remotes and uncached < own_uncached_tokens(request, pd):
                 best, reason = self._where_cached(request, view, pd, best, reason)
-        return Choice(best, uncached, lowest, reason, best.ttft_s)
+        return Choice(best, uncached, lowest, reason)
 
     def _where_cached(
         self, request: RoutingRequest, view: View, pd: PdCandidate, local: PrefillCandidate, reason: str

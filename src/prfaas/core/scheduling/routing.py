@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 from prfaas.core.scheduling.candidates import (
@@ -22,7 +22,7 @@ from prfaas.core.scheduling.candidates import (
     streamed_s,
 )
 from prfaas.core.scheduling.decision import Decision, Route, RoutingRequest
-from prfaas.core.scheduling.decoders import decode_choices, least_loaded, load_of
+from prfaas.core.scheduling.decoders import decode_choices, load_of, slot_free_s, soonest_free
 from prfaas.core.scheduling.link_choice import usable_link
 from prfaas.core.scheduling.tiers import hit_tokens
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
@@ -98,7 +98,7 @@ def lone_pd_candidate(request: RoutingRequest, view: View) -> PdCandidate | None
     if home is None or view.avoid or view.blocked:
         return None
     own = least_queued(request, home, view)
-    decode = least_loaded(home.instances)
+    decode = soonest_free(home.instances)
     if own is None or decode is None or decode.prefills:
         return None
     name = home.name
@@ -179,16 +179,14 @@ _LOCAL, _OFFLOAD = Route.LOCAL, Route.OFFLOAD
 
 @dataclass(slots=True)
 class Choice:
-    """What a policy wants in one PD cluster. The last two are as in `Decision`."""
+    """What a policy wants in one PD cluster. The last two are as in `Decision`, and given by name."""
 
     option: PrefillCandidate
     uncached_tokens: int
     threshold_tokens: float
     reason: str
-    cost: float
-    """What PD clusters are compared by; the smallest wins."""
-    urgency_s: float | None = None
-    is_bound: bool = False
+    urgency_s: float | None = field(default=None, kw_only=True)
+    is_bound: bool = field(default=False, kw_only=True)
 
 
 def route(
@@ -196,9 +194,9 @@ def route(
 ) -> Decision:
     """The decision of a policy that chooses by `choose` in every PD cluster.
 
-    PD clusters are compared by these, in this order: whether the decode instance has a free slot; the least cost of
-    what the policy would do there if caches stayed where they are; the least load of the decode instance; the order
-    of the view.
+    PD clusters are compared by these, in this order: when what the policy would do there, if caches stayed where they
+    are, has its first token, the wait for a decode slot included; the least load of the decode instance; the order of
+    the view.
 
     Raises:
         NoDecodeInstanceError: nothing can decode.
@@ -217,15 +215,18 @@ def route(
         here = able_to_send(request, view, decoders[0][1], prefill)
         chosen = pd_candidate_of(request, view, *decoders[0], here)
     else:
-        full, least, lightest = True, math.inf, math.inf
+        soonest_s = lightest = math.inf
         for cluster, decode in decoders:
             able = able_to_send(request, view, decode, prefill)
             pd = pd_candidate_of(request, view, cluster, decode, able)
             choice = choose(request, view, pd)
+            first_s = choice.option.ttft_s
+            if decode.decoding >= decode.decode_slots:
+                first_s = max(first_s, slot_free_s(decode, cluster.slot_s))
             load = load_of(decode)
-            if chosen is None or (load >= 1.0, choice.cost, load) < (full, least, lightest):
+            if chosen is None or first_s < soonest_s or (first_s == soonest_s and load < lightest):
                 best, chosen, here = choice, pd, able
-                full, least, lightest = load >= 1.0, choice.cost, load
+                soonest_s, lightest = first_s, load
         assert chosen is not None  # there is at least one
     if best is None or request.held:
         let_caches_move(chosen, here)
@@ -265,7 +266,10 @@ def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choic
         here = prefill_without_hop(request, view, decode, option)
         if here is not None:
             option, reason = here, "tiny"
-    prefill, link = option.instance, option.link
+    prefill, link, decode_wait_s = option.instance, option.link, 0.0
+    if decode.decoding >= decode.decode_slots:
+        free_s = slot_free_s(decode, view.clusters[decode.cluster].slot_s)
+        decode_wait_s = max(free_s - option.ttft_s, 0.0)
     skip_tokens = kv_bytes = 0
     if prefill is not decode:
         if request.held and view.kv.can_skip:
@@ -290,6 +294,7 @@ def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choic
         hit_tokens(request, view, prefill.name, option.reusable_tokens, option.cache_transfer)
         if request.pools
         else None,
+        decode_wait_s,
     )
 
 
@@ -297,9 +302,14 @@ def single_token(
     request: RoutingRequest, view: View, decoders: list[tuple[ClusterView, InstanceView]]
 ) -> Decision:
     """Nothing to transfer: the last token of a prompt is always computed where it is decoded."""
-    cluster, decode = min(decoders, key=lambda each: load_of(each[1]))
-    option = prefill_by(request, view, cluster, decode)
-    threshold = view.threshold_tokens.get(cluster.name, math.inf)
-    return decision_of(
-        request, view, decode, Choice(option, request.num_tokens, threshold, "single-token", 0.0)
+    options = [prefill_by(request, view, cluster, decode) for cluster, decode in decoders]
+    option = min(
+        options,
+        key=lambda each: (
+            max(each.ttft_s, slot_free_s(each.instance, each.cluster.slot_s)),
+            load_of(each.instance),
+        ),
     )
+    threshold = view.threshold_tokens.get(option.cluster.name, math.inf)
+    choice = Choice(option, request.num_tokens, threshold, "single-token")
+    return decision_of(request, view, option.instance, choice)

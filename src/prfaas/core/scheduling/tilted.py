@@ -93,17 +93,17 @@ class Tilted:
                 adjusted *= 1.0 + far.link.congestion
             if uncached > adjusted:
                 reason = "long" if uncached > threshold else "busy-pd"
-                return Choice(far, uncached, adjusted, reason, _cost(far))
+                return Choice(far, uncached, adjusted, reason)
             short_by_cache = own_uncached_tokens(request, pd) > adjusted
             if short_by_cache and (local.cache_transfer is None or far.ttft_s <= local.ttft_s):
                 # The cache that makes it short does not come here, or is done sooner where it is.
-                return Choice(far, uncached, adjusted, "cached-there", _cost(far))
+                return Choice(far, uncached, adjusted, "cached-there")
         reason = pd.reason_to_stay(long=uncached > threshold)
         if reason == "busy-prfaas" and far is not None and uncached <= self._idle_threshold(local, far, pd):
             reason = "slow-link"
         elif far is not None and not pd.local_reason and uncached > unpriced(adjusted, pd.remotes):
             reason = "congested-link"
-        return Choice(local, uncached, adjusted, reason, _cost(local))
+        return Choice(local, uncached, adjusted, reason)
 
     def _idle_threshold(self, local: PrefillCandidate, far: PrefillCandidate, pd: PdCandidate) -> float:
         """The threshold if nothing waited anywhere: only the transfer that no prefill hides tilts it then."""
@@ -119,7 +119,7 @@ class Tilted:
         for node, link in pd.remotes:
             # Without the link the cost can only be less.
             if node.ttft_s * node.prefill_s < least:
-                # `_cost` of `streamed` in line: only one candidate is made.
+                # Backlog times work as above, the request's own work counted as backlog.
                 link_s, wait_s = kv_bits / link.capacity_bits_per_s, link.drained_s - now_s
                 if wait_s < 0.0:
                     wait_s = 0.0
@@ -155,8 +155,3 @@ def _tilted(threshold: float, tilt: float) -> float:
     if tilt >= 0.0:
         return threshold * max(1.0 - tilt, 0.0)
     return threshold / (1.0 + tilt) if tilt > -1.0 else math.inf
-
-
-def _cost(option: PrefillCandidate) -> float:
-    """Backlog times work as above, the request's own work counted as backlog: what PD clusters are compared by."""
-    return option.ttft_s * option.prefill_s + option.link_wait_s * option.link_s

@@ -162,6 +162,9 @@ def show(meter: LinkMeter, link: LinkView, now_s: float) -> None:
     link.seen_s = meter.seen_s
 
 
+UNKNOWN_SLOT_S = 25.6
+"""Of an answer's decode slot where nothing is known: 512 tokens at 50 ms."""
+
 MEMORY_BITS_PER_S = 64e9
 """Of a pool's memory: a plain copy by one core (8 GB/s)."""
 SSD_BITS_PER_S = 12e9
@@ -202,6 +205,9 @@ class ClusterView:
     accepted."""
     waits: PrefillWaits = field(default_factory=PrefillWaits)
     """What those that waited so have waited lately."""
+    slot_s: float = UNKNOWN_SLOT_S
+    """Seconds that an answer keeps its decode slot on one of them, as the latest answers did
+    (`decoders.learnt_slot_s`)."""
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from enum import IntEnum
 
 from prfaas.core.scheduling import ClusterView, Decision, InstanceView
+from prfaas.core.scheduling.decoders import learnt_slot_s
 from prfaas.core.scheduling.prefill_pool import PrefillPool
 from prfaas.lab.simulator.machine_pool import LoadedBytes
 from prfaas.lab.simulator.monitored_link import MonitoredLink
@@ -55,6 +56,7 @@ class Job:
         "promised_bytes",
         "reused_tokens",
         "service_s",
+        "slot_since_s",
         "stage",
         "target",
         "tokens",
@@ -78,6 +80,8 @@ class Job:
     """Where it decodes."""
     service_s: float
     """Seconds of its prefill, and of `load_s` before it."""
+    slot_since_s: float
+    """Since when it has its decode slot."""
     own_tokens: int
     """What its prefill instance itself holds; known where there are pools."""
     reused_tokens: int
@@ -200,6 +204,10 @@ class Engine:
         """Take back work that waited here and won't be done."""
         self.waiting_s = max(self.waiting_s - service_s, 0.0)
         self.view.busy_until_s = max(self.view.busy_until_s - service_s, now_s)
+
+    def answered(self, slot_s: float) -> None:
+        """An answer has ended that kept its decode slot for so long: what anybody sees of an engine."""
+        self.cluster.slot_s = learnt_slot_s(self.cluster.slot_s, 1, slot_s)
 
     def busy_s(self, now_s: float) -> float:
         """Seconds of prefill done so far."""

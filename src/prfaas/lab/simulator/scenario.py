@@ -337,6 +337,7 @@ def view_of(scenario: Scenario, kv: KvFacts) -> View:
                     for number, name in enumerate(instance_names(cluster))
                 ],
                 cluster.curve.seconds,
+                slot_s=_planned_slot_s(cluster, scenario.output_tokens),
             )
             for cluster in scenario.clusters
         },
@@ -354,4 +355,11 @@ def view_of(scenario: Scenario, kv: KvFacts) -> View:
         kv=kv,
         threshold_tokens=dict(scenario.threshold_tokens),
         stale_after_s=scenario.control.stale_after_s,
+    )
+
+
+def _planned_slot_s(cluster: SimulatedCluster, output_tokens: float) -> float:
+    """What an answer of the mean length takes in a full batch."""
+    return (
+        0.0 if cluster.decode_step_s is None else output_tokens * cluster.decode_step_s(cluster.decode_slots)
     )

@@ -16,12 +16,7 @@ from prfaas.lab.simulator.monitored_link import LOOK_S, MonitoredLink
 from prfaas.lab.simulator.pools import TIERS, MachinePools
 from prfaas.lab.simulator.prefix_caches import PrefixCaches
 from prfaas.lab.simulator.result import Columns
-from prfaas.lab.simulator.scenario import (
-    CacheOptions,
-    Scenario,
-    SimulatedCluster,
-    view_of,
-)
+from prfaas.lab.simulator.scenario import CacheOptions, Scenario, SimulatedCluster, view_of
 from prfaas.lab.simulator.token_clock import TokenClock
 from prfaas.lab.simulator.transfer import KvMoves
 
@@ -341,6 +336,7 @@ class World:
         job.place = target.clock.join(job.left_tokens, job)
 
     def _slot_taken(self, job: Job) -> None:
+        job.slot_since_s = self.events.now_s
         if job.has_first:
             return
         job.has_first = True
@@ -355,6 +351,7 @@ class World:
 
     def _answered(self, job: Job) -> None:
         overheads, target_view = self.scenario.overheads, job.target.view
+        job.target.answered(self.events.now_s - job.slot_since_s)
         target_view.in_flight -= 1
         target_view.decoding -= 1
         e2e_s = self.events.now_s - job.arrival_s + overheads.request_s

@@ -399,6 +399,7 @@ class LivePlane:
         self.health.pulse.heard_http(instance.name)
         self.prefix_knowledge.learn(instance, reading)
         self.pools.learn(instance, self.engines.meters[instance.name])
+        self.waits.learn(instance.name, self.engines.meters[instance.name])
 
     def _on_threshold(self, cluster: str, reason: str) -> None:
         self.metrics.threshold_changes.labels(cluster, reason).inc()

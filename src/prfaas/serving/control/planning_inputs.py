@@ -87,6 +87,7 @@ def view_of(
                     for instance in cluster.instances
                 ],
                 curves[cluster.name].seconds,
+                slot_s=_usual_slot_s(deployment, cluster) if cluster.kind == "pd" else 0.0,
             )
             for cluster in deployment.clusters
         },
@@ -165,6 +166,12 @@ def _profiled_decode(deployment: Deployment, cluster: Cluster) -> DecodeFacts | 
     batch = decode_slots(deployment, cluster)
     low, high = profile.range_batch
     return DecodeFacts(batch, profile.decode_step_s(min(max(batch, low), high)) / cluster.speedup)
+
+
+def _usual_slot_s(deployment: Deployment, cluster: Cluster) -> float:
+    """What an answer keeps its decode slot for, before any has ended."""
+    profiled = _profiled_decode(deployment, cluster)
+    return DEFAULT_OUTPUT_TOKENS * (DEFAULT_STEP_S if profiled is None else profiled.step_s)
 
 
 class LiveFacts:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from prfaas.core.deployment import Deployment, Instance, Link, PoolNode
 from prfaas.core.scheduling import InstanceView, Route
+from prfaas.core.scheduling.decoders import slot_free_s
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.compatibility import Compatibility
@@ -72,6 +73,7 @@ def state_of(plane: Overview, now_s: float) -> Json:
                 "kind": cluster.kind,
                 "hardware": cluster.hardware,
                 "threshold_tokens": _threshold(cluster_state, cluster.name),
+                "slot_s": _slot_s(cluster_state, cluster.name),
                 "waiting_prefills": plane.prefill_admission.waiting(cluster.name),
                 "instances": {
                     instance.name: _instance(plane, instance, event_feed, now_s)
@@ -110,9 +112,15 @@ def _threshold(cluster_state: ClusterState, cluster: str) -> float | None:
     return None if tokens is None else json_tokens(tokens)
 
 
+def _slot_s(cluster_state: ClusterState, cluster: str) -> float | None:
+    view = cluster_state.view.clusters[cluster]
+    return round(view.slot_s, 4) if view.kind == "pd" else None
+
+
 def _instance(plane: Overview, instance: Instance, event_feed: Mapping[str, Json], now_s: float) -> Json:
     cluster_state = plane.cluster_state
     view = cluster_state.instance(instance.name)
+    cluster = cluster_state.view.clusters[view.cluster]
     meter = plane.engines.meters[instance.name]
     return {
         "role": role_of(view),
@@ -124,7 +132,8 @@ def _instance(plane: Overview, instance: Instance, event_feed: Mapping[str, Json
         "queue": cluster_state.open_prefills(instance.name),
         "busy_s": round(max(view.busy_until_s - now_s, 0.0), 4),
         "decoding": view.decoding,
-        "decode_slots": view.decode_slots if cluster_state.view.clusters[view.cluster].kind == "pd" else 0,
+        "decode_slots": view.decode_slots if cluster.kind == "pd" else 0,
+        "decode_wait_s": round(slot_free_s(view, cluster.slot_s), 4) if cluster.kind == "pd" else 0.0,
         "blocks": plane.prefix_knowledge.blocks(instance.name),
         "age_s": round(max(now_s - view.seen_s, 0.0), 3),
         "engine": _engine(meter),

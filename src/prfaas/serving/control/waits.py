@@ -1,11 +1,16 @@
-"""How long a new request would wait: for its prefill, for its link, and for a seat at its decode engine."""
+"""How long a new request would wait: for its prefill, for its link, and for a seat at its decode engine.
+
+And how long answers keep the slots that decode instances are chosen by.
+"""
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from prfaas.core.scheduling import ClusterView, Decision
+from prfaas.core.scheduling.decoders import learnt_slot_s
 from prfaas.serving.control.cluster_state import Clock, ClusterState
+from prfaas.serving.control.engine_monitor import EngineMeter
 
 # Weight of the newest gap between two answers' ends.
 _GAP_WEIGHT = 0.1
@@ -27,6 +32,8 @@ class PredictedWaits:
         # Instance → when an answer ended last while others waited; and the mean gap between such ends.
         self._ended_s: dict[str, float] = {}
         self._gap_s: dict[str, float] = {}
+        # Instance → its totals of answers that ended and of their tokens, when they were last looked at.
+        self._answered: dict[str, tuple[float, float]] = {}
 
     @contextmanager
     def decoding(self, name: str, prefill_tokens: int) -> Iterator[None]:
@@ -36,6 +43,23 @@ class PredictedWaits:
                 yield
             finally:
                 self._ended(name)
+
+    def learn(self, name: str, meter: EngineMeter) -> None:
+        """Take from an engine's newest reading how long the answers that ended since the one before kept their slots.
+
+        The engine counts the answers of all gateways. Each takes its tokens times the engine's mean step.
+        """
+        newest, step_s = meter.newest, meter.token_gap_s
+        if newest is None:
+            return
+        outputs, tokens = self._answered.get(name, (math.inf, math.inf))
+        self._answered[name] = newest.outputs, newest.output_tokens
+        answers, answer_tokens = newest.outputs - outputs, newest.output_tokens - tokens
+        instance = self._cluster_state.instance(name)
+        # The answers of an instance that only prefills have one token. Totals fall when an engine starts anew.
+        if instance.decodes and answers > 0 and answer_tokens > 0 and step_s is not None:
+            cluster = self._cluster_state.view.clusters[instance.cluster]
+            cluster.slot_s = learnt_slot_s(cluster.slot_s, answers, answer_tokens * step_s)
 
     def seat_wait_s(self, name: str) -> float:
         """Until an engine would have a seat; 0 while it has one, or where nothing has ended yet."""
