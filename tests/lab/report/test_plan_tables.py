@@ -64,6 +64,8 @@ PLAN = Plan(
     ratio_to_homogeneous=1.5445,
     ratio_to_naive=None,
     equal_cost_ratio=None,
+    egress_break_even_per_gb=None,
+    cheapest=None,
     lambda_max_by_length=3.1,
     lambda_max_unlimited_links=3.2589,
     bound_gap=0.02,
@@ -71,7 +73,7 @@ PLAN = Plan(
         ShadowPrice("east", "instance", 0.641, 0.1967, "dual"),
         ShadowPrice("a->b", "Gbit/s", 1e-9, 1e-9, "dual"),
     ),
-    cost=Cost(96.0, 0.38, 1.2),
+    cost=Cost(96.0, 0.38, 1.2, 8_200.0, 0.0),
     ttft_estimate=TtftEstimate("estimate", 0.7, 2.28, 2.8, 4.9, 0.7),
     verdict="Balanced: fine.",
 )

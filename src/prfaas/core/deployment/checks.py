@@ -94,7 +94,10 @@ def _check_prices(source: YamlSource, file: DeploymentFile) -> None:
 
 def _has_egress_price(file: DeploymentFile) -> bool:
     """Whether bytes over any link cost something."""
-    return any(price > 0 for price in (file.prices.egress_per_gb, *(link.egress_per_gb or 0.0 for link in file.links)))
+    return any(
+        price > 0
+        for price in (file.prices.egress_per_gb, *(link.egress_per_gb or 0.0 for link in file.links))
+    )
 
 
 def check_to_run(source: YamlSource, file: DeploymentFile) -> None:
