@@ -143,6 +143,8 @@ class LinkView:
     pace_bits_per_s: float = math.inf
     """What its senders may send together; infinite: no less than the deployment file says. Above the capacity while
     it is being found out whether the link carries more."""
+    egress_price_per_byte: float = 0.0
+    """In the currency of the deployment file's prices."""
 
     @property
     def utilisation(self) -> float:
@@ -199,6 +201,8 @@ class ClusterView:
     waiting_s: float = 0.0
     """Seconds of prefill that wait for whichever instance is free first (`PrefillPool`), beside what each of them has
     accepted."""
+    instance_price_per_s: float = 0.0
+    """What one instance costs, in the currency of the deployment file's prices."""
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from prfaas.core.scheduling import (
     policy_named,
 )
 from prfaas.core.scheduling.threshold import ClusterFacts, LinkFacts, prefill_instances, problem_now
+from prfaas.core.units import GB
 from prfaas.core.workload import LengthDistribution
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
@@ -85,12 +86,18 @@ def view_of(
                     for instance in cluster.instances
                 ],
                 curves[cluster.name].seconds,
+                instance_price_per_s=cluster.instance_price_per_hour / 3600,
             )
             for cluster in deployment.clusters
         },
         links={
             (link.source, link.target): LinkView(
-                link.source, link.target, link.bandwidth_bits_per_s, drained_s=now_s, seen_s=now_s
+                link.source,
+                link.target,
+                link.bandwidth_bits_per_s,
+                drained_s=now_s,
+                seen_s=now_s,
+                egress_price_per_byte=link.egress_per_gb / GB,
             )
             for link in deployment.links
         },
