@@ -1,5 +1,6 @@
 """A price of bytes: who is offloaded for it, who no longer, and that nothing changes without one."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -72,16 +73,36 @@ def test_what_is_short_stays_for_being_short() -> None:
 
 
 def test_a_queue_at_home_outweighs_any_price() -> None:
-    """At twice the price that the prefill is worth, a queue as long as the prefill pays for the rest."""
-    view = priced(paper_board(19_371.0), 2 * WORTH_PER_BYTE)
-    policy = policy_named("static_threshold", threshold_tokens=19_371.0)
+    """At twice the price that the prefill is worth: a queue as long as the prefill of a prompt of the threshold."""
+    threshold = 19_371.0
+    view = priced(paper_board(threshold), 2 * WORTH_PER_BYTE)
+    policy = policy_named("static_threshold", threshold_tokens=threshold)
     for wait_s, route in ((0.98, Route.LOCAL), (1.02, Route.OFFLOAD)):
         for each in view.clusters["pd"].instances:
-            each.busy_until_s = NOW_S + wait_s * H20.seconds(TOKENS)
+            each.busy_until_s = NOW_S + wait_s * H20.seconds(threshold)
         assert policy.decide(RoutingRequest(TOKENS), view).route is route
+    # Without a threshold, as long as its own.
+    view.threshold_tokens = {}
+    assert policy.decide(RoutingRequest(TOKENS), view).route is Route.LOCAL
+    for each in view.clusters["pd"].instances:
+        each.busy_until_s = NOW_S + 1.02 * H20.seconds(TOKENS)
+    assert policy.decide(RoutingRequest(TOKENS), view).route is Route.OFFLOAD
     # Unless it has to wait as long there.
     view.links["far", "pd"].drained_s = NOW_S + 100
     assert policy.decide(RoutingRequest(TOKENS), view).reason == "egress-price"
+
+
+@given(st.floats(0.5, 20), st.floats(0.1, 60), st.integers(2_000, 120_000), st.integers(2_000, 120_000))
+def test_what_takes_more_computing_per_byte_goes_first(
+    price: float, wait_s: float, one: int, other: int
+) -> None:
+    """Whatever the queue: no prompt is worth its bytes while a longer one is not."""
+    view = priced(paper_board(0.0), price * WORTH_PER_BYTE)
+    for each in view.clusters["pd"].instances:
+        each.busy_until_s = NOW_S + wait_s
+    policy = policy_named("offload_all")
+    short, long = (policy.decide(RoutingRequest(tokens), view).route for tokens in sorted((one, other)))
+    assert short is Route.LOCAL or long is Route.OFFLOAD
 
 
 def test_what_is_held_at_home_need_not_be_paid_for() -> None:
@@ -138,7 +159,7 @@ def test_without_a_price_of_bytes_nothing_changes(case: tuple[View, RoutingReque
 def test_what_crosses_a_link_is_worth_its_price(
     case: tuple[View, RoutingRequest], per_byte: float, per_s: float
 ) -> None:
-    """No policy offloads what costs more than the whole prompt's prefill after the longest queue of the cluster."""
+    """No policy offloads what costs more than the whole prompt's prefill, by the longest queue of its cluster."""
     view, request = case
     view = priced(view, per_byte, per_s)
     cluster_of = {each.name: each.cluster for cluster in view.clusters.values() for each in cluster.instances}
@@ -151,5 +172,10 @@ def test_what_crosses_a_link_is_worth_its_price(
             continue
         home = view.clusters[cluster_of[decision.decode]]
         longest_s = max(max(each.busy_until_s - NOW_S, 0.0) for each in home.instances)
-        most = per_s * (home.prefill_s(request.num_tokens) + longest_s + home.waiting_s)
+        threshold = view.threshold_tokens.get(home.name, math.inf)
+        whole_s = home.prefill_s(request.num_tokens)
+        if threshold < math.inf:
+            most = per_s * whole_s * (1 + longest_s / home.prefill_s(threshold))
+        else:
+            most = per_s * (whole_s + longest_s)
         assert per_byte * decision.kv_bytes <= most * (1 + 1e-9)

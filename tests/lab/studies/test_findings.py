@@ -23,6 +23,7 @@ def outcome(
         "offloaded_fraction": 0.5,
         "egress_bits_per_s": 1e10,
         "hit_ratio": hits,
+        "utilisation": {f"prefill_utilisation_{context.pd}": 0.5},
         "threshold_changes": [],
         "conversions": [],
     }

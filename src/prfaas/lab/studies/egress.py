@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _BANDWIDTHS = (1e9, 2e9, 5e9, 1e10, 2e10, 5e10, 1e11)
 _LOADS = (0.3, 0.5, 0.8)
 # Of the price at which the planned mean offloaded prompt is just worth its bytes.
-_PRICES = (0.25, 0.5, 0.9, 1.0, 1.1, 1.5)
+_PRICES = (0.25, 0.5, 0.9, 1.1, 1.5, 3.0)
 _POLICY = "tilted"
 _REQUESTS = 8_000
 _SEEDS = 5
@@ -43,7 +43,7 @@ FREE = 0.0
 """The price in runs that route as if bytes cost nothing."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _ScaledTime:
     """Prefill seconds of a model on hardware where only another model was measured: slower by as much."""
 
@@ -66,7 +66,9 @@ def _problems(context: StudyContext) -> dict[str, PlanProblem]:
         covers = profile.prefill.covers(low, high)
         if profile.hardware != known.prfaas[0].hardware or profile.model in found or not covers:
             continue
-        near = [each for each in profiles if (each.model, each.hardware) == (profile.model, known.pd[0].hardware)]
+        near = [
+            each for each in profiles if (each.model, each.hardware) == (profile.model, known.pd[0].hardware)
+        ]
         near_s = near[0].prefill_s if near else _ScaledTime(profile, known)
         found[profile.model] = replace(
             known,
@@ -81,7 +83,7 @@ def _break_even(problem: PlanProblem) -> list[float | None]:
     """At every bandwidth; None where nothing is offloaded, or instances have no price."""
     alone = homogeneous(problem, None)
     price = problem.prices.get(alone.hardware)
-    found = []
+    found: list[float | None] = []
     for bandwidth in _BANDWIDTHS:
         links = tuple(replace(link, bandwidth_bits_per_s=bandwidth) for link in problem.links)
         here = replace(problem, links=links)
@@ -117,7 +119,9 @@ def _runs(context: StudyContext) -> Sequence[Run]:
     return [
         Run(
             _key(load, price, seed),
-            replace(planned, links=tuple(replace(link, egress_per_gb=price * worth) for link in planned.links)),
+            replace(
+                planned, links=tuple(replace(link, egress_per_gb=price * worth) for link in planned.links)
+            ),
             context.poisson(load),
             context.requests(_REQUESTS),
             seed,
@@ -141,7 +145,9 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
         )
     }
     findings = [*_advantage(context, levels)]
+    figures = [_advantages(levels)]
     if worth is not None:
+        figures.append(_rules(context, outcomes, worth))
         tables["Egress and prefill at home, per hour, without and with the rule"] = _savings(
             context, outcomes, worth
         )
@@ -157,7 +163,7 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
         ),
         findings=findings,
         tables=tables,
-        figures=[_figure(context, levels, outcomes, worth)],
+        figures=figures,
         notes=[
             'A price of 0: no advantage even if egress is free. "–": nothing is offloaded.',
             "Prefill at home: busy seconds of the PD cluster's prefill instances, at the price of an instance. "
@@ -260,7 +266,9 @@ def _ttft(outcomes: Outcomes, keys: Sequence[Key]) -> str:
 
 def _rule(context: StudyContext, outcomes: Outcomes, worth: float) -> list[str]:
     seeds = context.seeds(_SEEDS)
-    found = [f"By routing's rule the plan's mean offloaded prompt is worth its bytes up to {worth:.2g} per GB."]
+    found = [
+        f"By routing's rule the plan's mean offloaded prompt is worth its bytes up to {worth:.2g} per GB."
+    ]
     for load in _LOADS:
         best = []
         for price in _PRICES:
@@ -288,12 +296,7 @@ def _rule(context: StudyContext, outcomes: Outcomes, worth: float) -> list[str]:
     return found
 
 
-def _figure(
-    context: StudyContext,
-    levels: Mapping[str, Sequence[float | None]],
-    outcomes: Outcomes,
-    worth: float | None,
-) -> StudyFigure:
+def _advantages(levels: Mapping[str, Sequence[float | None]]) -> StudyFigure:
     gigabits = [bandwidth / 1e9 for bandwidth in _BANDWIDTHS]
     panels = [
         Panel(
@@ -307,13 +310,63 @@ def _figure(
         )
     ]
     return lines(
-        "egress",
+        "egress-break-even",
         "The price of a GB at which the advantage at equal cost is gone, over the link's bandwidth. Models without an "
         "advantage are left out.",
         "bandwidth (Gbit/s)",
         panels,
         x_log=True,
         height=3.2,
+    )
+
+
+def _rules(context: StudyContext, outcomes: Outcomes, worth: float) -> StudyFigure:
+    seeds, prices = context.seeds(_SEEDS), [price * worth for price in _PRICES]
+
+    def totals(load: float, *, has_rule: bool) -> list[float | None]:
+        return [
+            mean(
+                [
+                    _spent(
+                        context, outcomes, _key(load, price if has_rule else FREE, seed), price * worth
+                    ).total
+                    for seed in seeds
+                ]
+            )
+            for price in _PRICES
+        ]
+
+    def offloaded(load: float, *, has_rule: bool) -> list[float | None]:
+        return [
+            _mean_of(
+                outcomes,
+                [_key(load, price if has_rule else FREE, seed) for seed in seeds],
+                "offloaded_fraction",
+            )
+            for price in _PRICES
+        ]
+
+    return lines(
+        "egress-rule",
+        "Egress and prefill at home over the price of bytes; solid: with routing's rule, dashed: without.",
+        "price per GB",
+        [
+            Panel(
+                title,
+                [
+                    PlotCurve(
+                        f"load {load:g}" if has_rule else "",
+                        prices,
+                        values(load, has_rule=has_rule),
+                        number,
+                        is_dashed=not has_rule,
+                    )
+                    for number, load in enumerate(_LOADS)
+                    for has_rule in (True, False)
+                ],
+            )
+            for title, values in (("cost per hour", totals), ("offloaded", offloaded))
+        ],
     )
 
 
