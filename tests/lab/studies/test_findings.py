@@ -159,6 +159,7 @@ def test_what_routing_by_price_saves_is_told(
     assert "Without any advantage there: minimax-m2.5." in text
     assert "the plan's mean offloaded prompt is worth its bytes up to 0.016 per GB" in text
     assert "At 0.3 of Λ_max the rule changes the sum of egress and prefill at home by up to −" in text
+    assert "and the mean TTFT from 2.00 to 2.00 s (at 0.048 per GB)." in text
     assert "At 0.5 of Λ_max it saves nothing that can be told from chance." in text
     assert "Queues grow at 0.8 at 0.048 per GB." in text
     # 10 Gbit/s are 4,500 GB per hour.

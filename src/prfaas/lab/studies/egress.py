@@ -24,6 +24,7 @@ from prfaas.lab.studies.figures import (
     mean,
     mean_and_p90,
     percent,
+    seconds,
 )
 from prfaas.lab.studies.study import Key, Outcomes, Run, Study, StudyFigure, StudySection, StudyTable
 
@@ -280,9 +281,11 @@ def _rule(context: StudyContext, outcomes: Outcomes, worth: float) -> list[str]:
         clear = [(each.mean, each, price) for each, price in best if each.is_clear and each.mean < 0]
         if clear:
             _, most, price = min(clear, key=lambda each: each[0])
+            keys = [[_key(load, each, seed) for seed in seeds] for each in (FREE, price)]
+            before_s, after_s = (seconds(_mean_of(outcomes, each, "ttft_mean_s")) for each in keys)
             found.append(
-                f"At {load:g} of Λ_max the rule changes the sum of egress and prefill at home by up to {most} "
-                f"(at {price * worth:.2g} per GB)."
+                f"At {load:g} of Λ_max the rule changes the sum of egress and prefill at home by up to {most}, and "
+                f"the mean TTFT from {before_s} to {after_s} s (at {price * worth:.2g} per GB)."
             )
         else:
             found.append(f"At {load:g} of Λ_max it saves nothing that can be told from chance.")
