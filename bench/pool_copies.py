@@ -20,7 +20,7 @@ from prfaas.serving.pool.protocol import PoolMatch
 
 Row = tuple[str, float, str] | tuple[str, float, str, float | None, bool]
 COPIED_BYTES = 64 * MIB
-PAGE_BYTES = (64 << 10, 256 << 10)
+PAGE_BYTES = (64 << 10, 256 << 10, 1 << 20)
 SSD_BYTES, SSD_PAGE_BYTES = 256 * MIB, 256 << 10
 KEYS = 512
 LOOKUPS = 1000
@@ -44,7 +44,10 @@ def memory(folder: Path, rounds: int) -> list[Row]:
             finally:
                 worker.close()
         label = f"pages of {page_bytes >> 10} KiB"
-        store_s, load_s, store_copy_s, load_copy_s = zip(*took, strict=True)
+        store_s, ready_s, load_s, store_copy_s, load_copy_s = zip(*took, strict=True)
+        rows.append(
+            (f"store until others hit, {label}", blocks.nbytes / statistics.median(ready_s) / 1e9, "GB/s")
+        )
         for name, seconds, plain_s in (("store", store_s, store_copy_s), ("load", load_s, load_copy_s)):
             ratio = statistics.median(b / a for a, b in zip(seconds, plain_s, strict=True))
             rows.append((f"{name}, {label}", blocks.nbytes / statistics.median(seconds) / 1e9, "GB/s"))
@@ -61,16 +64,19 @@ def memory(folder: Path, rounds: int) -> list[Row]:
 
 def _round(
     blocks: Blocks, scheduler: PoolClient, worker: PoolWorker, prompt: int
-) -> tuple[float, float, float, float]:
-    """Seconds of a store, a load, and of the same bytes copied from memory to memory before each."""
+) -> tuple[float, float, float, float, float]:
+    """Seconds until the blocks of a store are free and until others hit, of a load, and of plain copies before each."""
     refs = scheduler.reserve(TENANT, blocks.pages(prompt))
     assert refs is not None and all(refs)
     pages = PoolPages(0, 0, blocks.ids, tuple(ref for ref in refs if ref is not None))
     plain_s = [_memcpy_s(blocks, into_arena=True)]
     began_s = time.perf_counter()
+    worker.writer.hold(["store"])
     worker.writer.order([PoolStore("store", scheduler.epoch, (pages,), False)])
-    await_true(lambda: scheduler.page_state(pages.pages[-1].slot) is PageState.READY)
+    await_true(lambda: bool(worker.writer.finished()))
     store_s = time.perf_counter() - began_s
+    await_true(lambda: scheduler.page_state(pages.pages[-1].slot) is PageState.READY)
+    ready_s = time.perf_counter() - began_s
     packed = b"".join(blocks.chain(prompt).keys)
     limit = blocks.count * blocks.geometry.step_tokens
     match = scheduler.match(packed, 0, limit, whole=True, tenant=TENANT, pin=True)
@@ -78,7 +84,7 @@ def _round(
     plain_s.append(_memcpy_s(blocks, into_arena=False))
     load_s = _load_s(blocks, worker, match)
     scheduler.unpin(match.pin)
-    return store_s, load_s, plain_s[0], plain_s[1]
+    return store_s, ready_s, load_s, plain_s[0], plain_s[1]
 
 
 def _load_s(blocks: Blocks, worker: PoolWorker, match: PoolMatch) -> float:
