@@ -355,6 +355,14 @@ def test_the_link_s_part_in_a_decision_is_told(deployment: Deployment) -> None:
     )
 
 
+def test_what_is_not_worth_its_bytes_is_told(deployment: Deployment) -> None:
+    record = RequestRecord(ID, "chat", 0.0, 0.0, prompt_tokens=5000)
+    stays = decision(route=Route.LOCAL, prefill="home-prefill-0", reason="egress-price", uncached_tokens=5000)
+    record.start(stays, 5000).outcome = "done"
+    text = "\n".join(sentences(page(record, deployment)))
+    assert "more than its threshold of 4,000. The bytes that it would have sent cost more than" in text
+
+
 @pytest.mark.parametrize(
     ("condition", "up", "shown"),
     [("clear", True, "up"), ("congested", True, "up, congested"), ("unheard", False, "down, unheard")],
