@@ -1,6 +1,7 @@
 """`prfaas status` and `prfaas explain` against a server with the live plane's own state and real records."""
 
 import asyncio
+import copy
 import json
 import math
 import sys
@@ -8,15 +9,17 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from rich.console import Console
 
 from prfaas.cli import main as cli
 from prfaas.cli.explain import sentences
-from prfaas.cli.status_tables import _condition, _copies
+from prfaas.cli.status_tables import _condition, _copies, tables
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.kv import FullAttention, KvModel
 from prfaas.core.scheduling import CacheTransfer, Decision, HitTokens, PoolHit, PrefixHit, Route
@@ -352,6 +355,14 @@ def test_the_link_s_part_in_a_decision_is_told(deployment: Deployment) -> None:
     )
 
 
+def test_what_is_not_worth_its_bytes_is_told(deployment: Deployment) -> None:
+    record = RequestRecord(ID, "chat", 0.0, 0.0, prompt_tokens=5000)
+    stays = decision(route=Route.LOCAL, prefill="home-prefill-0", reason="egress-price", uncached_tokens=5000)
+    record.start(stays, 5000).outcome = "done"
+    text = "\n".join(sentences(page(record, deployment)))
+    assert "more than its threshold of 4,000. The bytes that it would have sent cost more than" in text
+
+
 @pytest.mark.parametrize(
     ("condition", "up", "shown"),
     [("clear", True, "up"), ("congested", True, "up, congested"), ("unheard", False, "down, unheard")],
@@ -402,3 +413,35 @@ def test_what_copies_of_hot_prefixes_spared() -> None:
     assert str(line) == (
         "hot prefixes: 3 copied between pools, 5.0 MiB; 40 requests found them and did not compute 120,000 tokens"
     )
+
+
+def printed(told: dict[str, Any]) -> str:
+    out = StringIO()
+    Console(file=out, width=220).print(tables(told))
+    return out.getvalue()
+
+
+def test_what_egress_has_cost_is_shown_where_it_has_a_price(deployment: Deployment) -> None:
+    free = state(deployment)
+    assert {link["egress_cost"] for link in free["links"].values()} == {0.0}
+    assert "cost so far" not in printed(free)
+    priced = copy.deepcopy(free)
+    (link,) = priced["links"].values()
+    link |= {"egress_per_gb": 0.02, "egress_cost": 12.3456}
+    assert "cost so far" in printed(priced) and "12.35" in printed(priced)
+
+
+def test_the_state_counts_what_links_have_carried(deployment: Deployment) -> None:
+    prices = replace(deployment, links=tuple(replace(link, egress_per_gb=0.5) for link in deployment.links))
+
+    async def made() -> dict[str, Any]:
+        plane = LivePlane(prices, b"k" * 32, CollectorRegistry(), kv_model_of(prices))
+        try:
+            for meter in plane.links.meters.values():
+                meter.carried_bytes = 3 * 10**9
+            return plane.state()
+        finally:
+            await plane.close()
+
+    (link,) = asyncio.run(made())["links"].values()
+    assert (link["egress_per_gb"], link["egress_cost"]) == (0.5, 1.5)

@@ -118,6 +118,7 @@ def _of_them(pool: Json) -> str:
 _LINK_REASONS = {
     "congested-link": " Without the link's congestion it would have been offloaded.",
     "slow-link": " The link is too slow for it, even without any queue.",
+    "egress-price": " The bytes that it would have sent cost more than the seconds that they spare.",
     "no-link": " No link to the decode instance's cluster is up.",
 }
 

@@ -103,8 +103,9 @@ def _incompatible(state: Json) -> Iterable[RenderableType]:
 
 
 def _links(state: Json) -> Table:
-    numbers = ("carries", "of", "use", "queued", "done in", "transfers", "RTT", "sent again", "heard of")
-    table = _table("links", ("link", "state"), numbers)
+    numbers = ["carries", "of", "use", "queued", "done in", "transfers", "RTT", "sent again", "heard of"]
+    has_prices = any(link.get("egress_per_gb") for link in state["links"].values())
+    table = _table("links", ("link", "state"), [*numbers, "cost so far"] if has_prices else numbers)
     for name, link in state["links"].items():
         capacity = format_bits_per_s(link["capacity_bits_per_s"])
         if link["capacity_bits_per_s"] < link["configured_bits_per_s"]:
@@ -121,6 +122,7 @@ def _links(state: Json) -> Table:
             format_s(link["rtt_s"]) if link["rtt_s"] else "–",
             f"{link['retransmit_ratio']:.2%}",
             f"{format_s(link['age_s'])} ago",
+            *([f"{link['egress_cost']:,.4g}"] if has_prices else []),
         )
     return table
 

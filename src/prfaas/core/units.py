@@ -6,6 +6,7 @@ import re
 KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
+GB = 10**9
 TIB = 1024 * GIB
 
 BITS_PER_BYTE = 8

@@ -304,6 +304,20 @@ BAD = {
         '7: clusters[0].hardware: there is no price for "h200"; add it to prices',
     ),
     "negative price": (replaced("h200: 2", "h200: -2"), "24: prices.h200: must be greater than 0, not -2"),
+    "egress that is paid for": (
+        replaced("  h20: 1.0", "  h20: 1.0\n  egress_per_gb: -0.1"),
+        "26: prices.egress_per_gb: must be at least 0, not -0.1",
+    ),
+    "price of egress alone": (
+        replaced("  h200: 2\n  h20: 1.0", "  egress_per_gb: 0.02"),
+        '7: clusters[0].hardware: there is no price for "h200"; add it to prices',
+    ),
+    "price of egress over a link alone": (
+        replaced("bandwidth: 100 Gbit/s", "bandwidth: 100 Gbit/s, egress_per_gb: 1").replace(
+            "prices:\n  h200: 2\n  h20: 1.0\n", ""
+        ),
+        '7: clusters[0].hardware: there is no price for "h200"; add it to prices',
+    ),
     "nothing decodes": (
         replaced("kind: pd", "kind: prfaas"),
         '4: clusters: nothing decodes; add a cluster of kind "pd"',
@@ -377,3 +391,23 @@ def test_changes_that_make_no_sense(tmp_path: Path, field: str, number: float, m
     with pytest.raises(DeploymentError) as raised:
         planned(tmp_path, GOOD, **{field: number})
     assert message in str(raised.value)
+
+
+def test_egress_has_a_price_for_all_links_and_for_each() -> None:
+    path = EXAMPLES / "multi.yaml"
+    assert {link.egress_per_gb for link in load_planned(path).links} == {0.0}
+    both = {"prices.egress_per_gb": 0.02, "links[north->osaka].egress_per_gb": 0.0}
+    deployment = load_planned(path, changes=both)
+    assert [link.egress_per_gb for link in deployment.links] == [0.02, 0.02, 0.02, 0.0]
+    assert deployment.prices == {"h200": 2, "h20": 1}
+
+
+def test_a_file_to_run_has_them_too_and_says_what_an_instance_costs(tmp_path: Path) -> None:
+    path = tmp_path / "live.yaml"
+    path.write_text(LIVE + "prices: {h200: 2, h20: 1, egress_per_gb: 0.02}\n")
+    deployment = load_deployment(path)
+    assert {link.egress_per_gb for link in deployment.links} == {0.02}
+    assert [cluster.instance_price_per_hour for cluster in deployment.clusters] == [16.0, 8.0]
+    path.write_text(LIVE + "prices: {h200: 2, egress_per_gb: 0.02}\n")
+    with pytest.raises(DeploymentError, match='there is no price for "h20"; add it to prices'):
+        load_deployment(path)

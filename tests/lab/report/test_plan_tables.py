@@ -10,6 +10,7 @@ from rich.console import Console
 from prfaas.core.deployment import PlannedDeployment, load_planned
 from prfaas.core.planner import (
     Baseline,
+    CheapestOperation,
     Cost,
     LinkUse,
     OperatingPoint,
@@ -64,6 +65,8 @@ PLAN = Plan(
     ratio_to_homogeneous=1.5445,
     ratio_to_naive=None,
     equal_cost_ratio=None,
+    egress_break_even_per_gb=None,
+    cheapest=None,
     lambda_max_by_length=3.1,
     lambda_max_unlimited_links=3.2589,
     bound_gap=0.02,
@@ -71,7 +74,7 @@ PLAN = Plan(
         ShadowPrice("east", "instance", 0.641, 0.1967, "dual"),
         ShadowPrice("a->b", "Gbit/s", 1e-9, 1e-9, "dual"),
     ),
-    cost=Cost(96.0, 0.38, 1.2),
+    cost=Cost(96.0, 0.38, 1.2, 8_200.0, 0.0),
     ttft_estimate=TtftEstimate("estimate", 0.7, 2.28, 2.8, 4.9, 0.7),
     verdict="Balanced: fine.",
 )
@@ -116,6 +119,27 @@ def test_a_plan(deployment: PlannedDeployment) -> None:
     assert row(lines, "east, home") == ["49.6%", "19,371", "to", "131,072", "45,014"]
     assert not any(line.startswith("home, home") for line in lines)  # next to no requests go there
     assert lines[-1] == "The search stopped early: the true optimum may be up to 2.0% higher."
+
+
+def test_what_egress_costs_has_rows_and_a_note(deployment: PlannedDeployment) -> None:
+    cheapest = CheapestOperation(
+        replace(OPTIMUM, threshold_tokens=24_979.0, n_prefill=4, n_decode=4, lambda_max=3.125),
+        Cost(174.0, 0.52, 1.3, 15_470.4, 46.0),
+    )
+    cost = Cost(184.0, 0.55, 1.4, 15_676.0, 55.91)
+    priced = replace(PLAN, cost=cost, egress_break_even_per_gb=0.0036258, cheapest=cheapest)
+    lines = printed(deployment, priced)
+    assert row(lines, "egress per hour") == ["55.91", "–"]
+    assert row(lines, "egress break-even (per GB)") == ["0.00363", "–"]
+    text = " ".join(lines)
+    assert (
+        "a request costs the least with a threshold of 24,979 tokens and 4 + 4 + 4 instances: 15,470 per million "
+        "requests at 3.12 req/s, where the optimum's cost 15,676."
+    ) in " ".join(text.split())
+    nowhere = replace(cheapest, point=replace(cheapest.point, offloaded_fraction=0.0))
+    assert "costs the least without offloading" in " ".join(
+        printed(deployment, replace(priced, cheapest=nowhere))
+    )
 
 
 def test_rows_about_nothing_are_left_out(deployment: PlannedDeployment) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ def outcome(
         "offloaded_fraction": 0.5,
         "egress_bits_per_s": 1e10,
         "hit_ratio": hits,
+        "utilisation": {f"prefill_utilisation_{context.pd}": 0.5},
         "threshold_changes": [],
         "conversions": [],
     }
@@ -140,3 +142,25 @@ def test_pools_are_told_by_what_they_hit(context: StudyContext, runs: Mapping[st
         and "`cost` differs from `lru` by +2.0 points" in text
     )
     assert "| synthetic, cost | 32.0 % |" in page
+
+
+def test_what_routing_by_price_saves_is_told(
+    context: StudyContext, runs: Mapping[str, list[StudyRun]]
+) -> None:
+    def found(run: StudyRun) -> StudyOutcome:
+        load, price, seed = run.key
+        told = outcome(context, 2.0, stable=not (price == 3.0 and load == 0.8))
+        bits_per_s = 1e10 * (0.5 if price and load == 0.3 else 1.0) + 1e6 * float(seed)
+        return replace(told, numbers={**told.numbers, "egress_bits_per_s": bits_per_s})
+
+    text, page = told(context, runs, "egress", found)
+    assert "With internal-1t the advantage is gone at 0.0022 per GB over 10 Gbit/s" in text
+    assert "and at 0.0036 over 100 Gbit/s. Below 10 Gbit/s there is none." in text
+    assert "Without any advantage there: minimax-m2.5." in text
+    assert "the plan's mean offloaded prompt is worth its bytes up to 0.016 per GB" in text
+    assert "At 0.3 of Λ_max the rule changes the sum of egress and prefill at home by up to −" in text
+    assert "and the mean TTFT from 2.00 to 2.00 s (at 0.048 per GB)." in text
+    assert "At 0.5 of Λ_max it saves nothing that can be told from chance." in text
+    assert "Queues grow at 0.8 at 0.048 per GB." in text
+    # 10 Gbit/s are 4,500 GB per hour.
+    assert "| 0.3, 0.048 | 216 | 108 |" in page

@@ -18,7 +18,7 @@ from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of, policy_of
 
 from .publisher import Publisher, stored
-from .world import KEY, LINK, FakeClock, FakeHttp, FakeSender, deployment_of, report
+from .world import KEY, LINK, FakeClock, FakeHttp, FakeSender, deployment_of, kv_facts, report
 
 T = TypeVar("T")
 
@@ -84,6 +84,28 @@ def test_long_goes_far_and_short_stays(planes: Planes) -> None:
         assert (sum(routes["local"].values()), sum(routes["offload"].values())) == (2, 2)
 
     planes.run(use)
+
+
+@pytest.mark.parametrize(
+    ("per_gb", "route"), [(0.0, Route.OFFLOAD), (0.001, Route.OFFLOAD), (1e6, Route.LOCAL)]
+)
+def test_where_bytes_are_too_dear_long_stays(
+    tmp_path: Path, clock: FakeClock, per_gb: float, route: Route
+) -> None:
+    """10,000 tokens take 1.8 s at home; at 1 per GPU-hour that is worth 0.0005."""
+    prices = f"prices: {{synthetic: 1.0, egress_per_gb: {per_gb:.6f}}}"
+    deployment = deployment_of(tmp_path, prices=f"slo: -> {prices}\nslo:")
+
+    def use(plane: LivePlane) -> None:
+        view = plane.cluster_state.view
+        view.kv = kv_facts()
+        assert view.clusters["home"].instance_price_per_s == pytest.approx(1 / 3600)
+        assert view.links[LINK].egress_price_per_byte == pytest.approx(per_gb / 1e9)
+        long = plane.route(10_000, plane.chains(range(10_000), "", ""))
+        assert (long.route, long.reason) == (route, "long" if route is Route.OFFLOAD else "egress-price")
+        assert plane.route(3000, plane.chains(range(3000), "", "")).reason == "short"
+
+    Planes(deployment, clock).run(use)
 
 
 def test_a_known_prefix_attracts_and_shortens(planes: Planes) -> None:

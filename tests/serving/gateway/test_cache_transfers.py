@@ -67,6 +67,27 @@ def test_the_prefix_moves_first(in_world: InWorld, asked: int, sent: int) -> Non
     in_world(body)
 
 
+def test_bytes_over_links_have_their_price(in_world: InWorld) -> None:
+    """The prefix goes from `local` to `remote` at twice the price of the way back."""
+
+    async def body(world: World) -> None:
+        with_prefix(world, 601, skip_tokens=0)
+        await world.complete(LONG)
+        name = 'prfaas_gateway_egress_cost_total{link="%s"}'
+        assert await world.metric(name % "pd->far") == pytest.approx(4 * 601 * 2e3)
+        assert await world.metric(name % "far->pd") == pytest.approx(4 * (len(LONG) - 1) * 1e3)
+
+    in_world(body, egress_per_gb=1e12)
+
+
+def test_free_bytes_have_no_series(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        await world.complete(LONG)
+        assert await world.metric("prfaas_gateway_egress_cost_total{") == 0
+
+    in_world(body)
+
+
 @pytest.mark.parametrize(
     "fault", ["refuses", "http-500", "not-announced", "transfer-deadline", "http-400", "short"]
 )

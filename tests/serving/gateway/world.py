@@ -121,6 +121,7 @@ def deployment_of(
     hardware: str = "any",
     decode_lead_s: float = 1.0,
     pool_ports: tuple[int, int] | None = None,
+    egress_per_gb: float = 0.0,
 ) -> Deployment:
     """A far cluster with `remote`, and one with all others, which decode if they are not called `local`.
 
@@ -144,7 +145,10 @@ def deployment_of(
             Cluster("far", "prfaas", "any", (instance("remote", "far", "prefill"),), pool=far_pool),
             Cluster("pd", "pd", hardware, (instance("local", "pd", "prefill"), *decoders), pool=pd_pool),
         ),
-        links=(Link("far", "pd", 1e9, 2), Link("pd", "far", 1e9, 2)),
+        links=(
+            Link("far", "pd", 1e9, 2, egress_per_gb=egress_per_gb),
+            Link("pd", "far", 1e9, 2, egress_per_gb=2 * egress_per_gb),
+        ),
         routing=Routing("static_threshold", THRESHOLD_TOKENS),
         slo=Slo(None, None),
         gateway=gateway,
@@ -171,6 +175,7 @@ async def running_world(
     hardware: str = "any",
     decode_lead_s: float = 1.0,
     pool_ports: tuple[int, int] | None = None,
+    egress_per_gb: float = 0.0,
     **decode: Any,
 ) -> AsyncIterator[World]:
     """`spare`, `third`: with more decode instances, taken when the first one is out; `decode`: its fields.
@@ -198,6 +203,7 @@ async def running_world(
         hardware=hardware,
         decode_lead_s=decode_lead_s,
         pool_ports=pool_ports,
+        egress_per_gb=egress_per_gb,
     )
     plane = FixedPlane(deployment)
     plane.prefers = "decode"

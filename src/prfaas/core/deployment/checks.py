@@ -77,17 +77,28 @@ def _check_lengths(source: YamlSource, lengths: LengthsSection) -> None:
 
 
 def _check_prices(source: YamlSource, file: DeploymentFile) -> None:
+    """Instances have all prices or none; where egress has one, all, since it is weighed against theirs."""
     used = dict.fromkeys(cluster.hardware for cluster in file.clusters)
-    for hardware in file.prices:
+    prices = file.prices.per_gpu_hour
+    for hardware in prices:
         if hardware not in used:
             raise source.error(
                 ("prices", hardware), f"no cluster has this hardware; the clusters have {', '.join(used)}"
             )
+    has_prices = bool(prices) or _has_egress_price(file)
     for c, cluster in enumerate(file.clusters):
-        if file.prices and cluster.hardware not in file.prices:
+        if has_prices and cluster.hardware not in prices:
             raise source.error(
                 ("clusters", c, "hardware"), f'there is no price for "{cluster.hardware}"; add it to prices'
             )
+
+
+def _has_egress_price(file: DeploymentFile) -> bool:
+    """Whether bytes over any link cost something."""
+    return any(
+        price > 0
+        for price in (file.prices.egress_per_gb, *(link.egress_per_gb or 0.0 for link in file.links))
+    )
 
 
 def check_to_run(source: YamlSource, file: DeploymentFile) -> None:
@@ -103,6 +114,8 @@ def check_to_run(source: YamlSource, file: DeploymentFile) -> None:
     check_pools(source, file)
     _check_tenants(source, file)
     check_encryption(source, file)
+    if _has_egress_price(file):
+        _check_prices(source, file)
 
 
 def _check_tenants(source: YamlSource, file: DeploymentFile) -> None:

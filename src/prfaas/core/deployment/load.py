@@ -94,6 +94,7 @@ def links_of(file: DeploymentFile) -> tuple[Link, ...]:
             link.connection_bandwidth,
             link.encryption,
             link.compression,
+            file.prices.egress_per_gb if link.egress_per_gb is None else link.egress_per_gb,
         )
         for link in file.links
     )
@@ -225,7 +226,13 @@ def _cluster(source: YamlSource, index: int, file: DeploymentFile) -> Cluster:
         profile=profile,
         speedup=cluster.speedup or 1.0,
         pool=_pool_space(cluster.pool),
+        instance_price_per_hour=_instance_price_per_hour(file, cluster),
     )
+
+
+def _instance_price_per_hour(file: DeploymentFile, cluster: ClusterSection) -> float:
+    sizes = [instance.tensor_parallel for instance in cluster.instances or ()]
+    return file.prices.per_gpu_hour.get(cluster.hardware, 0.0) * (cluster.gpus_per_instance or max(sizes))
 
 
 def load_planned(path: Path | str, *, changes: Mapping[str, float] | None = None) -> PlannedDeployment:
@@ -258,7 +265,7 @@ def load_planned(path: Path | str, *, changes: Mapping[str, float] | None = None
         routing=_routing(file),
         control=ControlConfig(**file.control.model_dump()),
         slo=slo_of(file),
-        prices=dict(file.prices),
+        prices=file.prices.per_gpu_hour,
         source=source,
         pool=_pool_settings(file),
     )

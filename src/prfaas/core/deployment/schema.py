@@ -184,6 +184,7 @@ class LinkSection(_Section):
     rtt_s: Annotated[float, Field(ge=0, lt=60)] = 0.0
     encryption: bool = True
     compression: bool = False
+    egress_per_gb: Annotated[Weight | None, _GIVEN] = None
 
 
 class RoutingSection(_Section):
@@ -236,6 +237,20 @@ class WorkloadSection(_Section):
     output_tokens: Annotated[PositiveFloat | None, _GIVEN] = None
     prefix_hit_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
     load: Annotated[float, Field(gt=0, lt=1)] = 0.7
+
+
+class PricesSection(_Section):
+    """What things cost, in any currency: further fields are hardware, each with the price of a GPU-hour."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, PositiveFloat]
+
+    egress_per_gb: Weight = 0.0
+
+    @property
+    def per_gpu_hour(self) -> dict[str, float]:
+        """By hardware."""
+        return dict(self.__pydantic_extra__)
 
 
 class AdminSection(_Section):
@@ -334,7 +349,7 @@ class DeploymentFile(_Section):
     control: Annotated[ControlSection, _SECTION] = ControlSection()
     slo: SloSection = SloSection()
     workload: Annotated[WorkloadSection | None, _SECTION] = None
-    prices: dict[Text, PositiveFloat] = {}
+    prices: PricesSection = PricesSection()
     gateway: GatewaySection = GatewaySection()
     security: SecuritySection = SecuritySection()
     engine: EngineSection = EngineSection()

@@ -101,6 +101,8 @@ class Cluster:
     """Stand-ins are so many times as fast as the profile."""
     pool: PoolSpace | None = None
     """What each machine keeps of computed prefixes beside its engines; None: nothing."""
+    instance_price_per_hour: float = 0.0
+    """In the currency of the file's prices; 0 where it has none."""
 
     def with_role(self, role: Role) -> tuple[Instance, ...]:
         """The cluster's instances that have a role."""
@@ -125,6 +127,8 @@ class Link:
     """KVCache goes over it encrypted, between ends that have shown their certificates."""
     compression: bool = False
     """Its chunks are compressed without loss, where that spares more time on the link than it costs on the CPU."""
+    egress_per_gb: float = 0.0
+    """What 10^9 bytes over it cost, in the currency of the file's prices."""
 
     @property
     def transfer_limit_bits_per_s(self) -> float:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
+from prfaas.core.planner.cost import cost_per_hour, instances_per_hour
 from prfaas.core.planner.network import NetworkPlan, naive_network
 from prfaas.core.planner.operating_point import LinkUse, OperatingPoint, ServiceModel, StageKind
 from prfaas.core.planner.problem import PdCluster, PlanProblem
@@ -89,9 +90,11 @@ def verdict_of(
     *,
     ratio: float | None,
     equal_cost_ratio: float | None,
+    egress_per_hour: float,
+    break_even_per_gb: float | None,
     unlimited_rate: float,
 ) -> str:
-    """What the plan comes to: the limit, the gain, and what the links would have to be.
+    """What the plan comes to: the limit, the gain, what the links would have to be, and what egress may cost.
 
     The optimum's links must have their `needed_bits_per_s`.
     """
@@ -99,7 +102,10 @@ def verdict_of(
         return (
             "Impossible: no request gets through; there must be an instance for prefill and one for decode."
         )
-    return f"{_limit(optimum, unlimited_rate)} {_gain(problem, ratio, equal_cost_ratio)}".strip()
+    gain = _gain(problem, ratio, equal_cost_ratio, egress_per_hour)
+    if gain and egress_per_hour > 0 and break_even_per_gb is not None:
+        gain += f" The advantage is gone where egress costs {break_even_per_gb:.3g} per GB."
+    return f"{_limit(optimum, unlimited_rate)} {gain}".strip()
 
 
 def _limit(optimum: OperatingPoint, unlimited_rate: float) -> str:
@@ -133,50 +139,17 @@ def _names(names: tuple[str, ...]) -> str:
     return " and ".join(names)
 
 
-def _gain(problem: PlanProblem, ratio: float | None, equal_cost_ratio: float | None) -> str:
+def _gain(
+    problem: PlanProblem, ratio: float | None, equal_cost_ratio: float | None, egress_per_hour: float
+) -> str:
     if not problem.prfaas or ratio is None:
         return ""
     at_cost = "" if equal_cost_ratio is None else f", {equal_cost_ratio:.2f} times at equal cost"
+    if at_cost and egress_per_hour > 0:
+        at_cost += f" with egress at {egress_per_hour:.3g} per hour"
     factor = f"{ratio:.2f} times the throughput of a homogeneous cluster with as many GPUs{at_cost}"
     judged = equal_cost_ratio if equal_cost_ratio is not None else ratio
     return f"{'Worth it' if judged > _WORTH_IT else 'Not worth it'}: {factor}."
-
-
-_SECONDS_PER_HOUR = 3600.0
-_MILLION = 1e6
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """In the currency of the prices, at Λ_max."""
-
-    per_hour: float
-    per_million_tokens: float
-    """Of prompts and answers."""
-    per_million_output_tokens: float
-    """Of answers alone."""
-
-
-def cost_per_hour(problem: PlanProblem) -> float | None:
-    """Σ GPUs × price, None if a price is missing."""
-    total = 0.0
-    for cluster in problem.clusters:
-        price = problem.prices.get(cluster.hardware)
-        if price is None:
-            return None
-        total += cluster.gpus * price
-    return total
-
-
-def cost_at(problem: PlanProblem, requests_per_s: float) -> Cost | None:
-    """The cost at a throughput; None without prices or throughput."""
-    per_hour = cost_per_hour(problem)
-    if per_hour is None or requests_per_s <= 0:
-        return None
-    workload = problem.workload
-    per_request = per_hour / _SECONDS_PER_HOUR / requests_per_s
-    tokens = workload.lengths.mean() + workload.output_tokens
-    return Cost(per_hour, per_request / tokens * _MILLION, per_request / workload.output_tokens * _MILLION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,44 +162,51 @@ class Baseline:
     gpus: int
     hardware: str
     cost_ratio: float | None
-    """The deployment's cost over the baseline's."""
+    """The deployment's cost over the baseline's, egress included."""
 
 
-def homogeneous(problem: PlanProblem, service: ServiceModel = "mean length") -> Baseline:
+def homogeneous(
+    problem: PlanProblem, per_hour: float | None, service: ServiceModel = "mean length"
+) -> Baseline:
     """As many GPUs as the deployment has, all of a PD cluster's hardware in one PD cluster with the best split.
 
-    With PD clusters of several kinds: of the kind that does best. GPUs beyond whole instances stay idle.
+    With PD clusters of several kinds: of the kind that does best. GPUs beyond whole instances stay idle. `per_hour`:
+    what the deployment costs.
     """
     gpus = sum(cluster.gpus for cluster in problem.clusters)
     found = [
-        _pd_only(problem, pd, gpus // pd.gpus_per_instance, "same number of GPUs, PD only", service)
+        _pd_only(problem, pd, gpus // pd.gpus_per_instance, "same number of GPUs, PD only", per_hour, service)
         for pd in _kinds(problem)
     ]
     return max(found, key=lambda baseline: baseline.point.lambda_max)
 
 
 def homogeneous_at_equal_cost(
-    problem: PlanProblem, same_gpus: Baseline, service: ServiceModel = "mean length"
+    problem: PlanProblem,
+    same_gpus: Baseline,
+    per_hour: float | None,
+    service: ServiceModel = "mean length",
 ) -> Baseline | None:
-    """As many whole PD instances as the deployment's money buys; None without prices.
+    """As many whole PD instances as the deployment's money buys, that for egress included; None without prices.
 
-    The hardware is that of `same_gpus`.
+    The hardware is that of `same_gpus`. `per_hour`: what the deployment costs.
     """
-    cost = cost_per_hour(problem)
-    if cost is None:
+    if per_hour is None:
         return None
     pd = next(pd for pd in problem.pd if pd.hardware == same_gpus.hardware)
     price = problem.prices[pd.hardware] * pd.gpus_per_instance
     if price <= 0:
         return None
-    instances = math.floor(cost / price + 1e-9)
-    return _pd_only(problem, pd, max(instances, 1), "same cost, PD only", service)
+    instances = math.floor(per_hour / price + 1e-9)
+    return _pd_only(problem, pd, max(instances, 1), "same cost, PD only", per_hour, service)
 
 
-def naive(problem: PlanProblem, service: ServiceModel = "mean length") -> Baseline | None:
+def naive(
+    problem: PlanProblem, per_hour: float | None, service: ServiceModel = "mean length"
+) -> Baseline | None:
     """All prefill on PrfaaS clusters and all PD instances decode, without regard to length (section 4.3.3).
 
-    None if some PD cluster has no PrfaaS cluster with a link to it.
+    `per_hour`: what the deployment costs at its optimum. None if no PrfaaS cluster has a link to some PD cluster.
     """
     linked = {link.target for link in problem.links if link.source in {c.name for c in problem.prfaas}}
     if any(pd.name not in linked for pd in problem.pd):
@@ -238,14 +218,14 @@ def naive(problem: PlanProblem, service: ServiceModel = "mean length") -> Baseli
     gpus = sum(cluster.gpus for cluster in problem.clusters)
     hardware = "+".join(dict.fromkeys(cluster.hardware for cluster in problem.clusters))
     instances = sum(cluster.instances for cluster in problem.clusters)
-    cost = cost_per_hour(problem)
+    own_per_hour = cost_per_hour(problem, point)
     return Baseline(
         "all prefill on PrfaaS, no routing by length",
         point,
         instances,
         gpus,
         hardware,
-        1.0 if cost is not None else None,
+        per_hour / own_per_hour if per_hour is not None and own_per_hour else None,
     )
 
 
@@ -257,10 +237,15 @@ def _kinds(problem: PlanProblem) -> list[PdCluster]:
 
 
 def _pd_only(
-    problem: PlanProblem, pd: PdCluster, instances: int, label: str, service: ServiceModel
+    problem: PlanProblem,
+    pd: PdCluster,
+    instances: int,
+    label: str,
+    per_hour: float | None,
+    service: ServiceModel,
 ) -> Baseline:
     alone = replace(problem, prfaas=(), pd=(replace(pd, instances=instances),), links=())
     point = best_point(alone, service)
-    cost, alone_cost = cost_per_hour(problem), cost_per_hour(alone)
-    ratio = cost / alone_cost if cost is not None and alone_cost else None
+    alone_per_hour = instances_per_hour(alone)
+    ratio = per_hour / alone_per_hour if per_hour is not None and alone_per_hour else None
     return Baseline(label, point, instances, instances * pd.gpus_per_instance, pd.hardware, ratio)

@@ -65,7 +65,8 @@ def problem_of(deployment: PlannedDeployment) -> PlanProblem:
                 if cluster.kind == "pd"
             ),
             links=tuple(
-                PlanLink(link.source, link.target, link.bandwidth_bits_per_s) for link in deployment.links
+                PlanLink(link.source, link.target, link.bandwidth_bits_per_s, link.egress_per_gb)
+                for link in deployment.links
             ),
             workload=workload,
             kv_bytes=KvSize(deployment.kv_model),

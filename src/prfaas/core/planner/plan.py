@@ -7,15 +7,22 @@ from typing import Any, Literal
 from prfaas.core.planner.comparisons import (
     NETWORK_BOUND,
     Baseline,
-    Cost,
     ShadowPrice,
     by_difference,
     by_duals,
-    cost_at,
     homogeneous,
     homogeneous_at_equal_cost,
     naive,
     verdict_of,
+)
+from prfaas.core.planner.cost import (
+    CheapestOperation,
+    Cost,
+    break_even_per_gb,
+    cheapest_operation,
+    cost_at,
+    cost_per_hour,
+    egress_per_hour,
 )
 from prfaas.core.planner.network import NetworkPlan, best_network
 from prfaas.core.planner.operating_point import OperatingPoint, ServiceModel
@@ -41,7 +48,12 @@ class Plan:
     """Λ_max over that of the same number of GPUs without PrfaaS."""
     ratio_to_naive: float | None
     equal_cost_ratio: float | None
-    """`ratio_to_homogeneous` divided by the ratio of costs."""
+    """`ratio_to_homogeneous` divided by the ratio of costs, egress included."""
+    egress_break_even_per_gb: float | None
+    """The price of egress, the same on all links, at which `equal_cost_ratio` would be 1; 0 where it is below 1 even
+    if egress is free; None without prices or egress."""
+    cheapest: CheapestOperation | None
+    """Where a request costs the least; None if egress has no price, and for more than two clusters."""
     lambda_max_by_length: float
     """The best throughput if a stage's time is E[T(L)], not the paper's T(E[L]): the more cautious number."""
     lambda_max_unlimited_links: float
@@ -72,6 +84,8 @@ class Plan:
             "ratio_to_homogeneous": self.ratio_to_homogeneous,
             "ratio_to_naive": self.ratio_to_naive,
             "equal_cost_ratio": self.equal_cost_ratio,
+            "egress_break_even_per_gb": self.egress_break_even_per_gb,
+            "cheapest": _cheapest(self.cheapest),
             "lambda_max_by_length": self.lambda_max_by_length,
             "lambda_max_unlimited_links": self.lambda_max_unlimited_links,
             "network_bound": self.is_network_bound,
@@ -94,6 +108,10 @@ def _baseline(baseline: Baseline | None) -> dict[str, Any] | None:
         "cost_ratio": baseline.cost_ratio,
     }
     return {**described, **baseline.point.to_json()}
+
+
+def _cheapest(cheapest: CheapestOperation | None) -> dict[str, Any] | None:
+    return None if cheapest is None else {**cheapest.point.to_json(), "cost": asdict(cheapest.cost)}
 
 
 def make_plan(problem: PlanProblem, service: ServiceModel = "mean length") -> Plan:
@@ -121,11 +139,15 @@ def make_plan(problem: PlanProblem, service: ServiceModel = "mean length") -> Pl
         optimum, links=tuple(replace(link, needed_bits_per_s=needed[link.name]) for link in optimum.links)
     )
     by_length = rate if service == "by length" else best_operation(problem, "by length").lambda_max
-    same_gpus = homogeneous(problem, service)
+    per_hour, egress = cost_per_hour(problem, optimum), egress_per_hour(problem, optimum)
+    same_gpus = homogeneous(problem, per_hour, service)
     base_rate = same_gpus.point.lambda_max
     ratio = rate / base_rate if base_rate > 0 else None
-    equal_cost = ratio / same_gpus.cost_ratio if ratio is not None and same_gpus.cost_ratio else None
-    naive_baseline = naive(problem, service)
+    equal_cost = break_even = None
+    if ratio is not None and per_hour is not None and same_gpus.cost_ratio:
+        equal_cost = ratio / same_gpus.cost_ratio
+        break_even = break_even_per_gb(problem, optimum, ratio * per_hour / same_gpus.cost_ratio)
+    naive_baseline = naive(problem, per_hour, service)
     naive_rate = naive_baseline.point.lambda_max if naive_baseline else 0.0
     pools = network.pools if network else _pools(problem, optimum)
     return Plan(
@@ -134,22 +156,26 @@ def make_plan(problem: PlanProblem, service: ServiceModel = "mean length") -> Pl
         service_model=service,
         optimum=optimum,
         homogeneous=same_gpus,
-        homogeneous_equal_cost=homogeneous_at_equal_cost(problem, same_gpus, service),
+        homogeneous_equal_cost=homogeneous_at_equal_cost(problem, same_gpus, per_hour, service),
         naive=naive_baseline,
         ratio_to_homogeneous=ratio,
         ratio_to_naive=rate / naive_rate if naive_rate > 0 else None,
         equal_cost_ratio=equal_cost,
+        egress_break_even_per_gb=break_even,
+        cheapest=cheapest_operation(problem, service),
         lambda_max_by_length=by_length,
         lambda_max_unlimited_links=max(unlimited.lambda_max, rate),
         bound_gap=network.bound_gap if network else 0.0,
         shadow_prices=by_duals(problem, network) if network else by_difference(problem, rate, service),
-        cost=cost_at(problem, rate),
+        cost=cost_at(problem, optimum),
         ttft_estimate=queueing_ttft(pools, rate, problem.load),
         verdict=verdict_of(
             problem,
             optimum,
             ratio=ratio,
             equal_cost_ratio=equal_cost,
+            egress_per_hour=egress,
+            break_even_per_gb=break_even,
             unlimited_rate=unlimited.lambda_max,
         ),
     )

@@ -80,6 +80,8 @@ class PlanLink:
     source: str
     target: str
     bandwidth_bits_per_s: float
+    egress_per_gb: float = 0.0
+    """What 10^9 bytes over it cost, in the currency of the instances' prices."""
 
     @property
     def name(self) -> str:
@@ -153,6 +155,8 @@ def _check(problem: PlanProblem) -> None:
                 raise PlanError(f'link {link.name} names cluster "{end}", which is not there')
         if not link.bandwidth_bits_per_s > 0:
             raise PlanError(f"link {link.name} needs a bandwidth above 0, not {link.bandwidth_bits_per_s!r}")
+        if not 0 <= link.egress_per_gb < math.inf:
+            raise PlanError(f"a price of egress is 0 or more, not {link.egress_per_gb!r} on {link.name}")
     if len({link.name for link in problem.links}) < len(problem.links):
         raise PlanError("two links join the same clusters in the same direction; make them one")
     if not 0 < problem.load < 1:

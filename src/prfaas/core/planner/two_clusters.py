@@ -59,6 +59,41 @@ def _best(problem: PlanProblem, service: ServiceModel) -> tuple[Split, float, in
     return best[1:]
 
 
+def cheapest_point(
+    problem: PlanProblem, service: ServiceModel, instances_per_s: float, per_bit: Mapping[str, float]
+) -> OperatingPoint:
+    """The operating point whose requests cost the least at its Λ: C / Λ(t) + Σ over links of bits(t) · price.
+
+    A dearer link has a higher threshold: it offloads what takes the most computing per byte. Of all splits and
+    candidate lengths, those of `best_point` among them: without a price it is never worse than that.
+
+    Args:
+        problem: One PrfaaS and one PD cluster at most.
+        service: How long a stage works on what it gets.
+        instances_per_s: C: what all instances cost per second.
+        per_bit: What a bit costs, by link.
+    """
+    import numpy as np
+
+    best, length, n_prefill = _best(problem, service)
+    least, found = math.inf, (best, length, n_prefill)
+    for policy in _policies(problem):
+        split = split_of(problem, policy, service)
+        if split is None:
+            continue
+        lengths = np.unique(np.append(_candidate_lengths(split), length))
+        egress = np.zeros(len(lengths))
+        for name, bits in split.loads(lengths).link_bits.items():
+            egress += per_bit[name] * bits
+        splits = range(split.pd.instances + 1)
+        for count, (rates, _) in zip(splits, _merits(split, lengths, splits), strict=True):
+            costs = egress + _ratio(instances_per_s, rates)
+            index = int(np.argmin(costs))
+            if costs[index] < least:
+                least, found = float(costs[index]), (split, float(lengths[index]), count)
+    return point_of(*found)
+
+
 def best_threshold(
     problem: PlanProblem, n_prefill: int, service: ServiceModel = "mean length"
 ) -> OperatingPoint:
@@ -254,22 +289,26 @@ def _required(split: Split | None) -> Split:
     return split
 
 
-def _best_of(split: Split, splits: range) -> tuple[tuple[float, float], float, int]:
-    """The best (Λ, prefill's own limit), and the length and number of prefill instances that give it."""
+def _candidate_lengths(split: Split) -> "FloatArray":
+    """Where a threshold may be: at every atom, or on a fine grid."""
     import numpy as np
 
     lengths = split.problem.workload.lengths
     atoms = lengths.atoms()
     if split.remote is None:
-        candidates = np.array([lengths.high])
-    elif atoms is not None:
-        candidates = np.concatenate([[0.0], atoms])
-    else:
-        quantiles = [lengths.quantile(k / _GRID) for k in range(1, _GRID)]
-        grid = np.geomspace(lengths.low, lengths.high, _GRID)
-        candidates = np.unique(np.concatenate([[0.0], quantiles, grid]))
+        return np.array([lengths.high])
+    if atoms is not None:
+        return np.concatenate([[0.0], atoms])
+    quantiles = [lengths.quantile(k / _GRID) for k in range(1, _GRID)]
+    grid = np.geomspace(lengths.low, lengths.high, _GRID)
+    return np.unique(np.concatenate([[0.0], quantiles, grid]))
+
+
+def _best_of(split: Split, splits: range) -> tuple[tuple[float, float], float, int]:
+    """The best (Λ, prefill's own limit), and the length and number of prefill instances that give it."""
+    candidates = _candidate_lengths(split)
     merits = _merits(split, candidates, splits)
-    zooms = _ZOOMS if atoms is None and len(candidates) > 2 else 0
+    zooms = _ZOOMS if split.problem.workload.lengths.atoms() is None and len(candidates) > 2 else 0
     best: tuple[tuple[float, float], float, int] | None = None
     for n_prefill, (rates, limits) in zip(splits, merits, strict=True):
         index = _highest(rates, limits)

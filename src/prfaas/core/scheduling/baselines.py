@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Annotated, ClassVar
 
 from prfaas.core.scheduling.cache_transfers import uncached_tokens, with_cache
@@ -13,6 +14,7 @@ from prfaas.core.scheduling.candidates import (
 )
 from prfaas.core.scheduling.decision import Decision, RoutingRequest
 from prfaas.core.scheduling.decoders import decode_choices
+from prfaas.core.scheduling.egress import is_worth_offloading
 from prfaas.core.scheduling.link_choice import AbundanceMarks, usable_link
 from prfaas.core.scheduling.parameters import Bounds
 from prfaas.core.scheduling.routing import (
@@ -40,7 +42,9 @@ class RoundRobin:
         decoders = decode_choices(request, view)
         if request.num_tokens <= 1:
             return single_token(request, view, decoders)
-        placements = [each for cluster, decode in decoders for each in _placements(view, cluster, decode)]
+        placements = [
+            each for cluster, decode in decoders for each in _placements(request, view, cluster, decode)
+        ]
         pd, decode, cluster, instance, link = placements[request.ordinal % len(placements)]
         option = prefill_by(request, view, cluster, instance)
         if link is not None:
@@ -54,7 +58,9 @@ class RoundRobin:
 _Placement = tuple[ClusterView, InstanceView, ClusterView, InstanceView, LinkView | None]
 
 
-def _placements(view: View, pd: ClusterView, decode: InstanceView) -> list[_Placement]:
+def _placements(
+    request: RoutingRequest, view: View, pd: ClusterView, decode: InstanceView
+) -> list[_Placement]:
     """(PD cluster, its decode instance, prefill cluster, prefill instance, link between the clusters)."""
     view = view.towards(decode.name)
     here = prefillers(pd, view) or [decode]
@@ -63,6 +69,15 @@ def _placements(view: View, pd: ClusterView, decode: InstanceView) -> list[_Plac
         link = usable_link(view, cluster.name, pd.name) if cluster.kind == "prfaas" else None
         if link is not None:
             far = prefillers(cluster, view)
+            if link.egress_price_per_byte:
+                local = min((prefill_by(request, view, pd, each) for each in here), key=attrgetter("ttft_s"))
+                far = [
+                    each
+                    for each in far
+                    if is_worth_offloading(
+                        request, view, decode, local, prefill_by(request, view, cluster, each), link
+                    )
+                ]
             placements += [(pd, decode, cluster, each, link) for each in far]
     return placements
 

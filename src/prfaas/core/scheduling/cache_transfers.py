@@ -3,6 +3,7 @@
 from prfaas.core.prefix.index import PrefixHit
 from prfaas.core.scheduling.candidates import PooledPrefix, PrefillCandidate, PrefixSource, streamed_s
 from prfaas.core.scheduling.decision import CacheTransfer, RoutingRequest
+from prfaas.core.scheduling.egress import is_worth_its_bytes
 from prfaas.core.scheduling.link_choice import AbundanceMarks, abundant_link
 from prfaas.core.scheduling.routing import PdCandidate
 from prfaas.core.scheduling.tiers import pool_at, reading_s
@@ -48,7 +49,8 @@ def with_cache(
     """The option after the longest cache of another cluster has moved to its instance, if that pays.
 
     Bandwidth must be abundant on a link from there. It must spare at least a tenth of the prefill's tokens, and
-    the bytes, over what is left of the link and after its queue, must take less than the prefill that they spare.
+    the bytes, over what is left of the link and after its queue, must take less than the prefill that they spare, and
+    cost no more than it.
     What a pool holds goes to the pool of the instance's machine, which the instance then loads from.
     A decode instance that prefills itself gets none.
     """
@@ -81,6 +83,10 @@ def with_cache(
     prefill_s = option.cluster.prefill_s(request.num_tokens - tokens)
     if moved_s + load_s >= option.load_s + option.prefill_s - prefill_s:
         return option
+    if link.egress_price_per_byte:
+        spared_s = option.prefill_s - prefill_s
+        if not is_worth_its_bytes(link, kv_bytes, spared_s, option.cluster.instance_price_per_s):
+            return option
     ready_s = option.start_s - option.load_s
     start_s = (ready_s if ready_s > moved_s else moved_s) + load_s
     ttft_s = start_s + prefill_s

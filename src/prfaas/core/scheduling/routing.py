@@ -23,6 +23,7 @@ from prfaas.core.scheduling.candidates import (
 )
 from prfaas.core.scheduling.decision import Decision, Route, RoutingRequest
 from prfaas.core.scheduling.decoders import decode_choices, load_of, slot_free_s, soonest_free
+from prfaas.core.scheduling.egress import is_worth_offloading
 from prfaas.core.scheduling.link_choice import usable_link
 from prfaas.core.scheduling.tiers import hit_tokens
 from prfaas.core.scheduling.view import ClusterView, InstanceView, LinkView, View
@@ -64,6 +65,8 @@ class PdCandidate:
     """The longest prefix of every cluster that holds any, the longest first."""
     is_kept_apart: bool = False
     """There is a PrfaaS instance that could prefill if the decode instance took its KV."""
+    is_too_dear: bool = False
+    """There is a PrfaaS instance with a link, but what it would spare is not worth the price of the bytes."""
 
     def reason_to_stay(self, *, long: bool) -> str:
         """One word for why the request is prefilled here; `long`: although it is longer than the threshold."""
@@ -73,6 +76,8 @@ class PdCandidate:
             return "short"
         if self.remotes:
             return "busy-prfaas"
+        if self.is_too_dear:
+            return "egress-price"
         if self.has_prfaas:
             return "no-link"
         return "incompatible" if self.is_kept_apart else "no-prfaas-instance"
@@ -102,13 +107,30 @@ def lone_pd_candidate(request: RoutingRequest, view: View) -> PdCandidate | None
     if own is None or decode is None or decode.prefills:
         return None
     name = home.name
-    remotes = []
-    for node in far:
-        link = usable_link(view, node.cluster.name, name)
-        if link is not None:
-            remotes.append((node, link))
+    remotes, dear = _linked(request, view, decode, own, far)
     threshold = view.threshold_tokens.get(name, math.inf)
-    return PdCandidate(home, decode, own, "", 0, own.least_wait_s, remotes, bool(far), threshold, [])
+    waits_s = own.least_wait_s
+    return PdCandidate(home, decode, own, "", 0, waits_s, remotes, bool(far), threshold, [], False, dear)
+
+
+def _linked(
+    request: RoutingRequest,
+    view: View,
+    decode: InstanceView,
+    local: PrefillCandidate,
+    far: Sequence[BestCandidate],
+) -> tuple[list[tuple[BestCandidate, LinkView]], bool]:
+    """Those of other clusters that have a link to `decode`, and whether one is left out for its link's price."""
+    remotes, dear = [], False
+    for node in far:
+        link = usable_link(view, node.cluster.name, decode.cluster)
+        if link is None:
+            continue
+        if link.egress_price_per_byte and not is_worth_offloading(request, view, decode, local, node, link):
+            dear = True
+        else:
+            remotes.append((node, link))
+    return remotes, dear
 
 
 def pd_candidate_of(
@@ -121,11 +143,7 @@ def pd_candidate_of(
     """The PD cluster `cluster`, given who would decode there; without `sources`: caches stay where they are."""
     own = prefill.own.get(cluster.name)
     local, reason, held_tokens = _local(request, view, cluster, decode, own)
-    remotes = []
-    for node in prefill.far:
-        link = usable_link(view, node.cluster.name, cluster.name)
-        if link is not None:
-            remotes.append((node, link))
+    remotes, dear = _linked(request, view, decode, local, prefill.far)
     least_wait_s = local.start_s if own is None else own.least_wait_s
     threshold = view.threshold_tokens.get(cluster.name, math.inf)
     far = bool(prefill.far)
@@ -133,7 +151,7 @@ def pd_candidate_of(
     if view.blocked and reason == "no-prefill-instance" and is_kept_apart(view, decode, "pd"):
         reason = "incompatible"
     return PdCandidate(
-        cluster, decode, local, reason, held_tokens, least_wait_s, remotes, far, threshold, [], apart
+        cluster, decode, local, reason, held_tokens, least_wait_s, remotes, far, threshold, [], apart, dear
     )
 
 

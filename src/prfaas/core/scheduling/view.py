@@ -144,6 +144,8 @@ class LinkView:
     pace_bits_per_s: float = math.inf
     """What its senders may send together; infinite: no less than the deployment file says. Above the capacity while
     it is being found out whether the link carries more."""
+    egress_price_per_byte: float = 0.0
+    """In the currency of the deployment file's prices."""
 
     @property
     def utilisation(self) -> float:
@@ -208,6 +210,8 @@ class ClusterView:
     slot_s: float = UNKNOWN_SLOT_S
     """Seconds that an answer keeps its decode slot on one of them, as the latest answers did
     (`decoders.learnt_slot_s`)."""
+    instance_price_per_s: float = 0.0
+    """What one instance costs, in the currency of the deployment file's prices."""
 
 
 @dataclass(slots=True)

@@ -120,6 +120,12 @@ def _setups(deployment: PlannedDeployment, plan: Plan) -> "Table":
         "TTFT mean / P90": [_pair(point.ttft_mean_s, point.ttft_p90_s) for point in points],
         f"  with queues at {estimate.load:.0%} (estimate)": [_pair(estimate.mean_s, estimate.p90_s)],
         "cost per million tokens": [None if cost is None else f"{cost.per_million_tokens:.4g}"],
+        "egress per hour": [
+            None if cost is None or not cost.egress_per_hour else f"{cost.egress_per_hour:.4g}"
+        ],
+        "egress break-even (per GB)": [
+            None if plan.egress_break_even_per_gb is None else f"{plan.egress_break_even_per_gb:.3g}"
+        ],
     }
     table = _table(f"{deployment.name}: {deployment.kv_model.name}", "optimum", *baselines)
     for name, cells in rows.items():
@@ -197,6 +203,19 @@ def _notes(plan: Plan) -> list[str]:
         f"is {plan.lambda_max_by_length:.4g} req/s. TTFT is the time of prefill without waiting.",
         "Instances are PrfaaS + PD prefill + PD decode, in a column without PrfaaS the latter two.",
     ]
+    cheapest = plan.cheapest
+    if cheapest is not None and plan.cost is not None:
+        point = cheapest.point
+        threshold = (
+            f"with a threshold of {_tokens(point.threshold_tokens)} tokens"
+            if point.offloaded_fraction > 0
+            else "without offloading"
+        )
+        notes.append(
+            f"With this price of egress a request costs the least {threshold} and {_instances(point)} instances: "
+            f"{cheapest.cost.per_million_requests:,.0f} per million requests at {point.lambda_max:.3g} req/s, "
+            f"where the optimum's cost {plan.cost.per_million_requests:,.0f}."
+        )
     if plan.bound_gap > _LEAST_GAP:
         notes.append(f"The search stopped early: the true optimum may be up to {plan.bound_gap:.1%} higher.")
     return notes

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from prfaas.core.deployment import ControlConfig, PlannedCluster, PlannedDeployment, Slo
@@ -11,6 +11,7 @@ from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import PlanProblem, best_operation, problem_of
 from prfaas.core.scheduling import ClusterView, InstanceView, KvFacts, LinkView, View
 from prfaas.core.scheduling.threshold import ThresholdOptimiser
+from prfaas.core.units import GB
 from prfaas.lab.simulator.capacity import CapacityProcess, Constant, Interrupted
 from prfaas.lab.simulator.machine_pool import PoolOptions
 
@@ -35,6 +36,8 @@ class SimulatedCluster:
     """Requests that decode together on one instance; the others wait."""
     prefill_concurrency: int = 1
     """Prefills that share an instance's time evenly, as chunked prefill can; 1: first come, first served."""
+    instance_price_per_hour: float = 0.0
+    """In the currency of the deployment's prices; 0 where it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,8 @@ class SimulatedLink:
     rtt_s: float = 0.0
     transfer_limit_bits_per_s: float = math.inf
     """What one transfer gets at most, however empty the link is: what its connections can carry."""
+    egress_per_gb: float = 0.0
+    """What 10^9 bytes over it cost, in the currency of the deployment's prices."""
 
     @property
     def name(self) -> str:
@@ -237,7 +242,11 @@ def scenario_of(
     return Scenario(
         name=planned.name,
         clusters=tuple(
-            _cluster(cluster, prefill, problem, prefill_concurrency) for cluster in planned.clusters
+            replace(
+                _cluster(cluster, prefill, problem, prefill_concurrency),
+                instance_price_per_hour=planned.prices.get(cluster.hardware, 0.0) * cluster.gpus_per_instance,
+            )
+            for cluster in planned.clusters
         ),
         links=tuple(
             SimulatedLink(
@@ -247,6 +256,7 @@ def scenario_of(
                 processes.get(link.name, Constant(link.bandwidth_bits_per_s)),
                 link.rtt_s,
                 link.transfer_limit_bits_per_s,
+                link.egress_per_gb,
             )
             for link in planned.links
         ),
@@ -338,6 +348,7 @@ def view_of(scenario: Scenario, kv: KvFacts) -> View:
                 ],
                 cluster.curve.seconds,
                 slot_s=_planned_slot_s(cluster, scenario.output_tokens),
+                instance_price_per_s=cluster.instance_price_per_hour / 3600,
             )
             for cluster in scenario.clusters
         },
@@ -349,6 +360,7 @@ def view_of(scenario: Scenario, kv: KvFacts) -> View:
                 rtt_s=link.rtt_s,
                 # The view is always kept up to date: `MonitoredLink.look`.
                 seen_s=float("inf"),
+                egress_price_per_byte=link.egress_per_gb / GB,
             )
             for link in scenario.links
         },

@@ -22,6 +22,7 @@ from prfaas.core.scheduling import (
     make_policy,
 )
 from prfaas.core.scheduling.threshold import ClusterFacts, LinkFacts, prefill_instances, problem_now
+from prfaas.core.units import GB
 from prfaas.core.workload import LengthDistribution
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
@@ -88,12 +89,18 @@ def view_of(
                 ],
                 curves[cluster.name].seconds,
                 slot_s=_usual_slot_s(deployment, cluster) if cluster.kind == "pd" else 0.0,
+                instance_price_per_s=cluster.instance_price_per_hour / 3600,
             )
             for cluster in deployment.clusters
         },
         links={
             (link.source, link.target): LinkView(
-                link.source, link.target, link.bandwidth_bits_per_s, drained_s=now_s, seen_s=now_s
+                link.source,
+                link.target,
+                link.bandwidth_bits_per_s,
+                drained_s=now_s,
+                seen_s=now_s,
+                egress_price_per_byte=link.egress_per_gb / GB,
             )
             for link in deployment.links
         },

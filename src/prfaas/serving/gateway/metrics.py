@@ -114,6 +114,14 @@ class Metrics:
             "KV bytes moved to prefill instances before they prefilled.",
             registry=registry,
         )
+        self.egress_cost = CachedLabels(
+            Counter(
+                "prfaas_gateway_egress_cost",
+                "What KV bytes over a link cost, in the currency of the deployment file's prices.",
+                ("link",),
+                registry=registry,
+            )
+        )
         self.decode_failures = CachedLabels(
             Counter(
                 "prfaas_gateway_decode_failures",

@@ -10,6 +10,7 @@ from prfaas.core.deployment import Deployment
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.control_plane import PrefillWork
+from prfaas.serving.gateway.egress_bill import EgressBill
 from prfaas.serving.gateway.kv_transfer import MovedPrefix, StartedTransfer, TransferDone, TransferSpec
 from prfaas.serving.gateway.prefill_hop import INCOMPATIBLE, HopFailedError, PrefillHop
 from prfaas.serving.gateway.prefix_moves import PrefixMoves
@@ -48,6 +49,7 @@ class PrefillOrchestrator:
         self._lead_s = deployment.transfer.decode_lead_s
         self._plane = context.plane
         self._metrics = context.metrics
+        self._bill = EgressBill(deployment, context.metrics)
         self._staging_bytes = {
             instance.name: deployment.engine.staging_bytes * instance.tensor_parallel
             for instance in deployment.instances
@@ -290,6 +292,7 @@ class PrefillOrchestrator:
         metrics.prefill_seconds.labels(route).observe(done.prefill_s)
         metrics.transfer_seconds.labels(route).observe(done.transfer_s)
         metrics.transferred_bytes.labels(route).inc(done.moved.total_bytes)
+        self._bill.add(decision.prefill, decision.decode, done.moved.total_bytes)
         metrics.overlapped_bytes.labels(route).inc(done.moved.overlapped_bytes)
         request.record.took("prefill", done.prefill_s)
         request.record.took("transfer", done.transfer_s)

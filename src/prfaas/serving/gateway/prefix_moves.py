@@ -6,6 +6,7 @@ from dataclasses import replace
 from prfaas.core.deployment import Deployment
 from prfaas.core.scheduling import CacheTransfer, Decision
 from prfaas.serving.gateway.context import GatewayContext
+from prfaas.serving.gateway.egress_bill import EgressBill
 from prfaas.serving.gateway.kv_transfer import MovedPrefix, TransferDone, TransferredBytes, TransferSpec
 from prfaas.serving.gateway.prefill_hop import HopFailedError, PrefillHop
 from prfaas.serving.gateway.request import ServingRequest, Tenants, TokenizedPrompt
@@ -30,6 +31,7 @@ class PrefixMoves:
         self._tenants = tenants
         self._plane = context.plane
         self._metrics = context.metrics
+        self._bill = EgressBill(deployment, context.metrics)
         self._staging_bytes = {
             instance.name: deployment.engine.staging_bytes * instance.tensor_parallel
             for instance in deployment.instances
@@ -79,6 +81,7 @@ class PrefixMoves:
         if result.reason:
             request.record.note(f"a prefix of pool {wanted.source} did not come whole: {result.reason}")
         self._note(request, result.outcome, result.copied_bytes)
+        self._bill.add(wanted.source, pool.name, result.copied_bytes)
         request.record.took("cache_transfer", time.perf_counter() - begun_s)
         return result
 
@@ -113,6 +116,7 @@ class PrefixMoves:
         self._note(request, outcome, 0 if done is None else done.moved.total_bytes)
         if done is not None:
             request.record.prefix_moved = done.moved
+            self._bill.add(wanted.source, decision.prefill, done.moved.total_bytes)
             request.record.took("cache_transfer", done.transfer_s)
         return done
 

@@ -1,0 +1,119 @@
+"""What egress costs, where the advantage is gone, and the operation that costs the least per request."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prfaas.core.deployment import load_planned
+from prfaas.core.planner import Plan, PlanError, PlanLink, PlanProblem, make_plan, problem_of
+from prfaas.core.planner.cost import cheapest_operation, cost_at
+from prfaas.core.planner.two_clusters import best_point
+
+from .problems import bandwidths, paper_problem
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def priced(problem: PlanProblem, per_gb: float) -> PlanProblem:
+    return replace(problem, links=tuple(replace(link, egress_per_gb=per_gb) for link in problem.links))
+
+
+def plan_at(per_gb: float) -> Plan:
+    return make_plan(
+        problem_of(load_planned(EXAMPLES / "paper.yaml", changes={"prices.egress_per_gb": per_gb}))
+    )
+
+
+def test_where_the_advantage_of_the_case_study_is_gone() -> None:
+    """0.0036 per GB, if an H20-hour costs 1. By hand from the plan's printed numbers:
+
+    - The deployment costs 32 · 2 + 64 · 1 = 128 per hour and carries 3.259 requests/s.
+    - 96 H20 alone carry 2.11 requests/s for 96 per hour. The same 3.259 cost 96 · 3.259 / 2.11 = 148.3 per hour.
+      So 148.3 − 128 = 20.3 per hour is the advantage: 148.3 / 128 = 1.16.
+    - The link carries 12.43 Gbit/s: 12.43 / 8 · 3600 = 5,594 GB per hour.
+    - 20.3 / 5,594 = 0.0036.
+    """
+    plan = plan_at(0.0)
+    assert plan.optimum.egress_bits_per_s == pytest.approx(12.43e9, rel=1e-3)
+    assert plan.equal_cost_ratio == pytest.approx(1.16, abs=0.005)
+    by_hand = (96 * 3.259 / 2.11 - 128) / (12.43 / 8 * 3600)
+    assert plan.egress_break_even_per_gb == pytest.approx(by_hand, rel=0.01)
+    assert plan.egress_break_even_per_gb == pytest.approx(0.003626, rel=1e-3)
+
+
+def test_at_the_break_even_price_the_same_money_does_the_same_without_prfaas() -> None:
+    free = plan_at(0.0)
+    assert free.egress_break_even_per_gb is not None
+    plan = plan_at(free.egress_break_even_per_gb)
+    assert plan.equal_cost_ratio == pytest.approx(1.0)
+    assert plan.egress_break_even_per_gb == pytest.approx(free.egress_break_even_per_gb)
+    assert plan.optimum == free.optimum
+    assert "Worth it" in free.verdict and "Not worth it" in plan.verdict
+
+
+def test_cost_counts_egress() -> None:
+    """At 0.002 per GB: 12.43 / 8 · 3600 · 0.002 = 11.2 per hour on top of 128."""
+    plan = plan_at(0.002)
+    assert plan.cost is not None
+    assert plan.cost.egress_per_hour == pytest.approx(11.18, rel=1e-3)
+    assert plan.cost.per_hour == pytest.approx(128 + 11.18, rel=1e-3)
+    requests_per_hour = plan.optimum.lambda_max * 3600
+    assert plan.cost.per_million_requests == pytest.approx(plan.cost.per_hour / requests_per_hour * 1e6)
+    assert plan.homogeneous.cost_ratio == pytest.approx(plan.cost.per_hour / 96)
+    # 17 instances of 8 H20 for 139 per hour.
+    assert plan.homogeneous_equal_cost is not None and plan.homogeneous_equal_cost.instances == 17
+    # Whoever sends everything pays more for egress than the optimum.
+    assert plan.naive is not None and plan.naive.cost_ratio is not None and plan.naive.cost_ratio < 1
+    assert "1.07 times at equal cost with egress at 11.2 per hour" in plan.verdict
+    assert plan.verdict.endswith("The advantage is gone where egress costs 0.00363 per GB.")
+
+
+def test_each_link_has_its_price() -> None:
+    problem = problem_of(load_planned(EXAMPLES / "multi.yaml", changes={"links[0].egress_per_gb": 0.01}))
+    plan = make_plan(problem)
+    carried = {link.name: link.egress_bits_per_s for link in plan.optimum.links}
+    assert plan.cost is not None
+    assert plan.cost.egress_per_hour == pytest.approx(carried["east->tokyo"] / 8e9 * 3600 * 0.01)
+    assert plan.cheapest is None  # more than two clusters
+
+
+def test_nothing_is_said_about_egress_where_nothing_is_known() -> None:
+    without_prices = make_plan(replace(paper_problem(), prices={}))
+    assert without_prices.egress_break_even_per_gb is None and without_prices.cheapest is None
+    assert make_plan(paper_problem(prfaas=0)).egress_break_even_per_gb is None
+    assert make_plan(paper_problem()).cheapest is None
+
+
+def test_a_deployment_that_is_too_dear_has_no_advantage_to_lose() -> None:
+    plan = make_plan(replace(paper_problem(), prices={"h200": 9.0, "h20": 1.0}))
+    assert plan.egress_break_even_per_gb == 0.0
+
+
+def test_a_price_below_zero_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"a price of egress is 0 or more, not -1\.0 on east->home"):
+        replace(paper_problem(), links=(PlanLink("east", "home", 1e11, -1.0),))
+
+
+def test_where_egress_is_dear_the_cheapest_way_is_not_to_offload() -> None:
+    """0.5 per GB and 0.96 GB per offloaded prompt, which spares 12 s of 8 H20: 0.027."""
+    cheapest = cheapest_operation(priced(paper_problem(), 0.5), "mean length")
+    assert cheapest is not None
+    assert cheapest.point.offloaded_fraction == 0 and cheapest.cost.egress_per_hour == 0
+
+
+@settings(deadline=None, max_examples=25)
+@given(bandwidths, st.floats(1e-5, 1.0), st.integers(1, 6), st.integers(2, 9))
+def test_the_cheapest_operation_costs_least_and_never_sends_more(
+    bits_per_s: float, per_gb: float, prfaas: int, pd: int
+) -> None:
+    problem = priced(paper_problem(bits_per_s=bits_per_s, prfaas=prfaas, pd=pd), per_gb)
+    optimum = best_point(problem)
+    cost, cheapest = cost_at(problem, optimum), cheapest_operation(problem, "mean length")
+    assert cost is not None and cheapest is not None
+    assert cheapest.cost.per_million_requests <= cost.per_million_requests * (1 + 1e-9)
+    sent, most = (point.egress_bits_per_s / point.lambda_max for point in (cheapest.point, optimum))
+    assert sent <= most * (1 + 1e-9)
+    assert cheapest.point.lambda_max <= optimum.lambda_max * (1 + 1e-9)
