@@ -1,11 +1,14 @@
 """Long-term allocation (section 3.4.3): one PD instance at a time changes between prefill and decode."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from prfaas.core.deployment import Role
-from prfaas.core.planner import PlanProblem, ServiceModel
+from prfaas.core.planner import PlanError, PlanProblem, ServiceModel
 from prfaas.core.planner.fixed_roles import best_roles, rate_with_roles
+from prfaas.core.planner.role_latency import QueueingModel, RoleLatency, latency_with_roles
 
 COOL_DOWN_PERIODS = 2
 """After a conversion the queues need this many evaluations to show what it did."""
@@ -64,7 +67,7 @@ class PdLoad:
 class Conversion:
     """`instance` of a PD cluster goes to `to_role` once its present work is done.
 
-    Rates are Λ_max of the whole deployment in requests per second, for the observed traffic and the best thresholds.
+    Rates are Λ_max of the whole deployment in requests per second, for the expected traffic and the best thresholds.
     """
 
     cluster: str
@@ -77,14 +80,50 @@ class Conversion:
     """After this conversion."""
     rate_best: float
     """With the best roles of all."""
+    ttft_before_s: float | None = None
+    """Predicted with the roles as they are; infinite where they cannot carry the traffic; None: throughput decided."""
+    ttft_best_s: float | None = None
+    """Predicted with the best roles."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedLoad:
+    """What arrives while the roles are those that are chosen now."""
+
+    requests_per_s: float
+    queues: QueueingModel = field(default_factory=QueueingModel)
+    is_forecast: bool = False
+    """Whether it is a forecast, not what was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleOutlook:
+    """What an evaluation of the roles found."""
+
+    aim: Literal["latency", "throughput"]
+    """Throughput where the expected traffic is more than any roles can carry with a margin, or is not known."""
+    now: RoleLatency | None
+    """Predicted with the roles as they are."""
+    best: RoleLatency | None
+    """Of those that were looked at, the roles with the shortest TTFT within the margin; None without any."""
+    requests_per_s: float | None
+    is_forecast: bool
 
 
 @dataclass(slots=True)
 class Allocator:
-    """Restores Eq. 7 and 8 when the traffic has changed for long.
+    """Chooses the roles with the shortest predicted TTFT, and restores Eq. 7 and 8 under overload.
 
-    An instance of a PD cluster changes its role if, at `persist` evaluations in a row,
-    - the planner's best roles for the observed traffic have more instances in that role, and Λ_max would rise by
+    At the traffic that is expected, roles that leave no stage fuller than `limit` are compared by their predicted
+    mean TTFT. Those next to the present ones are looked at; with one PD cluster all. An instance of a PD cluster
+    changes its role towards the best if, at `persist` evaluations in a row,
+    - the TTFT with the best roles is shorter by more than `gain`, or the present roles are over the limit;
+    - the conversion itself makes it no longer;
+    - the giving side is not the full one by what is measured.
+    A conversion that takes back the last one needs `persist_back` evaluations: what moved roles to and fro was noise.
+
+    Where no roles are within the limit, or nothing is known of the rate, throughput decides:
+    - the planner's best roles for the expected traffic have more instances in that role, and Λ_max would rise by
       more than `margin` with them, or they are at least two instances away and it would rise at all; the single
       conversion may not lower it;
     - what was measured says the same: the side that gets the instance is the busier one, by `lead` of utilisation
@@ -94,44 +133,140 @@ class Allocator:
     Then nothing for `cool_down_s`, and never while an instance is still draining. Both roles keep at least one
     instance. Of the giving role the least busy healthy instance goes, ties by name. Clusters where some instance has
     both roles at once have nothing to convert, and stay.
-    Costs under 1 ms for two clusters, up to a second for many (a mixed-integer programme): run it beside an event
-    loop.
+    Costs some milliseconds for two clusters, up to seconds for many (a mixed-integer programme): run it beside an
+    event loop.
     """
 
     persist: int = 3
+    persist_back: int = 10
     cool_down_s: float = 120.0
     margin: float = 0.05
     lead: float = 0.05
     least: float = 0.3
+    limit: float = 0.95
+    gain: float = 0.1
     service: ServiceModel = "mean length"
+    outlook: RoleOutlook | None = field(default=None, init=False)
+    """Of the last evaluation; None while there was nothing to choose."""
     _agreed: dict[tuple[str, Role], int] = field(default_factory=dict, init=False)
     _last_s: float = field(default=float("-inf"), init=False)
+    _last: tuple[str, Role] | None = field(default=None, init=False)
 
-    def decide(self, loads: Sequence[PdLoad], problem: PlanProblem, now_s: float) -> Conversion | None:
+    def lead_s(self, period_s: float, drain_s: float) -> float:
+        """From an evaluation until a role that it is the first to want is there."""
+        return (self.persist - 1) * period_s + drain_s
+
+    def decide(
+        self,
+        loads: Sequence[PdLoad],
+        problem: PlanProblem,
+        now_s: float,
+        expected: ExpectedLoad | None = None,
+    ) -> Conversion | None:
         """One evaluation; call it periodically, with the loads since the call before.
 
-        `problem`: the deployment now, its PD clusters with as many instances as are healthy. PD clusters that it does
-        not have are left alone.
+        `problem`: the deployment now with the traffic that is expected, its PD clusters with as many instances as are
+        healthy. PD clusters that it does not have are left alone. `expected`: None leaves only throughput.
         """
+        self.outlook = None
         planned = {pd.name: pd.instances for pd in problem.pd}
         known = [load for load in loads if _is_divided(load) and planned.get(load.cluster) == _healthy(load)]
         if len(known) < len(planned) or _is_changing(loads):
             self._agreed.clear()
             return None
-        wanted = self._wanted(known, problem)
+        wanted = self._sooner(known, problem, expected)
+        if wanted is None:
+            wanted = self._wanted(known, problem)
         self._agreed = {key: self._agreed.get(key, 0) + 1 for key in wanted}
         if now_s - self._last_s < self.cool_down_s:
             return None
-        ready = [conversion for key, conversion in wanted.items() if self._agreed[key] >= self.persist]
+        ready = [
+            conversion for key, conversion in wanted.items() if self._agreed[key] >= self._needed(key)
+        ]
         if not ready:
             return None
         best = max(ready, key=lambda conversion: conversion.rate_after)
         self._agreed.clear()
         self._last_s = now_s
+        self._last = best.cluster, best.to_role
         return best
 
+    def _needed(self, key: tuple[str, Role]) -> int:
+        """Evaluations in a row."""
+        cluster, role = key
+        takes_back = self._last is not None and self._last[0] == cluster and self._last[1] != role
+        return max(self.persist_back, self.persist) if takes_back else self.persist
+
+    def _sooner(
+        self, loads: Sequence[PdLoad], problem: PlanProblem, expected: ExpectedLoad | None
+    ) -> dict[tuple[str, Role], Conversion] | None:
+        """What would shorten the TTFT; None where throughput is to decide."""
+        roles = {load.cluster: len(load.able("prefill")) for load in loads}
+        self.outlook = RoleOutlook("throughput", None, None, None, False)
+        if expected is None or expected.requests_per_s <= 0:
+            return None
+        now = self._latency(problem, roles, expected)
+        options = [self._latency(problem, each, expected) for each in _options(loads, roles)]
+        within = [each for each in (now, *options) if each is not None and each.utilisation <= self.limit]
+        # The present roles win ties.
+        best = min(within, key=lambda each: each.ttft_s, default=None)
+        aim: Literal["latency", "throughput"] = "throughput" if best is None else "latency"
+        self.outlook = RoleOutlook(aim, now, best, expected.requests_per_s, expected.is_forecast)
+        if best is None:
+            return None
+        if now is not None and now.utilisation <= self.limit and best.ttft_s >= now.ttft_s * (1 - self.gain):
+            return {}
+        wanted: dict[tuple[str, Role], Conversion] = {}
+        for load in loads:
+            missing = best.prefill[load.cluster] - roles[load.cluster]
+            role: Role = "prefill" if missing > 0 else "decode"
+            if missing == 0 or self._is_spared(load, role):
+                continue
+            step = {**roles, load.cluster: roles[load.cluster] + (1 if missing > 0 else -1)}
+            after = self._latency(problem, step, expected)
+            if after is None or not _is_no_worse(after, now):
+                continue
+            wanted[load.cluster, role] = self._conversion(load, role, problem, roles, step, now, best, expected)
+        return wanted
+
+    def _conversion(
+        self,
+        load: PdLoad,
+        role: Role,
+        problem: PlanProblem,
+        roles: Mapping[str, int],
+        step: Mapping[str, int],
+        now: RoleLatency | None,
+        best: RoleLatency,
+        expected: ExpectedLoad,
+    ) -> Conversion:
+        before_s = math.inf if now is None else now.ttft_s
+        why = "forecast" if expected.is_forecast else "measured"
+        reason = (
+            f"mean TTFT {best.ttft_s:.3g} s in place of {before_s:.3g} s at {expected.requests_per_s:.3g} req/s "
+            f"({why}): {roles[load.cluster]} prefill, best {best.prefill[load.cluster]}"
+        )
+        rates = [rate_with_roles(problem, each, self.service) for each in (roles, step, best.prefill)]
+        return Conversion(
+            load.cluster, _spare(load, role), role, reason, rates[0], rates[1], rates[2], before_s, best.ttft_s
+        )
+
+    def _latency(
+        self, problem: PlanProblem, roles: Mapping[str, int], expected: ExpectedLoad
+    ) -> RoleLatency | None:
+        try:
+            return latency_with_roles(problem, roles, expected.requests_per_s, expected.queues)
+        except PlanError:
+            return None
+
+    def _is_spared(self, load: PdLoad, role: Role) -> bool:
+        """Whether the side that would give an instance to `role` is the full one by what is measured."""
+        prefill = load.prefill.pressure(len(load.able("prefill")))
+        decode = load.decode.pressure(len(load.able("decode")))
+        return decode >= _FULL if role == "prefill" else prefill >= _FULL > decode
+
     def _wanted(self, loads: Sequence[PdLoad], problem: PlanProblem) -> dict[tuple[str, Role], Conversion]:
-        """What planner and measurements agree on now."""
+        """What planner and measurements agree on now, for throughput."""
         busier = {load.cluster: self._busier(load) for load in loads}
         if not any(busier.values()):
             return {}
@@ -153,11 +288,9 @@ class Allocator:
             after = rate_with_roles(problem, {**now, load.cluster: step}, self.service)
             if after < before * (1 - _EQUAL):
                 continue
-            giving = load.able("decode" if role == "prefill" else "prefill")
-            instance = min(giving, key=lambda i: (i.busy, i.name))
             reason = f"{role} is the limit: {now[load.cluster]} prefill, best {best[load.cluster]}"
             wanted[load.cluster, role] = Conversion(
-                load.cluster, instance.name, role, reason, before, after, rate_best
+                load.cluster, _spare(load, role), role, reason, before, after, rate_best
             )
         return wanted
 
@@ -171,6 +304,31 @@ class Allocator:
         if prefill >= self.least and prefill >= decode + self.lead:
             return "prefill"
         return None
+
+
+def _options(loads: Sequence[PdLoad], roles: Mapping[str, int]) -> list[dict[str, int]]:
+    """Other roles: one instance away, or any where there is one PD cluster."""
+    if len(loads) == 1:
+        (load,) = loads
+        return [{load.cluster: n} for n in range(1, _healthy(load)) if n != roles[load.cluster]]
+    return [
+        {**roles, load.cluster: n}
+        for load in loads
+        for n in (roles[load.cluster] - 1, roles[load.cluster] + 1)
+        if 1 <= n < _healthy(load)
+    ]
+
+
+def _is_no_worse(after: RoleLatency, now: RoleLatency | None) -> bool:
+    if now is None or now.ttft_s == math.inf:
+        return now is None or after.utilisation < now.utilisation or after.ttft_s < math.inf
+    return after.ttft_s <= now.ttft_s
+
+
+def _spare(load: PdLoad, role: Role) -> str:
+    """The least busy healthy instance of the other role, ties by name."""
+    giving = load.able("decode" if role == "prefill" else "prefill")
+    return min(giving, key=lambda instance: (instance.busy, instance.name)).name
 
 
 def _is_divided(load: PdLoad) -> bool:

@@ -5,8 +5,11 @@ from typing import Any
 
 from prfaas.core.deployment import Role
 from prfaas.core.planner import KvSize, PlanError, PlanProblem
-from prfaas.core.scheduling.allocation import COOL_DOWN_PERIODS, Allocator
-from prfaas.core.scheduling.role_drain import DRAIN_CHECK_S, RoleDrain
+from prfaas.core.planner.role_latency import QueueingModel
+from prfaas.core.scheduling.allocation import COOL_DOWN_PERIODS, Allocator, ExpectedLoad
+from prfaas.core.scheduling.forecast import Outlook, foresight_of
+from prfaas.core.scheduling.queue_order import is_shortest_first
+from prfaas.core.scheduling.role_drain import DRAIN_CHECK_S, DRAIN_LIMIT_S, RoleDrain
 from prfaas.core.scheduling.stage_utilisation import InstanceWork, StageUtilisation
 from prfaas.core.scheduling.threshold import (
     SETTLE_S,
@@ -47,6 +50,8 @@ class Conversions:
         self._on_end = on_end
         self.is_busy = False
         self.history: list[dict[str, Any]] = []
+        self.drain_s = DRAIN_LIMIT_S
+        """How long the last one took; the longest before the first."""
 
     def begin(self, instance: str, to_role: Role, reason: str) -> None:
         """Start to convert an instance."""
@@ -65,7 +70,7 @@ class Conversions:
             self._world.events.at(now_s + DRAIN_CHECK_S, self._look, drain)
             return
         self.is_busy = False
-        self.history[-1]["drained_s"] = now_s - drain.since_s
+        self.history[-1]["drained_s"] = self.drain_s = now_s - drain.since_s
         view = drain.instance
         if result != "abandoned":
             view.prefills, view.decodes = drain.to_role == "prefill", drain.to_role == "decode"
@@ -97,7 +102,12 @@ class SlowLoops:
         )
         self._conversions = Conversions(world, on_end=lambda: self.ask("roles"))
         self._kv_bytes = KvSize(scenario.kv_model)
-        self._outputs = (0, 0)
+        self._outlook = Outlook(
+            world.window, scenario.foresight or foresight_of(control.forecast_period_s)
+        )
+        self._queues = QueueingModel(is_shortest_first(world.policy, world.view))
+        self._outputs = (0, 0, 0.0)
+        self._outputs_s = 0.0
         self._output_tokens = scenario.output_tokens
         for link in world.links.values():
             link.on_change = lambda: self.ask("link")
@@ -129,8 +139,9 @@ class SlowLoops:
         lengths = world.window.lengths(now_s)
         if lengths is None or self.is_over:
             return
+        self._learn_outputs()
         try:
-            problem = self._problem(lengths)
+            problem = self._problem(lengths, self._output_tokens)
         except (PlanError, WorkloadError):
             return
         thresholds = world.view.threshold_tokens
@@ -153,21 +164,31 @@ class SlowLoops:
             return
         world = self._world
         now_s = world.events.now_s
-        world.events.at(now_s + self._scenario.control.allocation_period_s, self._allocate)
+        control = self._scenario.control
+        world.events.at(now_s + control.allocation_period_s, self._allocate)
         loads = self._utilisation.loads(now_s)
-        lengths = world.window.lengths(now_s)
-        if lengths is None or self._conversions.is_busy:
+        self._learn_outputs()
+        allocator, means_s = self._allocator, now_s - self._outputs_s
+        expected = self._outlook.expect(
+            self._output_tokens, means_s, now_s, allocator.lead_s(control.allocation_period_s, self._conversions.drain_s)
+        )
+        if expected is None or self._conversions.is_busy:
             return
+        means = expected.means
         try:
-            conversion = self._allocator.decide(loads, self._problem(lengths), now_s)
+            conversion = allocator.decide(
+                loads,
+                self._problem(expected.lengths, means.output_tokens),
+                now_s,
+                ExpectedLoad(means.requests_per_s, self._queues, expected.is_forecast),
+            )
         except (PlanError, WorkloadError):
             return
         if conversion is not None:
             self._conversions.begin(conversion.instance, conversion.to_role, conversion.reason)
 
-    def _problem(self, lengths: LengthDistribution) -> PlanProblem:
+    def _problem(self, lengths: LengthDistribution, output_tokens: float) -> PlanProblem:
         world = self._world
-        self._learn_outputs()
         clusters = []
         for cluster in self._scenario.clusters:
             view = world.view.clusters[cluster.name]
@@ -182,11 +203,12 @@ class SlowLoops:
             LinkFacts(link.source, link.target, link.capacity_bits_per_s if link.up else 0.0)
             for link in world.view.links.values()
         ]
-        return problem_now(clusters, links, lengths, self._output_tokens, self._kv_bytes)
+        return problem_now(clusters, links, lengths, output_tokens, self._kv_bytes)
 
     def _learn_outputs(self) -> None:
-        done, tokens = self._outputs
-        answers = self._world.done - done
+        done, tokens, at_s = self._outputs
+        answers, now_s = self._world.done - done, self._world.events.now_s
         if answers >= _ENOUGH_OUTPUTS:
             self._output_tokens = max((self._world.done_tokens - tokens) / answers, 1.0)
-            self._outputs = (self._world.done, self._world.done_tokens)
+            self._outputs_s = (at_s + now_s) / 2
+            self._outputs = (self._world.done, self._world.done_tokens, now_s)
