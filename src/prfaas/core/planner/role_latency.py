@@ -50,8 +50,9 @@ def latency_with_roles(
 
     Every prefill pool is M/G/k and every PD cluster's decode slots are M/G/c: the wait of M/M/k (Erlang C) times
     (1 + C²) / 2 (Allen, Probability, Statistics and Queueing Theory, 1990: the Allen-Cunneen approximation).
-    Where short prefills go first, a pool's mean wait is that times (1 − ρ) · E[1 / (1 − ρ(T))²], ρ(T) being the
-    pool's utilisation by what is shorter than T (Phipps 1956 for one server; Cobham 1954 has the same form for more).
+    Where short prefills go first, a pool's mean wait is that times (1 − ρ) · E[1 / ((1 − ρ(<T)) (1 − ρ(≤T)))], ρ(≤T)
+    being the pool's utilisation by what is no longer than T (Cobham, Priority Assignment in Waiting Line Problems,
+    1954, with every length its own priority; Phipps 1956).
     Links are stages that can be full, but no queues: transfers overlap their prefill. Policies that balance queues
     wait less than behind a threshold that stays, so a prediction is rather too long.
 
@@ -116,9 +117,9 @@ def _shortest_first_factor(pool: PrefillPoolLoad, requests_per_s: float) -> floa
     order = np.argsort(pool.seconds)
     weights = pool.weights[order]
     loads = requests_per_s * weights * pool.seconds[order] / pool.instances
-    # Of equal ones half are ahead.
-    shorter = np.cumsum(loads) - loads / 2
-    return float((weights / share / (1 - shorter) ** 2).sum() * (1 - loads.sum()))
+    with_equal = np.cumsum(loads)
+    left = (1 - with_equal) * (1 - (with_equal - loads))
+    return float((weights / share / left).sum() * (1 - loads.sum()))
 
 
 def _decode_wait_s(requests_per_s: float, full_rate: float, answer_s: float, queues: QueueingModel) -> float:

@@ -120,7 +120,7 @@ class Allocator:
     - the TTFT with the best roles is shorter by more than `gain`, or the present roles are over the limit;
     - the conversion itself makes it no longer;
     - the giving side is not the full one by what is measured.
-    A conversion that takes back the last one needs `persist_back` evaluations: what moved roles to and fro was noise.
+    To take back its last conversion a cluster needs `gain_back` while the present roles are within the limit.
 
     Where no roles are within the limit, or nothing is known of the rate, throughput decides:
     - the planner's best roles for the expected traffic have more instances in that role, and Λ_max would rise by
@@ -138,19 +138,19 @@ class Allocator:
     """
 
     persist: int = 3
-    persist_back: int = 10
     cool_down_s: float = 120.0
     margin: float = 0.05
     lead: float = 0.05
     least: float = 0.3
     limit: float = 0.95
     gain: float = 0.1
+    gain_back: float = 0.25
     service: ServiceModel = "mean length"
     outlook: RoleOutlook | None = field(default=None, init=False)
     """Of the last evaluation; None while there was nothing to choose."""
     _agreed: dict[tuple[str, Role], int] = field(default_factory=dict, init=False)
     _last_s: float = field(default=float("-inf"), init=False)
-    _last: tuple[str, Role] | None = field(default=None, init=False)
+    _last: dict[str, Role] = field(default_factory=dict, init=False)
 
     def lead_s(self, period_s: float, drain_s: float) -> float:
         """From an evaluation until a role that it is the first to want is there."""
@@ -180,22 +180,14 @@ class Allocator:
         self._agreed = {key: self._agreed.get(key, 0) + 1 for key in wanted}
         if now_s - self._last_s < self.cool_down_s:
             return None
-        ready = [
-            conversion for key, conversion in wanted.items() if self._agreed[key] >= self._needed(key)
-        ]
+        ready = [conversion for key, conversion in wanted.items() if self._agreed[key] >= self.persist]
         if not ready:
             return None
         best = max(ready, key=lambda conversion: conversion.rate_after)
         self._agreed.clear()
         self._last_s = now_s
-        self._last = best.cluster, best.to_role
+        self._last[best.cluster] = best.to_role
         return best
-
-    def _needed(self, key: tuple[str, Role]) -> int:
-        """Evaluations in a row."""
-        cluster, role = key
-        takes_back = self._last is not None and self._last[0] == cluster and self._last[1] != role
-        return max(self.persist_back, self.persist) if takes_back else self.persist
 
     def _sooner(
         self, loads: Sequence[PdLoad], problem: PlanProblem, expected: ExpectedLoad | None
@@ -214,13 +206,13 @@ class Allocator:
         self.outlook = RoleOutlook(aim, now, best, expected.requests_per_s, expected.is_forecast)
         if best is None:
             return None
-        if now is not None and now.utilisation <= self.limit and best.ttft_s >= now.ttft_s * (1 - self.gain):
-            return {}
+        is_within = now is not None and now.utilisation <= self.limit
+        gained = 1 - best.ttft_s / now.ttft_s if now is not None and is_within else 1.0
         wanted: dict[tuple[str, Role], Conversion] = {}
         for load in loads:
             missing = best.prefill[load.cluster] - roles[load.cluster]
             role: Role = "prefill" if missing > 0 else "decode"
-            if missing == 0 or self._is_spared(load, role):
+            if missing == 0 or gained <= self._needed_gain(load, role) or self._is_full(load, role):
                 continue
             step = {**roles, load.cluster: roles[load.cluster] + (1 if missing > 0 else -1)}
             after = self._latency(problem, step, expected)
@@ -259,7 +251,11 @@ class Allocator:
         except PlanError:
             return None
 
-    def _is_spared(self, load: PdLoad, role: Role) -> bool:
+    def _needed_gain(self, load: PdLoad, role: Role) -> float:
+        is_back = self._last.get(load.cluster, role) != role
+        return max(self.gain, self.gain_back) if is_back else self.gain
+
+    def _is_full(self, load: PdLoad, role: Role) -> bool:
         """Whether the side that would give an instance to `role` is the full one by what is measured."""
         prefill = load.prefill.pressure(len(load.able("prefill")))
         decode = load.decode.pressure(len(load.able("decode")))

@@ -1,6 +1,7 @@
 """The slow timescale: thresholds searched again and roles changed, by the live system's own optimisers."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prfaas.core.deployment import Role
@@ -83,6 +84,16 @@ class Conversions:
 _ENOUGH_OUTPUTS = 20
 
 
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """Totals of the answers so far: how many, their tokens, and the squares of those."""
+
+    at_s: float = 0.0
+    count: int = 0
+    tokens: int = 0
+    squares: int = 0
+
+
 class SlowLoops:
     """Does what `control.thresholds` and `control.allocating` do, as often, until `is_over`."""
 
@@ -106,8 +117,8 @@ class SlowLoops:
             world.window, scenario.foresight or foresight_of(control.forecast_period_s)
         )
         self._queues = QueueingModel(is_shortest_first(world.policy, world.view))
-        self._outputs = (0, 0, 0.0)
-        self._outputs_s = 0.0
+        self._answers = _Answers()
+        self._answers_at_s = 0.0
         self._output_tokens = scenario.output_tokens
         for link in world.links.values():
             link.on_change = lambda: self.ask("link")
@@ -168,15 +179,13 @@ class SlowLoops:
         world.events.at(now_s + control.allocation_period_s, self._allocate)
         loads = self._utilisation.loads(now_s)
         self._learn_outputs()
-        allocator, means_s = self._allocator, now_s - self._outputs_s
-        expected = self._outlook.expect(
-            self._output_tokens, means_s, now_s, allocator.lead_s(control.allocation_period_s, self._conversions.drain_s)
-        )
+        lead_s = self._allocator.lead_s(control.allocation_period_s, self._conversions.drain_s)
+        expected = self._outlook.expect(self._output_tokens, now_s - self._answers_at_s, now_s, lead_s)
         if expected is None or self._conversions.is_busy:
             return
         means = expected.means
         try:
-            conversion = allocator.decide(
+            conversion = self._allocator.decide(
                 loads,
                 self._problem(expected.lengths, means.output_tokens),
                 now_s,
@@ -206,9 +215,15 @@ class SlowLoops:
         return problem_now(clusters, links, lengths, output_tokens, self._kv_bytes)
 
     def _learn_outputs(self) -> None:
-        done, tokens, at_s = self._outputs
-        answers, now_s = self._world.done - done, self._world.events.now_s
-        if answers >= _ENOUGH_OUTPUTS:
-            self._output_tokens = max((self._world.done_tokens - tokens) / answers, 1.0)
-            self._outputs_s = (at_s + now_s) / 2
-            self._outputs = (self._world.done, self._world.done_tokens, now_s)
+        now_s, answers = self._world.events.now_s, self._answers
+        seen = _Answers(now_s, self._world.done, self._world.done_tokens, self._world.done_squares)
+        count, tokens = seen.count - answers.count, seen.tokens - answers.tokens
+        if count < _ENOUGH_OUTPUTS:
+            return
+        self._answers = seen
+        self._answers_at_s = (answers.at_s + now_s) / 2
+        self._output_tokens = max(tokens / count, 1.0)
+        squares = (seen.squares - answers.squares) / count
+        self._queues = replace(
+            self._queues, answer_variation=max(squares / self._output_tokens**2 - 1, 0.0)
+        )
