@@ -39,7 +39,7 @@ def test_one_length_by_hand() -> None:
 
 
 def test_short_ones_first_by_hand() -> None:
-    """One server and two lengths, as Cobham has it: W0 / (1 − ρ1) for the short, W0 / ((1 − ρ1)(1 − ρ)) for the long."""
+    """One server, two lengths, as Cobham has it: W0 / (1 − ρ1) the short, W0 / ((1 − ρ1)(1 − ρ)) the long."""
     problem = paper_problem(prfaas=0, pd=8, lengths=Empirical([1000.0, 9000.0], [3, 1]))
     short_s, long_s = float(h20_s(1000.0)), float(h20_s(9000.0))
     rate = 0.7 / (0.75 * short_s + 0.25 * long_s)

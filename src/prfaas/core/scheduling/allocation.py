@@ -218,7 +218,9 @@ class Allocator:
             after = self._latency(problem, step, expected)
             if after is None or not _is_no_worse(after, now):
                 continue
-            wanted[load.cluster, role] = self._conversion(load, role, problem, roles, step, now, best, expected)
+            wanted[load.cluster, role] = self._conversion(
+                load, role, problem, roles, step, now, best, expected
+            )
         return wanted
 
     def _conversion(
@@ -240,7 +242,15 @@ class Allocator:
         )
         rates = [rate_with_roles(problem, each, self.service) for each in (roles, step, best.prefill)]
         return Conversion(
-            load.cluster, _spare(load, role), role, reason, rates[0], rates[1], rates[2], before_s, best.ttft_s
+            load.cluster,
+            _spare(load, role),
+            role,
+            reason,
+            rates[0],
+            rates[1],
+            rates[2],
+            before_s,
+            best.ttft_s,
         )
 
     def _latency(

@@ -17,7 +17,8 @@ def is_shortest_first(policy: Policy, view: View) -> bool:
     asked = deepcopy(policy)
     try:
         urgencies = [
-            asked.decide(RoutingRequest(tokens, {}, 0), view).urgency_s for tokens in (_SHORT_TOKENS, _LONG_TOKENS)
+            asked.decide(RoutingRequest(tokens, {}, 0), view).urgency_s
+            for tokens in (_SHORT_TOKENS, _LONG_TOKENS)
         ]
     except NoDecodeInstanceError:
         return False

@@ -113,9 +113,7 @@ class SlowLoops:
         )
         self._conversions = Conversions(world, on_end=lambda: self.ask("roles"))
         self._kv_bytes = KvSize(scenario.kv_model)
-        self._outlook = Outlook(
-            world.window, scenario.foresight or foresight_of(control.forecast_period_s)
-        )
+        self._outlook = Outlook(world.window, scenario.foresight or foresight_of(control.forecast_period_s))
         self._queues = QueueingModel(is_shortest_first(world.policy, world.view))
         self._answers = _Answers()
         self._answers_at_s = 0.0
@@ -224,6 +222,4 @@ class SlowLoops:
         self._answers_at_s = (answers.at_s + now_s) / 2
         self._output_tokens = max(tokens / count, 1.0)
         squares = (seen.squares - answers.squares) / count
-        self._queues = replace(
-            self._queues, answer_variation=max(squares / self._output_tokens**2 - 1, 0.0)
-        )
+        self._queues = replace(self._queues, answer_variation=max(squares / self._output_tokens**2 - 1, 0.0))
