@@ -3,12 +3,18 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from prfaas.core.deployment import Role
-from prfaas.core.planner import PlanError, PlanProblem, ServiceModel
+from prfaas.core.planner import PlanProblem, ServiceModel
 from prfaas.core.planner.fixed_roles import best_roles, rate_with_roles
-from prfaas.core.planner.role_latency import QueueingModel, RoleLatency, latency_with_roles
+from prfaas.core.planner.role_latency import RoleLatency
+from prfaas.core.scheduling.role_choice import (
+    ExpectedLoad,
+    RoleChoice,
+    RoleOutlook,
+    RolePrediction,
+    latency_of,
+)
 
 COOL_DOWN_PERIODS = 2
 """After a conversion the queues need this many evaluations to show what it did."""
@@ -81,46 +87,24 @@ class Conversion:
     rate_best: float
     """With the best roles of all."""
     ttft_before_s: float | None = None
-    """Predicted with the roles as they are; infinite where they cannot carry the traffic; None: throughput decided."""
+    """Predicted with the roles as they are, on average of late; None: throughput decided."""
     ttft_best_s: float | None = None
     """Predicted with the best roles."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectedLoad:
-    """What arrives while the roles are those that are chosen now."""
-
-    requests_per_s: float
-    queues: QueueingModel = field(default_factory=QueueingModel)
-    is_forecast: bool = False
-    """Whether it is a forecast, not what was measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoleOutlook:
-    """What an evaluation of the roles found."""
-
-    aim: Literal["latency", "throughput"]
-    """Throughput where the expected traffic is more than any roles can carry with a margin, or is not known."""
-    now: RoleLatency | None
-    """Predicted with the roles as they are."""
-    best: RoleLatency | None
-    """Of those that were looked at, the roles with the shortest TTFT within the margin; None without any."""
-    requests_per_s: float | None
-    is_forecast: bool
 
 
 @dataclass(slots=True)
 class Allocator:
     """Chooses the roles with the shortest predicted TTFT, and restores Eq. 7 and 8 under overload.
 
-    At the traffic that is expected, roles that leave no stage fuller than `limit` are compared by their predicted
-    mean TTFT. Those next to the present ones are looked at; with one PD cluster all. An instance of a PD cluster
-    changes its role towards the best if, at `persist` evaluations in a row,
-    - the TTFT with the best roles is shorter by more than `gain`, or the present roles are over the limit;
-    - the conversion itself makes it no longer;
+    At the traffic that is expected, roles are compared by their predicted mean TTFT. Eligible are those that leave no
+    stage fuller than `limit` and give away no more than `reserve` of the highest rate that others could carry. Those
+    next to the present ones are looked at; with one PD cluster all. An instance of a PD cluster changes its role
+    towards the best if, at `persist` evaluations in a row,
+    - the TTFT with the best roles is shorter by more than `gain_now`; or by more than `gain` on average of the last
+      `memory` evaluations, which noise of single samples moves little; or the present roles are short of twice the
+      reserve. To take back the cluster's last conversion a gain must be twice as large;
+    - the conversion itself makes the TTFT no longer;
     - the giving side is not the full one by what is measured.
-    To take back its last conversion a cluster needs `gain_back` while the present roles are within the limit.
 
     Where no roles are within the limit, or nothing is known of the rate, throughput decides:
     - the planner's best roles for the expected traffic have more instances in that role, and Λ_max would rise by
@@ -144,13 +128,16 @@ class Allocator:
     least: float = 0.3
     limit: float = 0.95
     gain: float = 0.1
-    gain_back: float = 0.25
+    gain_now: float = 0.2
+    reserve: float = 0.1
+    memory: int = 20
     service: ServiceModel = "mean length"
     outlook: RoleOutlook | None = field(default=None, init=False)
     """Of the last evaluation; None while there was nothing to choose."""
     _agreed: dict[tuple[str, Role], int] = field(default_factory=dict, init=False)
     _last_s: float = field(default=float("-inf"), init=False)
     _last: dict[str, Role] = field(default_factory=dict, init=False)
+    _averages: dict[tuple[tuple[str, int], ...], RolePrediction] = field(default_factory=dict, init=False)
 
     def lead_s(self, period_s: float, drain_s: float) -> float:
         """From an evaluation until a role that it is the first to want is there."""
@@ -194,53 +181,83 @@ class Allocator:
     ) -> dict[tuple[str, Role], Conversion] | None:
         """What would shorten the TTFT; None where throughput is to decide."""
         roles = {load.cluster: len(load.able("prefill")) for load in loads}
-        self.outlook = RoleOutlook("throughput", None, None, None, False)
+        self.outlook = RoleOutlook("throughput")
         if expected is None or expected.requests_per_s <= 0:
             return None
-        now = self._latency(problem, roles, expected)
-        options = [self._latency(problem, each, expected) for each in _options(loads, roles)]
-        within = [each for each in (now, *options) if each is not None and each.utilisation <= self.limit]
-        # The present roles win ties.
-        best = min(within, key=lambda each: each.ttft_s, default=None)
-        aim: Literal["latency", "throughput"] = "throughput" if best is None else "latency"
-        self.outlook = RoleOutlook(aim, now, best, expected.requests_per_s, expected.is_forecast)
+        found = [latency_of(problem, each, expected) for each in (roles, *_options(loads, roles))]
+        quick, steady = (
+            self._chosen([RolePrediction.of(each) for each in found]),
+            self._chosen(self._averaged(found)),
+        )
+        best = quick.best or steady.best
+        self.outlook = RoleOutlook(
+            "throughput" if best is None else "latency",
+            found[0],
+            None if best is None else best.latency,
+            expected.is_forecast,
+        )
         if best is None:
             return None
-        is_within = now is not None and now.utilisation <= self.limit
-        gained = 1 - best.ttft_s / now.ttft_s if now is not None and is_within else 1.0
         wanted: dict[tuple[str, Role], Conversion] = {}
         for load in loads:
-            missing = best.prefill[load.cluster] - roles[load.cluster]
-            role: Role = "prefill" if missing > 0 else "decode"
-            if missing == 0 or gained <= self._needed_gain(load, role) or self._is_full(load, role):
+            choice = quick if self._is_worth(load, quick, is_steady=False) else steady
+            if choice.best is None or not self._is_worth(load, choice, is_steady=choice is steady):
                 continue
-            step = {**roles, load.cluster: roles[load.cluster] + (1 if missing > 0 else -1)}
-            after = self._latency(problem, step, expected)
-            if after is None or not _is_no_worse(after, now):
+            role = choice.role(load.cluster)
+            if role is None or self._is_full(load, role):
                 continue
-            wanted[load.cluster, role] = self._conversion(
-                load, role, problem, roles, step, now, best, expected
-            )
+            step = {**roles, load.cluster: roles[load.cluster] + (1 if role == "prefill" else -1)}
+            if not _is_no_worse(latency_of(problem, step, expected), found[0]):
+                continue
+            wanted[load.cluster, role] = self._conversion(load, role, problem, step, choice, expected)
         return wanted
+
+    def _chosen(self, found: Sequence[RolePrediction]) -> RoleChoice:
+        """Of these, the present roles first, the best."""
+        now, least = found[0], min(each.utilisation for each in found)
+        within = [each for each in found if each.utilisation <= min(self.limit, least / (1 - self.reserve))]
+        # The present roles win ties.
+        best = min(within, key=lambda each: each.ttft_s, default=None)
+        is_short = now.utilisation > least / (1 - 2 * self.reserve)
+        return RoleChoice(now, best, is_short)
+
+    def _is_worth(self, load: PdLoad, choice: RoleChoice, *, is_steady: bool) -> bool:
+        """Whether the gain is worth a drain in this cluster."""
+        role = choice.role(load.cluster)
+        if role is None:
+            return False
+        is_back = self._last.get(load.cluster, role) != role
+        needed = (self.gain if is_steady else self.gain_now) * (2 if is_back else 1)
+        if is_steady and choice.now.count < self.memory:
+            return False
+        return choice.is_short or choice.gain > needed
+
+    def _averaged(self, found: Sequence[RoleLatency]) -> list[RolePrediction]:
+        """Each with its average over the evaluations in which these roles were looked at."""
+        known, self._averages = self._averages, {}
+        for latency in found:
+            key = tuple(sorted(latency.prefill.items()))
+            self._averages[key] = RolePrediction.of(latency).after(known.get(key), self.memory)
+        return list(self._averages.values())
 
     def _conversion(
         self,
         load: PdLoad,
         role: Role,
         problem: PlanProblem,
-        roles: Mapping[str, int],
         step: Mapping[str, int],
-        now: RoleLatency | None,
-        best: RoleLatency,
+        choice: RoleChoice,
         expected: ExpectedLoad,
     ) -> Conversion:
-        before_s = math.inf if now is None else now.ttft_s
+        now, best = choice.now, choice.best
+        assert best is not None  # there was one to go to
+        roles, wanted = now.latency.prefill, best.latency.prefill
         why = "forecast" if expected.is_forecast else "measured"
         reason = (
-            f"mean TTFT {best.ttft_s:.3g} s in place of {before_s:.3g} s at {expected.requests_per_s:.3g} req/s "
-            f"({why}): {roles[load.cluster]} prefill, best {best.prefill[load.cluster]}"
+            f"mean TTFT {best.ttft_s:.3g} s in place of {now.ttft_s:.3g} s at {expected.requests_per_s:.3g} req/s "
+            f"({why}): {roles[load.cluster]} prefill, best {wanted[load.cluster]}"
         )
-        rates = [rate_with_roles(problem, each, self.service) for each in (roles, step, best.prefill)]
+        rates = [rate_with_roles(problem, each, self.service) for each in (roles, step, wanted)]
         return Conversion(
             load.cluster,
             _spare(load, role),
@@ -249,21 +266,9 @@ class Allocator:
             rates[0],
             rates[1],
             rates[2],
-            before_s,
+            now.ttft_s,
             best.ttft_s,
         )
-
-    def _latency(
-        self, problem: PlanProblem, roles: Mapping[str, int], expected: ExpectedLoad
-    ) -> RoleLatency | None:
-        try:
-            return latency_with_roles(problem, roles, expected.requests_per_s, expected.queues)
-        except PlanError:
-            return None
-
-    def _needed_gain(self, load: PdLoad, role: Role) -> float:
-        is_back = self._last.get(load.cluster, role) != role
-        return max(self.gain, self.gain_back) if is_back else self.gain
 
     def _is_full(self, load: PdLoad, role: Role) -> bool:
         """Whether the side that would give an instance to `role` is the full one by what is measured."""
@@ -325,9 +330,9 @@ def _options(loads: Sequence[PdLoad], roles: Mapping[str, int]) -> list[dict[str
     ]
 
 
-def _is_no_worse(after: RoleLatency, now: RoleLatency | None) -> bool:
-    if now is None or now.ttft_s == math.inf:
-        return now is None or after.utilisation < now.utilisation or after.ttft_s < math.inf
+def _is_no_worse(after: RoleLatency, now: RoleLatency) -> bool:
+    if now.ttft_s == math.inf:
+        return after.utilisation < now.utilisation
     return after.ttft_s <= now.ttft_s
 
 
