@@ -198,6 +198,7 @@ def _changes(state: Json) -> Iterable[RenderableType]:
         yield Text(f"{format_s(change['age_s'])} ago  {text}")
     for change in reversed(state["roles"]["conversions"][-_LATEST:]):
         text = f"{change['instance']} of {change['cluster']} to {change['to_role']}: {change['outcome']}"
+        text += f" ({change['reason']})"
         yield Text(f"{format_s(change['age_s'])} ago  {text}")
 
 

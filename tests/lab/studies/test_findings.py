@@ -20,6 +20,7 @@ def outcome(
     numbers: dict[str, Any] = {
         "ttft_mean_s": ttft_s,
         "ttft_p90_s": None if ttft_s is None else 2 * ttft_s,
+        "ttft_p99_s": None if ttft_s is None else 4 * ttft_s,
         "stable": stable,
         "offloaded_fraction": 0.5,
         "egress_bits_per_s": 1e10,

@@ -17,6 +17,7 @@ from prfaas.serving.control.planning_inputs import (
     DEFAULT_STEP_S,
     LiveFacts,
     decode_slots,
+    policy_of,
     service_curves,
 )
 from prfaas.serving.control.role_allocation import RoleAllocation, RoleChanges, stage_utilisation
@@ -47,7 +48,13 @@ class Slow:
         self.roles = RoleChanges(self.cluster_state, clock=clock, on_end=lambda _: None)
         self.usage = stage_utilisation(self.cluster_state, self.engines, lambda _cluster: 0, clock)
         self.allocating = RoleAllocation(
-            deployment.control, self.facts, self.usage, self.window, self.roles, clock=clock
+            deployment.control,
+            self.facts,
+            self.usage,
+            self.window,
+            self.roles,
+            clock=clock,
+            policy=policy_of(deployment),
         )
 
     @property

@@ -15,6 +15,9 @@ from prfaas.core.deployment.source import Location, YamlSource
 from prfaas.core.deployment.types import BUILT_IN_POLICIES, POLICY_ENTRY_POINTS, SYNTHETIC
 
 # Which fields of `workload.lengths` go with which distribution, and which of them may be left out.
+LEAST_WINDOWS = 10
+"""A forecast needs a period of at least so many windows: what changes within a window is not seen."""
+
 _NEEDED = {
     "lognormal": ("mu", "sigma", "low", "high"),
     "uniform": ("low", "high"),
@@ -143,6 +146,7 @@ def _check_common(source: YamlSource, file: DeploymentFile) -> None:
     _check_links(source, file)
     _check_policy(source, file)
     _check_slo(source, file)
+    _check_forecast(source, file)
     check_pool_sections(source, file)
 
 
@@ -291,6 +295,16 @@ def _check_policy(source: YamlSource, file: DeploymentFile) -> None:
 def _check_slo(source: YamlSource, file: DeploymentFile) -> None:
     if file.slo.tpot_s is not None and file.slo.tokens_per_s is not None:
         raise source.error(("slo", "tokens_per_s"), "is the inverse of slo.tpot_s; keep one of them")
+
+
+def _check_forecast(source: YamlSource, file: DeploymentFile) -> None:
+    control = file.control
+    is_given = "forecast_period_s" in control.model_fields_set
+    if is_given and 0 < control.forecast_period_s < LEAST_WINDOWS * control.window_s:
+        raise source.error(
+            ("control", "forecast_period_s"),
+            f"must be 0 for no forecast, or at least {LEAST_WINDOWS} times control.window_s ({control.window_s:g} s)",
+        )
 
 
 def _check_ports(source: YamlSource, file: DeploymentFile) -> None:

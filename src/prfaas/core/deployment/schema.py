@@ -205,6 +205,7 @@ class ControlSection(_Section):
     silence_s: Seconds = 2.5
     stall_s: Seconds = 60.0
     allocation: bool = True
+    forecast_period_s: Annotated[float, Field(ge=0, le=31 * 86_400.0)] = 86_400.0
 
 
 class SloSection(_Section):

@@ -195,6 +195,8 @@ class ControlConfig:
     """An engine with running requests and without progress for so long is stalled."""
     allocation: bool = True
     """Whether instances of pd clusters change their roles."""
+    forecast_period_s: float = 86_400.0
+    """Traffic is expected to repeat after so long; 0: it is not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from prfaas.core.planner.linear_programs import BinnedLengths, Programme, Resour
 from prfaas.core.planner.operating_point import LinkUse, OperatingPoint, Roles, RouteUse, ServiceModel, Stage
 from prfaas.core.planner.problem import Path, PlanError, PlanProblem, all_paths
 from prfaas.core.planner.routing import RoutingPlan, best_routing, cleaned
-from prfaas.core.planner.ttft import PrefillPoolLoad, service_ttft
+from prfaas.core.planner.ttft import PrefillPoolLoad, StageWork, service_ttft
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,6 +72,30 @@ def network_with_roles(
     """
     routing, _ = _routes_for(problem, all_paths(problem), prefill, service)
     return _point(routing, service)
+
+
+def network_work(problem: PlanProblem, prefill: Mapping[str, int]) -> StageWork:
+    """The stages' work with the routes of `network_with_roles`.
+
+    Raises:
+        PlanError: no request gets through with these roles.
+    """
+    routing, _ = _routes_for(problem, all_paths(problem), prefill, "mean length")
+    bits = {link.name: routing.link_bits(link.name, "by length") for link in problem.links}
+    return StageWork(
+        _pools(routing),
+        {
+            link.name: link.bandwidth_bits_per_s / bits[link.name]
+            for link in problem.links
+            if bits[link.name] > 0
+        },
+        {
+            pd.name: sum(
+                float(routing.mass[k]) for k, path in enumerate(routing.paths) if path.decode == pd.name
+            )
+            for pd in problem.pd
+        },
+    )
 
 
 def naive_network(problem: PlanProblem, service: ServiceModel = "mean length") -> OperatingPoint | None:

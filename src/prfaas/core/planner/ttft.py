@@ -48,6 +48,17 @@ class PrefillPoolLoad:
         return float((self.seconds * self.weights).sum())
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StageWork:
+    """What the stages of a deployment do for a request, at roles and routes that are given."""
+
+    pools: tuple[PrefillPoolLoad, ...]
+    link_rates: dict[str, float]
+    """Requests per second of the whole system at which a link is full, by its name; only of links that are used."""
+    decode_parts: dict[str, float]
+    """The part of all requests that each PD cluster decodes."""
+
+
 def service_ttft(pools: tuple[PrefillPoolLoad, ...], quantile: float = 0.9) -> tuple[float, float]:
     """Mean and quantile of the prefill service times in seconds, without waiting: what Table 6 prints."""
     import numpy as np
@@ -76,7 +87,7 @@ def queueing_ttft(pools: tuple[PrefillPoolLoad, ...], lambda_max: float, load: f
     idle = any(pool.instances == 0 and pool.weights.any() for pool in pools)
     if busiest >= 1 or idle:
         return TtftEstimate(ESTIMATE_LABEL, load, rate, None, None, math.inf if idle else busiest)
-    waits = [_wait(pool, rate) for pool in pools]
+    waits = [wait_of(pool, rate) for pool in pools]
     mean = sum(
         float((pool.weights * (pool.seconds + chance * wait_s)).sum())
         for pool, (chance, wait_s) in zip(pools, waits, strict=True)
@@ -107,8 +118,11 @@ def erlang_c(servers: int, offered: float) -> float:
     return blocked / (1 - offered / servers * (1 - blocked))
 
 
-def _wait(pool: PrefillPoolLoad, rate: float) -> tuple[float, float]:
-    """The chance to wait, and the mean wait in seconds of those who do."""
+def wait_of(pool: PrefillPoolLoad, rate: float) -> tuple[float, float]:
+    """The chance to wait at `rate` requests per second of the system, and the mean wait in seconds of those who do.
+
+    First come, first served. The pool must have less work than time.
+    """
     share = float(pool.weights.sum())
     if share <= 0:
         return 0.0, 0.0

@@ -17,7 +17,7 @@ from prfaas.core.planner.operating_point import (
     StageKind,
 )
 from prfaas.core.planner.problem import PlanError, PlanProblem, path
-from prfaas.core.planner.ttft import PrefillPoolLoad, service_ttft
+from prfaas.core.planner.ttft import PrefillPoolLoad, StageWork, service_ttft
 
 if TYPE_CHECKING:
     import numpy as np
@@ -106,6 +106,21 @@ def best_threshold_tokens(problem: PlanProblem, n_prefill: int, service: Service
     """The threshold of `best_threshold` alone, which takes a fraction of the time."""
     split, length = _balance(problem, n_prefill, service)
     return _settled(problem, length) * split.own_share if split.remote is not None else None
+
+
+def work_with_prefill(problem: PlanProblem, n_prefill: int) -> StageWork:
+    """The stages' work at `best_threshold`."""
+    import numpy as np
+
+    split, length = _balance(problem, n_prefill, "mean length")
+    length = _settled(problem, length if split.remote is not None else math.inf)
+    loads = split.loads(np.array([length], dtype=np.float64))
+    link_rates = {
+        link.name: link.bandwidth_bits_per_s / float(loads.link_bits[link.name][0])
+        for link in problem.links
+        if loads.link_bits[link.name][0] > 0
+    }
+    return StageWork(pools_of(split, length, n_prefill), link_rates, {split.pd.name: 1.0})
 
 
 def best_rate(problem: PlanProblem, n_prefill: int, service: ServiceModel) -> float:

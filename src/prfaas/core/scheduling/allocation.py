@@ -1,11 +1,20 @@
 """Long-term allocation (section 3.4.3): one PD instance at a time changes between prefill and decode."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prfaas.core.deployment import Role
 from prfaas.core.planner import PlanProblem, ServiceModel
 from prfaas.core.planner.fixed_roles import best_roles, rate_with_roles
+from prfaas.core.planner.role_latency import RoleLatency
+from prfaas.core.scheduling.role_choice import (
+    ExpectedLoad,
+    RoleChoice,
+    RoleOutlook,
+    RolePrediction,
+    latency_of,
+)
 
 COOL_DOWN_PERIODS = 2
 """After a conversion the queues need this many evaluations to show what it did."""
@@ -64,7 +73,7 @@ class PdLoad:
 class Conversion:
     """`instance` of a PD cluster goes to `to_role` once its present work is done.
 
-    Rates are Λ_max of the whole deployment in requests per second, for the observed traffic and the best thresholds.
+    Rates are Λ_max of the whole deployment in requests per second, for the expected traffic and the best thresholds.
     """
 
     cluster: str
@@ -77,14 +86,28 @@ class Conversion:
     """After this conversion."""
     rate_best: float
     """With the best roles of all."""
+    ttft_before_s: float | None = None
+    """Predicted with the roles as they are, on average of late; None: throughput decided."""
+    ttft_best_s: float | None = None
+    """Predicted with the best roles."""
 
 
 @dataclass(slots=True)
 class Allocator:
-    """Restores Eq. 7 and 8 when the traffic has changed for long.
+    """Chooses the roles with the shortest predicted TTFT, and restores Eq. 7 and 8 under overload.
 
-    An instance of a PD cluster changes its role if, at `persist` evaluations in a row,
-    - the planner's best roles for the observed traffic have more instances in that role, and Λ_max would rise by
+    At the traffic that is expected, roles are compared by their predicted mean TTFT. Eligible are those that leave no
+    stage fuller than `limit` and give away no more than `reserve` of the highest rate that others could carry. Those
+    next to the present ones are looked at; with one PD cluster all. An instance of a PD cluster changes its role
+    towards the best if, at `persist` evaluations in a row,
+    - the TTFT with the best roles is shorter by more than `gain_now`; or by more than `gain` on average of the last
+      `memory` evaluations, which noise of single samples moves little; or the present roles are short of twice the
+      reserve. To take back the cluster's last conversion a gain must be twice as large;
+    - the conversion itself makes the TTFT no longer;
+    - the giving side is not the full one by what is measured.
+
+    Where no roles are within the limit, or nothing is known of the rate, throughput decides:
+    - the planner's best roles for the expected traffic have more instances in that role, and Λ_max would rise by
       more than `margin` with them, or they are at least two instances away and it would rise at all; the single
       conversion may not lower it;
     - what was measured says the same: the side that gets the instance is the busier one, by `lead` of utilisation
@@ -94,8 +117,8 @@ class Allocator:
     Then nothing for `cool_down_s`, and never while an instance is still draining. Both roles keep at least one
     instance. Of the giving role the least busy healthy instance goes, ties by name. Clusters where some instance has
     both roles at once have nothing to convert, and stay.
-    Costs under 1 ms for two clusters, up to a second for many (a mixed-integer programme): run it beside an event
-    loop.
+    Costs some milliseconds for two clusters, up to seconds for many (a mixed-integer programme): run it beside an
+    event loop.
     """
 
     persist: int = 3
@@ -103,22 +126,44 @@ class Allocator:
     margin: float = 0.05
     lead: float = 0.05
     least: float = 0.3
+    limit: float = 0.95
+    gain: float = 0.1
+    gain_now: float = 0.2
+    reserve: float = 0.1
+    memory: int = 20
     service: ServiceModel = "mean length"
+    outlook: RoleOutlook | None = field(default=None, init=False)
+    """Of the last evaluation; None while there was nothing to choose."""
     _agreed: dict[tuple[str, Role], int] = field(default_factory=dict, init=False)
     _last_s: float = field(default=float("-inf"), init=False)
+    _last: dict[str, Role] = field(default_factory=dict, init=False)
+    _averages: dict[tuple[tuple[str, int], ...], RolePrediction] = field(default_factory=dict, init=False)
 
-    def decide(self, loads: Sequence[PdLoad], problem: PlanProblem, now_s: float) -> Conversion | None:
+    def lead_s(self, period_s: float, drain_s: float) -> float:
+        """From an evaluation until a role that it is the first to want is there."""
+        return (self.persist - 1) * period_s + drain_s
+
+    def decide(
+        self,
+        loads: Sequence[PdLoad],
+        problem: PlanProblem,
+        now_s: float,
+        expected: ExpectedLoad | None = None,
+    ) -> Conversion | None:
         """One evaluation; call it periodically, with the loads since the call before.
 
-        `problem`: the deployment now, its PD clusters with as many instances as are healthy. PD clusters that it does
-        not have are left alone.
+        `problem`: the deployment now with the traffic that is expected, its PD clusters with as many instances as are
+        healthy. PD clusters that it does not have are left alone. `expected`: None leaves only throughput.
         """
+        self.outlook = None
         planned = {pd.name: pd.instances for pd in problem.pd}
         known = [load for load in loads if _is_divided(load) and planned.get(load.cluster) == _healthy(load)]
         if len(known) < len(planned) or _is_changing(loads):
             self._agreed.clear()
             return None
-        wanted = self._wanted(known, problem)
+        wanted = self._sooner(known, problem, expected)
+        if wanted is None:
+            wanted = self._wanted(known, problem)
         self._agreed = {key: self._agreed.get(key, 0) + 1 for key in wanted}
         if now_s - self._last_s < self.cool_down_s:
             return None
@@ -128,10 +173,111 @@ class Allocator:
         best = max(ready, key=lambda conversion: conversion.rate_after)
         self._agreed.clear()
         self._last_s = now_s
+        self._last[best.cluster] = best.to_role
         return best
 
+    def _sooner(
+        self, loads: Sequence[PdLoad], problem: PlanProblem, expected: ExpectedLoad | None
+    ) -> dict[tuple[str, Role], Conversion] | None:
+        """What would shorten the TTFT; None where throughput is to decide."""
+        roles = {load.cluster: len(load.able("prefill")) for load in loads}
+        self.outlook = RoleOutlook("throughput")
+        if expected is None or expected.requests_per_s <= 0:
+            return None
+        found = [latency_of(problem, each, expected) for each in (roles, *_options(loads, roles))]
+        quick, steady = (
+            self._chosen([RolePrediction.of(each) for each in found]),
+            self._chosen(self._averaged(found)),
+        )
+        best = quick.best or steady.best
+        self.outlook = RoleOutlook(
+            "throughput" if best is None else "latency",
+            found[0],
+            None if best is None else best.latency,
+            expected.is_forecast,
+        )
+        if best is None:
+            return None
+        wanted: dict[tuple[str, Role], Conversion] = {}
+        for load in loads:
+            choice = quick if self._is_worth(load, quick, is_steady=False) else steady
+            if choice.best is None or not self._is_worth(load, choice, is_steady=choice is steady):
+                continue
+            role = choice.role(load.cluster)
+            if role is None or self._is_full(load, role):
+                continue
+            step = {**roles, load.cluster: roles[load.cluster] + (1 if role == "prefill" else -1)}
+            if not _is_no_worse(latency_of(problem, step, expected), found[0]):
+                continue
+            wanted[load.cluster, role] = self._conversion(load, role, problem, step, choice, expected)
+        return wanted
+
+    def _chosen(self, found: Sequence[RolePrediction]) -> RoleChoice:
+        """Of these, the present roles first, the best."""
+        now, least = found[0], min(each.utilisation for each in found)
+        within = [each for each in found if each.utilisation <= min(self.limit, least / (1 - self.reserve))]
+        # The present roles win ties.
+        best = min(within, key=lambda each: each.ttft_s, default=None)
+        is_short = now.utilisation > least / (1 - 2 * self.reserve)
+        return RoleChoice(now, best, is_short)
+
+    def _is_worth(self, load: PdLoad, choice: RoleChoice, *, is_steady: bool) -> bool:
+        """Whether the gain is worth a drain in this cluster."""
+        role = choice.role(load.cluster)
+        if role is None:
+            return False
+        is_back = self._last.get(load.cluster, role) != role
+        needed = (self.gain if is_steady else self.gain_now) * (2 if is_back else 1)
+        if is_steady and choice.now.count < self.memory:
+            return False
+        return choice.is_short or choice.gain > needed
+
+    def _averaged(self, found: Sequence[RoleLatency]) -> list[RolePrediction]:
+        """Each with its average over the evaluations in which these roles were looked at."""
+        known, self._averages = self._averages, {}
+        for latency in found:
+            key = tuple(sorted(latency.prefill.items()))
+            self._averages[key] = RolePrediction.of(latency).after(known.get(key), self.memory)
+        return list(self._averages.values())
+
+    def _conversion(
+        self,
+        load: PdLoad,
+        role: Role,
+        problem: PlanProblem,
+        step: Mapping[str, int],
+        choice: RoleChoice,
+        expected: ExpectedLoad,
+    ) -> Conversion:
+        now, best = choice.now, choice.best
+        assert best is not None  # there was one to go to
+        roles, wanted = now.latency.prefill, best.latency.prefill
+        why = "forecast" if expected.is_forecast else "measured"
+        reason = (
+            f"mean TTFT {best.ttft_s:.3g} s in place of {now.ttft_s:.3g} s at {expected.requests_per_s:.3g} req/s "
+            f"({why}): {roles[load.cluster]} prefill, best {wanted[load.cluster]}"
+        )
+        rates = [rate_with_roles(problem, each, self.service) for each in (roles, step, wanted)]
+        return Conversion(
+            load.cluster,
+            _spare(load, role),
+            role,
+            reason,
+            rates[0],
+            rates[1],
+            rates[2],
+            now.ttft_s,
+            best.ttft_s,
+        )
+
+    def _is_full(self, load: PdLoad, role: Role) -> bool:
+        """Whether the side that would give an instance to `role` is the full one by what is measured."""
+        prefill = load.prefill.pressure(len(load.able("prefill")))
+        decode = load.decode.pressure(len(load.able("decode")))
+        return decode >= _FULL if role == "prefill" else prefill >= _FULL > decode
+
     def _wanted(self, loads: Sequence[PdLoad], problem: PlanProblem) -> dict[tuple[str, Role], Conversion]:
-        """What planner and measurements agree on now."""
+        """What planner and measurements agree on now, for throughput."""
         busier = {load.cluster: self._busier(load) for load in loads}
         if not any(busier.values()):
             return {}
@@ -153,11 +299,9 @@ class Allocator:
             after = rate_with_roles(problem, {**now, load.cluster: step}, self.service)
             if after < before * (1 - _EQUAL):
                 continue
-            giving = load.able("decode" if role == "prefill" else "prefill")
-            instance = min(giving, key=lambda i: (i.busy, i.name))
             reason = f"{role} is the limit: {now[load.cluster]} prefill, best {best[load.cluster]}"
             wanted[load.cluster, role] = Conversion(
-                load.cluster, instance.name, role, reason, before, after, rate_best
+                load.cluster, _spare(load, role), role, reason, before, after, rate_best
             )
         return wanted
 
@@ -171,6 +315,31 @@ class Allocator:
         if prefill >= self.least and prefill >= decode + self.lead:
             return "prefill"
         return None
+
+
+def _options(loads: Sequence[PdLoad], roles: Mapping[str, int]) -> list[dict[str, int]]:
+    """Other roles: one instance away, or any where there is one PD cluster."""
+    if len(loads) == 1:
+        (load,) = loads
+        return [{load.cluster: n} for n in range(1, _healthy(load)) if n != roles[load.cluster]]
+    return [
+        {**roles, load.cluster: n}
+        for load in loads
+        for n in (roles[load.cluster] - 1, roles[load.cluster] + 1)
+        if 1 <= n < _healthy(load)
+    ]
+
+
+def _is_no_worse(after: RoleLatency, now: RoleLatency) -> bool:
+    if now.ttft_s == math.inf:
+        return after.utilisation < now.utilisation
+    return after.ttft_s <= now.ttft_s
+
+
+def _spare(load: PdLoad, role: Role) -> str:
+    """The least busy healthy instance of the other role, ties by name."""
+    giving = load.able("decode" if role == "prefill" else "prefill")
+    return min(giving, key=lambda instance: (instance.busy, instance.name)).name
 
 
 def _is_divided(load: PdLoad) -> bool:

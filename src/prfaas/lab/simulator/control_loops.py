@@ -1,12 +1,17 @@
 """The slow timescale: thresholds searched again and roles changed, by the live system's own optimisers."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prfaas.core.deployment import Role
 from prfaas.core.planner import KvSize, PlanError, PlanProblem
+from prfaas.core.planner.role_latency import QueueingModel
 from prfaas.core.scheduling.allocation import COOL_DOWN_PERIODS, Allocator
-from prfaas.core.scheduling.role_drain import DRAIN_CHECK_S, RoleDrain
+from prfaas.core.scheduling.forecast import Outlook, foresight_of
+from prfaas.core.scheduling.queue_order import is_shortest_first
+from prfaas.core.scheduling.role_choice import ExpectedLoad
+from prfaas.core.scheduling.role_drain import DRAIN_CHECK_S, DRAIN_LIMIT_S, RoleDrain
 from prfaas.core.scheduling.stage_utilisation import InstanceWork, StageUtilisation
 from prfaas.core.scheduling.threshold import (
     SETTLE_S,
@@ -47,6 +52,8 @@ class Conversions:
         self._on_end = on_end
         self.is_busy = False
         self.history: list[dict[str, Any]] = []
+        self.drain_s = DRAIN_LIMIT_S
+        """How long the last one took; the longest before the first."""
 
     def begin(self, instance: str, to_role: Role, reason: str) -> None:
         """Start to convert an instance."""
@@ -65,7 +72,7 @@ class Conversions:
             self._world.events.at(now_s + DRAIN_CHECK_S, self._look, drain)
             return
         self.is_busy = False
-        self.history[-1]["drained_s"] = now_s - drain.since_s
+        self.history[-1]["drained_s"] = self.drain_s = now_s - drain.since_s
         view = drain.instance
         if result != "abandoned":
             view.prefills, view.decodes = drain.to_role == "prefill", drain.to_role == "decode"
@@ -76,6 +83,16 @@ class Conversions:
 
 # Fewer answers than this say nothing about their mean.
 _ENOUGH_OUTPUTS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """Totals of the answers so far: how many, their tokens, and the squares of those."""
+
+    at_s: float = 0.0
+    count: int = 0
+    tokens: int = 0
+    squares: int = 0
 
 
 class SlowLoops:
@@ -97,7 +114,10 @@ class SlowLoops:
         )
         self._conversions = Conversions(world, on_end=lambda: self.ask("roles"))
         self._kv_bytes = KvSize(scenario.kv_model)
-        self._outputs = (0, 0)
+        self._outlook = Outlook(world.window, scenario.foresight or foresight_of(control.forecast_period_s))
+        self._queues = QueueingModel(is_shortest_first(world.policy, world.view))
+        self._answers = _Answers()
+        self._answers_at_s = 0.0
         self._output_tokens = scenario.output_tokens
         for link in world.links.values():
             link.on_change = lambda: self.ask("link")
@@ -129,8 +149,9 @@ class SlowLoops:
         lengths = world.window.lengths(now_s)
         if lengths is None or self.is_over:
             return
+        self._learn_outputs()
         try:
-            problem = self._problem(lengths)
+            problem = self._problem(lengths, self._output_tokens)
         except (PlanError, WorkloadError):
             return
         thresholds = world.view.threshold_tokens
@@ -153,21 +174,29 @@ class SlowLoops:
             return
         world = self._world
         now_s = world.events.now_s
-        world.events.at(now_s + self._scenario.control.allocation_period_s, self._allocate)
+        control = self._scenario.control
+        world.events.at(now_s + control.allocation_period_s, self._allocate)
         loads = self._utilisation.loads(now_s)
-        lengths = world.window.lengths(now_s)
-        if lengths is None or self._conversions.is_busy:
+        self._learn_outputs()
+        lead_s = self._allocator.lead_s(control.allocation_period_s, self._conversions.drain_s)
+        expected = self._outlook.expect(self._output_tokens, now_s - self._answers_at_s, now_s, lead_s)
+        if expected is None or self._conversions.is_busy:
             return
+        means = expected.means
         try:
-            conversion = self._allocator.decide(loads, self._problem(lengths), now_s)
+            conversion = self._allocator.decide(
+                loads,
+                self._problem(expected.lengths, means.output_tokens),
+                now_s,
+                ExpectedLoad(means.requests_per_s, self._queues, expected.is_forecast),
+            )
         except (PlanError, WorkloadError):
             return
         if conversion is not None:
             self._conversions.begin(conversion.instance, conversion.to_role, conversion.reason)
 
-    def _problem(self, lengths: LengthDistribution) -> PlanProblem:
+    def _problem(self, lengths: LengthDistribution, output_tokens: float) -> PlanProblem:
         world = self._world
-        self._learn_outputs()
         clusters = []
         for cluster in self._scenario.clusters:
             view = world.view.clusters[cluster.name]
@@ -182,11 +211,16 @@ class SlowLoops:
             LinkFacts(link.source, link.target, link.capacity_bits_per_s if link.up else 0.0)
             for link in world.view.links.values()
         ]
-        return problem_now(clusters, links, lengths, self._output_tokens, self._kv_bytes)
+        return problem_now(clusters, links, lengths, output_tokens, self._kv_bytes)
 
     def _learn_outputs(self) -> None:
-        done, tokens = self._outputs
-        answers = self._world.done - done
-        if answers >= _ENOUGH_OUTPUTS:
-            self._output_tokens = max((self._world.done_tokens - tokens) / answers, 1.0)
-            self._outputs = (self._world.done, self._world.done_tokens)
+        now_s, answers = self._world.events.now_s, self._answers
+        seen = _Answers(now_s, self._world.done, self._world.done_tokens, self._world.done_squares)
+        count, tokens = seen.count - answers.count, seen.tokens - answers.tokens
+        if count < _ENOUGH_OUTPUTS:
+            return
+        self._answers = seen
+        self._answers_at_s = (answers.at_s + now_s) / 2
+        self._output_tokens = max(tokens / count, 1.0)
+        squares = (seen.squares - answers.squares) / count
+        self._queues = replace(self._queues, answer_variation=max(squares / self._output_tokens**2 - 1, 0.0))

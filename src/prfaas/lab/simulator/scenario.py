@@ -10,6 +10,7 @@ from prfaas.core.kv import KvModel
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import PlanProblem, best_operation, problem_of
 from prfaas.core.scheduling import ClusterView, InstanceView, KvFacts, LinkView, View
+from prfaas.core.scheduling.forecast import Foresight
 from prfaas.core.scheduling.threshold import ThresholdOptimiser
 from prfaas.core.units import GB
 from prfaas.lab.simulator.capacity import CapacityProcess, Constant, Interrupted
@@ -144,6 +145,8 @@ class Scenario:
     """False: thresholds stay where they start."""
     allocation: bool = True
     """False: roles stay as they are."""
+    foresight: Foresight | None = None
+    """What roles are chosen by; None takes what `control` says. Scenarios with the same one share what it learns."""
     caches: CacheOptions | None = None
     pools: Mapping[str, PoolOptions] = field(default_factory=dict)
     """By cluster; one that is missing has none."""
@@ -194,6 +197,7 @@ def scenario_of(
     adapts: bool = True,
     allocation: bool = True,
     control: ControlConfig | None = None,
+    foresight: Foresight | None = None,
     caches: CacheOptions | None = None,
     pools: Mapping[str, PoolOptions] | None = None,
     links: Mapping[str, CapacityProcess] | None = None,
@@ -212,6 +216,7 @@ def scenario_of(
         adapts: Whether thresholds are searched again while it runs.
         allocation: Whether roles change while it runs.
         control: Periods of the slow loops; None takes the defaults.
+        foresight: What is known of traffic to come; None takes what `control` says.
         caches: Prefix caches of every instance; None: none.
         pools: Of machines, by cluster; None takes the file's.
         links: Capacity over time by "source->target"; that of other links is constant.
@@ -268,6 +273,7 @@ def scenario_of(
         control=control or ControlConfig(),
         adapts=adapts,
         allocation=allocation,
+        foresight=foresight,
         caches=caches,
         pools=pools_of(planned) if pools is None else dict(pools),
         failures=tuple(failures),

@@ -80,6 +80,7 @@ class World:
         self.open: dict[int, Job] = {}
         self.done = 0
         self.done_tokens = 0
+        self.done_squares = 0
         self._local: Policy = make_policy("local_only")
         self._watches_lengths = scenario.adapts or scenario.allocation
         self._next_look_s = 0.0
@@ -361,6 +362,7 @@ class World:
         del self.open[job.number]
         self.done += 1
         self.done_tokens += job.left_tokens
+        self.done_squares += job.left_tokens * job.left_tokens
 
     def _give_up(self, job: Job) -> None:
         """Undo what the job holds."""

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from prfaas.core.deployment import ControlConfig
 from prfaas.core.planner import OperatingPoint, PlanProblem, best_operation
 from prfaas.core.planner.two_clusters import evaluate
 from prfaas.core.workload import Empirical, Workload
@@ -28,6 +29,7 @@ from prfaas.lab.studies.traffic import (
     NOON_ANSWERS,
     NOON_PROMPTS,
     DayPlan,
+    KnownDay,
     day_plan,
     stretched,
 )
@@ -52,6 +54,11 @@ _VARIANTS = (
 )
 _STATIC = _VARIANTS[0]
 NEW, OLD = "new", "old"
+
+REACTING, FORECASTING, KNOWING = "what was seen", "a forecast", "what will come"
+_SIGHTS = (REACTING, FORECASTING, KNOWING)
+# A day to learn from and a quarter to settle, then one that counts.
+_LEARNT_DAYS, _DAYS = 1.25, 2.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +120,30 @@ def _runs(context: StudyContext) -> Sequence[Run]:
                         course_parts=0,
                     )
                 )
-    return runs
+    return [*runs, *_sight_runs(context, day)]
+
+
+def _sight_runs(context: StudyContext, day: DayPlan) -> list[Run]:
+    """The same days, with roles by what was seen, by a forecast, and by what the day will be."""
+    return [
+        Run(
+            ("sight", variant.label, sight, seed),
+            context.planned,
+            day.traffic,
+            0,
+            seed,
+            policy=variant.policy,
+            roles={context.pd: day.mean_prefill},
+            threshold_tokens=day.threshold_tokens,
+            control=ControlConfig(forecast_period_s=DAY_S if sight == FORECASTING else 0.0),
+            foresight=KnownDay(day.traffic) if sight == KNOWING else None,
+            duration_s=(0.1 if context.is_quick else 1.0) * _DAYS * DAY_S,
+            warmup_share=_LEARNT_DAYS / _DAYS,
+        )
+        for variant in (PAPER, TILTED)
+        for sight in _SIGHTS
+        for seed in context.seeds(_SEEDS)
+    ]
 
 
 def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
@@ -156,12 +186,15 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
             f"answers, between them it is a mix by a cosine. The rate is {_DAY_LOAD:g} of what the best "
             "roles of the worst "
             f"hour can carry ({day.rate_rps:.3g} req/s); roles and threshold start as planned for the mean mix. "
-            f"{len(seeds)} seeds."
+            f"{len(seeds)} seeds. *The day after a whole one*: the same day comes again and again; what was learnt of "
+            f"the first {_LEARNT_DAYS:g} days is a forecast for the next, which counts. *What will come* is the day "
+            "itself, which no forecast can be better than."
         ),
         findings=[
             _capacities(context, grown),
             *(_stable_sentence(titles[which], steady[which]) for which in (NEW, OLD)),
             _day_sentence(day, {each.label: values("day", each, "ttft_mean_s") for each in _VARIANTS}),
+            *(_sight_sentence(context, outcomes, each) for each in (PAPER, TILTED)),
         ],
         tables={
             "TTFT in seconds, mean (P90)": StudyTable(
@@ -183,7 +216,15 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
                     ]
                     for each in _VARIANTS
                 ],
-            )
+            ),
+            "The day after a whole one, by what roles are chosen: TTFT in seconds": StudyTable(
+                ["", "roles by", "mean", "P90", "P99", "changes of roles"],
+                [
+                    _sight_row(context, outcomes, variant, sight)
+                    for variant in (PAPER, TILTED)
+                    for sight in _SIGHTS
+                ],
+            ),
         },
         figures=[_figure(context, outcomes)],
         notes=[
@@ -255,6 +296,41 @@ def _day_sentence(day: DayPlan, ttft_s: dict[str, list[float]]) -> str:
         f"Over the day the best roles would be {needed}. The mean TTFT is {seconds(static)} s with "
         f"`{_STATIC.label}` and "
         f"shortest with `{best}` ({seconds(means[best])} s); {slow}."
+    )
+
+
+def _sights(
+    context: StudyContext, outcomes: Outcomes, variant: Variant, sight: str, field: str
+) -> list[float]:
+    return [outcomes["sight", variant.label, sight, seed].number(field) for seed in context.seeds(_SEEDS)]
+
+
+def _sight_row(context: StudyContext, outcomes: Outcomes, variant: Variant, sight: str) -> list[str]:
+    fields = ("ttft_mean_s", "ttft_p90_s", "ttft_p99_s")
+    cells = [seconds(mean(_sights(context, outcomes, variant, sight, field))) for field in fields]
+    since_s = _LEARNT_DAYS * DAY_S
+    moves = [
+        float(
+            sum(
+                each["at_s"] >= since_s
+                for each in outcomes["sight", variant.label, sight, seed].numbers["conversions"]
+            )
+        )
+        for seed in context.seeds(_SEEDS)
+    ]
+    return [variant.label, sight, *cells, f"{mean(moves):.1f}"]
+
+
+def _sight_sentence(context: StudyContext, outcomes: Outcomes, variant: Variant) -> str:
+    def changed(sight: str, field: str) -> str:
+        values = (_sights(context, outcomes, variant, each, field) for each in (sight, REACTING))
+        return str(difference(*values))
+
+    return (
+        f"With `{variant.label}` roles by a forecast in place of what was seen change the mean TTFT of the next day "
+        f"by {changed(FORECASTING, 'ttft_mean_s')}, its P90 by {changed(FORECASTING, 'ttft_p90_s')} and its P99 by "
+        f"{changed(FORECASTING, 'ttft_p99_s')}; to know the day would change the mean by "
+        f"{changed(KNOWING, 'ttft_mean_s')}."
     )
 
 

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from prfaas.core.deployment import PlannedDeployment
+from prfaas.core.deployment import ControlConfig, PlannedDeployment
+from prfaas.core.scheduling.forecast import Foresight
 from prfaas.core.workload.traffic import Traffic
 from prfaas.lab.simulator import (
     CacheOptions,
@@ -68,6 +69,10 @@ class Run:
     """Whether thresholds are searched again while it runs."""
     allocation: bool = True
     """Whether roles change while it runs."""
+    control: ControlConfig | None = None
+    """Of the slow loops; None takes the defaults."""
+    foresight: Foresight | None = None
+    """What roles are chosen by; None takes what `control` says."""
     duration_s: float | None = None
     """Simulated seconds of arrivals, in place of `requests`."""
     warmup_share: float = 0.1
@@ -90,6 +95,8 @@ class Run:
             threshold_tokens=self.threshold_tokens,
             adapts=self.adapts,
             allocation=self.allocation,
+            control=self.control,
+            foresight=self.foresight,
             caches=self.caches,
             pools=self.pools,
             links=self.links,

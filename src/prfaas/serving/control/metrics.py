@@ -4,6 +4,7 @@ Once a second: the state of things into the gauges.
 """
 
 import asyncio
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -70,6 +71,15 @@ class ControlMetrics:
         self.threshold_changes = counter("threshold_changes", "Moves of a threshold.", "cluster", "reason")
         self.conversions = counter(
             "conversions", "Role conversions that ended.", "cluster", "to_role", "outcome"
+        )
+        self.predicted_ttft_seconds = gauge(
+            "predicted_ttft_seconds", "Mean, by the last evaluation of the roles (+Inf: overload).", "roles"
+        )
+        self.predicted_prefill_instances = gauge(
+            "predicted_prefill_instances", "Of a PD cluster, with these roles.", "cluster", "roles"
+        )
+        self.expected_requests_per_s = gauge(
+            "expected_requests_per_second", "What roles were last evaluated for.", "source"
         )
         self.copies = HotCopyCounters(
             decided_copies=counter("prefix_copies", "Prefixes found worth copying to another cluster."),
@@ -214,10 +224,31 @@ class GaugeWriter:
             metrics.link_retransmit_ratio.labels(name).set(link["retransmit_ratio"])
             metrics.link_congestion.labels(name).set(link["congestion"])
             metrics.link_age_seconds.labels(name).set(link["age_s"])
+        self._write_roles(state["roles"]["last_evaluation"])
         metrics.index_blocks.set(state["index"]["blocks"])
         self._count("links", self._plane.links.failures)
         self._count("engines", self._plane.engines.failures)
         self._count("pools", self._plane.pools.failures)
+
+    def _write_roles(self, evaluation: Json) -> None:
+        metrics, predicted = self._metrics, evaluation.get("predicted")
+        if predicted is None:
+            return
+        # What there is no prediction of any more must not stay.
+        metrics.predicted_ttft_seconds.clear()
+        metrics.predicted_prefill_instances.clear()
+        metrics.expected_requests_per_s.clear()
+        expected = evaluation["expected"]
+        source = "forecast" if expected["is_forecast"] else "measured"
+        metrics.expected_requests_per_s.labels(source).set(expected["requests_per_s"])
+        for roles in ("now", "best"):
+            told = predicted[roles]
+            if told is None:
+                continue
+            ttft_s = told["ttft_s"]
+            metrics.predicted_ttft_seconds.labels(roles).set(math.inf if ttft_s is None else ttft_s)
+            for cluster, count in told["prefill_instances"].items():
+                metrics.predicted_prefill_instances.labels(cluster, roles).set(count)
 
     def _write_feed(self, holder: str, events: Json) -> None:
         self._metrics.feed_gaps.labels(holder).set(events["gaps"])

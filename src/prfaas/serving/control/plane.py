@@ -172,6 +172,7 @@ class LivePlane:
             self.window,
             self.role_changes,
             clock=clock,
+            policy=self._policy,
         )
         self._copier = PoolCopier(deployment, key, of_pools)
         self.hot_prefixes = HotPrefixes(

@@ -140,6 +140,8 @@ def service_curves(deployment: Deployment) -> dict[str, ServiceCurve]:
 
 DEFAULT_STEP_S = 0.05
 DEFAULT_OUTPUT_TOKENS = 512.0
+OUTPUT_AGE_S = 30.0
+"""How long ago the answers of `LiveFacts.output_tokens` ended on average."""
 # Fewer answers than this say nothing about the mean.
 _ENOUGH_OUTPUTS = 20
 
@@ -205,8 +207,11 @@ class LiveFacts:
         self._engines = engines
         self._kv_bytes: OfLength = KvSize(kv_model) if kv_model is not None else _no_bytes
 
-    def problem(self, lengths: LengthDistribution) -> PlanProblem:
-        """The problem for uncached `lengths`. Raises PlanError if no PD cluster has a healthy instance."""
+    def problem(self, lengths: LengthDistribution, output_tokens: float | None = None) -> PlanProblem:
+        """The problem for uncached `lengths` and answers of a mean length; None takes what was measured.
+
+        Raises PlanError if no PD cluster has a healthy instance.
+        """
         return problem_now(
             [self._cluster(cluster) for cluster in self._deployment.clusters],
             [
@@ -214,9 +219,14 @@ class LiveFacts:
                 for link in self._cluster_state.view.links.values()
             ],
             lengths,
-            self.output_tokens,
+            self.output_tokens if output_tokens is None else output_tokens,
             self._kv_bytes,
         )
+
+    @property
+    def view(self) -> View:
+        """What the routing policy reads."""
+        return self._cluster_state.view
 
     def prefill_instances(self, cluster: str) -> int:
         """Healthy instances of a PD cluster that prefill; those being converted count for what they will be."""

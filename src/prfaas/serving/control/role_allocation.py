@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -9,14 +10,19 @@ from typing import Any, Literal
 
 from prfaas.core.deployment import ControlConfig, Role
 from prfaas.core.planner import PlanError
+from prfaas.core.planner.role_latency import QueueingModel, RoleLatency
 from prfaas.core.scheduling.allocation import COOL_DOWN_PERIODS, Allocator
-from prfaas.core.scheduling.role_drain import DRAIN_CHECK_S, DrainResult, RoleDrain
+from prfaas.core.scheduling.forecast import Outlook, foresight_of
+from prfaas.core.scheduling.policy import Policy
+from prfaas.core.scheduling.queue_order import is_shortest_first
+from prfaas.core.scheduling.role_choice import ExpectedLoad, RoleOutlook
+from prfaas.core.scheduling.role_drain import DRAIN_CHECK_S, DRAIN_LIMIT_S, DrainResult, RoleDrain
 from prfaas.core.scheduling.stage_utilisation import InstanceWork, StageUtilisation
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.core.workload import WorkloadError
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
-from prfaas.serving.control.planning_inputs import LiveFacts
+from prfaas.serving.control.planning_inputs import OUTPUT_AGE_S, LiveFacts
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +69,12 @@ class RoleChanges:
     @property
     def is_busy(self) -> bool:
         return self._current is not None
+
+    @property
+    def drain_s(self) -> float:
+        """How long the last drain took; the longest that is waited for before the first."""
+        drains = [change.drained_s for change in self.history if change.drained_s is not None]
+        return drains[-1] if drains else DRAIN_LIMIT_S
 
     def begin(self, instance: str, to_role: Role, reason: str) -> bool:
         """Start to convert; False if another conversion is under way or the instance has that role already."""
@@ -147,13 +159,16 @@ class RoleAllocation:
         changes: RoleChanges,
         *,
         clock: Clock,
+        policy: Policy,
     ) -> None:
+        """`policy`: the one that routes; it is asked in which order prefills wait."""
         self._config = config
         self._facts = facts
         self._utilisation = utilisation
-        self._window = window
         self._changes = changes
         self._clock = clock
+        self._policy = policy
+        self._outlook = Outlook(window, foresight_of(config.forecast_period_s))
         self._allocator = Allocator(cool_down_s=COOL_DOWN_PERIODS * config.allocation_period_s)
         self.last: dict[str, Any] = {}
 
@@ -178,21 +193,59 @@ class RoleAllocation:
                 for load in loads
             }
         }
-        lengths = self._window.lengths(now_s)
-        if lengths is None or self._changes.is_busy:
+        period_s = self._config.allocation_period_s
+        expected = self._outlook.expect(
+            self._facts.output_tokens,
+            OUTPUT_AGE_S,
+            now_s,
+            self._allocator.lead_s(period_s, self._changes.drain_s),
+        )
+        if expected is None or self._changes.is_busy:
             self.last["result"] = "converting" if self._changes.is_busy else "too few requests"
             return
+        means = expected.means
+        # Asked anew each time: at the start hardly any instance is there.
+        queues = QueueingModel(is_shortest_first(self._policy, self._facts.view))
+        load = ExpectedLoad(means.requests_per_s, queues, expected.is_forecast)
         try:
-            problem = self._facts.problem(lengths)
-            conversion = await asyncio.to_thread(self._allocator.decide, loads, problem, now_s)
+            problem = self._facts.problem(expected.lengths, means.output_tokens)
+            conversion = await asyncio.to_thread(self._allocator.decide, loads, problem, now_s, load)
         except (PlanError, WorkloadError) as error:
             self.last["result"] = str(error)
             return
-        self.last["result"] = "kept" if conversion is None else "conversion"
+        self.last |= {
+            "result": "kept" if conversion is None else "conversion",
+            "expected": asdict(means) | {"is_forecast": expected.is_forecast},
+            "predicted": _told(self._allocator.outlook),
+        }
         if conversion is not None:
             self.last |= {
+                "reason": conversion.reason,
                 "rate_before": conversion.rate_before,
                 "rate_after": conversion.rate_after,
                 "rate_best": conversion.rate_best,
             }
             self._changes.begin(conversion.instance, conversion.to_role, conversion.reason)
+
+
+def _told(outlook: RoleOutlook | None) -> dict[str, Any] | None:
+    """What was predicted, for JSON."""
+    if outlook is None:
+        return None
+    return {
+        "aim": outlook.aim,
+        "now": None if outlook.now is None else _latency(outlook.now),
+        "best": None if outlook.best is None else _latency(outlook.best),
+    }
+
+
+def _latency(found: RoleLatency) -> dict[str, Any]:
+    """Times in seconds; None where they are infinite."""
+    times = {
+        "ttft_s": found.ttft_s,
+        "prefill_wait_s": found.prefill_wait_s,
+        "decode_wait_s": found.decode_wait_s,
+        "utilisation": found.utilisation,
+    }
+    finite = {name: value if math.isfinite(value) else None for name, value in times.items()}
+    return {"prefill_instances": dict(found.prefill)} | finite
