@@ -21,7 +21,7 @@ from prfaas.serving.pool.protocol import PoolMatch
 Row = tuple[str, float, str] | tuple[str, float, str, float | None, bool]
 COPIED_BYTES = 64 * MIB
 PAGE_BYTES = (64 << 10, 256 << 10, 1 << 20)
-SSD_BYTES, SSD_PAGE_BYTES = 256 * MIB, 256 << 10
+SSD_BYTES, SSD_PAGE_BYTES = 256 * MIB, (256 << 10, 1 << 20)
 KEYS = 512
 LOOKUPS = 1000
 READ_BYTES = 1 * MIB
@@ -122,9 +122,16 @@ def _memcpy_s(blocks: Blocks, *, into_arena: bool) -> float:
 
 def ssd(folder: Path, rounds: int) -> list[Row]:
     """What comes back from disk after the memory is gone, and plain reads of the same file."""
-    blocks = Blocks(SSD_PAGE_BYTES, SSD_BYTES // SSD_PAGE_BYTES)
+    return [row for page_bytes in SSD_PAGE_BYTES for row in _ssd(folder, rounds, page_bytes)]
+
+
+def _ssd(folder: Path, rounds: int, page_bytes: int) -> list[Row]:
+    blocks = Blocks(page_bytes, SSD_BYTES // page_bytes)
     deployment = pooled_deployment(
-        folder, "disk", memory=f"{SSD_BYTES // MIB + 64} MiB", ssd=f"{2 * SSD_BYTES // MIB + 64} MiB"
+        folder,
+        f"disk{page_bytes}",
+        memory=f"{SSD_BYTES // MIB + 64} MiB",
+        ssd=f"{2 * SSD_BYTES // MIB + 64} MiB",
     )
     with (
         running_pool(deployment),
@@ -140,8 +147,12 @@ def ssd(folder: Path, rounds: int) -> list[Row]:
         await_true(lambda: _ssd_pages(scheduler) == blocks.count)
         written_s = time.perf_counter() - began_s
         worker.close()
-    ratios: dict[str, list[float]] = {"one thread": [], "four threads": []}
+    names = ("one thread", "four threads")
+    ratios: dict[str, list[float]] = {
+        f"{name}{part}": [] for name in names for part in ("", ", reading alone")
+    }
     read_s: list[float] = []
+    reading: list[float] = []
     (pages_file,) = [
         each for each in deployment.pools[0].path.rglob("*") if each.is_file() and _is_large(each)
     ]
@@ -149,15 +160,24 @@ def ssd(folder: Path, rounds: int) -> list[Row]:
         plain = {"one thread": _plain_read_s(pages_file, 1), "four threads": _plain_read_s(pages_file, 4)}
         with running_pool(deployment), session(deployment, "scheduler", blocks.geometry) as scheduler:
             read_s.append(_promotion_s(blocks, scheduler))
+            reading.append(float((scheduler.stats() or {})["ssd_promoting_s"]))
         for name, seconds in plain.items():
             ratios[name].append(seconds / read_s[-1])
+            ratios[f"{name}, reading alone"].append(seconds / reading[-1])
+    label = f"pages of {page_bytes >> 10} KiB"
     rows: list[Row] = [
-        ("store until on disk", blocks.nbytes / written_s / 1e9, "GB/s"),
-        ("from disk into pages, verified", blocks.nbytes / statistics.median(read_s) / 1e9, "GB/s"),
+        (f"store until on disk, {label}", blocks.nbytes / written_s / 1e9, "GB/s"),
+        (f"from disk into pages, verified, {label}", blocks.nbytes / statistics.median(read_s) / 1e9, "GB/s"),
     ]
     for name, found in ratios.items():
         rows.append(
-            (f"from disk / plain O_DIRECT read, {name}", statistics.median(found), "ratio", 0.9, True)
+            (
+                f"from disk / plain O_DIRECT read, {label}, {name}",
+                statistics.median(found),
+                "ratio",
+                0.9,
+                True,
+            )
         )
     return rows
 
