@@ -1,12 +1,15 @@
 """The prefix-cache pool: what its copies, its look-ups and its hits cost, beside doing without it.
 
-    python bench/pool.py [--parts memory ssd lookup step ttft] [--rounds 7] [--models qwen3-next …] [--json FILE]
+    python bench/pool.py [--parts memory ssd lookup step ttft answers] [--rounds 7] [--models …] [--json FILE]
 
 - memory: an engine's worker stores blocks into a pool's pages and loads them again, beside memcpy of as many bytes.
-- ssd: pages of a pool that lost its memory come back from the disk, beside plain reads of the pool's own file.
+  A store lasts until the blocks are free; until others hit, checksums and the daemon's work are in it too.
+- ssd: pages of a pool that lost its memory come back from the disk, beside plain reads of the pool's own file. From the
+  question to the last page; `reading alone` leaves out what is before the first read (slots for all pages).
 - lookup: 512 keys over the pool's socket.
 - step: prefills and decode steps of a real engine that stores, beside one without a pool, in turn.
 - ttft: time to first token of a prompt that the pool has, beside computing it, for each tiny model.
+- answers: 24 prompts a model: answers of pool hits, of hits in the engine's own blocks, and of plain vLLM.
 - mooncake: Mooncake Store's batch get of the same pages (`--mooncake-python`, an interpreter that can import
   `mooncake.store`, with `mooncake_master` beside it).
 
@@ -27,7 +30,7 @@ from rich.table import Table
 
 from prfaas.serving.engines.tiny import TINY_MODEL_NAMES
 
-PARTS = ("memory", "ssd", "lookup", "step", "ttft", "mooncake")
+PARTS = ("memory", "ssd", "lookup", "step", "ttft", "answers", "mooncake")
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,10 @@ def _measured(part: str, options: argparse.Namespace, folder: Path) -> list[Figu
         import pool_mooncake
 
         rows = pool_mooncake.batch_get(options.mooncake_python, folder, options.rounds)
+    elif part == "answers":
+        import pool_answers
+
+        rows = pool_answers.answers(folder, options.models)
     else:
         import pool_engines
 

@@ -36,8 +36,8 @@ class Engine:
         # Environments with a proxy for the outside would send it what is for this machine.
         self._session.trust_env = False
 
-    def answer(self, ids: Sequence[int], max_tokens: int = 1) -> tuple[float, dict[str, Any]]:
-        """Seconds of the whole answer, and its `usage`."""
+    def answer(self, ids: Sequence[int], max_tokens: int = 1, **fields: Any) -> tuple[float, dict[str, Any]]:
+        """Seconds of the whole answer, and its body; `fields` go into the request."""
         body: dict[str, Any] = {
             "model": "tiny",
             "prompt": list(ids),
@@ -45,6 +45,7 @@ class Engine:
             "temperature": 0,
             "ignore_eos": True,
             "return_token_ids": True,
+            **fields,
         }
         began_s = time.perf_counter()
         response = self._session.post(f"{self._url}/v1/completions", json=body, timeout=REQUEST_S)
@@ -134,7 +135,7 @@ def ttft(folder: Path, models: Sequence[str], lengths: Sequence[int], rounds: in
 
 def _hit(deployment: Deployment, engine: Engine, ids: list[int]) -> tuple[float, float, int, bool]:
     computed_s, first = engine.answer(ids)
-    _settle(deployment)
+    settle(deployment)
     engine.forget()
     hit_s, again = engine.answer(ids)
     details = again["usage"].get("prompt_tokens_details") or {}
@@ -142,8 +143,8 @@ def _hit(deployment: Deployment, engine: Engine, ids: list[int]) -> tuple[float,
     return computed_s, hit_s, details.get("cached_tokens") or 0, same
 
 
-def _settle(deployment: Deployment) -> None:
-    """Until no page has been stored for a while."""
+def settle(deployment: Deployment) -> None:
+    """Wait until no page has been stored for a while."""
     before, since = -1, time.monotonic()
     until_s = since + READY_S
     while time.monotonic() - since < SETTLED_S:

@@ -185,6 +185,27 @@ def test_the_bandwidth_that_engines_measure_is_believed(
     assert cluster_state.view.pools["far-pool"].memory_bits_per_s == before
 
 
+def test_the_bandwidth_that_a_daemon_measures_of_its_ssd_is_believed(
+    deployment: Deployment, cluster_state: ClusterState, clock: FakeClock
+) -> None:
+    view = cluster_state.view.pools["home-pool"]
+    port = PoolPort()
+    monitor = PoolMonitor(deployment, {"home-pool": port}, cluster_state.view.pools, clock=clock)
+
+    def told(nbytes: float, seconds: float) -> float:
+        port.told = {"store": {"ssd_promoted_bytes": nbytes, "ssd_promoting_s": seconds}}
+        asyncio.run(monitor.ask("home-pool"))
+        return view.ssd_bits_per_s
+
+    before = view.ssd_bits_per_s
+    # What was read before the gateway looked tells nothing, nor do a few pages.
+    assert told(5e9, 2.0) == told(5e9 + 1e6, 2.5) == before
+    assert told(5e9 + 2e9, 4.0) == pytest.approx(8 * 2e9 / 2.0)
+    # The daemon was started again.
+    assert told(0, 0.0) == pytest.approx(8e9)
+    assert told(1e9, 0.5) == pytest.approx(16e9)
+
+
 def test_the_plane_routes_by_pools_and_shows_them(deployment: Deployment, clock: FakeClock) -> None:
     registry = CollectorRegistry()
     ports = {"far-pool": PoolPort(), "home-pool": PoolPort()}

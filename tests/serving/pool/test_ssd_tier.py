@@ -37,6 +37,8 @@ def test_a_page_is_read_as_it_was_written(folder: Path, group: int) -> None:
         assert pool.write(1, group)
         assert pool.holds(1, group)
         assert pool.read(1, group) == pool.content(1, group)
+        figures = pool.tier.figures()
+        assert figures["promoted_bytes"] == figures["written_bytes"] and float(figures["promoting_s"]) > 0
 
 
 @pytest.mark.parametrize("is_aligned", [True, False])

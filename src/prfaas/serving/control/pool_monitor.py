@@ -1,4 +1,4 @@
-"""What the daemons of pools say of themselves, asked at their KV ports; and how fast engines load from them."""
+"""What the daemons of pools say of themselves, asked at their KV ports; and how fast their tiers are."""
 
 import asyncio
 import logging
@@ -23,6 +23,7 @@ _ANSWER_S = 2.0
 SILENCE_S = 5.0
 # Smaller loads say little of a tier's bandwidth.
 _LEAST_LOADED_BYTES = 1 << 20
+_LEAST_PROMOTED_BYTES = 16 << 20
 _LEAST_BITS_PER_S = 1e6
 
 TIERS = ("memory", "ssd")
@@ -66,11 +67,13 @@ class PoolMonitor:
         Args:
             deployment: whose pools.
             ports: how each pool's KV port is asked, by name; whoever made them closes them.
-            pools: what policies see of them; they get the bandwidth that engines measure.
+            pools: what policies see of them; they get the bandwidths that engines and daemons measure.
             clock: seconds that never go back.
         """
         self.nodes = deployment.pools
         self._ports = ports
+        self._views = pools
+        self._promoted: dict[str, tuple[float, float]] = {}
         self._pool_of = {name: pools[node.name] for node in self.nodes for name in node.instances}
         self._clock = clock
         self._newest: dict[str, PoolReading] = {}
@@ -95,11 +98,24 @@ class PoolMonitor:
             logger.debug("pool %s does not say what it holds: %s", name, error)
             self.failures += 1
             return
-        self._newest[name] = PoolReading(self._clock(), parts)
+        self._newest[name] = reading = PoolReading(self._clock(), parts)
+        self._learn_ssd(name, reading)
 
     def newest(self, name: str) -> PoolReading | None:
         """The last figures of a pool; None as long as it has not answered."""
         return self._newest.get(name)
+
+    def _learn_ssd(self, name: str, reading: PoolReading) -> None:
+        """Take how fast pages came from SSD since enough of them had come for the bandwidth of that tier."""
+        told = (reading.number("store", "ssd_promoted_bytes"), reading.number("store", "ssd_promoting_s"))
+        before = self._promoted.setdefault(name, told)
+        promoted_bytes, took_s = told[0] - before[0], told[1] - before[1]
+        if promoted_bytes < 0 or took_s < 0:
+            # Another daemon.
+            self._promoted[name] = told
+        elif promoted_bytes >= _LEAST_PROMOTED_BYTES and took_s > 0:
+            self._promoted[name] = told
+            self._views[name].ssd_bits_per_s = max(BITS_PER_BYTE * promoted_bytes / took_s, _LEAST_BITS_PER_S)
 
     def learn(self, instance: Instance, meter: EngineMeter) -> None:
         """Take the bandwidth of an engine's loads of the last minute for that of its pool's memory."""

@@ -16,6 +16,7 @@ from prfaas.core.pool.eviction import EvictionPolicy
 from prfaas.core.pool.geometry import PageIdentity, PoolGeometry, whole_sectors
 from prfaas.core.pool.keys import page_id as page_id_of
 from prfaas.core.pool.quota import TenantEviction
+from prfaas.serving.pool.busy_clock import BusyClock
 from prfaas.serving.pool.hooks import SsdEntry, SsdFactory
 from prfaas.serving.pool.journal import JournalPage, most_record_bytes
 from prfaas.serving.pool.ssd_background import SsdLayout, SsdRead, SsdReaders, SsdWrite, SsdWriter
@@ -103,6 +104,7 @@ class FileTier:
         self._queued_of: Counter[bytes] = Counter()
         self._eviction = self._no_eviction()
         self._counts = dict.fromkeys(("written_bytes", "read_bytes", "not_written", "evicted", "wrong"), 0)
+        self._promoting = BusyClock()
         layout = SsdLayout(
             folder,
             geometry.digest().hex(),
@@ -171,7 +173,13 @@ class FileTier:
     def read(self, page_id: bytes, into_offset: int, done: Callable[[bool], None]) -> None:
         """See `SsdTier.read`."""
         size = self._page_bytes[page_id[-1]]
-        self._read(page_id, self._room_in_arena(into_offset, size), done)
+        self._promoting.begin()
+
+        def finished(is_right: bool) -> None:
+            self._promoting.end(size if is_right else 0)
+            done(is_right)
+
+        self._read(page_id, self._room_in_arena(into_offset, size), finished)
 
     def touched(self, page_id: bytes) -> None:
         """A page was used; one that is not held is passed over."""
@@ -222,6 +230,8 @@ class FileTier:
             "queued_pages": len(self._writing),
             "queued_bytes": self._queued_bytes,
             "recovery_s": self._recovery_s,
+            "promoted_bytes": self._promoting.done_bytes,
+            "promoting_s": self._promoting.busy_s,
             **self._counts,
         }
 
