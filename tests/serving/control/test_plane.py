@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -367,6 +368,31 @@ def test_runs_and_ends_with_nothing_left(planes: Planes, http: str | None) -> No
     text = generate_latest(planes.registry).decode()
     assert 'prfaas_control_kv_events_total{instance="home-d0"} 2.0' in text
     assert 'prfaas_control_threshold_tokens{cluster="home"} 4000.0' in text
+
+
+def test_what_was_predicted_of_the_roles_is_told(planes: Planes) -> None:
+    async def main() -> tuple[dict[str, Any], str]:
+        plane = planes.made()
+        chance = random.Random(1)
+        for _ in range(500):
+            plane.window.add(chance.lognormvariate(8.0, 0.8), planes.clock())
+        planes.clock.now_s += 250
+        try:
+            await plane.role_allocation.evaluate()
+            plane._gauge_writer.write()
+            return plane.state(), generate_latest(planes.registry).decode()
+        finally:
+            await plane.close()
+
+    state, text = asyncio.run(main())
+    told = json.loads(json.dumps(state["roles"]["last_evaluation"], allow_nan=False))
+    assert told["expected"]["requests_per_s"] == pytest.approx(2.0) and not told["expected"]["is_forecast"]
+    predicted = told["predicted"]
+    assert predicted["aim"] == "latency" and predicted["now"]["prefill_instances"] == {"home": 2}
+    assert predicted["best"]["ttft_s"] <= predicted["now"]["ttft_s"]
+    assert f'prfaas_control_predicted_ttft_seconds{{roles="now"}} {predicted["now"]["ttft_s"]}' in text
+    assert 'prfaas_control_predicted_prefill_instances{cluster="home",roles="now"} 2.0' in text
+    assert 'prfaas_control_expected_requests_per_second{source="measured"} 2.0' in text
 
 
 def test_labels_are_bounded(planes: Planes) -> None:

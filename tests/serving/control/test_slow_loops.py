@@ -200,6 +200,7 @@ def test_roles_are_converted_when_the_measurements_agree(tmp_path: Path, clock: 
             clock.now_s += 60
         asyncio.run(slow.allocating.evaluate())
     (change,) = slow.roles.history
+    assert slow.allocating.last["predicted"] is not None and slow.allocating.last["reason"] == change.reason
     assert (change.to_role, change.instance, change.outcome) == ("prefill", "home-d0", "draining")
     assert slow.cluster_state.instance("home-d0").draining
     # Planned for with the role that it is going to have.
