@@ -107,6 +107,17 @@ def test_policies_by_name() -> None:
     assert {api.policy_named(name, **_needed(name)).name for name in api.POLICIES} == set(api.POLICIES)
 
 
+def test_a_policy_with_parameters_simulated() -> None:
+    paper = api.load_planned(api.example_path("paper"))
+    means = [
+        api.simulate(paper, policy=policy, params=params, requests=500, load=0.8).summary()["ttft_mean_s"]
+        for policy, params in (("paper", None), ("paper", {"queue_mark": 0.5}), ("paper", {"queue_mark": 9}))
+    ]
+    assert means[0] == means[1] != means[2]
+    with pytest.raises(api.PolicyError, match="queue_mark"):
+        api.simulate(paper, policy="paper", params={"queue_mark": 0}, requests=10)
+
+
 def _needed(policy: str) -> dict[str, object]:
     return {"threshold_tokens": 4000.0} if policy == "static_threshold" else {}
 

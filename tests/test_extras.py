@@ -162,6 +162,7 @@ def test_commands_of_the_base_installation(words: list[str]) -> None:
     [
         (["plan", str(EXAMPLES / "paper.yaml")], "plan"),
         (["simulate", str(EXAMPLES / "paper.yaml")], "plan"),
+        (["policies"], "plan"),
         (["study", "burst"], "plan"),
         (["reproduce"], "plan"),
         (["bandwidth", "ring-2.5-1t", "--gpus", "512", "--length", "32768"], "plan"),

@@ -1,7 +1,8 @@
 """prfaas as a library: read a deployment file, plan it, simulate it, and ask what a model's KVCache weighs.
 
-Everything else in the package may change without notice. Importing this module costs little: what a function or a
-type needs is imported when it is first used, numpy and SciPy by `plan` and `simulate` (`pip install 'prfaas[plan]'`).
+It is stable within a minor version; everything else in the package may change without notice. Importing this module
+costs little: what a function or a type needs is imported when it is first used, numpy and SciPy by `plan` and
+`simulate` (`pip install 'prfaas[plan]'`).
 
 Example:
     >>> from prfaas import api
@@ -11,6 +12,7 @@ Example:
 """
 
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,16 +45,27 @@ if TYPE_CHECKING:
     from prfaas.core.planner import Baseline, Cost, OperatingPoint, Plan, PlanError, ShadowPrice, TtftEstimate
     from prfaas.core.scheduling import (
         POLICIES,
+        Bounds,
+        CacheTransfer,
         ClusterView,
         Decision,
         InstanceView,
         KvFacts,
         LinkView,
+        NoDecodeInstanceError,
+        Parameter,
         Policy,
+        PolicyError,
+        PoolView,
+        PrefillOption,
         PrefixHit,
         Route,
         RoutingRequest,
         View,
+        make_policy,
+        options,
+        parameters_of,
+        policy_class,
         policy_named,
     )
     from prfaas.core.workload import WorkloadError
@@ -61,6 +74,8 @@ if TYPE_CHECKING:
 __all__ = [
     "POLICIES",
     "Baseline",
+    "Bounds",
+    "CacheTransfer",
     "Cluster",
     "ClusterView",
     "ConfigError",
@@ -78,12 +93,17 @@ __all__ = [
     "LinearState",
     "Link",
     "LinkView",
+    "NoDecodeInstanceError",
     "OperatingPoint",
+    "Parameter",
     "Plan",
     "PlanError",
     "PlannedCluster",
     "PlannedDeployment",
     "Policy",
+    "PolicyError",
+    "PoolView",
+    "PrefillOption",
     "PrefixHit",
     "ProfileError",
     "PublishedModel",
@@ -103,7 +123,11 @@ __all__ = [
     "load_deployment",
     "load_planned",
     "load_profile",
+    "make_policy",
+    "options",
+    "parameters_of",
     "plan",
+    "policy_class",
     "policy_named",
     "published_models",
     "simulate",
@@ -121,8 +145,9 @@ _SOURCES = {
     "prfaas.core.latency": "LatencyProfile ProfileError load_profile",
     "prfaas.core.planner": "Baseline Cost OperatingPoint Plan PlanError ShadowPrice TtftEstimate",
     "prfaas.core.scheduling": (
-        "POLICIES ClusterView Decision InstanceView KvFacts LinkView Policy PrefixHit Route RoutingRequest View "
-        "policy_named"
+        "POLICIES Bounds CacheTransfer ClusterView Decision InstanceView KvFacts LinkView NoDecodeInstanceError "
+        "Parameter Policy PolicyError PoolView PrefillOption PrefixHit Route RoutingRequest View make_policy options "
+        "parameters_of policy_class policy_named"
     ),
     "prfaas.core.workload": "WorkloadError",
     "prfaas.lab.simulator": "Result",
@@ -203,6 +228,7 @@ def simulate(
     load: float | None = None,
     requests_per_s: float | None = None,
     policy: str | None = None,
+    params: "Mapping[str, float | str] | None" = None,
     requests: int = 20_000,
     seed: int = 0,
 ) -> "Result":
@@ -213,7 +239,8 @@ def simulate(
         load: the arrival rate as a share of the highest throughput that `plan` finds; 0.7 where neither this nor
             `requests_per_s` is given.
         requests_per_s: the arrival rate itself, in place of a load.
-        policy: one of `POLICIES`; None: the file's.
+        policy: one of `POLICIES`, an installed one, or `package.module:Class`; None: the file's.
+        params: of the policy; None: the file's, where the policy is the file's.
         requests: how many arrive. The first tenth of the time is not counted.
         seed: the same seed gives the same numbers.
 
@@ -222,7 +249,8 @@ def simulate(
 
     Raises:
         DeploymentError: the first thing that is wrong with the file, with its line and field.
-        ValueError: both a load and a rate, a rate of 0 or less, or a policy that there is not.
+        ValueError: both a load and a rate, or a rate of 0 or less.
+        PolicyError: a policy that there is not, or a parameter that it does not take.
 
     Example:
         >>> result = simulate(example_path("paper"), load=0.5, requests=1000, seed=1)
@@ -251,9 +279,11 @@ def simulate(
     if not (math.isfinite(rate) and rate > 0):
         raise ValueError(f"requests must arrive at a rate above 0, not {rate:g} per second")
     threshold = planned.routing.threshold_tokens
+    name = policy or planned.routing.policy
     scenario = scenario_of(
         planned,
-        policy=policy or planned.routing.policy,
+        policy=name,
+        params=planned.routing.params_of(name) if params is None else params,
         threshold_tokens=None if threshold is None else float(threshold),
         control=planned.control,
         allocation=planned.control.allocation,

@@ -190,6 +190,43 @@ def test_a_taken_gateway_port_is_named_before_engines_start(
                 )
 
 
+@pytest.mark.parametrize(
+    ("routing", "problem"),
+    [
+        (
+            "policy: no.such:Policy",
+            'routing.policy: policy no.such:Policy: module "no.such" can\'t be imported',
+        ),
+        ("policy: math:Nothing", 'routing.policy: policy math:Nothing: module "math" has no class "Nothing"'),
+        (
+            "policy: fractions:Fraction",
+            "routing.policy: policy fractions:Fraction is no policy: it must be a class",
+        ),
+        (
+            "policy: tilted\n  params: {beta: -1}",
+            "routing.params.beta: policy tilted takes for beta a number, at least",
+        ),
+    ],
+)
+def test_a_policy_that_can_not_be_is_said_before_engines_start(
+    dense_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    routing: str,
+    problem: str,
+) -> None:
+    text = dense_file.read_text()
+    assert "policy: tilted" in text
+    # So that a command which goes on ends at once.
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("uvloop.run", lambda main: main.close())
+    dense_file.write_text(text.replace("policy: tilted", routing))
+    for command in ("up", "serve"):
+        assert run(monkeypatch, command, dense_file) == 2
+        error = capsys.readouterr().err
+        assert problem in error and error.startswith(f"prfaas: {dense_file}:") and error.count("\n") == 1
+
+
 def test_a_missing_token_is_one_sentence(
     dense_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -195,6 +195,31 @@ BAD = {
         ["--compare", "paper,"],
         '--compare: there is no policy ""; there are paper, tilted',
     ),
+    "a module nobody has": (
+        ["--policy", "no.such:Policy"],
+        '--policy: policy no.such:Policy: module "no.such" can',
+    ),
+    "a class nobody has": (
+        ["--policy", "math:Policy"],
+        '--policy: policy math:Policy: module "math" has no class',
+    ),
+    "no policy": (
+        ["--policy", "fractions:Fraction"],
+        "is no policy: it must be a class with a method decide",
+    ),
+    "no parameter's value": (["--param", "beta"], '--param "beta": write NAME=VALUE'),
+    "unknown parameter": (
+        ["--compare", "paper,tilted", "--param", "betta=1"],
+        '--param: paper and tilted have no parameter "betta"; there are queue_mark: a number, above 0 (0.5); ',
+    ),
+    "parameter out of bounds": (
+        ["--param", "beta=-1"],
+        "--param: policy tilted takes for beta a number, at least 0, not -1; its parameters are beta: ",
+    ),
+    "parameter that is no number": (
+        ["--param", "beta=much"],
+        "takes for beta a number, at least 0, not much;",
+    ),
     "policy twice": (["--compare", "paper,paper"], "--compare: names a policy twice"),
     "both policies": (
         ["--policy", "paper", "--compare", "paper,tilted"],
@@ -228,6 +253,54 @@ def test_what_can_not_be_is_one_sentence_and_exit_code_2(
     assert captured.err.startswith("prfaas: ")
     assert captured.err.count("\n") == 1
     assert message in captured.err
+
+
+def test_parameters_by_option_and_by_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "deployment.yaml"
+    path.write_text(PAPER.read_text() + "\nrouting: {policy: paper, params: {queue_mark: 4}}\n")
+    of_file = simulated(monkeypatch, capsys, path)
+    by_option = simulated(monkeypatch, capsys, PAPER, "--policy", "paper", "--param", "queue_mark=4")
+    assert of_file["policies"] == by_option["policies"]
+    assert of_file["params"] == by_option["params"] == {"paper": {"queue_mark": 4}}
+    others = simulated(monkeypatch, capsys, PAPER, "--policy", "paper")
+    assert others["params"] == {} and others["policies"] != of_file["policies"]
+    args = ("--compare", "paper,tilted", "--param", "abundance_queue_s=1", "--param", "fairness=1")
+    compared = simulated(monkeypatch, capsys, path, *args)
+    assert compared["params"] == {
+        "paper": {"queue_mark": 4, "abundance_queue_s": 1},
+        "tilted": {"abundance_queue_s": 1, "fairness": 1},
+    }
+
+
+@pytest.mark.parametrize(
+    ("routing", "problem"),
+    [
+        (
+            "{policy: paper, params: {queue_mark: 0}}",
+            "routing.params.queue_mark: policy paper takes for queue_mark",
+        ),
+        (
+            "{policy: paper, params: {mark: 1}}",
+            'routing.params.mark: policy paper has no parameter "mark"; its',
+        ),
+        ("{policy: 'no.such:Policy'}", 'routing.policy: policy no.such:Policy: module "no.such" can'),
+    ],
+)
+def test_a_bad_policy_of_the_file_is_said_with_its_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    routing: str,
+    problem: str,
+) -> None:
+    path = tmp_path / "deployment.yaml"
+    text = PAPER.read_text()
+    path.write_text(text + f"\nrouting: {routing}\n")
+    assert run(monkeypatch, path, "--requests", 10) == 2
+    said = capsys.readouterr().err
+    assert f"deployment.yaml:{text.count(chr(10)) + 2}: {problem}" in said and said.count("\n") == 1
 
 
 def test_a_report_where_no_folder_can_be(

@@ -22,6 +22,7 @@ from prfaas.cli.init import init
 from prfaas.cli.key import key
 from prfaas.cli.models import model, models
 from prfaas.cli.plan import plan
+from prfaas.cli.policies import policies
 from prfaas.cli.pool import pool
 from prfaas.cli.profile import profile
 from prfaas.cli.replay import replay
@@ -56,6 +57,7 @@ for command in (
     bandwidth,
     profile,
     plan,
+    policies,
     simulate,
     study,
     reproduce,

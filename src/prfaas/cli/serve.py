@@ -67,20 +67,23 @@ def run_gateway(
     """
     import uvloop
 
-    check_gateway_port(deployment)
+    check_gateway(deployment)
     uvloop.run(_serve(deployment, ready, beside, drain_timeout_s))
 
 
-def check_gateway_port(deployment: "Deployment") -> None:
+def check_gateway(deployment: "Deployment") -> None:
     """Refuse early what would fail late, after engines have taken a minute to start.
 
     Raises:
         CliError: an address of the gateway can't be listened on.
         AdminTokenError: the operators' token can't be read.
+        DeploymentError: there is no such policy, or it does not take the file's parameters.
     """
     from prfaas.serving.admin_token import load_token
+    from prfaas.serving.control.planning_inputs import policy_of
     from prfaas.serving.engines.preparation import port_problem
 
+    policy_of(deployment)
     gateway, admin = deployment.gateway, deployment.gateway.admin
     for host, port, field in ((gateway.host, gateway.port, "port"), (admin.host, admin.port, "admin.port")):
         problem = port_problem(host, port)

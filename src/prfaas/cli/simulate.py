@@ -58,13 +58,23 @@ def simulate(
     policy: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Default: the file's, as `prfaas up` would run it.", rich_help_panel=_WORLD
+            metavar="NAME",
+            help="Or package.module:Class. Default: the file's, as `prfaas up` would run it.",
+            rich_help_panel=_WORLD,
         ),
     ] = None,
     compare: Annotated[
         str | None,
         typer.Option(
             metavar="A,B,C", help="Several policies under the very same requests.", rich_help_panel=_WORLD
+        ),
+    ] = None,
+    param: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="A parameter of the policies that have it, e.g. fairness=1; may be repeated. `prfaas policies` has all.",
+            rich_help_panel=_WORLD,
         ),
     ] = None,
     caches: Annotated[
@@ -145,7 +155,7 @@ def simulate(
     changes = parse_changes(set_fields or ())
     planned = load_planned(deployment, changes=changes)
     problem = problem_of(planned)
-    names = policies_of(planned, policy, compare)
+    asked = policies_of(planned, policy, compare, param or ())
     if trace is not None and bursts:
         _refuse("--bursts makes up arrivals; a --trace has its own")
     recorded_trace = None if trace is None else recording(planned, problem, trace)
@@ -168,7 +178,10 @@ def simulate(
         traffic = recorded(recorded_trace, trace.name, rate_rps)
     _check_any(traffic, seed, length[1])
     folder = None if report is None else made_folder(report, "--report")
-    scenarios = [scenario_for(planned, name, options, links, prefill_concurrency, pools) for name in names]
+    scenarios = [
+        scenario_for(planned, name, params, options, links, prefill_concurrency, pools)
+        for name, params in asked.items()
+    ]
     results = _simulated(scenarios, traffic, seed, *length)
     shown = SimulationReport(
         deployment=planned,
@@ -188,6 +201,7 @@ def simulate(
         prefill_concurrency=prefill_concurrency,
         changes=changes,
         changes_text=set_fields or (),
+        params={name: params for name, params in asked.items() if params},
         command=shlex.join(["prfaas", *sys.argv[1:]]),
     )
     if folder is not None:

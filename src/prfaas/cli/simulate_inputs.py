@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from prfaas.core.deployment import PlannedDeployment
     from prfaas.core.kv import KvModel
     from prfaas.core.planner import PlanProblem
+    from prfaas.core.scheduling import Setting
     from prfaas.core.workload import RequestTrace
     from prfaas.core.workload.arrivals import Arrivals
     from prfaas.core.workload.traffic import ReplayedTraffic, Traffic
@@ -202,31 +203,54 @@ def parse_changes(texts: Sequence[str]) -> dict[str, float]:
     return changes
 
 
-def policies_of(deployment: "PlannedDeployment", policy: str | None, compare: str | None) -> tuple[str, ...]:
-    """The policies to simulate; without options the one that the deployment would run with.
+def policies_of(
+    deployment: "PlannedDeployment", policy: str | None, compare: str | None, settings: Sequence[str] = ()
+) -> "dict[str, dict[str, Setting]]":
+    """The policies to simulate with their parameters; without options as the deployment would run.
+
+    Those of the file belong to the file's policy. One of `settings`, NAME=VALUE, goes to every policy that has it.
 
     Raises:
-        CliError: both options, a name twice, or one that there is not.
+        CliError: both options, a name twice, a policy that there is not, or a parameter that none of them has.
+        DeploymentError: the policy that the file names is not there.
     """
-    from prfaas.core.scheduling import POLICIES
+    from prfaas.core.scheduling import PolicyError, parameters_of, policy_class
 
     if policy is not None and compare is not None:
         raise CliError("give --policy or --compare, not both")
-    if compare is not None:
-        option, names = "--compare", tuple(name.strip() for name in compare.split(","))
-    else:
-        option, names = "--policy", (policy or deployment.routing.policy,)
-    for name in names:
-        if name not in POLICIES:
-            raise CliError(f'{option}: there is no policy "{name}"; there are {", ".join(POLICIES)}')
+    option, routing = "--policy" if compare is None else "--compare", deployment.routing
+    names = [policy or routing.policy] if compare is None else [name.strip() for name in compare.split(",")]
     if len(set(names)) < len(names):
         raise CliError(f"{option}: names a policy twice")
-    return names
+    asked: dict[str, dict[str, Setting]] = {name: routing.params_of(name) for name in names}
+    known = {}
+    for name in names:
+        try:
+            known[name] = parameters_of(policy_class(name))
+        except PolicyError as error:
+            if policy is None and compare is None:
+                raise deployment.error(("routing", "policy"), str(error)) from error
+            raise CliError(f"{option}: {error}") from error
+    for text in settings:
+        parameter, sign, value = (part.strip() for part in text.partition("="))
+        if not (sign and parameter and value):
+            raise CliError(f'--param "{text}": write NAME=VALUE, for example fairness=1')
+        having = [name for name in names if parameter in known[name]]
+        if not having:
+            all_known = dict.fromkeys(each.described for name in names for each in known[name].values())
+            raise CliError(
+                f'--param: {" and ".join(names)} {"has" if len(names) == 1 else "have"} no parameter "{parameter}"; '
+                f"there are {'; '.join(all_known) or 'none'}"
+            )
+        for name in having:
+            asked[name][parameter] = known[name][parameter].parsed(value)
+    return asked
 
 
 def scenario_for(
     deployment: "PlannedDeployment",
     policy: str,
+    params: "Mapping[str, Setting]",
     caches: "CacheOptions | None",
     links: "Mapping[str, CapacityProcess]",
     prefill_concurrency: int = 1,
@@ -235,15 +259,18 @@ def scenario_for(
     """As the deployment would run: its `routing` and `control` sections count.
 
     Raises:
-        CliError: a deployment that can be planned but not run by this policy.
+        CliError: a deployment that can be planned but not run by this policy, or a parameter out of its bounds.
+        DeploymentError: the same, where the file has the parameter.
     """
+    from prfaas.core.scheduling import PolicyError, make_policy
     from prfaas.lab.simulator import scenario_of
 
     threshold = deployment.routing.threshold_tokens
     try:
-        return scenario_of(
+        scenario = scenario_of(
             deployment,
             policy=policy,
+            params=params,
             threshold_tokens=None if threshold is None else float(threshold),
             control=deployment.control,
             allocation=deployment.control.allocation,
@@ -252,8 +279,16 @@ def scenario_for(
             links=links,
             prefill_concurrency=prefill_concurrency,
         )
+        make_policy(policy, scenario.params)
+    except PolicyError as error:
+        wrong = error.parameter
+        in_file = deployment.routing.params_of(policy)
+        if wrong is not None and wrong in in_file and in_file[wrong] == params.get(wrong):
+            raise deployment.error(("routing", "params", wrong), str(error)) from error
+        raise CliError(f"--param: {error}" if wrong is not None else str(error)) from error
     except ValueError as error:
         raise CliError(f"{deployment.path}: can't be simulated: {error}") from error
+    return scenario
 
 
 def cache_options(model: "KvModel", text: str) -> "CacheOptions":

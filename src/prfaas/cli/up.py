@@ -46,7 +46,7 @@ def up(
     Example: prfaas up examples/local.yaml
     """
     from prfaas.cli.common import log_settings, write_logs
-    from prfaas.cli.serve import check_gateway_port, run_gateway
+    from prfaas.cli.serve import check_gateway, run_gateway
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.descriptors import raise_descriptor_limit
     from prfaas.serving.engines.running import READY_TIMEOUT_S, RunningEngines
@@ -54,7 +54,7 @@ def up(
     from prfaas.serving.pool.running import RunningPools
 
     loaded = load_deployment(deployment)
-    check_gateway_port(loaded)
+    check_gateway(loaded)
     open_files = raise_descriptor_limit()
     timeout_s = ready_timeout_s or READY_TIMEOUT_S
     write_logs(log_settings(log_format, log_level))

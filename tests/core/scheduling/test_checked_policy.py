@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from prfaas.core.scheduling import CheckedPolicy, Decision, Route, RoutingRequest, View, make_policy
-from prfaas.core.scheduling.checked_policy import UnsoundDecisionError, fault_of
+from prfaas.core.scheduling.checked_policy import UnsoundDecisionError, fault_of, instances_of
 
 from .test_routing_properties import Case, decided
 from .views import cases, every_policy, small
@@ -28,7 +28,7 @@ class Changed:
 def test_our_own_decisions_have_no_fault(case: Case) -> None:
     view, request = case
     for policy in every_policy().values():
-        assert fault_of(decided(policy, request, view), request, view) is None
+        assert fault_of(decided(policy, request, view), request, view, instances_of(view)) is None
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What a policy of one's own chooses from."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
@@ -49,6 +50,12 @@ def test_the_ways_of_a_prompt() -> None:
 def test_a_single_token_has_one_way() -> None:
     (only,) = options(RoutingRequest(1), small())
     assert only.prefill is only.decode and not only.decision().transfers
+
+
+def test_who_cannot_send_to_the_decode_instance_is_left_out() -> None:
+    blocked = replace(small(), blocked=frozenset([("remote", "decode")]))
+    (only,) = options(RoutingRequest(9000), blocked)
+    assert (only.prefill.name, only.route) == ("prefill", Route.LOCAL)
 
 
 def test_nobody_left_to_decode_is_an_error() -> None:

@@ -16,7 +16,14 @@ from prfaas.core.scheduling.decision import (
 from prfaas.core.scheduling.link_choice import AbundanceMarks
 from prfaas.core.scheduling.options import PrefillOption, options
 from prfaas.core.scheduling.parameters import Bounds, Parameter, PolicyError, Setting, parameters_of
-from prfaas.core.scheduling.policy import POLICIES, Policy, make_policy, policy_class, policy_named
+from prfaas.core.scheduling.policy import (
+    POLICIES,
+    Policy,
+    known_policies,
+    make_policy,
+    policy_class,
+    policy_named,
+)
 from prfaas.core.scheduling.tiers import with_pools
 from prfaas.core.scheduling.view import (
     ClusterKind,
@@ -55,6 +62,7 @@ __all__ = [
     "RoutingRequest",
     "Setting",
     "View",
+    "known_policies",
     "make_policy",
     "options",
     "parameters_of",

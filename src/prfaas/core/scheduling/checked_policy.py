@@ -1,11 +1,12 @@
 """A policy that is not ours, its decisions checked before anything follows them."""
 
 import re
+from collections.abc import Mapping
 
 from prfaas.core.scheduling.decision import Decision, Route, RoutingRequest
 from prfaas.core.scheduling.link_choice import usable_link
 from prfaas.core.scheduling.policy import Policy
-from prfaas.core.scheduling.view import InstanceView, View
+from prfaas.core.scheduling.view import ClusterView, InstanceView, View
 
 _WORD = re.compile(r"[a-z][a-z0-9-]{0,31}")
 # Reasons are labels of metrics, whose values must stay few.
@@ -22,6 +23,8 @@ class CheckedPolicy:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self._reasons: set[str] = set()
+        self._clusters: dict[str, ClusterView] = {}
+        self._instances: dict[str, InstanceView] = {}
 
     def decide(self, request: RoutingRequest, view: View) -> Decision:
         """The policy's decision.
@@ -31,7 +34,9 @@ class CheckedPolicy:
             Exception: whatever the policy raises, NoDecodeInstanceError if nothing can decode.
         """
         decision = self.policy.decide(request, view)
-        fault = fault_of(decision, request, view) or self._fault_of_reason(decision.reason)
+        if view.clusters is not self._clusters:
+            self._clusters, self._instances = view.clusters, instances_of(view)
+        fault = fault_of(decision, request, view, self._instances) or self._fault_of_reason(decision.reason)
         if fault is not None:
             raise UnsoundDecisionError(f"the decision for a prompt of {request.num_tokens} tokens: {fault}")
         return decision
@@ -49,11 +54,18 @@ class CheckedPolicy:
         return None
 
 
-def fault_of(decision: object, request: RoutingRequest, view: View) -> str | None:
+def instances_of(view: View) -> dict[str, InstanceView]:
+    """All instances by name."""
+    return {each.name: each for cluster in view.clusters.values() for each in cluster.instances}
+
+
+def fault_of(
+    decision: object, request: RoutingRequest, view: View, instances: Mapping[str, InstanceView]
+) -> str | None:
     """Why a decision can't be carried out, in a few words; None: it can."""
     if not isinstance(decision, Decision):
         return f"it is a {type(decision).__name__}, not a Decision"
-    prefill, decode = _instance(view, decision.prefill), _instance(view, decision.decode)
+    prefill, decode = instances.get(decision.prefill), instances.get(decision.decode)
     if prefill is None or decode is None:
         return f'there is no instance "{decision.decode if prefill else decision.prefill}"'
     for each in (prefill, decode):
@@ -66,11 +78,6 @@ def fault_of(decision: object, request: RoutingRequest, view: View) -> str | Non
     if fault is None and decision.route is not (Route.OFFLOAD if is_far else Route.LOCAL):
         fault = f"route {decision.route} does not fit {prefill.name} and {decode.name}"
     return fault or _fault_of_numbers(decision, request)
-
-
-def _instance(view: View, name: str) -> InstanceView | None:
-    every = (each for cluster in view.clusters.values() for each in cluster.instances)
-    return next((each for each in every if each.name == name), None)
 
 
 def _fault_of_pair(prefill: InstanceView, decode: InstanceView, view: View) -> str | None:

@@ -41,7 +41,7 @@ class Paper:
     name: ClassVar[str] = "paper"
     queue_mark: Annotated[
         float,
-        Bounds("a queue surges from so many prefills of the threshold's length", unit="prefills", above=0),
+        Bounds("a queue surges from so many prefills of the threshold's length", above=0),
     ] = 0.5
     utilisation_mark: Annotated[
         float, Bounds("from this share of its capacity a link raises the threshold", above=0)

@@ -92,6 +92,17 @@ class Parameter:
         kind = _KINDS[self.kind] + (f" in {self.bounds.unit}" if self.bounds.unit else "")
         return f"{kind}, {self.bounds.in_words}" if self.bounds.in_words else kind
 
+    def parsed(self, text: str) -> Setting:
+        """What somebody means who types it; the text itself where it is nothing of the parameter's kind."""
+        if self.kind is str:
+            return text
+        if self.kind is bool:
+            return {"true": True, "false": False}.get(text, text)
+        try:
+            return float(text)
+        except ValueError:
+            return text
+
     def value_of(self, given: object) -> Setting | None:
         """The value as the policy takes it; None where it takes no such value."""
         if self.kind in (bool, str):

@@ -15,10 +15,23 @@ from prfaas.core.scheduling.view import View
 
 
 class Policy(Protocol):
-    """Decides where a request goes, from nothing but the request and the view, which it leaves as it is."""
+    """Decides where a request goes. A class needs not derive from this: the method is enough.
+
+    It is pure: a decision depends on the request and the view alone, both of which it leaves as they are. No clock
+    (the time is `view.now_s`), no randomness, no I/O, no memory of requests before. The live gateway decides in its
+    event loop, one request after another: stay below 0.1 ms with 64 instances.
+    """
 
     def decide(self, request: RoutingRequest, view: View) -> Decision:
-        """Raises NoDecodeInstanceError when nothing can decode."""
+        """Where one request goes.
+
+        Args:
+            request: its length, and what every instance holds of it.
+            view: the deployment now: clusters, instances, links, thresholds.
+
+        Raises:
+            NoDecodeInstanceError: nothing can decode.
+        """
 
 
 _BUILT_IN: dict[str, type] = {
@@ -65,9 +78,9 @@ def policy_class(name: str) -> type:
     if not colon:
         found = {each.name: each.value for each in importlib.metadata.entry_points(group=POLICY_ENTRY_POINTS)}
         if name not in found:
-            known = ", ".join([*POLICIES, *(each for each in found if each not in _BUILT_IN)])
             raise PolicyError(
-                f'there is no policy "{name}"; there are {known}, and any class written as package.module:Class'
+                f'there is no policy "{name}"; there are {", ".join(known_policies())}, and any class written as '
+                "package.module:Class"
             )
         module, _, attribute = found[name].partition(":")
     policy = _attribute(name, _module(name, module), attribute)
@@ -76,6 +89,15 @@ def policy_class(name: str) -> type:
             f"policy {name} is no policy: it must be a class with a method decide(request, view)"
         )
     return policy
+
+
+def known_policies() -> dict[str, str]:
+    """Every policy that has a name, and the package and version that it comes from. None is imported."""
+    known = dict.fromkeys(POLICIES, "prfaas")
+    for each in importlib.metadata.entry_points(group=POLICY_ENTRY_POINTS):
+        if each.name not in known:
+            known[each.name] = f"{each.dist.name} {each.dist.version}" if each.dist else each.value
+    return known
 
 
 def _module(name: str, module: str) -> Any:

@@ -27,7 +27,9 @@ _MUCH = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Tilted:
-    """Offload when
+    """The paper's threshold, tilted by backlogs; of the prefills that wait, short ones go first.
+
+    Offload when
 
         T_pd(t) · (u − t) / max(u, t) + β · Δ > 0   with   Δ = w_pd − (w_far · T_far + q · X) / T_pd
 

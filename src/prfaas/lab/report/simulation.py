@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prfaas.core.deployment import PlannedDeployment
+from prfaas.core.scheduling.parameters import Setting, shown
 from prfaas.core.units import format_bits_per_s, format_bytes, format_s
 from prfaas.lab.simulator import CacheOptions, PoolOptions, Result
 from prfaas.lab.simulator.pools import TIERS
@@ -50,6 +51,8 @@ class SimulationReport:
     """Fields of the deployment file that were given another number."""
     changes_text: Sequence[str] = ()
     """The same as they were asked for: FIELD=VALUE."""
+    params: Mapping[str, Mapping[str, Setting]] = field(default_factory=dict)
+    """Parameters that are not the defaults', by policy."""
     command: str = ""
     """The command line that gives this report again."""
 
@@ -92,6 +95,8 @@ class SimulationReport:
             facts.append(("pools", "; ".join(_pools(self.pools))))
         if self.changes_text:
             facts.append(("changed in the file", "; ".join(self.changes_text)))
+        if self.params:
+            facts.append(("parameters", "; ".join(_parameters(self.params))))
         return facts
 
     def to_json(self) -> dict[str, Any]:
@@ -110,6 +115,7 @@ class SimulationReport:
             "link_fluctuation": self.link_fluctuation,
             "prefill_concurrency": self.prefill_concurrency,
             "changes": self.changes or {},
+            "params": {policy: dict(params) for policy, params in self.params.items()},
             "policies": self.summaries,
         }
 
@@ -142,6 +148,11 @@ def _pools(pools: Mapping[str, PoolOptions]) -> Iterator[str]:
         yield f"{text} on every machine" + (f", which has {together} instances" if together > 1 else "")
 
 
+def _parameters(params: Mapping[str, Mapping[str, Setting]]) -> Iterator[str]:
+    for policy, given in params.items():
+        yield f"{policy}: " + ", ".join(f"{name} = {shown(value)}" for name, value in given.items())
+
+
 def _fluctuation(text: str | None) -> str:
     if text is None:
         return ""
@@ -155,11 +166,11 @@ def headline(report: SimulationReport) -> list[list[str]]:
     Rows that no policy has anything to say about are left out.
     """
     rows = []
-    for label, key, shown, compared in _ROWS:
+    for label, key, format_value, compared in _ROWS:
         values = [_number(summary.get(key)) for summary in report.summaries.values()]
         cells = [label]
         for number, value in enumerate(values):
-            text = NONE if value is None else shown(value)
+            text = NONE if value is None else format_value(value)
             if compared and number > 0:
                 text += _difference(values[0], value)
             cells.append(text)
