@@ -266,11 +266,11 @@ def test_parameters_by_option_and_by_file(
     assert of_file["params"] == by_option["params"] == {"paper": {"queue_mark": 4}}
     others = simulated(monkeypatch, capsys, PAPER, "--policy", "paper")
     assert others["params"] == {} and others["policies"] != of_file["policies"]
-    args = ("--compare", "paper,tilted", "--param", "abundance_queue_s=1", "--param", "ageing=0")
+    args = ("--compare", "paper,tilted", "--param", "abundance_queue_s=1", "--param", "fairness=1")
     compared = simulated(monkeypatch, capsys, path, *args)
     assert compared["params"] == {
         "paper": {"queue_mark": 4, "abundance_queue_s": 1},
-        "tilted": {"abundance_queue_s": 1, "ageing": 0},
+        "tilted": {"abundance_queue_s": 1, "fairness": 1},
     }
 
 

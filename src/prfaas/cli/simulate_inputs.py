@@ -234,7 +234,7 @@ def policies_of(
     for text in settings:
         parameter, sign, value = (part.strip() for part in text.partition("="))
         if not (sign and parameter and value):
-            raise CliError(f'--param "{text}": write NAME=VALUE, for example ageing=0')
+            raise CliError(f'--param "{text}": write NAME=VALUE, for example fairness=1')
         having = [name for name in names if parameter in known[name]]
         if not having:
             all_known = dict.fromkeys(each.described for name in names for each in known[name].values())

@@ -297,12 +297,12 @@ def test_policies_by_name(tmp_path: Path, clock: FakeClock) -> None:
     ("routing", "problem"),
     [
         (
-            "tilted, params: {ageing: -1}",
-            "routing.params.ageing: policy tilted takes for ageing a number in s, at lea",
+            "tilted, params: {fairness: -1}",
+            "routing.params.fairness: policy tilted takes for fairness a number, at least 0 and at most 1",
         ),
         (
-            "tilted, params: {agein: 1}",
-            'routing.params.agein: policy tilted has no parameter "agein"; its parameters',
+            "tilted, params: {fairnes: 1}",
+            'routing.params.fairnes: policy tilted has no parameter "fairnes"; its parameters',
         ),
         (
             "no_such:Policy",
@@ -318,8 +318,8 @@ def test_a_policy_that_can_not_be_is_said_with_its_line(tmp_path: Path, routing:
 
 
 def test_parameters_of_the_file_reach_the_policy(tmp_path: Path) -> None:
-    changed = deployment_of(tmp_path, policy="policy: paper -> policy: tilted, params: {ageing: 7}")
-    assert policy_of(changed) == make_policy("tilted", {"ageing": 7})
+    changed = deployment_of(tmp_path, policy="policy: paper -> policy: tilted, params: {fairness: 0.7}")
+    assert policy_of(changed) == make_policy("tilted", {"fairness": 0.7})
 
 
 @pytest.mark.parametrize("http", [None, "fake"])

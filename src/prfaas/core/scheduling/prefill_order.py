@@ -7,8 +7,8 @@ from dataclasses import dataclass
 _REMEMBERED = 500
 # The spread of places in line, in mean waits and at most in mean prefills. Found with bench/policies.py: more lowers
 # the mean TTFT and lifts P99, which the first limits at loads of 0.8 to 0.95 and the second in bursts.
-_SPREAD_WAITS = 1.5
-_SPREAD_PREFILLS = 4.0
+_SPREAD_WAITS = 1.4
+_SPREAD_PREFILLS = 4.5
 _LEAST_S = 1e-6
 # Below it the order is by length to all digits.
 _LEAST_FAIRNESS = 1e-6
@@ -52,10 +52,10 @@ def place_in_line_s(now_s: float, prefill_s: float, waits: PrefillWaits, fairnes
     no other order makes them rarer in the long run. That rate is one over the mean wait of those that wait, where
     waits are exponential. Here
 
-        s = (1 − f) / f · min(1.5 · mean wait, 4 · E)
+        s = (1 − f) / f · min(1.4 · mean wait, 4.5 · E)
 
     so that short prefills gain little where nobody waits long, and long ones lose no more in an overload than the
-    second limit allows: s · −ln(1 − e^(−E / s)), 6 E at f = ½.
+    second limit allows: s · −ln(1 − e^(−E / s)), 7.3 E at f = ½.
 
     Args:
         now_s: when it comes.
