@@ -166,7 +166,8 @@ def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) ->
     held_at = request.held.get
     chosen: InstanceView | None = None
     holder: InstanceView | None = None
-    reusable, longest, in_flight, asked_tokens = 0, -1, 0, -1
+    # No instance holds so little: the first one is not compared with anything.
+    reusable, longest, in_flight, asked_tokens = -2, -1, 0, -1
     done_s = wait_s = prefill_s = seconds = least_wait_s = math.inf
     # `reusable_at` in line: this loop is most of a decision's time.
     for instance in cluster.instances:
@@ -177,18 +178,17 @@ def best_candidate(request: RoutingRequest, cluster: ClusterView, view: View) ->
             queue_s = 0.0
         if queue_s < least_wait_s:
             least_wait_s = queue_s
-        tokens = 0
-        if (here := held_at(instance.name)) is not None:
-            tokens = here.reusable_tokens
-            if tokens >= num_tokens:
-                tokens = num_tokens - 1
+        if (here := held_at(instance.name)) is None:
+            tokens = 0
+        elif (tokens := here.reusable_tokens) >= num_tokens:
+            tokens = num_tokens - 1
         if tokens > longest:
             holder, longest = instance, tokens
-        if chosen is not None and queue_s >= wait_s and tokens <= reusable:
+        if queue_s >= wait_s and tokens <= reusable:
             # Not sooner; as good only if it is equal in both, and then less may be open there.
             if queue_s > wait_s or tokens < reusable or instance.in_flight >= in_flight:
                 continue
-        elif chosen is None or tokens != reusable:
+        elif tokens != reusable:
             if queue_s > done_s:
                 continue
             if tokens != asked_tokens:

@@ -233,23 +233,47 @@ def route(
         here = able_to_send(request, view, decoders[0][1], prefill)
         chosen = pd_candidate_of(request, view, *decoders[0], here)
     else:
-        soonest_s = lightest = math.inf
-        for cluster, decode in decoders:
-            able = able_to_send(request, view, decode, prefill)
+        soonest_s = math.inf
+        far_s = min((node.ttft_s for node in prefill.far), default=math.inf)
+        for cluster, decode in sorted(decoders, key=_by_load):
+            free_s = slot_free_s(decode, cluster.slot_s)
+            if soonest_s <= max(_least_s(request, view, cluster, decode, prefill, far_s), free_s):
+                continue
+            able = able_to_send(request, view, decode, prefill) if view.blocked else prefill
             pd = pd_candidate_of(request, view, cluster, decode, able)
             choice = choose(request, view, pd)
-            first_s = choice.option.ttft_s
-            if decode.decoding >= decode.decode_slots:
-                first_s = max(first_s, slot_free_s(decode, cluster.slot_s))
-            load = load_of(decode)
-            if chosen is None or first_s < soonest_s or (first_s == soonest_s and load < lightest):
-                best, chosen, here = choice, pd, able
-                soonest_s, lightest = first_s, load
+            first_s = max(choice.option.ttft_s, free_s)
+            if chosen is None or first_s < soonest_s:
+                best, chosen, here, soonest_s = choice, pd, able, first_s
         assert chosen is not None  # there is at least one
     if best is None or request.held:
         let_caches_move(chosen, here)
         best = choose(request, view, chosen)
     return decision_of(request, view, chosen.decode, best)
+
+
+def _by_load(each: tuple[ClusterView, InstanceView]) -> float:
+    return load_of(each[1])
+
+
+def _least_s(
+    request: RoutingRequest,
+    view: View,
+    cluster: ClusterView,
+    decode: InstanceView,
+    prefill: PrefillCandidates,
+    far_s: float,
+) -> float:
+    """No prefill for this PD cluster can be done sooner, whatever a policy chooses; `far_s`: none in another cluster.
+
+    0 where the decode instance itself might prefill.
+    """
+    own = prefill.own.get(cluster.name)
+    if own is None or decode.prefills or view.blocked:
+        return 0.0
+    if request.held and 2 * request.reusable_at(decode.name) >= request.num_tokens:
+        return 0.0
+    return own.ttft_s if own.ttft_s < far_s else far_s
 
 
 def soonest_remote(

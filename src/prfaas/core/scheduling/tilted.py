@@ -81,11 +81,12 @@ class Tilted:
     def _place(self, request: RoutingRequest, view: View, pd: PdCandidate) -> Choice:
         threshold = adjusted = pd.threshold_tokens
         uncached = uncached_tokens(request, view, pd, self.abundance)
-        local = with_cache(request, view, pd, pd.local, self.abundance)
+        local = with_cache(request, view, pd, pd.local, self.abundance) if pd.sources else pd.local
         far: PrefillCandidate | None = None
         if pd.remotes and threshold < math.inf:
             far = self._cheapest_remote(request, view, pd)
-            far = with_cache(request, view, pd, far, self.abundance)
+            if pd.sources:
+                far = with_cache(request, view, pd, far, self.abundance)
             tilt_s = self.beta * self._ahead_s(local, far, view)
             tilt = tilt_s / max(pd.cluster.prefill_s(threshold), _LEAST_S)
             adjusted = _tilted(threshold, tilt)

@@ -4,6 +4,7 @@ from prfaas.lab.studies.ablation import ABLATION
 from prfaas.lab.studies.bandwidth import BANDWIDTH
 from prfaas.lab.studies.burst import BURST
 from prfaas.lab.studies.context import StudyContext, context_of
+from prfaas.lab.studies.decode_price import DECODE_PRICE
 from prfaas.lab.studies.egress import EGRESS
 from prfaas.lab.studies.equal_cost import EQUAL_COST
 from prfaas.lab.studies.hit_rate import HIT_RATE
@@ -15,7 +16,18 @@ from prfaas.lab.studies.study import Study, StudySection, run_studies
 
 STUDIES = {
     study.name: study
-    for study in (EQUAL_COST, ABLATION, BANDWIDTH, BURST, SHIFT, HIT_RATE, POOL, SCALE, EGRESS)
+    for study in (
+        EQUAL_COST,
+        ABLATION,
+        BANDWIDTH,
+        BURST,
+        SHIFT,
+        HIT_RATE,
+        POOL,
+        SCALE,
+        EGRESS,
+        DECODE_PRICE,
+    )
 }
 """By name, in the order of the page."""
 
