@@ -73,7 +73,7 @@ def simulate(
         list[str] | None,
         typer.Option(
             metavar="NAME=VALUE",
-            help="A parameter of the policies that have it, e.g. fairness=1; may be repeated. `prfaas policies` has all.",
+            help="A parameter of the policies that have it, as fairness=1; may be repeated. `prfaas policies` has all.",
             rich_help_panel=_WORLD,
         ),
     ] = None,
