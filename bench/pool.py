@@ -3,7 +3,9 @@
     python bench/pool.py [--parts memory ssd lookup step ttft answers] [--rounds 7] [--models …] [--json FILE]
 
 - memory: an engine's worker stores blocks into a pool's pages and loads them again, beside memcpy of as many bytes.
-- ssd: pages of a pool that lost its memory come back from the disk, beside plain reads of the pool's own file.
+  A store lasts until the blocks are free; until others hit, checksums and the daemon's work are in it too.
+- ssd: pages of a pool that lost its memory come back from the disk, beside plain reads of the pool's own file. From the
+  question to the last page; `reading alone` leaves out what is before the first read (slots for all pages).
 - lookup: 512 keys over the pool's socket.
 - step: prefills and decode steps of a real engine that stores, beside one without a pool, in turn.
 - ttft: time to first token of a prompt that the pool has, beside computing it, for each tiny model.

@@ -20,8 +20,8 @@ from prfaas.serving.pool.protocol import PoolMatch
 
 Row = tuple[str, float, str] | tuple[str, float, str, float | None, bool]
 COPIED_BYTES = 64 * MIB
-PAGE_BYTES = (64 << 10, 256 << 10)
-SSD_BYTES, SSD_PAGE_BYTES = 256 * MIB, 256 << 10
+PAGE_BYTES = (64 << 10, 256 << 10, 1 << 20)
+SSD_BYTES, SSD_PAGE_BYTES = 256 * MIB, (256 << 10, 1 << 20)
 KEYS = 512
 LOOKUPS = 1000
 READ_BYTES = 1 * MIB
@@ -44,7 +44,10 @@ def memory(folder: Path, rounds: int) -> list[Row]:
             finally:
                 worker.close()
         label = f"pages of {page_bytes >> 10} KiB"
-        store_s, load_s, store_copy_s, load_copy_s = zip(*took, strict=True)
+        store_s, ready_s, load_s, store_copy_s, load_copy_s = zip(*took, strict=True)
+        rows.append(
+            (f"store until others hit, {label}", blocks.nbytes / statistics.median(ready_s) / 1e9, "GB/s")
+        )
         for name, seconds, plain_s in (("store", store_s, store_copy_s), ("load", load_s, load_copy_s)):
             ratio = statistics.median(b / a for a, b in zip(seconds, plain_s, strict=True))
             rows.append((f"{name}, {label}", blocks.nbytes / statistics.median(seconds) / 1e9, "GB/s"))
@@ -61,16 +64,19 @@ def memory(folder: Path, rounds: int) -> list[Row]:
 
 def _round(
     blocks: Blocks, scheduler: PoolClient, worker: PoolWorker, prompt: int
-) -> tuple[float, float, float, float]:
-    """Seconds of a store, a load, and of the same bytes copied from memory to memory before each."""
+) -> tuple[float, float, float, float, float]:
+    """Seconds until the blocks of a store are free and until others hit, of a load, and of plain copies before each."""
     refs = scheduler.reserve(TENANT, blocks.pages(prompt))
     assert refs is not None and all(refs)
     pages = PoolPages(0, 0, blocks.ids, tuple(ref for ref in refs if ref is not None))
     plain_s = [_memcpy_s(blocks, into_arena=True)]
     began_s = time.perf_counter()
+    worker.writer.hold(["store"])
     worker.writer.order([PoolStore("store", scheduler.epoch, (pages,), False)])
-    await_true(lambda: scheduler.page_state(pages.pages[-1].slot) is PageState.READY)
+    await_true(lambda: bool(worker.writer.finished()))
     store_s = time.perf_counter() - began_s
+    await_true(lambda: scheduler.page_state(pages.pages[-1].slot) is PageState.READY)
+    ready_s = time.perf_counter() - began_s
     packed = b"".join(blocks.chain(prompt).keys)
     limit = blocks.count * blocks.geometry.step_tokens
     match = scheduler.match(packed, 0, limit, whole=True, tenant=TENANT, pin=True)
@@ -78,7 +84,7 @@ def _round(
     plain_s.append(_memcpy_s(blocks, into_arena=False))
     load_s = _load_s(blocks, worker, match)
     scheduler.unpin(match.pin)
-    return store_s, load_s, plain_s[0], plain_s[1]
+    return store_s, ready_s, load_s, plain_s[0], plain_s[1]
 
 
 def _load_s(blocks: Blocks, worker: PoolWorker, match: PoolMatch) -> float:
@@ -116,9 +122,16 @@ def _memcpy_s(blocks: Blocks, *, into_arena: bool) -> float:
 
 def ssd(folder: Path, rounds: int) -> list[Row]:
     """What comes back from disk after the memory is gone, and plain reads of the same file."""
-    blocks = Blocks(SSD_PAGE_BYTES, SSD_BYTES // SSD_PAGE_BYTES)
+    return [row for page_bytes in SSD_PAGE_BYTES for row in _ssd(folder, rounds, page_bytes)]
+
+
+def _ssd(folder: Path, rounds: int, page_bytes: int) -> list[Row]:
+    blocks = Blocks(page_bytes, SSD_BYTES // page_bytes)
     deployment = pooled_deployment(
-        folder, "disk", memory=f"{SSD_BYTES // MIB + 64} MiB", ssd=f"{2 * SSD_BYTES // MIB + 64} MiB"
+        folder,
+        f"disk{page_bytes}",
+        memory=f"{SSD_BYTES // MIB + 64} MiB",
+        ssd=f"{2 * SSD_BYTES // MIB + 64} MiB",
     )
     with (
         running_pool(deployment),
@@ -134,8 +147,12 @@ def ssd(folder: Path, rounds: int) -> list[Row]:
         await_true(lambda: _ssd_pages(scheduler) == blocks.count)
         written_s = time.perf_counter() - began_s
         worker.close()
-    ratios: dict[str, list[float]] = {"one thread": [], "four threads": []}
+    names = ("one thread", "four threads")
+    ratios: dict[str, list[float]] = {
+        f"{name}{part}": [] for name in names for part in ("", ", reading alone")
+    }
     read_s: list[float] = []
+    reading: list[float] = []
     (pages_file,) = [
         each for each in deployment.pools[0].path.rglob("*") if each.is_file() and _is_large(each)
     ]
@@ -143,15 +160,24 @@ def ssd(folder: Path, rounds: int) -> list[Row]:
         plain = {"one thread": _plain_read_s(pages_file, 1), "four threads": _plain_read_s(pages_file, 4)}
         with running_pool(deployment), session(deployment, "scheduler", blocks.geometry) as scheduler:
             read_s.append(_promotion_s(blocks, scheduler))
+            reading.append(float((scheduler.stats() or {})["ssd_promoting_s"]))
         for name, seconds in plain.items():
             ratios[name].append(seconds / read_s[-1])
+            ratios[f"{name}, reading alone"].append(seconds / reading[-1])
+    label = f"pages of {page_bytes >> 10} KiB"
     rows: list[Row] = [
-        ("store until on disk", blocks.nbytes / written_s / 1e9, "GB/s"),
-        ("from disk into pages, verified", blocks.nbytes / statistics.median(read_s) / 1e9, "GB/s"),
+        (f"store until on disk, {label}", blocks.nbytes / written_s / 1e9, "GB/s"),
+        (f"from disk into pages, verified, {label}", blocks.nbytes / statistics.median(read_s) / 1e9, "GB/s"),
     ]
     for name, found in ratios.items():
         rows.append(
-            (f"from disk / plain O_DIRECT read, {name}", statistics.median(found), "ratio", 0.9, True)
+            (
+                f"from disk / plain O_DIRECT read, {label}, {name}",
+                statistics.median(found),
+                "ratio",
+                0.9,
+                True,
+            )
         )
     return rows
 

@@ -138,4 +138,4 @@ def await_true(what: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
     while not what():
         if time.monotonic() > until_s:
             raise RuntimeError("what was waited for did not happen")
-        time.sleep(0.0005)
+        time.sleep(0.0002)

@@ -213,6 +213,18 @@ class PoolClient:
         arena = self._arena
         return PageState.FREE if arena is None else arena.table.state(slot)
 
+    def page_states(self, pages: Sequence[PageRef]) -> npt.NDArray[np.uint8]:
+        """`page_state` of each page, as numbers."""
+        arena = self._arena
+        if arena is None:
+            return np.full(len(pages), PageState.FREE, np.uint8)
+        return arena.table.states([page.slot for page in pages])
+
+    def must_verify(self, pages: Sequence[PageRef]) -> bool:
+        """Whether this reader must verify any of these pages (`checksum_to_verify`)."""
+        arena = self._arena
+        return arena is not None and arena.table.must_verify([page.slot for page in pages])
+
     def intact(self, epoch: int, pages: Sequence[PageRef]) -> bool:
         """After copying pages out: whether all of them were readable all the time since the match of that epoch."""
         arena = self._arena

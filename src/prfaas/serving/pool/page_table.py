@@ -7,9 +7,10 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 MOST_RANKS = 64
 
@@ -52,6 +53,12 @@ class PageState(IntEnum):
 
 
 _STATES = tuple(PageState)
+
+
+def are_readable(states: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+    """`is_readable` of every one of `PageTable.states`."""
+    readable: npt.NDArray[np.bool_] = (states == PageState.READY) | (states == PageState.SPILLING)
+    return readable
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +129,28 @@ class PageTable:
         state = self._rows[at]
         return _STATES[state] if state < len(_STATES) else PageState.FREE
 
+    def states(self, slots: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """`state` of each slot, as numbers: a tenth of the time where there are many."""
+        named = np.array(slots, np.uint64)
+        rows = (named & np.uint64(_ROW_MASK)).astype(np.int64)
+        is_there = rows < len(self)
+        rows[~is_there] = 0
+        # A use is over before its row says FREE: so a state that was read before its use was still that use's.
+        states = self._column(np.dtype(np.uint8), 0)[rows]
+        uses = self._column(np.dtype("<u4"), _USE_AT)[rows]
+        states[~is_there | (uses != named >> np.uint64(_USE_BITS)) | (states >= len(_STATES))] = (
+            PageState.FREE
+        )
+        return states
+
     def are_readable(self, slots: Sequence[int]) -> bool:
         """Whether every one of these slots may be copied out."""
-        return all(self.state(slot).is_readable for slot in slots)
+        return bool(are_readable(self.states(slots)).all())
+
+    def must_verify(self, slots: Sequence[int]) -> bool:
+        """Whether readers must compare any of these pages with its checksum."""
+        rows = [row_of(slot) for slot in slots]
+        return bool(self._column(np.dtype(np.uint8), _VERIFY_AT)[rows].any())
 
     def checksum_to_verify(self, slot: int, rank: int) -> int | None:
         """The checksum of a rank's part if readers must verify the page, else None."""
@@ -179,8 +205,12 @@ class PageTable:
             row, known, group, process_group, started, engine, tenant, page_id, last_use_s, ranks_left, checksums
         )  # fmt: skip
 
+    def _column(self, kind: "np.dtype[Any]", offset: int) -> npt.NDArray[Any]:
+        """One field of all rows. Not to be kept: the arena can't be unmapped as long as anybody refers to it."""
+        return np.ndarray((len(self),), kind, self._rows, offset, (self._row_bytes,))
+
     def used_rows(self) -> Iterator[PageRow]:
         """Every row that is not FREE."""
-        states = np.frombuffer(self._rows, np.uint8)[:: self._row_bytes]
+        states = self._column(np.dtype(np.uint8), 0)
         for row in np.flatnonzero(states).tolist():
             yield self.read(row)

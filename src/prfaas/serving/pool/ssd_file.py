@@ -17,8 +17,8 @@ from prfaas.core.pool.geometry import SECTOR_BYTES, whole_sectors
 
 BLOCK_BYTES = 4096
 """Pages begin at multiples of this in the file, as reads and writes past the page cache need it."""
-RUN_BYTES = 1 << 20
-"""Most that is read or written at once."""
+RUN_BYTES = (1 << 20) + (64 << 10)
+"""Most that is read or written at once: a mebibyte of KVCache, and what pages carry besides."""
 _MOST_SEGMENT_BYTES = 32 << 20
 _FEWEST_SEGMENTS = 64
 

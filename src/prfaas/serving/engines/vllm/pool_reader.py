@@ -8,11 +8,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from prfaas.serving.engines.vllm.metadata import PoolLoad, PoolLoadTime, PoolLoadTimes, PoolPages
 from prfaas.serving.engines.vllm.rank_pages import RankPages
 from prfaas.serving.engines.vllm.stats import ConnectorStats
 from prfaas.serving.pool.client import PoolClient
-from prfaas.serving.pool.page_table import PageState
+from prfaas.serving.pool.page_table import PageState, are_readable
 from prfaas.serving.pool.protocol import PageRef
 
 logger = logging.getLogger(__name__)
@@ -178,7 +180,7 @@ class PoolReader:
             load.wait_s += now_s - load.waiting_since_s
             load.waiting_since_s = None
         arena, refs = self._client.arena, part.pages[:count]
-        for ref in refs:
+        for ref in refs if self._client.must_verify(refs) else ():
             checksum = self._client.checksum_to_verify(ref.slot)
             if checksum is not None and checksum != self._pages.checksum(arena, part.group, ref):
                 raise _LoadFailedError("a page of the pool is not what was stored")
@@ -192,10 +194,11 @@ class PoolReader:
 
     def _count_readable(self, refs: Sequence[PageRef]) -> int:
         """How many of the first pages can be copied now."""
-        for count, ref in enumerate(refs):
-            state = self._client.page_state(ref.slot)
-            if not state.is_readable:
-                if state is not PageState.PROMOTING:
-                    raise _LoadFailedError(f"a page of the pool is {state.name} where it was to be read")
-                return count
-        return len(refs)
+        states = self._client.page_states(refs)
+        unreadable = np.flatnonzero(~are_readable(states))
+        if not len(unreadable):
+            return len(refs)
+        state = PageState(states[unreadable[0]])
+        if state is not PageState.PROMOTING:
+            raise _LoadFailedError(f"a page of the pool is {state.name} where it was to be read")
+        return int(unreadable[0])

@@ -18,6 +18,9 @@ from prfaas.serving.pool.page_table import PageState
 
 logger = logging.getLogger(__name__)
 
+# Pieces that are copied while the daemon does not know of them yet.
+_MOST_UNTOLD = 16
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Piece:
@@ -39,6 +42,11 @@ class _Waiting:
     """Their blocks are being read."""
     uncopied: Counter[str] = field(default_factory=Counter)
     """Pieces that still need their blocks, by request."""
+
+    @property
+    def has_any(self) -> bool:
+        """Whether blocks are being read, or are to be."""
+        return bool(self.running or self.urgent or self.patient)
 
     def take(self) -> _Piece | None:
         """The next piece, which is running then."""
@@ -198,7 +206,7 @@ class PoolWriter:
         started_s, group, refs = self._now_s(), piece.pages.group, piece.pages.pages
         with self._client.writing(piece.epoch) as allowed:
             # A daemon that was restarted, or gave a reservation up, has other use for the slots.
-            if not allowed or any(self._client.page_state(ref.slot) is not PageState.WRITING for ref in refs):
+            if not allowed or (self._client.page_states(refs) != PageState.WRITING).any():
                 return partial(self._client.abort, refs)
             arena = self._client.arena
             self._pages.store(arena, group, piece.pages.block_ids, refs)
@@ -208,6 +216,12 @@ class PoolWriter:
 
     # The telling thread
 
+    def _let_copies_end(self) -> None:
+        """Copies first, up to a point: two threads of one process hold each other up more than they gain."""
+        with self._changed:
+            while self._waiting.has_any and self._news.qsize() < _MOST_UNTOLD and not self._closing:
+                self._changed.wait()
+
     def _commit(self, arena: Bytes1D, pages: PoolPages) -> None:
         # Checksums are computed here since neither the engine nor the next copy needs to wait for them.
         checksums = [self._pages.checksum(arena, pages.group, ref) for ref in pages.pages]
@@ -215,6 +229,7 @@ class PoolWriter:
 
     def _tell(self) -> None:
         while (news := self._news.get()) is not None:
+            self._let_copies_end()
             try:
                 news()
             except Exception:

@@ -11,7 +11,7 @@ from prfaas.serving.engines.vllm.metadata import PoolPages
 from prfaas.serving.pool.protocol import PageRef
 
 # A preemption waits for one copy of that size at most, and so does another load.
-_PIECE_BYTES = 4 << 20
+_PIECE_BYTES = 8 << 20
 
 
 def pool_geometry(layout: KvLayout, fingerprint: str, ranks: int) -> PoolGeometry:
