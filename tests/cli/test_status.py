@@ -342,6 +342,17 @@ def test_other_ways_are_told_too(deployment: Deployment) -> None:
     assert "A cached prefix moved first: 1.0 MiB." in "\n".join(sentences(page(own, deployment)))
 
 
+def test_the_wait_for_a_decode_slot_is_told(deployment: Deployment) -> None:
+    record = RequestRecord(ID, "chat", 0.0, 0.0, prompt_tokens=5000)
+    record.start(decision(decode_wait_s=2.5), 5000).outcome = "done"
+    record.start(decision(), 5000).outcome = "done"
+    lines = [line for line in sentences(page(record, deployment)) if "first token" in line]
+    assert lines == [
+        "   Predicted time to first token: 1.5 s, and then 2.5 s until home-decode-0 has a decode slot.",
+        "   Predicted time to first token: 1.5 s.",
+    ]
+
+
 def test_the_link_s_part_in_a_decision_is_told(deployment: Deployment) -> None:
     record = RequestRecord(ID, "chat", 0.0, 0.0, prompt_tokens=5000)
     stays = decision(

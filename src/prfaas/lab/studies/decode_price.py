@@ -94,7 +94,7 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
         for load in _LOADS
     ]
     return StudySection(
-        question="What is it worth to know how long a decode slot is waited for?",
+        question="What is it worth to price the wait for a decode slot?",
         setup=(
             f"`examples/{_EXAMPLE}`, whose two decode pools share what comes. Roles and "
             f"thresholds stay as planned. Poisson arrivals, {len(seeds)} seeds of "
