@@ -28,8 +28,8 @@ from falsification_live import THRESHOLD_PERIOD_S, measured, reconfigured, run_p
 from falsification_phases import PHASES, STATIC, LinkPhase, TraceSlice, pieces_of
 from falsification_report import compared, plots_of, table_of, verdict_of
 from fidelity import DECODE_STEP_LIMIT_S, columns_of, result_of, slowdown_of, slower
-from fidelity_live import QUICK, Depth, profile_files
-from fidelity_stack import EAST, wider_model
+from fidelity_live import Depth, profile_files
+from fidelity_stack import EAST, PREFILL_NICENESS, wider_model
 from prfaas.core.deployment import ControlConfig, PlannedDeployment
 from prfaas.core.deployment.load import load_planned
 from prfaas.core.deployment.schema import RoutingSection
@@ -45,6 +45,7 @@ TRACE = Path(__file__).parents[1] / "examples" / "traces" / "mooncake_conversati
 DEFAULT = "default"
 MEAN_TOKENS = 4_000
 SEED = 1
+QUICK = Depth(lengths=(512, 2048, 6144, 12288), batches=(1, 4), repeats=1)
 
 
 def run(document: dict[str, Any], options: argparse.Namespace, path: Path) -> None:
@@ -53,9 +54,15 @@ def run(document: dict[str, Any], options: argparse.Namespace, path: Path) -> No
     with tempfile.TemporaryDirectory(prefix="prfaas-falsification-") as name:
         directory = options.keep or Path(name)
         directory.mkdir(parents=True, exist_ok=True)
-        with running(directory, bandwidth_bits_per_s) as stack:
+        with running(
+            directory,
+            bandwidth_bits_per_s,
+            stand_ins=options.engines == "synthetic",
+            niceness=options.niceness,
+        ) as stack:
             if "measured" not in document:
                 document["measured"] = measured(stack, QUICK if options.quick else Depth())
+            document["engines"] = options.engines
             document["machine"] = {
                 "cores": len(os.sched_getaffinity(0)),
                 "load_average": os.getloadavg()[0],
@@ -227,6 +234,13 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="fewer points and repeats of the profile, to try it"
     )
+    parser.add_argument(
+        "--engines",
+        choices=["vllm", "synthetic"],
+        default="vllm",
+        help="synthetic: stand-ins that wait in place of computing, for machines with other work",
+    )
+    parser.add_argument("--niceness", type=int, default=PREFILL_NICENESS, help="of the prefill engines")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep deployment file and logs there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the compared figures there")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="write the plots (SVG) there")

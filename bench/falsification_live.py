@@ -22,10 +22,11 @@ from fidelity_stack import (
     pin,
     wider_model,
 )
+from prfaas.core.latency import Curve, DecodeCurve, LatencyProfile, profile_text
 from prfaas.core.workload import TracedRequest
 from prfaas.lab.simulator.capacity import Piece
 from wan.laboratory import GOODPUT_SHARE, Laboratory, LineSettings
-from wan.load import LinkReading
+from wan.load import LinkReading, synthetic_model
 from wan.stack import (
     ADMIN_PORT,
     FAR,
@@ -41,6 +42,9 @@ RTT_S = 0.030
 MAX_MODEL_LEN, CHUNK_TOKENS = 16_384, 1024
 THRESHOLD_PERIOD_S = 15.0
 _READ_S = 0.5
+_STAND_IN_PREFILL_S = ((512.0, 0.15), (2048.0, 0.6), (6144.0, 1.9), (12288.0, 4.2))
+_STAND_IN_STEP_S = ((1.0, 0.01), (8.0, 0.015))
+_ONLY_REAL = ("extra_args", "env")
 _NAMES = {EAST_PREFILL: "far-prefill-0", HOME_PREFILL: "home-0", HOME_DECODE: "home-1"}
 
 
@@ -72,10 +76,17 @@ class LineStack:
 
 
 @contextlib.contextmanager
-def running(directory: Path, bandwidth_bits_per_s: float) -> Iterator[LineStack]:
-    """Engines and gateway, ready; each prefill engine on a core of its own, as in `fidelity_stack`.
+def running(
+    directory: Path, bandwidth_bits_per_s: float, *, stand_ins: bool, niceness: int
+) -> Iterator[LineStack]:
+    """Engines and gateway, ready; each real prefill engine on a core of its own, as in `fidelity_stack`.
 
-    `bandwidth_bits_per_s`: payload that the line carries at first, and what the deployment file says.
+    Args:
+        directory: For all files.
+        bandwidth_bits_per_s: Payload that the line carries at first, and what the deployment file says.
+        stand_ins: Engines that wait in place of computing, and send real bytes.
+        niceness: Of real prefill engines; above 0 they take what decode, gateway and client leave, which stand for other
+            machines. Where strangers are at work, they would take it, too.
     """
     line = LineSettings.of_round_trip(bandwidth_bits_per_s / GOODPUT_SHARE, RTT_S)
     engines = engines_of(1, [("prefill",), ("decode",)])
@@ -84,22 +95,44 @@ def running(directory: Path, bandwidth_bits_per_s: float) -> Iterator[LineStack]
             directory,
             laboratory,
             engines,
-            model=wider_model(directory / "model", with_weights=True),
             max_model_len=MAX_MODEL_LEN,
             bandwidth_bits_per_s=bandwidth_bits_per_s,
             rtt_s=RTT_S,
-            clusters={FAR: {"hardware": "cpu"}, HOME: {"hardware": "cpu"}},
             routing={"policy": "static_threshold", "threshold_tokens": OFFLOADED_ABOVE},
             # An engine that starves on a busy machine is slow, not frozen.
             control={"threshold_period_s": THRESHOLD_PERIOD_S, "allocation": False, "silence_s": 60},
-            engine=engine_section(CHUNK_TOKENS),
+            **(_stand_ins(directory) if stand_ins else _real_engines(directory)),
         )
         wan = WanStack(laboratory, deployment, engines)
         with wan.started():
             cores = sorted(os.sched_getaffinity(0))
             for engine, core in ((EAST_PREFILL, cores[0]), (HOME_PREFILL, cores[-1])):
-                pin(wan.running[_NAMES[engine]].pid(_NAMES[engine]), core)
+                if not stand_ins:
+                    pin(wan.running[_NAMES[engine]].pid(_NAMES[engine]), core, niceness)
             yield LineStack(wan)
+
+
+def _real_engines(directory: Path) -> dict[str, Any]:
+    return {
+        "model": wider_model(directory / "model", with_weights=True),
+        "clusters": {FAR: {"hardware": "cpu"}, HOME: {"hardware": "cpu"}},
+        "engine": engine_section(CHUNK_TOKENS),
+    }
+
+
+def _stand_ins(directory: Path) -> dict[str, Any]:
+    """About as fast as the real ones on a core each, with the same KVCache."""
+    prefill = Curve.through_points(_STAND_IN_PREFILL_S, "monotone")
+    decode = DecodeCurve(Curve.through_points(_STAND_IN_STEP_S, "linear"), 256.0)
+    profile = directory / "stand-in.yaml"
+    profile.write_text(profile_text(LatencyProfile("stand-in", "cpu", "tiny", 1, prefill, decode, "made up")))
+    cluster = {"hardware": "synthetic", "profile": str(profile.resolve()), "speedup": 1}
+    engine = {name: value for name, value in engine_section(CHUNK_TOKENS).items() if name not in _ONLY_REAL}
+    return {
+        "model": synthetic_model(directory / "model"),
+        "clusters": {FAR: cluster, HOME: cluster},
+        "engine": engine,
+    }
 
 
 def measured(stack: LineStack, depth: Depth) -> dict[str, Any]:

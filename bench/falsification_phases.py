@@ -1,5 +1,6 @@
-"""What `falsification.py` sends and what the line does meanwhile: phases, bandwidth over time, a scaled slice of a trace;
-and what the planner says of each phase. Nothing here runs an engine."""
+"""What `falsification.py` sends and what the line does meanwhile, and what the planner says of each phase.
+
+Nothing here runs an engine."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ LEAST_SHARE = 0.5
 CORRELATION_S = 10.0
 STEP_S = 1.0
 
-SHORTEST_TOKENS, LONGEST_TOKENS = 256, 12_000
+SHORTEST_TOKENS, LONGEST_TOKENS = 512, 12_000
 FEWEST_ANSWER, MOST_ANSWER = 2, 8
 STATIC = "static_threshold"
 
@@ -49,16 +50,15 @@ class LinkPhase:
         Raises:
             ValueError: it is written otherwise, or a number can't be.
         """
-        name, equals, numbers = text.partition("=")
+        name, _, numbers = text.partition("=")
         share, _, deviation = numbers.partition(":")
         try:
-            return cls(name, float(share), float(deviation or 0))
-        except ValueError as error:
-            if name and equals and str(error).startswith("phase "):
-                raise
-            raise ValueError(
-                f"a phase is written name=share or name=share:deviation, not {text!r}"
-            ) from error
+            values = float(share), float(deviation or 0)
+        except ValueError:
+            values = None
+        if not name or values is None:
+            raise ValueError(f"a phase is written name=share or name=share:deviation, not {text!r}")
+        return cls(name, *values)
 
 
 PHASES = (
@@ -202,5 +202,3 @@ def bytes_between(carried: Sequence[tuple[float, int]], start_s: float, end_s: f
     at_s, so_far = zip(*carried, strict=True)
     first, last = np.interp([start_s, end_s], at_s, so_far)
     return float(last - first)
-
-

@@ -1,6 +1,7 @@
 """What `falsification.py` concludes: every phase live beside its prediction, and the plots."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -203,8 +204,8 @@ def _threshold(policies: Sequence[str], document: Mapping[str, Any]) -> str:
         panels.append(Panel(f"{policy}: threshold (tokens)", curves, is_stepped=True))
     end_s = len(document["phases"]) * document["phase_s"]
     corners = [(at_s, bits) for at_s, bits in document["pieces"] if at_s < end_s]
-    x = [at_s for pair in zip(corners, corners[1:], strict=False) for at_s in (pair[0][0], pair[1][0])]
-    y = [bits / _MEGA for (_, bits), _ in zip(corners, corners[1:], strict=False) for _ in range(2)]
+    x = [at_s for pair in pairwise(corners) for at_s in (pair[0][0], pair[1][0])]
+    y = [bits / _MEGA for (_, bits), _ in pairwise(corners) for _ in range(2)]
     panels.append(Panel("line's payload (Mbit/s)", [PlotCurve("", x, list(y), colour=2)]))
     return lines("falsification-threshold", "", "time (s)", panels).svg
 

@@ -217,13 +217,13 @@ def running(path: Path, directory: Path) -> Iterator[Stack]:
             gateway.wait()
 
 
-def pin(group: int, core: int) -> None:
+def pin(group: int, core: int, niceness: int = PREFILL_NICENESS) -> None:
     """All threads of a process group to one core, behind everything that is not as nice."""
     for process in _processes_of(group):
         for thread in Path(f"/proc/{process}/task").iterdir():
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):
                 os.sched_setaffinity(int(thread.name), {core})
-                os.setpriority(os.PRIO_PROCESS, int(thread.name), PREFILL_NICENESS)
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), niceness)
 
 
 def cpu_s(group: int) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import falsification
@@ -30,7 +30,6 @@ from falsification_phases import (
 from falsification_report import compared, plots_of, table_of, verdict_of
 from fidelity_stack import EAST
 from fidelity_stack import HOME as HOME_PROFILE
-
 from prfaas.core.latency import Curve, DecodeCurve, LatencyProfile, profile_text
 from prfaas.core.planner import problem_of
 from prfaas.core.scheduling import POLICIES
@@ -61,6 +60,7 @@ def test_a_phase_that_cannot_be_is_refused(text: str, said: str) -> None:
         LinkPhase.parse(text)
 
 
+@settings(deadline=None)
 @given(
     needed=st.floats(1e5, 1e9),
     cap=st.floats(0.4, 10.0),
@@ -148,10 +148,12 @@ def test_the_default_policy_is_one_that_exists() -> None:
 @pytest.fixture(scope="module")
 def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a run leaves, with made-up engines, and with the simulator in place of the live drives."""
-    prefill = Curve(tuple((float(tokens), 0.02 + tokens * 3e-4) for tokens in (256, 1024, 4096, 16384)))
-    decode = DecodeCurve(Curve(((1.0, 0.01), (8.0, 0.02))), 256)
+    prefill = Curve.through_points(
+        tuple((float(tokens), 0.02 + tokens * 3e-4) for tokens in (512, 2048, 12288)), "monotone"
+    )
+    decode = DecodeCurve(Curve.through_points(((1.0, 0.01), (8.0, 0.02)), "linear"), 256)
     profiles = {
-        name: profile_text(LatencyProfile(name, "tiny", "cpu", 1, "made up", prefill, has))
+        name: profile_text(LatencyProfile(name, "cpu", "tiny", 1, prefill, has, "made up"))
         for name, has in ((EAST, None), (HOME_PROFILE, decode))
     }
 
@@ -227,9 +229,7 @@ def test_a_plan_with_a_threshold_that_stays_carries_less(document: dict[str, Any
     )
 
 
-def test_a_run_that_is_a_tenth_slower_is_reported_as_that(
-    document: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_run_that_is_a_tenth_slower_is_reported_as_that(document: dict[str, Any], tmp_path: Path) -> None:
     found = compared(document, problem_of(falsification.planned_of(document, tmp_path)))
     assert len(found) == 12
     assert sum(each["requests"] for each in found) == 3 * document["count"]
