@@ -85,8 +85,8 @@ def running(
         directory: For all files.
         bandwidth_bits_per_s: Payload that the line carries at first, and what the deployment file says.
         stand_ins: Engines that wait in place of computing, and send real bytes.
-        niceness: Of real prefill engines; above 0 they take what decode, gateway and client leave, which stand for other
-            machines. Where strangers are at work, they would take it, too.
+        niceness: Of real prefill engines; above 0 they take what decode, gateway and client leave, which stand for
+            other machines. Where strangers are at work, they would take it, too.
     """
     line = LineSettings.of_round_trip(bandwidth_bits_per_s / GOODPUT_SHARE, RTT_S)
     engines = engines_of(1, [("prefill",), ("decode",)])

@@ -93,7 +93,7 @@ def pieces_of(
             mean, phase.relative_sd, CORRELATION_S, step_s=STEP_S, least_share=LEAST_SHARE / phase.share
         )
         for at_s, bits_per_s in process.changes(rng):
-            if at_s >= phase_s:
+            if start_s + at_s >= (number + 1) * phase_s:
                 break
             pieces.append((start_s + at_s, bits_per_s))
     pieces.append((len(phases) * phase_s, most_bits_per_s))

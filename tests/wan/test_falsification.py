@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import falsification
@@ -60,7 +60,6 @@ def test_a_phase_that_cannot_be_is_refused(text: str, said: str) -> None:
         LinkPhase.parse(text)
 
 
-@settings(deadline=None)
 @given(
     needed=st.floats(1e5, 1e9),
     cap=st.floats(0.4, 10.0),
