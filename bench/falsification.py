@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from rich.console import Console
 
@@ -35,6 +36,7 @@ from prfaas.core.deployment.load import load_planned
 from prfaas.core.deployment.schema import RoutingSection
 from prfaas.core.planner import best_operation, problem_of
 from prfaas.core.units import parse_bits_per_s
+from prfaas.core.workload import TracedRequest
 from prfaas.core.workload.requests import read_requests
 from prfaas.lab.simulator import Overheads, Scenario, scenario_of
 from prfaas.lab.simulator.capacity import Steps
@@ -44,6 +46,7 @@ from wan.stack import FAR, HOME, LINK
 TRACE = Path(__file__).parents[1] / "examples" / "traces" / "mooncake_conversation.jsonl.gz"
 DEFAULT = "default"
 MEAN_TOKENS = 4_000
+_BLOCK_BITS = 20
 SEED = 1
 QUICK = Depth(lengths=(512, 2048, 6144, 12288), batches=(1, 4), repeats=1)
 
@@ -70,10 +73,12 @@ def run(document: dict[str, Any], options: argparse.Namespace, path: Path) -> No
             document["deployment"] = json.loads(stack.wan.deployment.path.read_text())
             plan(document, options, directory)
             path.write_text(json.dumps(document) + "\n")
-            requests = requests_of(document)
             pieces = [(at_s, bits_per_s) for at_s, bits_per_s in document["pieces"]]
             profiles = _profiles(document, directory)
             for policy in options.policies:
+                if policy in document["drives"]:
+                    continue
+                requests = requests_of(document, policy)
                 print(f"{policy}: {len(requests)} requests", file=sys.stderr)
                 routing = {"policy": policy, "threshold_tokens": round(document["threshold_tokens"])}
                 sections = document["planning"] | {"routing": routing}
@@ -85,6 +90,16 @@ def run(document: dict[str, Any], options: argparse.Namespace, path: Path) -> No
 
 def plan(document: dict[str, Any], options: argparse.Namespace, directory: Path) -> None:
     """Rate, threshold and need by the planner from the measured profiles; the line over time."""
+    settings = {
+        "engines": options.engines,
+        "load": options.load,
+        "bandwidth": options.bandwidth,
+        "start_s": options.start,
+        "phase_s": options.seconds,
+        "phases": [asdict(each) for each in options.phases],
+    }
+    # A run that was broken off goes on; one with other settings begins anew.
+    drives = document.get("drives", {}) if document.get("settings") == settings else {}
     lasts_s = options.seconds * len(options.phases)
     traffic = {"start_s": options.start, "lasts_s": lasts_s, "mean_tokens": MEAN_TOKENS, "seed": SEED}
     cut = TraceSlice.of(read_requests(TRACE), **traffic)
@@ -109,10 +124,11 @@ def plan(document: dict[str, Any], options: argparse.Namespace, directory: Path)
         "threshold_tokens": scenario_of(planned, roles={HOME: 1}).threshold_tokens[HOME],
         "traffic": traffic,
         "count": min(round(per_s * lasts_s), len(cut.arrival_s)),
+        "settings": settings,
         "phase_s": options.seconds,
-        "phases": [asdict(each) for each in options.phases],
+        "phases": settings["phases"],
         "pieces": pieces_of(options.phases, needed, most, options.seconds, SEED),
-        "drives": {},
+        "drives": drives,
     }
     print(
         f"capacity {best.lambda_max:.3f} requests/s, sent {per_s:.3f}; threshold "
@@ -121,9 +137,11 @@ def plan(document: dict[str, Any], options: argparse.Namespace, directory: Path)
     )
 
 
-def requests_of(document: dict[str, Any]) -> Any:
-    """The traffic of all drives."""
-    return TraceSlice.of(read_requests(TRACE), **document["traffic"]).thinned(document["count"])
+def requests_of(document: dict[str, Any], policy: str) -> list[TracedRequest]:
+    """The traffic of a drive. Other policies meet the same lengths at the same times, and other tokens: engines still
+    have the prompts of the drives before in their prefix caches."""
+    cut = TraceSlice.of(read_requests(TRACE), **document["traffic"])
+    return cut.thinned(document["count"], first_block=crc32(policy.encode()) << _BLOCK_BITS)
 
 
 def planned_of(document: dict[str, Any], directory: Path) -> PlannedDeployment:

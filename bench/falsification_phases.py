@@ -156,8 +156,13 @@ class TraceSlice:
             np.clip(answers, FEWEST_ANSWER, MOST_ANSWER).astype(np.int64),
         )
 
-    def thinned(self, count: int, block_tokens: int = 512) -> list[TracedRequest]:
+    def thinned(self, count: int, *, first_block: int = 0, block_tokens: int = 512) -> list[TracedRequest]:
         """`count` requests, evenly spread over the slice's own order, so that its bursts stay where they are.
+
+        Args:
+            count: How many.
+            first_block: The prompts' blocks are numbered from here on: other blocks are other tokens.
+            block_tokens: Of a block.
 
         Raises:
             ValueError: the slice has fewer.
@@ -166,7 +171,7 @@ class TraceSlice:
             raise ValueError(f"the slice has {len(self.arrival_s)} requests, and {count} are wanted")
         chosen = (np.arange(count) * len(self.arrival_s) / count).astype(np.int64)
         found: list[TracedRequest] = []
-        next_id = 0
+        next_id = first_block
         for place in chosen.tolist():
             tokens = int(self.input_tokens[place])
             blocks = tuple(range(next_id, next_id + blocks_begun(tokens, block_tokens)))

@@ -133,6 +133,31 @@ def test_thinning_keeps_the_pace() -> None:
         cut.thinned(100_000)
 
 
+def test_policies_meet_the_same_lengths_and_other_tokens(document: dict[str, Any]) -> None:
+    one, other = (falsification.requests_of(document, policy) for policy in ("paper", "tilted"))
+    assert [(each.arrival_s, each.input_tokens) for each in one] == [
+        (each.arrival_s, each.input_tokens) for each in other
+    ]
+    blocks = [{block for each in requests for block in each.block_ids} for requests in (one, other)]
+    assert not blocks[0] & blocks[1]
+
+
+def test_a_run_goes_on_with_the_same_settings_only(document: dict[str, Any], tmp_path: Path) -> None:
+    again = json.loads(json.dumps(document))
+    settings = again["settings"]
+    options = argparse.Namespace(
+        **{name: settings[name] for name in ("engines", "bandwidth", "load")},
+        seconds=settings["phase_s"],
+        phases=PHASES,
+        start=settings["start_s"],
+    )
+    falsification.plan(again, options, tmp_path)
+    assert set(again["drives"]) == set(document["drives"])
+    options.load = 0.4
+    falsification.plan(again, options, tmp_path)
+    assert again["drives"] == {}
+
+
 def test_requests_and_bytes_belong_to_their_phase() -> None:
     assert phase_of(np.array([0.0, 59.9, 60.0, 240.0, 500.0]), 4, 60.0).tolist() == [0, 0, 1, 3, 3]
     carried = [(0.0, 100), (10.0, 200), (30.0, 1000)]
@@ -177,10 +202,12 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             "links": [{"source": "far", "target": "home", "bandwidth": 60e6, "rtt_s": 0.03}],
         },
     }
-    options = argparse.Namespace(seconds=60.0, phases=PHASES, load=0.5, start=600.0)
+    options = argparse.Namespace(
+        engines="vllm", bandwidth="60 Mbit/s", seconds=60.0, phases=PHASES, load=0.5, start=600.0
+    )
     falsification.plan(made, options, tmp_path_factory.mktemp("plan"))
-    requests = falsification.requests_of(made)
     for policy in ("paper", "tilted", STATIC):
+        requests = falsification.requests_of(made, policy)
         made["drives"][policy] = {
             "requests": [
                 [each.arrival_s, each.input_tokens, each.output_tokens, None, None, "", None]
