@@ -46,7 +46,7 @@ from prfaas.core.deployment.load import load_planned
 from prfaas.core.latency import Curve, DecodeCurve, LatencyProfile
 from prfaas.core.planner import best_operation, problem_of
 from prfaas.core.workload.traffic import RequestChunk
-from prfaas.lab.simulator import Overheads, scenario_of, simulate
+from prfaas.lab.simulator import Overheads, Result, Scenario, scenario_of, simulate
 
 MAX_MODEL_LEN, CHUNK_TOKENS = 16384, 1024
 WARMUP_SHARE = 0.1
@@ -152,12 +152,8 @@ def _simulated(
 ) -> dict[str, Any]:
     """`rows`: arrival (s), prompt and answer (tokens) of every request. Policy and threshold: as driven."""
     measured = document["measured"]
-    slower = replace(
-        planned,
-        clusters=tuple(replace(each, profile=slowed(each.profile, slowdown)) for each in planned.clusters),
-    )
     scenario = scenario_of(
-        slower,
+        slower(planned, slowdown),
         policy=policy or document["policy"],
         roles={HOME: 1},
         threshold_tokens=document["threshold_tokens"] if threshold is None else threshold,
@@ -165,6 +161,11 @@ def _simulated(
         allocation=False,
         overheads=Overheads(measured["request_s"], measured["hop_s"], first_step=True),
     )
+    return columns_of(result_of(scenario, rows))
+
+
+def result_of(scenario: Scenario, rows: Sequence[Sequence[Any]]) -> Result:
+    """Requests of a drive in the simulator. `rows`: arrival (s), prompt and answer (tokens) of every request."""
     arrivals = np.array([row[0] for row in rows], dtype=np.float64)
     chunk = RequestChunk(
         arrivals,
@@ -175,12 +176,24 @@ def _simulated(
         np.zeros(len(rows) + 1, dtype=np.int64),
         512,
     )
-    result = simulate(scenario, [chunk], seed=0, warmup_share=WARMUP_SHARE)
+    return simulate(scenario, [chunk], seed=0, warmup_share=WARMUP_SHARE)
+
+
+def columns_of(result: Result) -> dict[str, Any]:
+    """What a comparison needs of every request; JSON-ready."""
     return {
         "ttft_s": [round(value, 5) for value in result.ttft_s.tolist()],
         "e2e_s": [round(value, 5) for value in result.e2e_s.tolist()],
         "offloaded": result.offloaded.tolist(),
     }
+
+
+def slower(planned: PlannedDeployment, factor: float) -> PlannedDeployment:
+    """The same deployment with all times of its engines `factor` times as long."""
+    return replace(
+        planned,
+        clusters=tuple(replace(each, profile=slowed(each.profile, factor)) for each in planned.clusters),
+    )
 
 
 def slowed(profile_: LatencyProfile, factor: float) -> LatencyProfile:

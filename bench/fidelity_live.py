@@ -5,6 +5,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from fidelity_stack import EAST, EAST_PREFILL, HOME, HOME_DECODE, HOME_PREFILL, Stack, machine_cpu_s
+from fidelity_stack import EAST, EAST_PREFILL, HOME, HOME_DECODE, HOME_PREFILL, MeasuredStack, machine_cpu_s
 from prfaas.core.latency import profile_text
 from prfaas.core.workload import TracedRequest, TruncatedLogNormal, Uniform
 from prfaas.core.workload.arrivals import Poisson
@@ -62,18 +63,20 @@ def requests_at(per_s: float, duration_s: float, seed: int) -> list[TracedReques
     return list(take(traffic.chunks(np.random.default_rng(seed)), until_s=duration_s))
 
 
-async def profiled(stack: Stack, depth: Depth) -> dict[str, Any]:
+async def profiled(stack: MeasuredStack, depth: Depth) -> dict[str, Any]:
     """Profiles of both clusters, one request at a time; what two prefills do to each other; and what the gateway and
     the second hop add to short prompts."""
-    urls = {name: stack.deployment.instance(name).url for name in (EAST_PREFILL, HOME_PREFILL, HOME_DECODE)}
     async with (
-        ProfiledEndpoint(urls[EAST_PREFILL]) as east,
-        ProfiledEndpoint(urls[HOME_PREFILL]) as home,
-        ProfiledEndpoint(urls[HOME_DECODE]) as decode,
-        ProfiledEndpoint(stack.deployment.gateway.url) as gateway,
+        AsyncExitStack() as opened,
+        ProfiledEndpoint(stack.url(HOME_PREFILL)) as home,
+        ProfiledEndpoint(stack.url(HOME_DECODE)) as decode,
+        ProfiledEndpoint(stack.gateway_url) as gateway,
     ):
         plan = MeasurePlan(depth.lengths, (), depth.repeats)
-        measured = {EAST: await measure(east, plan, _say), HOME: await measure(home, plan, _say)}
+        with stack.near(EAST_PREFILL):
+            east = await opened.enter_async_context(ProfiledEndpoint(stack.url(EAST_PREFILL)))
+            measured = {EAST: await measure(east, plan, _say)}
+        measured[HOME] = await measure(home, plan, _say)
         # The shortest lengths are only there because a measurement needs some.
         steps = await measure(decode, MeasurePlan((16, 32), depth.batches, depth.repeats, 1, 256), _say)
         middle = depth.lengths[len(depth.lengths) // 2]
@@ -104,13 +107,13 @@ async def profiled(stack: Stack, depth: Depth) -> dict[str, Any]:
     }
 
 
-async def driven(stack: Stack, requests: Sequence[TracedRequest]) -> dict[str, Any]:
+async def driven(stack: MeasuredStack, requests: Sequence[TracedRequest]) -> dict[str, Any]:
     """The requests through the gateway, each at its time, and what every process worked meanwhile.
 
     `strangers_cpu_s`: what others used of this machine; a run with much of it is worth nothing.
     """
     async with aiohttp.ClientSession() as session:
-        target = await find_target(session, stack.deployment.gateway.url)
+        target = await find_target(session, stack.gateway_url)
     before, machine_s, began_s = stack.cpu_s(), machine_cpu_s(), time.monotonic()
     result = await replay(target, requests, ReplayOptions(), lambda _: _dot())
     lasted_s, after, machine_s = time.monotonic() - began_s, stack.cpu_s(), machine_cpu_s() - machine_s

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.error import URLError
 from urllib.request import ProxyHandler, build_opener
 
@@ -43,6 +43,30 @@ PREFILL_NICENESS = 10
 _READY_S = 240.0
 
 
+class MeasuredStack(Protocol):
+    """A running deployment of one PrfaaS prefill, one PD prefill and one PD decode engine, as measurements see it.
+
+    Engines go by the names of this file, whatever the deployment calls them.
+    """
+
+    @property
+    def gateway_url(self) -> str:
+        """Of the gateway's HTTP API."""
+        ...
+
+    def url(self, engine: str) -> str:
+        """Of an engine's HTTP API."""
+        ...
+
+    def near(self, engine: str) -> contextlib.AbstractContextManager[None]:
+        """Connections that are made meanwhile begin in the engine's own cluster."""
+        ...
+
+    def cpu_s(self) -> dict[str, float]:
+        """Seconds of processor time so far: of each engine, the gateway, and this process."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Stack:
     """What runs."""
@@ -50,6 +74,16 @@ class Stack:
     deployment: Deployment
     engines: RunningEngines
     gateway_pid: int
+
+    @property
+    def gateway_url(self) -> str:
+        return self.deployment.gateway.url
+
+    def url(self, engine: str) -> str:
+        return self.deployment.instance(engine).url
+
+    def near(self, engine: str) -> contextlib.AbstractContextManager[None]:  # noqa: ARG002
+        return contextlib.nullcontext()
 
     def cpu_s(self) -> dict[str, float]:
         """Seconds of processor time so far: of each engine, the gateway, and this process."""
@@ -90,7 +124,7 @@ def write_deployment(
     def profile(cluster: str) -> dict[str, str]:
         return {} if profiles is None else {"profile": str(profiles[cluster].resolve())}
 
-    path = _wider_model(directory.resolve() / "model", with_weights=to_run)
+    path = wider_model(directory.resolve() / "model", with_weights=to_run)
     document: dict[str, Any] = {
         "name": "fidelity",
         "model": {"served_name": SERVED_NAME, "path": str(path), "max_model_len": max_model_len},
@@ -114,14 +148,7 @@ def write_deployment(
         "routing": {"policy": policy},
         "control": {"threshold_period_s": 3600, "allocation": False},
         "gateway": {"host": "127.0.0.1", "port": next(ports), "route_header": "full"},
-        "engine": {
-            "max_num_batched_tokens": chunk_tokens,
-            "max_num_seqs": 16,
-            "kv_cache_gib": 1,
-            "staging": "256 MiB",
-            "extra_args": ["--distributed-executor-backend", "uni"],
-            "env": IDLE_WHEN_IDLE,
-        },
+        "engine": engine_section(chunk_tokens),
     }
     if threshold_tokens is not None:
         document["routing"]["threshold_tokens"] = threshold_tokens
@@ -134,7 +161,19 @@ def write_deployment(
     return deployment_path
 
 
-def _wider_model(directory: Path, *, with_weights: bool) -> Path:
+def engine_section(chunk_tokens: int) -> dict[str, Any]:
+    """How a deployment file starts these engines: idle when they have no work."""
+    return {
+        "max_num_batched_tokens": chunk_tokens,
+        "max_num_seqs": 16,
+        "kv_cache_gib": 1,
+        "staging": "256 MiB",
+        "extra_args": ["--distributed-executor-backend", "uni"],
+        "env": IDLE_WHEN_IDLE,
+    }
+
+
+def wider_model(directory: Path, *, with_weights: bool) -> Path:
     """The tiny Qwen3-Next with wider layers: the same KVCache, several times the prefill work, so that what its
     transfer and the HTTP around it cost weighs as little beside prefill as it does on real machines."""
     config = tiny_config("qwen3-next") | WIDER
@@ -178,13 +217,13 @@ def running(path: Path, directory: Path) -> Iterator[Stack]:
             gateway.wait()
 
 
-def pin(group: int, core: int) -> None:
+def pin(group: int, core: int, niceness: int = PREFILL_NICENESS) -> None:
     """All threads of a process group to one core, behind everything that is not as nice."""
     for process in _processes_of(group):
         for thread in Path(f"/proc/{process}/task").iterdir():
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):
                 os.sched_setaffinity(int(thread.name), {core})
-                os.setpriority(os.PRIO_PROCESS, int(thread.name), PREFILL_NICENESS)
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), niceness)
 
 
 def cpu_s(group: int) -> float:

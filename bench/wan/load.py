@@ -6,7 +6,7 @@ import json
 import math
 import random
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,20 @@ class LinkReading:
     rtt_s: float
     threshold_tokens: float
     queued_bytes: int
+
+    @classmethod
+    def of_state(cls, state: Mapping[str, Any], at_s: float) -> "LinkReading":
+        """What `GET /prfaas/state` said at a time."""
+        link, threshold = state["links"][LINK], state["clusters"][HOME]["threshold_tokens"]
+        return cls(
+            at_s=at_s,
+            up=link["up"],
+            capacity_bits_per_s=link["capacity_bits_per_s"],
+            egress_bits_per_s=link["egress_bits_per_s"],
+            rtt_s=link["rtt_s"],
+            threshold_tokens=math.inf if threshold is None else threshold,
+            queued_bytes=link["queued_bytes"],
+        )
 
 
 def synthetic_model(directory: Path) -> Path:
@@ -135,18 +149,7 @@ class LinkLoad:
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
                 async with asyncio.timeout(2.0):
                     state = await self.state()
-                link, threshold = state["links"][LINK], state["clusters"][HOME]["threshold_tokens"]
-                self.readings.append(
-                    LinkReading(
-                        at_s=time.monotonic(),
-                        up=link["up"],
-                        capacity_bits_per_s=link["capacity_bits_per_s"],
-                        egress_bits_per_s=link["egress_bits_per_s"],
-                        rtt_s=link["rtt_s"],
-                        threshold_tokens=math.inf if threshold is None else threshold,
-                        queued_bytes=link["queued_bytes"],
-                    )
-                )
+                self.readings.append(LinkReading.of_state(state, time.monotonic()))
             await asyncio.sleep(_SAMPLE_S)
 
     async def _request(self, prompt: Sequence[int]) -> LinkRequest:

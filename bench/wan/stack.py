@@ -28,6 +28,7 @@ FIRST_KV_PORT = 8200
 SERVED_NAME = "tiny"
 _READY_S = 400.0
 _GATEWAY_READY_S = 90.0
+_GATEWAY_END_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +177,14 @@ class WanStack:
             if gateway:
                 self._start_gateway(cpus.get(HOME))
             yield self
+
+    def restart_gateway(self, cpus: Collection[int] | None = None) -> None:
+        """End the gateway, if it runs, and start it with the deployment file as it is now."""
+        if self.gateway is not None:
+            self.gateway.ask_to_end()
+            self.gateway.wait(_GATEWAY_END_S)
+            self.gateway.kill()
+        self._start_gateway(cpus)
 
     def _start_gateway(self, cpus: Collection[int] | None) -> None:
         log = self.deployment.path.parent / "gateway.log"
