@@ -16,7 +16,7 @@ from .views import small
     ("policy", "is_so"),
     [
         (policy_named("tilted"), True),
-        (policy_named("tilted", ageing=0.0), False),
+        (policy_named("tilted", fairness=1.0), False),
         (policy_named("paper"), False),
         (policy_named("round_robin"), False),
         (policy_named("static_threshold", threshold_tokens=8000), False),

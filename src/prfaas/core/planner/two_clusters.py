@@ -67,11 +67,8 @@ def cheapest_point(
     A dearer link has a higher threshold: it offloads what takes the most computing per byte. Of all splits and
     candidate lengths, those of `best_point` among them: without a price it is never worse than that.
 
-    Args:
-        problem: One PrfaaS and one PD cluster at most.
-        service: How long a stage works on what it gets.
-        instances_per_s: C: what all instances cost per second.
-        per_bit: What a bit costs, by link.
+    `problem` has one PrfaaS and one PD cluster at most. `instances_per_s`: C, what all instances cost per second.
+    `per_bit`: what a bit costs, by link.
     """
     import numpy as np
 

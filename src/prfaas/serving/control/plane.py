@@ -378,9 +378,8 @@ class LivePlane:
         self.event_feed.reset(name, reason)
 
     def _on_service(self, cluster: str, tokens: int, seconds: float) -> None:
-        curve = self._curves[cluster]
-        self.metrics.service_ratio.labels(cluster).observe(seconds / curve.seconds(tokens))
-        curve.add(tokens, seconds, self._clock())
+        self.metrics.service_ratio.labels(cluster).observe(seconds / self._curves[cluster].seconds(tokens))
+        self._curves[cluster].add(tokens, seconds, self._clock())
 
     def _on_health(self, name: str, healthy: bool) -> None:
         if not healthy:
