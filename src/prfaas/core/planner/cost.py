@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from prfaas.core.planner.operating_point import OperatingPoint, ServiceModel
 from prfaas.core.planner.problem import PlanProblem
 from prfaas.core.planner.two_clusters import cheapest_point
-from prfaas.core.units import BITS_PER_BYTE, GB
+from prfaas.core.units import BITS_PER_BYTE, GB, SECONDS_PER_HOUR
 
-_SECONDS_PER_HOUR = 3600.0
 _MILLION = 1e6
 
 
@@ -40,7 +39,7 @@ def instances_per_hour(problem: PlanProblem) -> float | None:
 
 def gb_per_hour(bits_per_s: float) -> float:
     """Units of 10^9 bytes, in which egress is sold."""
-    return bits_per_s / BITS_PER_BYTE / GB * _SECONDS_PER_HOUR
+    return bits_per_s / BITS_PER_BYTE / GB * SECONDS_PER_HOUR
 
 
 def egress_per_hour(problem: PlanProblem, point: OperatingPoint) -> float:
@@ -61,7 +60,7 @@ def cost_at(problem: PlanProblem, point: OperatingPoint) -> Cost | None:
     if per_hour is None or point.lambda_max <= 0:
         return None
     workload = problem.workload
-    per_request = per_hour / _SECONDS_PER_HOUR / point.lambda_max
+    per_request = per_hour / SECONDS_PER_HOUR / point.lambda_max
     tokens = workload.lengths.mean() + workload.output_tokens
     return Cost(
         per_hour,
@@ -110,7 +109,7 @@ def cheapest_operation(problem: PlanProblem, service: ServiceModel) -> CheapestO
     instances = instances_per_hour(problem)
     if instances is None or not problem.is_two_cluster or not any(prices.values()):
         return None
-    point = cheapest_point(problem, service, instances / _SECONDS_PER_HOUR, prices)
+    point = cheapest_point(problem, service, instances / SECONDS_PER_HOUR, prices)
     cost = cost_at(problem, point)
     return None if cost is None else CheapestOperation(point, cost)
 

@@ -207,7 +207,9 @@ class Allocator:
             if role is None or self._is_full(load, role):
                 continue
             step = {**roles, load.cluster: roles[load.cluster] + (1 if role == "prefill" else -1)}
-            if not _is_no_worse(latency_of(problem, step, expected), found[0]):
+            # One step away was looked at with the others.
+            after = next(each for each in found if each.prefill == step)
+            if not _is_no_worse(after, found[0]):
                 continue
             wanted[load.cluster, role] = self._conversion(load, role, problem, step, choice, expected)
         return wanted

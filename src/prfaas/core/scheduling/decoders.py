@@ -50,6 +50,11 @@ def slot_free_s(decode: InstanceView, slot_s: float) -> float:
     return ahead * slot_s / decode.decode_slots if ahead > 0 else 0.0
 
 
+def slot_wait_s(decode: InstanceView, view: View, ttft_s: float) -> float:
+    """Seconds that come after the predicted TTFT until a request has a decode slot there."""
+    return max(slot_free_s(decode, view.clusters[decode.cluster].slot_s) - ttft_s, 0.0)
+
+
 def learnt_slot_s(slot_s: float, answers: float, seconds: float) -> float:
     """What an answer keeps its slot for, after `answers` > 0 more that did so for `seconds` in all.
 

@@ -12,7 +12,7 @@ from prfaas.core.scheduling.candidates import (
     streamed,
 )
 from prfaas.core.scheduling.decision import Decision, Route, RoutingRequest
-from prfaas.core.scheduling.decoders import decode_choices, load_of, slot_free_s
+from prfaas.core.scheduling.decoders import decode_choices, load_of, slot_wait_s
 from prfaas.core.scheduling.link_choice import usable_link
 from prfaas.core.scheduling.routing import Choice, decision_of
 from prfaas.core.scheduling.view import InstanceView, LinkView, View
@@ -94,8 +94,7 @@ class PrefillOption:
     @property
     def decode_wait_s(self) -> float:
         """After `ttft_s`, until the decode instance has a slot, as predicted."""
-        free_s = slot_free_s(self.decode, self.view.clusters[self.decode.cluster].slot_s)
-        return max(free_s - self.ttft_s, 0.0)
+        return slot_wait_s(self.decode, self.view, self.ttft_s)
 
     @property
     def _pd_instances(self) -> list[InstanceView]:

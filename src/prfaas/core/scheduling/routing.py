@@ -22,7 +22,7 @@ from prfaas.core.scheduling.candidates import (
     streamed_s,
 )
 from prfaas.core.scheduling.decision import Decision, Route, RoutingRequest
-from prfaas.core.scheduling.decoders import decode_choices, load_of, slot_free_s, soonest_free
+from prfaas.core.scheduling.decoders import decode_choices, load_of, slot_free_s, slot_wait_s, soonest_free
 from prfaas.core.scheduling.egress import is_worth_offloading
 from prfaas.core.scheduling.link_choice import usable_link
 from prfaas.core.scheduling.tiers import hit_tokens
@@ -310,8 +310,7 @@ def decision_of(request: RoutingRequest, view: View, decode: InstanceView, choic
             option, reason = here, "tiny"
     prefill, link, decode_wait_s = option.instance, option.link, 0.0
     if decode.decoding >= decode.decode_slots:
-        free_s = slot_free_s(decode, view.clusters[decode.cluster].slot_s)
-        decode_wait_s = max(free_s - option.ttft_s, 0.0)
+        decode_wait_s = slot_wait_s(decode, view, option.ttft_s)
     skip_tokens = kv_bytes = 0
     if prefill is not decode:
         if request.held and view.kv.can_skip:

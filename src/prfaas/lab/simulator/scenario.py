@@ -12,7 +12,7 @@ from prfaas.core.planner import PlanProblem, best_operation, problem_of
 from prfaas.core.scheduling import ClusterView, InstanceView, KvFacts, LinkView, View
 from prfaas.core.scheduling.forecast import Foresight
 from prfaas.core.scheduling.threshold import ThresholdOptimiser
-from prfaas.core.units import GB
+from prfaas.core.units import GB, SECONDS_PER_HOUR
 from prfaas.lab.simulator.capacity import CapacityProcess, Constant, Interrupted
 from prfaas.lab.simulator.machine_pool import PoolOptions
 
@@ -354,7 +354,7 @@ def view_of(scenario: Scenario, kv: KvFacts) -> View:
                 ],
                 cluster.curve.seconds,
                 slot_s=_planned_slot_s(cluster, scenario.output_tokens),
-                instance_price_per_s=cluster.instance_price_per_hour / 3600,
+                instance_price_per_s=cluster.instance_price_per_hour / SECONDS_PER_HOUR,
             )
             for cluster in scenario.clusters
         },

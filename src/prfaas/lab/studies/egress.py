@@ -11,7 +11,7 @@ from prfaas.core.latency import LatencyProfile, load_profile, profile_names
 from prfaas.core.planner import KvSize, PlanProblem, best_operation
 from prfaas.core.planner.comparisons import homogeneous
 from prfaas.core.planner.cost import break_even_per_gb, gb_per_hour, instances_per_hour
-from prfaas.core.units import GB, format_bits_per_s
+from prfaas.core.units import GB, SECONDS_PER_HOUR, format_bits_per_s
 from prfaas.lab.studies.context import StudyContext
 from prfaas.lab.studies.figures import (
     NONE,
@@ -105,7 +105,9 @@ def _worth_per_gb(context: StudyContext) -> float | None:
         return None
     length = np.array([tokens])
     per_hour = price * problem.pd[0].gpus_per_instance
-    return float(per_hour / 3600 * problem.pd[0].prefill_s(length)[0] / problem.kv_bytes(length)[0] * GB)
+    return float(
+        per_hour / SECONDS_PER_HOUR * problem.pd[0].prefill_s(length)[0] / problem.kv_bytes(length)[0] * GB
+    )
 
 
 def _key(load: float, price: float, seed: int) -> Key:

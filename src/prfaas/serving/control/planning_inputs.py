@@ -22,7 +22,7 @@ from prfaas.core.scheduling import (
     make_policy,
 )
 from prfaas.core.scheduling.threshold import ClusterFacts, LinkFacts, prefill_instances, problem_now
-from prfaas.core.units import GB
+from prfaas.core.units import GB, SECONDS_PER_HOUR
 from prfaas.core.workload import LengthDistribution
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
@@ -89,7 +89,7 @@ def view_of(
                 ],
                 curves[cluster.name].seconds,
                 slot_s=_usual_slot_s(deployment, cluster) if cluster.kind == "pd" else 0.0,
-                instance_price_per_s=cluster.instance_price_per_hour / 3600,
+                instance_price_per_s=cluster.instance_price_per_hour / SECONDS_PER_HOUR,
             )
             for cluster in deployment.clusters
         },
