@@ -89,7 +89,7 @@ def test_free_bytes_have_no_series(in_world: InWorld) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", ["refuses", "http-500", "not-announced", "transfer-deadline", "http-400", "short"]
+    "fault", ["refuses", "http-500", "not-announced", "link-slow", "http-400", "short"]
 )
 def test_without_the_prefix_everything_is_computed(in_world: InWorld, fault: str) -> None:
     async def body(world: World) -> None:
@@ -98,7 +98,7 @@ def test_without_the_prefix_everything_is_computed(in_world: InWorld, fault: str
             await world.local.stop_http()
         world.local.fails = {"http-500": 500, "http-400": 400}.get(fault)
         world.local.sends = fault != "not-announced"
-        world.local.stalls = fault == "transfer-deadline"
+        world.local.stalls = fault == "link-slow"
         route, answer = await world.complete(LONG)
         assert answer["choices"][0]["text"] == answer_text(LONG)
         assert route["route"] == "offload" and "cache_transfer" not in route and "fallback" not in route

@@ -23,17 +23,15 @@ async def _until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it did not happen within four seconds")
 
 
-@pytest.mark.parametrize("fault", ["refuses", "http-500", "not-announced", "transfer-deadline"])
+@pytest.mark.parametrize("fault", ["refuses", "http-500", "not-announced"])
 def test_a_failed_remote_prefill_becomes_a_local_one(in_world: InWorld, fault: str) -> None:
     async def body(world: World) -> None:
         if fault == "refuses":
             await world.remote.stop_http()
         elif fault == "http-500":
             world.remote.fails = 500
-        elif fault == "not-announced":
-            world.remote.sends = False
         else:
-            world.remote.stalls = True
+            world.remote.sends = False
         route, answer = await world.complete(LONG)
         assert (route["route"], route["prefill"]) == ("local", "local")
         assert route["fallback"] == {"refuses": "unreachable"}.get(fault, fault)
@@ -43,6 +41,17 @@ def test_a_failed_remote_prefill_becomes_a_local_one(in_world: InWorld, fault: s
         route, _ = await world.complete([9, *LONG])
         assert "fallback" not in route and route["prefill"] == "local"
         assert not world.plane.is_up("remote")
+
+    in_world(body)
+
+
+def test_a_transfer_that_is_late_over_a_link_blames_nobody(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        world.remote.stalls = True
+        route, answer = await world.complete(LONG)
+        assert (route["prefill"], route["fallback"]) == ("local", "link-slow")
+        assert answer["choices"][0]["text"] == answer_text(LONG)
+        assert world.plane.suspected == [] and world.plane.is_up("remote")
 
     in_world(body)
 
@@ -252,5 +261,7 @@ def test_a_late_transfer_is_given_up(in_world: InWorld) -> None:
         world.remote.stalls = world.local.stalls = True
         route, _ = await world.complete(LONG)
         assert (route["prefill"], route["fallback"]) == ("decode", "transfer-deadline")
+        # Inside a cluster no link explains it.
+        assert [name for name, *_ in world.plane.suspected] == ["local"]
 
     in_world(body, options=replace(OPTIONS, transfer_grace_s=0.2))

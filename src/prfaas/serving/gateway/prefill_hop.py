@@ -27,10 +27,12 @@ logger = logging.getLogger(__name__)
 INCOMPATIBLE = "incompatible"
 _CONSUMER_FROZEN = "consumer-frozen"
 _LINK_SILENT = "link-silent"
+_LINK_SLOW = "link-slow"
 _CONSUMER_SILENT = "consumer-silent"
 # The control plane knows of a frozen engine, and finds out by itself whether an unreachable one lives. Two that are
-# incompatible are well, each of them.
-_BLAMES_NOBODY = (FROZEN, INCOMPATIBLE, _LINK_SILENT, _CONSUMER_FROZEN, "consumer-unreachable")
+# incompatible are well, each of them. A transfer between clusters that is late has moved all the time: one that stands
+# still is ended by its receiver, and that blames the producer.
+_BLAMES_NOBODY = (FROZEN, INCOMPATIBLE, _LINK_SILENT, _LINK_SLOW, _CONSUMER_FROZEN, "consumer-unreachable")
 _HOPELESS = (_CONSUMER_FROZEN, _CONSUMER_SILENT, "consumer-unreachable")
 # How long a consumer may take to answer before it is blamed in place of the producer.
 _ASK_CONSUMER_S = 1.0
@@ -253,7 +255,8 @@ class PrefillHop:
             await asyncio.wait((arrival,), timeout=late_s)
         if not arrival.done():
             await self._ask_consumer(spec)
-            raise TransferFailedError("transfer-deadline", f"not complete {late_s:.0f} s after the prefill")
+            reason = "transfer-deadline" if self._link_bits_per_s(spec) is None else _LINK_SLOW
+            raise TransferFailedError(reason, f"not complete {late_s:.0f} s after the prefill")
 
     async def _ask_consumer(self, spec: TransferSpec) -> None:
         """Before the producer is blamed for what a consumer has not told. Raises TransferFailedError."""
@@ -283,11 +286,15 @@ class PrefillHop:
 
         A transfer that stands still ends earlier, by the receiver's own deadlines.
         """
-        pair = (self._plane.instance(spec.producer).cluster, self._plane.instance(spec.consumer).cluster)
-        bandwidth_bits_per_s = self._bandwidth_bits_per_s.get(pair)
+        bandwidth_bits_per_s = self._link_bits_per_s(spec)
         if bandwidth_bits_per_s is None:
             return self._options.transfer_grace_s
         return self._options.transfer_grace_s + _SLACK * 8 * spec.kv_bytes / bandwidth_bits_per_s
+
+    def _link_bits_per_s(self, spec: TransferSpec) -> float | None:
+        """As the deployment file says; None inside of a cluster."""
+        pair = (self._plane.instance(spec.producer).cluster, self._plane.instance(spec.consumer).cluster)
+        return self._bandwidth_bits_per_s.get(pair)
 
     def _report(self, spec: TransferSpec, failure: EngineCallError | TransferFailedError) -> HopFailedError:
         """Tell the control plane whom a failure blames: the producer, the consumer or nobody, never both."""
