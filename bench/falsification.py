@@ -28,7 +28,7 @@ from rich.console import Console
 from falsification_live import THRESHOLD_PERIOD_S, measured, reconfigured, run_policy, running
 from falsification_phases import PHASES, STATIC, LinkPhase, TraceSlice, pieces_of
 from falsification_report import compared, plots_of, table_of, verdict_of
-from fidelity import DECODE_STEP_LIMIT_S, columns_of, result_of, slowdown_of, slower
+from fidelity import DECODE_STEP_LIMIT_S, columns_of, result_of, slowdown_of, slower, unshared
 from fidelity_live import Depth, profile_files
 from fidelity_stack import EAST, PREFILL_NICENESS, wider_model
 from prfaas.core.deployment import ControlConfig, PlannedDeployment
@@ -170,7 +170,9 @@ def simulate_drives(document: dict[str, Any]) -> None:
         drive["slowdown"] = slowdown_of(drive, document["machine"]["cores"])
         drive["simulated"] = {}
         for kind, factor in (("as measured", 1.0), ("shared cores", drive["slowdown"])):
-            result = result_of(scenario(document, slower(planned, factor), policy), drive["requests"])
+            result = result_of(
+                scenario(document, slower(planned, factor), policy), unshared(drive["requests"])
+            )
             series = result.series
             drive["simulated"][kind] = columns_of(result) | {
                 "link_bytes": result.link_bytes.tolist(),

@@ -6,7 +6,10 @@ simulator, `report` compares. All of it is in one JSON file, so the last two nee
 machine's cores with the gateway and the client; what that costs is measured, and the simulation is reported with and
 without it.
 
-    python bench/fidelity.py all /tmp/fidelity.json          # 15 minutes on two cores that do nothing else
+Traffic is of two kinds. Independent prompts have nothing in common, and the threshold stays. Conversations hit prefix
+caches, and the threshold is optimised all the time.
+
+    python bench/fidelity.py all /tmp/fidelity.json          # 30 minutes on two cores that do nothing else
     python bench/fidelity.py report /tmp/fidelity.json
 
 Recorded: single vLLM engines on GPUs (files of LLMServingSim's bench), see `fidelity_recorded.py`.
@@ -34,24 +37,26 @@ from fidelity_live import (
     QUICK,
     Depth,
     driven,
-    lengths_spec,
     profile_files,
     profiled,
-    requests_at,
 )
 from fidelity_recorded import compared, errors_of, limits_of, table_of
-from fidelity_stack import EAST_PREFILL, HOME, HOME_PREFILL, running, write_deployment
-from prfaas.core.deployment import PlannedDeployment
+from fidelity_stack import EAST_PREFILL, HOME, HOME_PREFILL, KV_CACHE_GIB, NEVER_S, running, write_deployment
+from fidelity_traffic import HIGH_ANSWER, KINDS, LOW_ANSWER, Kind, chunk_of, planned_lengths, requests_at
+from prfaas.core.deployment import ControlConfig, PlannedDeployment
 from prfaas.core.deployment.load import load_planned
 from prfaas.core.latency import Curve, DecodeCurve, LatencyProfile
 from prfaas.core.planner import best_operation, problem_of
+from prfaas.core.units import GIB
 from prfaas.core.workload.traffic import RequestChunk
-from prfaas.lab.simulator import Overheads, Result, Scenario, scenario_of, simulate
+from prfaas.lab.simulator import CacheOptions, Overheads, Result, Scenario, scenario_of, simulate
 
 MAX_MODEL_LEN, CHUNK_TOKENS = 16384, 1024
 WARMUP_SHARE = 0.1
 APART_S = 1000.0
 """Between two requests that shall not meet."""
+
+THRESHOLD_PERIOD_S: dict[Kind, float] = {"independent": NEVER_S, "conversations": 15.0}
 
 DECODE_STEP_LIMIT_S = 1.0
 """No real limit: as many requests may decode together as were measured."""
@@ -75,55 +80,64 @@ def profile(document: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def drive(document: dict[str, Any], options: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory(prefix="prfaas-fidelity-") as name:
-        directory = Path(name)
-        planned = planned_of(document, directory)
-        capacity_per_s = best_operation(problem_of(planned)).lambda_max
-        threshold = round(scenario_of(planned).threshold_tokens[HOME])
-        print(f"capacity {capacity_per_s:.3f} requests/s, threshold {threshold} tokens", file=sys.stderr)
-        path = write_deployment(
-            directory,
-            max_model_len=MAX_MODEL_LEN,
-            chunk_tokens=CHUNK_TOKENS,
-            bandwidth=document["bandwidth"],
-            policy=options.policy,
-            threshold_tokens=threshold,
-            profiles=profile_files(document["measured"]["profiles"], directory),
-            **_to_plan(),
-        )
-        document |= {
-            "policy": options.policy,
-            "capacity_per_s": capacity_per_s,
-            "threshold_tokens": threshold,
-            "drives": [],
-        }
-        with running(path, directory) as stack:
-            for number, load in enumerate(options.loads):
-                per_s = load * capacity_per_s
-                requests = requests_at(per_s, options.duration_s, seed=number)
-                print(f"load {load:g}: {len(requests)} requests", file=sys.stderr)
-                drives: list[Any] = document["drives"]
-                drives.append({"load": load, "per_s": per_s, **asyncio.run(driven(stack, requests))})
+    document |= {"policy": options.policy, "duration_s": options.duration_s, "points": {}, "drives": []}
+    for kind in options.traffic:
+        with tempfile.TemporaryDirectory(prefix="prfaas-fidelity-") as name:
+            _drive(document, options, kind, Path(name))
+
+
+def _drive(document: dict[str, Any], options: argparse.Namespace, kind: Kind, directory: Path) -> None:
+    planned = planned_of(document, kind, directory)
+    capacity_per_s = best_operation(problem_of(planned)).lambda_max
+    threshold = round(scenario_of(planned).threshold_tokens[HOME])
+    print(f"{kind}: capacity {capacity_per_s:.3f} requests/s, threshold {threshold} tokens", file=sys.stderr)
+    document["points"][kind] = {"capacity_per_s": capacity_per_s, "threshold_tokens": threshold}
+    path = write_deployment(
+        directory,
+        max_model_len=MAX_MODEL_LEN,
+        chunk_tokens=CHUNK_TOKENS,
+        bandwidth=document["bandwidth"],
+        policy=options.policy,
+        threshold_tokens=threshold,
+        threshold_period_s=THRESHOLD_PERIOD_S[kind],
+        profiles=profile_files(document["measured"]["profiles"], directory),
+        **_to_plan(kind),
+    )
+    with running(path, directory) as stack:
+        for number, load in enumerate(options.loads):
+            per_s = load * capacity_per_s
+            requests = requests_at(kind, per_s, options.duration_s, number)
+            print(f"{kind} at {load:g}: {len(requests)} requests", file=sys.stderr)
+            found = {"traffic": kind, "number": number, "load": load, "per_s": per_s}
+            document["drives"].append(found | asyncio.run(driven(stack, requests)))
 
 
 def simulated(document: dict[str, Any], _options: argparse.Namespace) -> None:
     """Each drive again, with the profile as measured and with what the shared cores cost."""
     with tempfile.TemporaryDirectory(prefix="prfaas-fidelity-") as name:
-        planned = planned_of(document, Path(name))
+        plans = {kind: planned_of(document, kind, Path(name)) for kind in document["points"]}
         for each in document["drives"]:
+            requests = requests_at(each["traffic"], each["per_s"], document["duration_s"], each["number"])
             each["slowdown"] = slowdown_of(each, document["machine"]["cores"])
             each["simulated"] = {
-                "as measured": _simulated(document, planned, each["requests"]),
-                "shared cores": _simulated(document, planned, each["requests"], slowdown=each["slowdown"]),
+                label: columns_of(
+                    result_of(_scenario(document, each["traffic"], plans, slowdown), chunk_of(requests))
+                )
+                for label, slowdown in (("as measured", 1.0), ("shared cores", each["slowdown"]))
             }
         alone = [
             [place * APART_S, int(tokens), 1]
             for place, tokens in enumerate(document["measured"]["idle_ttft_s"])
             if int(tokens) > 1
         ]
-        ttft_s = _simulated(document, planned, alone, policy="static_threshold", threshold=OFFLOADED_ABOVE)[
-            "ttft_s"
-        ]
+        kind = next(iter(plans))
+        scenario = replace(
+            _scenario(document, kind, plans, 1.0),
+            policy="static_threshold",
+            params={"threshold_tokens": OFFLOADED_ABOVE},
+            adapts=False,
+        )
+        ttft_s = columns_of(result_of(scenario, unshared(alone)))["ttft_s"]
         document["idle_simulated_s"] = {str(row[1]): each for row, each in zip(alone, ttft_s, strict=True)}
 
 
@@ -141,42 +155,46 @@ def slowdown_of(drive_: dict[str, Any], cores: int) -> float:
     return 1 / (1 - share * both)
 
 
-def _simulated(
-    document: dict[str, Any],
-    planned: PlannedDeployment,
-    rows: Sequence[Sequence[Any]],
-    *,
-    slowdown: float = 1.0,
-    policy: str | None = None,
-    threshold: float | None = None,
-) -> dict[str, Any]:
-    """`rows`: arrival (s), prompt and answer (tokens) of every request. Policy and threshold: as driven."""
+def _scenario(
+    document: dict[str, Any], kind: Kind, plans: dict[Kind, PlannedDeployment], slowdown: float
+) -> Scenario:
+    """As driven."""
     measured = document["measured"]
-    scenario = scenario_of(
-        slower(planned, slowdown),
-        policy=policy or document["policy"],
+    planned = slower(plans[kind], slowdown)
+    caches = CacheOptions.of_memory(planned.kv_model, KV_CACHE_GIB * GIB)
+    return scenario_of(
+        planned,
+        policy=document["policy"],
         roles={HOME: 1},
-        threshold_tokens=document["threshold_tokens"] if threshold is None else threshold,
-        adapts=False,
+        threshold_tokens=document["points"][kind]["threshold_tokens"],
+        adapts=THRESHOLD_PERIOD_S[kind] < NEVER_S,
         allocation=False,
+        control=ControlConfig(threshold_period_s=THRESHOLD_PERIOD_S[kind], allocation=False),
+        # An engine keeps a state at the end of each chunk of a prefill.
+        caches=replace(caches, checkpoint_tokens=CHUNK_TOKENS),
         overheads=Overheads(measured["request_s"], measured["hop_s"], first_step=True),
     )
-    return columns_of(result_of(scenario, rows))
 
 
-def result_of(scenario: Scenario, rows: Sequence[Sequence[Any]]) -> Result:
-    """Requests of a drive in the simulator. `rows`: arrival (s), prompt and answer (tokens) of every request."""
-    arrivals = np.array([row[0] for row in rows], dtype=np.float64)
-    chunk = RequestChunk(
-        arrivals,
+def unshared(rows: Sequence[Sequence[Any]]) -> RequestChunk:
+    """Requests of a drive for the simulator, if no two prompts begin alike.
+
+    `rows`: arrival (s), prompt and answer (tokens) of every request.
+    """
+    return RequestChunk(
+        np.array([row[0] for row in rows], dtype=np.float64),
         np.array([row[1] for row in rows]),
         np.array([row[2] for row in rows]),
-        # No two prompts begin alike, so blocks would change nothing.
+        # So blocks would change nothing.
         np.arange(0),
         np.zeros(len(rows) + 1, dtype=np.int64),
         512,
     )
-    return simulate(scenario, [chunk], seed=0, warmup_share=WARMUP_SHARE)
+
+
+def result_of(scenario: Scenario, requests: RequestChunk) -> Result:
+    """Requests of a drive in the simulator."""
+    return simulate(scenario, [requests], seed=0, warmup_share=WARMUP_SHARE)
 
 
 def columns_of(result: Result) -> dict[str, Any]:
@@ -206,8 +224,8 @@ def slowed(profile_: LatencyProfile, factor: float) -> LatencyProfile:
     return replace(profile_, prefill=curve(profile_.prefill), decode=decode)
 
 
-def planned_of(document: dict[str, Any], directory: Path) -> PlannedDeployment:
-    folder = directory / "planned"
+def planned_of(document: dict[str, Any], kind: Kind, directory: Path) -> PlannedDeployment:
+    folder = directory / f"planned-{kind}"
     folder.mkdir(exist_ok=True)
     path = write_deployment(
         folder,
@@ -217,17 +235,15 @@ def planned_of(document: dict[str, Any], directory: Path) -> PlannedDeployment:
         policy="paper",
         profiles=profile_files(document["measured"]["profiles"], folder),
         to_run=False,
-        **_to_plan(),
+        **_to_plan(kind),
     )
     return load_planned(path)
 
 
-def _to_plan() -> dict[str, Any]:
-    from fidelity_live import HIGH_ANSWER, LOW_ANSWER
-
+def _to_plan(kind: Kind) -> dict[str, Any]:
     answer = (LOW_ANSWER + HIGH_ANSWER) / 2
     return {
-        "workload": {"lengths": lengths_spec(), "output_tokens": answer},
+        "workload": {"lengths": planned_lengths(kind), "output_tokens": answer},
         "step_limit_s": DECODE_STEP_LIMIT_S,
     }
 
@@ -243,6 +259,7 @@ def reported(document: dict[str, Any]) -> dict[str, Any]:
         first_s, last_s = (np.array([row[place] or np.nan for row in rows]) for place in (3, 4))
         offloaded = np.array([row[5] == "offload" for row in rows])
         entry: dict[str, Any] = {
+            "traffic": each["traffic"],
             "load": each["load"],
             "requests": len(rows),
             "lost": int((~whole).sum()),
@@ -269,21 +286,21 @@ def reported(document: dict[str, Any]) -> dict[str, Any]:
             for tokens, ours in document["idle_simulated_s"].items()
             for real in [document["measured"]["idle_ttft_s"][tokens]]
         },
-        "capacity_per_s": document["capacity_per_s"],
-        "threshold_tokens": document["threshold_tokens"],
+        "points": document["points"],
         "drives": found,
     }
 
 
 def table_of_drives(found: dict[str, Any]) -> Table:
     table = Table(title="simulated minus real, of real")
-    for column in ("load", "requests", "simulation", "TTFT mean", "P50", "P90", "real mean", "real P90", "throughput",
-                   "same route"):  # fmt: skip
+    for column in ("traffic", "load", "requests", "simulation", "TTFT mean", "P50", "P90", "real mean", "real P90",
+                   "throughput", "same route"):  # fmt: skip
         table.add_column(column, justify="right")
     for each in found["drives"]:
         for name in ("as measured", "shared cores"):
             made = each[name]
             table.add_row(
+                each["traffic"],
                 f"{each['load']:g}",
                 str(each["requests"]),
                 name if name == "as measured" else f"{name}, {each['slowdown'] - 1:+.1%}",
@@ -304,6 +321,7 @@ def main() -> int:
     parser.add_argument(
         "files", type=Path, nargs="+", metavar="FILE", help="of measurements, or recorded runs"
     )
+    parser.add_argument("--traffic", choices=KINDS, nargs="+", default=list(KINDS), help="what is sent")
     parser.add_argument("--loads", type=float, nargs="+", default=[0.3, 0.5, 0.8], help="of the capacity")
     parser.add_argument("--duration-s", type=float, default=180.0, help="of the arrivals at each load")
     parser.add_argument("--bandwidth", default="100 Mbit/s", help="of the link")
@@ -340,9 +358,13 @@ def main() -> int:
                 )
             print(
                 f"two prefills at once take {found['both_prefill_slowdown']:+.1%} each; gateway "
-                f"{found['request_s'] * 1000:.1f} ms, second hop {found['hop_s'] * 1000:.1f} ms; capacity "
-                f"{found['capacity_per_s']:.3f} requests/s, threshold {found['threshold_tokens']:.0f} tokens"
+                f"{found['request_s'] * 1000:.1f} ms, second hop {found['hop_s'] * 1000:.1f} ms"
             )
+            for kind, point in found["points"].items():
+                print(
+                    f"{kind}: capacity {point['capacity_per_s']:.3f} requests/s, "
+                    f"threshold {point['threshold_tokens']:.0f} tokens"
+                )
     return 0
 
 

@@ -11,22 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import numpy as np
 
 from fidelity_stack import EAST, EAST_PREFILL, HOME, HOME_DECODE, HOME_PREFILL, MeasuredStack, machine_cpu_s
 from prfaas.core.latency import profile_text
-from prfaas.core.workload import TracedRequest, TruncatedLogNormal, Uniform
-from prfaas.core.workload.arrivals import Poisson
-from prfaas.core.workload.traffic import IndependentTraffic, take
+from prfaas.core.workload import TracedRequest
 from prfaas.tools.profiling.endpoint import ProfiledEndpoint
 from prfaas.tools.profiling.measure import Measurement, MeasurePlan, measure
 from prfaas.tools.replay import ReplayOptions, replay
 from prfaas.tools.replay.client import find_target
 
-LOG_MEDIAN, LOG_SIGMA, LOW_TOKENS, HIGH_TOKENS = 8.3, 0.6, 1024, 12000
-"""Prompts: log-normal around 4,000 tokens. On one core they take 0.3 to 4 s."""
-
-LOW_ANSWER, HIGH_ANSWER = 2, 8
 PLACES_S = 5
 
 
@@ -40,27 +33,6 @@ class Depth:
 
 
 QUICK = Depth(lengths=(1024, 4096, 12288), batches=(1, 4), repeats=1)
-
-
-def lengths_spec() -> dict[str, Any]:
-    """The prompts' lengths as a deployment file writes them."""
-    return {
-        "distribution": "lognormal",
-        "mu": LOG_MEDIAN,
-        "sigma": LOG_SIGMA,
-        "low": LOW_TOKENS,
-        "high": HIGH_TOKENS,
-    }
-
-
-def requests_at(per_s: float, duration_s: float, seed: int) -> list[TracedRequest]:
-    """Poisson arrivals of prompts that have nothing in common."""
-    traffic = IndependentTraffic(
-        Poisson(per_s),
-        TruncatedLogNormal(LOG_MEDIAN, LOG_SIGMA, LOW_TOKENS, HIGH_TOKENS),
-        Uniform(LOW_ANSWER, HIGH_ANSWER),
-    )
-    return list(take(traffic.chunks(np.random.default_rng(seed)), until_s=duration_s))
 
 
 async def profiled(stack: MeasuredStack, depth: Depth) -> dict[str, Any]:

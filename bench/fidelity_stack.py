@@ -42,6 +42,11 @@ IDLE_WHEN_IDLE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 PREFILL_NICENESS = 10
 _READY_S = 240.0
 
+NEVER_S = 3600.0
+"""A period of the slow loops that no run lasts."""
+
+KV_CACHE_GIB = 1
+
 
 class MeasuredStack(Protocol):
     """A running deployment of one PrfaaS prefill, one PD prefill and one PD decode engine, as measurements see it.
@@ -102,13 +107,14 @@ def write_deployment(
     profiles: Mapping[str, Path] | None = None,
     workload: Mapping[str, Any] | None = None,
     step_limit_s: float | None = None,
+    threshold_period_s: float = NEVER_S,
     to_run: bool = True,
 ) -> Path:
     """One PrfaaS prefill, one PD prefill and one PD decode engine on free ports of this machine.
 
     The same file serves `prfaas serve` and, with `profiles` (by cluster), `workload` and `step_limit_s`, the planner
-    and the simulator. Roles stay as they are, and the threshold is not optimised anew, so that one run measures one
-    point of operation. `to_run` False: only to plan with, without weights.
+    and the simulator. Roles stay as they are. The threshold does too, so that one run measures one point of operation,
+    unless `threshold_period_s` says how often it is optimised. `to_run` False: only to plan with, without weights.
     """
     ports = iter(free_ports(7))
 
@@ -146,7 +152,7 @@ def write_deployment(
         ],
         "links": [{"source": EAST, "target": HOME, "bandwidth": bandwidth, "connections": 4}],
         "routing": {"policy": policy},
-        "control": {"threshold_period_s": 3600, "allocation": False},
+        "control": {"threshold_period_s": threshold_period_s, "allocation": False},
         "gateway": {"host": "127.0.0.1", "port": next(ports), "route_header": "full"},
         "engine": engine_section(chunk_tokens),
     }
@@ -166,7 +172,7 @@ def engine_section(chunk_tokens: int) -> dict[str, Any]:
     return {
         "max_num_batched_tokens": chunk_tokens,
         "max_num_seqs": 16,
-        "kv_cache_gib": 1,
+        "kv_cache_gib": KV_CACHE_GIB,
         "staging": "256 MiB",
         "extra_args": ["--distributed-executor-backend", "uni"],
         "env": IDLE_WHEN_IDLE,
