@@ -40,6 +40,7 @@ from prfaas.core.workload import TracedRequest
 from prfaas.core.workload.requests import read_requests
 from prfaas.lab.simulator import Overheads, Scenario, scenario_of
 from prfaas.lab.simulator.capacity import Steps
+from prfaas.serving.gateway.context import GatewayOptions
 from wan.laboratory import ending_on_sigterm, missing
 from wan.stack import FAR, HOME, LINK
 
@@ -198,6 +199,7 @@ def scenario(document: dict[str, Any], planned: PlannedDeployment, policy: str) 
         control=ControlConfig(threshold_period_s=THRESHOLD_PERIOD_S, allocation=False),
         links={LINK: Steps(tuple((at_s, bits) for at_s, bits in document["pieces"]))},
         overheads=Overheads(overheads["request_s"], overheads["hop_s"], first_step=True),
+        transfer_grace_s=GatewayOptions().transfer_grace_s,
     )
 
 

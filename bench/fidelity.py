@@ -202,7 +202,8 @@ def columns_of(result: Result) -> dict[str, Any]:
     return {
         "ttft_s": [round(value, 5) for value in result.ttft_s.tolist()],
         "e2e_s": [round(value, 5) for value in result.e2e_s.tolist()],
-        "offloaded": result.offloaded.tolist(),
+        # What was given up on its way came from home.
+        "offloaded": (result.offloaded.astype(bool) & (result.link_bytes > 0)).tolist(),
     }
 
 

@@ -270,7 +270,7 @@ def test_a_run_that_is_a_tenth_slower_is_reported_as_that(document: dict[str, An
     assert by_name["paper", "half"]["stable_by_plan"]
     # The threshold follows the line.
     assert by_name["paper", "half"]["offloaded"] < by_name["paper", "ample"]["offloaded"]
-    assert by_name["paper", "half"]["kv_bytes_predicted"] < by_name[STATIC, "half"]["kv_bytes_predicted"]
+    assert by_name["paper", "half"]["offloaded_predicted"] < by_name["paper", "ample"]["offloaded_predicted"]
     assert table_of(found).row_count == 12
     said = verdict_of(found, document)
     assert "mean TTFT within 15% of its prediction in 12 of 12 phases" in said

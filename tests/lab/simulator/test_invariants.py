@@ -1,5 +1,6 @@
 """Whatever happens: requests end once, queues and links add up, time goes on (checked after every event)."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -8,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
 
+from prfaas.core.link.patience import late_after_s
 from prfaas.core.scheduling import POLICIES
 from prfaas.core.units import GIB
 from prfaas.core.workload import fixed
 from prfaas.core.workload.arrivals import Poisson
 from prfaas.core.workload.traffic import IndependentTraffic, RequestChunk
 from prfaas.lab.simulator import CacheOptions, Failure, PoolOptions, Scenario, scenario_of, simulate
-from prfaas.lab.simulator.capacity import Outages
+from prfaas.lab.simulator.capacity import Constant, Outages
 
 INSTANCES = [f"east-{k}" for k in range(4)] + [f"home-{k}" for k in range(8)]
 
@@ -113,6 +115,29 @@ def test_a_link_that_stays_down_is_not_waited_for(case_study: CaseStudy) -> None
     home = scenario.clusters[1].curve
     assert result.retries[0] == 1
     assert 8.0 <= result.ttft_s[0] - home.seconds(131_072) <= 11.0
+
+
+@pytest.mark.parametrize("grace_s", [30.0, math.inf])
+def test_a_transfer_over_a_slow_link_is_given_up_when_it_is_late(
+    case_study: CaseStudy, grace_s: float
+) -> None:
+    """A hundredth of the bandwidth: 131,072 tokens of KV take minutes, and the bandwidth as configured 0.2 s."""
+    scenario = scenario_of(
+        case_study.planned,
+        policy="offload_all",
+        links={"east->home": Constant(1e8)},
+        transfer_grace_s=grace_s,
+    )
+    result = simulate(scenario, [chunk_of([0.0], [131_072])], warmup_share=0.0, debug=True)
+    far, home = (cluster.curve.seconds(131_072) for cluster in scenario.clusters)
+    kv_bytes = case_study.planned.kv_model.bytes_to_move(131_071)
+    if grace_s < math.inf:
+        late_s = late_after_s(kv_bytes, scenario.links[0].bandwidth_bits_per_s, grace_s)
+        assert result.retries[0] == 1
+        assert result.ttft_s[0] == pytest.approx(far + late_s + home)
+    else:
+        assert result.retries[0] == 0
+        assert result.ttft_s[0] >= 8 * kv_bytes / 1e8
 
 
 @pytest.mark.slow

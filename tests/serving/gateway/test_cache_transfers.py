@@ -88,9 +88,7 @@ def test_free_bytes_have_no_series(in_world: InWorld) -> None:
     in_world(body)
 
 
-@pytest.mark.parametrize(
-    "fault", ["refuses", "http-500", "not-announced", "link-slow", "http-400", "short"]
-)
+@pytest.mark.parametrize("fault", ["refuses", "http-500", "not-announced", "link-slow", "http-400", "short"])
 def test_without_the_prefix_everything_is_computed(in_world: InWorld, fault: str) -> None:
     async def body(world: World) -> None:
         with_prefix(world, 601, skip_tokens=601 if fault == "short" else 0)

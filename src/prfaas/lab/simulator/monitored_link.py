@@ -87,6 +87,11 @@ class MonitoredLink:
             connections=_CONNECTIONS,
         )
 
+    @property
+    def configured_bits_per_s(self) -> float:
+        """As the deployment says."""
+        return self.meter.configured_bits_per_s
+
     def promise(self, nbytes: int, now_s: float) -> None:
         """A request was accepted that will send so much."""
         view = self.view

@@ -156,6 +156,9 @@ class Scenario:
     stall_limit_s: float = 8.0
     """After so long without capacity a link's transfers are given up, and the requests prefilled in their PD
     cluster."""
+    transfer_grace_s: float = math.inf
+    """The same for one transfer that is so late, on top of what its link's bandwidth explains (`late_after_s`).
+    Live it is 30 s. Infinite: however late."""
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.pools) - {cluster.name for cluster in self.clusters})
@@ -204,6 +207,7 @@ def scenario_of(
     failures: Sequence[Failure] = (),
     overheads: Overheads | None = None,
     prefill_concurrency: int = 1,
+    transfer_grace_s: float = math.inf,
 ) -> Scenario:
     """What a deployment file describes.
 
@@ -223,6 +227,7 @@ def scenario_of(
         failures: Instances and links that fail.
         overheads: Time beside the work itself.
         prefill_concurrency: Prefills that share an instance's time evenly.
+        transfer_grace_s: How late a transfer may be before it is given up.
 
     Raises:
         DeploymentError: as `problem_of`.
@@ -279,6 +284,7 @@ def scenario_of(
         failures=tuple(failures),
         overheads=overheads or Overheads(),
         slo=planned.slo,
+        transfer_grace_s=transfer_grace_s,
     )
 
 

@@ -1,10 +1,12 @@
 """The simulated deployment: engines, links and the view that policies read, and what happens to a request there."""
 
+import math
 from array import array
 from heapq import heappush
 
 import numpy as np
 
+from prfaas.core.link.patience import late_after_s
 from prfaas.core.prefix.index import PrefixHit
 from prfaas.core.scheduling import POLICIES, CheckedPolicy, Policy, RoutingRequest, make_policy
 from prfaas.core.scheduling.prefill_pool import PrefillPool
@@ -309,8 +311,20 @@ class World:
                 job.stage = _SENDING
                 if job.link is None or job.is_sent:
                     self._arrived(job)
+                elif self.scenario.transfer_grace_s < math.inf:
+                    self._allow(job, job.link)
         if engine.queue or engine.pool:
             self.start_next(engine)
+
+    def _allow(self, job: Job, link: MonitoredLink) -> None:
+        """Give the rest of a transfer its time."""
+        grace_s = self.scenario.transfer_grace_s
+        late_s = late_after_s(job.promised_bytes, link.configured_bits_per_s, grace_s)
+        self.events.at(self.events.now_s + late_s, self._late, job)
+
+    def _late(self, job: Job) -> None:
+        if job.stage is _SENDING and not job.is_void:
+            self.restart(job)
 
     def _arrived(self, job: Job) -> None:
         """All KV is at the decode instance."""

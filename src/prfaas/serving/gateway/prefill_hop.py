@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Any
 
 from prfaas.core.deployment import Deployment
+from prfaas.core.link.patience import late_after_s
 from prfaas.serving.gateway.answer import cached_tokens_of
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, prefill_body
 from prfaas.serving.gateway.context import GatewayContext
@@ -38,8 +40,6 @@ _HOPELESS = (_CONSUMER_FROZEN, _CONSUMER_SILENT, "consumer-unreachable")
 _ASK_CONSUMER_S = 1.0
 # While a transfer is not announced, its producer is asked that often whether it may send at all.
 _ASK_PRODUCER_S = 0.25
-# Links are shared, and headers, retransmission and a link slower than stated all come on top.
-_SLACK = 4.0
 
 
 class HopFailedError(Exception):
@@ -282,14 +282,12 @@ class PrefillHop:
         return True
 
     def _deadline_s(self, spec: TransferSpec) -> float:
-        """Seconds after the prefill's end at which a transfer is given up: grace, and what the bandwidth explains.
+        """Seconds after the prefill's end at which a transfer is given up.
 
         A transfer that stands still ends earlier, by the receiver's own deadlines.
         """
-        bandwidth_bits_per_s = self._link_bits_per_s(spec)
-        if bandwidth_bits_per_s is None:
-            return self._options.transfer_grace_s
-        return self._options.transfer_grace_s + _SLACK * 8 * spec.kv_bytes / bandwidth_bits_per_s
+        bandwidth_bits_per_s = self._link_bits_per_s(spec) or math.inf
+        return late_after_s(spec.kv_bytes, bandwidth_bits_per_s, self._options.transfer_grace_s)
 
     def _link_bits_per_s(self, spec: TransferSpec) -> float | None:
         """As the deployment file says; None inside of a cluster."""
