@@ -157,7 +157,8 @@ def verdict_of(found: Sequence[Mapping[str, Any]], document: Mapping[str, Any]) 
     said += [f"  grew: {each['policy']}, {each['phase']}" for each in grown]
     return said + [
         f"{policy}: load average {drive['load_average']:.1f}, others took {_strangers(document, drive):.0%} of the "
-        f"cores; machine {drive['pace'] - 1:+.1%}, shared cores {drive['slowdown'] - 1:+.1%}; the client was up to {drive['behind_s']:.2f} s late"
+        f"cores; machine {drive['pace'] - 1:+.1%}, shared cores {drive['slowdown'] - 1:+.1%}; the client was up to "
+        f"{drive['behind_s']:.2f} s late"
         for policy, drive in document["drives"].items()
     ]
 
