@@ -107,10 +107,23 @@ def test_a_request_with_two_sources_is_loaded_once_both_are() -> None:
 
 def test_a_rest_ends_with_a_load_or_after_its_time() -> None:
     worker = worker_of(Half(), None)
+    worker.order_loads(load_orders(transfer=["open"]))
     worker._load_ended.set()
     worker.rest(600.0)
     assert not worker._load_ended.is_set()
     worker.rest(0.001)
+
+
+def test_nothing_rests_where_nothing_is_open() -> None:
+    """The time limit of the test ends it otherwise."""
+    transfers = Half()
+    worker = worker_of(transfers, None)
+    worker.rest(86_400.0)
+    worker.order_loads(load_orders(transfer=["a"]))
+    worker.hold(TransferMetadata(held={"b": False}))
+    transfers.ended, transfers.free = {"a"}, {"b"}
+    assert (worker.loaded(), worker.finished()) == (({"a"}, set()), {"b"})
+    worker.rest(86_400.0)
 
 
 @pytest.mark.parametrize("failing", ["transfer", "pool", "both"])

@@ -40,6 +40,11 @@ class _Joined:
         self._open: Counter[str] = Counter()
         self._failed: set[str] = set()
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether anything is still to end."""
+        return bool(self._open)
+
     def expect(self, request_ids: Iterable[str]) -> None:
         """One more thing must end for each of these."""
         # Not Counter.update: of a mapping, it would add the values.
@@ -244,9 +249,10 @@ class ConnectorWorker:
         return ended | more_ended, failed | more_failed
 
     def rest(self, longest_s: float) -> None:
-        """Wait for a load to end."""
-        self._load_ended.wait(longest_s)
-        self._load_ended.clear()
+        """Wait for a load to end; not at all where nothing is open, as in the step after a request's last."""
+        if self._loads.is_waiting or self._sends.is_waiting:
+            self._load_ended.wait(longest_s)
+            self._load_ended.clear()
 
     def take_load_times(self) -> PoolLoadTimes | None:
         """What the loads from the pool took that have ended since the last call."""
