@@ -84,7 +84,8 @@ def test_a_prefix_that_the_decode_engine_lost_costs_time_only(stack: Stack) -> N
     for engine in ("home-decode-0", "east-prefill-0"):
         call(stack.url(engine, "/reset_prefix_cache"), {})
     answer = stack.complete(ids)
-    assert int(answer.route["cached"]) > 0  # what the gateway's record still says
+    # What the gateway's record still says. A decode request that comes before the last bytes finds out first.
+    assert int(answer.route["cached"]) > 0 or answer.route["fallback"] == "transfer-dropped"
     stack.check_answer(answer, stack.plain(ids))
     stack.wait_clean()
 

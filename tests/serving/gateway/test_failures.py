@@ -100,7 +100,9 @@ def test_a_path_that_the_producer_has_given_up_is_not_waited_for(in_world: InWor
     in_world(body)
 
 
-def test_a_consumer_that_loses_the_transfer_makes_it_local(in_world: InWorld) -> None:
+def test_a_transfer_that_its_consumer_drops_is_prefilled_elsewhere_and_blames_nobody(
+    in_world: InWorld,
+) -> None:
     async def body(world: World) -> None:
         world.remote.hangs = True
         request = asyncio.create_task(world.complete(LONG))
@@ -110,8 +112,9 @@ def test_a_consumer_that_loses_the_transfer_makes_it_local(in_world: InWorld) ->
         assert ticket is not None
         world.decode.receiver.drop(ticket.transfer_id, "made to fail")
         route, answer = await request
-        assert (route["prefill"], route["fallback"]) == ("local", "transfer-failed")
+        assert (route["prefill"], route["fallback"]) == ("local", "transfer-dropped")
         assert answer["choices"][0]["text"] == answer_text(LONG)
+        assert world.plane.suspected == []
         # The hanging prefill was let go of, which is what makes vLLM abort it.
         await _until(lambda: world.remote.cancelled == 1)
 

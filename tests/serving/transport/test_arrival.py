@@ -99,6 +99,7 @@ def test_what_is_read_stays_until_it_is_given_back(world: World, how: str) -> No
         world.receiver.drop(ticket.transfer_id, "enough")
     assert changed.wait(PATIENCE_S)
     world.await_phase(ticket, TransferPhase.FAILED)
+    assert world.status(ticket).dropped is (how == "drop")
     assert world.arena.used_blocks == 1
     assert bytes_of(arrival, 2, 0, 3000) == content[2]
     assert world.receiver.lend(ticket.transfer_id, changed.set) is None

@@ -103,7 +103,7 @@ def test_checksum_of_pieces(pieces: list[bytes]) -> None:
 
 
 def test_status_round_trip() -> None:
-    status = TransferStatus(TransferPhase.FAILED, "why", 1, 2, 3, 4, 5, taken=True)
+    status = TransferStatus(TransferPhase.FAILED, "why", 1, 2, 3, 4, 5, taken=True, dropped=True)
     assert TransferStatus.from_body(status.to_body()) == status
     with pytest.raises(WireError, match="no phase"):
         TransferStatus.from_body(status.to_body() | {"phase": "odd"})

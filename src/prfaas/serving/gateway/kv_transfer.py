@@ -13,6 +13,9 @@ from prfaas.serving.transport.wire import TransferPhase, TransferStatus
 
 logger = logging.getLogger(__name__)
 
+DROPPED = "transfer-dropped"
+"""The reason of a transfer that its consumer had no use for, such as one that lacks tokens it has lost."""
+
 
 class TransferFailedError(Exception):
     """A transfer will not complete. `reason`: one word for metrics; the text says more."""
@@ -227,7 +230,7 @@ class KvTransfers:
         except OSError as error:
             raise TransferFailedError("consumer-unreachable", str(error)) from error
         if status.phase is not TransferPhase.COMPLETE:
-            raise TransferFailedError("transfer-failed", status.reason)
+            raise TransferFailedError(DROPPED if status.dropped else "transfer-failed", status.reason)
         return status
 
 

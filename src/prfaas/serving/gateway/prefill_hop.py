@@ -14,6 +14,7 @@ from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, prefill_body
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.engine_client import FROZEN, OWN_RESOURCES, Blame, EngineCallError
 from prfaas.serving.gateway.kv_transfer import (
+    DROPPED,
     KvTransfers,
     StartedTransfer,
     TransferDone,
@@ -32,9 +33,13 @@ _LINK_SILENT = "link-silent"
 _LINK_SLOW = "link-slow"
 _CONSUMER_SILENT = "consumer-silent"
 # The control plane knows of a frozen engine, and finds out by itself whether an unreachable one lives. Two that are
-# incompatible are well, each of them. A transfer between clusters that is late has moved all the time: one that stands
-# still is ended by its receiver, and that blames the producer.
-_BLAMES_NOBODY = (FROZEN, INCOMPATIBLE, _LINK_SILENT, _LINK_SLOW, _CONSUMER_FROZEN, "consumer-unreachable")
+# incompatible are well, each of them. So are the two of a transfer whose prefix the consumer has evicted meanwhile.
+# A transfer between clusters that is late has moved all the time: one that stands still is ended by its receiver, and
+# that blames the producer.
+_BLAMES_NOBODY = (
+    *(FROZEN, INCOMPATIBLE, DROPPED, _LINK_SILENT, _LINK_SLOW),
+    *(_CONSUMER_FROZEN, "consumer-unreachable"),
+)
 _HOPELESS = (_CONSUMER_FROZEN, _CONSUMER_SILENT, "consumer-unreachable")
 # How long a consumer may take to answer before it is blamed in place of the producer.
 _ASK_CONSUMER_S = 1.0

@@ -166,7 +166,7 @@ class IncomingTransfer:
         self._cached_tokens = cached_tokens
         held_tokens = min(cached_tokens or 0, ticket.num_tokens) - ticket.skip_tokens
         self._cached_bytes = self.total_bytes * max(held_tokens, 0) // ticket.num_tokens
-        self._soon = False
+        self._soon = self._dropped = False
         self._coverage = [Coverage() for _ in region_bytes]
         self._pieces = 0
         self._arriving: list[ChunkPlace] = []
@@ -185,6 +185,7 @@ class IncomingTransfer:
             taken=taken,
             soon=self._soon,
             cached_tokens=self._cached_tokens,
+            dropped=self._dropped,
         )
 
     def accept(self, lease: StagingLease, now_s: float) -> None:
@@ -199,10 +200,10 @@ class IncomingTransfer:
         self.progressed_at_s = now_s
         self._tell_engine()
 
-    def fail(self, reason: str) -> None:
-        """Whatever it was → FAILED."""
+    def fail(self, reason: str, *, dropped: bool = False) -> None:
+        """Whatever it was → FAILED; `dropped`: nobody here wants it any more."""
         # The reason first: the table's `state` reads without the lock.
-        self.reason = reason
+        self.reason, self._dropped = reason, dropped
         self.phase = TransferPhase.FAILED
         self._tell_engine()
 

@@ -318,9 +318,9 @@ class TransferTable:
             transfer = self._transfers.get(transfer_id)
             if transfer is not None:
                 self._counters["dropped"] += 1
-                self._fail(transfer, reason)
+                self._fail(transfer, reason, dropped=True)
             elif self._tombstones.get(transfer_id) is None:
-                self._record_refused(transfer_id, reason)
+                self._record_refused(transfer_id, reason, dropped=True)
 
     # Time
 
@@ -372,9 +372,11 @@ class TransferTable:
             self._counters["completed"] += 1
             self._watchers.notify(transfer.ticket.transfer_id, transfer.status())
 
-    def _fail(self, transfer: IncomingTransfer, reason: str, *, tell_producer: bool = True) -> None:
+    def _fail(
+        self, transfer: IncomingTransfer, reason: str, *, tell_producer: bool = True, dropped: bool = False
+    ) -> None:
         was = transfer.phase
-        transfer.fail(reason)
+        transfer.fail(reason, dropped=dropped)
         self._counters["failed"] += 1
         transfer_id = transfer.ticket.transfer_id
         if was is TransferPhase.WAITING:
@@ -396,9 +398,9 @@ class TransferTable:
         status = transfer.status(taken=taken)
         self._tombstones.put(ticket.transfer_id, status, time.monotonic() + keep_s)
 
-    def _record_refused(self, transfer_id: bytes, reason: str) -> None:
+    def _record_refused(self, transfer_id: bytes, reason: str, *, dropped: bool = False) -> None:
         """A transfer that was never let in: those who watch it must learn that."""
-        status = TransferStatus.refused(reason)
+        status = TransferStatus.refused(reason, dropped=dropped)
         self._tombstones.put(transfer_id, status, time.monotonic() + self._options.tombstone_s)
         self._watchers.notify(transfer_id, status)
 

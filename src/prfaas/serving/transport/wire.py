@@ -341,11 +341,13 @@ class TransferStatus:
     """It has come so far that a watcher's request for it may be sent, see `IncomingTransfer.is_soon`."""
     cached_tokens: int | None = None
     """Tokens that the producer had cached, where its OPEN said so."""
+    dropped: bool = False
+    """It FAILED since the consumer's engine, or an observer, had no use for it: no fault of the producer."""
 
     @classmethod
-    def refused(cls, reason: str) -> Self:
+    def refused(cls, reason: str, *, dropped: bool = False) -> Self:
         """Of a transfer that was never let in."""
-        return cls(TransferPhase.FAILED, reason, 0, 0, 0, 0, 0)
+        return cls(TransferPhase.FAILED, reason, 0, 0, 0, 0, 0, dropped=dropped)
 
     def to_body(self) -> dict[str, Any]:
         """The fields of a STATUS frame."""
@@ -360,6 +362,7 @@ class TransferStatus:
             "taken": self.taken,
             "soon": self.soon,
             "cached_tokens": self.cached_tokens,
+            "dropped": self.dropped,
         }
 
     @classmethod
@@ -384,4 +387,5 @@ class TransferStatus:
             taken=body.get("taken") is True,
             soon=body.get("soon") is True,
             cached_tokens=cached_tokens_of(body),
+            dropped=body.get("dropped") is True,
         )
