@@ -39,7 +39,7 @@ from fidelity import (
     unshared,
 )
 from fidelity_live import Depth, profile_files
-from fidelity_stack import EAST, PREFILL_NICENESS, wider_model
+from fidelity_stack import EAST, wider_model
 from prfaas.core.deployment import ControlConfig, PlannedDeployment
 from prfaas.core.deployment.load import load_planned
 from prfaas.core.deployment.schema import RoutingSection
@@ -71,7 +71,6 @@ def run(document: dict[str, Any], options: argparse.Namespace, path: Path) -> No
             directory,
             bandwidth_bits_per_s,
             stand_ins=options.engines == "synthetic",
-            niceness=options.niceness,
         ) as stack:
             if "measured" not in document:
                 document["measured"] = measured(stack, QUICK if options.quick else Depth())
@@ -272,7 +271,6 @@ def main() -> int:
         default="vllm",
         help="synthetic: stand-ins that wait in place of computing, for machines with other work",
     )
-    parser.add_argument("--niceness", type=int, default=PREFILL_NICENESS, help="of the prefill engines")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep deployment file and logs there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the compared figures there")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="write the plots (SVG) there")
