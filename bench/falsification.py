@@ -5,7 +5,7 @@ conversation trace comes at their speed, and the line falls in phases to half of
 Each policy meets the same traffic and the same line. `report` gives the same requests, the line and the profile
 measured on this machine to the simulator, and compares.
 
-    sudo python bench/falsification.py run /tmp/falsification.json          # 25 minutes on two cores
+    sudo python bench/falsification.py run /tmp/falsification.json          # 30 minutes on two cores
     python bench/falsification.py report /tmp/falsification.json --json figures.json --plots docs/explanation/img
 
 A phase is written name=share or name=share:deviation: the line's payload bandwidth in shares of what the plan sends at
@@ -25,16 +25,15 @@ from zlib import crc32
 
 from rich.console import Console
 
+import cpu_share
 from falsification_live import THRESHOLD_PERIOD_S, measured, reconfigured, run_policy, running
 from falsification_phases import PHASES, STATIC, LinkPhase, TraceSlice, pieces_of
 from falsification_report import compared, plots_of, table_of, verdict_of
 from fidelity import (
     DECODE_STEP_LIMIT_S,
     columns_of,
-    factors_of,
     pace_of,
     result_of,
-    slowdown_of,
     slower,
     unshared,
 )
@@ -171,28 +170,24 @@ def _profiles(document: dict[str, Any], directory: Path) -> dict[str, Path]:
 
 
 def simulate_drives(document: dict[str, Any]) -> None:
-    """Each drive again: the same requests over the same line, with the profile at the speed that the machine had then,
-    and with what the shared cores cost."""
+    """Each drive again: the same requests over the same line, the profile at the speed that the machine had then."""
     with tempfile.TemporaryDirectory(prefix="prfaas-falsification-") as name:
         planned = planned_of(document, Path(name))
     for policy, drive in document["drives"].items():
         drive["pace"] = pace_of(drive, planned)
-        drive["slowdown"] = slowdown_of(drive, document["machine"]["cores"])
-        drive["simulated"] = {}
-        for kind, factor in factors_of(drive):
-            result = result_of(
-                scenario(document, slower(planned, factor), policy), unshared(drive["requests"])
-            )
-            series = result.series
-            drive["simulated"][kind] = columns_of(result) | {
-                "link_bytes": result.link_bytes.tolist(),
-                "series": [
-                    [round(at_s, 2), tokens if tokens < 1e9 else None]
-                    for at_s, tokens in zip(
-                        series["time_s"].tolist(), series[f"threshold_tokens_{HOME}"].tolist(), strict=True
-                    )
-                ],
-            }
+        result = result_of(
+            scenario(document, slower(planned, drive["pace"]), policy), unshared(drive["requests"])
+        )
+        series = result.series
+        drive["simulated"] = columns_of(result) | {
+            "link_bytes": result.link_bytes.tolist(),
+            "series": [
+                [round(at_s, 2), tokens if tokens < 1e9 else None]
+                for at_s, tokens in zip(
+                    series["time_s"].tolist(), series[f"threshold_tokens_{HOME}"].tolist(), strict=True
+                )
+            ],
+        }
 
 
 def scenario(document: dict[str, Any], planned: PlannedDeployment, policy: str) -> Scenario:
@@ -277,7 +272,7 @@ def main() -> int:
     options = parser.parse_args()
     document: dict[str, Any] = json.loads(options.file.read_text()) if options.file.exists() else {}
     if options.stage == "run":
-        problem = missing()
+        problem = missing() or (cpu_share.missing() if options.engines == "vllm" else None)
         if problem is not None:
             sys.exit(problem)
         with ending_on_sigterm():

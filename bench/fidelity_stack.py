@@ -200,7 +200,10 @@ def wider_model(directory: Path, *, with_weights: bool) -> Path:
 
 @contextlib.contextmanager
 def running(path: Path, directory: Path) -> Iterator[Stack]:
-    """Engines and gateway, ready, each prefill engine with its part of a core; everything has ended afterwards, whatever happened meanwhile."""
+    """Engines and gateway, ready, each prefill engine with its part of a core.
+
+    Everything has ended afterwards, whatever happened meanwhile.
+    """
     deployment = load_deployment(path, state_dir=directory / "home")
     with RunningEngines(deployment) as engines:
         engines.wait_ready(_READY_S)
