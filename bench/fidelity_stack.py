@@ -39,8 +39,8 @@ WIDER: dict[str, Any] = {
 # every message: an engine without work would take half of a core from those that have some.
 IDLE_WHEN_IDLE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
-# Decode, gateway and client stand for machines of their own. Prefill comes before them on its core and has a limit there:
-# so it always gets the same, whatever they do at the moment, and what is left is more than they use.
+# Decode, gateway and client stand for machines of their own. Prefill comes before them on its core, up to a limit: it
+# always gets the same, whatever they do at the moment, and what is left is more than they use.
 PREFILL_NICENESS = -10
 PREFILL_SHARE = 0.6
 _READY_S = 240.0
