@@ -59,7 +59,7 @@ def test_recalled_memory_may_be_overwritten_while_the_socket_is_blocked(
     source = Memory(content)
     await_true(lambda: transfer.phase is SendPhase.SENDING, 5.0, lambda: transfer.phase)
     # A frozen proxy lets no further connection through its handshake.
-    await_true(lambda: world.receiver.stats()["connections"] == 2, 5.0, world.receiver.stats)
+    await_true(lambda: world.sender.stats()["peers"]["c/0"]["connects"] == 2, 5.0, world.sender.stats)
     proxy.freeze()
     transfer.put(0, 0, source)
     await_blocked(transfer.reading)

@@ -381,10 +381,9 @@ class TransferTable:
         transfer_id = transfer.ticket.transfer_id
         if was is TransferPhase.WAITING:
             self._waiting.remove(transfer)
-        if tell_producer and was is TransferPhase.WAITING:
-            self._tell_producer(transfer, refuse(transfer_id, reason))
-        elif tell_producer and was is TransferPhase.RECEIVING:
-            self._tell_producer(transfer, abort(transfer_id, reason))
+        frame = {TransferPhase.WAITING: refuse, TransferPhase.RECEIVING: abort}.get(was)
+        if tell_producer and frame is not None:
+            self._tell_producer(transfer, frame(transfer_id, reason))
         self._record_ended(transfer, taken=False)
         self._watchers.notify(transfer_id, transfer.status())
         transfer.release()
@@ -404,8 +403,9 @@ class TransferTable:
         self._watchers.notify(transfer_id, status)
 
     def _tell_producer(self, transfer: IncomingTransfer, frame: bytes) -> None:
-        if transfer.session.connections:  # The newest: older ones may be dead without a word.
-            transfer.session.connections[-1].post(frame)
+        """On every connection: any may be dead without a word, and hearing it twice changes nothing."""
+        for connection in transfer.session.connections:
+            connection.post(frame)
 
     def _answer_after_end(self, header: Header) -> bytes:
         status = self._tombstones.get(header.transfer_id)
