@@ -190,7 +190,9 @@ def test_killing_the_prefill_engine_in_the_middle_of_a_transfer(stack: Stack) ->
     stack.engines.kill("east-prefill-0")
     client.join(PATIENCE_S)
     assert not client.is_alive()
-    stack.check_answer(answers[0], reference)
+    # The decode engine prefills in one piece what it was asked for when most bytes had come.
+    whole = answers[0].route["prefill"] == answers[0].route["decode"]
+    stack.check_answer(answers[0], stack.plain(ids) if whole else reference)
     assert answers[0].route["route"] == "local"
     assert "fallback" in answers[0].route
     after = stack.complete(following)

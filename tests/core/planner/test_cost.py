@@ -62,6 +62,10 @@ def test_cost_counts_egress() -> None:
     assert plan.cost.per_hour == pytest.approx(128 + 11.18, rel=1e-3)
     requests_per_hour = plan.optimum.lambda_max * 3600
     assert plan.cost.per_million_requests == pytest.approx(plan.cost.per_hour / requests_per_hour * 1e6)
+    output_tokens = problem_of(load_planned(EXAMPLES / "paper.yaml")).workload.output_tokens
+    assert plan.cost.per_million_output_tokens == pytest.approx(
+        plan.cost.per_million_requests / output_tokens
+    )
     assert plan.homogeneous.cost_ratio == pytest.approx(plan.cost.per_hour / 96)
     # 17 instances of 8 H20 for 139 per hour.
     assert plan.homogeneous_equal_cost is not None and plan.homogeneous_equal_cost.instances == 17

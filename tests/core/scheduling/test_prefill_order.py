@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.core.scheduling import Route, RoutingRequest, policy_named
+from prfaas.core.scheduling import PrefixHit, Route, RoutingRequest, policy_named
 from prfaas.core.scheduling.prefill_order import PrefillWaits, place_in_line_s
 from prfaas.core.scheduling.prefill_pool import PrefillPool
 
-from .views import NOW_S, paper_board
+from .views import NOW_S, board, decoder, paper_board, prefiller
 
 lengths_s = st.floats(1e-3, 1e3)
 fairnesses = st.floats(0, 1)
@@ -124,5 +124,31 @@ def test_tilted_orders_by_what_waited_in_the_cluster_that_prefills() -> None:
         far = view.clusters["far"]
         assert decision.route is Route.OFFLOAD
         assert decision.urgency_s == place_in_line_s(NOW_S, far.prefill_s(120_000), far.waits, fairness)
+    # The same where instances hold prefixes, and every PD cluster is looked at.
+    cached = RoutingRequest(121_000, {"east-0": PrefixHit(1000, 1000)})
+    decision = policy_named("tilted").decide(cached, view)
+    assert decision.urgency_s == place_in_line_s(NOW_S, far.prefill_s(120_000), far.waits, 0.5)
     # Nobody has waited in the PD cluster.
     assert policy_named("tilted").decide(RoutingRequest(5000), view).urgency_s == NOW_S
+
+
+@pytest.mark.parametrize(
+    ("held", "is_bound"),
+    [
+        ({"one": 8000}, True),
+        ({"one": 8000, "two": 7000}, True),
+        ({"one": 8000, "two": 7900}, False),
+        ({"one": 1100}, True),
+        ({"one": 900}, False),
+        ({"two": 8000}, True),
+        ({}, False),
+    ],
+)
+def test_a_prefill_waits_for_the_instance_that_spares_a_tenth_more_than_any_other(
+    held: dict[str, int], is_bound: bool
+) -> None:
+    view = board(prefiller("one"), prefiller("two"), decoder("decode"), links=[], threshold=1e6)
+    request = RoutingRequest(10_000, {name: PrefixHit(tokens, tokens) for name, tokens in held.items()})
+    decision = policy_named("tilted").decide(request, view)
+    assert decision.prefill == max(held, key=held.__getitem__, default="one")
+    assert decision.is_bound is is_bound

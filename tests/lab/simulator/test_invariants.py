@@ -93,6 +93,25 @@ def test_a_dead_instances_work_is_done_elsewhere(case_study: CaseStudy) -> None:
     assert result.ttft_s[0] == pytest.approx(2.0 + home.seconds(131_072))
 
 
+@pytest.mark.parametrize(("checkpoint_tokens", "hit_tokens"), [(None, 49_664), (4096, 0)])
+def test_a_decode_instance_goes_on_from_what_came_to_it_only_without_states(
+    case_study: CaseStudy, checkpoint_tokens: int | None, hit_tokens: int
+) -> None:
+    """The instance that computed a prompt is gone when the prompt comes again."""
+    scenario = scenario_of(
+        case_study.planned,
+        policy="local_only",
+        failures=[Failure("home-0", 50.0, 1000.0)],
+        caches=CacheOptions(1_000_000, checkpoint_tokens),
+        adapts=False,
+        allocation=False,
+    )
+    blocks = list(range(97))
+    twice = chunk_of([0.0, 100.0], [50_000, 50_000], [10, 10], [blocks, blocks])
+    result = simulate(scenario, [twice], warmup_share=0.0, debug=True)
+    assert result.hit_tokens.tolist() == [0, hit_tokens]
+
+
 def test_an_answer_goes_on_where_its_instance_died(case_study: CaseStudy) -> None:
     """After the failure: prompt and what was written are prefilled again, then the rest is decoded."""
     alone = _alone(case_study, [Failure("home-3", 15.0, 1000.0)])
