@@ -6,9 +6,16 @@ from collections.abc import Callable
 
 import pytest
 
-from prfaas.serving.transport import BytesSource, HandshakeError, Observer, TransferPhase, TransferStatus
+from prfaas.serving.transport import (
+    BytesSource,
+    HandshakeError,
+    Observer,
+    SendPhase,
+    TransferPhase,
+    TransferStatus,
+)
 
-from .harness import KEY, World, await_over, make_receiver, make_ticket
+from .harness import KEY, World, await_over, await_true, make_receiver, make_ticket
 
 MakeWorld = Callable[..., World]
 
@@ -66,7 +73,10 @@ def test_failure_is_told_and_abandon_drops(world: World) -> None:
         observer = observer_of(world)
         ticket, transfer, _ = world.open(1000)
         waiting = asyncio.create_task(observer.wait(ticket.transfer_id, 10))
-        await asyncio.sleep(0.05)
+        # Abandoned before its OPEN comes, it would be refused instead.
+        await asyncio.to_thread(
+            await_true, lambda: transfer.phase is SendPhase.SENDING, 5.0, lambda: str(transfer.phase)
+        )
         for _ in range(2):
             await observer.abandon(ticket.transfer_id, "client left")
         status = await waiting
