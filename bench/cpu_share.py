@@ -5,7 +5,7 @@ What an engine may not use is there for the others, so they take nothing from it
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 _ROOT = Path("/sys/fs/cgroup")
@@ -33,8 +33,11 @@ def limited(groups: Sequence[Sequence[int]], share: float) -> Iterator[None]:
     made: list[Path] = []
     try:
         for place, processes in enumerate(groups):
-            made.append(_group(parent / f"prfaas-bench-{os.getpid()}-{place}", share))
-            _move(processes, made[-1])
+            group = parent / f"prfaas-bench-{os.getpid()}-{place}"
+            group.mkdir()
+            made.append(group)
+            _limit(group, share)
+            _move(processes, group)
         yield
     finally:
         for group in made:
@@ -47,20 +50,17 @@ def _parent() -> Path:
     return _ROOT if (_ROOT / "cgroup.controllers").exists() else _ROOT / "cpu"
 
 
-def _group(path: Path, share: float) -> Path:
+def _limit(group: Path, share: float) -> None:
     quota_us = round(share * _PERIOD_US)
-    if path.parent == _ROOT:
-        (path.parent / "cgroup.subtree_control").write_text("+cpu")
-        path.mkdir()
-        (path / "cpu.max").write_text(f"{quota_us} {_PERIOD_US}")
+    if group.parent == _ROOT:
+        (_ROOT / "cgroup.subtree_control").write_text("+cpu")
+        (group / "cpu.max").write_text(f"{quota_us} {_PERIOD_US}")
     else:
-        path.mkdir()
-        (path / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
-        (path / "cpu.cfs_quota_us").write_text(str(quota_us))
-    return path
+        (group / "cpu.cfs_period_us").write_text(str(_PERIOD_US))
+        (group / "cpu.cfs_quota_us").write_text(str(quota_us))
 
 
-def _move(processes: "Iterator[int] | Sequence[int]", group: Path) -> None:
+def _move(processes: Iterable[int], group: Path) -> None:
     for process in processes:
         # It may have ended meanwhile.
         with contextlib.suppress(ProcessLookupError):

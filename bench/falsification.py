@@ -66,11 +66,7 @@ def run(document: dict[str, Any], options: argparse.Namespace, path: Path) -> No
     with tempfile.TemporaryDirectory(prefix="prfaas-falsification-") as name:
         directory = options.keep or Path(name)
         directory.mkdir(parents=True, exist_ok=True)
-        with running(
-            directory,
-            bandwidth_bits_per_s,
-            stand_ins=options.engines == "synthetic",
-        ) as stack:
+        with running(directory, bandwidth_bits_per_s, stand_ins=options.engines == "synthetic") as stack:
             if "measured" not in document:
                 document["measured"] = measured(stack, QUICK if options.quick else Depth())
             document["engines"] = options.engines

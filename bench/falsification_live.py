@@ -16,6 +16,7 @@ from fidelity_stack import (
     EAST_PREFILL,
     HOME_DECODE,
     HOME_PREFILL,
+    PREFILL_ENGINES,
     cpu_s,
     engine_section,
     limited_prefill,
@@ -44,7 +45,6 @@ _READ_S = 0.5
 _STAND_IN_PREFILL_S = ((512.0, 0.15), (2048.0, 0.6), (6144.0, 1.9), (12288.0, 4.2))
 _STAND_IN_STEP_S = ((1.0, 0.01), (8.0, 0.015))
 _ONLY_REAL = ("extra_args", "env")
-_PREFILL = (EAST_PREFILL, HOME_PREFILL)
 _NAMES = {EAST_PREFILL: "far-prefill-0", HOME_PREFILL: "home-0", HOME_DECODE: "home-1"}
 
 
@@ -101,7 +101,7 @@ def running(directory: Path, bandwidth_bits_per_s: float, *, stand_ins: bool) ->
         )
         wan = WanStack(laboratory, deployment, engines)
         with wan.started():
-            groups = {engine: wan.running[_NAMES[engine]].pid(_NAMES[engine]) for engine in _PREFILL}
+            groups = {engine: wan.running[_NAMES[engine]].pid(_NAMES[engine]) for engine in PREFILL_ENGINES}
             with contextlib.nullcontext() if stand_ins else limited_prefill(groups):
                 yield LineStack(wan)
 

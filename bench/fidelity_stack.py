@@ -1,5 +1,5 @@
 """The deployment that `fidelity.py` measures: three vLLM servers and the gateway on this machine, each prefill engine
-on a core of its own."""
+with a part of a core of its own."""
 
 import contextlib
 import json
@@ -26,6 +26,7 @@ from prfaas.serving.engines.tiny.weights import tiny_weights
 
 EAST, HOME = "east", "home"
 EAST_PREFILL, HOME_PREFILL, HOME_DECODE = "east-prefill-0", "home-prefill-0", "home-decode-0"
+PREFILL_ENGINES = (EAST_PREFILL, HOME_PREFILL)
 SERVED_NAME = "tiny"
 
 WIDER: dict[str, Any] = {
@@ -95,7 +96,7 @@ class Stack:
 
     def cpu_s(self) -> dict[str, float]:
         """Seconds of processor time so far: of each engine, the gateway, and this process."""
-        used = {name: cpu_s(self.engines.pid(name)) for name in (EAST_PREFILL, HOME_PREFILL, HOME_DECODE)}
+        used = {name: cpu_s(self.engines.pid(name)) for name in (*PREFILL_ENGINES, HOME_DECODE)}
         return used | {"gateway": _cpu_of(self.gateway_pid), "client": time.process_time()}
 
 
@@ -217,7 +218,7 @@ def running(path: Path, directory: Path) -> Iterator[Stack]:
             )
         try:
             _wait_healthy(deployment, gateway, log_path)
-            with limited_prefill({name: engines.pid(name) for name in (EAST_PREFILL, HOME_PREFILL)}):
+            with limited_prefill({name: engines.pid(name) for name in PREFILL_ENGINES}):
                 yield Stack(deployment, engines, gateway.pid)
         finally:
             gateway.terminate()
@@ -232,18 +233,19 @@ def limited_prefill(groups: Mapping[str, int]) -> Iterator[None]:
     """Meanwhile each prefill engine has a part of a core of its own.
 
     Args:
-        groups: The process groups of `EAST_PREFILL` and `HOME_PREFILL`.
+        groups: The process groups of `PREFILL_ENGINES`.
     """
     cores = sorted(os.sched_getaffinity(0))
+    processes = {name: _processes_of(group) for name, group in groups.items()}
     for name, core in ((EAST_PREFILL, cores[0]), (HOME_PREFILL, cores[-1])):
-        _pin(groups[name], core)
-    with limited([_processes_of(group) for group in groups.values()], PREFILL_SHARE):
+        _pin(processes[name], core)
+    with limited(list(processes.values()), PREFILL_SHARE):
         yield
 
 
-def _pin(group: int, core: int) -> None:
-    """All threads of a process group to one core, before everything else there."""
-    for process in _processes_of(group):
+def _pin(processes: Sequence[int], core: int) -> None:
+    """All threads of these to one core, before everything else there."""
+    for process in processes:
         for thread in Path(f"/proc/{process}/task").iterdir():
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):
                 os.sched_setaffinity(int(thread.name), {core})

@@ -224,16 +224,23 @@ def route(
     Raises:
         NoDecodeInstanceError: nothing can decode.
     """
-    if not request.held and request.num_tokens > 1:
-        only = lone_pd_candidate(request, view)
-        if only is not None:
-            sole = choose(request, view, only)
-            if line_up is not None:
-                line_up(request, view, sole)
-            return decision_of(request, view, only.decode, sole)
-    decoders = decode_choices(request, view)
     if request.num_tokens <= 1:
-        return single_token(request, view, decoders)
+        return single_token(request, view, decode_choices(request, view))
+    chosen = None if request.held else lone_pd_candidate(request, view)
+    if chosen is not None:
+        best = choose(request, view, chosen)
+    else:
+        chosen, best = _compared(request, view, choose)
+    if line_up is not None:
+        line_up(request, view, best)
+    return decision_of(request, view, chosen.decode, best)
+
+
+def _compared(
+    request: RoutingRequest, view: View, choose: Callable[[RoutingRequest, View, PdCandidate], Choice]
+) -> tuple[PdCandidate, Choice]:
+    """The PD cluster that is taken, and what the policy does there."""
+    decoders = decode_choices(request, view)
     prefill = prefill_candidates(request, view)
     chosen: PdCandidate | None = None
     best: Choice | None = None
@@ -257,9 +264,7 @@ def route(
     if best is None or request.held:
         let_caches_move(chosen, here)
         best = choose(request, view, chosen)
-    if line_up is not None:
-        line_up(request, view, best)
-    return decision_of(request, view, chosen.decode, best)
+    return chosen, best
 
 
 def _by_load(each: tuple[ClusterView, InstanceView]) -> float:

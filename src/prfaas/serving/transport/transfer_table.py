@@ -381,9 +381,9 @@ class TransferTable:
         transfer_id = transfer.ticket.transfer_id
         if was is TransferPhase.WAITING:
             self._waiting.remove(transfer)
-        frame = {TransferPhase.WAITING: refuse, TransferPhase.RECEIVING: abort}.get(was)
-        if tell_producer and frame is not None:
-            self._tell_producer(transfer, frame(transfer_id, reason))
+        frame_of = {TransferPhase.WAITING: refuse, TransferPhase.RECEIVING: abort}.get(was)
+        if tell_producer and frame_of is not None:
+            self._tell_producer(transfer, frame_of(transfer_id, reason))
         self._record_ended(transfer, taken=False)
         self._watchers.notify(transfer_id, transfer.status())
         transfer.release()
