@@ -1,0 +1,553 @@
+"""Fields of public models' config.json against the bytes that vLLM keeps, or the reason why they are refused.
+
+Each card says where its fields come from: the named file as public code repositories quote it, "aiconfigurator", a
+folder of copies (see published.yaml), or "transformers", the defaults of its configuration class in 5.x, where no
+copy was at hand.
+"""
+
+from typing import Any
+
+import pytest
+
+from prfaas.core.kv import (
+    ChunkedWindow,
+    ConfigError,
+    FullAttention,
+    Group,
+    LinearState,
+    SlidingWindow,
+    model_from_config,
+)
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+# aiconfigurator, meta-llama--Llama-4-Scout-17B-16E-Instruct_config.json.
+LLAMA_4_SCOUT: dict[str, Any] = {
+    "model_type": "llama4",
+    "text_config": {
+        "model_type": "llama4_text",
+        "attention_chunk_size": 8192,
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "max_position_embeddings": 10485760,
+        "num_attention_heads": 40,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "rope_scaling": {"factor": 16.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+    },
+    "vision_config": {"num_hidden_layers": 34, "hidden_size": 1408, "num_attention_heads": 16},
+}
+# config.json of google/gemma-3-4b-it, which leaves out what transformers' Gemma3TextConfig has by default.
+GEMMA_3_4B: dict[str, Any] = {
+    "model_type": "gemma3",
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+}
+# config.json of google/gemma-3-12b-it.
+GEMMA_3_12B: dict[str, Any] = {
+    "model_type": "gemma3",
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 3840,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+}
+# config.json of google/gemma-3-27b-it.
+GEMMA_3_27B: dict[str, Any] = {
+    "model_type": "gemma3",
+    "text_config": {
+        "model_type": "gemma3_text",
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "sliding_window": 1024,
+    },
+}
+# config.json of google/gemma-3-1b-it.
+GEMMA_3_1B: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "head_dim": 256,
+    "hidden_size": 1152,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+}
+# config.json of google/gemma-3n-E4B-it.
+GEMMA_3N_E4B: dict[str, Any] = {
+    "model_type": "gemma3n",
+    "text_config": {
+        "model_type": "gemma3n_text",
+        "head_dim": 256,
+        "hidden_size": 2048,
+        "layer_types": [SLIDING, SLIDING, SLIDING, SLIDING, FULL] * 7,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 35,
+        "num_key_value_heads": 2,
+        "num_kv_shared_layers": 15,
+        "sliding_window": 512,
+    },
+}
+# config.json of ai21labs/Jamba-v0.1.
+JAMBA: dict[str, Any] = {
+    "model_type": "jamba",
+    "attn_layer_offset": 4,
+    "attn_layer_period": 8,
+    "hidden_size": 4096,
+    "mamba_d_conv": 4,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+}
+# config.json of a Falcon-H1 (tiiuae) of 24 layers. vLLM 0.26 was seen to give its Mamba page 1,594,368 bytes in bf16.
+FALCON_H1: dict[str, Any] = {
+    "model_type": "falcon_h1",
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_ssm": 3072,
+    "mamba_d_state": 256,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 48,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+}
+# config.json of ibm-ai-platform/Bamba-9B for layers, widths and mamba_d_state; the others from transformers.
+BAMBA: dict[str, Any] = {
+    "model_type": "bamba",
+    "attn_layer_indices": [9, 18, 27],
+    "hidden_size": 4096,
+    "mamba_d_conv": 4,
+    "mamba_d_head": "auto",
+    "mamba_d_state": 128,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 128,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+}
+# config.json of LiquidAI/LFM2-1.2B.
+LFM2: dict[str, Any] = {
+    "model_type": "lfm2",
+    "conv_L_cache": 3,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "hidden_size": 2048,
+    "max_position_embeddings": 128000,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+}
+# stepfun-ai/step3: vLLM 0.32, transformers_utils/configs/step3_vl.py, Step3TextConfig.
+STEP_3: dict[str, Any] = {
+    "model_type": "step3_vl",
+    "text_config": {
+        "model_type": "step3_text",
+        "head_dim": 256,
+        "hidden_size": 7168,
+        "max_position_embedding": 65536,
+        "num_attention_groups": 1,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 61,
+        "share_q_dim": 2048,
+    },
+}
+# config.json of Qwen/Qwen2.5-VL-3B-Instruct, as transformers 5 writes it.
+QWEN_2_5_VL: dict[str, Any] = {
+    "model_type": "qwen2_5_vl",
+    "text_config": {
+        "model_type": "qwen2_5_vl_text",
+        "hidden_size": 2048,
+        "max_position_embeddings": 128000,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"mrope_section": [16, 24, 24], "rope_type": "default"},
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+}
+# aiconfigurator, Qwen--Qwen3-VL-235B-A22B-Thinking_config.json.
+QWEN_3_VL: dict[str, Any] = {
+    "model_type": "qwen3_vl_moe",
+    "text_config": {
+        "model_type": "qwen3_vl_moe_text",
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "max_position_embeddings": 262144,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 94,
+        "num_key_value_heads": 4,
+    },
+    "vision_config": {"depth": 27, "hidden_size": 1152, "num_heads": 16},
+}
+# config.json of zai-org/GLM-4.5V, as transformers 5 writes it.
+GLM_4_5V: dict[str, Any] = {
+    "model_type": "glm4v_moe",
+    "text_config": {
+        "model_type": "glm4v_moe_text",
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "max_position_embeddings": 65536,
+        "num_attention_heads": 96,
+        "num_hidden_layers": 46,
+        "num_key_value_heads": 8,
+    },
+}
+# config.json of mistralai/Ministral-3-8B-Instruct-2512.
+MINISTRAL_3_8B: dict[str, Any] = {
+    "model_type": "mistral3",
+    "text_config": {
+        "model_type": "ministral3",
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "max_position_embeddings": 262144,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 34,
+        "num_key_value_heads": 8,
+        "rope_parameters": {"factor": 16.0, "original_max_position_embeddings": 16384, "rope_type": "yarn"},
+        "sliding_window": None,
+    },
+}
+# config.json of ByteDance-Seed/Seed-OSS-36B-Instruct.
+SEED_OSS: dict[str, Any] = {
+    "model_type": "seed_oss",
+    "head_dim": 128,
+    "hidden_size": 5120,
+    "max_position_embeddings": 524288,
+    "num_attention_heads": 80,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 8,
+}
+# meituan-longcat/LongCat-Flash-Chat: transformers, LongcatFlashConfig. The published file has no model_type.
+LONGCAT_FLASH: dict[str, Any] = {
+    "architectures": ["LongcatFlashForCausalLM"],
+    "head_dim": 64,
+    "hidden_size": 6144,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_layers": 28,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+# inclusionAI/Ling-mini-2.0, of Ling-1T's family: configuration_bailing_moe_v2.py of inclusionAI/Ling-V2.
+LING_MINI: dict[str, Any] = {
+    "model_type": "bailing_moe",
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "max_window_layers": 20,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 20,
+    "num_key_value_heads": 4,
+    "use_sliding_window": False,
+}
+# config.json of swiss-ai/Apertus-8B-Instruct-2509.
+APERTUS_8B: dict[str, Any] = {
+    "model_type": "apertus",
+    "hidden_size": 4096,
+    "max_position_embeddings": 65536,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rope_scaling": {"factor": 8.0, "rope_type": "llama3"},
+}
+# CohereLabs' Command R7B: transformers, Cohere2Config and its page (windows of 4096 in three layers of four).
+COHERE_2: dict[str, Any] = {
+    "model_type": "cohere2",
+    "hidden_size": 8192,
+    "max_position_embeddings": 132096,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 4,
+}
+# config.json of zai-org/GLM-5.2.
+GLM_5_2: dict[str, Any] = {
+    "model_type": "glm_moe_dsa",
+    "head_dim": 192,
+    "hidden_size": 6144,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "index_skip_topk_offset": 3,
+    "index_topk": 2048,
+    "index_topk_freq": 4,
+    "index_topk_pattern": None,
+    "indexer_types": ["shared" if max(layer - 2, 0) % 4 else "full" for layer in range(78)],
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 1048576,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 78,
+    "num_key_value_heads": 64,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+}
+# config.json of microsoft/Phi-4-mini-instruct.
+PHI_4_MINI: dict[str, Any] = {
+    "model_type": "phi3",
+    "hidden_size": 3072,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rope_scaling": {"type": "longrope"},
+    "sliding_window": 262144,
+}
+# config.json of nvidia/NVIDIA-Nemotron-Nano-9B-v2. vLLM 0.26 was seen to give its Mamba page 5,316,608 bytes.
+NEMOTRON_NANO: dict[str, Any] = {
+    "model_type": "nemotron_h",
+    "conv_kernel": 4,
+    "head_dim": 128,
+    "hidden_size": 4480,
+    "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    "mamba_head_dim": 80,
+    "mamba_num_heads": 128,
+    "n_groups": 8,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 56,
+    "num_key_value_heads": 8,
+    "ssm_state_size": 128,
+}
+
+CARDS: dict[str, tuple[dict[str, Any], tuple[Group, ...]]] = {
+    "llama-4-scout": (
+        LLAMA_4_SCOUT,
+        (FullAttention(12, 8, 128, 128), ChunkedWindow(36, 8, 128, 128, 8192)),
+    ),
+    "gemma-3-1b": (GEMMA_3_1B, (FullAttention(4, 1, 256, 256), SlidingWindow(22, 1, 256, 256, 512))),
+    "gemma-3-4b": (GEMMA_3_4B, (FullAttention(5, 4, 256, 256), SlidingWindow(29, 4, 256, 256, 1024))),
+    "gemma-3-12b": (GEMMA_3_12B, (FullAttention(8, 8, 256, 256), SlidingWindow(40, 8, 256, 256, 1024))),
+    "gemma-3-27b": (GEMMA_3_27B, (FullAttention(10, 16, 128, 128), SlidingWindow(52, 16, 128, 128, 1024))),
+    "gemma-3n-e4b": (GEMMA_3N_E4B, (FullAttention(4, 2, 256, 256), SlidingWindow(16, 2, 256, 256, 512))),
+    "jamba": (
+        JAMBA,
+        (
+            FullAttention(4, 8, 128, 128),
+            LinearState(28, 3 * 8192 * 2, 8192 * 16 * 4, kind="Mamba", heads=8192),
+        ),
+    ),
+    "falcon-h1": (
+        FALCON_H1,
+        (
+            FullAttention(24, 2, 128, 128),
+            LinearState.mamba2(24, heads=48, head_size=64, groups=1, state_size=256, conv_kernel=4),
+        ),
+    ),
+    "bamba": (
+        BAMBA,
+        (
+            FullAttention(3, 8, 128, 128),
+            LinearState.mamba2(29, heads=128, head_size=64, groups=1, state_size=128, conv_kernel=4),
+        ),
+    ),
+    "lfm2": (
+        LFM2,
+        (FullAttention(6, 8, 64, 64), LinearState(10, 2 * 2048 * 2, 0, kind="ShortConv", heads=2048)),
+    ),
+    "step-3": (STEP_3, (FullAttention(61, 1, 256, 256),)),
+    "qwen-2.5-vl": (QWEN_2_5_VL, (FullAttention(36, 2, 128, 128),)),
+    "qwen-3-vl": (QWEN_3_VL, (FullAttention(94, 4, 128, 128),)),
+    "glm-4.5v": (GLM_4_5V, (FullAttention(46, 8, 128, 128),)),
+    "ministral-3": (MINISTRAL_3_8B, (FullAttention(34, 8, 128, 128),)),
+    "seed-oss": (SEED_OSS, (FullAttention(64, 8, 128, 128),)),
+    "longcat-flash": (LONGCAT_FLASH, (FullAttention(56, 1, 576, 0),)),
+    "ling": (LING_MINI, (FullAttention(20, 4, 128, 128),)),
+    "apertus": (APERTUS_8B, (FullAttention(32, 8, 128, 128),)),
+    # A layer sees 4096 tokens before its own, which makes 4097.
+    "cohere2": (COHERE_2, (FullAttention(10, 8, 128, 128), SlidingWindow(30, 8, 128, 128, 4097))),
+    "glm-5.2": (GLM_5_2, (FullAttention(78, 1, 576, 0), FullAttention(21, 1, 132, 0, 1))),
+    "phi-4-mini": (PHI_4_MINI, (FullAttention(32, 8, 128, 128),)),
+    "nemotron-nano": (
+        NEMOTRON_NANO,
+        (
+            FullAttention(4, 8, 128, 128),
+            LinearState.mamba2(27, heads=128, head_size=80, groups=8, state_size=128, conv_kernel=4),
+        ),
+    ),
+}
+# Bytes per token, of fixed states, and of full windows, worked out by hand.
+BYTES = {
+    "llama-4-scout": (49_152, 0, 36 * 4096 * 8192),
+    "gemma-3-1b": (4_096, 0, 22 * 1024 * 512),
+    "gemma-3-4b": (20_480, 0, 29 * 4096 * 1024),
+    "gemma-3-12b": (65_536, 0, 40 * 8192 * 1024),
+    "gemma-3-27b": (81_920, 0, 52 * 8192 * 1024),
+    "gemma-3n-e4b": (8_192, 0, 16 * 2048 * 512),
+    "jamba": (16_384, 28 * (49_152 + 524_288), 0),
+    "falcon-h1": (24_576, 24 * (21_504 + 3_145_728), 0),
+    "bamba": (12_288, 29 * (50_688 + 4_194_304), 0),
+    "lfm2": (12_288, 10 * 8_192, 0),
+    "step-3": (62_464, 0, 0),
+    "qwen-2.5-vl": (36_864, 0, 0),
+    "qwen-3-vl": (192_512, 0, 0),
+    "glm-4.5v": (188_416, 0, 0),
+    "ministral-3": (139_264, 0, 0),
+    "seed-oss": (262_144, 0, 0),
+    "longcat-flash": (64_512, 0, 0),
+    "ling": (40_960, 0, 0),
+    "apertus": (131_072, 0, 0),
+    "cohere2": (40_960, 0, 30 * 4096 * 4097),
+    "glm-5.2": (78 * 1152 + 21 * 132, 0, 0),
+    "phi-4-mini": (131_072, 0, 0),
+    "nemotron-nano": (16_384, 27 * 5_316_608, 0),
+}
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_public_model_cards(name: str) -> None:
+    config, groups = CARDS[name]
+    model = model_from_config(config, name=name)
+    assert model.groups == groups
+    assert (model.token_bytes, model.fixed_bytes, model.window_bytes) == BYTES[name]
+
+
+def text(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """The card with changed fields of its language model."""
+    if "text_config" not in config:
+        return {**config, **changes}
+    return {**config, "text_config": {**config["text_config"], **changes}}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (text(LLAMA_4_SCOUT, no_rope_layers=[1, 0]), "no_rope_layers must be a list of 48 entries"),
+        (text(LLAMA_4_SCOUT, attention_chunk_size=-1), "attention_chunk_size must be a whole number from 0 on"),
+        (text(GEMMA_3_4B, num_hidden_layers=None), "num_hidden_layers must be a whole number above 0, not None"),
+        (text(GEMMA_3_4B, sliding_window=None), "sliding_window must be a whole number above 0, not None"),
+        (text(GEMMA_3N_E4B, num_kv_shared_layers=35), "num_kv_shared_layers must be below the 35 layers, not 35"),
+        (text(JAMBA, attn_layer_offset=8), "attn_layer_offset must be below attn_layer_period (8), not 8"),
+        (text(FALCON_H1, mamba_n_heads=47), "mamba_n_heads must divide the width of Mamba2, 3072; 47 does not"),
+        (text(BAMBA, attn_layer_indices=[32]), "attn_layer_indices must be different layer numbers from 0 to 31"),
+        (text(BAMBA, attn_layer_indices=["9"]), "attn_layer_indices must be different layer numbers from 0 to 31"),
+        (text(LFM2, layer_types=["conv", SLIDING] * 8), "layer_types must be a list of full_attention and conv"),
+        (text(LFM2, full_attn_idxs=[2, 2]), "full_attn_idxs must be different layer numbers from 0 to 15"),
+        (text(STEP_3, num_attention_groups=2), "num_attention_groups must be 1"),
+        (text(QWEN_3_VL, layer_types=["linear_attention"] * 94), "what a \"linear_attention\" layer of"),
+        (text(LONGCAT_FLASH, num_layers=None), "num_layers must be a whole number above 0, not None"),
+        (text(LONGCAT_FLASH, architectures=["Other"]), "model_type is missing"),
+        (text(LING_MINI, use_sliding_window=True), "use_sliding_window: vLLM's BailingMoe has no window"),
+        (text(GLM_5_2, index_topk_pattern="FFS"), "index_topk_pattern must be text of F and S, one per layer of 78"),
+        (text(GLM_5_2, index_topk_freq=None, indexer_types=["half"] * 78), 'indexer_types must be a list of "full"'),
+        (text(COHERE_2, sliding_window=None), "sliding_window must be a whole number above 0, not None"),
+    ],
+)
+def test_cards_that_cannot_be_read_say_why(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        model_from_config(config)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "indexed"),
+    [
+        ({}, 21),
+        ({"index_topk_freq": None}, 21),
+        ({"index_topk_freq": None, "indexer_types": None}, 78),
+        ({"indexer_types": None}, 21),
+        ({"indexer_types": None, "index_skip_topk_offset": None}, 21),
+        ({"index_topk_pattern": "F" * 3 + "S" * 75}, 3),
+    ],
+)
+def test_an_index_in_some_layers(changes: dict[str, Any], indexed: int) -> None:
+    latent, index = model_from_config({**GLM_5_2, **changes}).groups
+    assert (latent.layers, index.layers) == (78, indexed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "full_layers"),
+    [
+        ({}, 12),
+        ({"no_rope_layers": []}, 12),
+        ({"no_rope_layers": [1, 0] * 24}, 24),
+        ({"no_rope_layer_interval": 2}, 24),
+        ({"attention_chunk_size": None}, 48),
+        # No token leaves a chunk that is as long as the context.
+        ({"attention_chunk_size": 10485760}, 48),
+    ],
+)
+def test_llama_4_chunks(changes: dict[str, Any], full_layers: int) -> None:
+    full, *chunked = model_from_config(text(LLAMA_4_SCOUT, **changes)).groups
+    assert full == FullAttention(full_layers, 8, 128, 128)
+    assert [group.layers for group in chunked] == ([48 - full_layers] if full_layers < 48 else [])
+
+
+def test_head_sizes_that_files_leave_out() -> None:
+    """The width of Nemotron Nano divided by its heads would be 112."""
+    shorter = {field: value for field, value in NEMOTRON_NANO.items() if field != "head_dim"}
+    assert model_from_config(shorter) == model_from_config(NEMOTRON_NANO)
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({}, 0),
+        ({"sliding_window": 131072}, 0),
+        ({"sliding_window": 131071}, 32),
+        ({"sliding_window": 0}, 0),
+        ({"max_position_embeddings": None}, 32),
+        # These scale the context beyond max_position_embeddings.
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 32),
+        ({"rope_scaling": None, "rope_parameters": {"rope_type": "dynamic", "factor": 2}}, 0),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 0),
+    ],
+)
+def test_a_window_of_the_whole_context_is_none(changes: dict[str, Any], windows: int) -> None:
+    model = model_from_config({**PHI_4_MINI, **changes})
+    assert sum(group.layers for group in model.groups if isinstance(group, SlidingWindow)) == windows
+    assert model.layers == 32
+    # What the other side holds stays where it is, if no token leaves.
+    assert model.bytes_to_move(100, 100) == (windows > 0) * model.kv_bytes(100)
+
+
+def test_windows_of_the_whole_context_join_the_full_layers() -> None:
+    config = text(GEMMA_3_27B, max_position_embeddings=1024)
+    assert model_from_config(config).groups == (FullAttention(62, 16, 128, 128),)
+
+
+@pytest.mark.parametrize(
+    ("layout", "latent_bytes"), [("fp8_ds_mla", 78 * 656), ("fp8_e4m3", 78 * 576)]
+)
+def test_sparse_mla_has_two_fp8_layouts(layout: str, latent_bytes: int) -> None:
+    latent, index = model_from_config(GLM_5_2, kv_dtype_bytes=1, fp8_layout=layout).groups
+    assert isinstance(latent, FullAttention)
+    assert latent.is_mla
+    assert latent.token_bytes == latent_bytes
+    assert index == FullAttention(21, 1, 132, 0, 1)
+
+
+def test_fp8_layouts_that_are_not_known_are_refused() -> None:
+    with pytest.raises(ConfigError, match="two layouts; say fp8_ds_mla .* or fp8_e4m3"):
+        model_from_config(GLM_5_2, kv_dtype_bytes=1)
+    with pytest.raises(ConfigError, match="fp8_ds_mla is known for a kv_lora_rank of 512 and"):
+        model_from_config({**GLM_5_2, "kv_lora_rank": 256}, kv_dtype_bytes=1, fp8_layout="fp8_ds_mla")
+    with pytest.raises(ConfigError, match='not of model_type "longcat_flash"'):
+        model_from_config(LONGCAT_FLASH, kv_dtype_bytes=1, fp8_layout="fp8_ds_mla")
+    with pytest.raises(ConfigError, match='fp8_layout must be one of fp8_ds_mla, fp8_e4m3, of one byte, not "fp4"'):
+        model_from_config(GLM_5_2, kv_dtype_bytes=1, fp8_layout="fp4")
+    with pytest.raises(ConfigError, match="fp8_layout must be one of"):
+        model_from_config(GLM_5_2, fp8_layout="fp8_e4m3")
+    # Dense MLA has one layout, a byte per value.
+    assert model_from_config(LONGCAT_FLASH, kv_dtype_bytes=1).token_bytes == 56 * 576
