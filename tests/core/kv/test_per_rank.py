@@ -49,7 +49,7 @@ def test_mamba2_is_divided_as_vllm_does(calculator: Any, ranks: int, groups: int
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
-def test_delta_nets_are_divided_as_vllm_does(calculator: Any, ranks: int) -> None:
+def test_other_states_are_divided_as_vllm_does(calculator: Any, ranks: int) -> None:
     net = LinearState.gated_delta_net(
         1, key_heads=16, value_heads=64, key_head_size=128, value_head_size=128, conv_kernel=4
     ).per_rank(ranks)

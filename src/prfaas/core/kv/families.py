@@ -105,13 +105,44 @@ def _gemma(default_interval: int) -> Reader:
     return read
 
 
-def _gemma3n(config: ConfigFields, size: ElementBytes) -> list[Group]:
-    """The last `num_kv_shared_layers` layers read the caches of earlier ones: gemma3n.py `Gemma3nAttention`."""
-    types = _no_linear(config.layer_types(lambda layer: SLIDING if (layer + 1) % 5 else FULL), config)
-    shared = config.count("num_kv_shared_layers", 15)
+def _layers_of_their_own(config: ConfigFields, types: Sequence[str], default_shared: int) -> Sequence[str]:
+    """Layers but the last `num_kv_shared_layers`, which read the caches of earlier ones."""
+    shared = config.count("num_kv_shared_layers", default_shared)
     if shared >= config.layers:
         raise ConfigError(f"num_kv_shared_layers must be below the {config.layers} layers, not {shared}")
-    return attention(config, types[: config.layers - shared], size)
+    return types[: config.layers - shared]
+
+
+def _gemma3n(config: ConfigFields, size: ElementBytes) -> list[Group]:
+    """The last layers share the caches of earlier ones: gemma3n.py `Gemma3nAttention`."""
+    types = _no_linear(config.layer_types(lambda layer: SLIDING if (layer + 1) % 5 else FULL), config)
+    return attention(config, _layers_of_their_own(config, types, 15), size)
+
+
+def _gemma4(config: ConfigFields, size: ElementBytes) -> list[Group]:
+    """Full layers have heads of their own: gemma4.py `Gemma4Attention`, transformers `Gemma4TextConfig`.
+
+    A full layer whose values are its keys keeps both all the same.
+    """
+    if config.given("per_layer_config") or config.fields.get("use_bidirectional_attention") == "all":
+        raise ConfigError("per_layer_config and use_bidirectional_attention of all: what layers keep is not known")
+    types = [*_no_linear(config.layer_types(lambda layer: SLIDING if (layer + 1) % 6 else FULL), config)]
+    types[-1] = FULL
+    own = _layers_of_their_own(config, types, 0)
+    heads, head, full_head = config.kv_heads, config.head_size, config.whole("global_head_dim", 512)
+    keys_are_values = bool(config.fields.get("attention_k_eq_v"))
+    full_heads = config.whole("num_global_key_value_heads", heads) if keys_are_values else heads
+    return [
+        FullAttention(own.count(FULL), full_heads, full_head, full_head, size.kv),
+        SlidingWindow(own.count(SLIDING), heads, head, head, config.whole("sliding_window"), size.kv),
+    ]
+
+
+def _cohere2_moe(config: ConfigFields, size: ElementBytes) -> list[Group]:
+    """As `_cohere2`, but what its first layers see follows from more than an interval: cohere2_moe.py."""
+    if not config.given("layer_types"):
+        raise ConfigError("layer_types is missing, and with it which layers of cohere2_moe have a window")
+    return _cohere2(config, size)
 
 
 def _cohere2(config: ConfigFields, size: ElementBytes) -> list[Group]:
@@ -132,9 +163,8 @@ def _llama4(config: ConfigFields, size: ElementBytes) -> list[Group]:
     """
     layers, interval = config.layers, config.whole("no_rope_layer_interval", 4)
     # 1 marks a layer with RoPE, as the published files have it.
-    marks = (config.fields.get("no_rope_layers") and config.entries("no_rope_layers", layers)) or [
-        int((layer + 1) % interval != 0) for layer in range(layers)
-    ]
+    listed = config.entries("no_rope_layers", layers) if config.fields.get("no_rope_layers") else None
+    marks = listed or [int((layer + 1) % interval != 0) for layer in range(layers)]
     chunk = config.count("attention_chunk_size", 0)
     chunked = sum(1 for mark in marks if mark) if chunk else 0
     heads, head = config.kv_heads, config.head_size
@@ -293,7 +323,9 @@ ATTENTION_READERS: Mapping[str, Reader] = {
     "gemma2": _gemma(2),
     **dict.fromkeys(("gemma3", "gemma3_text"), _gemma(6)),
     **dict.fromkeys(("gemma3n", "gemma3n_text"), _gemma3n),
+    **dict.fromkeys(("gemma4", "gemma4_text"), _gemma4),
     "cohere2": _cohere2,
+    "cohere2_moe": _cohere2_moe,
     **dict.fromkeys(("llama4", "llama4_text"), _llama4),
     **dict.fromkeys(("step3_vl", "step3_text"), _step3),
     **dict.fromkeys(("step3p5", "step3p7"), _step3p5),
