@@ -340,8 +340,10 @@ def main() -> int:
     stages = {"profile": profile, "drive": drive, "simulate": simulated}
     for name, stage in stages.items():
         if options.stage in (name, "all"):
-            stage(document, options)
-            path.write_text(json.dumps(document) + "\n")
+            try:
+                stage(document, options)
+            finally:
+                path.write_text(json.dumps(document) + "\n")
     if options.stage in ("report", "simulate", "all"):
         if options.stage == "report":
             simulated(document, options)
