@@ -19,11 +19,11 @@ from .model_cards import (
     BAMBA,
     COHERE_2,
     FALCON_H1,
-    GEMMA_3N_E4B,
-    GEMMA_3_12B,
     GEMMA_3_1B,
-    GEMMA_3_27B,
     GEMMA_3_4B,
+    GEMMA_3_12B,
+    GEMMA_3_27B,
+    GEMMA_3N_E4B,
     GEMMA_4_E2B,
     GLM_4_5V,
     GLM_5_2,
@@ -38,8 +38,8 @@ from .model_cards import (
     QWEN_2_5_VL,
     QWEN_3_VL,
     SEED_OSS,
-    STEP_3,
     SLIDING,
+    STEP_3,
 )
 
 CARDS: dict[str, tuple[dict[str, Any], tuple[Group, ...]]] = {
@@ -147,25 +147,58 @@ def text(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
     ("config", "message"),
     [
         (text(LLAMA_4_SCOUT, no_rope_layers=[1, 0]), "no_rope_layers must be a list of 48 entries"),
-        (text(LLAMA_4_SCOUT, attention_chunk_size=-1), "attention_chunk_size must be a whole number from 0 on"),
-        (text(GEMMA_3_4B, num_hidden_layers=None), "num_hidden_layers must be a whole number above 0, not None"),
+        (
+            text(LLAMA_4_SCOUT, attention_chunk_size=-1),
+            "attention_chunk_size must be a whole number from 0 on",
+        ),
+        (
+            text(GEMMA_3_4B, num_hidden_layers=None),
+            "num_hidden_layers must be a whole number above 0, not None",
+        ),
         (text(GEMMA_3_4B, sliding_window=None), "sliding_window must be a whole number above 0, not None"),
-        (text(GEMMA_3N_E4B, num_kv_shared_layers=35), "num_kv_shared_layers must be below the 35 layers, not 35"),
-        (text(GEMMA_4_E2B, use_bidirectional_attention="all"), "use_bidirectional_attention of all: what layers keep"),
-        (text(COHERE_2, model_type="cohere2_moe"), "layer_types is missing, and with it which layers of cohere2_moe"),
+        (
+            text(GEMMA_3N_E4B, num_kv_shared_layers=35),
+            "num_kv_shared_layers must be below the 35 layers, not 35",
+        ),
+        (
+            text(GEMMA_4_E2B, use_bidirectional_attention="all"),
+            "use_bidirectional_attention of all: what layers keep",
+        ),
+        (
+            text(COHERE_2, model_type="cohere2_moe"),
+            "layer_types is missing, and with it which layers of cohere2_moe",
+        ),
         (text(JAMBA, attn_layer_offset=8), "attn_layer_offset must be below attn_layer_period (8), not 8"),
-        (text(FALCON_H1, mamba_n_heads=47), "mamba_n_heads must divide the width of Mamba2, 3072; 47 does not"),
-        (text(BAMBA, attn_layer_indices=[32]), "attn_layer_indices must be different layer numbers from 0 to 31"),
-        (text(BAMBA, attn_layer_indices=["9"]), "attn_layer_indices must be different layer numbers from 0 to 31"),
-        (text(LFM2, layer_types=["conv", SLIDING] * 8), "layer_types must be a list of full_attention and conv"),
+        (
+            text(FALCON_H1, mamba_n_heads=47),
+            "mamba_n_heads must divide the width of Mamba2, 3072; 47 does not",
+        ),
+        (
+            text(BAMBA, attn_layer_indices=[32]),
+            "attn_layer_indices must be different layer numbers from 0 to 31",
+        ),
+        (
+            text(BAMBA, attn_layer_indices=["9"]),
+            "attn_layer_indices must be different layer numbers from 0 to 31",
+        ),
+        (
+            text(LFM2, layer_types=["conv", SLIDING] * 8),
+            "layer_types must be a list of full_attention and conv",
+        ),
         (text(LFM2, full_attn_idxs=[2, 2]), "full_attn_idxs must be different layer numbers from 0 to 15"),
         (text(STEP_3, num_attention_groups=2), "num_attention_groups must be 1"),
-        (text(QWEN_3_VL, layer_types=["linear_attention"] * 94), "what a \"linear_attention\" layer of"),
+        (text(QWEN_3_VL, layer_types=["linear_attention"] * 94), 'what a "linear_attention" layer of'),
         (text(LONGCAT_FLASH, num_layers=None), "num_layers must be a whole number above 0, not None"),
         (text(LONGCAT_FLASH, architectures=["Other"]), "model_type is missing"),
         (text(LING_MINI, use_sliding_window=True), "use_sliding_window: vLLM's BailingMoe has no window"),
-        (text(GLM_5_2, index_topk_pattern="FFS"), "index_topk_pattern must be text of F and S, one per layer of 78"),
-        (text(GLM_5_2, index_topk_freq=None, indexer_types=["half"] * 78), 'indexer_types must be a list of "full"'),
+        (
+            text(GLM_5_2, index_topk_pattern="FFS"),
+            "index_topk_pattern must be text of F and S, one per layer of 78",
+        ),
+        (
+            text(GLM_5_2, index_topk_freq=None, indexer_types=["half"] * 78),
+            'indexer_types must be a list of "full"',
+        ),
         (text(COHERE_2, sliding_window=None), "sliding_window must be a whole number above 0, not None"),
     ],
 )
@@ -250,9 +283,7 @@ def test_windows_of_the_whole_context_join_the_full_layers() -> None:
     assert model_from_config(config).groups == (FullAttention(62, 16, 128, 128),)
 
 
-@pytest.mark.parametrize(
-    ("layout", "latent_bytes"), [("fp8_ds_mla", 78 * 656), ("fp8_e4m3", 78 * 576)]
-)
+@pytest.mark.parametrize(("layout", "latent_bytes"), [("fp8_ds_mla", 78 * 656), ("fp8_e4m3", 78 * 576)])
 def test_sparse_mla_has_two_fp8_layouts(layout: str, latent_bytes: int) -> None:
     latent, index = model_from_config(GLM_5_2, kv_dtype_bytes=1, fp8_layout=layout).groups
     assert isinstance(latent, FullAttention)
@@ -262,13 +293,15 @@ def test_sparse_mla_has_two_fp8_layouts(layout: str, latent_bytes: int) -> None:
 
 
 def test_fp8_layouts_that_are_not_known_are_refused() -> None:
-    with pytest.raises(ConfigError, match="two layouts; say fp8_ds_mla .* or fp8_e4m3"):
+    with pytest.raises(ConfigError, match=r"two layouts; say fp8_ds_mla .* or fp8_e4m3"):
         model_from_config(GLM_5_2, kv_dtype_bytes=1)
     with pytest.raises(ConfigError, match="fp8_ds_mla is known for a kv_lora_rank of 512 and"):
         model_from_config({**GLM_5_2, "kv_lora_rank": 256}, kv_dtype_bytes=1, fp8_layout="fp8_ds_mla")
     with pytest.raises(ConfigError, match='not of model_type "longcat_flash"'):
         model_from_config(LONGCAT_FLASH, kv_dtype_bytes=1, fp8_layout="fp8_ds_mla")
-    with pytest.raises(ConfigError, match='fp8_layout must be one of fp8_ds_mla, fp8_e4m3, of one byte, not "fp4"'):
+    with pytest.raises(
+        ConfigError, match='fp8_layout must be one of fp8_ds_mla, fp8_e4m3, of one byte, not "fp4"'
+    ):
         model_from_config(GLM_5_2, kv_dtype_bytes=1, fp8_layout="fp4")
     with pytest.raises(ConfigError, match="fp8_layout must be one of"):
         model_from_config(GLM_5_2, fp8_layout="fp8_e4m3")

@@ -81,7 +81,9 @@ def _qwen(first_window_layer: int) -> Reader:
 def _bailing(config: ConfigFields, size: ElementBytes) -> list[Group]:
     """Ling 2.0: bailing_moe.py `BailingAttention`, which knows no window."""
     if config.fields.get("use_sliding_window"):
-        raise ConfigError("use_sliding_window: vLLM's BailingMoe has no window, so what its layers keep is not known")
+        raise ConfigError(
+            "use_sliding_window: vLLM's BailingMoe has no window, so what its layers keep is not known"
+        )
     return attention(config, [FULL] * config.layers, size)
 
 
@@ -125,7 +127,9 @@ def _gemma4(config: ConfigFields, size: ElementBytes) -> list[Group]:
     A full layer whose values are its keys keeps both all the same.
     """
     if config.given("per_layer_config") or config.fields.get("use_bidirectional_attention") == "all":
-        raise ConfigError("per_layer_config and use_bidirectional_attention of all: what layers keep is not known")
+        raise ConfigError(
+            "per_layer_config and use_bidirectional_attention of all: what layers keep is not known"
+        )
     types = [*_no_linear(config.layer_types(lambda layer: SLIDING if (layer + 1) % 6 else FULL), config)]
     types[-1] = FULL
     own = _layers_of_their_own(config, types, 0)
@@ -314,7 +318,8 @@ SPARSE_MLA = ("deepseek_v32", "glm_moe_dsa")
 ATTENTION_READERS: Mapping[str, Reader] = {
     **dict.fromkeys(_PLAIN, _plain),
     **dict.fromkeys(
-        ("ministral", "ministral3", "mistral", "mistral3", "mixtral", "phi3", "starcoder2"), _window_everywhere
+        ("ministral", "ministral3", "mistral", "mistral3", "mixtral", "phi3", "starcoder2"),
+        _window_everywhere,
     ),
     **dict.fromkeys(_QWEN, _qwen(first_window_layer=28)),
     **dict.fromkeys(_QWEN_VL, _qwen(first_window_layer=80)),

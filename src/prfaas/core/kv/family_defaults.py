@@ -15,6 +15,10 @@ _KV_8_OF_128 = {"num_key_value_heads": 8, "head_dim": 128}
 _KV_2_OF_128 = {"num_key_value_heads": 2, "head_dim": 128}
 _KV_2_OF_256 = {"num_key_value_heads": 2, "head_dim": 256}
 _LLAMA4 = {**_KV_8_OF_128, "attention_chunk_size": 8192}
+_GEMMA4 = {**_GEMMA3, "sliding_window": 512}
+_GLM4V = {"num_key_value_heads": 2}
+_MISTRAL = {**_KV_8, "sliding_window": 4096}
+_QWEN3 = {"head_dim": 128}
 
 FAMILY_DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "ernie4_5": _KV_2_OF_128,
@@ -24,22 +28,22 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, int]] = {
     **dict.fromkeys(("gemma3", "gemma3_text"), _GEMMA3),
     **dict.fromkeys(("gemma3n", "gemma3n_text"), _GEMMA3N),
     **dict.fromkeys(("glm", "glm4"), _KV_2_OF_128),
-    **dict.fromkeys(("glm4v", "glm4v_text"), {"num_key_value_heads": 2}),
+    **dict.fromkeys(("glm4v", "glm4v_text"), _GLM4V),
     **dict.fromkeys(("glm4_moe", "glm4v_moe", "glm4v_moe_text"), _KV_8),
     "gpt_oss": {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128},
-    **dict.fromkeys(("gemma4", "gemma4_text"), {**_GEMMA3, "sliding_window": 512}),
+    **dict.fromkeys(("gemma4", "gemma4_text"), _GEMMA4),
     "cohere2": {"sliding_window": 4096},
     "cohere2_moe": {"head_dim": 128, "sliding_window": 4096},
     **dict.fromkeys(("llama4", "llama4_text"), _LLAMA4),
     "minimax_m2": _KV_8_OF_128,
-    **dict.fromkeys(("ministral", "mistral"), {"num_key_value_heads": 8, "sliding_window": 4096}),
+    **dict.fromkeys(("ministral", "mistral"), _MISTRAL),
     "ministral3": _KV_8_OF_128,
     "mixtral": _KV_8,
     "nemotron_h": _KV_8_OF_128,
-    "qwen3": {"head_dim": 128},
+    "qwen3": _QWEN3,
     "qwen3_moe": {"num_key_value_heads": 4},
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), _KV_8),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_text"), {"head_dim": 128}),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_text"), _QWEN3),
     "qwen3_next": _KV_2_OF_256,
     **dict.fromkeys(("qwen3_5", "qwen3_5_text"), _HEADS_256),
     **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), _KV_2_OF_256),

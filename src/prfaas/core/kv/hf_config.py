@@ -113,7 +113,9 @@ def model_from_config(
         ConfigError: the `model_type` is unknown, or a field is missing or wrong.
     """
     if fp8_layout is not None and (fp8_layout not in FP8_LAYOUTS or kv_dtype_bytes != 1):
-        raise ConfigError(f'fp8_layout must be one of {", ".join(FP8_LAYOUTS)}, of one byte, not "{fp8_layout}"')
+        raise ConfigError(
+            f'fp8_layout must be one of {", ".join(FP8_LAYOUTS)}, of one byte, not "{fp8_layout}"'
+        )
     # InternVL calls it llm_config: vllm/transformers_utils/config.py, _CONFIG_ATTRS_MAPPING.
     text = config.get("text_config", config.get("llm_config"))
     fields = ConfigFields({**config, **text} if isinstance(text, Mapping) else config)

@@ -109,7 +109,9 @@ class ChunkedWindow(SlidingWindow):
         """
         check_span(num_tokens, skip_tokens, block_tokens)
         first = num_tokens // self.window_tokens * self.window_tokens
-        return tokens_in_blocks(first, num_tokens, block_tokens) * self.token_bytes if first < num_tokens else 0
+        return (
+            tokens_in_blocks(first, num_tokens, block_tokens) * self.token_bytes if first < num_tokens else 0
+        )
 
     def describe(self) -> str:
         """One line for people."""
