@@ -8,7 +8,7 @@ import pytest
 
 from prfaas.cli import main as cli
 
-DENSE = {"model_type": "qwen3", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+DENSE = {"model_type": "qwen3", "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
 SPARSE = {
     "model_type": "deepseek_v32",
     "num_hidden_layers": 2,
