@@ -99,7 +99,8 @@ def test_mistakes_are_one_sentence(
         assert message in captured.err
     path.write_text(json.dumps(DENSE))
     assert run(monkeypatch, "models", path, "--kv-dtype", "int4") == 2
-    assert '--kv-dtype: must be one of bf16, fp16, fp8, fp32, fp8_ds_mla, fp8_e4m3, not "int4"' in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert '--kv-dtype: must be one of bf16, fp16, fp8, fp32, fp8_ds_mla, fp8_e4m3, not "int4"' in said
 
 
 def test_the_layout_of_an_fp8_cache_of_sparse_mla_must_be_said(
