@@ -254,6 +254,15 @@ def test_head_sizes_that_files_leave_out() -> None:
     """The width of Nemotron Nano divided by its heads would be 112."""
     shorter = {field: value for field, value in NEMOTRON_NANO.items() if field != "head_dim"}
     assert model_from_config(shorter) == model_from_config(NEMOTRON_NANO)
+    # A text_config without a model_type is a Mistral's, whose KV heads are 8.
+    text_fields = {
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+        "sliding_window": None,
+    }
+    small = {"model_type": "mistral3", "text_config": text_fields}
+    assert model_from_config(small).groups == (FullAttention(40, 8, 128, 128),)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ FAMILY_DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "cohere2_moe": {"head_dim": 128, "sliding_window": 4096},
     **dict.fromkeys(("llama4", "llama4_text"), _LLAMA4),
     "minimax_m2": _KV_8_OF_128,
-    **dict.fromkeys(("ministral", "mistral"), _MISTRAL),
+    **dict.fromkeys(("ministral", "mistral", "mistral3"), _MISTRAL),
     "ministral3": _KV_8_OF_128,
     "mixtral": _KV_8,
     "nemotron_h": _KV_8_OF_128,
