@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from prfaas.core.deployment.examples import example_files, example_path
     from prfaas.core.kv import (
+        ChunkedWindow,
         ConfigError,
         FullAttention,
         KvModel,
@@ -76,6 +77,7 @@ __all__ = [
     "Baseline",
     "Bounds",
     "CacheTransfer",
+    "ChunkedWindow",
     "Cluster",
     "ClusterView",
     "ConfigError",
@@ -140,7 +142,8 @@ _SOURCES = {
     ),
     "prfaas.core.deployment.examples": "example_files example_path",
     "prfaas.core.kv": (
-        "ConfigError FullAttention KvModel LinearState PublishedModel SlidingWindow published_models"
+        "ChunkedWindow ConfigError FullAttention KvModel LinearState PublishedModel SlidingWindow "
+        "published_models"
     ),
     "prfaas.core.latency": "LatencyProfile ProfileError load_profile",
     "prfaas.core.planner": "Baseline Cost OperatingPoint Plan PlanError ShadowPrice TtftEstimate",
@@ -168,7 +171,9 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def kv_model(model: Path | str, *, kv_dtype_bytes: int = 2, state_dtype_bytes: int = 4) -> "KvModel":
+def kv_model(
+    model: Path | str, *, kv_dtype_bytes: int = 2, state_dtype_bytes: int = 4, fp8_layout: str | None = None
+) -> "KvModel":
     """What one request's KVCache is made of: its layers by kind, and its bytes at every length.
 
     Args:
@@ -176,6 +181,7 @@ def kv_model(model: Path | str, *, kv_dtype_bytes: int = 2, state_dtype_bytes: i
             the directory of a checkpoint.
         kv_dtype_bytes: bytes of one element of K and V, for a file or a directory; 1 for an fp8 cache.
         state_dtype_bytes: bytes of one element of recurrent state, for a file or a directory.
+        fp8_layout: "fp8_ds_mla" or "fp8_e4m3": what an fp8 cache of sparse MLA looks like, which must be said.
 
     Raises:
         ConfigError: no such model, an unreadable file, or a model whose KVCache is not known.
@@ -191,9 +197,19 @@ def kv_model(model: Path | str, *, kv_dtype_bytes: int = 2, state_dtype_bytes: i
 
     path = Path(model)
     if path.is_dir():
-        return model_from_directory(path, kv_dtype_bytes=kv_dtype_bytes, state_dtype_bytes=state_dtype_bytes)
+        return model_from_directory(
+            path,
+            kv_dtype_bytes=kv_dtype_bytes,
+            state_dtype_bytes=state_dtype_bytes,
+            fp8_layout=fp8_layout,
+        )
     if isinstance(model, Path) or path.suffix == ".json":
-        return model_from_file(path, kv_dtype_bytes=kv_dtype_bytes, state_dtype_bytes=state_dtype_bytes)
+        return model_from_file(
+            path,
+            kv_dtype_bytes=kv_dtype_bytes,
+            state_dtype_bytes=state_dtype_bytes,
+            fp8_layout=fp8_layout,
+        )
     return published_model(model).kv_model
 
 

@@ -135,7 +135,7 @@ def test_a_trace_lies_beside_the_file_and_may_say_how_long_answers_are(tmp_path:
 def test_a_file_to_run_can_be_planned_too(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text(
-        '{"model_type": "qwen3", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}'
+        '{"model_type": "qwen3", "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}'
     )
     deployment = planned(tmp_path, LIVE)
     assert [cluster.instance_count for cluster in deployment.clusters] == [1, 2]
@@ -147,7 +147,7 @@ def test_a_file_to_run_can_be_planned_too(tmp_path: Path) -> None:
 def test_a_users_own_config(tmp_path: Path, config: str) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text(
-        '{"model_type": "qwen3", "num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 64}'
+        '{"model_type": "qwen3", "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 32}'
     )
     deployment = planned(tmp_path, replaced("published: internal-1t", f"config: {config}"))
     assert deployment.kv_model.token_bytes == 3 * 2 * 2 * 32 * 2

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.core.kv import KvModel, LinearState, model_from_config
+from prfaas.core.kv import ChunkedWindow, FullAttention, KvModel, LinearState, model_from_config
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.latency import load_profile
 from prfaas.serving.engines import EngineError
@@ -187,6 +187,12 @@ def test_states_and_windows_leave_among_the_layers_of_the_last_chunk(
         sent[region] += nbytes
         assert urgent == (layout.regions[region].group.kind is not GroupKind.FULL)
     assert [sent[index] for index in range(len(layout.regions))] == layout.region_bytes(num_tokens, 0)
+
+
+def test_a_model_with_chunked_attention_is_refused() -> None:
+    model = KvModel("llama-4", (FullAttention(1, 2, 4, 4), ChunkedWindow(3, 2, 4, 4, 64)))
+    with pytest.raises(EngineError, match="llama-4 has chunked attention, which can't be transferred yet"):
+        SyntheticLayout.of_model(model)
 
 
 def test_a_model_without_full_attention_is_refused() -> None:
