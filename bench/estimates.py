@@ -51,7 +51,9 @@ class PublicTime:
 
 def public_times() -> list[PublicTime]:
     """All rows of the file, each configuration once: the median of what was measured again."""
-    lines = [line for line in (DATA / "public_times.csv").read_text().splitlines() if not line.startswith("#")]
+    lines = [
+        line for line in (DATA / "public_times.csv").read_text().splitlines() if not line.startswith("#")
+    ]
     rows: dict[tuple[Any, ...], list[tuple[str, str]]] = defaultdict(list)
     for row in csv.DictReader(lines):
         key = (row["model"], row["gpu"], row["engine"], row["weights"],
@@ -139,7 +141,9 @@ def fit() -> None:
         return statistics.fmean(statistics.fmean(each) for each in errors.values())
 
     start = [math.log(getattr(roofline, name)) for name in names]
-    found = minimize(loss, start, method="Nelder-Mead", options={"maxiter": 400, "xatol": 0.005, "fatol": 1e-5})
+    found = minimize(
+        loss, start, method="Nelder-Mead", options={"maxiter": 400, "xatol": 0.005, "fatol": 1e-5}
+    )
     print(found.message, found.fun)
     for name, value in zip(names, found.x, strict=True):
         print(f"{name} = {math.exp(value):.4g}")

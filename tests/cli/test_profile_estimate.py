@@ -10,9 +10,7 @@ import yaml
 from prfaas.cli import main as cli
 from prfaas.core.latency import load_profile
 
-MODELS = yaml.safe_load(
-    (Path(__file__).parents[1] / "core" / "latency" / "public_models.yaml").read_text()
-)
+MODELS = yaml.safe_load((Path(__file__).parents[1] / "core" / "latency" / "public_models.yaml").read_text())
 
 
 @pytest.fixture
@@ -64,8 +62,9 @@ def test_a_file_plots_and_error_bars_beside_a_measured_profile(
 def test_json_has_the_same(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    args = ("--estimate", "--model", config, "--gpu", "h200", "--tp", 8, "--estimator", "roofline", "--json",
-            "--lengths", "1024,32768", "--batches", "4,8", "--context", 4096, "--beside", "minimax-m2.5-h200")  # fmt: skip
+    args = ("--estimate", "--model", config, "--gpu", "h200", "--tp", 8,
+            "--estimator", "roofline", "--json", "--lengths", "1024,32768",
+            "--batches", "4,8", "--context", 4096, "--beside", "minimax-m2.5-h200")  # fmt: skip
     assert run(monkeypatch, *args) == 0
     document = json.loads(capsys.readouterr().out)
     assert [point["tokens"] for point in document["prefill"]["points"]] == [1024, 32768]

@@ -142,7 +142,9 @@ def profile(
     _check_kind(url, estimate, {"--gpu": gpu, "--weights": weights, "--beside": beside})
     if estimate:
         if model is None or gpu is None:
-            raise CliError("--estimate needs --model CONFIG (its config.json) and --gpu NAME (for example h200)")
+            raise CliError(
+                "--estimate needs --model CONFIG (its config.json) and --gpu NAME (for example h200)"
+            )
         plan = _estimate_plan(Path(model), gpu, tp, wanted, given, context, weights, estimator, name)
         print_estimate(plan, EstimateOutputs(out, plot, beside, as_json))
         return

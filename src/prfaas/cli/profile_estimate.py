@@ -49,19 +49,28 @@ def print_estimate(plan: "EstimatePlan", outputs: EstimateOutputs) -> None:
             typer.echo(f"profile: {outputs.out}")
 
 
-def plot_estimate(profile: "LatencyProfile", measured: "LatencyProfile | None", directory: Path) -> list[Path]:
+def plot_estimate(
+    profile: "LatencyProfile", measured: "LatencyProfile | None", directory: Path
+) -> list[Path]:
     """Draw NAME-prefill.png and, with decode times, NAME-decode.png with error bars, and return their paths."""
     import numpy as np
 
     from prfaas.core.latency.profile import Curve, Evidence
     from prfaas.lab.report.style import COLOURS, length_axis, plot
 
-    def draw(path: Path, ours: Curve, evidence: Evidence, other: Curve | None, unit: str, scale: float) -> None:
+    def draw(
+        path: Path, ours: Curve, evidence: Evidence, other: Curve | None, unit: str, scale: float
+    ) -> None:
         with plot(path) as (axes,):
             xs, seconds = (np.array(column) for column in zip(*ours.points, strict=True))
             low, high = evidence.band or (1.0, 1.0)
             axes.fill_between(
-                xs, low * scale * seconds, high * scale * seconds, color=COLOURS[0], alpha=0.2, label="error bars"
+                xs,
+                low * scale * seconds,
+                high * scale * seconds,
+                color=COLOURS[0],
+                alpha=0.2,
+                label="error bars",
             )
             axes.plot(xs, scale * seconds, "o-", color=COLOURS[0], label=f"estimated: {profile.name}")
             shared = [] if other is None else [x for x in xs.tolist() if other.covers(x)]
@@ -148,7 +157,11 @@ def _print_tables(
         beside = {row.at: row for row in rows}
         estimates = dict(points) | {row.at: row.estimated_s for row in rows}
         for at, seconds in sorted(estimates.items()):
-            cells = [f"{at:.0f}", format_s(seconds), f"{format_s(low * seconds)} – {format_s(high * seconds)}"]
+            cells = [
+                f"{at:.0f}",
+                format_s(seconds),
+                f"{format_s(low * seconds)} – {format_s(high * seconds)}",
+            ]
             row = beside.get(at)
             if measured is not None and row is not None:
                 inside = "" if row.inside else "outside"

@@ -19,6 +19,7 @@ from prfaas.core.latency.work import WEIGHT_FORMATS, model_work
 
 HERE = Path(__file__).parent
 MODELS: dict[str, dict[str, Any]] = yaml.safe_load((HERE / "public_models.yaml").read_text())
+PAPER = ("kimi-linear", "mimo-v2-flash", "qwen3.5-397b", "ring-2.5-1t", "minimax-m2.5", "qwen3-235b")
 
 
 @cache
@@ -51,7 +52,7 @@ def test_the_error_bars_hold_eight_of_ten_public_times(what: str, band: tuple[fl
     assert statistics.median(measured) == pytest.approx(1, abs=0.2)
 
 
-@pytest.mark.parametrize("model", ["kimi-linear", "mimo-v2-flash", "qwen3.5-397b", "ring-2.5-1t", "minimax-m2.5", "qwen3-235b"])  # fmt: skip
+@pytest.mark.parametrize("model", PAPER)
 def test_long_prompts_of_the_papers_models_are_near_what_it_measured(model: str) -> None:
     """The paper's times begin at 0.34 s whatever the model, which is no arithmetic: short prompts are not compared."""
     printed, instance = load_profile(f"{model}-h200"), roof(model, "h200", 8)
@@ -92,7 +93,9 @@ def test_memory_holds_weights_and_requests() -> None:
     left = 0.9 * 141e9 - 70.6e9 * 2 / 4
     # 80 layers × 2 of 8 KV heads × 256 numbers of 2 bytes on each rank.
     assert instance.max_batch(8192) == pytest.approx(left / (80 * 2 * 256 * 2 * 8192), rel=0.02)
-    with pytest.raises(ProfileError, match=r"deepseek-r1 \(fp8 weights\) needs 168 GB on each of 4 h200, which have 127 GB"):
+    with pytest.raises(
+        ProfileError, match=r"deepseek-r1 \(fp8 weights\) needs 168 GB on each of 4 h200, which have 127 GB"
+    ):
         roof("deepseek-r1", "h200", 4)
     with pytest.raises(ProfileError, match="can't be divided among 3 ranks"):
         roof("llama-3.1-8b", "h200", 3)

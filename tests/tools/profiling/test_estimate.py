@@ -66,7 +66,10 @@ def test_batches_end_where_memory_does(tmp_path: Path) -> None:
     made = estimate(EstimatePlan(path, "h100", 4, estimator="roofline"))
     assert made.notes == ()
     assert made.profile.range_batch[1] < 32
-    with pytest.raises(ProfileError, match=r"minimax-m2.5 on 4 h100 has memory for \d+ requests of 8192 tokens, not for a batch of 999"):
+    with pytest.raises(
+        ProfileError,
+        match=r"minimax-m2.5 on 4 h100 has memory for \d+ requests of 8192 tokens, not for a batch of 999",
+    ):
         estimate(EstimatePlan(path, "h100", 4, batches=(1, 999)))
     only = estimate(EstimatePlan(path, "h100", 4, batches=())).profile
     assert only.decode is None
@@ -89,7 +92,7 @@ def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
         estimate(EstimatePlan(path, "h200", 8, weights="int3"))
     with pytest.raises(ProfileError, match="aiconfigurator-core is not installed"):
         estimate(EstimatePlan(path, "h200", 8, estimator="aiconfigurator"))
-    with pytest.raises(ProfileError, match="name the config.json of a Hugging Face checkpoint"):
+    with pytest.raises(ProfileError, match=r"name the config\.json of a Hugging Face checkpoint"):
         estimate(EstimatePlan(tmp_path / "nowhere", "h200", 8))
     (path / "config.json").write_text('{"model_type": "rwkv"}')
     with pytest.raises(ConfigError, match="rwkv"):
@@ -129,7 +132,9 @@ def test_aiconfigurator_is_asked_first(tmp_path: Path) -> None:
     plan = EstimatePlan(config(tmp_path, "minimax-m2.5"), "h200", 8, (1000, 2000), (1, 8), 1000, "fp8")
     made = estimate(plan)
     assert made.notes == ()
-    assert made.profile.source.startswith("Estimated, not measured: aiconfigurator-core 0.12.0, vLLM on h200;")
+    assert made.profile.source.startswith(
+        "Estimated, not measured: aiconfigurator-core 0.12.0, vLLM on h200;"
+    )
     # It answers in milliseconds.
     assert made.profile.prefill.points == ((1000, 0.1), (2000, 0.2))
     assert made.profile.decode is not None
@@ -144,7 +149,10 @@ def test_aiconfigurator_is_asked_first(tmp_path: Path) -> None:
 def test_what_aiconfigurator_lacks_is_the_rooflines(tmp_path: Path) -> None:
     path = config(tmp_path, "minimax-m2.5")
     for plan, reason in (
-        (EstimatePlan(path, "h200", 8, batches=(64,)), "aiconfigurator can't estimate it (no measurement near)"),
+        (
+            EstimatePlan(path, "h200", 8, batches=(64,)),
+            "aiconfigurator can't estimate it (no measurement near)",
+        ),
         (EstimatePlan(path, "h20", 8), 'aiconfigurator has no measurements of "h20", only of a100, h100'),
     ):
         made = estimate(plan)

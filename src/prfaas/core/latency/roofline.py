@@ -50,8 +50,9 @@ class Roofline:
         needed, there = self.work.weight_bytes / self.ranks, _USABLE_MEMORY * self.gpu.memory_bytes
         if needed >= there:
             raise ProfileError(
-                f"{self.work.name} ({self.work.weights.name} weights) needs {needed / 1e9:.0f} GB on each of {self.ranks} "
-                f"{self.gpu.name}, which have {there / 1e9:.0f} GB for it; give more GPUs or smaller weights"
+                f"{self.work.name} ({self.work.weights.name} weights) needs {needed / 1e9:.0f} GB on each of "
+                f"{self.ranks} {self.gpu.name}, which have {there / 1e9:.0f} GB for it; give more "
+                "GPUs or smaller weights"
             )
 
     def prefill_s(self, tokens: float) -> float:
@@ -89,4 +90,3 @@ class Roofline:
     def _exchange_s(self, tokens: float) -> float:
         passed = _REDUCTIONS_PER_LAYER * self.work.layers * tokens * self.work.hidden_size * _ACTIVATION_BYTES
         return passed * 2 * (self.ranks - 1) / self.ranks / self.gpu.link_bytes_per_s
-

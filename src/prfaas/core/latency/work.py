@@ -4,7 +4,7 @@ Counted are the matrices, which are all but a thousandth of a model. Norms, bias
 tower and the layers of multi-token prediction are not.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import isqrt
 from typing import Any
@@ -174,20 +174,30 @@ def weight_format(config: Mapping[str, Any]) -> WeightFormat:
         return WEIGHT_FORMATS["bf16"]
     method = str(found.get("quant_method", "")).lower()
     detail = str(found).lower()
+    stored = list(_stored(found))
     if method == "mxfp4":
         return WEIGHT_FORMATS["mxfp4-experts"]
     if "nvfp4" in detail:
         return WEIGHT_FORMATS["nvfp4"]
-    if method in ("fp8", "fbgemm_fp8") or "fp8" in detail or "'type': 'float', 'num_bits': 8" in detail:
+    if method in ("fp8", "fbgemm_fp8") or "fp8" in detail or (8, "float") in stored:
         return WEIGHT_FORMATS["fp8"]
     if method in ("awq", "gptq", "auto-round") and found.get("bits", 4) == 4:
         return WEIGHT_FORMATS["int4"]
-    if "'num_bits': 4" in detail:
+    if any(bits == 4 for bits, _ in stored):
         # What stays as it is is listed; in a mixture of experts, that is all but the routed ones.
         return WEIGHT_FORMATS["int4-experts" if "expert" in detail else "int4"]
     raise ConfigError(
         f'quantization_config: how "{method}" stores weights is not known; say it: {", ".join(WEIGHT_FORMATS)}'
     )
+
+
+def _stored(section: Any) -> Iterator[tuple[int, str]]:
+    """(bits, "int" or "float") of all weights that a section of compressed-tensors describes, however deep."""
+    if isinstance(section, Mapping):
+        if isinstance(section.get("num_bits"), int):
+            yield section["num_bits"], str(section.get("type", "int"))
+        for part in section.values():
+            yield from _stored(part)
 
 
 def _grouped(group: FullAttention | SlidingWindow, fields: ConfigFields) -> tuple[int, SoftmaxLayers]:
@@ -253,7 +263,14 @@ def _linear_params(group: LinearState, fields: ConfigFields) -> int:
 
 
 _COUNT = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
-_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_top_k", "moe_k")
+_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+)
 _SHARED_SIZE = (
     "moe_shared_expert_intermediate_size",
     "shared_expert_intermediate_size",
@@ -313,7 +330,8 @@ def _feed_forward_kinds(fields: ConfigFields, mixture: bool) -> list[str]:
         return ["experts" if entry else "dense" for entry in listed[:layers]]
     first = fields.fields.get("first_k_dense_replace") or 0
     step = fields.whole(
-        "decoder_sparse_step", fields.whole("expert_layer_period", fields.whole("interleave_moe_layer_step", 1))
+        "decoder_sparse_step",
+        fields.whole("expert_layer_period", fields.whole("interleave_moe_layer_step", 1)),
     )
     # Jamba counts from expert_layer_offset, the others so that the last layer of a step has the experts.
     offset = fields.fields.get("expert_layer_offset", step - 1)
