@@ -1,9 +1,8 @@
 """How far estimates are from public measurements: the bands and the table of docs/explanation/estimates.md.
 
-Run: python bench/estimates.py [--aiconfigurator] [--fit]
+Run: python bench/estimates.py [--aiconfigurator]
 
-Without options, the roofline alone. --aiconfigurator also asks the package, where it is installed. --fit prints the
-shares and costs of the roofline that come nearest.
+Without options, the roofline alone. --aiconfigurator also asks the package, where it is installed.
 """
 
 import argparse
@@ -17,7 +16,6 @@ from typing import Any
 
 import yaml
 
-from prfaas.core.latency import roofline
 from prfaas.core.latency.gpus import gpu
 from prfaas.core.latency.profile import ProfileError
 from prfaas.core.latency.roofline import Roofline
@@ -114,7 +112,7 @@ def print_table(name: str, make: Callable[[PublicTime], EngineTimes]) -> None:
     """Measured over estimated: the ends of the band of 8 in 10, and the median, by model and GPU."""
     groups: dict[tuple[str, str], list[float]] = defaultdict(list)
     for what, row, ratio in ratios(make):
-        for group in ("all", row.model, row.gpu, row.engine):
+        for group in ("all", row.model, row.gpu, row.engine, f"{row.engine} {row.gpu}"):
             groups[what, group].append(ratio)
     print(f"\n{name}: measured / estimated")
     print(f"{'':8} {'':16} {'rows':>5} {'P10':>6} {'P50':>6} {'P90':>6}")
@@ -123,40 +121,12 @@ def print_table(name: str, make: Callable[[PublicTime], EngineTimes]) -> None:
         print(f"{what:8} {group:16} {len(values):5} {deciles[0]:6.2f} {deciles[4]:6.2f} {deciles[8]:6.2f}")
 
 
-def fit() -> None:
-    """Print the constants of the roofline that make the mean of |log(measured / estimated)| least."""
-    import math
-
-    from scipy.optimize import minimize
-
-    names = ("_MATRIX_SHARE", "_ATTENTION_SHARE", "_MEMORY_SHARE", "_LAYER_S", "_REQUEST_S")
-
-    def loss(logs: Any) -> float:
-        for name, value in zip(names, logs, strict=True):
-            setattr(roofline, name, math.exp(value))
-        errors: dict[tuple[str, str], list[float]] = defaultdict(list)
-        for what, row, ratio in ratios(by_roofline):
-            errors[what, row.model].append(abs(math.log(ratio)))
-        # Each model counts alike, however many rows it has.
-        return statistics.fmean(statistics.fmean(each) for each in errors.values())
-
-    start = [math.log(getattr(roofline, name)) for name in names]
-    found = minimize(
-        loss, start, method="Nelder-Mead", options={"maxiter": 400, "xatol": 0.005, "fatol": 1e-5}
-    )
-    print(found.message, found.fun)
-    for name, value in zip(names, found.x, strict=True):
-        print(f"{name} = {math.exp(value):.4g}")
-
 
 def main() -> None:
     """Print what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--aiconfigurator", action="store_true")
-    parser.add_argument("--fit", action="store_true")
     asked = parser.parse_args()
-    if asked.fit:
-        fit()
     print_table("roofline", by_roofline)
     if asked.aiconfigurator:
         print_table("aiconfigurator", by_aiconfigurator)

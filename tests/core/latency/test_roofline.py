@@ -35,7 +35,8 @@ def ratios() -> dict[str, list[float]]:
     for row in csv.DictReader(lines):
         instance = roof(row["model"], row["gpu"], int(row["ranks"]), row["weights"])
         prompt, answer = int(row["prompt_tokens"]), int(row["answer_tokens"])
-        if row["prefill_s"]:
+        # SGLang takes some 0.2 s for any prompt, which is not the GPU's.
+        if row["prefill_s"] and row["engine"] == "vllm":
             found["prefill"].append(float(row["prefill_s"]) / instance.prefill_s(prompt))
         if row["step_s"]:
             step_s = instance.decode_step_s(int(row["batch"]), prompt + answer // 2)
@@ -46,18 +47,18 @@ def ratios() -> dict[str, list[float]]:
 @pytest.mark.parametrize(("what", "band"), [("prefill", PREFILL_BAND), ("decode", DECODE_BAND)])
 def test_the_error_bars_hold_eight_of_ten_public_times(what: str, band: tuple[float, float]) -> None:
     measured = ratios()[what]
-    assert len(measured) > 150
+    assert len(measured) > 100
     inside = sum(band[0] <= ratio <= band[1] for ratio in measured) / len(measured)
     assert 0.78 <= inside <= 0.9
-    assert statistics.median(measured) == pytest.approx(1, abs=0.2)
+    assert statistics.median(measured) == pytest.approx(1, abs=0.25)
 
 
 @pytest.mark.parametrize("model", PAPER)
-def test_long_prompts_of_the_papers_models_are_near_what_it_measured(model: str) -> None:
-    """The paper's times begin at 0.34 s whatever the model, which is no arithmetic: short prompts are not compared."""
+def test_what_more_tokens_cost_is_near_what_the_paper_measured(model: str) -> None:
+    """Its times begin at 0.34 s whatever the model, which is no arithmetic: what comes on top is compared."""
     printed, instance = load_profile(f"{model}-h200"), roof(model, "h200", 8)
-    for tokens in (32768, 131072):
-        assert 0.4 < printed.prefill_s(tokens) / instance.prefill_s(tokens) < 2.2
+    more = printed.prefill_s(131072) - printed.prefill_s(32768)
+    assert 0.7 < more / (instance.prefill_s(131072) - instance.prefill_s(32768)) < 2.1
 
 
 @given(

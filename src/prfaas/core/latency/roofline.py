@@ -12,11 +12,11 @@ from prfaas.core.latency.profile import ProfileError
 from prfaas.core.latency.work import ModelWork
 
 # Shares of the printed peaks, and what does not shrink with a faster GPU.
-_MATRIX_SHARE = 0.3
-_ATTENTION_SHARE = 0.5
+_MATRIX_SHARE = 0.27
+_ATTENTION_SHARE = 0.4
 _MEMORY_SHARE = 0.62
-_LAYER_S = 120e-6
-_REQUEST_S = 0.1
+_LAYER_S = 85e-6
+_REQUEST_S = 0.06
 
 # Of all that is in an all-reduce over n ranks, each sends and receives 2 (n - 1) / n; two of them in a layer.
 _REDUCTIONS_PER_LAYER = 2
@@ -25,8 +25,8 @@ _ACTIVATION_BYTES = 2
 # What is left of a GPU's memory for weights and KVCache beside activations and graphs, vLLM's default.
 _USABLE_MEMORY = 0.9
 
-PREFILL_BAND = (0.5, 1.8)
-DECODE_BAND = (0.6, 1.4)
+PREFILL_BAND = (0.55, 1.6)
+DECODE_BAND = (0.7, 1.35)
 """Measured over estimated times: 8 of 10 public measurements are between these (`docs/explanation/estimates.md`)."""
 
 
