@@ -112,3 +112,16 @@ def test_gpus_are_known_by_name_in_any_case_and_compute_what_they_can() -> None:
         gpu("h2000")
     with pytest.raises(ProfileError, match='there is no GPU "abacus"; there are a100, h100'):
         gpu("abacus")
+
+
+@pytest.mark.parametrize("model", ["kimi-linear", "mimo-v2-flash", "ring-2.5-1t", "qwen3-235b"])
+def test_shipped_decode_estimates_are_the_rooflines(model: str) -> None:
+    """A change of the roofline changes these files too."""
+    decode = load_profile(f"{model}-h200").decode
+    assert decode is not None
+    assert decode.evidence.band == DECODE_BAND
+    assert decode.context_tokens is not None
+    for batch, step_s in decode.curve.points:
+        assert roof(model, "h200", 8).decode_step_s(batch, decode.context_tokens) == pytest.approx(
+            step_s, rel=1e-3
+        )
