@@ -91,11 +91,11 @@ def test_faster_gpus_and_more_of_them_are_faster() -> None:
 
 def test_memory_holds_weights_and_requests() -> None:
     instance = roof("llama-3.1-70b", "h200", 4)
-    left = 0.9 * 141e9 - 70.6e9 * 2 / 4
+    left = 0.9 * 141 * 2**30 - 70.6e9 * 2 / 4
     # 80 layers × 2 of 8 KV heads × 256 numbers of 2 bytes on each rank.
     assert instance.max_batch(8192) == pytest.approx(left / (80 * 2 * 256 * 2 * 8192), rel=0.02)
     with pytest.raises(
-        ProfileError, match=r"deepseek-r1 \(fp8 weights\) needs 168 GB on each of 4 h200, which have 127 GB"
+        ProfileError, match=r"deepseek-r1 \(fp8 weights\) needs 168 GB on each of 4 h200, which have 136 GB"
     ):
         roof("deepseek-r1", "h200", 4)
     with pytest.raises(ProfileError, match="can't be divided among 3 ranks"):

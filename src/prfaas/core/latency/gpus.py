@@ -40,11 +40,11 @@ _GPUS = (
         "NVIDIA H100 datasheet, SXM5 80 GB; half of the figures with sparsity",
     ),
     Gpu(
-        *("h200", 989 * _TERA, 1979 * _TERA, 141 * GB, 4800 * GB, 450 * GB),
+        *("h200", 989 * _TERA, 1979 * _TERA, 141 * GIB, 4800 * GB, 450 * GB),
         "NVIDIA H200 datasheet, SXM 141 GB; half of the figures with sparsity",
     ),
     Gpu(
-        *("h20", 148 * _TERA, 296 * _TERA, 96 * GB, 4000 * GB, 450 * GB),
+        *("h20", 148 * _TERA, 296 * _TERA, 96 * GIB, 4000 * GB, 450 * GB),
         "NVIDIA H20 96 GB, as resellers print it; NVIDIA has no public datasheet of it",
     ),
     Gpu(
@@ -52,7 +52,7 @@ _GPUS = (
         "NVIDIA H800 SXM as arXiv 2412.19437 describes it: an H100 with less NVLink",
     ),
     Gpu(
-        *("b200", 2250 * _TERA, 4500 * _TERA, 180 * GB, 7700 * GB, 900 * GB),
+        *("b200", 2250 * _TERA, 4500 * _TERA, 180 * GIB, 7700 * GB, 900 * GB),
         "NVIDIA DGX B200 datasheet, an eighth of it (62 TB/s, 1,440 GB); half of the figures with sparsity",
         9000 * _TERA,
     ),
@@ -62,7 +62,7 @@ _GPUS = (
         14000 * _TERA,
     ),
     Gpu(
-        *("gb200", 2500 * _TERA, 5000 * _TERA, 186 * GB, 8000 * GB, 900 * GB),
+        *("gb200", 2500 * _TERA, 5000 * _TERA, 186 * GIB, 8000 * GB, 900 * GB),
         "NVIDIA GB200 NVL72 datasheet, one of two GPUs; half of the figures with sparsity",
         10000 * _TERA,
     ),
