@@ -21,6 +21,8 @@ from prfaas.tools.replay import ReplayOptions, replay
 from prfaas.tools.replay.client import find_target
 
 PLACES_S = 5
+PROBE_TOKENS = 4096
+_PROBES = 4
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,18 @@ async def driven(stack: MeasuredStack, requests: Sequence[TracedRequest]) -> dic
             for record in result.records
         ],
     }  # fmt: skip
+
+
+async def probes(stack: MeasuredStack) -> list[float]:
+    """Seconds of prefills of `PROBE_TOKENS` tokens, one after the other, on both prefill engines in turn.
+
+    Taken before and after a drive: the machine itself is faster at one time than at another.
+    """
+    async with AsyncExitStack() as opened:
+        home = await opened.enter_async_context(ProfiledEndpoint(stack.url(HOME_PREFILL)))
+        with stack.near(EAST_PREFILL):
+            east = await opened.enter_async_context(ProfiledEndpoint(stack.url(EAST_PREFILL)))
+            return [await engine.prefill_s(PROBE_TOKENS) for _ in range(_PROBES) for engine in (east, home)]
 
 
 async def _first_s(gateway: ProfiledEndpoint, tokens: int) -> list[float]:
