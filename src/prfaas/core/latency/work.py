@@ -4,9 +4,9 @@ Counted are the matrices, which are all but a thousandth of a model. Norms, bias
 tower and the layers of multi-token prediction are not.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import isqrt
 from typing import Any
 
 from prfaas.core.kv.families import ConfigError, ConfigFields
@@ -52,7 +52,7 @@ class Experts:
 
     def touched(self, tokens: float) -> float:
         """Experts of a layer that at least one of `tokens` tokens takes, if all are taken alike."""
-        return self.count * (1 - (1 - self.per_token / self.count) ** tokens)
+        return self.count * (1 - math.pow(1 - self.per_token / self.count, tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +242,7 @@ def _linear_params(group: LinearState, fields: ConfigFields) -> int:
     # LinearState counts fp32 states and bf16 convolutions of kernel - 1 columns.
     elements = group.recurrent_bytes // 4
     if not group.conv_bytes:
-        inner = group.heads * isqrt(elements // group.heads)
+        inner = group.heads * math.isqrt(elements // group.heads)
         return hidden * 5 * inner
     section = fields.fields.get("linear_attn_config")
     kernel = fields.whole(

@@ -89,7 +89,7 @@ class AiconfiguratorTimes:
             EstimatorGap: it has no measurements near.
         """
         with _explained():
-            return self._engine.predict_prefill_latency(1, int(tokens)) / 1000
+            return float(self._engine.predict_prefill_latency(1, int(tokens))) / 1000
 
     def decode_step_s(self, batch: float, context_tokens: float) -> float:
         """Seconds of one step of `batch` requests with `context_tokens` tokens each.
@@ -98,7 +98,7 @@ class AiconfiguratorTimes:
             EstimatorGap: it has no measurements near.
         """
         with _explained():
-            return self._engine.predict_decode_latency(int(batch), int(context_tokens)) / 1000
+            return float(self._engine.predict_decode_latency(int(batch), int(context_tokens))) / 1000
 
 
 def version() -> str:
