@@ -135,14 +135,17 @@ def test_aiconfigurator_is_asked_first(tmp_path: Path) -> None:
     assert made.profile.source.startswith(
         "Estimated, not measured: aiconfigurator-core 0.12.0, vLLM on h200;"
     )
-    # It answers in milliseconds.
-    assert made.profile.prefill.points == ((1000, 0.1), (2000, 0.2))
+    # It answers in milliseconds, and knows nothing of the 60 ms of a request.
+    assert made.profile.prefill.points == ((1000, 0.16), (2000, 0.26))
     assert made.profile.decode is not None
     assert made.profile.decode.curve.points == ((1, 0.0052), (8, 0.0059))
     assert made.profile.evidence.band == aiconfigurator.PREFILL_BAND
     model, system, backend, options = StandInEngine.compiled
     assert (model, system, backend) == ("minimax_m2", "h200_sxm", "vllm")
-    assert (options["tp_size"], options["moe_tp_size"], options["gemm_quant_mode"]) == (8, 8, "fp8_block")
+    assert (options["tp_size"], options["moe_tp_size"], options["gemm_quant_mode"]) == (8, 8, None)
+    # Its own reading of the file tells kinds of fp8 apart; other formats are said.
+    estimate(replace(plan, weights="nvfp4"))
+    assert StandInEngine.compiled[3]["moe_quant_mode"] == "nvfp4"
 
 
 @pytest.mark.usefixtures("with_the_package")
@@ -181,3 +184,18 @@ def test_an_estimate_beside_a_measured_profile(tmp_path: Path) -> None:
     assert differences(replace(made, decode=None), printed)[1] == ()
     slow = replace(made, decode=None)
     assert all(row.measured_s == row.estimated_s for row in differences(slow, made)[0])
+
+
+@pytest.mark.usefixtures("with_the_package")
+def test_experts_that_cannot_be_cut_are_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = StandInEngine.compile
+
+    def refuse(directory: str, system: str, backend: str, **options: Any) -> StandInEngine:
+        if options["moe_tp_size"] > 1:
+            raise ValueError("1536 / 8 is no multiple of 128")
+        return plain(directory, system, backend, **options)
+
+    monkeypatch.setattr(StandInEngine, "compile", refuse)
+    made = estimate(EstimatePlan(config(tmp_path, "minimax-m2.5"), "h200", 8, batches=(8,)))
+    assert made.notes == ()
+    assert (StandInEngine.compiled[3]["moe_tp_size"], StandInEngine.compiled[3]["moe_ep_size"]) == (1, 8)

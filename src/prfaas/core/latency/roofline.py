@@ -16,7 +16,8 @@ _MATRIX_SHARE = 0.27
 _ATTENTION_SHARE = 0.4
 _MEMORY_SHARE = 0.62
 _LAYER_S = 85e-6
-_REQUEST_S = 0.06
+REQUEST_S = 0.06
+"""Of every prompt, whatever its length: HTTP, tokenizer, scheduler, sampling."""
 
 # Of all that is in an all-reduce over n ranks, each sends and receives 2 (n - 1) / n; two of them in a layer.
 _REDUCTIONS_PER_LAYER = 2
@@ -63,7 +64,7 @@ class Roofline:
             self.ranks * self.gpu.bf16_flops_per_s * _ATTENTION_SHARE
         )
         reading_s = self._reading_s(self.work.read_bytes(tokens) / self.ranks)
-        return _REQUEST_S + self._layers_s + max(computing_s, reading_s) + self._exchange_s(tokens)
+        return REQUEST_S + self._layers_s + max(computing_s, reading_s) + self._exchange_s(tokens)
 
     def decode_step_s(self, batch: float, context_tokens: float) -> float:
         """Seconds of one step of `batch` requests with `context_tokens` tokens each."""

@@ -5,6 +5,7 @@ the model from the same `config.json`. What it does not know is no mistake of th
 """
 
 import json
+import logging
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from prfaas.core.latency.profile import ProfileError
-from prfaas.core.latency.work import WeightFormat
+from prfaas.core.latency.roofline import REQUEST_S
+from prfaas.core.latency.work import WeightFormat, weight_format
 
 SYSTEMS = {
     "a100": "a100_sxm",
@@ -25,18 +27,18 @@ SYSTEMS = {
 }
 """Our names of GPUs → AIConfigurator's systems."""
 
-# Names of its quantizations: (matrices, experts). Formats that aren't here are left to what it reads in the file.
+# Names of its quantizations: (matrices, experts).
 _QUANTIZATIONS = {
     "bf16": ("bfloat16", "bfloat16"),
-    "fp8": ("fp8_block", "fp8_block"),
+    "fp8": ("fp8", "fp8"),
     "int4": ("int4_wo", "int4_wo"),
     "int4-experts": ("bfloat16", "int4_wo"),
     "mxfp4-experts": ("bfloat16", "w4a16_mxfp4"),
     "nvfp4": ("nvfp4", "nvfp4"),
 }
 
-PREFILL_BAND = (0.5, 1.8)
-DECODE_BAND = (0.6, 1.4)
+PREFILL_BAND = (0.5, 1.3)
+DECODE_BAND = (0.65, 1.25)
 """Measured over estimated times: 8 of 10 public measurements are between these (`docs/explanation/estimates.md`)."""
 
 
@@ -45,7 +47,7 @@ class EstimatorGap(ProfileError):
 
 
 class AiconfiguratorTimes:
-    """Times of one vLLM instance of `ranks` GPUs with tensor parallelism, attention and experts alike."""
+    """Times of one vLLM instance of `ranks` GPUs with tensor parallelism, attention and experts alike where experts can be cut so."""
 
     def __init__(self, config: Mapping[str, Any], gpu: str, ranks: int, weights: WeightFormat | None) -> None:
         """Compile the model for the machine.
@@ -67,29 +69,33 @@ class AiconfiguratorTimes:
             raise EstimatorGap(
                 "aiconfigurator-core is not installed: pip install 'prfaas[estimate]'"
             ) from None
-        matrices, experts = _QUANTIZATIONS[weights.name] if weights is not None else (None, None)
+        # It warns of tables that other models need.
+        logging.getLogger("aiconfigurator_core").setLevel(logging.ERROR)
+        # Its own reading of the file tells kinds of fp8 apart.
+        as_it_is = weights == weight_format(config)
+        matrices, experts = (None, None) if weights is None or as_it_is else _QUANTIZATIONS[weights.name]
         with _explained(), tempfile.TemporaryDirectory() as directory:
             # It reads a directory that looks like a checkpoint.
             (Path(directory) / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
-            self._engine = EngineHandle.compile(
-                directory,
-                SYSTEMS[gpu],
-                "vllm",
-                tp_size=ranks,
-                moe_tp_size=ranks,
-                moe_ep_size=1,
-                gemm_quant_mode=matrices,
-                moe_quant_mode=experts,
-            )
+            options = {"tp_size": ranks, "gemm_quant_mode": matrices, "moe_quant_mode": experts}
+            try:
+                self._engine = EngineHandle.compile(
+                    directory, SYSTEMS[gpu], "vllm", **options, moe_tp_size=ranks, moe_ep_size=1
+                )
+            except ValueError:
+                # Experts that can't be cut into so many pieces are spread over the ranks as a whole.
+                self._engine = EngineHandle.compile(
+                    directory, SYSTEMS[gpu], "vllm", **options, moe_tp_size=1, moe_ep_size=ranks
+                )
 
     def prefill_s(self, tokens: float) -> float:
-        """Seconds of the engine's steps for a prompt of `tokens` tokens, one request alone.
+        """Seconds of a prompt of `tokens` tokens, one request alone: the engine's steps, and what comes with a request.
 
         Raises:
             EstimatorGap: it has no measurements near.
         """
         with _explained():
-            return float(self._engine.predict_prefill_latency(1, int(tokens))) / 1000
+            return REQUEST_S + float(self._engine.predict_prefill_latency(1, int(tokens))) / 1000
 
     def decode_step_s(self, batch: float, context_tokens: float) -> float:
         """Seconds of one step of `batch` requests with `context_tokens` tokens each.
