@@ -121,7 +121,6 @@ def print_table(name: str, make: Callable[[PublicTime], EngineTimes]) -> None:
         print(f"{what:8} {group:16} {len(values):5} {deciles[0]:6.2f} {deciles[4]:6.2f} {deciles[8]:6.2f}")
 
 
-
 def main() -> None:
     """Print what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__)

@@ -9,6 +9,7 @@ import yaml
 
 from prfaas.cli import main as cli
 from prfaas.core.latency import load_profile
+from prfaas.core.units import format_s
 
 MODELS = yaml.safe_load((Path(__file__).parents[1] / "core" / "latency" / "public_models.yaml").read_text())
 
@@ -54,6 +55,15 @@ def test_a_file_plots_and_error_bars_beside_a_measured_profile(
     assert load_profile(out).name == "mine"
     for title in ("minimax-m2.5: prefill", "decode step after 8192 tokens", "error bar", "over estimated"):
         assert title in captured.out
+    tokens, seconds = load_profile(out).prefill.points[3]
+    band = load_profile(out).evidence.band
+    assert band is not None
+    bar = f"{format_s(band[0] * seconds)} – {format_s(band[1] * seconds)}"
+    assert any(
+        line.split()[0] == f"{tokens:.0f}" and bar in line
+        for line in captured.out.splitlines()
+        if line.strip()
+    )
     assert f"profile: {out}" in captured.out
     assert sorted(path.name for path in plots.iterdir()) == ["mine-decode.png", "mine-prefill.png"]
     assert (plots / "mine-prefill.png").read_bytes().startswith(b"\x89PNG")

@@ -8,7 +8,7 @@ import typer
 
 if TYPE_CHECKING:
     from prfaas.core.latency import LatencyProfile
-    from prfaas.tools.profiling.estimate import Difference, EstimatePlan
+    from prfaas.tools.profiling.estimate import BesideMeasured, EstimatePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def plot_estimate(
 def _document(
     profile: "LatencyProfile",
     outputs: EstimateOutputs,
-    both: "tuple[tuple[Difference, ...], tuple[Difference, ...]]",
+    both: "tuple[tuple[BesideMeasured, ...], tuple[BesideMeasured, ...]]",
 ) -> dict[str, object]:
     decode = profile.decode
     return {
@@ -131,7 +131,7 @@ def _document(
 def _print_tables(
     profile: "LatencyProfile",
     measured: "LatencyProfile | None",
-    both: "tuple[tuple[Difference, ...], tuple[Difference, ...]]",
+    both: "tuple[tuple[BesideMeasured, ...], tuple[BesideMeasured, ...]]",
 ) -> None:
     from rich import box
     from rich.table import Table

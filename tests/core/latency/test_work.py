@@ -115,3 +115,11 @@ def test_layers_with_and_without_experts() -> None:
         experts = model_work(base | more, "q").experts
         assert experts is not None
         assert experts.layers == layers
+
+
+def test_gates_of_attention_heads_are_counted() -> None:
+    config = MODELS["qwen3.5-397b"]["config"]
+    without = config | {"text_config": config["text_config"] | {"attn_output_gate": False}}
+    more = model_work(config, "q").dense_params - model_work(without, "q").dense_params
+    assert more == 15 * 4096 * 32 * 256
+    assert model_work(MODELS["qwen3-next-80b"]["config"], "n").softmax[0].layers == 12

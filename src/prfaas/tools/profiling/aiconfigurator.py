@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from prfaas.core.latency.profile import ProfileError
@@ -47,7 +48,7 @@ class EstimatorGap(ProfileError):
 
 
 class AiconfiguratorTimes:
-    """Times of one vLLM instance of `ranks` GPUs with tensor parallelism, attention and experts alike where experts can be cut so."""
+    """Times of one vLLM instance of `ranks` GPUs with tensor parallelism, of the experts too where they can be cut."""
 
     def __init__(self, config: Mapping[str, Any], gpu: str, ranks: int, weights: WeightFormat | None) -> None:
         """Compile the model for the machine.
@@ -120,5 +121,5 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise EstimatorGap(f"aiconfigurator can't estimate it ({reason[:200]})") from error
+        reason = " ".join(str(error).split()).partition(". ")[0] or type(error).__name__
+        raise EstimatorGap(f"aiconfigurator can't estimate it ({shorten(reason, 200)})") from error

@@ -63,7 +63,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class BesideMeasured:
     """One time of an estimate beside the measured one."""
 
     at: float
@@ -146,7 +146,7 @@ def estimate(plan: EstimatePlan) -> Estimate:
 
 def differences(
     estimated: LatencyProfile, measured: LatencyProfile
-) -> tuple[tuple[Difference, ...], tuple[Difference, ...]]:
+) -> tuple[tuple[BesideMeasured, ...], tuple[BesideMeasured, ...]]:
     """(prefill, decode) of an estimate beside a measured profile, at the estimate's points that both cover."""
     prefill = _differences(estimated.prefill, measured.prefill, estimated.evidence)
     if estimated.decode is None or measured.decode is None:
@@ -158,13 +158,13 @@ def differences(
 
 def _differences(
     estimated: Curve, measured: Curve, evidence: Evidence, also_measured: bool = False
-) -> tuple[Difference, ...]:
+) -> tuple[BesideMeasured, ...]:
     low, high = evidence.band or (1.0, 1.0)
     places = {x for x, _ in estimated.points}
     if also_measured:
         places |= {x for x, _ in measured.points}
     return tuple(
-        Difference(x, estimated.at(x), low * estimated.at(x), high * estimated.at(x), measured.at(x))
+        BesideMeasured(x, estimated.at(x), low * estimated.at(x), high * estimated.at(x), measured.at(x))
         for x in sorted(places)
         if estimated.covers(x) and measured.covers(x)
     )
