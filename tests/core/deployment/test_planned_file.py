@@ -1,5 +1,6 @@
 """Deployment files for planning: what a good one says, and where a bad one is wrong."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from prfaas.core.deployment import (
     load_deployment,
     load_planned,
 )
+from prfaas.core.latency import load_profile, save_profile
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -208,10 +210,6 @@ BAD = {
     "profile of another model": (
         replaced("published: internal-1t", "published: kimi-k2"),
         '10: clusters[0].profile: "internal-1t-h200" is how fast internal-1t is, but model.published is kimi-k2',
-    ),
-    "pd cluster that was never timed decoding": (
-        replaced("profile: internal-1t-h20\n", "profile: internal-1t-h200\n"),
-        '15: clusters[1].profile: "internal-1t-h200" has no decode times, which a cluster of kind "pd" needs',
     ),
     "neither instances nor a count": (
         replaced("    instance_count: 4\n", ""),
@@ -411,3 +409,13 @@ def test_a_file_to_run_has_them_too_and_says_what_an_instance_costs(tmp_path: Pa
     path.write_text(LIVE + "prices: {h200: 2, egress_per_gb: 0.02}\n")
     with pytest.raises(DeploymentError, match='there is no price for "h20"; add it to prices'):
         load_deployment(path)
+
+
+def test_a_pd_cluster_that_was_never_timed_decoding(tmp_path: Path) -> None:
+    profile = load_profile("internal-1t-h20")
+    save_profile(replace(profile, name="prefill-only", decode=None), tmp_path / "prefill-only.yaml")
+    with pytest.raises(DeploymentError) as error:
+        planned(tmp_path, replaced("profile: internal-1t-h20\n", "profile: prefill-only.yaml\n"))
+    assert str(error.value).endswith(
+        '15: clusters[1].profile: "prefill-only" has no decode times, which a cluster of kind "pd" needs'
+    )
