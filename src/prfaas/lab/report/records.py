@@ -2,7 +2,6 @@
 
 import csv
 import gzip
-import importlib.util
 import io
 import json
 from collections.abc import Iterator, Mapping
@@ -42,10 +41,13 @@ class RecordsFile:
         if path.is_dir() or not path.parent.is_dir():
             what = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
             raise ValueError(f"{path}: {what}; name a file in a folder that is there")
-        if name.endswith(".parquet") and importlib.util.find_spec("pyarrow") is None:
-            raise ValueError(
-                f"{path}: Parquet needs pyarrow (pip install 'prfaas[records]'); .csv.gz and .jsonl.gz do not"
-            )
+        if name.endswith(".parquet"):
+            try:
+                import pyarrow.parquet  # noqa: F401
+            except ModuleNotFoundError:
+                raise ValueError(
+                    f"{path}: Parquet needs pyarrow (pip install 'prfaas[records]'); .csv.gz and .jsonl.gz do not"
+                ) from None
         return cls(path)
 
     def write(self, results: Mapping[str, Result], described: str) -> int:
