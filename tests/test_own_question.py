@@ -67,9 +67,8 @@ for cell in json.load(open(sys.argv[1]))["cells"]:
     if cell["cell_type"] == "code":
         exec(compile("".join(cell["source"]), cell["id"], "exec"))
 assert counted.seconds_per_gb.nunique() == len(PRICES)
-falls = answer.gigabytes.diff().dropna() <= 0
-assert falls.all() and answer.gigabytes.iloc[-1] < answer.gigabytes.iloc[0], answer
-assert (answer.ttft_p90_s > 0).all()
+assert answer.gigabytes[4] < answer.gigabytes[0], answer
+assert answer.ttft_p90_s[4] > answer.ttft_p90_s[0], answer
 assert len(axes.lines) == len(kinds)
 """
 

@@ -86,7 +86,7 @@ def _opened(path: Path) -> Iterator[IO[str]]:
 
 
 def _text(raw: IO[bytes] | gzip.GzipFile) -> io.TextIOWrapper:
-    return io.TextIOWrapper(raw, encoding="utf-8", newline="")  # type: ignore[arg-type]
+    return io.TextIOWrapper(raw, encoding="utf-8", newline="")
 
 
 def _write_csv(file: IO[str], results: Mapping[str, Result]) -> None:
@@ -112,7 +112,8 @@ def _write_json_lines(file: IO[str], results: Mapping[str, Result]) -> None:
 def _plain(values: "np.ndarray[Any, Any]") -> list[Any]:
     """Python's numbers, None for what is no number."""
     if values.dtype.kind == "f" and np.isnan(values).any():
-        return np.where(np.isnan(values), None, values.astype(object)).tolist()
+        values = values.astype(object)
+        values[values != values] = None
     return list(values.tolist())
 
 
