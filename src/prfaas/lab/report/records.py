@@ -111,10 +111,11 @@ def _write_json_lines(file: IO[str], results: Mapping[str, Result]) -> None:
 
 def _plain(values: "np.ndarray[Any, Any]") -> list[Any]:
     """Python's numbers, None for what is no number."""
-    if values.dtype.kind == "f" and np.isnan(values).any():
-        values = values.astype(object)
-        values[values != values] = None
-    return list(values.tolist())
+    if values.dtype.kind != "f":
+        return list(values.tolist())
+    plain = values.astype(object)
+    plain[np.isnan(values)] = None
+    return list(plain.tolist())
 
 
 def _write_parquet(path: Path, results: Mapping[str, Result], described: str) -> None:
