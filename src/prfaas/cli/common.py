@@ -93,9 +93,14 @@ def made_folder(directory: Path, option: str) -> Path:
 
 def print_json(document: Any) -> None:
     """One document on stdout; infinities and what is no number become null."""
+    typer.echo(json_text(document))
+
+
+def json_text(document: Any) -> str:
+    """As `print_json` prints it."""
     import json
 
-    typer.echo(json.dumps(_finite(document), indent=2, allow_nan=False))
+    return json.dumps(_finite(document), indent=2, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

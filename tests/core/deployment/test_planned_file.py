@@ -17,6 +17,7 @@ from prfaas.core.deployment import (
     load_planned,
 )
 from prfaas.core.latency import load_profile, save_profile
+from prfaas.core.planner import problem_of
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -132,6 +133,19 @@ def test_a_trace_lies_beside_the_file_and_may_say_how_long_answers_are(tmp_path:
     workload = planned(tmp_path, text).workload
     assert workload.lengths == TraceLengths(tmp_path / "t.jsonl", "mooncake")
     assert workload.output_tokens is None
+
+
+def test_the_columns_of_a_trace_are_named(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("at,prompt,answer\n0,4000,10\n60,8000,30\n")
+    lengths = "{distribution: trace, path: t.csv, columns: {arrival: at, input: prompt, output: answer}}"
+    old = "{distribution: lognormal, mu: 9.9, sigma: 1, low: 128, high: 131072}\n  output_tokens: 1024"
+    problem = problem_of(planned(tmp_path, replaced(old, lengths)))
+    assert (problem.workload.lengths.mean(), problem.workload.output_tokens) == (6000, 20)
+    wrong = planned(tmp_path, replaced(old, lengths.replace("arrival: at", "when: at")))
+    with pytest.raises(
+        DeploymentError, match=r"workload\.lengths\.path: columns of a CSV trace are named as"
+    ):
+        problem_of(wrong)
 
 
 def test_a_file_to_run_can_be_planned_too(tmp_path: Path) -> None:

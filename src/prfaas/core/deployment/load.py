@@ -340,7 +340,7 @@ def _planned_cluster(
 def _lengths(path: Path, lengths: LengthsSection) -> LengthsSpec:
     if lengths.distribution == "trace":
         assert lengths.path is not None
-        return TraceLengths(path.parent / Path(lengths.path).expanduser(), lengths.format)
+        return TraceLengths(path.parent / Path(lengths.path).expanduser(), lengths.format, lengths.columns)
     if lengths.distribution == "empirical":
         assert lengths.lengths is not None
         weights = None if lengths.weights is None else tuple(lengths.weights)

@@ -11,7 +11,7 @@ from prfaas.core.deployment.types import ClusterKind, ControlConfig, Link, Routi
 from prfaas.core.kv import KvModel
 from prfaas.core.latency import LatencyProfile
 
-TraceFormat = Literal["mooncake", "azure", "servegen", "jsonl"]
+TraceFormat = Literal["mooncake", "azure", "burstgpt", "servegen", "jsonl"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,9 @@ class TraceLengths:
 
     path: Path
     format: TraceFormat | None
-    """None: as the file's name tells."""
+    """None: as the file's name or first line tells."""
+    columns: Mapping[str, str] | None = None
+    """Of a CSV file: what the columns `arrival`, `input` and `output` are called in it."""
 
 
 LengthsSpec = LogNormalLengths | UniformLengths | FixedLengths | EmpiricalLengths | TraceLengths

@@ -228,7 +228,8 @@ class LengthsSection(_Section):
     lengths: Annotated[list[PositiveFloat], Field(min_length=1)] | None = None
     weights: Annotated[list[Weight], Field(min_length=1)] | None = None
     path: Text | None = None
-    format: Literal["mooncake", "azure", "servegen", "jsonl"] | None = None
+    format: Literal["mooncake", "azure", "burstgpt", "servegen", "jsonl"] | None = None
+    columns: dict[Text, Text] | None = None
 
 
 class WorkloadSection(_Section):

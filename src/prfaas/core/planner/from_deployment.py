@@ -17,6 +17,7 @@ from prfaas.core.latency import ProfileError
 from prfaas.core.planner.equations import KvSize
 from prfaas.core.planner.problem import PdCluster, PlanError, PlanLink, PlanProblem, PrfaasCluster, all_paths
 from prfaas.core.workload import (
+    CsvColumns,
     Empirical,
     LengthDistribution,
     RequestTrace,
@@ -179,6 +180,6 @@ def _lengths(deployment: PlannedDeployment) -> tuple[LengthDistribution, float |
             return fixed(tokens), None
         case EmpiricalLengths(lengths, weights):
             return Empirical(lengths, weights), None
-        case TraceLengths(path, form):
-            trace = read_trace(path, form)
+        case TraceLengths(path, form, columns):
+            trace = read_trace(path, form, None if columns is None else CsvColumns.of(columns))
             return trace.lengths, trace.output_tokens

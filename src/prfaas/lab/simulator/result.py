@@ -4,12 +4,15 @@ import math
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prfaas.core.deployment import Slo
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 FloatArray = NDArray[np.float64]
 
@@ -177,6 +180,48 @@ class Result:
             return None
         kept = values[self.series["time_s"] > self.start_s]
         return _mean(kept[np.isfinite(kept)])
+
+    def table(self) -> dict[str, NDArray[Any]]:
+        """A column per fact, in seconds, tokens and bytes, with an entry per request in the order of arrival.
+
+        Columns are named as the fields are. Two differ: `request` is the number of the request from 0 on, the same
+        for every policy under the same requests, and `reason` is a word. With pools, `hit_tokens_memory`, `_ssd`,
+        `_machine` and `_cluster` say what of `hit_tokens` came from which tier.
+        """
+        reasons = np.array(self.reasons, dtype=object)
+        return {
+            "request": np.arange(len(self.arrival_s)),
+            "counted": self.counted,
+            "arrival_s": self.arrival_s,
+            "input_tokens": self.input_tokens,
+            "output_tokens": self.output_tokens,
+            "uncached_tokens": self.uncached_tokens,
+            "hit_tokens": self.hit_tokens,
+            **{f"hit_tokens_{tier}": tokens for tier, tokens in self.tier_tokens.items()},
+            "offloaded": self.offloaded,
+            "reason": reasons[self.reason],
+            "retries": self.retries,
+            "link_bytes": self.link_bytes,
+            "ttft_s": self.ttft_s,
+            "tpot_s": self.tpot_s,
+            "e2e_s": self.e2e_s,
+        }
+
+    def to_dataframe(self) -> "DataFrame":
+        """The `table` for pandas: a row per request, `reason` as a category.
+
+        Raises:
+            ModuleNotFoundError: pandas is not installed; `pip install 'prfaas[records]'`.
+        """
+        try:
+            import pandas
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "a data frame needs pandas: pip install 'prfaas[records]'", name=error.name
+            ) from error
+        columns = self.table()
+        reason = pandas.Categorical.from_codes(self.reason, categories=list(self.reasons))
+        return pandas.DataFrame(columns | {"reason": reason})
 
     def summary(self) -> dict[str, Any]:
         """The counted requests in numbers, ready for JSON; NaN becomes None."""
