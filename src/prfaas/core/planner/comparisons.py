@@ -90,10 +90,16 @@ class Baseline:
     """The most requests per second at which it keeps the target of the TTFT; None without a target."""
     keeps_target: bool = True
     """Whether it does at the problem's load of its own Λ_max."""
-    comparable_rate: float = 0.0
-    """Λ_max; without the target kept, that of which the problem's load is the most that keeps it."""
     cost: Cost | None = None
     """At Λ_max."""
+
+    @property
+    def comparable_rate(self) -> float:
+        """Λ_max; where the target is not kept, that of which the problem's load is the most that keeps it."""
+        rate, estimate = self.point.lambda_max, self.ttft_estimate
+        if self.keeps_target or self.rate_within_target is None or estimate is None or rate <= 0:
+            return rate
+        return self.rate_within_target / estimate.load
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +206,6 @@ def _baseline(label: str, operation: Operation, rival: Rival) -> Baseline:
         operation.estimate(rival.requests_per_s),
         None if target is None else operation.rate_within(target),
         operation.keeps_target,
-        operation.comparable_rate,
         cost_at(problem, point),
     )
 
