@@ -82,7 +82,7 @@ def _size_or_zero(value: object) -> int:
 def _bandwidth(value: object) -> float:
     rate = parse_bits_per_s(value)
     if isinstance(value, int | float) and rate < _LEAST_PLAIN_BITS_PER_S:
-        raise ValueError(f'{value!r} would be {rate:g} bit/s; write the unit, for example "{value!r} Gbit/s"')
+        raise ValueError(f'{rate:g} would be {rate:g} bit/s; write the unit, for example "{rate:g} Gbit/s"')
     return rate
 
 

@@ -112,8 +112,12 @@ class Rival:
     """The traffic that it is planned for."""
 
 
+NOBODY = Rival(None)
+"""To compare with nothing."""
+
+
 def homogeneous(
-    problem: PlanProblem, rival: Rival = Rival(None), service: ServiceModel = "mean length"
+    problem: PlanProblem, rival: Rival = NOBODY, service: ServiceModel = "mean length"
 ) -> Baseline:
     """As many GPUs as the deployment has, all of a PD cluster's hardware in one PD cluster with the best split.
 
