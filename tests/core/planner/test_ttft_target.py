@@ -224,8 +224,13 @@ def test_several_clusters_are_judged_by_the_target() -> None:
     halves = replace(
         whole,
         prfaas=tuple(replace(east, name=name, instances=2) for name in ("east", "west")),
-        links=tuple(replace(whole.links[0], source=name, rtt_s=0.1) for name in ("east", "west")),
+        links=tuple(replace(whole.links[0], source=name) for name in ("east", "west")),
     )
     plan = make_plan(with_target(halves, 0.5))
     assert not plan.keeps_target and plan.verdict.startswith("Target missed")
-    assert make_plan(with_target(halves, 60.0)).keeps_target
+    free = make_plan(with_target(halves, 60.0))
+    assert free.keeps_target and free.ttft_estimate.p90_s is not None
+    # A little below what the highest throughput has: other roles keep it.
+    near = make_plan(with_target(halves, 0.97 * free.ttft_estimate.p90_s))
+    if near.keeps_target:
+        assert near.optimum.lambda_max < free.optimum.lambda_max and near.optimum.roles != free.optimum.roles

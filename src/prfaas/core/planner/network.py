@@ -36,14 +36,22 @@ class NetworkPlan:
     """How far the true optimum may be above, in proportion."""
 
 
-def best_network(problem: PlanProblem, service: ServiceModel = "mean length") -> NetworkPlan:
-    """The highest Λ_max over whole-number roles and any routing of lengths over the links.
+def best_network(
+    problem: PlanProblem,
+    service: ServiceModel = "mean length",
+    roles: Mapping[str, int] | None = None,
+) -> NetworkPlan:
+    """The highest Λ_max over whole-number roles, or with those given, and any routing of lengths over the links.
 
     Lengths are cut into bins, and again where the solution divides a bin. Requests are routed by T(l). With
     "mean length" every resource's work is then scaled to the paper's T(E[L]) (or S(E[L])) of what it got, and the
     programme solved again until nothing changes: for two clusters that is the balance of Eq. 7.
     """
     paths = all_paths(problem)
+    if roles is not None:
+        routing, scales = _routes_for(problem, paths, roles, service)
+        prices = Programme(problem, paths, routing.lengths, scales).prices(roles)
+        return NetworkPlan(_point(routing, service), _work(routing), prices, 0.0)
     distribution = problem.workload.lengths
     coarse = BinnedLengths.of(distribution, distribution.bins(_ROLE_BINS))
     prefill, bound = Programme(problem, paths, coarse, {}).best_roles()

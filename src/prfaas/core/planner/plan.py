@@ -26,11 +26,10 @@ from prfaas.core.planner.cost import (
     cost_per_hour,
     egress_per_hour,
 )
-from prfaas.core.planner.network import NetworkPlan, best_network
 from prfaas.core.planner.operating_point import OperatingPoint, ServiceModel
 from prfaas.core.planner.problem import PlanProblem, TtftTarget
 from prfaas.core.planner.ttft import TtftEstimate
-from prfaas.core.planner.ttft_target import Operation, best_within_target, operation_at
+from prfaas.core.planner.ttft_target import best_within_target, operation_at
 from prfaas.core.planner.verdict import Gain, Limits, verdict_of
 
 Method = Literal["exact search", "linear programme"]
@@ -165,12 +164,8 @@ def make_plan(problem: PlanProblem, service: ServiceModel = "mean length") -> Pl
     Raises:
         PlanError: the solver gave up. Errors of the problem's curves (a length they don't cover) pass through.
     """
-    network: NetworkPlan | None = None
-    if problem.is_two_cluster:
-        operation = best_within_target(problem, service)
-    else:
-        network = best_network(problem, service)
-        operation = Operation(problem, network.point, network.work)
+    operation = best_within_target(problem, service)
+    network = operation.network
     rate, target = operation.point.lambda_max, problem.ttft_target
     unlimited = _unlimited(problem, service)
     needed = {link.name: link.egress_bits_per_s for link in unlimited.links}

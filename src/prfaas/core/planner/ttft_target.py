@@ -1,13 +1,13 @@
 """Operating points with their waits, and the best one that keeps a target for the time to the first token."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from prfaas.core.planner.loads import Split, work_of
-from prfaas.core.planner.network import best_network
+from prfaas.core.planner.network import NetworkPlan, best_network
 from prfaas.core.planner.operating_point import OperatingPoint, ServiceModel
-from prfaas.core.planner.problem import PlanProblem, TtftTarget
+from prfaas.core.planner.problem import PlanError, PlanProblem, TtftTarget
 from prfaas.core.planner.role_latency import decode_queues
 from prfaas.core.planner.ttft import ESTIMATE_LABEL, StageWork, TtftDistribution, TtftEstimate
 from prfaas.core.planner.two_clusters import best_of, best_point, merits, point_of, policies, settled, split_of
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # Thresholds that are tried for every split; between two of them the limit of the target is found by bisection.
 _GRID = 96
 _BISECTIONS = 40
+# With several clusters on a side roles are moved by one instance so often at most.
+_ROLE_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +32,8 @@ class Operation:
     problem: PlanProblem
     point: OperatingPoint
     work: StageWork
+    network: NetworkPlan | None = None
+    """Where it is from, if several clusters are on a side."""
 
     def waits(self, requests_per_s: float) -> TtftDistribution:
         """TTFT with waiting at a rate."""
@@ -85,15 +89,14 @@ def operation_at(problem: PlanProblem, point: OperatingPoint) -> Operation:
 def best_within_target(problem: PlanProblem, service: ServiceModel = "mean length") -> Operation:
     """The highest Λ_max whose TTFT, at the problem's load of it, keeps the problem's target.
 
-    Of two clusters every split and threshold is looked at. Of more the operation of the highest Λ_max is taken,
-    whatever its TTFT. The same where nothing keeps the target, and without one.
+    Of two clusters every split and threshold is looked at. Of more the roles near those of the highest Λ_max are, each
+    with its best routes. Where nothing keeps the target it is the operation of the highest Λ_max.
 
     Raises:
         PlanError: the solver gave up.
     """
     if not problem.is_two_cluster:
-        network = best_network(problem, service)
-        return Operation(problem, network.point, network.work)
+        return _network_within_target(problem, service)
     best = operation_at(problem, best_point(problem, service))
     target = problem.ttft_target
     if target is None or best.point.lambda_max <= 0 or best.keeps_target:
@@ -106,6 +109,44 @@ def best_within_target(problem: PlanProblem, service: ServiceModel = "mean lengt
             if here is not None and (found is None or here.point.lambda_max > found.point.lambda_max):
                 found = here
     return found or best
+
+
+def _network_within_target(problem: PlanProblem, service: ServiceModel) -> Operation:
+    best = around = _of_network(problem, best_network(problem, service))
+    if best.keeps_target:
+        return best
+    seen = {around.point.roles}
+    for _ in range(_ROLE_ROUNDS):
+        near = []
+        for roles in _neighbours(around.point):
+            try:
+                found = _of_network(problem, best_network(problem, service, roles))
+            except PlanError:
+                continue
+            if found.point.roles not in seen:
+                seen.add(found.point.roles)
+                near.append(found)
+        kept = [each for each in near if each.keeps_target]
+        if kept:
+            return max(kept, key=lambda each: each.point.lambda_max)
+        if not near:
+            break
+        around = min(near, key=lambda each: each.waits(problem.load * each.point.lambda_max).mean_s())
+    return best
+
+
+def _of_network(problem: PlanProblem, network: NetworkPlan) -> Operation:
+    return Operation(problem, network.point, network.work, network)
+
+
+def _neighbours(point: OperatingPoint) -> Iterator[dict[str, int]]:
+    """Prefill instances by PD cluster if one instance changed its role."""
+    prefill = {roles.cluster: roles.prefill for roles in point.roles}
+    for roles in point.roles:
+        if roles.decode > 0:
+            yield prefill | {roles.cluster: roles.prefill + 1}
+        if roles.prefill > 0:
+            yield prefill | {roles.cluster: roles.prefill - 1}
 
 
 class _TargetSearch:
