@@ -161,7 +161,9 @@ def test_a_target_for_the_ttft(
     plan = planned(monkeypatch, capsys, path)
     assert plan["keeps_target"] and plan["ttft_estimate"]["p90_s"] <= 4.5
     assert plan["binding"][-1] == "TTFT target"
-    assert plan["optimum"]["lambda_max"] < plan["lambda_max_without_target"] == pytest.approx(3.2589, rel=1e-4)
+    assert (
+        plan["optimum"]["lambda_max"] < plan["lambda_max_without_target"] == pytest.approx(3.2589, rel=1e-4)
+    )
     assert run(monkeypatch, "plan", path) == 0
     out = capsys.readouterr().out
     assert out.startswith("Latency-bound: ")
@@ -197,8 +199,11 @@ def test_the_table_binds_what_the_verdict_names(
         ("workload.load=0.5:2:4", "workload.load: must be less than 1, not 1"),
         ("links[7].bandwidth=1e9:2e9:3", "the list has only 1 entries"),
         ("slo.speed=1:2:3", "slo.speed: is no known field"),
-        ("links[0].bandwidth=1:100:5", 'links[0].bandwidth: 1 would be 1 bit/s; write the unit'),
-        ("routing.threshold_tokens=1e3:1e4:3", "a plan does not depend on routing.threshold_tokens, but on links"),
+        ("links[0].bandwidth=1:100:5", "links[0].bandwidth: 1 would be 1 bit/s; write the unit"),
+        (
+            "routing.threshold_tokens=1e3:1e4:3",
+            "a plan does not depend on routing.threshold_tokens, but on links",
+        ),
         ("links[0].connections=1:8:3", "a plan does not depend on links[0].connections"),
         ("bandwidth=1 Gbit/s:2 Gbit/s:3", "bandwidth: is no known field"),
     ],

@@ -211,9 +211,7 @@ def _plans(path: Path, sweep: Sweep) -> "Iterator[Plan]":
         yield make_plan(problem_of(load_planned(path, changes={sweep.field: value})))
 
 
-def _plot_sweep(
-    planned: "PlannedDeployment", sweep: Sweep, plans: "Sequence[Plan]", directory: Path
-) -> Path:
+def _plot_sweep(planned: "PlannedDeployment", sweep: Sweep, plans: "Sequence[Plan]", directory: Path) -> Path:
     from prfaas.lab.report.plan_figures import plot_sweep
     from prfaas.lab.report.plan_sweep import field_words, is_price_field, plot_price_sweep
 

@@ -125,9 +125,7 @@ def test_the_cheapest_operation_costs_least_and_never_sends_more(
 
 @settings(deadline=None, max_examples=15)
 @given(st.integers(1, 4), st.integers(2, 7), st.floats(0.5, 4.0), st.floats(0.0, 0.02))
-def test_headline_and_column_follow_one_rule(
-    prfaas: int, pd: int, h200_price: float, per_gb: float
-) -> None:
+def test_headline_and_column_follow_one_rule(prfaas: int, pd: int, h200_price: float, per_gb: float) -> None:
     """The ratio of the verdict is the column's throughput per money, whatever whole instances leave unspent."""
     problem = replace(paper_problem(prfaas=prfaas, pd=pd), prices={"h200": h200_price, "h20": 1.0})
     plan = make_plan(priced(problem, per_gb))
@@ -138,7 +136,9 @@ def test_headline_and_column_follow_one_rule(
         return
     assert column.cost is not None
     per_money = plan.optimum.lambda_max / plan.cost.per_hour
-    assert plan.equal_cost_ratio == pytest.approx(per_money / (column.point.lambda_max / column.cost.per_hour))
+    assert plan.equal_cost_ratio == pytest.approx(
+        per_money / (column.point.lambda_max / column.cost.per_hour)
+    )
     assert column.cost.per_hour <= plan.cost.per_hour * (1 + 1e-9) or column.instances == 1
     assert f"{plan.equal_cost_ratio:.2f} times at equal cost" in plan.verdict
 

@@ -62,7 +62,9 @@ def test_a_target_costs_throughput_and_is_what_binds(seconds: float, statistic: 
 
 
 @settings(deadline=None, max_examples=12)
-@given(st.floats(1.0, 9.0), st.sampled_from(["mean", "p90"]), bandwidths, st.integers(1, 5), st.integers(2, 8))
+@given(
+    st.floats(1.0, 9.0), st.sampled_from(["mean", "p90"]), bandwidths, st.integers(1, 5), st.integers(2, 8)
+)
 def test_no_threshold_and_split_that_keep_the_target_do_more(
     seconds: float, statistic: str, bits_per_s: float, prfaas: int, pd: int
 ) -> None:
@@ -112,7 +114,7 @@ def test_what_misses_the_target_counts_with_the_rate_that_keeps_it() -> None:
     assert "A homogeneous cluster with as many GPUs never keeps the target." in plan.verdict
     slow = make_plan(with_target(paper_problem(), 10.5))
     within = slow.homogeneous.rate_within_target
-    assert within is not None and 0 < within
+    assert within is not None and within > 0
     if not slow.homogeneous.keeps_target:
         assert slow.homogeneous.comparable_rate == pytest.approx(within / 0.7)
         assert slow.ratio_to_homogeneous == pytest.approx(slow.optimum.lambda_max / (within / 0.7))
@@ -151,9 +153,7 @@ def test_the_fleet_is_the_pd_cluster_alone() -> None:
 def test_a_crossing_by_hand() -> None:
     """100 Gbit/s: 173.906 MiB of state in 14.6 ms, and a round trip of 63 ms; tokens leave while they are computed."""
     problem = paper_problem()
-    problem = replace(
-        problem, links=(replace(problem.links[0], rtt_s=0.063),), streamed_token_bytes=17_280.0
-    )
+    problem = replace(problem, links=(replace(problem.links[0], rtt_s=0.063),), streamed_token_bytes=17_280.0)
     (away,) = (path for path in all_paths(problem) if not path.is_local)
     lengths = np.array([1_000.0, 100_000.0])
     found = link_time(problem, away, lengths, np.array([0.5, 0.5]))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
+from tests.lab.report.test_plan_tables import PAPER, PLAN
 
 from prfaas.core.deployment import PlannedDeployment, load_planned
 from prfaas.core.planner import Plan
@@ -20,8 +21,6 @@ from prfaas.lab.report.plan_sweep import (
     plot_price_sweep,
     print_price_sweep,
 )
-
-from tests.lab.report.test_plan_tables import PAPER, PLAN
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +63,9 @@ def test_fields_in_words(deployment: PlannedDeployment, field: str, words: str) 
     assert is_price_field(field) is field.startswith("prices")
 
 
-@pytest.mark.parametrize("field", ["routing.threshold_tokens", "links[0].connections", "gateway.port", "load"])
+@pytest.mark.parametrize(
+    "field", ["routing.threshold_tokens", "links[0].connections", "gateway.port", "load"]
+)
 def test_a_plan_does_not_depend_on_everything(field: str) -> None:
     assert not is_planned_field(field)
 

@@ -222,7 +222,18 @@ def test_the_fleet_you_have_and_a_target_have_their_places(deployment: PlannedDe
     )
     lines = printed(deployment, plan)
     assert "fleet you have" in lines[2]
-    assert row(lines, "  queued, 70% of each")[:10] == ["2.8", "s", "/", "4.9", "s", "5.5", "s", "/", "11.9", "s"]
+    assert row(lines, "  queued, 70% of each")[:10] == [
+        "2.8",
+        "s",
+        "/",
+        "4.9",
+        "s",
+        "5.5",
+        "s",
+        "/",
+        "11.9",
+        "s",
+    ]
     assert row(lines, "  queued, 2.28 req/s")[5] == "overloaded"
     assert row(lines, "  req/s, P90 in 10 s")[:3] == ["2.9", "0.7,", "missed"]
     # What misses the target counts with the rate that keeps it: 0.7 / 0.7 = 1, at 3/4 of the cost.

@@ -317,13 +317,15 @@ def _tensor_parallel(source: YamlSource, index: int, cluster: ClusterSection, gp
     if cluster.instances is not None:
         if cluster.tensor_parallel is not None:
             raise source.error(
-                ("clusters", index, "tensor_parallel"), "goes with instance_count; give it to each instance here"
+                ("clusters", index, "tensor_parallel"),
+                "goes with instance_count; give it to each instance here",
             )
         return cluster.instances[0].tensor_parallel
     found = cluster.tensor_parallel or default
     if found > gpus:
         raise source.error(
-            ("clusters", index, "tensor_parallel"), f"{found} ranks need as many GPUs, but an instance has {gpus}"
+            ("clusters", index, "tensor_parallel"),
+            f"{found} ranks need as many GPUs, but an instance has {gpus}",
         )
     return found
 

@@ -74,9 +74,7 @@ def problem_of(deployment: PlannedDeployment) -> PlanProblem:
                 if cluster.kind == "pd"
             ),
             links=tuple(
-                PlanLink(
-                    link.source, link.target, link.bandwidth_bits_per_s, link.egress_per_gb, link.rtt_s
-                )
+                PlanLink(link.source, link.target, link.bandwidth_bits_per_s, link.egress_per_gb, link.rtt_s)
                 for link in deployment.links
             ),
             workload=workload,

@@ -171,9 +171,7 @@ def make_plan(problem: PlanProblem, service: ServiceModel = "mean length") -> Pl
     needed = {link.name: link.egress_bits_per_s for link in unlimited.links}
     optimum = replace(
         operation.point,
-        links=tuple(
-            replace(link, needed_bits_per_s=needed[link.name]) for link in operation.point.links
-        ),
+        links=tuple(replace(link, needed_bits_per_s=needed[link.name]) for link in operation.point.links),
     )
     by_length = rate if service == "by length" else best_operation(problem, "by length").lambda_max
     per_hour, egress = cost_per_hour(problem, optimum), egress_per_hour(problem, optimum)

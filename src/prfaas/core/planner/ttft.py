@@ -150,7 +150,9 @@ def link_time(
         sizes = problem.kv_bytes(tokens)
         # A prefix that is fetched must be there before the prefill begins; only the way back overlaps with it.
         is_back = number == len(path.transfers) and not path.is_local
-        streamed = np.minimum(sizes, problem.streamed_token_bytes * tokens) if is_back else np.zeros(len(lengths))
+        streamed = (
+            np.minimum(sizes, problem.streamed_token_bytes * tokens) if is_back else np.zeros(len(lengths))
+        )
         unit_s = BITS_PER_BYTE / link.bandwidth_bits_per_s
         streamed_s += streamed * unit_s
         late_s += (sizes - streamed) * unit_s

@@ -10,7 +10,15 @@ from prfaas.core.planner.operating_point import OperatingPoint, ServiceModel
 from prfaas.core.planner.problem import PlanError, PlanProblem, TtftTarget
 from prfaas.core.planner.role_latency import decode_queues
 from prfaas.core.planner.ttft import ESTIMATE_LABEL, StageWork, TtftDistribution, TtftEstimate
-from prfaas.core.planner.two_clusters import best_of, best_point, merits, point_of, policies, settled, split_of
+from prfaas.core.planner.two_clusters import (
+    best_of,
+    best_point,
+    merits,
+    point_of,
+    policies,
+    settled,
+    split_of,
+)
 
 if TYPE_CHECKING:
     import numpy as np

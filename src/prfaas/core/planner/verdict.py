@@ -116,7 +116,9 @@ class Gain:
             if self.homogeneous.comparable_rate > 0 or self.homogeneous.keeps_target:
                 return ""
             return "A homogeneous cluster with as many GPUs never keeps the target."
-        at_cost = "" if self.equal_cost_ratio is None else f", {self.equal_cost_ratio:.2f} times at equal cost"
+        at_cost = (
+            "" if self.equal_cost_ratio is None else f", {self.equal_cost_ratio:.2f} times at equal cost"
+        )
         if at_cost and self.egress_per_hour > 0:
             at_cost += f" with egress at {self.egress_per_hour:.3g} per hour"
         factor = f"{self.ratio:.2f} times the throughput of a homogeneous cluster with as many GPUs{at_cost}"

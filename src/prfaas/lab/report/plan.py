@@ -105,10 +105,7 @@ def _setups(deployment: PlannedDeployment, plan: Plan) -> "Table":
         ],
         "GPUs": [
             _gpus(deployment),
-            *(
-                _gpus(deployment) if each is plan.naive else f"{each.gpus} {each.hardware}"
-                for each in others
-            ),
+            *(_gpus(deployment) if each is plan.naive else f"{each.gpus} {each.hardware}" for each in others),
         ],
         "cost against optimum": [
             None if cost is None else _times(1.0),
@@ -165,9 +162,7 @@ def _target(plan: Plan, others: Sequence[Baseline]) -> dict[str, list[str | None
     name = "mean" if target.statistic == "mean" else "P90"
     kept = [(plan.rate_within_target, plan.keeps_target)]
     kept += [(each.rate_within_target, each.keeps_target) for each in others]
-    cells = [
-        None if rate is None else f"{rate:.3g}{'' if keeps else ', missed'}" for rate, keeps in kept
-    ]
+    cells = [None if rate is None else f"{rate:.3g}{'' if keeps else ', missed'}" for rate, keeps in kept]
     return {f"  req/s, {name} in {format_s(target.seconds)}": cells}
 
 
@@ -245,8 +240,8 @@ def _prices(plan: Plan) -> "Table":
 def _notes(deployment: PlannedDeployment, plan: Plan) -> list[str]:
     notes = [
         "Throughput takes each stage's time at the mean length, as the paper does; by the lengths one by one it "
-        f"is {plan.lambda_max_by_length:.4g} req/s. TTFT is prefill and link alone; 'queued' (an estimate) adds waiting, at "
-        f"{plan.ttft_estimate.load:.0%} of each column's own throughput, and of the optimum's.",
+        f"is {plan.lambda_max_by_length:.4g} req/s. TTFT is prefill and link alone; 'queued' (an estimate) adds "
+        f"waiting, at {plan.ttft_estimate.load:.0%} of each column's own throughput, and of the optimum's.",
         "Instances are PrfaaS + PD prefill + PD decode, in a column without PrfaaS the latter two.",
     ]
     if deployment.kv_copies > _MORE_THAN_ONE:

@@ -67,7 +67,9 @@ def field_words(deployment: PlannedDeployment, field: str) -> str:
         return words
     name = entry[1]
     if name.isdecimal():
-        names = [each.name for each in (deployment.links if field.startswith("links") else deployment.clusters)]
+        names = [
+            each.name for each in (deployment.links if field.startswith("links") else deployment.clusters)
+        ]
         name = names[int(name)]
     return words.format(name)
 
@@ -97,7 +99,14 @@ def print_price_sweep(
     from rich.text import Text
 
     table = new_table(field)
-    for title in ("req/s", "at equal cost", "cost/M tokens", "fleet you have", "homogeneous", "egress per hour"):
+    for title in (
+        "req/s",
+        "at equal cost",
+        "cost/M tokens",
+        "fleet you have",
+        "homogeneous",
+        "egress per hour",
+    ):
         table.add_column(title, justify="right")
     for value, plan in zip(values, plans, strict=True):
         costs = [plan.cost, plan.fleet.cost if plan.fleet else None, plan.homogeneous.cost]
@@ -131,13 +140,18 @@ def break_even_sentence(words: str, values: Sequence[float], plans: Sequence[Pla
     if not ratios:
         return "No break-even: without prices of all hardware nothing is said about cost."
     side = "more" if min(ratios) > EVEN else "less"
-    return (
-        f"No break-even from {values[0]:.4g} to {values[-1]:.4g}: everywhere this deployment does {side} for its money."
-    )
+    span = f"from {values[0]:.4g} to {values[-1]:.4g}"
+    return f"No break-even {span}: everywhere this deployment does {side} for its money."
 
 
 def plot_price_sweep(
-    values: Sequence[float], plans: Sequence[Plan], path: Path, *, title: str, words: str, is_logarithmic: bool
+    values: Sequence[float],
+    plans: Sequence[Plan],
+    path: Path,
+    *,
+    title: str,
+    words: str,
+    is_logarithmic: bool,
 ) -> None:
     """Cost of a million tokens above, and throughput per money below, with the break-even line.
 
