@@ -212,7 +212,7 @@ def make_plan(problem: PlanProblem, service: ServiceModel = "mean length") -> Pl
         bound_gap=network.bound_gap if network else 0.0,
         shadow_prices=by_duals(problem, network) if network else by_difference(problem, rate, service),
         cost=cost_at(problem, optimum),
-        ttft_estimate=operation.estimate(problem.load * rate),
+        ttft_estimate=operation.estimate(problem.load),
         verdict=verdict_of(
             limits,
             Gain(same_gpus, ratio, at_equal_cost, egress, break_even),

@@ -48,10 +48,10 @@ class Operation:
         prefill = {roles.cluster: roles.prefill for roles in self.point.roles}
         return _distribution(self.problem, self.work, prefill, requests_per_s)
 
-    def estimate(self, requests_per_s: float) -> TtftEstimate:
-        """The same in numbers."""
-        found, rate = self.waits(requests_per_s), self.point.lambda_max
-        load = requests_per_s / rate if rate > 0 else 0.0
+    def estimate(self, load: float) -> TtftEstimate:
+        """TTFT with waiting at a share of Λ_max."""
+        requests_per_s = load * self.point.lambda_max
+        found = self.waits(requests_per_s)
         mean_s, p90_s = (found.mean_s(), found.quantile_s(0.9)) if found.is_finite else (None, None)
         return TtftEstimate(ESTIMATE_LABEL, load, requests_per_s, mean_s, p90_s, found.busiest_utilisation)
 
