@@ -194,7 +194,7 @@ BAD = {
         "9: clusters[0].tensor_parallel: 16 ranks need as many GPUs, but an instance has 8",
     ),
     "ranks of instances that say it themselves": (
-        LIVE.replace(
+        LIVE.replace("path: m", "published: internal-1t").replace(
             "    instances:\n      - {name: e0", "    tensor_parallel: 8\n    instances:\n      - {name: e0"
         ),
         "8: clusters[0].tensor_parallel: goes with instance_count; give it to each instance here",
