@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -138,7 +138,11 @@ def _sweep(path: Path, text: str, plot: Path | None, as_json: bool) -> None:
         written.append(_plot_sweep(planned, sweep, plans, made_folder(plot, "--plot")))
     if as_json:
         rows = [{"value": value, **each.to_json()} for value, each in zip(sweep.values, plans, strict=True)]
-        document = {"field": sweep.field, "points": rows, "plots": [str(each) for each in written]}
+        document: dict[str, Any] = {
+            "field": sweep.field,
+            "points": rows,
+            "plots": [str(each) for each in written],
+        }
         if is_price_field(sweep.field):
             document["break_even"] = break_even_value(sweep.values, plans)
         print_json(document)

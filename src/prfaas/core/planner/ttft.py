@@ -299,21 +299,24 @@ def _in_time(left_s: "FloatArray", first: Wait, second: Wait) -> "FloatArray":
     return in_time
 
 
-def _tail(left: "FloatArray", mean_s: float) -> "FloatArray | float":
+def _tail(left: "FloatArray", mean_s: float) -> "FloatArray":
     import numpy as np
 
-    return np.exp(-left / mean_s) if mean_s > 0 else 0.0
+    tail: FloatArray = np.exp(-left / mean_s) if mean_s > 0 else np.zeros(len(left))
+    return tail
 
 
-def _tail_of_two(left: "FloatArray", one_s: float, other_s: float) -> "FloatArray | float":
+def _tail_of_two(left: "FloatArray", one_s: float, other_s: float) -> "FloatArray":
     """P(X + Y > left) of two exponential times."""
     import numpy as np
 
     if one_s <= 0 or other_s <= 0:
         return _tail(left, max(one_s, other_s))
     if abs(one_s - other_s) < 1e-6 * one_s:
-        return (1 + left / one_s) * np.exp(-left / one_s)
-    return (one_s * np.exp(-left / one_s) - other_s * np.exp(-left / other_s)) / (one_s - other_s)
+        equal: FloatArray = (1 + left / one_s) * np.exp(-left / one_s)
+        return equal
+    tail: FloatArray = (one_s * np.exp(-left / one_s) - other_s * np.exp(-left / other_s)) / (one_s - other_s)
+    return tail
 
 
 def erlang_c(servers: int, offered: float) -> float:
