@@ -202,7 +202,7 @@ def test_the_table_binds_what_the_verdict_names(
         ("links[0].bandwidth=1:100:5", "links[0].bandwidth: 1 would be 1 bit/s; write the unit"),
         (
             "routing.threshold_tokens=1e3:1e4:3",
-            "a plan does not depend on routing.threshold_tokens, but on links",
+            'the file has no "routing"',
         ),
         ("links[0].connections=1:8:3", "a plan does not depend on links[0].connections"),
         ("bandwidth=1 Gbit/s:2 Gbit/s:3", "bandwidth: is no known field"),

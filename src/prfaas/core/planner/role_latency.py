@@ -104,7 +104,10 @@ def decode_queues(
         rate, part = rates[pd.name], parts[pd.name]
         answer_s = pd.decode_step_s * problem.workload.output_tokens
         wait = _decode_wait(requests_per_s * part, rate * part, answer_s, queues)
-        utilisation = math.inf if wait is None else requests_per_s / rate
+        utilisation = requests_per_s / rate if rate > 0 else math.inf
+        # Slots are whole: they can be too few a little before the rate is reached.
+        if wait is None:
+            utilisation = max(utilisation, 1.0)
         found.append(DecodeQueue(part, utilisation, wait or NO_WAIT))
     return tuple(found)
 
