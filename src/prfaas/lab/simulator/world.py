@@ -16,9 +16,8 @@ from prfaas.lab.simulator.instance import Engine, Job, JobStage
 from prfaas.lab.simulator.link import FluidLink
 from prfaas.lab.simulator.monitored_link import LOOK_S, MonitoredLink
 from prfaas.lab.simulator.pools import TIERS, MachinePools
-from prfaas.lab.simulator.prefix_caches import PrefixCaches
 from prfaas.lab.simulator.result import Columns
-from prfaas.lab.simulator.scenario import CacheOptions, Scenario, SimulatedCluster, view_of
+from prfaas.lab.simulator.scenario import Scenario, SimulatedCluster, view_of
 from prfaas.lab.simulator.token_clock import TokenClock
 from prfaas.lab.simulator.transfer import KvMoves
 
@@ -76,7 +75,8 @@ class World:
             for link, stream in zip(scenario.links, rng.spawn(len(scenario.links)), strict=True)
         }
         self.columns = Columns()
-        self.caches = None if scenario.caches is None else self._caches(scenario.caches, block_tokens)
+        caches = scenario.caches
+        self.caches = None if caches is None else caches.of_instances(list(self.engines), block_tokens)
         self.pools = None if not scenario.pools else self._machine_pools(scenario, block_tokens)
         self.window = LengthWindow(scenario.control.window_s)
         self.open: dict[int, Job] = {}
@@ -311,16 +311,11 @@ class World:
                 job.stage = _SENDING
                 if job.link is None or job.is_sent:
                     self._arrived(job)
-                elif self.scenario.transfer_grace_s < math.inf:
-                    self._allow(job, job.link)
+                elif (grace_s := self.scenario.transfer_grace_s) < math.inf:
+                    late_s = late_after_s(job.promised_bytes, job.link.configured_bits_per_s, grace_s)
+                    self.events.at(self.events.now_s + late_s, self._late, job)
         if engine.queue or engine.pool:
             self.start_next(engine)
-
-    def _allow(self, job: Job, link: MonitoredLink) -> None:
-        """Give the rest of a transfer its time."""
-        grace_s = self.scenario.transfer_grace_s
-        late_s = late_after_s(job.promised_bytes, link.configured_bits_per_s, grace_s)
-        self.events.at(self.events.now_s + late_s, self._late, job)
 
     def _late(self, job: Job) -> None:
         if job.stage is _SENDING and not job.is_void:
@@ -414,15 +409,6 @@ class World:
         if cluster.prefill_concurrency == 1:
             return None
         return TokenClock(self.events, float, cluster.prefill_concurrency, _nothing, self._prefilled)
-
-    def _caches(self, options: CacheOptions, block_tokens: int) -> PrefixCaches:
-        return PrefixCaches(
-            list(self.engines),
-            capacity_tokens=dict.fromkeys(self.engines, options.capacity_tokens),
-            block_tokens=block_tokens,
-            checkpoint_tokens=options.checkpoint_tokens,
-            state_tokens=options.state_tokens,
-        )
 
     def _machine_pools(self, scenario: Scenario, block_tokens: int) -> MachinePools:
         self.columns.tier_tokens = {tier: array("i") for tier in TIERS}
