@@ -155,7 +155,8 @@ def test_a_file_to_run_can_be_planned_too(tmp_path: Path) -> None:
     )
     deployment = planned(tmp_path, LIVE)
     assert [cluster.instance_count for cluster in deployment.clusters] == [1, 2]
-    assert deployment.kv_model.token_bytes == 2 * 2 * 2 * 32 * 2
+    # 2 KV heads on 8 ranks: each is there 4 times.
+    assert deployment.kv_model.token_bytes == 4 * 2 * 2 * 2 * 32 * 2 and deployment.kv_copies == 4
     assert load_deployment(tmp_path / "plan.yaml").slo.tpot_s == 0.025
 
 
@@ -165,8 +166,13 @@ def test_a_users_own_config(tmp_path: Path, config: str) -> None:
     (tmp_path / "m" / "config.json").write_text(
         '{"model_type": "qwen3", "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 32}'
     )
-    deployment = planned(tmp_path, replaced("published: internal-1t", f"config: {config}"))
-    assert deployment.kv_model.token_bytes == 3 * 2 * 2 * 32 * 2
+    text = replaced("published: internal-1t", f"config: {config}")
+    token_bytes = 3 * 2 * 2 * 32 * 2
+    # 8 GPUs of an instance are 8 ranks, unless the file says otherwise.
+    assert planned(tmp_path, text).kv_model.token_bytes == 4 * token_bytes
+    text = text.replace("    instance_count", "    tensor_parallel: 2\n    instance_count")
+    deployment = planned(tmp_path, text)
+    assert deployment.kv_model.token_bytes == token_bytes and deployment.kv_copies == 1
 
 
 RUN = {
@@ -194,6 +200,24 @@ BAD = {
     "negative bandwidth": (
         replaced("100 Gbit/s", "-5"),
         '17: links[0].bandwidth: -5 is no bandwidth; write for example "60 Mbit/s"',
+    ),
+    "bandwidth without a unit": (
+        replaced("100 Gbit/s", "25"),
+        '17: links[0].bandwidth: 25 would be 25 bit/s; write the unit, for example "25 Gbit/s"',
+    ),
+    "ranks that there are no GPUs for": (
+        replaced("    gpus_per_instance: 8", "    tensor_parallel: 16"),
+        "9: clusters[0].tensor_parallel: 16 ranks need as many GPUs, but an instance has 8",
+    ),
+    "ranks of instances that say it themselves": (
+        LIVE.replace("path: m", "published: internal-1t").replace(
+            "    instances:\n      - {name: e0", "    tensor_parallel: 8\n    instances:\n      - {name: e0"
+        ),
+        "8: clusters[0].tensor_parallel: goes with instance_count; give it to each instance here",
+    ),
+    "a statistic that there is not": (
+        replaced("tokens_per_s: 40", "tokens_per_s: 40\n  ttft_statistic: p99"),
+        '23: slo.ttft_statistic: must be one of "mean", "p90", not "p99"',
     ),
     "unknown field": (
         replaced("instance_count: 8", "instances_count: 8"),
@@ -368,6 +392,7 @@ def test_a_config_without_layer_types_is_named(tmp_path: Path) -> None:
         ("links[0].bandwidth", 5e9, lambda d: d.links[0].bandwidth_bits_per_s),
         ("links[east->home].bandwidth", 5e9, lambda d: d.links[0].bandwidth_bits_per_s),
         ("clusters[home].instance_count", 3.0, lambda d: d.clusters[1].instance_count),
+        ("slo.ttft_s", 4.0, lambda d: d.slo.ttft_s),
         ("workload.lengths.mu", 9.0, lambda d: d.workload.lengths.mu),
         ("workload.prefix_hit_ratio", 0.5, lambda d: d.workload.prefix_hit_ratio),
         ("slo.tokens_per_s", 20, lambda d: d.slo.tokens_per_s),
@@ -392,6 +417,11 @@ def test_numbers_can_be_changed(tmp_path: Path, field: str, number: float, read)
         ("workload[0].x", 1, 'there is no list for "[0]"'),
         ("slo.speed", 1, "slo.speed: is no known field"),
         ("links[0].bandwidth", -1, "17: links[0].bandwidth: -1 is no bandwidth"),
+        (
+            "links[0].bandwidth",
+            25,
+            '17: links[0].bandwidth: 25 would be 25 bit/s; write the unit, for example "25 Gbit/s"',
+        ),
         (
             "clusters[east].instance_count",
             1.5,

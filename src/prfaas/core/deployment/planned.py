@@ -93,6 +93,8 @@ class PlannedCluster:
     """What each of its machines keeps of computed prefixes beside its engines; None: nothing."""
     instances_per_machine: int = 1
     """Which share a pool: by their hosts, where the file has them."""
+    tensor_parallel: int = 1
+    """Ranks of an instance that each send their own part of the KVCache."""
 
     @property
     def gpus(self) -> int:
@@ -118,6 +120,8 @@ class PlannedDeployment:
     source: YamlSource = field(repr=False, compare=False)
     pool: PoolSettings = field(default_factory=PoolSettings)
     """What all pools have in common."""
+    kv_copies: float = 1.0
+    """Bytes of `kv_model`, which are those that all ranks send together, per byte of the model on one rank."""
 
     @property
     def prfaas_clusters(self) -> tuple[PlannedCluster, ...]:

@@ -100,6 +100,22 @@ class KvModel:
         """
         return replace(self, groups=tuple(group.per_rank(tensor_parallel) for group in self.groups))
 
+    def on_all_ranks(self, tensor_parallel: int) -> "KvModel":
+        """What `tensor_parallel` ranks hold, and send, together: heads that there are too few of are copied.
+
+        Qwen3-Next has 2 KV heads, so 4 ranks keep each twice; MLA has one latent, which every rank keeps.
+
+        Raises:
+            ValueError: as `per_rank`.
+        """
+        rank = self.per_rank(tensor_parallel)
+        sizes = (self.token_bytes, self.fixed_bytes, self.window_bytes)
+        if (rank.token_bytes, rank.fixed_bytes, rank.window_bytes) == tuple(
+            size / tensor_parallel for size in sizes
+        ):
+            return self
+        return replace(self, groups=rank.groups * tensor_parallel)
+
     def describe(self) -> str:
         """One line for people."""
         return f"{self.name}: " + "; ".join(group.describe() for group in self.groups)
