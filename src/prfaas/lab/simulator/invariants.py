@@ -33,7 +33,7 @@ class Invariants:
             "a void job is open"
         )
         ended = sum(value == value for value in world.columns.e2e_s)
-        assert ended == world.done, f"{world.done} requests are done, {ended} have an end"
+        assert ended == world.answers.count, f"{world.answers.count} requests are done, {ended} have an end"
         for number in world.open:
             assert world.columns.e2e_s[number] != world.columns.e2e_s[number], f"{number} is open and done"
 
