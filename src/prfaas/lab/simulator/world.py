@@ -3,6 +3,7 @@
 import math
 from array import array
 from heapq import heappush
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from prfaas.lab.simulator.scenario import Scenario
 from prfaas.lab.simulator.transfer import KvMoves
 
 _NOTHING_HELD: dict[str, PrefixHit] = {}
+# One for every request without pools: five empty ones each would take as long as a lookup.
+_NOTHING: dict[str, Any] = {}
 # Reading a member of an enum takes as long as a function call.
 _MOVING, _QUEUED, _POOLED, _PREFILLING, _SENDING, _DECODING = JobStage
 
@@ -184,7 +187,12 @@ class World:
         view, now_s, engines = self.view, self.events.now_s, self.engines
         view.now_s = now_s
         held = self.caches.held(job.blocks, job.tokens) if self.caches is not None else _NOTHING_HELD
-        job.decision = decision = policy.decide(self._request(job, held), view)
+        request = (
+            RoutingRequest(job.tokens, held, job.number, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
+            if self.pools is None
+            else self._request(job, held)
+        )
+        job.decision = decision = policy.decide(request, view)
         job.engine = engine = engines[decision.prefill]
         job.target = target = engines[decision.decode]
         job.computed_tokens = computed = decision.prefill_tokens
