@@ -1,7 +1,7 @@
 """The two-cluster optimum (Eq. 7 and 8): every split of the PD cluster, and the threshold to machine precision."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prfaas.core.planner import equations
@@ -118,6 +118,29 @@ def work_with_prefill(problem: PlanProblem, n_prefill: int) -> StageWork:
         if loads.link_bits[link.name][0] > 0
     }
     return StageWork(pools_of(split, length, n_prefill), link_rates, {split.pd.name: 1.0})
+
+
+def works_with_prefill(problem: PlanProblem, counts: Sequence[int]) -> dict[int, StageWork]:
+    """`work_with_prefill` of several numbers of prefill instances, in much less time where lengths were observed."""
+    lengths = problem.workload.lengths
+    split = _required(split_of(problem, "own", "mean length"))
+    if lengths.atoms() is None or split.remote is None:
+        return {count: work_with_prefill(problem, count) for count in counts}
+    candidates = _candidate_lengths(split)
+    loads = split.loads(candidates)
+    found = {}
+    for count, (rates, limits) in zip(counts, _merits_of(split, loads, counts), strict=True):
+        index = _highest(rates, limits)
+        length = _settled(problem, float(candidates[index]))
+        # What it settles on is a candidate too: one of the two ends.
+        index = index if length == candidates[index] else 0 if length == 0 else -1
+        link_rates = {
+            link.name: link.bandwidth_bits_per_s / bits
+            for link in problem.links
+            if (bits := float(loads.link_bits[link.name][index])) > 0
+        }
+        found[count] = StageWork(pools_of(split, length, count), link_rates, {split.pd.name: 1.0})
+    return found
 
 
 def best_rate(problem: PlanProblem, n_prefill: int, service: ServiceModel) -> float:
@@ -365,10 +388,15 @@ def _highest(rates: "FloatArray", limits: "FloatArray") -> int:
 
 def _merits(split: Split, lengths: "FloatArray", splits: range) -> "list[tuple[FloatArray, FloatArray]]":
     """For every split: Λ, and what it would be if decode were no limit, over the candidate lengths."""
+    return _merits_of(split, split.loads(lengths), splits)
+
+
+def _merits_of(
+    split: Split, loads: Loads, splits: Sequence[int]
+) -> "list[tuple[FloatArray, FloatArray]]":
     import numpy as np
 
-    loads = split.loads(lengths)
-    rates = np.full(len(lengths), math.inf)
+    rates = np.full(len(loads.pd_s), math.inf)
     if split.prfaas is not None:
         rates = np.minimum(rates, _ratio(split.prfaas.instances, loads.prfaas_s))
     for link in split.problem.links:
