@@ -78,6 +78,7 @@ class PrefixCaches:
         "_block_tokens",
         "_caches",
         "_checkpoint_blocks",
+        "_one_block",
         "_state_tokens",
         "_uses",
     )
@@ -108,6 +109,8 @@ class PrefixCaches:
         self._caches = {name: _Cache(capacity_tokens[name]) for name in names}
         self._uses = 0
         self._answers: dict[tuple[int, int], PrefixHit] = {}
+        # Of an instance that holds one block, with the state to go on from there and without.
+        self._one_block = PrefixHit(block_tokens, block_tokens), PrefixHit(0, block_tokens)
 
     def held(self, block_ids: Sequence[int], num_tokens: int) -> dict[str, PrefixHit]:
         """What each instance holds of a prompt; those that hold nothing are left out."""
@@ -117,8 +120,7 @@ class PrefixCaches:
             return found
         first, answers, hybrid = block_ids[0], self._answers, self._checkpoint_blocks is not None
         second = block_ids[1] if most > 1 else None
-        one_block = self._block_tokens
-        with_state, alone = PrefixHit(one_block, one_block), PrefixHit(0, one_block)
+        with_state, alone = self._one_block
         for name, cache in self._caches.items():
             here = cache.last_use
             if first not in here:
