@@ -187,12 +187,7 @@ class World:
         view, now_s, engines = self.view, self.events.now_s, self.engines
         view.now_s = now_s
         held = self.caches.held(job.blocks, job.tokens) if self.caches is not None else _NOTHING_HELD
-        request = (
-            RoutingRequest(job.tokens, held, job.number, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
-            if self.pools is None
-            else self._request(job, held)
-        )
-        job.decision = decision = policy.decide(request, view)
+        job.decision = decision = policy.decide(self._request(job, held), view)
         job.engine = engine = engines[decision.prefill]
         job.target = target = engines[decision.decode]
         job.computed_tokens = computed = decision.prefill_tokens
@@ -218,7 +213,7 @@ class World:
 
     def _request(self, job: Job, held: dict[str, PrefixHit]) -> RoutingRequest:
         if self.pools is None:
-            return RoutingRequest(job.tokens, held, job.number)
+            return RoutingRequest(job.tokens, held, job.number, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
         return self.pools.request(job.number, job.tokens, job.blocks, held)
 
     def _move_prefix(self, job: Job) -> None:
