@@ -40,7 +40,9 @@ COMPILED = (
     "lab/simulator/transfer.py",
     "lab/simulator/world.py",
 )
-_SLOTS = re.compile(r"@dataclass\((frozen=True, )?slots=True\)|@dataclass\(frozen=True, slots=True, eq=False\)")
+_SLOTS = re.compile(
+    r"@dataclass\((frozen=True, )?slots=True\)|@dataclass\(frozen=True, slots=True, eq=False\)"
+)
 
 
 def build(target: Path) -> None:

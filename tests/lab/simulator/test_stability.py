@@ -71,9 +71,7 @@ def test_few_requests_can_show_an_overload_but_not_that_there_is_none(load: floa
     verdicts = set()
     for seed in range(5):
         arrived_s = arrivals_of(Poisson(1.0), 120, seed)
-        verdicts.add(
-            stability(arrived_s, left_of(arrived_s, load), 0.1 * arrived_s[-1], arrived_s[-1], load)
-        )
+        verdicts.add(stability(arrived_s, left_of(arrived_s, load), 0.1 * arrived_s[-1], arrived_s[-1], load))
     assert True not in verdicts and (False in verdicts) is (load > 1)
 
 
@@ -92,9 +90,16 @@ def test_warm_up_lasts_some_answers_but_no_more_than_half_of_the_run(case_study:
     cluster = scenario.clusters[1]
     assert cluster.decode_step_s is not None
     answer_s = scenario.clusters[1].curve.seconds(1000) + 100 * cluster.decode_step_s(cluster.decode_slots)
-    for end_s, start_s in ((1000 * answer_s, 100 * answer_s), (20 * answer_s, 3 * answer_s), (4 * answer_s, 2 * answer_s)):
+    for end_s, start_s in (
+        (1000 * answer_s, 100 * answer_s),
+        (20 * answer_s, 3 * answer_s),
+        (4 * answer_s, 2 * answer_s),
+    ):
         arrivals_s = np.linspace(0.0, end_s, 50).tolist()
         result = simulate(scenario, [chunk_of(arrivals_s, [1000] * 50, [100] * 50)])
         assert result.start_s == pytest.approx(start_s)
         assert not result.counted[result.arrival_s < start_s].any()
-        assert simulate(scenario, [chunk_of(arrivals_s, [1000] * 50, [100] * 50)], warmup_share=0.0).start_s == 0.0
+        assert (
+            simulate(scenario, [chunk_of(arrivals_s, [1000] * 50, [100] * 50)], warmup_share=0.0).start_s
+            == 0.0
+        )

@@ -391,9 +391,7 @@ def _merits(split: Split, lengths: "FloatArray", splits: range) -> "list[tuple[F
     return _merits_of(split, split.loads(lengths), splits)
 
 
-def _merits_of(
-    split: Split, loads: Loads, splits: Sequence[int]
-) -> "list[tuple[FloatArray, FloatArray]]":
+def _merits_of(split: Split, loads: Loads, splits: Sequence[int]) -> "list[tuple[FloatArray, FloatArray]]":
     import numpy as np
 
     rates = np.full(len(loads.pd_s), math.inf)

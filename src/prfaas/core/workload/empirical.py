@@ -78,7 +78,9 @@ class Empirical(_Atoms):
         """See `LengthDistribution.fine_bins`: the atoms of (above, up_to]."""
         import numpy as np
 
-        first, end = (int(each) for each in np.searchsorted(self.lengths, (max(above, 0.0), up_to), side="right"))
+        first, end = (
+            int(each) for each in np.searchsorted(self.lengths, (max(above, 0.0), up_to), side="right")
+        )
         # What `bins_between` would find by sorting its edges: the atoms are sorted, and their tails known.
         mass, tokens = self.tail_mass[first : end + 1], self.tail_tokens[first : end + 1]
         weights, moments = mass[:-1] - mass[1:], tokens[:-1] - tokens[1:]

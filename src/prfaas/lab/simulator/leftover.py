@@ -12,7 +12,7 @@ class Leftover:
     As in a `FluidLink`, the bits that a transfer there from the beginning would have sent give the progress of all.
     """
 
-    __slots__ = ("_heap", "_number", "transfers", "_sent_each_bits", "share_bits_per_s")
+    __slots__ = ("_heap", "_number", "_sent_each_bits", "share_bits_per_s", "transfers")
 
     transfers: dict[FluidTransfer, None]
     """Those that are not over, in the order in which they came."""
