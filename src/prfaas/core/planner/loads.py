@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prfaas.core.planner.problem import Path, PdCluster, PlanProblem, PrfaasCluster
+from prfaas.core.planner.ttft import PrefillPoolLoad
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.core.workload import Bins
 
@@ -145,3 +146,21 @@ class _ByLength:
         means = np.clip((self.tokens - tokens)[cut] / rest[cut], fine.lengths[0], fine.lengths[-1])
         result[cut] += rest[cut] * f(share * means)
         return result
+
+
+def pools_of(split: Split, length: float, n_prefill: int) -> tuple[PrefillPoolLoad, ...]:
+    """The prefill pools and their service times, by the exact distribution of lengths."""
+    lengths = split.problem.workload.lengths
+    smooth = lengths.atoms() is None
+    pools = []
+    short = lengths.fine_bins(up_to=length)
+    if len(short.weights):
+        seconds = split.pd.prefill_s(split.local.share * short.lengths)
+        pools.append(PrefillPoolLoad(split.pd.name, n_prefill, seconds, short.weights, smooth))
+    long = lengths.fine_bins(above=length)
+    if len(long.weights) and split.prfaas is not None and split.remote is not None:
+        seconds = split.prfaas.prefill_s(split.remote.share * long.lengths)
+        pools.append(
+            PrefillPoolLoad(split.prfaas.name, split.prfaas.instances, seconds, long.weights, smooth)
+        )
+    return tuple(pools)

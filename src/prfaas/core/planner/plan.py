@@ -24,11 +24,12 @@ from prfaas.core.planner.cost import (
     cost_per_hour,
     egress_per_hour,
 )
+from prfaas.core.planner.loads import pools_of
 from prfaas.core.planner.network import NetworkPlan, best_network
 from prfaas.core.planner.operating_point import OperatingPoint, ServiceModel
 from prfaas.core.planner.problem import PlanProblem
 from prfaas.core.planner.ttft import PrefillPoolLoad, TtftEstimate, queueing_ttft
-from prfaas.core.planner.two_clusters import best_point, pools_of, split_of
+from prfaas.core.planner.two_clusters import best_point, split_of
 
 Method = Literal["exact search", "linear programme"]
 

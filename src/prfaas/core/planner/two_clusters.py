@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prfaas.core.planner import equations
-from prfaas.core.planner.loads import Loads, Split
+from prfaas.core.planner.loads import Loads, Split, pools_of
 from prfaas.core.planner.operating_point import (
     CachePolicy,
     LinkUse,
@@ -17,7 +17,7 @@ from prfaas.core.planner.operating_point import (
     StageKind,
 )
 from prfaas.core.planner.problem import PlanError, PlanProblem, path
-from prfaas.core.planner.ttft import PrefillPoolLoad, StageWork, service_ttft
+from prfaas.core.planner.ttft import StageWork, service_ttft
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,11 +79,11 @@ def cheapest_point(
         if split is None:
             continue
         lengths = np.unique(np.append(_candidate_lengths(split), length))
-        egress = np.zeros(len(lengths))
-        for name, bits in split.loads(lengths).link_bits.items():
+        egress, loads = np.zeros(len(lengths)), split.loads(lengths)
+        for name, bits in loads.link_bits.items():
             egress += per_bit[name] * bits
         splits = range(split.pd.instances + 1)
-        for count, (rates, _) in zip(splits, _merits(split, lengths, splits), strict=True):
+        for count, (rates, _) in zip(splits, _merits(split, loads, splits), strict=True):
             costs = egress + _ratio(instances_per_s, rates)
             index = int(np.argmin(costs))
             if costs[index] < least:
@@ -107,9 +107,21 @@ def best_threshold_tokens(problem: PlanProblem, n_prefill: int, service: Service
 
 def work_with_prefill(problem: PlanProblem, n_prefill: int) -> StageWork:
     """The stages' work at `best_threshold`."""
+    return works_with_prefill(problem, [n_prefill])[n_prefill]
+
+
+def works_with_prefill(problem: PlanProblem, counts: Sequence[int]) -> dict[int, StageWork]:
+    """`work_with_prefill` by number of prefill instances; what these have in common is worked out once."""
+    split = _required(split_of(problem, "own", "mean length"))
+    candidates = _candidate_lengths(split)
+    loads = split.loads(candidates)
+    return {count: _work(split, _best_of(split, [count], candidates, loads)[1], count) for count in counts}
+
+
+def _work(split: Split, length: float, n_prefill: int) -> StageWork:
     import numpy as np
 
-    split, length = _balance(problem, n_prefill, "mean length")
+    problem = split.problem
     length = _settled(problem, length if split.remote is not None else math.inf)
     loads = split.loads(np.array([length], dtype=np.float64))
     link_rates = {
@@ -118,29 +130,6 @@ def work_with_prefill(problem: PlanProblem, n_prefill: int) -> StageWork:
         if loads.link_bits[link.name][0] > 0
     }
     return StageWork(pools_of(split, length, n_prefill), link_rates, {split.pd.name: 1.0})
-
-
-def works_with_prefill(problem: PlanProblem, counts: Sequence[int]) -> dict[int, StageWork]:
-    """`work_with_prefill` of several numbers of prefill instances, in much less time where lengths were observed."""
-    lengths = problem.workload.lengths
-    split = _required(split_of(problem, "own", "mean length"))
-    if lengths.atoms() is None or split.remote is None:
-        return {count: work_with_prefill(problem, count) for count in counts}
-    candidates = _candidate_lengths(split)
-    loads = split.loads(candidates)
-    found = {}
-    for count, (rates, limits) in zip(counts, _merits_of(split, loads, counts), strict=True):
-        index = _highest(rates, limits)
-        length = _settled(problem, float(candidates[index]))
-        # What it settles on is a candidate too: one of the two ends.
-        index = index if length == candidates[index] else 0 if length == 0 else -1
-        link_rates = {
-            link.name: link.bandwidth_bits_per_s / bits
-            for link in problem.links
-            if (bits := float(loads.link_bits[link.name][index])) > 0
-        }
-        found[count] = StageWork(pools_of(split, length, count), link_rates, {split.pd.name: 1.0})
-    return found
 
 
 def best_rate(problem: PlanProblem, n_prefill: int, service: ServiceModel) -> float:
@@ -284,24 +273,6 @@ def _settled(problem: PlanProblem, length: float) -> float:
     return lengths.high if p < _NO_REQUESTS else 0.0 if p > 1 - _NO_REQUESTS else length
 
 
-def pools_of(split: Split, length: float, n_prefill: int) -> tuple[PrefillPoolLoad, ...]:
-    """The prefill pools and their service times, by the exact distribution of lengths."""
-    lengths = split.problem.workload.lengths
-    smooth = lengths.atoms() is None
-    pools = []
-    short = lengths.fine_bins(up_to=length)
-    if len(short.weights):
-        seconds = split.pd.prefill_s(split.local.share * short.lengths)
-        pools.append(PrefillPoolLoad(split.pd.name, n_prefill, seconds, short.weights, smooth))
-    long = lengths.fine_bins(above=length)
-    if len(long.weights) and split.prfaas is not None and split.remote is not None:
-        seconds = split.prfaas.prefill_s(split.remote.share * long.lengths)
-        pools.append(
-            PrefillPoolLoad(split.prfaas.name, split.prfaas.instances, seconds, long.weights, smooth)
-        )
-    return tuple(pools)
-
-
 def _policies(problem: PlanProblem) -> tuple[CachePolicy, ...]:
     ratios = {problem.hit_ratio(cluster) for cluster in problem.clusters}
     return ("own",) if len(ratios) == 1 else ("own", "best")
@@ -339,10 +310,18 @@ def _candidate_lengths(split: Split) -> "FloatArray":
     return np.unique(np.concatenate([[0.0], quantiles, grid]))
 
 
-def _best_of(split: Split, splits: range) -> tuple[tuple[float, float], float, int]:
-    """The best (Λ, prefill's own limit), and the length and number of prefill instances that give it."""
-    candidates = _candidate_lengths(split)
-    merits = _merits(split, candidates, splits)
+def _best_of(
+    split: Split,
+    splits: Sequence[int],
+    candidates: "FloatArray | None" = None,
+    loads: Loads | None = None,
+) -> tuple[tuple[float, float], float, int]:
+    """The best (Λ, prefill's own limit), and the length and number of prefill instances that give it.
+
+    `candidates`: what `_candidate_lengths` gives, with their `loads`; None: they are worked out here.
+    """
+    candidates = _candidate_lengths(split) if candidates is None else candidates
+    merits = _merits(split, loads or split.loads(candidates), splits)
     zooms = _ZOOMS if split.problem.workload.lengths.atoms() is None and len(candidates) > 2 else 0
     best: tuple[tuple[float, float], float, int] | None = None
     for n_prefill, (rates, limits) in zip(splits, merits, strict=True):
@@ -370,7 +349,7 @@ def _zoom(
         low = candidates[max(index - 1, 0)]
         high = candidates[min(index + 1, len(candidates) - 1)]
         candidates = np.unique(np.append(np.linspace(low, high, _ZOOM_POINTS), candidates[index]))
-        rates, limits = _merits(split, candidates, range(n_prefill, n_prefill + 1))[0]
+        rates, limits = _merits(split, split.loads(candidates), [n_prefill])[0]
         index = _highest(rates, limits)
         here = ((float(rates[index]), float(limits[index])), float(candidates[index]), n_prefill)
         if here[0] > found[0]:
@@ -386,12 +365,8 @@ def _highest(rates: "FloatArray", limits: "FloatArray") -> int:
     return int(equal[::-1][np.argmax(limits[equal][::-1])])
 
 
-def _merits(split: Split, lengths: "FloatArray", splits: range) -> "list[tuple[FloatArray, FloatArray]]":
-    """For every split: Λ, and what it would be if decode were no limit, over the candidate lengths."""
-    return _merits_of(split, split.loads(lengths), splits)
-
-
-def _merits_of(split: Split, loads: Loads, splits: Sequence[int]) -> "list[tuple[FloatArray, FloatArray]]":
+def _merits(split: Split, loads: Loads, splits: Sequence[int]) -> "list[tuple[FloatArray, FloatArray]]":
+    """For every split: Λ, and what it would be if decode were no limit, over the candidate lengths of the loads."""
     import numpy as np
 
     rates = np.full(len(loads.pd_s), math.inf)
