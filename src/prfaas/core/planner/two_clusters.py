@@ -311,10 +311,7 @@ def _candidate_lengths(split: Split) -> "FloatArray":
 
 
 def _best_of(
-    split: Split,
-    splits: Sequence[int],
-    candidates: "FloatArray | None" = None,
-    loads: Loads | None = None,
+    split: Split, splits: Sequence[int], candidates: "FloatArray | None" = None, loads: Loads | None = None
 ) -> tuple[tuple[float, float], float, int]:
     """The best (Λ, prefill's own limit), and the length and number of prefill instances that give it.
 
