@@ -28,7 +28,16 @@ from rich.console import Console
 from falsification_live import THRESHOLD_PERIOD_S, measured, reconfigured, run_policy, running
 from falsification_phases import PHASES, STATIC, LinkPhase, TraceSlice, pieces_of
 from falsification_report import compared, plots_of, table_of, verdict_of
-from fidelity import DECODE_STEP_LIMIT_S, columns_of, result_of, slowdown_of, slower, unshared
+from fidelity import (
+    DECODE_STEP_LIMIT_S,
+    columns_of,
+    factors_of,
+    pace_of,
+    result_of,
+    slowdown_of,
+    slower,
+    unshared,
+)
 from fidelity_live import Depth, profile_files
 from fidelity_stack import EAST, PREFILL_NICENESS, wider_model
 from prfaas.core.deployment import ControlConfig, PlannedDeployment
@@ -163,14 +172,15 @@ def _profiles(document: dict[str, Any], directory: Path) -> dict[str, Path]:
 
 
 def simulate_drives(document: dict[str, Any]) -> None:
-    """Each drive again: the same requests over the same line, with the profile as measured and with what the shared
-    cores cost."""
+    """Each drive again: the same requests over the same line, with the profile at the speed that the machine had then,
+    and with what the shared cores cost."""
     with tempfile.TemporaryDirectory(prefix="prfaas-falsification-") as name:
         planned = planned_of(document, Path(name))
     for policy, drive in document["drives"].items():
+        drive["pace"] = pace_of(drive, planned)
         drive["slowdown"] = slowdown_of(drive, document["machine"]["cores"])
         drive["simulated"] = {}
-        for kind, factor in (("as measured", 1.0), ("shared cores", drive["slowdown"])):
+        for kind, factor in factors_of(drive):
             result = result_of(
                 scenario(document, slower(planned, factor), policy), unshared(drive["requests"])
             )

@@ -34,6 +34,7 @@ from rich.table import Table
 
 from fidelity_live import (
     OFFLOADED_ABOVE,
+    PROBE_TOKENS,
     QUICK,
     Depth,
     driven,
@@ -113,17 +114,19 @@ def _drive(document: dict[str, Any], options: argparse.Namespace, kind: Kind, di
 
 
 def simulated(document: dict[str, Any], _options: argparse.Namespace) -> None:
-    """Each drive again, with the profile as measured and with what the shared cores cost."""
+    """Each drive again, with the profile at the speed that the machine had then, and with what the shared cores
+    cost."""
     with tempfile.TemporaryDirectory(prefix="prfaas-fidelity-") as name:
         plans = {kind: planned_of(document, kind, Path(name)) for kind in document["points"]}
         for each in document["drives"]:
             requests = requests_at(each["traffic"], each["per_s"], document["duration_s"], each["number"])
+            each["pace"] = pace_of(each, plans[each["traffic"]])
             each["slowdown"] = slowdown_of(each, document["machine"]["cores"])
             each["simulated"] = {
                 label: columns_of(
                     result_of(_scenario(document, each["traffic"], plans, slowdown), chunk_of(requests))
                 )
-                for label, slowdown in (("as measured", 1.0), ("shared cores", each["slowdown"]))
+                for label, slowdown in factors_of(each)
             }
         alone = [
             [place * APART_S, int(tokens), 1]
@@ -139,6 +142,17 @@ def simulated(document: dict[str, Any], _options: argparse.Namespace) -> None:
         )
         ttft_s = columns_of(result_of(scenario, unshared(alone)))["ttft_s"]
         document["idle_simulated_s"] = {str(row[1]): each for row, each in zip(alone, ttft_s, strict=True)}
+
+
+def pace_of(drive_: dict[str, Any], planned: PlannedDeployment) -> float:
+    """How much longer single prefills took around the drive than when the profiles were measured."""
+    profiled_s = np.mean([each.profile.prefill_s(PROBE_TOKENS) for each in planned.clusters])
+    return float(np.median(drive_["probes_s"]) / profiled_s)
+
+
+def factors_of(drive_: dict[str, Any]) -> list[tuple[str, float]]:
+    """The simulations of a drive: their names, and how many times as long as in the profile a prefill takes there."""
+    return [("as measured", drive_["pace"]), ("shared cores", drive_["pace"] * drive_["slowdown"])]
 
 
 def slowdown_of(drive_: dict[str, Any], cores: int) -> float:
@@ -264,6 +278,7 @@ def reported(document: dict[str, Any]) -> dict[str, Any]:
             "load": each["load"],
             "requests": len(rows),
             "lost": int((~whole).sum()),
+            "pace": each["pace"],
             "slowdown": each["slowdown"],
             "strangers": each.get("strangers_cpu_s", 0.0) / each["lasted_s"] / document["machine"]["cores"],
             "offloaded": float(offloaded.mean()),
@@ -304,7 +319,7 @@ def table_of_drives(found: dict[str, Any]) -> Table:
                 each["traffic"],
                 f"{each['load']:g}",
                 str(each["requests"]),
-                name if name == "as measured" else f"{name}, {each['slowdown'] - 1:+.1%}",
+                f"{name}, {each['pace' if name == 'as measured' else 'slowdown'] - 1:+.1%}",
                 *(f"{made['ttft'][key]['error']:+.1%}" for key in ("mean", "p50", "p90")),
                 f"{made['ttft']['mean']['real_s']:.3f} s",
                 f"{made['ttft']['p90']['real_s']:.3f} s",
@@ -340,8 +355,10 @@ def main() -> int:
     stages = {"profile": profile, "drive": drive, "simulate": simulated}
     for name, stage in stages.items():
         if options.stage in (name, "all"):
-            stage(document, options)
-            path.write_text(json.dumps(document) + "\n")
+            try:
+                stage(document, options)
+            finally:
+                path.write_text(json.dumps(document) + "\n")
     if options.stage in ("report", "simulate", "all"):
         if options.stage == "report":
             simulated(document, options)

@@ -21,6 +21,8 @@ from prfaas.tools.replay import ReplayOptions, replay
 from prfaas.tools.replay.client import find_target
 
 PLACES_S = 5
+PROBE_TOKENS = 4096
+_PROBES = 4
 
 
 @dataclass(frozen=True)
@@ -82,16 +84,20 @@ async def profiled(stack: MeasuredStack, depth: Depth) -> dict[str, Any]:
 async def driven(stack: MeasuredStack, requests: Sequence[TracedRequest]) -> dict[str, Any]:
     """The requests through the gateway, each at its time, and what every process worked meanwhile.
 
-    `strangers_cpu_s`: what others used of this machine; a run with much of it is worth nothing.
+    `strangers_cpu_s`: what others used of this machine; a run with much of it is worth nothing. `probes_s`: single
+    prefills before and after, since the machine itself is faster at one time than at another.
     """
     async with aiohttp.ClientSession() as session:
         target = await find_target(session, stack.gateway_url)
+    probes_s = await _probes(stack)
     before, machine_s, began_s = stack.cpu_s(), machine_cpu_s(), time.monotonic()
     result = await replay(target, requests, ReplayOptions(), lambda _: _dot())
     lasted_s, after, machine_s = time.monotonic() - began_s, stack.cpu_s(), machine_cpu_s() - machine_s
     used = {name: after[name] - before[name] for name in after}
     print(file=sys.stderr)
+    probes_s += await _probes(stack)
     return {
+        "probes_s": probes_s,
         "lasted_s": lasted_s,
         "cpu_s": used,
         "strangers_cpu_s": max(machine_s - sum(used.values()), 0.0),
@@ -112,6 +118,15 @@ async def driven(stack: MeasuredStack, requests: Sequence[TracedRequest]) -> dic
             for record in result.records
         ],
     }  # fmt: skip
+
+
+async def _probes(stack: MeasuredStack) -> list[float]:
+    """Prefills of `PROBE_TOKENS` tokens, one after the other, on both prefill engines in turn."""
+    async with AsyncExitStack() as opened:
+        home = await opened.enter_async_context(ProfiledEndpoint(stack.url(HOME_PREFILL)))
+        with stack.near(EAST_PREFILL):
+            east = await opened.enter_async_context(ProfiledEndpoint(stack.url(EAST_PREFILL)))
+            return [await engine.prefill_s(PROBE_TOKENS) for _ in range(_PROBES) for engine in (east, home)]
 
 
 async def _first_s(gateway: ProfiledEndpoint, tokens: int) -> list[float]:

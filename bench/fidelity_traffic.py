@@ -20,6 +20,9 @@ LOG_MEDIAN, LOG_SIGMA, LOW_TOKENS, HIGH_TOKENS = 8.3, 0.6, 1024, 12000
 
 LOW_ANSWER, HIGH_ANSWER = 2, 8
 
+SHORTEST_TOKENS = 512
+"""What profiles begin with."""
+
 # A turn adds some 2,200 tokens, so that a conversation's third prompt is as long as the longest profile.
 _TURN_LOG_MEDIAN, _MEAN_TURNS, _THINK_S = 7.7, 3.0, 15.0
 BLOCK_TOKENS = 256
@@ -63,7 +66,8 @@ def planned_lengths(kind: Kind) -> dict[str, Any]:
             "high": HIGH_TOKENS,
         }
     sample = RequestTrace.of(kind, requests_at(kind, 1.0, _SAMPLE_S, 0), "tokens")
-    return {"distribution": "empirical", "lengths": sample.uncached_tokens()}
+    uncached = np.clip(sample.uncached_tokens(), SHORTEST_TOKENS, HIGH_TOKENS)
+    return {"distribution": "empirical", "lengths": uncached.tolist()}
 
 
 def chunk_of(requests: Sequence[TracedRequest]) -> RequestChunk:

@@ -312,3 +312,13 @@ def test_no_request_makes_the_engine_announce_its_cache_hits_as_new_blocks() -> 
     request.kv_cache_report_mode = "full"
     side("east").on_new_request(request)  # type: ignore[arg-type]
     assert request.kv_cache_report_mode == "incremental"
+
+
+def test_only_a_step_that_computes_nothing_is_idle() -> None:
+    prompt = list(range(100))
+    scheduler = side("east")
+    request = Request("r", prompt, {"prfaas": ticket_for(prompt)})
+    scheduler.on_new_request(request)  # type: ignore[arg-type]
+    (computing,) = chunks(scheduler, request, [32])
+    assert not computing.is_idle
+    assert orders_of(scheduler).is_idle

@@ -105,6 +105,14 @@ def test_a_request_with_two_sources_is_loaded_once_both_are() -> None:
     assert worker.loaded() == (set(), set())
 
 
+def test_a_rest_ends_with_a_load_or_after_its_time() -> None:
+    worker = worker_of(Half(), None)
+    worker._load_ended.set()
+    worker.rest(600.0)
+    assert not worker._load_ended.is_set()
+    worker.rest(0.001)
+
+
 @pytest.mark.parametrize("failing", ["transfer", "pool", "both"])
 def test_a_request_fails_if_one_of_its_sources_did(failing: str) -> None:
     transfers, pool = Half(), PoolHalf()

@@ -464,6 +464,21 @@ def test_a_dropped_transfer_frees_its_staging(ends: Ends) -> None:
     ends.order(TransferMetadata(drops=[(ticket.transfer_id, "twice")]))
 
 
+def test_the_end_of_a_load_is_told_whatever_it_was(ends: Ends) -> None:
+    """An engine that has nothing else to do waits for this."""
+    told = threading.Event()
+    ends.consuming.on_end = told.set
+    done = new_ticket(100)
+    for orders in sends(done, [100]):
+        ends.step(orders)
+    ends.complete(done)
+    for ticket in (done, new_ticket(100)):
+        told.clear()
+        ends.order(load(ticket, 0))
+        assert told.wait(10)
+        assert ends.results() == ({"d"}, set() if ticket is done else {"d"})
+
+
 def late_reads(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Pages are read for sending once this is set."""
     sending = threading.Event()

@@ -213,6 +213,7 @@ class ConnectorScheduler:
     def build_metadata(self, output: "SchedulerOutput") -> TransferMetadata:
         """This step's orders; runs before vLLM advances `num_computed_tokens`."""
         orders, self._orders = self._orders, TransferMetadata()
+        orders.is_idle = not output.num_scheduled_tokens
         orders.preempted = [
             request_id
             for request_id in output.preempted_req_ids or ()

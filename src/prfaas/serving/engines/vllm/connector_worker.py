@@ -1,6 +1,7 @@
 """The connector inside a worker: a receiver with its staging, a sender, and the producer and consumer of KV."""
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
@@ -80,6 +81,7 @@ class ConnectorWorker:
         self._loads = _Joined()
         self._sends = _Joined()
         self._lost_loads: set[str] = set()
+        self._load_ended = threading.Event()
 
     @classmethod
     def start(
@@ -182,13 +184,17 @@ class ConnectorWorker:
         sender.start()
         stats = ConnectorStats()
         pool = None if geometry is None else PoolWorker.connect(settings, layout, geometry, rank, stats)
-        return cls(
+        worker = cls(
             receiver,
             sender,
             KvProducer(layout, sender, settings.lease_s, stats, digest_plan),
             KvConsumer(layout, receiver, settings.load_wait_s, settings.staging_ttl_s, stats, digest_plan),
             pool,
         )
+        worker.consumer.on_end = worker._load_ended.set
+        if pool is not None:
+            pool.reader.on_end = worker._load_ended.set
+        return worker
 
     # What takes part of a transfer and of the pool. The step loop calls each once a step, in this order.
 
@@ -236,6 +242,11 @@ class ConnectorWorker:
             results, self._lost_loads = (self._lost_loads, self._lost_loads), set()
         more_ended, more_failed = self._loads.end(*results)
         return ended | more_ended, failed | more_failed
+
+    def rest(self, longest_s: float) -> None:
+        """Wait for a load to end."""
+        self._load_ended.wait(longest_s)
+        self._load_ended.clear()
 
     def take_load_times(self) -> PoolLoadTimes | None:
         """What the loads from the pool took that have ended since the last call."""

@@ -87,6 +87,8 @@ class KvConsumer:
         self._load_wait_s = load_wait_s
         self._staging_ttl_s = staging_ttl_s
         self.stats = stats
+        self.on_end: Callable[[], None] = lambda: None
+        """Called in the loading thread when a load has ended; must not raise."""
         self._now_s = now_s
         self._lock = threading.Lock()
         self._waiting: list[_OrderedLoad] = []
@@ -156,6 +158,7 @@ class KvConsumer:
                     with self._lock:
                         self._waiting.remove(load)
                     self._results.put(result)
+                    self.on_end()
 
     def _advanced(self, load: _OrderedLoad) -> _LoadResult | None:
         """Load what can be loaded now; the result once that is all of it, or it has failed. Never raises."""

@@ -108,6 +108,8 @@ class TransferMetadata(KVConnectorMetadata):
     """
     drops: list[tuple[bytes, str]] = field(default_factory=list)
     """Transfers that no request here will take, with the reason."""
+    is_idle: bool = False
+    """Nothing is computed in this step: the engine looks what has become of transfers."""
 
 
 @dataclass(frozen=True, slots=True)

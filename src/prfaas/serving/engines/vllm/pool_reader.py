@@ -78,6 +78,8 @@ class PoolReader:
         self._client = client
         self._load_wait_s = load_wait_s
         self.stats = stats
+        self.on_end: Callable[[], None] = lambda: None
+        """Called in the loading thread when a load has ended; must not raise."""
         self._now_s = now_s
         self._closing = False
         self._ordered: queue.SimpleQueue[_OpenLoad] = queue.SimpleQueue()
@@ -139,6 +141,7 @@ class PoolReader:
                 if end is not None:
                     waiting.remove(load)
                     self._ends.put(end)
+                    self.on_end()
 
     def _advanced(self, load: _OpenLoad) -> _LoadEnd | None:
         """Load one piece, if it is in memory; the result if that was the last one, or it has failed. Never raises."""
