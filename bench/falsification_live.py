@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from fidelity_live import OFFLOADED_ABOVE, Depth, driven, profiled
+from fidelity_live import OFFLOADED_ABOVE, Depth, driven, probes, profiled
 from fidelity_stack import (
     EAST_PREFILL,
     HOME_DECODE,
@@ -165,7 +165,9 @@ def run_policy(
     _set_rate(laboratory, pieces[0][1])
     stack.wan.restart_gateway()
     with laboratory.inside(GATEWAY_HOST):
-        return asyncio.run(_driven(stack, pieces, requests))
+        before_s = asyncio.run(probes(stack))
+        found = asyncio.run(_driven(stack, pieces, requests))
+        return found | {"probes_s": before_s + asyncio.run(probes(stack))}
 
 
 async def _driven(

@@ -38,6 +38,7 @@ from fidelity_live import (
     QUICK,
     Depth,
     driven,
+    probes,
     profile_files,
     profiled,
 )
@@ -109,8 +110,13 @@ def _drive(document: dict[str, Any], options: argparse.Namespace, kind: Kind, di
             per_s = load * capacity_per_s
             requests = requests_at(kind, per_s, options.duration_s, number)
             print(f"{kind} at {load:g}: {len(requests)} requests", file=sys.stderr)
-            found = {"traffic": kind, "number": number, "load": load, "per_s": per_s}
-            document["drives"].append(found | asyncio.run(driven(stack, requests)))
+            before_s = asyncio.run(probes(stack))
+            found = asyncio.run(driven(stack, requests))
+            document["drives"].append(
+                {"traffic": kind, "number": number, "load": load, "per_s": per_s}
+                | {"probes_s": before_s + asyncio.run(probes(stack))}
+                | found
+            )
 
 
 def simulated(document: dict[str, Any], _options: argparse.Namespace) -> None:

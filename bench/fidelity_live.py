@@ -84,20 +84,16 @@ async def profiled(stack: MeasuredStack, depth: Depth) -> dict[str, Any]:
 async def driven(stack: MeasuredStack, requests: Sequence[TracedRequest]) -> dict[str, Any]:
     """The requests through the gateway, each at its time, and what every process worked meanwhile.
 
-    `strangers_cpu_s`: what others used of this machine; a run with much of it is worth nothing. `probes_s`: single
-    prefills before and after, since the machine itself is faster at one time than at another.
+    `strangers_cpu_s`: what others used of this machine; a run with much of it is worth nothing.
     """
     async with aiohttp.ClientSession() as session:
         target = await find_target(session, stack.gateway_url)
-    probes_s = await _probes(stack)
     before, machine_s, began_s = stack.cpu_s(), machine_cpu_s(), time.monotonic()
     result = await replay(target, requests, ReplayOptions(), lambda _: _dot())
     lasted_s, after, machine_s = time.monotonic() - began_s, stack.cpu_s(), machine_cpu_s() - machine_s
     used = {name: after[name] - before[name] for name in after}
     print(file=sys.stderr)
-    probes_s += await _probes(stack)
     return {
-        "probes_s": probes_s,
         "lasted_s": lasted_s,
         "cpu_s": used,
         "strangers_cpu_s": max(machine_s - sum(used.values()), 0.0),
@@ -120,8 +116,11 @@ async def driven(stack: MeasuredStack, requests: Sequence[TracedRequest]) -> dic
     }  # fmt: skip
 
 
-async def _probes(stack: MeasuredStack) -> list[float]:
-    """Prefills of `PROBE_TOKENS` tokens, one after the other, on both prefill engines in turn."""
+async def probes(stack: MeasuredStack) -> list[float]:
+    """Seconds of prefills of `PROBE_TOKENS` tokens, one after the other, on both prefill engines in turn.
+
+    Taken before and after a drive: the machine itself is faster at one time than at another.
+    """
     async with AsyncExitStack() as opened:
         home = await opened.enter_async_context(ProfiledEndpoint(stack.url(HOME_PREFILL)))
         with stack.near(EAST_PREFILL):
