@@ -6,14 +6,13 @@ import numpy as np
 
 from prfaas.core.scheduling import ClusterView, InstanceView, KvFacts, LinkView, View
 from prfaas.core.units import GB, SECONDS_PER_HOUR
-from prfaas.lab.simulator.context_clock import ContextClock
 from prfaas.lab.simulator.events import Events
 from prfaas.lab.simulator.instance import Job
 from prfaas.lab.simulator.link import FluidLink
 from prfaas.lab.simulator.monitored_link import MonitoredLink
 from prfaas.lab.simulator.prefix_caches import PrefixCaches
 from prfaas.lab.simulator.scenario import Scenario, SimulatedCluster, instance_names
-from prfaas.lab.simulator.token_clock import TokenClock
+from prfaas.lab.simulator.token_clock import ContextClock, TokenClock
 
 JobCallback = Callable[[Job], None]
 
