@@ -83,12 +83,12 @@ def test_other_ways_to_share_are_refused(case_study: CaseStudy) -> None:
 
 def test_decode_steps_grow_with_the_context_where_asked(case_study: CaseStudy) -> None:
     """A single answer of 1000 tokens after a prompt of 100,000."""
-    shown = scenario(case_study, 0, decode_context_s=1e-7)
+    shown = scenario(case_study, 0, decode_context_s=2e-8)
     cluster = shown.clusters[1]
     assert cluster.decode_step_s is not None
     chunk = chunk_of([0.0], [100_000], [1000])
     result = simulate(shown, [chunk], warmup_share=0.0)
-    steps_s = 1000 * (cluster.decode_step_s(1) + 1e-7 * (100_500 - cluster.measured_context_tokens))
+    steps_s = 1000 * (cluster.decode_step_s(1) + 2e-8 * (100_500 - cluster.measured_context_tokens))
     assert result.e2e_s[0] - result.ttft_s[0] == pytest.approx(steps_s, rel=1e-9)
     plain = simulate(scenario(case_study, 0), [chunk], warmup_share=0.0)
     assert plain.e2e_s[0] - plain.ttft_s[0] == pytest.approx(1000 * cluster.decode_step_s(1))

@@ -65,7 +65,8 @@ class LengthWindow:
         # All slots in one piece each, so that they are summed at once.
         self._counts = array("I", bytes(4 * _BINS * slots))
         self._tokens = array("d", bytes(8 * _BINS * slots))
-        counts, sums = memoryview(self._counts), memoryview(self._tokens)
+        counts: memoryview[int] = memoryview(self._counts)
+        sums: memoryview[float] = memoryview(self._tokens).cast("B").cast("d")
         starts = range(0, _BINS * slots, _BINS)
         self._ring = [_Slot(counts[start : start + _BINS], sums[start : start + _BINS]) for start in starts]
         self._first_s = math.inf

@@ -272,9 +272,11 @@ def scenario_of(
                 _cluster(cluster, prefill, problem, prefill_concurrency),
                 instance_price_per_hour=planned.prices.get(cluster.hardware, 0.0) * cluster.gpus_per_instance,
                 prefill_step_tokens=prefill_step_tokens,
-                **_context_of(cluster, problem, decode_context_s),
+                context_s=context_s,
+                measured_context_tokens=measured_tokens,
             )
             for cluster in planned.clusters
+            for context_s, measured_tokens in [_context_of(cluster, problem, decode_context_s)]
         ),
         links=tuple(
             SimulatedLink(
@@ -359,15 +361,17 @@ def _cluster(
     )
 
 
-def _context_of(cluster: PlannedCluster, problem: PlanProblem, context_s: float | None) -> dict[str, float]:
-    """How the cluster's decode steps grow with contexts; nothing where it decodes nothing, or they don't grow."""
+def _context_of(
+    cluster: PlannedCluster, problem: PlanProblem, context_s: float | None
+) -> tuple[float, float]:
+    """By how many seconds a token of context makes its decode steps longer, and beyond how many tokens a request."""
     decode = cluster.profile.decode
     if cluster.kind != "pd" or decode is None:
-        return {}
+        return 0.0, 0.0
     if context_s is None:
         context_s = decode.context_s
     if not (math.isfinite(context_s) and context_s >= 0):
         raise ValueError(f"a decode step takes 0 s or more longer per token of context, not {context_s:g} s")
     workload = problem.workload
     mean_tokens = workload.lengths.mean() + workload.output_tokens / 2
-    return {"context_s": context_s, "measured_context_tokens": decode.context_tokens or mean_tokens}
+    return context_s, decode.context_tokens or mean_tokens
