@@ -58,6 +58,8 @@ def test_recalled_memory_may_be_overwritten_while_the_socket_is_blocked(
     ticket, transfer, (content,) = world.open(MEMORY_BYTES)
     source = Memory(content)
     await_true(lambda: transfer.phase is SendPhase.SENDING, 5.0, lambda: transfer.phase)
+    # A frozen proxy lets no further connection through its handshake.
+    await_true(lambda: world.receiver.stats()["connections"] == 2, 5.0, world.receiver.stats)
     proxy.freeze()
     transfer.put(0, 0, source)
     await_blocked(transfer.reading)

@@ -1,6 +1,6 @@
-"""What a scenario's world is built of: its view, links, decode batches, shared prefills and prefix caches."""
+"""What a scenario's world is built of: its view, links, decode batches and shared prefills."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -10,7 +10,6 @@ from prfaas.lab.simulator.events import Events
 from prfaas.lab.simulator.instance import Job
 from prfaas.lab.simulator.link import FluidLink
 from prfaas.lab.simulator.monitored_link import MonitoredLink
-from prfaas.lab.simulator.prefix_caches import PrefixCaches
 from prfaas.lab.simulator.scenario import Scenario, SimulatedCluster, instance_names
 from prfaas.lab.simulator.token_clock import ContextClock, TokenClock
 
@@ -63,20 +62,6 @@ def shared_prefills_of(cluster: SimulatedCluster, events: Events, done: JobCallb
     if cluster.prefill_concurrency == 1:
         return None
     return TokenClock(events, float, cluster.prefill_concurrency, _nothing, done)
-
-
-def caches_of(scenario: Scenario, names: Sequence[str], block_tokens: int) -> PrefixCaches | None:
-    """Those of all instances; None without."""
-    options = scenario.caches
-    if options is None:
-        return None
-    return PrefixCaches(
-        names,
-        capacity_tokens=dict.fromkeys(names, options.capacity_tokens),
-        block_tokens=block_tokens,
-        checkpoint_tokens=options.checkpoint_tokens,
-        state_tokens=options.state_tokens,
-    )
 
 
 def _prompt_tokens(job: Job) -> float:

@@ -13,6 +13,7 @@ from prfaas.core.scheduling.forecast import Foresight
 from prfaas.core.scheduling.threshold import ThresholdOptimiser
 from prfaas.lab.simulator.capacity import CapacityProcess, Constant, Interrupted
 from prfaas.lab.simulator.machine_pool import PoolOptions
+from prfaas.lab.simulator.prefix_caches import PrefixCaches
 
 # Engines keep a hybrid model's states at the ends of prefill chunks; this is vLLM's usual budget of a step.
 _CHECKPOINT_TOKENS = 8192
@@ -100,6 +101,16 @@ class CacheOptions:
             raise ValueError("a cache holds 0 tokens or more")
         if self.checkpoint_tokens is not None and self.checkpoint_tokens < 1:
             raise ValueError(f"states can be kept every 1 token or more, not every {self.checkpoint_tokens}")
+
+    def of_instances(self, names: Sequence[str], block_tokens: int) -> PrefixCaches:
+        """The caches of instances, empty."""
+        return PrefixCaches(
+            names,
+            capacity_tokens=dict.fromkeys(names, self.capacity_tokens),
+            block_tokens=block_tokens,
+            checkpoint_tokens=self.checkpoint_tokens,
+            state_tokens=self.state_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from prfaas.core.scheduling.prefill_pool import PrefillPool
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.lab.simulator.answers import Answers
 from prfaas.lab.simulator.events import Events
-from prfaas.lab.simulator.fleet import caches_of, decode_batch_of, links_of, shared_prefills_of, view_of
+from prfaas.lab.simulator.fleet import decode_batch_of, links_of, shared_prefills_of, view_of
 from prfaas.lab.simulator.instance import Engine, Job, JobStage
-from prfaas.lab.simulator.monitored_link import LOOK_S, MonitoredLink
+from prfaas.lab.simulator.monitored_link import LOOK_S
 from prfaas.lab.simulator.pools import TIERS, MachinePools
 from prfaas.lab.simulator.result import Columns
 from prfaas.lab.simulator.scenario import Scenario
@@ -67,7 +67,8 @@ class World:
             for instance in self.view.clusters[cluster.name].instances
         }
         self.links = links_of(scenario, self.view, self.events, rng)
-        self.caches = caches_of(scenario, list(self.engines), block_tokens)
+        caches = scenario.caches
+        self.caches = None if caches is None else caches.of_instances(list(self.engines), block_tokens)
         self.pools = None if not scenario.pools else self._machine_pools(scenario, block_tokens)
         self.window = LengthWindow(scenario.control.window_s)
         self._local: Policy = make_policy("local_only")
@@ -339,16 +340,11 @@ class World:
                 job.stage = _SENDING
                 if job.link is None or job.is_sent:
                     self._arrived(job)
-                elif self.scenario.transfer_grace_s < math.inf:
-                    self._allow(job, job.link)
+                elif (grace_s := self.scenario.transfer_grace_s) < math.inf:
+                    late_s = late_after_s(job.promised_bytes, job.link.configured_bits_per_s, grace_s)
+                    self.events.at(self.events.now_s + late_s, self._late, job)
         if engine.queue or engine.pool:
             self.start_next(engine)
-
-    def _allow(self, job: Job, link: MonitoredLink) -> None:
-        """Give the rest of a transfer its time."""
-        grace_s = self.scenario.transfer_grace_s
-        late_s = late_after_s(job.promised_bytes, link.configured_bits_per_s, grace_s)
-        self.events.at(self.events.now_s + late_s, self._late, job)
 
     def _late(self, job: Job) -> None:
         if job.stage is _SENDING and not job.is_void:
