@@ -56,7 +56,7 @@ def test_the_fields_that_were_asked_for(
         assert summary.keys() >= FIELDS
         assert 0 < summary["ttft_p50_s"] <= summary["ttft_p90_s"] <= summary["ttft_p99_s"]
         assert 0 <= summary["offloaded_fraction"] <= 1
-        assert isinstance(summary["stable"], bool)
+        assert summary["stable"] is None  # 300 requests are too few to say
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_one_others(

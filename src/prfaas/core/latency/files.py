@@ -52,6 +52,7 @@ class DecodeSection(_TimesSection):
     points: Annotated[list[Pair], Field(min_length=1)]
     interpolation: Interpolation = "linear"
     context_tokens: Positive | None = None
+    context_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
 class ProfileFile(_Section):
@@ -169,6 +170,8 @@ def profile_text(profile: LatencyProfile) -> str:
         }
         if profile.decode.context_tokens is not None:
             document["decode"]["context_tokens"] = _plain(profile.decode.context_tokens)
+        if profile.decode.context_s:
+            document["decode"]["context_s"] = profile.decode.context_s
     return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100, default_flow_style=None)
 
 
@@ -222,8 +225,12 @@ def _prefill_curve(section: PrefillSection) -> Curve:
 
 
 def _decode_curve(section: DecodeSection) -> DecodeCurve:
-    curve = Curve.through_points(tuple(section.points), section.interpolation)
-    return DecodeCurve(curve, section.context_tokens, _evidence(section))
+    return DecodeCurve(
+        Curve.through_points(tuple(section.points), section.interpolation),
+        section.context_tokens,
+        section.context_s,
+        _evidence(section),
+    )
 
 
 def _evidence(section: _TimesSection) -> Evidence:

@@ -260,6 +260,8 @@ class DecodeCurve:
     curve: Curve
     context_tokens: float | None = None
     """The context length per request that the steps were measured at; None: not stated."""
+    context_s: float = 0.0
+    """Seconds that a step takes longer per token of context in its batch; 0: not known."""
     evidence: Evidence = field(default_factory=Evidence)
     """How the steps are known."""
 

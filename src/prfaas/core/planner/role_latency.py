@@ -64,6 +64,17 @@ def latency_with_roles(
         if problem.is_two_cluster
         else network_work(problem, prefill)
     )
+    return latency_of_work(problem, prefill, requests_per_s, queues, work)
+
+
+def latency_of_work(
+    problem: PlanProblem,
+    prefill: Mapping[str, int],
+    requests_per_s: float,
+    queues: QueueingModel,
+    work: StageWork,
+) -> RoleLatency:
+    """`latency_with_roles`, given what the stages do for a request."""
     decode_rates = _decode_rates(problem, prefill, work)
     full_rates = (
         *(_full_rate(pool) for pool in work.pools),

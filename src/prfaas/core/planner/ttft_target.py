@@ -167,7 +167,7 @@ class _TargetSearch:
     def best(self) -> Operation | None:
         """None if nothing keeps the target."""
         lengths = self._lengths()
-        rates = [each for each, _ in merits(self._split, lengths, self._splits)]
+        rates = [each for each, _ in merits(self._split, self._split.loads(lengths), self._splits)]
         works = [work_of(self._split, settled(self._split.problem, float(each)), 1) for each in lengths]
         # Where not even a prefill that never waits is in time, no split helps.
         hopeful = [_is_within(TtftDistribution(work.pools, 0.0), self._target) for work in works]
@@ -217,7 +217,7 @@ class _TargetSearch:
         import numpy as np
 
         count = range(n_prefill, n_prefill + 1)
-        rate = float(merits(self._split, np.array([length]), count)[0][0][0])
+        rate = float(merits(self._split, self._split.loads(np.array([length])), count)[0][0][0])
         return self._is_within(work_of(self._split, length, 1), n_prefill, self._split.problem.load * rate)
 
     def _is_within(self, work: StageWork, n_prefill: int, requests_per_s: float) -> bool:

@@ -1,7 +1,7 @@
 """The two-cluster optimum (Eq. 7 and 8): every split of the PD cluster, and the threshold to machine precision."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prfaas.core.planner import equations
@@ -79,11 +79,11 @@ def cheapest_point(
         if split is None:
             continue
         lengths = np.unique(np.append(_candidate_lengths(split), length))
-        egress = np.zeros(len(lengths))
-        for name, bits in split.loads(lengths).link_bits.items():
+        egress, loads = np.zeros(len(lengths)), split.loads(lengths)
+        for name, bits in loads.link_bits.items():
             egress += per_bit[name] * bits
         splits = range(split.pd.instances + 1)
-        for count, (rates, _) in zip(splits, merits(split, lengths, splits), strict=True):
+        for count, (rates, _) in zip(splits, merits(split, loads, splits), strict=True):
             costs = egress + _ratio(instances_per_s, rates)
             index = int(np.argmin(costs))
             if costs[index] < least:
@@ -107,8 +107,19 @@ def best_threshold_tokens(problem: PlanProblem, n_prefill: int, service: Service
 
 def work_with_prefill(problem: PlanProblem, n_prefill: int) -> StageWork:
     """The stages' work at `best_threshold`."""
-    split, length = _balance(problem, n_prefill, "mean length")
-    return work_of(split, settled(problem, length if split.remote is not None else math.inf), n_prefill)
+    return works_with_prefill(problem, [n_prefill])[n_prefill]
+
+
+def works_with_prefill(problem: PlanProblem, counts: Sequence[int]) -> dict[int, StageWork]:
+    """`work_with_prefill` by number of prefill instances; what these have in common is worked out once."""
+    split = _required(split_of(problem, "own", "mean length"))
+    candidates = _candidate_lengths(split)
+    loads = split.loads(candidates)
+    works = {}
+    for count in counts:
+        length = best_of(split, [count], candidates, loads)[1] if split.remote is not None else math.inf
+        works[count] = work_of(split, settled(problem, length), count)
+    return works
 
 
 def best_rate(problem: PlanProblem, n_prefill: int, service: ServiceModel) -> float:
@@ -290,10 +301,15 @@ def _candidate_lengths(split: Split) -> "FloatArray":
     return np.unique(np.concatenate([[0.0], quantiles, grid]))
 
 
-def best_of(split: Split, splits: range) -> tuple[tuple[float, float], float, int]:
-    """The best (Λ, prefill's own limit), and the length and number of prefill instances that give it."""
-    candidates = _candidate_lengths(split)
-    found_merits = merits(split, candidates, splits)
+def best_of(
+    split: Split, splits: Sequence[int], candidates: "FloatArray | None" = None, loads: Loads | None = None
+) -> tuple[tuple[float, float], float, int]:
+    """The best (Λ, prefill's own limit), and the length and number of prefill instances that give it.
+
+    `candidates`: what `_candidate_lengths` gives, with their `loads`; None: they are worked out here.
+    """
+    candidates = _candidate_lengths(split) if candidates is None else candidates
+    found_merits = merits(split, loads or split.loads(candidates), splits)
     zooms = _ZOOMS if split.problem.workload.lengths.atoms() is None and len(candidates) > 2 else 0
     best: tuple[tuple[float, float], float, int] | None = None
     for n_prefill, (rates, limits) in zip(splits, found_merits, strict=True):
@@ -321,7 +337,7 @@ def _zoom(
         low = candidates[max(index - 1, 0)]
         high = candidates[min(index + 1, len(candidates) - 1)]
         candidates = np.unique(np.append(np.linspace(low, high, _ZOOM_POINTS), candidates[index]))
-        rates, limits = merits(split, candidates, range(n_prefill, n_prefill + 1))[0]
+        rates, limits = merits(split, split.loads(candidates), [n_prefill])[0]
         index = _highest(rates, limits)
         here = ((float(rates[index]), float(limits[index])), float(candidates[index]), n_prefill)
         if here[0] > found[0]:
@@ -337,12 +353,11 @@ def _highest(rates: "FloatArray", limits: "FloatArray") -> int:
     return int(equal[::-1][np.argmax(limits[equal][::-1])])
 
 
-def merits(split: Split, lengths: "FloatArray", splits: range) -> "list[tuple[FloatArray, FloatArray]]":
-    """For every split: Λ, and what it would be if decode were no limit, over the candidate lengths."""
+def merits(split: Split, loads: Loads, splits: Sequence[int]) -> "list[tuple[FloatArray, FloatArray]]":
+    """For every split: Λ, and what it would be if decode were no limit, over the lengths of the loads."""
     import numpy as np
 
-    loads = split.loads(lengths)
-    rates = np.full(len(lengths), math.inf)
+    rates = np.full(len(loads.pd_s), math.inf)
     if split.prfaas is not None:
         rates = np.minimum(rates, _ratio(split.prfaas.instances, loads.prfaas_s))
     for link in split.problem.links:

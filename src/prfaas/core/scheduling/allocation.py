@@ -13,7 +13,7 @@ from prfaas.core.scheduling.role_choice import (
     RoleChoice,
     RoleOutlook,
     RolePrediction,
-    latency_of,
+    latencies_of,
 )
 
 COOL_DOWN_PERIODS = 2
@@ -184,7 +184,7 @@ class Allocator:
         self.outlook = RoleOutlook("throughput")
         if expected is None or expected.requests_per_s <= 0:
             return None
-        found = [latency_of(problem, each, expected) for each in (roles, *_options(loads, roles))]
+        found = latencies_of(problem, [roles, *_options(loads, roles)], expected)
         quick, steady = (
             self._chosen([RolePrediction.of(each) for each in found]),
             self._chosen(self._averaged(found)),

@@ -214,8 +214,8 @@ class SlowLoops:
         return problem_now(clusters, links, lengths, output_tokens, self._kv_bytes)
 
     def _learn_outputs(self) -> None:
-        now_s, answers = self._world.events.now_s, self._answers
-        seen = _Answers(now_s, self._world.done, self._world.done_tokens, self._world.done_squares)
+        now_s, answers, ended = self._world.events.now_s, self._answers, self._world.answers
+        seen = _Answers(now_s, ended.count, ended.tokens, ended.squares)
         count, tokens = seen.count - answers.count, seen.tokens - answers.tokens
         if count < _ENOUGH_OUTPUTS:
             return

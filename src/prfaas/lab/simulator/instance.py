@@ -39,6 +39,7 @@ class Job:
     __slots__ = (
         "arrival_s",
         "blocks",
+        "computed_tokens",
         "decision",
         "engine",
         "has_first",
@@ -74,6 +75,8 @@ class Job:
     has_first: bool
     """The client has its first token."""
     decision: Decision
+    computed_tokens: int
+    """What its prefill computes."""
     engine: "Engine"
     """Where it prefills."""
     target: "Engine"
@@ -146,6 +149,7 @@ class Engine:
         "queue",
         "sharing",
         "step_s",
+        "step_tokens",
         "view",
         "waiting_s",
     )
@@ -156,6 +160,8 @@ class Engine:
     """When the last of them ends."""
     sharing: TokenClock | None
     """How they share the instance's time evenly; None where there is only one."""
+    step_tokens: int
+    """Up to so many uncached tokens are computed together; 0: one prompt after another."""
     queue: "deque[Job]"
     """Waits for this instance alone, in the order of arrival."""
     waiting_s: float
@@ -178,6 +184,7 @@ class Engine:
         step_s: Callable[[int], float] | None,
         prefill_slots: int = 1,
         sharing: TokenClock | None = None,
+        step_tokens: int = 0,
     ) -> None:
         self.view = view
         self.name = view.name
@@ -189,6 +196,7 @@ class Engine:
         self.queue = deque()
         self.prefill_slots = prefill_slots
         self.sharing = sharing
+        self.step_tokens = step_tokens
         self.at_work = 0
         self.free_at_s = 0.0
         self.waiting_s = 0.0

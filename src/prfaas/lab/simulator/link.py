@@ -159,7 +159,7 @@ class FluidLink:
         self._abreast_bits_per_s = rate = self._abreast_bits_per_s + bits_per_s
         if bits_per_s > self._peak_bits_per_s:
             self._peak_bits_per_s = bits_per_s
-        is_full = self._late or self._leftover or rate > self._capacity_bits_per_s
+        is_full = self._late or self._leftover.transfers or rate > self._capacity_bits_per_s
         if is_full or bits_per_s > self._limit_bits_per_s:
             self._share(now_s)
         else:
@@ -209,7 +209,7 @@ class FluidLink:
         if state == ABREAST:
             sent_bits = transfer.bits_per_s * (now_s - transfer.start_s)
             self._leave_abreast(transfer)
-        elif transfer in self._leftover:
+        elif transfer in self._leftover.transfers:
             sent_bits = self._leftover.remove(transfer)
         else:
             # Its entry in the heap, if it has one, is passed over.
@@ -263,13 +263,14 @@ class FluidLink:
         passed_s = now_s - self._at_s
         self._sent_bits += self._rate_bits_per_s * passed_s
         self._sent_each_bits += self._share_bits_per_s * passed_s
-        self._leftover.advance(passed_s)
+        if self._leftover.share_bits_per_s:
+            self._leftover.advance(passed_s)
         self._at_s = now_s
 
     def _share(self, now_s: float) -> None:
         """Divide the capacity from now on, and put an event for when that changes."""
         self._share_first(now_s)
-        if self._leftover:
+        if self._leftover.transfers:
             left_bits_per_s = self._capacity_bits_per_s - self._rate_bits_per_s
             self._rate_bits_per_s += self._leftover.share(left_bits_per_s, self._limit_bits_per_s)
             self._arm(self._leftover.next_end_s(now_s), now_s)
@@ -300,7 +301,7 @@ class FluidLink:
                 self._slowest_bits_per_s = math.inf
                 if self._heap:
                     self._heap.clear()
-                if not (self._abreast or self._leftover):
+                if not (self._abreast or self._leftover.transfers):
                     self._sent_bits = self._accepted_bits  # without the rounding of many sums
                 return
             self._fall_behind(now_s)
@@ -374,10 +375,11 @@ class FluidLink:
                 ended.append(transfer)
         if share > self._slowest_bits_per_s * _FASTER:
             self._catch_up(armed_s, share, slack_s)
-        for transfer, left_bits in self._leftover.ended(slack_s):
-            transfer.state = ARRIVING
-            self._sent_bits += left_bits
-            ended.append(transfer)
+        if self._leftover.transfers:
+            for transfer, left_bits in self._leftover.ended(slack_s):
+                transfer.state = ARRIVING
+                self._sent_bits += left_bits
+                ended.append(transfer)
         self._share(armed_s)
         for transfer in ended:
             self._sent(transfer)
@@ -405,7 +407,7 @@ class FluidLink:
 
     def _changed(self, _: None) -> None:
         now_s = self._events.now_s
-        if not (self._late or self._abreast or self._leftover):
+        if not (self._late or self._abreast or self._leftover.transfers):
             self._unwatched = True
             return
         self._advance(now_s)

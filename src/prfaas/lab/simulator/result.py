@@ -22,6 +22,10 @@ _GROWTH = 0.01
 _WALK_SDS = 2.0
 # Its steps are as uneven as arrivals are in this many parts of the run.
 _PARTS = 50
+# Each fifth of a run that says anything is an answer's time or longer, or it would show how the deployment fills.
+_LEAST_ANSWERS = 5
+# Queues are said to keep up only where an overload of this share would have shown.
+_SEEN_OVERLOAD = 0.2
 
 
 def backlog_growth(
@@ -53,6 +57,23 @@ def is_stable(arrived_s: FloatArray, left_s: FloatArray, start_s: float, end_s: 
     growth, between = backlog_growth(arrived_s, left_s, start_s, end_s)
     walk = math.sqrt(between * dispersion(arrived_s, start_s, end_s))
     return growth <= max(_GROWTH * between, _WALK_SDS * walk, 1.0)
+
+
+def stability(
+    arrived_s: FloatArray, left_s: FloatArray, start_s: float, end_s: float, answer_s: float
+) -> bool | None:
+    """`is_stable`, or None where the run is too short to say.
+
+    It is too short with fewer than five times `answer_s`, what one answer takes. It is too short to be called stable
+    where chance could hide an overload of a fifth: with fewer than some 170 Poisson arrivals.
+    """
+    if end_s - start_s < _LEAST_ANSWERS * answer_s:
+        return None
+    if not is_stable(arrived_s, left_s, start_s, end_s):
+        return False
+    _, between = backlog_growth(arrived_s, left_s, start_s, end_s)
+    walk = math.sqrt(between * dispersion(arrived_s, start_s, end_s))
+    return True if _WALK_SDS * walk <= _SEEN_OVERLOAD * between and between else None
 
 
 def dispersion(arrived_s: FloatArray, start_s: float, end_s: float) -> float:
@@ -172,6 +193,8 @@ class Result:
     `egress_bits_per_s_<link>` and so on."""
     changes: Mapping[str, Any]
     """What the slow loops changed: `threshold_changes`, `conversions`, and with pools `prefix_copies`."""
+    answer_s: float = 0.0
+    """What a request of mean lengths takes in a full batch, without waiting; 0: not known."""
 
     def mean_of(self, series: str) -> float | None:
         """The mean of a series after the warm-up; None where there is none, or nothing finite in it."""
@@ -257,7 +280,7 @@ class Result:
             **self._by_tier(inputs),
             "retries": int(self.retries.sum()),
             "lost": int(np.isnan(self.e2e_s).sum()),
-            "stable": is_stable(self.arrival_s, done_s, self.start_s, self.end_s),
+            "stable": stability(self.arrival_s, done_s, self.start_s, self.end_s, self.answer_s),
             "decisions": {
                 reason: int(np.count_nonzero(self.reason[counted] == code))
                 for code, reason in enumerate(self.reasons)
