@@ -130,7 +130,7 @@ def estimate(plan: EstimatePlan) -> Estimate:
             decode=DecodeCurve(
                 Curve.through_points(steps, "linear"),
                 float(plan.context_tokens),
-                Evidence("estimated", band=bands[1]),
+                evidence=Evidence("estimated", band=bands[1]),
             )
             if steps
             else None,

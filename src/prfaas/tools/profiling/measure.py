@@ -73,7 +73,7 @@ class Measurement:
             decode=DecodeCurve(
                 Curve.through_points(_points(self.decode), "linear"),
                 float(self.plan.context_tokens),
-                Evidence("measured"),
+                evidence=Evidence("measured"),
             )
             if self.decode
             else None,
