@@ -395,8 +395,7 @@ class TransferTable:
         del self._transfers[ticket.transfer_id]
         # As long as the ticket is good, a replayed OPEN must find the tombstone.
         keep_s = max(self._options.tombstone_s, ticket.expires_at_s - time.time())
-        status = transfer.status(taken=taken)
-        self._tombstones.put(ticket.transfer_id, status, time.monotonic() + keep_s)
+        self._tombstones.put(ticket.transfer_id, transfer.status(taken=taken), time.monotonic() + keep_s)
 
     def _record_refused(self, transfer_id: bytes, reason: str, *, dropped: bool = False) -> None:
         """A transfer that was never let in: those who watch it must learn that."""
@@ -405,8 +404,7 @@ class TransferTable:
         self._watchers.notify(transfer_id, status)
 
     def _tell_producer(self, transfer: IncomingTransfer, frame: bytes) -> None:
-        # On the newest one: older ones may be dead without a word.
-        if transfer.session.connections:
+        if transfer.session.connections:  # The newest: older ones may be dead without a word.
             transfer.session.connections[-1].post(frame)
 
     def _answer_after_end(self, header: Header) -> bytes:
