@@ -1,0 +1,49 @@
+"""docs/guides/before-you-buy.md as written: from a config.json and the names of two GPUs to a verdict and its plots."""
+
+import re
+from pathlib import Path
+
+import pytest
+from tests.test_own_policy_page import ROOT, Page, fences
+
+PAGE = ROOT / "docs" / "guides" / "before-you-buy.md"
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Page:
+    found = Page(tmp_path, fences(PAGE.read_text()))
+    for each in found.blocks:
+        if each.file:
+            (tmp_path / each.file).write_text(each.text)
+    return found
+
+
+def squeezed(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.slow
+def test_from_a_config_and_two_gpus_to_a_verdict(page: Page) -> None:
+    sized, estimated, planned, swept, simulated = page.shell
+    assert "qwen3_next" in page.run(sized)
+    page.run(estimated)
+    for gpu in ("h100", "b200"):
+        assert "origin: estimated" in (page.folder / f"{gpu}.yaml").read_text()
+
+    printed = page.run(planned)
+    verdict = page.printed_after("prfaas plan buy.yaml\n")
+    assert verdict is not None and squeezed(verdict) in squeezed(printed)
+    for row in (
+        "fleet you have",
+        "at equal cost",
+        "req/s, P90 in 2.5 s",
+        "egress break-even per GB",
+        "offer->mine",
+    ):
+        assert row in printed
+
+    printed = page.run(swept)
+    assert printed.count("Break-even: ") == 2
+    plots = sorted(path.name for path in (page.folder / "plots").glob("*.png"))
+    assert len(plots) >= 4, plots
+    assert re.search(r"TTFT", page.run(simulated))
