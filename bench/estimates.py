@@ -16,9 +16,8 @@ from typing import Any
 
 import yaml
 
-from prfaas.core.latency.gpus import gpu
 from prfaas.core.latency.profile import ProfileError
-from prfaas.core.latency.roofline import Roofline
+from prfaas.core.latency.roofline import Roofline, gpu
 from prfaas.core.latency.work import WEIGHT_FORMATS, model_work
 from prfaas.tools.profiling.aiconfigurator import AiconfiguratorTimes
 from prfaas.tools.profiling.estimate import EngineTimes

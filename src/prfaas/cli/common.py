@@ -41,9 +41,8 @@ def sentence(error: Exception, command: str = "") -> str | None:
     from prfaas.core.latency import ProfileError
     from prfaas.core.planner import PlanError
     from prfaas.core.workload import WorkloadError
-    from prfaas.serving.admin_token import AdminTokenError
     from prfaas.serving.engines import EngineError
-    from prfaas.serving.secret_files import KeyFileError, TlsFileError
+    from prfaas.serving.secret_files import AdminTokenError, KeyFileError, TlsFileError
 
     known = (CliError, DeploymentError, EngineError, ConfigError, PlanError, ProfileError, KeyFileError)
     if isinstance(error, (*known, AdminTokenError, TlsFileError, WorkloadError)):
@@ -253,7 +252,7 @@ def admin_address(where: str, token_file: Path | None) -> AdminAddress:
         DeploymentError: a bad file.
         AdminTokenError: the token's file can't be used.
     """
-    from prfaas.serving.admin_token import load_token
+    from prfaas.serving.secret_files import load_token
 
     if where.startswith(("http://", "https://")):
         url = where.rstrip("/").removesuffix("/v1")

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prfaas.core.latency import ProfileError, load_profile
-from prfaas.core.latency.gpus import gpu, gpu_names
-from prfaas.core.latency.roofline import DECODE_BAND, PREFILL_BAND, Roofline
+from prfaas.core.latency.roofline import DECODE_BAND, PREFILL_BAND, Roofline, gpu, gpu_names
 from prfaas.core.latency.work import WEIGHT_FORMATS, model_work
 
 HERE = Path(__file__).parent

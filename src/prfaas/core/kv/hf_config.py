@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from prfaas.core.kv.config_fields import ConfigError, ConfigFields, ElementBytes
+from prfaas.core.kv.config_fields import FAMILY_DEFAULTS, ConfigError, ConfigFields, ElementBytes
 from prfaas.core.kv.families import (
     ATTENTION_READERS,
     FP8_DS_MLA,
@@ -19,7 +19,6 @@ from prfaas.core.kv.families import (
     Reader,
     by_layer_types,
 )
-from prfaas.core.kv.family_defaults import FAMILY_DEFAULTS
 from prfaas.core.kv.layers import FullAttention, SlidingWindow
 from prfaas.core.kv.model import Group, KvModel
 from prfaas.core.kv.state_families import STATE_READERS

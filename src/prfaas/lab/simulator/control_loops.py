@@ -7,11 +7,16 @@ from typing import Any
 from prfaas.core.deployment import Role
 from prfaas.core.planner import KvSize, PlanError, PlanProblem
 from prfaas.core.planner.role_latency import QueueingModel
-from prfaas.core.scheduling.allocation import COOL_DOWN_PERIODS, Allocator
+from prfaas.core.scheduling.allocation import (
+    COOL_DOWN_PERIODS,
+    DRAIN_CHECK_S,
+    DRAIN_LIMIT_S,
+    Allocator,
+    RoleDrain,
+)
 from prfaas.core.scheduling.forecast import Outlook, foresight_of
-from prfaas.core.scheduling.queue_order import is_shortest_first
+from prfaas.core.scheduling.policy import is_shortest_first
 from prfaas.core.scheduling.role_choice import ExpectedLoad
-from prfaas.core.scheduling.role_drain import DRAIN_CHECK_S, DRAIN_LIMIT_S, RoleDrain
 from prfaas.core.scheduling.stage_utilisation import InstanceWork, StageUtilisation
 from prfaas.core.scheduling.threshold import (
     SETTLE_S,

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from prfaas.core.latency import roofline
-from prfaas.core.latency.gpus import gpu
 from prfaas.core.latency.profile import Curve, DecodeCurve, Evidence, LatencyProfile, ProfileError
-from prfaas.core.latency.roofline import Roofline
+from prfaas.core.latency.roofline import Roofline, gpu
 from prfaas.core.latency.work import WEIGHT_FORMATS, WeightFormat, model_work
 from prfaas.tools.profiling import aiconfigurator
 from prfaas.tools.profiling.aiconfigurator import AiconfiguratorTimes, EstimatorGap
