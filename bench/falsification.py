@@ -5,7 +5,7 @@ conversation trace comes at their speed, and the line falls in phases to half of
 Each policy meets the same traffic and the same line. `report` gives the same requests, the line and the profile
 measured on this machine to the simulator, and compares.
 
-    sudo python bench/falsification.py run /tmp/falsification.json          # 25 minutes on two cores
+    sudo python bench/falsification.py run /tmp/falsification.json          # 30 minutes on two cores
     python bench/falsification.py report /tmp/falsification.json --json figures.json --plots docs/explanation/img
 
 A phase is written name=share or name=share:deviation: the line's payload bandwidth in shares of what the plan sends at
@@ -25,21 +25,20 @@ from zlib import crc32
 
 from rich.console import Console
 
+import cpu_share
 from falsification_live import THRESHOLD_PERIOD_S, measured, reconfigured, run_policy, running
 from falsification_phases import PHASES, STATIC, LinkPhase, TraceSlice, pieces_of
 from falsification_report import compared, plots_of, table_of, verdict_of
 from fidelity import (
     DECODE_STEP_LIMIT_S,
     columns_of,
-    factors_of,
     pace_of,
     result_of,
-    slowdown_of,
     slower,
     unshared,
 )
 from fidelity_live import Depth, profile_files
-from fidelity_stack import EAST, PREFILL_NICENESS, wider_model
+from fidelity_stack import EAST, wider_model
 from prfaas.core.deployment import ControlConfig, PlannedDeployment
 from prfaas.core.deployment.load import load_planned
 from prfaas.core.deployment.schema import RoutingSection
@@ -71,7 +70,6 @@ def run(document: dict[str, Any], options: argparse.Namespace, path: Path) -> No
             directory,
             bandwidth_bits_per_s,
             stand_ins=options.engines == "synthetic",
-            niceness=options.niceness,
         ) as stack:
             if "measured" not in document:
                 document["measured"] = measured(stack, QUICK if options.quick else Depth())
@@ -172,28 +170,24 @@ def _profiles(document: dict[str, Any], directory: Path) -> dict[str, Path]:
 
 
 def simulate_drives(document: dict[str, Any]) -> None:
-    """Each drive again: the same requests over the same line, with the profile at the speed that the machine had then,
-    and with what the shared cores cost."""
+    """Each drive again: the same requests over the same line, the profile at the speed that the machine had then."""
     with tempfile.TemporaryDirectory(prefix="prfaas-falsification-") as name:
         planned = planned_of(document, Path(name))
     for policy, drive in document["drives"].items():
         drive["pace"] = pace_of(drive, planned)
-        drive["slowdown"] = slowdown_of(drive, document["machine"]["cores"])
-        drive["simulated"] = {}
-        for kind, factor in factors_of(drive):
-            result = result_of(
-                scenario(document, slower(planned, factor), policy), unshared(drive["requests"])
-            )
-            series = result.series
-            drive["simulated"][kind] = columns_of(result) | {
-                "link_bytes": result.link_bytes.tolist(),
-                "series": [
-                    [round(at_s, 2), tokens if tokens < 1e9 else None]
-                    for at_s, tokens in zip(
-                        series["time_s"].tolist(), series[f"threshold_tokens_{HOME}"].tolist(), strict=True
-                    )
-                ],
-            }
+        result = result_of(
+            scenario(document, slower(planned, drive["pace"]), policy), unshared(drive["requests"])
+        )
+        series = result.series
+        drive["simulated"] = columns_of(result) | {
+            "link_bytes": result.link_bytes.tolist(),
+            "series": [
+                [round(at_s, 2), tokens if tokens < 1e9 else None]
+                for at_s, tokens in zip(
+                    series["time_s"].tolist(), series[f"threshold_tokens_{HOME}"].tolist(), strict=True
+                )
+            ],
+        }
 
 
 def scenario(document: dict[str, Any], planned: PlannedDeployment, policy: str) -> Scenario:
@@ -272,14 +266,13 @@ def main() -> int:
         default="vllm",
         help="synthetic: stand-ins that wait in place of computing, for machines with other work",
     )
-    parser.add_argument("--niceness", type=int, default=PREFILL_NICENESS, help="of the prefill engines")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep deployment file and logs there")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the compared figures there")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="write the plots (SVG) there")
     options = parser.parse_args()
     document: dict[str, Any] = json.loads(options.file.read_text()) if options.file.exists() else {}
     if options.stage == "run":
-        problem = missing()
+        problem = missing() or (cpu_share.missing() if options.engines == "vllm" else None)
         if problem is not None:
             sys.exit(problem)
         with ending_on_sigterm():

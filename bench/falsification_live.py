@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from fidelity_stack import (
     HOME_PREFILL,
     cpu_s,
     engine_section,
-    pin,
+    limited_prefill,
     wider_model,
 )
 from prfaas.core.latency import Curve, DecodeCurve, LatencyProfile, profile_text
@@ -45,6 +44,7 @@ _READ_S = 0.5
 _STAND_IN_PREFILL_S = ((512.0, 0.15), (2048.0, 0.6), (6144.0, 1.9), (12288.0, 4.2))
 _STAND_IN_STEP_S = ((1.0, 0.01), (8.0, 0.015))
 _ONLY_REAL = ("extra_args", "env")
+_PREFILL = (EAST_PREFILL, HOME_PREFILL)
 _NAMES = {EAST_PREFILL: "far-prefill-0", HOME_PREFILL: "home-0", HOME_DECODE: "home-1"}
 
 
@@ -76,17 +76,13 @@ class LineStack:
 
 
 @contextlib.contextmanager
-def running(
-    directory: Path, bandwidth_bits_per_s: float, *, stand_ins: bool, niceness: int
-) -> Iterator[LineStack]:
-    """Engines and gateway, ready; each real prefill engine on a core of its own, as in `fidelity_stack`.
+def running(directory: Path, bandwidth_bits_per_s: float, *, stand_ins: bool) -> Iterator[LineStack]:
+    """Engines and gateway, ready; each real prefill engine with a part of a core of its own, as in `fidelity_stack`.
 
     Args:
         directory: For all files.
         bandwidth_bits_per_s: Payload that the line carries at first, and what the deployment file says.
         stand_ins: Engines that wait in place of computing, and send real bytes.
-        niceness: Of real prefill engines; above 0 they take what decode, gateway and client leave, which stand for
-            other machines. Where strangers are at work, they would take it, too.
     """
     line = LineSettings.of_round_trip(bandwidth_bits_per_s / GOODPUT_SHARE, RTT_S)
     engines = engines_of(1, [("prefill",), ("decode",)])
@@ -105,11 +101,9 @@ def running(
         )
         wan = WanStack(laboratory, deployment, engines)
         with wan.started():
-            cores = sorted(os.sched_getaffinity(0))
-            for engine, core in ((EAST_PREFILL, cores[0]), (HOME_PREFILL, cores[-1])):
-                if not stand_ins:
-                    pin(wan.running[_NAMES[engine]].pid(_NAMES[engine]), core, niceness)
-            yield LineStack(wan)
+            groups = {engine: wan.running[_NAMES[engine]].pid(_NAMES[engine]) for engine in _PREFILL}
+            with contextlib.nullcontext() if stand_ins else limited_prefill(groups):
+                yield LineStack(wan)
 
 
 def _real_engines(directory: Path) -> dict[str, Any]:

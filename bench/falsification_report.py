@@ -19,8 +19,6 @@ FloatArray = NDArray[np.float64]
 GOAL = 0.15
 """How far a phase's mean TTFT may be from its prediction."""
 _MEGA = 1e6
-# The run was on shared cores, so that is what is to be predicted.
-_JUDGED, _ALONE = "shared cores", "as measured"
 
 
 def compared(document: Mapping[str, Any], problem: PlanProblem) -> list[dict[str, Any]]:
@@ -48,7 +46,7 @@ def _phase(
     static = document["threshold_tokens"] if policy == STATIC else None
     capacity = capacity_per_s(problem, bits_per_s, static)
     rate = int(here.sum()) / phase_s
-    predicted = drive["simulated"][_JUDGED]
+    predicted = drive["simulated"]
     left_s = np.where(whole, last_s, np.nan)
     entry: dict[str, Any] = {
         "policy": policy,
@@ -74,9 +72,8 @@ def _phase(
         "load_average": drive["load_average"],
         "strangers": _strangers(document, drive),
     }
-    for kind, made in drive["simulated"].items():
-        entry[kind] = errors_of(np.array(made["ttft_s"])[counted], (first_s - arrival_s)[counted])
-    entry["is_met"] = abs(entry[_JUDGED]["mean"]["error"]) <= GOAL
+    entry["ttft"] = errors_of(np.array(predicted["ttft_s"])[counted], (first_s - arrival_s)[counted])
+    entry["is_met"] = abs(entry["ttft"]["mean"]["error"]) <= GOAL
     return entry
 
 
@@ -105,21 +102,20 @@ def table_of(found: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(title="TTFT in seconds; error: predicted minus live, of live")
     for column in (
         "policy", "phase", "Mbit/s", "of need", "requests", "live mean", "P90", "predicted", "P90", "error", "P90",
-        "alone", "stable: plan", "live", "offloaded", "predicted", "MB", "predicted", "threshold", "predicted",
+        "stable: plan", "live", "offloaded", "predicted", "MB", "predicted", "threshold", "predicted",
     ):  # fmt: skip
         table.add_column(column, justify="left" if column in ("policy", "phase") else "right")
     for each in found:
-        judged, alone = each[_JUDGED], each[_ALONE]
+        ttft = each["ttft"]
         table.add_row(
             each["policy"],
             each["phase"],
             f"{each['bandwidth_bits_per_s'] / _MEGA:.1f}",
             f"{each['of_need']:.2f}",
             f"{each['requests']}" + (f", {each['lost']} lost" if each["lost"] else ""),
-            *(f"{judged[key]['real_s']:.2f}" for key in ("mean", "p90")),
-            *(f"{judged[key]['simulated_s']:.2f}" for key in ("mean", "p90")),
-            *(f"{judged[key]['error']:+.0%}" for key in ("mean", "p90")),
-            f"{alone['mean']['error']:+.0%}",
+            *(f"{ttft[key]['real_s']:.2f}" for key in ("mean", "p90")),
+            *(f"{ttft[key]['simulated_s']:.2f}" for key in ("mean", "p90")),
+            *(f"{ttft[key]['error']:+.0%}" for key in ("mean", "p90")),
             "yes" if each["stable_by_plan"] else "no",
             "yes" if each["stable_live"] else "no",
             f"{each['offloaded']:.0%}",
@@ -146,8 +142,7 @@ def verdict_of(found: Sequence[Mapping[str, Any]], document: Mapping[str, Any]) 
         f"mean TTFT within {GOAL:.0%} of its prediction in {len(found) - len(missed)} of {len(found)} phases",
     ]
     said += [
-        f"  missed: {each['policy']}, {each['phase']}: {each[_JUDGED]['mean']['error']:+.0%} "
-        f"({each[_ALONE]['mean']['error']:+.0%} with cores of their own)"
+        f"  missed: {each['policy']}, {each['phase']}: {each['ttft']['mean']['error']:+.0%}"
         for each in missed
     ]
     said.append(
@@ -157,8 +152,7 @@ def verdict_of(found: Sequence[Mapping[str, Any]], document: Mapping[str, Any]) 
     said += [f"  grew: {each['policy']}, {each['phase']}" for each in grown]
     return said + [
         f"{policy}: load average {drive['load_average']:.1f}, others took {_strangers(document, drive):.0%} of the "
-        f"cores; machine {drive['pace'] - 1:+.1%}, shared cores {drive['slowdown'] - 1:+.1%}; the client was up to "
-        f"{drive['behind_s']:.2f} s late"
+        f"cores; machine {drive['pace'] - 1:+.1%}; the client was up to {drive['behind_s']:.2f} s late"
         for policy, drive in document["drives"].items()
     ]
 
@@ -179,7 +173,7 @@ def _ttft(policies: Sequence[str], document: Mapping[str, Any]) -> str:
         rows = document["drives"][policy]["requests"]
         arrival_s = [row[0] for row in rows]
         live = [None if row[3] is None else row[3] - row[0] for row in rows]
-        predicted = document["drives"][policy]["simulated"][_JUDGED]["ttft_s"]
+        predicted = document["drives"][policy]["simulated"]["ttft_s"]
         panels.append(
             Panel(
                 f"{policy}: TTFT (s)",
@@ -200,7 +194,7 @@ def _threshold(policies: Sequence[str], document: Mapping[str, Any]) -> str:
             PlotCurve(label, [row[0] for row in series], [row[1] for row in series], colour, is_dashed=colour == 0)
             for label, series, colour in (
                 ("live", drive["readings"], 1),
-                ("predicted", drive["simulated"][_JUDGED]["series"], 0),
+                ("predicted", drive["simulated"]["series"], 0),
             )
         ]  # fmt: skip
         panels.append(Panel(f"{policy}: threshold (tokens)", curves, is_stepped=True))
@@ -221,11 +215,11 @@ def _phases(policies: Sequence[str], found: Sequence[Mapping[str, Any]], documen
             Panel(
                 f"{policy}: mean TTFT (s)",
                 [
-                    PlotCurve("live", places, [each[_JUDGED]["mean"]["real_s"] for each in own], colour=1),
+                    PlotCurve("live", places, [each["ttft"]["mean"]["real_s"] for each in own], colour=1),
                     PlotCurve(
                         "predicted",
                         places,
-                        [each[_JUDGED]["mean"]["simulated_s"] for each in own],
+                        [each["ttft"]["mean"]["simulated_s"] for each in own],
                         colour=0,
                         is_dashed=True,
                     ),

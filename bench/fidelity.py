@@ -2,14 +2,13 @@
 
 Live: three vLLM servers and the gateway on this machine. `profile` measures them one request at a time, `drive` sends
 Poisson traffic at three loads through the gateway, `simulate` gives the same requests and the measured profile to the
-simulator, `report` compares. All of it is in one JSON file, so the last two need no engine. The engines share the
-machine's cores with the gateway and the client; what that costs is measured, and the simulation is reported with and
-without it.
+simulator, `report` compares. All of it is in one JSON file, so the last two need no engine. Each prefill engine gets a
+part of a core (cgroups), and the rest is enough for the others: nobody takes time from it, as on machines of their own.
 
 Traffic is of two kinds. Independent prompts have nothing in common, and the threshold stays. Conversations hit prefix
 caches, and the threshold is optimised all the time.
 
-    python bench/fidelity.py all /tmp/fidelity.json          # 30 minutes on two cores that do nothing else
+    sudo python bench/fidelity.py all /tmp/fidelity.json     # 40 minutes on two cores that do nothing else
     python bench/fidelity.py report /tmp/fidelity.json
 
 Recorded: single vLLM engines on GPUs (files of LLMServingSim's bench), see `fidelity_recorded.py`.
@@ -32,6 +31,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+import cpu_share
 from fidelity_live import (
     OFFLOADED_ABOVE,
     PROBE_TOKENS,
@@ -43,7 +43,7 @@ from fidelity_live import (
     profiled,
 )
 from fidelity_recorded import compared, errors_of, limits_of, table_of
-from fidelity_stack import EAST_PREFILL, HOME, HOME_PREFILL, KV_CACHE_GIB, NEVER_S, running, write_deployment
+from fidelity_stack import HOME, KV_CACHE_GIB, NEVER_S, running, write_deployment
 from fidelity_traffic import HIGH_ANSWER, KINDS, LOW_ANSWER, Kind, chunk_of, planned_lengths, requests_at
 from prfaas.core.deployment import ControlConfig, PlannedDeployment
 from prfaas.core.deployment.load import load_planned
@@ -120,20 +120,14 @@ def _drive(document: dict[str, Any], options: argparse.Namespace, kind: Kind, di
 
 
 def simulated(document: dict[str, Any], _options: argparse.Namespace) -> None:
-    """Each drive again, with the profile at the speed that the machine had then, and with what the shared cores
-    cost."""
+    """Each drive again, with the profile at the speed that the machine had then."""
     with tempfile.TemporaryDirectory(prefix="prfaas-fidelity-") as name:
         plans = {kind: planned_of(document, kind, Path(name)) for kind in document["points"]}
         for each in document["drives"]:
             requests = requests_at(each["traffic"], each["per_s"], document["duration_s"], each["number"])
             each["pace"] = pace_of(each, plans[each["traffic"]])
-            each["slowdown"] = slowdown_of(each, document["machine"]["cores"])
-            each["simulated"] = {
-                label: columns_of(
-                    result_of(_scenario(document, each["traffic"], plans, slowdown), chunk_of(requests))
-                )
-                for label, slowdown in factors_of(each)
-            }
+            scenario = _scenario(document, each["traffic"], plans, each["pace"])
+            each["simulated"] = columns_of(result_of(scenario, chunk_of(requests)))
         alone = [
             [place * APART_S, int(tokens), 1]
             for place, tokens in enumerate(document["measured"]["idle_ttft_s"])
@@ -156,31 +150,12 @@ def pace_of(drive_: dict[str, Any], planned: PlannedDeployment) -> float:
     return float(np.median(drive_["probes_s"]) / profiled_s)
 
 
-def factors_of(drive_: dict[str, Any]) -> list[tuple[str, float]]:
-    """The simulations of a drive: their names, and how many times as long as in the profile a prefill takes there."""
-    return [("as measured", drive_["pace"]), ("shared cores", drive_["pace"] * drive_["slowdown"])]
-
-
-def slowdown_of(drive_: dict[str, Any], cores: int) -> float:
-    """How much longer prefill takes because decode engine, gateway and client run on the same cores.
-
-    With u the share of all cores that these three took: while one prefill engine works, the other one does for a
-    part r of the time (its own use of its core). Then there is no idle core for the others, and each prefill engine
-    loses u; otherwise they go where nothing else runs.
-    """
-    used, lasted_s = drive_["cpu_s"], drive_["lasted_s"]
-    prefill = [used[EAST_PREFILL], used[HOME_PREFILL]]
-    share: float = (sum(used.values()) - sum(prefill)) / (cores * lasted_s)
-    both: float = sum(prefill) / len(prefill) / lasted_s
-    return 1 / (1 - share * both)
-
-
 def _scenario(
-    document: dict[str, Any], kind: Kind, plans: dict[Kind, PlannedDeployment], slowdown: float
+    document: dict[str, Any], kind: Kind, plans: dict[Kind, PlannedDeployment], pace: float
 ) -> Scenario:
     """As driven."""
     measured = document["measured"]
-    planned = slower(plans[kind], slowdown)
+    planned = slower(plans[kind], pace)
     caches = CacheOptions.of_memory(planned.kv_model, KV_CACHE_GIB * GIB)
     return scenario_of(
         planned,
@@ -270,7 +245,7 @@ def _to_plan(kind: Kind) -> dict[str, Any]:
 
 
 def reported(document: dict[str, Any]) -> dict[str, Any]:
-    """Errors of every drive, for both simulations."""
+    """Errors of every drive."""
     found = []
     for each in document["drives"]:
         rows = each["requests"]
@@ -279,25 +254,24 @@ def reported(document: dict[str, Any]) -> dict[str, Any]:
         counted = whole & (arrivals >= WARMUP_SHARE * arrivals[-1])
         first_s, last_s = (np.array([row[place] or np.nan for row in rows]) for place in (3, 4))
         offloaded = np.array([row[5] == "offload" for row in rows])
-        entry: dict[str, Any] = {
-            "traffic": each["traffic"],
-            "load": each["load"],
-            "requests": len(rows),
-            "lost": int((~whole).sum()),
-            "pace": each["pace"],
-            "slowdown": each["slowdown"],
-            "strangers": each.get("strangers_cpu_s", 0.0) / each["lasted_s"] / document["machine"]["cores"],
-            "offloaded": float(offloaded.mean()),
-        }
-        for name, made in each["simulated"].items():
-            ttft_s, e2e_s = np.array(made["ttft_s"]), np.array(made["e2e_s"])
-            entry[name] = {
+        made = each["simulated"]
+        ttft_s, e2e_s = np.array(made["ttft_s"]), np.array(made["e2e_s"])
+        found.append(
+            {
+                "traffic": each["traffic"],
+                "load": each["load"],
+                "requests": len(rows),
+                "lost": int((~whole).sum()),
+                "pace": each["pace"],
+                "cpu": {name: used / each["lasted_s"] for name, used in each["cpu_s"].items()},
+                "strangers": each["strangers_cpu_s"] / each["lasted_s"] / document["machine"]["cores"],
+                "offloaded": float(offloaded.mean()),
                 "ttft": errors_of(ttft_s[counted], (first_s - arrivals)[counted]),
                 "e2e": errors_of(e2e_s[counted], (last_s - arrivals)[counted]),
                 "throughput_error": float(last_s[whole].max() / (arrivals + e2e_s)[whole].max() - 1),
                 "same_route": float((np.array(made["offloaded"]) == offloaded).mean()),
             }
-        found.append(entry)
+        )
     together = document["measured"]["together"]
     return {
         "both_prefill_slowdown": float(np.mean(together["both_s"]) / np.mean(together["alone_s"]) - 1),
@@ -315,23 +289,21 @@ def reported(document: dict[str, Any]) -> dict[str, Any]:
 
 def table_of_drives(found: dict[str, Any]) -> Table:
     table = Table(title="simulated minus real, of real")
-    for column in ("traffic", "load", "requests", "simulation", "TTFT mean", "P50", "P90", "real mean", "real P90",
+    for column in ("traffic", "load", "requests", "machine", "TTFT mean", "P50", "P90", "real mean", "real P90",
                    "throughput", "same route"):  # fmt: skip
         table.add_column(column, justify="right")
     for each in found["drives"]:
-        for name in ("as measured", "shared cores"):
-            made = each[name]
-            table.add_row(
-                each["traffic"],
-                f"{each['load']:g}",
-                str(each["requests"]),
-                f"{name}, {each['pace' if name == 'as measured' else 'slowdown'] - 1:+.1%}",
-                *(f"{made['ttft'][key]['error']:+.1%}" for key in ("mean", "p50", "p90")),
-                f"{made['ttft']['mean']['real_s']:.3f} s",
-                f"{made['ttft']['p90']['real_s']:.3f} s",
-                f"{made['throughput_error']:+.1%}",
-                f"{made['same_route']:.0%}",
-            )
+        table.add_row(
+            each["traffic"],
+            f"{each['load']:g}",
+            str(each["requests"]),
+            f"{each['pace'] - 1:+.1%}",
+            *(f"{each['ttft'][key]['error']:+.1%}" for key in ("mean", "p50", "p90")),
+            f"{each['ttft']['mean']['real_s']:.3f} s",
+            f"{each['ttft']['p90']['real_s']:.3f} s",
+            f"{each['throughput_error']:+.1%}",
+            f"{each['same_route']:.0%}",
+        )
     return table
 
 
@@ -356,6 +328,9 @@ def main() -> int:
         runs = [each for path in options.files for each in compared(path, limits_of(path))]
         print(json.dumps(runs, indent=2)) if options.json else console.print(table_of(runs))
         return 0
+    problem = cpu_share.missing() if options.stage in ("profile", "drive", "all") else None
+    if problem is not None:
+        sys.exit(problem)
     path = options.files[0]
     document: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     stages = {"profile": profile, "drive": drive, "simulate": simulated}

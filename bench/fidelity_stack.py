@@ -16,6 +16,7 @@ from urllib.request import ProxyHandler, build_opener
 
 import yaml
 
+from cpu_share import limited
 from ports import free_ports
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.serving.engines.running import RunningEngines
@@ -38,8 +39,10 @@ WIDER: dict[str, Any] = {
 # every message: an engine without work would take half of a core from those that have some.
 IDLE_WHEN_IDLE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
-# Prefill takes what the others leave: decode, gateway and client stand for machines of their own.
+# Decode, gateway and client stand for machines of their own: prefill comes behind them, and leaves them enough that it
+# would not have used itself. They take up to a third of a core each on two cores.
 PREFILL_NICENESS = 10
+PREFILL_SHARE = 0.6
 _READY_S = 240.0
 
 NEVER_S = 3600.0
@@ -197,7 +200,10 @@ def wider_model(directory: Path, *, with_weights: bool) -> Path:
 
 @contextlib.contextmanager
 def running(path: Path, directory: Path) -> Iterator[Stack]:
-    """Engines and gateway, ready and pinned; everything has ended afterwards, whatever happened meanwhile."""
+    """Engines and gateway, ready, each prefill engine with its part of a core.
+
+    Everything has ended afterwards, whatever happened meanwhile.
+    """
     deployment = load_deployment(path, state_dir=directory / "home")
     with RunningEngines(deployment) as engines:
         engines.wait_ready(_READY_S)
@@ -211,10 +217,8 @@ def running(path: Path, directory: Path) -> Iterator[Stack]:
             )
         try:
             _wait_healthy(deployment, gateway, log_path)
-            cores = sorted(os.sched_getaffinity(0))
-            pin(engines.pid(EAST_PREFILL), cores[0])
-            pin(engines.pid(HOME_PREFILL), cores[-1])
-            yield Stack(deployment, engines, gateway.pid)
+            with limited_prefill({name: engines.pid(name) for name in (EAST_PREFILL, HOME_PREFILL)}):
+                yield Stack(deployment, engines, gateway.pid)
         finally:
             gateway.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -223,13 +227,27 @@ def running(path: Path, directory: Path) -> Iterator[Stack]:
             gateway.wait()
 
 
-def pin(group: int, core: int, niceness: int = PREFILL_NICENESS) -> None:
+@contextlib.contextmanager
+def limited_prefill(groups: Mapping[str, int]) -> Iterator[None]:
+    """Meanwhile each prefill engine has a part of a core of its own.
+
+    Args:
+        groups: The process groups of `EAST_PREFILL` and `HOME_PREFILL`.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    for name, core in ((EAST_PREFILL, cores[0]), (HOME_PREFILL, cores[-1])):
+        _pin(groups[name], core)
+    with limited([_processes_of(group) for group in groups.values()], PREFILL_SHARE):
+        yield
+
+
+def _pin(group: int, core: int) -> None:
     """All threads of a process group to one core, behind everything that is not as nice."""
     for process in _processes_of(group):
         for thread in Path(f"/proc/{process}/task").iterdir():
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):
                 os.sched_setaffinity(int(thread.name), {core})
-                os.setpriority(os.PRIO_PROCESS, int(thread.name), niceness)
+                os.setpriority(os.PRIO_PROCESS, int(thread.name), PREFILL_NICENESS)
 
 
 def cpu_s(group: int) -> float:
