@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prfaas.core.kv.families import ConfigError, ConfigFields
+from prfaas.core.kv.config_fields import ConfigError, ConfigFields
 from prfaas.core.kv.hf_config import model_from_config
 from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
 from prfaas.core.kv.model import KvModel
