@@ -1,6 +1,5 @@
 """docs/guides/before-you-buy.md as written: from a config.json and the names of two GPUs to a verdict and its plots."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,6 @@ def page(tmp_path: Path) -> Page:
     return found
 
 
-def squeezed(text: str) -> str:
-    return " ".join(text.split())
-
-
 @pytest.mark.slow
 def test_from_a_config_and_two_gpus_to_a_verdict(page: Page) -> None:
     sized, estimated, planned, swept, simulated = page.shell
@@ -31,8 +26,6 @@ def test_from_a_config_and_two_gpus_to_a_verdict(page: Page) -> None:
         assert "origin: estimated" in (page.folder / f"{gpu}.yaml").read_text()
 
     printed = page.run(planned)
-    verdict = page.printed_after("prfaas plan buy.yaml\n")
-    assert verdict is not None and squeezed(verdict) in squeezed(printed)
     for row in (
         "fleet you have",
         "at equal cost",
@@ -46,4 +39,4 @@ def test_from_a_config_and_two_gpus_to_a_verdict(page: Page) -> None:
     assert printed.count("Break-even: ") == 2
     plots = sorted(path.name for path in (page.folder / "plots").glob("*.png"))
     assert len(plots) >= 4, plots
-    assert re.search(r"TTFT", page.run(simulated))
+    assert "TTFT" in page.run(simulated)
