@@ -20,7 +20,7 @@ def page(tmp_path: Path) -> Page:
 @pytest.mark.slow
 def test_from_a_config_and_two_gpus_to_a_verdict(page: Page) -> None:
     sized, estimated, planned, swept, simulated = page.shell
-    assert "qwen3_next" in page.run(sized)
+    assert "12 full + 36 GDN" in page.run(sized)
     page.run(estimated)
     for gpu in ("h100", "b200"):
         assert "origin: estimated" in (page.folder / f"{gpu}.yaml").read_text()
@@ -29,14 +29,13 @@ def test_from_a_config_and_two_gpus_to_a_verdict(page: Page) -> None:
     for row in (
         "fleet you have",
         "at equal cost",
-        "req/s, P90 in 2.5 s",
+        "req/s, P90 in 600 ms",
         "egress break-even per GB",
         "offer->mine",
     ):
         assert row in printed
 
     printed = page.run(swept)
-    assert printed.count("Break-even: ") == 2
-    plots = sorted(path.name for path in (page.folder / "plots").glob("*.png"))
-    assert len(plots) >= 4, plots
+    assert printed.count("No break-even from ") == 2
+    assert len(list((page.folder / "plots").glob("*.png"))) == 4
     assert "TTFT" in page.run(simulated)

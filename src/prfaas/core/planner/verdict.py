@@ -125,7 +125,11 @@ class Gain:
         judged = self.equal_cost_ratio if self.equal_cost_ratio is not None else self.ratio
         text = f"{'Worth it' if judged > _WORTH_IT else 'Not worth it'}: {factor}."
         if self.egress_per_hour > 0 and self.break_even_per_gb is not None:
-            text += f" The advantage is gone where egress costs {self.break_even_per_gb:.3g} per GB."
+            text += (
+                f" The advantage is gone where egress costs {self.break_even_per_gb:.3g} per GB."
+                if self.break_even_per_gb > 0
+                else " It would not be with free egress, either."
+            )
         return text
 
 
