@@ -39,9 +39,9 @@ WIDER: dict[str, Any] = {
 # every message: an engine without work would take half of a core from those that have some.
 IDLE_WHEN_IDLE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
-# Decode, gateway and client stand for machines of their own: prefill comes behind them, and leaves them enough that it
-# would not have used itself. They take up to a third of a core each on two cores.
-PREFILL_NICENESS = 10
+# Decode, gateway and client stand for machines of their own. Prefill comes before them on its core, up to a limit: it
+# always gets the same, whatever they do at the moment, and what is left is more than they use.
+PREFILL_NICENESS = -10
 PREFILL_SHARE = 0.6
 _READY_S = 240.0
 
@@ -242,7 +242,7 @@ def limited_prefill(groups: Mapping[str, int]) -> Iterator[None]:
 
 
 def _pin(group: int, core: int) -> None:
-    """All threads of a process group to one core, behind everything that is not as nice."""
+    """All threads of a process group to one core, before everything else there."""
     for process in _processes_of(group):
         for thread in Path(f"/proc/{process}/task").iterdir():
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):

@@ -208,9 +208,14 @@ class Choice:
 
 
 def route(
-    request: RoutingRequest, view: View, choose: Callable[[RoutingRequest, View, PdCandidate], Choice]
+    request: RoutingRequest,
+    view: View,
+    choose: Callable[[RoutingRequest, View, PdCandidate], Choice],
+    line_up: Callable[[RoutingRequest, View, Choice], None] | None = None,
 ) -> Decision:
     """The decision of a policy that chooses by `choose` in every PD cluster.
+
+    `line_up` is called once, with the choice of the PD cluster that is taken: it sets the place in the line.
 
     PD clusters are compared by these, in this order: when what the policy would do there, if caches stayed where they
     are, has its first token, the wait for a decode slot included; the least load of the decode instance; the order of
@@ -222,7 +227,10 @@ def route(
     if not request.held and request.num_tokens > 1:
         only = lone_pd_candidate(request, view)
         if only is not None:
-            return decision_of(request, view, only.decode, choose(request, view, only))
+            sole = choose(request, view, only)
+            if line_up is not None:
+                line_up(request, view, sole)
+            return decision_of(request, view, only.decode, sole)
     decoders = decode_choices(request, view)
     if request.num_tokens <= 1:
         return single_token(request, view, decoders)
@@ -249,6 +257,8 @@ def route(
     if best is None or request.held:
         let_caches_move(chosen, here)
         best = choose(request, view, chosen)
+    if line_up is not None:
+        line_up(request, view, best)
     return decision_of(request, view, chosen.decode, best)
 
 

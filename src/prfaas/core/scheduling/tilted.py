@@ -67,18 +67,14 @@ class Tilted:
 
     def decide(self, request: RoutingRequest, view: View) -> Decision:
         """Raises NoDecodeInstanceError when nothing can decode."""
-        return route(request, view, self._choose)
+        return route(request, view, self._choose, self._line_up)
 
-    def _choose(self, request: RoutingRequest, view: View, pd: PdCandidate) -> Choice:
-        choice = self._place(request, view, pd)
+    def _line_up(self, request: RoutingRequest, view: View, choice: Choice) -> None:
         option = choice.option
         choice.urgency_s = place_in_line_s(view.now_s, option.prefill_s, option.cluster.waits, self.fairness)
-        # Without sources no cluster holds anything, or PD clusters are only being compared: then it does not count.
-        if pd.sources:
-            choice.is_bound = option.cache_transfer is not None or _is_held_best(request, option)
-        return choice
+        choice.is_bound = option.cache_transfer is not None or _is_held_best(request, option)
 
-    def _place(self, request: RoutingRequest, view: View, pd: PdCandidate) -> Choice:
+    def _choose(self, request: RoutingRequest, view: View, pd: PdCandidate) -> Choice:
         threshold = adjusted = pd.threshold_tokens
         uncached = uncached_tokens(request, view, pd, self.abundance)
         local = with_cache(request, view, pd, pd.local, self.abundance) if pd.sources else pd.local
@@ -142,16 +138,20 @@ class Tilted:
 
 
 def _is_held_best(request: RoutingRequest, option: PrefillCandidate) -> bool:
-    """Whether another instance of the cluster would have to compute a tenth more."""
+    """Whether every other instance of the cluster would have to compute a tenth more."""
     here, num_tokens, held_at = option.instance, request.num_tokens, request.held.get
-    elsewhere = 0
+    reusable = option.reusable_tokens
+    if reusable <= _MUCH * num_tokens:
+        return False
     for each in option.cluster.instances:
         # `reusable_at` in line: it is asked of a whole cluster.
         if each.prefills and each is not here and (hit := held_at(each.name)) is not None:
-            tokens = hit.reusable_tokens
-            if tokens > elsewhere:
-                elsewhere = tokens if tokens < num_tokens else num_tokens - 1
-    return option.reusable_tokens - elsewhere > _MUCH * (num_tokens - elsewhere)
+            elsewhere = hit.reusable_tokens
+            if elsewhere >= num_tokens:
+                elsewhere = num_tokens - 1
+            if reusable - elsewhere <= _MUCH * (num_tokens - elsewhere):
+                return False
+    return True
 
 
 def _tilted(threshold: float, tilt: float) -> float:
