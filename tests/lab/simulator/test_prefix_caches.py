@@ -1,6 +1,7 @@
 """All instances' caches against one naive cache per instance."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -141,6 +142,19 @@ def test_a_hybrid_model_goes_on_from_a_state_only() -> None:
     assert caches.held([1, 2, 3, 4, 5, 6], 60)["a"] == PrefixHit(60, 60)
     assert caches.held([5], 10) == {"a": PrefixHit(0, 10)}
     assert caches.held([1], 9) == {}
+
+
+def test_of_a_prompt_that_came_from_elsewhere_a_hybrid_model_has_no_state() -> None:
+    """The state comes for the whole prompt but its last token, which is hardly ever where a block ends."""
+    options: dict[str, Any] = {"capacity_tokens": {"a": 1000}, "block_tokens": 10}
+    hybrid = PrefixCaches(["a"], checkpoint_tokens=20, **options)
+    dense = PrefixCaches(["a"], **options)
+    for caches in (hybrid, dense):
+        caches.insert("a", [1, 2, 3, 4], 45, with_states=False)
+    assert hybrid.held([1, 2, 3, 4], 45) == {"a": PrefixHit(0, 40)}
+    assert dense.held([1, 2, 3, 4], 45) == {"a": PrefixHit(40, 40)}
+    hybrid.insert("a", [1, 2], 25)
+    assert hybrid.held([1, 2, 3, 4], 45) == {"a": PrefixHit(20, 40)}
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,8 @@ class PrefixCaches:
     and no block before one that was used later.
 
     Models with linear layers (`checkpoint_tokens` given) go on only where a state was kept: every `checkpoint_tokens`,
-    taken as a whole number of blocks and at least one, and at the last whole block of each prompt computed here.
+    taken as a whole number of blocks and at least one, and at the last whole block of each prompt computed here. What
+    came from elsewhere has none: the state of a whole prompt seldom ends where a block does.
     A state goes with the block at whose end it is.
 
     Args:
@@ -139,8 +140,13 @@ class PrefixCaches:
             found[name] = self._answer(reusable, count) if answer is None else answer
         return found
 
-    def insert(self, name: str, block_ids: Sequence[int], num_tokens: int) -> None:
-        """An instance has computed this prompt: it holds all of it, as far as there is room. `block_ids` are kept."""
+    def insert(
+        self, name: str, block_ids: Sequence[int], num_tokens: int, *, with_states: bool = True
+    ) -> None:
+        """An instance has this prompt: it holds all of it, as far as there is room. `block_ids` are kept.
+
+        `with_states`: it computed the prompt, or got it up to a block's end.
+        """
         whole = num_tokens // self._block_tokens
         if whole < len(block_ids):
             block_ids = block_ids[:whole]
@@ -153,9 +159,10 @@ class PrefixCaches:
         used_tokens = len(cache.last_use) * self._block_tokens
         every = self._checkpoint_blocks
         if every is not None:
-            if len(block_ids) >= every:
-                cache.states.update(block_ids[every - 1 :: every])
-            cache.states.add(block_ids[-1])
+            if with_states:
+                if len(block_ids) >= every:
+                    cache.states.update(block_ids[every - 1 :: every])
+                cache.states.add(block_ids[-1])
             used_tokens += len(cache.states) * self._state_tokens
         if used_tokens > cache.capacity_tokens:
             self._evict(cache, used_tokens - cache.capacity_tokens)

@@ -367,7 +367,7 @@ class World:
             self.restart(job)
             return
         if self.caches is not None and job.engine is not target:
-            self.caches.insert(target.name, job.blocks, job.tokens)
+            self.caches.insert(target.name, job.blocks, job.tokens, with_states=False)
         if self.pools is not None:
             self.pools.arrived(job)
         job.stage = _DECODING
