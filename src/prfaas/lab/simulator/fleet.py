@@ -1,13 +1,15 @@
-"""What a scenario's world is built of: its view, links, decode batches and shared prefills."""
+"""What a scenario's world is built of: its view, links and engines."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from prfaas.core.scheduling import ClusterView, InstanceView, KvFacts, LinkView, View
+from prfaas.core.scheduling.prefill_pool import PrefillPool
 from prfaas.core.units import GB, SECONDS_PER_HOUR
+from prfaas.lab.simulator.answers import Answers
 from prfaas.lab.simulator.events import Events
-from prfaas.lab.simulator.instance import Job
+from prfaas.lab.simulator.instance import Engine, Job
 from prfaas.lab.simulator.link import FluidLink
 from prfaas.lab.simulator.monitored_link import MonitoredLink
 from prfaas.lab.simulator.scenario import Scenario, SimulatedCluster, instance_names
@@ -37,7 +39,34 @@ def links_of(
     }
 
 
-def decode_batch_of(
+def engines_of(
+    scenario: Scenario,
+    view: View,
+    pools: Mapping[str, PrefillPool[Job]],
+    events: Events,
+    answers: Answers,
+    prefilled: JobCallback,
+) -> dict[str, Engine]:
+    """By name; `prefilled` is called at the end of every prefill."""
+    return {
+        instance.name: Engine(
+            instance,
+            view.clusters[cluster.name],
+            pools[cluster.name],
+            _decode_batch_of(cluster, events, answers.begin, answers.end),
+            cluster.decode_step_s,
+            cluster.prefill_concurrency,
+            _shared_prefills_of(cluster, events, prefilled),
+            cluster.prefill_step_tokens,
+            cluster.chunk_tokens,
+            cluster.kv_block_tokens if scenario.kv_model.is_hybrid else 1,
+        )
+        for cluster in scenario.clusters
+        for instance in view.clusters[cluster.name].instances
+    }
+
+
+def _decode_batch_of(
     cluster: SimulatedCluster, events: Events, started: JobCallback, done: JobCallback
 ) -> TokenClock | None:
     """That of one instance; None where nothing decodes."""
@@ -57,7 +86,7 @@ def decode_batch_of(
     )
 
 
-def shared_prefills_of(cluster: SimulatedCluster, events: Events, done: JobCallback) -> TokenClock | None:
+def _shared_prefills_of(cluster: SimulatedCluster, events: Events, done: JobCallback) -> TokenClock | None:
     """Prefills that share an instance: seconds of work in place of tokens, each second longer by all that share."""
     if cluster.prefill_concurrency == 1:
         return None

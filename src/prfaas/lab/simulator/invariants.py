@@ -101,4 +101,4 @@ class Invariants:
 
 
 def _prefills(job: Job) -> bool:
-    return job.stage <= JobStage.PREFILLING
+    return job.stage <= JobStage.SHARING

@@ -20,8 +20,7 @@ _SLACK = 1e-15
 # A stream that is behind catches up only where its share is more than its production by more than rounding.
 _FASTER = 1 + 1e-9
 
-# Rounding of rates.
-_NEARLY = 0.999
+_NEARLY = 0.999  # rounding of rates
 
 _production_rate = attrgetter("bits_per_s")
 
@@ -195,6 +194,12 @@ class FluidLink:
         self._share(now_s)
         return transfer
 
+    def withhold(self, transfer: FluidTransfer, done: Callable[[Any], None]) -> float:
+        """Bytes that would come at the end of its production, and don't: it calls `done` when it arrives without."""
+        last_bits = transfer.withhold(done)
+        self._accepted_bits -= last_bits
+        return last_bits / BITS_PER_BYTE
+
     def cancel(self, transfer: FluidTransfer) -> None:
         """It ends here, and its `done` is not called. Nothing happens where it has been called already."""
         state = transfer.state
@@ -344,16 +349,12 @@ class FluidLink:
         """When the first one that is behind has caught up with its production."""
         return min(
             (
-                now_s + self._backlog_bits(transfer, now_s) / (share - transfer.bits_per_s)
+                now_s + transfer.backlog_bits(self._sent_each_bits, now_s) / (share - transfer.bits_per_s)
                 for transfer in self._behind
                 if share > transfer.bits_per_s * _FASTER
             ),
             default=math.inf,
         )
-
-    def _backlog_bits(self, transfer: FluidTransfer, now_s: float) -> float:
-        produced_bits = transfer.bits_per_s * (now_s - transfer.start_s)
-        return produced_bits - (self._sent_each_bits - transfer.offset_bits)
 
     def _wake(self, armed_s: float) -> None:
         if armed_s != self._armed_s:
@@ -387,7 +388,7 @@ class FluidLink:
     def _catch_up(self, now_s: float, share: float, slack_s: float) -> None:
         for transfer in list(self._behind):
             bits_per_s = transfer.bits_per_s
-            backlog_bits = self._backlog_bits(transfer, now_s)
+            backlog_bits = transfer.backlog_bits(self._sent_each_bits, now_s)
             if share > bits_per_s * _FASTER and backlog_bits <= slack_s * (share - bits_per_s):
                 del self._behind[transfer]
                 transfer.state = ABREAST

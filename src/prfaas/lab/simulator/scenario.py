@@ -39,6 +39,11 @@ class SimulatedCluster:
     prefill_step_tokens: int = 0
     """Prompts that wait are computed together up to so many uncached tokens, in the time of one prompt of as many; 0:
     one after another."""
+    chunk_tokens: int = 0
+    """Of a prefill step: what a prompt leaves of its last steps is filled up with the next one that waits at the same
+    instance; 0: it is not."""
+    kv_block_tokens: int = 0
+    """Of a block of the KVCache: where a model has linear states, a step ends at a prompt's last full block."""
     context_s: float = 0.0
     """Seconds that a decode step takes longer per token of context in its batch."""
     measured_context_tokens: float = 0.0
@@ -188,6 +193,7 @@ class Scenario:
                     "prompts share steps (prefill_step_tokens) only where they don't share an instance's time evenly "
                     "(prefill_concurrency) and load nothing from pools"
                 )
+            self._check_chunks(cluster)
         names = {link.name for link in self.links} | {
             instance for cluster in self.clusters for instance in instance_names(cluster)
         }
@@ -196,6 +202,21 @@ class Scenario:
                 raise ValueError(
                     f'"{failure.what}" cannot fail: it is no instance or link; there are {sorted(names)}'
                 )
+
+    def _check_chunks(self, cluster: SimulatedCluster) -> None:
+        if cluster.chunk_tokens and (
+            cluster.prefill_concurrency > 1 or cluster.prefill_step_tokens or self.pools
+        ):
+            raise ValueError(
+                "the next prompt fills up a prompt's last steps (chunk_tokens) only where prompts are computed one "
+                "after another (no prefill_concurrency or prefill_step_tokens) and load nothing from pools"
+            )
+        least = 1 if self.kv_model.is_hybrid else 0
+        if cluster.chunk_tokens and not least <= cluster.kv_block_tokens <= cluster.chunk_tokens:
+            raise ValueError(
+                f"a step of {cluster.chunk_tokens} tokens (chunk_tokens) has one KV block or more of {least} tokens or "
+                f"more, not of {cluster.kv_block_tokens} (kv_block_tokens)"
+            )
 
     def capacity_of(self, link: SimulatedLink) -> CapacityProcess:
         """What a link really carries, its failures included."""
@@ -230,6 +251,8 @@ def scenario_of(
     overheads: Overheads | None = None,
     prefill_concurrency: int = 1,
     prefill_step_tokens: int = 0,
+    chunk_tokens: int = 0,
+    kv_block_tokens: int = 0,
     decode_context_s: float | None = None,
     transfer_grace_s: float = math.inf,
 ) -> Scenario:
@@ -252,6 +275,8 @@ def scenario_of(
         overheads: Time beside the work itself.
         prefill_concurrency: Prefills that share an instance's time evenly.
         prefill_step_tokens: Prompts that wait are computed together up to so many uncached tokens; 0: none are.
+        chunk_tokens: Of a prefill step, whose rest the next prompt fills up; 0: it does not.
+        kv_block_tokens: Of a block of the KVCache; needed with `chunk_tokens` where a model has linear states.
         decode_context_s: Seconds that a decode step takes longer per token of context in its batch, beyond the context
             that its profile was measured at, or the workload's mean where it does not say. None takes the profile's.
         transfer_grace_s: How late a transfer may be before it is given up.
@@ -283,6 +308,8 @@ def scenario_of(
                 _cluster(cluster, prefill, problem, prefill_concurrency),
                 instance_price_per_hour=planned.prices.get(cluster.hardware, 0.0) * cluster.gpus_per_instance,
                 prefill_step_tokens=prefill_step_tokens,
+                chunk_tokens=chunk_tokens,
+                kv_block_tokens=kv_block_tokens,
                 context_s=context_s,
                 measured_context_tokens=measured_tokens,
             )

@@ -14,7 +14,7 @@ from prfaas.core.scheduling.prefill_pool import PrefillPool
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.lab.simulator.answers import Answers
 from prfaas.lab.simulator.events import Events
-from prfaas.lab.simulator.fleet import decode_batch_of, links_of, shared_prefills_of, view_of
+from prfaas.lab.simulator.fleet import engines_of, links_of, view_of
 from prfaas.lab.simulator.instance import Engine, Job, JobStage
 from prfaas.lab.simulator.monitored_link import LOOK_S
 from prfaas.lab.simulator.pools import TIERS, MachinePools
@@ -26,7 +26,7 @@ _NOTHING_HELD: dict[str, PrefixHit] = {}
 # One for every request without pools: five empty ones each would take as long as a lookup.
 _NOTHING: dict[str, Any] = {}
 # Reading a member of an enum takes as long as a function call.
-_MOVING, _QUEUED, _POOLED, _PREFILLING, _SENDING, _DECODING = JobStage
+_MOVING, _QUEUED, _POOLED, _PREFILLING, _SHARING, _SENDING, _DECODING = JobStage
 
 
 class World:
@@ -52,20 +52,9 @@ class World:
         self.prefill_pools: dict[str, PrefillPool[Job]] = {
             name: PrefillPool(waits=cluster.waits) for name, cluster in self.view.clusters.items()
         }
-        self.engines: dict[str, Engine] = {
-            instance.name: Engine(
-                instance,
-                self.view.clusters[cluster.name],
-                self.prefill_pools[cluster.name],
-                decode_batch_of(cluster, self.events, self.answers.begin, self.answers.end),
-                cluster.decode_step_s,
-                cluster.prefill_concurrency,
-                shared_prefills_of(cluster, self.events, self._prefilled),
-                cluster.prefill_step_tokens,
-            )
-            for cluster in scenario.clusters
-            for instance in self.view.clusters[cluster.name].instances
-        }
+        self.engines = engines_of(
+            scenario, self.view, self.prefill_pools, self.events, self.answers, self._prefilled
+        )
         self.links = links_of(scenario, self.view, self.events, rng)
         caches = scenario.caches
         self.caches = None if caches is None else caches.of_instances(list(self.engines), block_tokens)
@@ -253,11 +242,13 @@ class World:
             engine.waiting_s = max(engine.waiting_s - job.service_s, 0.0)
             self._start(engine, job)
         else:
+            job.queued_s = self.events.now_s
             engine.queue.append(job)
 
     def _wait(self, job: Job) -> None:
         engine, decision, now_s = job.engine, job.decision, self.events.now_s
         if decision.urgency_s is None:
+            job.queued_s = now_s
             engine.queue.append(job)
             engine.accept(job.service_s, now_s)
         elif decision.is_bound:
@@ -314,6 +305,9 @@ class World:
         engine.free_at_s = end_s
         engine.prefilled_s += service_s
         engine.view.busy_until_s = end_s + engine.waiting_s
+        if engine.chunk_tokens:
+            # Before its stream ends: what its last bytes are held back by is known then.
+            events.at(end_s, self._prefilled, job)
         if link is not None:
             streamed_bytes = self.kv.streamed_bytes(job.tokens - 1, job.decision.skip_tokens)
             last_bytes = job.promised_bytes - streamed_bytes
@@ -321,30 +315,48 @@ class World:
         if engine.sharing is not None:
             engine.sharing.join(service_s, job)
             return
-        events.number = number = events.number + 1
-        heappush(events.heap, (end_s, number, self._prefilled, job))
+        if not engine.chunk_tokens:
+            events.number = number = events.number + 1
+            heappush(events.heap, (end_s, number, self._prefilled, job))
 
     def _prefilled(self, job: Job) -> None:
         if job.is_lost:
             return
         engine = job.engine
         engine.at_work -= 1
-        if not job.is_void:
-            if engine is not job.target:
-                engine.view.in_flight -= 1
-            if self.caches is not None:
-                self.caches.insert(engine.name, job.blocks, job.tokens)
-            if self.pools is not None:
-                self.pools.computed(job)
-            if job.stage is _PREFILLING:
-                job.stage = _SENDING
-                if job.link is None or job.is_sent:
-                    self._arrived(job)
-                elif (grace_s := self.scenario.transfer_grace_s) < math.inf:
-                    late_s = late_after_s(job.promised_bytes, job.link.configured_bits_per_s, grace_s)
-                    self.events.at(self.events.now_s + late_s, self._late, job)
+        late_s = engine.fill_up(job, self.events.now_s) if engine.chunk_tokens and not job.is_void else 0.0
+        if late_s > 0:
+            job.stage = _SHARING
+            job.hold_back(self._send_held)
+            self.events.at(self.events.now_s + late_s, self._computed, job)
+        else:
+            self._computed(job)
         if engine.queue or engine.pool:
             self.start_next(engine)
+
+    def _computed(self, job: Job) -> None:
+        """All of its KV is there."""
+        if job.is_void:
+            return
+        engine = job.engine
+        if engine is not job.target:
+            engine.view.in_flight -= 1
+        if self.caches is not None:
+            self.caches.insert(engine.name, job.blocks, job.tokens)
+        if self.pools is not None:
+            self.pools.computed(job)
+        if job.stage is _PREFILLING or job.stage is _SHARING:
+            job.stage = _SENDING
+            self._send_held(job)
+            if job.link is None or job.is_sent:
+                self._arrived(job)
+            elif (grace_s := self.scenario.transfer_grace_s) < math.inf:
+                late_s = late_after_s(job.promised_bytes, job.link.configured_bits_per_s, grace_s)
+                self.events.at(self.events.now_s + late_s, self._late, job)
+
+    def _send_held(self, job: Job) -> None:
+        if job.stage is _SENDING and not job.is_void:
+            job.send_held(self._arrived)
 
     def _late(self, job: Job) -> None:
         if job.stage is _SENDING and not job.is_void:
@@ -380,7 +392,7 @@ class World:
         job.is_void = True
         target.view.in_flight -= 1
         target.view.decoding -= 1
-        if engine is not target and job.stage <= _PREFILLING:
+        if engine is not target and job.stage <= _SHARING:
             engine.view.in_flight -= 1
         if job.stage is _MOVING:
             engine.withdraw(job.service_s, now_s)
