@@ -196,8 +196,7 @@ class FluidLink:
 
     def withhold(self, transfer: FluidTransfer, done: Callable[[Any], None]) -> float:
         """Bytes that would come at the end of its production, and don't: it calls `done` when it arrives without."""
-        last_bits = transfer.withhold(done)
-        self._accepted_bits -= last_bits
+        self._accepted_bits -= (last_bits := transfer.withhold(done))
         return last_bits / BITS_PER_BYTE
 
     def cancel(self, transfer: FluidTransfer) -> None:
