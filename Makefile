@@ -15,7 +15,7 @@ STAMP := $(VENV)/.prfaas-setup
 DOCS_VENV  ?= .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.docs-setup
 
-.PHONY: help setup demo check test test-fast test-explore test-extras bench docs clean
+.PHONY: help setup fast demo check test test-fast test-explore test-extras bench docs clean
 
 help:
 	@echo "make demo   one long and several short prompts through two clusters on this machine, compared with plain vLLM"
@@ -27,6 +27,7 @@ help:
 	@echo "make bench  every benchmark (about an hour)"
 	@echo "make docs   the documentation as a site in build/site"
 	@echo "make setup  only the virtual environment"
+	@echo "make fast   a compiled copy of the package in build/fast, for long simulations (minutes; needs a C compiler)"
 
 setup: $(STAMP)
 
@@ -39,6 +40,9 @@ $(STAMP): $(LOCK) $(TORCH) pyproject.toml
 	$(BIN)/python -m pip install -qq --no-deps --require-hashes -r $(LOCK)
 	$(BIN)/python -m pip install -qq --no-deps --no-build-isolation --editable .
 	touch $@
+
+fast: setup
+	$(BIN)/python requirements/compiled.py build/fast
 
 demo: setup
 	$(BIN)/prfaas demo $(DEMO_ARGS)

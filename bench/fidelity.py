@@ -44,7 +44,16 @@ from fidelity_live import (
 )
 from fidelity_recorded import compared, errors_of, limits_of, table_of
 from fidelity_stack import HOME, KV_CACHE_GIB, NEVER_S, running, write_deployment
-from fidelity_traffic import HIGH_ANSWER, KINDS, LOW_ANSWER, Kind, chunk_of, planned_lengths, requests_at
+from fidelity_traffic import (
+    BLOCK_TOKENS,
+    HIGH_ANSWER,
+    KINDS,
+    LOW_ANSWER,
+    Kind,
+    chunk_of,
+    planned_lengths,
+    requests_at,
+)
 from prfaas.core.deployment import ControlConfig, PlannedDeployment
 from prfaas.core.deployment.load import load_planned
 from prfaas.core.latency import Curve, DecodeCurve, LatencyProfile
@@ -168,6 +177,8 @@ def _scenario(
         # An engine keeps a state at the end of each chunk of a prefill.
         caches=replace(caches, checkpoint_tokens=CHUNK_TOKENS),
         overheads=Overheads(measured["request_s"], measured["hop_s"], first_step=True),
+        chunk_tokens=CHUNK_TOKENS,
+        kv_block_tokens=BLOCK_TOKENS,
     )
 
 

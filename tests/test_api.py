@@ -72,6 +72,23 @@ def test_a_simulation_is_that_of_the_command(capsys: pytest.CaptureFixture[str])
     assert np.array_equal(result.ttft_s, again.ttft_s)
 
 
+def test_a_simulated_trace_is_that_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "own.csv"
+    trace.write_text("at,in,out\n" + "".join(f"{n * n},{900 * n + 200},{n}\n" for n in range(30)))
+    words = ["simulate", str(PAPER), "--trace", str(trace), "--columns", "arrival_ms=at,input=in,output=out"]
+    cli.app([*words, "--requests", "200", "--seed", "2", "--json"], standalone_mode=False)
+    (told,) = json.loads(capsys.readouterr().out)["policies"].values()
+    columns = {"arrival_ms": "at", "input": "in", "output": "out"}
+    result = api.simulate(PAPER, trace=str(trace), columns=columns, requests=200, seed=2)
+    assert json.loads(json.dumps(result.summary())) == told
+    burst = api.example_path("traces/mooncake_burst.jsonl.gz")
+    hits = [
+        api.simulate(PAPER, trace=burst, cache_bytes=size, requests=400).summary()["hit_ratio"]
+        for size in (0, None)
+    ]
+    assert 0 == hits[0] < hits[1]
+
+
 @pytest.mark.parametrize(
     ("wanted", "complaint"),
     [
@@ -79,6 +96,8 @@ def test_a_simulation_is_that_of_the_command(capsys: pytest.CaptureFixture[str])
         ({"load": -1.0}, "above 0"),
         ({"requests_per_s": float("inf")}, "above 0"),
         ({"policy": "best"}, 'no policy "best"'),
+        ({"trace": "none.csv"}, "none.csv: there is no such trace"),
+        ({"trace": "none.csv", "columns": {"input": "a"}}, "named as arrival=COLUMN,"),
     ],
 )
 def test_what_can_not_be_simulated(wanted: dict[str, object], complaint: str) -> None:

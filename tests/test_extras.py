@@ -120,7 +120,8 @@ def test_an_extra_is_enough_for_what_it_promises(extra: str) -> None:
             set(),
         ),
         (["tools/demo", "tools/doctor.py", "tools/replay"], "gateway", set()),
-        (["lab", "core/planner", "tools/profiling"], "plan", set()),
+        (["lab", "core/planner"], "plan", {"pandas", "pyarrow"}),  # the extra "records"
+        (["tools/profiling"], "plan", {"aiconfigurator_core"}),  # the extra "estimate"
         (["serving/engines/vllm"], "engine", {"vllm", "torch"}),
     ],
 )
@@ -185,6 +186,15 @@ def test_a_missing_extra_is_one_sentence(words: list[str], extra: str) -> None:
     assert sentence.endswith(f"pip install 'prfaas[{extra}]'")
 
 
+def test_parquet_without_pyarrow_is_one_sentence(tmp_path: Path) -> None:
+    words = ["simulate", str(EXAMPLES / "paper.yaml"), "--requests", "20", "--records"]
+    done = _run("plan", MAIN, "", *words, str(tmp_path / "a.parquet"))
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr[-2000:]
+    (sentence,) = done.stderr.splitlines()
+    assert sentence.endswith("needs pyarrow (pip install 'prfaas[records]'); .csv.gz and .jsonl.gz do not")
+    assert _run("plan", MAIN, "", *words, str(tmp_path / "a.csv.gz")).returncode == 0
+
+
 def test_the_commands_that_need_an_extra_are_commands() -> None:
     known = {(each.name or each.callback.__name__) for each in app.registered_commands if each.callback}
     known |= {group.name for group in app.registered_groups if group.name}
@@ -192,6 +202,7 @@ def test_the_commands_that_need_an_extra_are_commands() -> None:
 
 
 def test_all_is_all() -> None:
+    """But for the estimates: their measurements are large, and for one kind of machine."""
     extras = PROJECT["optional-dependencies"]
     (everything,) = extras["all"]
-    assert set(re.findall(r"\w+", everything)[1:]) == set(extras) - {"all", "dev"}
+    assert set(re.findall(r"\w+", everything)[1:]) == set(extras) - {"all", "dev", "estimate"}

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from prfaas.core.deployment.examples import example_files, example_path
     from prfaas.core.kv import (
+        ChunkedWindow,
         ConfigError,
         FullAttention,
         KvModel,
@@ -76,6 +77,7 @@ __all__ = [
     "Baseline",
     "Bounds",
     "CacheTransfer",
+    "ChunkedWindow",
     "Cluster",
     "ClusterView",
     "ConfigError",
@@ -140,7 +142,8 @@ _SOURCES = {
     ),
     "prfaas.core.deployment.examples": "example_files example_path",
     "prfaas.core.kv": (
-        "ConfigError FullAttention KvModel LinearState PublishedModel SlidingWindow published_models"
+        "ChunkedWindow ConfigError FullAttention KvModel LinearState PublishedModel SlidingWindow "
+        "published_models"
     ),
     "prfaas.core.latency": "LatencyProfile ProfileError load_profile",
     "prfaas.core.planner": "Baseline Cost OperatingPoint Plan PlanError ShadowPrice TtftEstimate",
@@ -168,7 +171,9 @@ def __dir__() -> list[str]:
     return __all__
 
 
-def kv_model(model: Path | str, *, kv_dtype_bytes: int = 2, state_dtype_bytes: int = 4) -> "KvModel":
+def kv_model(
+    model: Path | str, *, kv_dtype_bytes: int = 2, state_dtype_bytes: int = 4, fp8_layout: str | None = None
+) -> "KvModel":
     """What one request's KVCache is made of: its layers by kind, and its bytes at every length.
 
     Args:
@@ -176,6 +181,7 @@ def kv_model(model: Path | str, *, kv_dtype_bytes: int = 2, state_dtype_bytes: i
             the directory of a checkpoint.
         kv_dtype_bytes: bytes of one element of K and V, for a file or a directory; 1 for an fp8 cache.
         state_dtype_bytes: bytes of one element of recurrent state, for a file or a directory.
+        fp8_layout: "fp8_ds_mla" or "fp8_e4m3": what an fp8 cache of sparse MLA looks like, which must be said.
 
     Raises:
         ConfigError: no such model, an unreadable file, or a model whose KVCache is not known.
@@ -191,9 +197,19 @@ def kv_model(model: Path | str, *, kv_dtype_bytes: int = 2, state_dtype_bytes: i
 
     path = Path(model)
     if path.is_dir():
-        return model_from_directory(path, kv_dtype_bytes=kv_dtype_bytes, state_dtype_bytes=state_dtype_bytes)
+        return model_from_directory(
+            path,
+            kv_dtype_bytes=kv_dtype_bytes,
+            state_dtype_bytes=state_dtype_bytes,
+            fp8_layout=fp8_layout,
+        )
     if isinstance(model, Path) or path.suffix == ".json":
-        return model_from_file(path, kv_dtype_bytes=kv_dtype_bytes, state_dtype_bytes=state_dtype_bytes)
+        return model_from_file(
+            path,
+            kv_dtype_bytes=kv_dtype_bytes,
+            state_dtype_bytes=state_dtype_bytes,
+            fp8_layout=fp8_layout,
+        )
     return published_model(model).kv_model
 
 
@@ -231,26 +247,38 @@ def simulate(
     params: "Mapping[str, float | str] | None" = None,
     requests: int = 20_000,
     seed: int = 0,
+    trace: Path | str | None = None,
+    columns: Mapping[str, str] | None = None,
+    cache_bytes: int | None = None,
 ) -> "Result":
-    """A deployment under Poisson traffic of its own lengths, run by the scheduler's own code: `prfaas simulate`.
+    """A deployment under Poisson traffic of its own lengths, or a trace, run by the scheduler's own code.
+
+    It is what `prfaas simulate` does.
 
     Args:
         deployment: what `load_planned` gave, or the path of a deployment file with profiles and a workload.
-        load: the arrival rate as a share of the highest throughput that `plan` finds; 0.7 where neither this nor
-            `requests_per_s` is given.
+        load: the arrival rate as a share of the highest throughput that `plan` finds, for a trace that of its
+            lengths; 0.7 where neither this nor `requests_per_s` is given.
         requests_per_s: the arrival rate itself, in place of a load.
         policy: one of `POLICIES`, an installed one, or `package.module:Class`; None: the file's.
         params: of the policy; None: the file's, where the policy is the file's.
         requests: how many arrive. The first tenth of the time is not counted.
         seed: the same seed gives the same numbers.
+        trace: the file of a recorded trace in place of made-up traffic; its times are scaled to the rate, and it is
+            repeated as often as needed.
+        columns: of a CSV trace that is neither Azure's nor BurstGPT's: what its columns for `arrival` (seconds, or
+            date and time; `arrival_ms`: milliseconds), `input` and `output` (tokens) are called.
+        cache_bytes: memory of every instance for its prefix cache; None: 64 GiB with a trace, none without.
 
     Returns:
-        One entry per request, as numpy arrays in the order of arrival; `Result.summary()` has the numbers.
+        One entry per request, as numpy arrays in the order of arrival; `Result.summary()` has the numbers, and
+        `Result.to_dataframe()` a row per request.
 
     Raises:
         DeploymentError: the first thing that is wrong with the file, with its line and field.
         ValueError: both a load and a rate, or a rate of 0 or less.
         PolicyError: a policy that there is not, or a parameter that it does not take.
+        WorkloadError: a trace that can't be read.
 
     Example:
         >>> result = simulate(example_path("paper"), load=0.5, requests=1000, seed=1)
@@ -263,19 +291,25 @@ def simulate(
     import numpy as np
 
     from prfaas.core.planner import best_operation, problem_of
-    from prfaas.core.workload import fixed
+    from prfaas.core.workload import CsvColumns, fixed
     from prfaas.core.workload.arrivals import Poisson
-    from prfaas.core.workload.traffic import IndependentTraffic
-    from prfaas.lab.simulator import scenario_of
+    from prfaas.core.workload.traffic import IndependentTraffic, Traffic
+    from prfaas.lab.simulator import CacheOptions, scenario_of
     from prfaas.lab.simulator import simulate as run
+    from prfaas.lab.simulator.recording import CACHE_BYTES, Recording
 
     if load is not None and requests_per_s is not None:
         raise ValueError("give a load or requests_per_s, not both")
     planned = _planned(deployment)
     problem = problem_of(planned)
+    named = None if columns is None else CsvColumns.of(columns)
+    recording = None if trace is None else Recording.read(planned, problem, Path(trace), named)
     rate = requests_per_s
     if rate is None:
-        rate = (0.7 if load is None else load) * best_operation(problem).lambda_max
+        most_rps = best_operation(problem).lambda_max if recording is None else recording.lambda_max_rps
+        rate = (0.7 if load is None else load) * most_rps
+    if cache_bytes is None:
+        cache_bytes = 0 if recording is None else CACHE_BYTES
     if not (math.isfinite(rate) and rate > 0):
         raise ValueError(f"requests must arrive at a rate above 0, not {rate:g} per second")
     threshold = planned.routing.threshold_tokens
@@ -287,9 +321,12 @@ def simulate(
         threshold_tokens=None if threshold is None else float(threshold),
         control=planned.control,
         allocation=planned.control.allocation,
+        caches=CacheOptions.of_memory(planned.kv_model, cache_bytes) if cache_bytes else None,
     )
     workload = problem.workload
-    traffic = IndependentTraffic(Poisson(rate), workload.uncached, fixed(workload.output_tokens))
+    traffic: Traffic = IndependentTraffic(Poisson(rate), workload.uncached, fixed(workload.output_tokens))
+    if recording is not None:
+        traffic = recording.at_rate(rate)
     return run(scenario, traffic.chunks(np.random.default_rng(seed)), seed=seed, requests=requests)
 
 

@@ -31,7 +31,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def dense_file(tmp_path: Path) -> Path:
     """A deployment whose model needs no making."""
     (tmp_path / "m").mkdir()
-    config = {"model_type": "qwen3", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}
+    config = {"model_type": "qwen3", "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
     path = tmp_path / "dense.yaml"
     text = EXAMPLE.read_text().replace("tiny: qwen3-next", "path: m")

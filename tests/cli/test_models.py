@@ -8,7 +8,14 @@ import pytest
 
 from prfaas.cli import main as cli
 
-DENSE = {"model_type": "qwen3", "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
+DENSE = {"model_type": "qwen3", "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+SPARSE = {
+    "model_type": "deepseek_v32",
+    "num_hidden_layers": 2,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "index_head_dim": 128,
+}
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
@@ -92,4 +99,27 @@ def test_mistakes_are_one_sentence(
         assert message in captured.err
     path.write_text(json.dumps(DENSE))
     assert run(monkeypatch, "models", path, "--kv-dtype", "int4") == 2
-    assert '--kv-dtype: must be one of bf16, fp16, fp8, fp32, not "int4"' in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert '--kv-dtype: must be one of bf16, fp16, fp8, fp32, fp8_ds_mla, fp8_e4m3, not "int4"' in said
+
+
+def test_the_layout_of_an_fp8_cache_of_sparse_mla_must_be_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SPARSE))
+    assert run(monkeypatch, "models", path, "--kv-dtype", "fp8") == 2
+    assert "two layouts; say fp8_ds_mla" in " ".join(capsys.readouterr().err.split())
+    for dtype, latent_bytes in (("fp8_ds_mla", 656), ("fp8_e4m3", 576)):
+        assert run(monkeypatch, "models", path, "--kv-dtype", dtype, "--json") == 0
+        assert json.loads(capsys.readouterr().out)["bytes_per_token"] == 2 * (latent_bytes + 132)
+
+
+def test_chunked_attention_has_a_kind_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**DENSE, "model_type": "llama4_text", "num_hidden_layers": 4}))
+    assert run(monkeypatch, "models", path, "--json") == 0
+    groups = json.loads(capsys.readouterr().out)["groups"]
+    assert [(group["kind"], group["layers"]) for group in groups] == [("full", 1), ("chunk-8192", 3)]

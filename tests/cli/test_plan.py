@@ -139,6 +139,52 @@ def test_a_sweep_of_instances_takes_whole_numbers_once(
     assert [point["value"] for point in document["points"]] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
+def test_a_sweep_over_a_price_has_a_break_even(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    sweep = "prices.egress_per_gb=0:0.01:6"
+    document = planned(monkeypatch, capsys, PAPER, "--sweep", sweep, "--plot", tmp_path)
+    ratios = [point["equal_cost_ratio"] for point in document["points"]]
+    assert ratios[0] > 1 > ratios[-1]
+    assert document["break_even"] == pytest.approx(document["points"][0]["egress_break_even_per_gb"], rel=0.1)
+    assert (tmp_path / "paper-sweep-prices-egress-per-gb.png").is_file()
+    assert run(monkeypatch, "plan", PAPER, "--sweep", sweep) == 0
+    assert "Break-even: a price of a GB over any link of 0.00" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_target_for_the_ttft(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = changed(tmp_path, ("  tokens_per_s: 40", "  tokens_per_s: 40\n  ttft_s: 4.5"))
+    plan = planned(monkeypatch, capsys, path)
+    assert plan["keeps_target"] and plan["ttft_estimate"]["p90_s"] <= 4.5
+    assert plan["binding"][-1] == "TTFT target"
+    assert (
+        plan["optimum"]["lambda_max"] < plan["lambda_max_without_target"] == pytest.approx(3.2589, rel=1e-4)
+    )
+    assert run(monkeypatch, "plan", path) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Latency-bound: ")
+    for text in ("fleet you have", "req/s, P90 in 4.5 s", "missed"):
+        assert text in out
+    assert max(map(len, out.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("name", ["paper", "dense", "multi"])
+def test_the_table_binds_what_the_verdict_names(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "plan", EXAMPLES / f"{name}.yaml") == 0
+    lines = capsys.readouterr().out.splitlines()
+    bound = [line.split("  ")[0] for line in lines if line.endswith(" binds")]
+    verdict = " ".join(lines[: lines.index("")])
+    listed = verdict.split("limited by ")[1].split(";")[0].split(". ")[0]
+    assert bound and all(stage in listed for stage in bound[:3])
+    assert len(bound) <= 3 or f"{len(bound) - 3} more" in listed
+
+
 @pytest.mark.parametrize(
     "sweep, message",
     [
@@ -153,6 +199,13 @@ def test_a_sweep_of_instances_takes_whole_numbers_once(
         ("workload.load=0.5:2:4", "workload.load: must be less than 1, not 1"),
         ("links[7].bandwidth=1e9:2e9:3", "the list has only 1 entries"),
         ("slo.speed=1:2:3", "slo.speed: is no known field"),
+        ("links[0].bandwidth=1:100:5", "links[0].bandwidth: 1 would be 1 bit/s; write the unit"),
+        (
+            "routing.threshold_tokens=1e3:1e4:3",
+            'the file has no "routing"',
+        ),
+        ("links[0].connections=1:8:3", "a plan does not depend on links[0].connections"),
+        ("bandwidth=1 Gbit/s:2 Gbit/s:3", "bandwidth: is no known field"),
     ],
 )
 def test_bad_sweeps(
@@ -313,5 +366,6 @@ def test_the_guide_shows_what_is_printed(
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     guide = (EXAMPLES.parent / "docs" / "guides" / "plan.md").read_text()
     (throughput,) = (line for line in lines if line.startswith("throughput (req/s)"))
-    assert "\n".join(lines[:2]) in guide
+    verdict = lines[: lines.index("")]
+    assert "\n".join(verdict) in guide
     assert throughput in guide

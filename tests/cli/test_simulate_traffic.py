@@ -5,11 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prfaas.cli.simulate_inputs import SimulatedTraffic, made_up, recorded, recording
+from prfaas.cli.simulate_inputs import SimulatedTraffic, made_up, recorded
 from prfaas.core.deployment import PlannedDeployment, load_planned
 from prfaas.core.planner import problem_of
 from prfaas.core.workload import TracedRequest, WorkloadError, write_requests
 from prfaas.core.workload.traffic import RequestChunk
+from prfaas.lab.simulator.recording import Recording
 
 PAPER = Path(__file__).parents[2] / "examples" / "paper.yaml"
 
@@ -64,7 +65,7 @@ def test_a_hit_ratio_of_the_file_shortens_prompts_and_is_said() -> None:
 
 
 def replayed(deployment: PlannedDeployment, path: Path, rate_rps: float) -> SimulatedTraffic:
-    return recorded(recording(deployment, problem_of(deployment), path), path.name, rate_rps)
+    return recorded(Recording.read(deployment, problem_of(deployment), path), path.name, rate_rps)
 
 
 def test_a_trace_comes_at_the_rate_that_was_asked_for(tmp_path: Path, deployment: PlannedDeployment) -> None:

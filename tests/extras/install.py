@@ -29,7 +29,9 @@ PLAN = (
     "prfaas study burst --quick",
     "prfaas reproduce",
     "prfaas bandwidth internal-1t --gpus 32",
+    "prfaas simulate paper.yaml --requests 500 --records rows.csv.gz",
 )
+RECORDS = ("prfaas simulate paper.yaml --requests 500 --records rows.parquet",)
 GATEWAY = (
     "python -c 'import prfaas.serving.gateway.server, prfaas.serving.control.plane, prfaas.tools.replay'",
     "python -c 'import prfaas.serving.engines.synthetic.server, prfaas.tools.demo, prfaas.tools.doctor'",
@@ -43,21 +45,24 @@ COMMANDS = {
     "engine": BASE + ENGINE,
     "gateway": BASE + GATEWAY,
     "plan": BASE + PLAN,
-    "all": BASE + ENGINE + GATEWAY + PLAN,
+    "all": BASE + ENGINE + GATEWAY + PLAN + RECORDS,
 }
 # What must end with exit code 2 and the name of the extra.
 REFUSED = {
     "": {"prfaas plan paper.yaml": "prfaas[plan]", "prfaas doctor local.yaml": "prfaas[gateway]"},
     "engine": {"prfaas simulate paper.yaml": "prfaas[plan]"},
     "gateway": {"prfaas plan paper.yaml --plot plots": "prfaas[plan]"},
-    "plan": {"prfaas demo": "prfaas[gateway]"},
+    "plan": {
+        "prfaas demo": "prfaas[gateway]",
+        "prfaas simulate paper.yaml --records rows.parquet": "prfaas[records]",
+    },
 }
 # Not in an environment that has no use for them.
 UNWANTED = {
     "": ("numpy", "aiohttp", "vllm"),
     "engine": ("scipy", "matplotlib", "aiohttp", "vllm"),
     "gateway": ("matplotlib", "vllm"),
-    "plan": ("tokenizers", "httptools", "vllm"),
+    "plan": ("tokenizers", "httptools", "vllm", "pandas", "pyarrow"),
     "all": ("vllm",),
 }
 IN_THE_WHEEL = (

@@ -41,9 +41,8 @@ def sentence(error: Exception, command: str = "") -> str | None:
     from prfaas.core.latency import ProfileError
     from prfaas.core.planner import PlanError
     from prfaas.core.workload import WorkloadError
-    from prfaas.serving.admin_token import AdminTokenError
     from prfaas.serving.engines import EngineError
-    from prfaas.serving.secret_files import KeyFileError, TlsFileError
+    from prfaas.serving.secret_files import AdminTokenError, KeyFileError, TlsFileError
 
     known = (CliError, DeploymentError, EngineError, ConfigError, PlanError, ProfileError, KeyFileError)
     if isinstance(error, (*known, AdminTokenError, TlsFileError, WorkloadError)):
@@ -93,9 +92,14 @@ def made_folder(directory: Path, option: str) -> Path:
 
 def print_json(document: Any) -> None:
     """One document on stdout; infinities and what is no number become null."""
+    typer.echo(json_text(document))
+
+
+def json_text(document: Any) -> str:
+    """As `print_json` prints it."""
     import json
 
-    typer.echo(json.dumps(_finite(document), indent=2, allow_nan=False))
+    return json.dumps(_finite(document), indent=2, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:
@@ -248,7 +252,7 @@ def admin_address(where: str, token_file: Path | None) -> AdminAddress:
         DeploymentError: a bad file.
         AdminTokenError: the token's file can't be used.
     """
-    from prfaas.serving.admin_token import load_token
+    from prfaas.serving.secret_files import load_token
 
     if where.startswith(("http://", "https://")):
         url = where.rstrip("/").removesuffix("/v1")

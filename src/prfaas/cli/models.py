@@ -54,6 +54,7 @@ def make(
 # The paper's lengths, K = 1024.
 _LENGTHS = (1024, 8192, 32768, 131072)
 _DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1, "fp32": 4}
+_FP8_LAYOUTS = ("fp8_ds_mla", "fp8_e4m3")
 
 
 def models(
@@ -68,7 +69,8 @@ def models(
         int, typer.Option("--tensor-parallel", min=1, help="Show what each of so many ranks holds.")
     ] = 1,
     kv_dtype: Annotated[
-        str | None, typer.Option(help="Of a user's model: bf16, fp8 or fp32; default: bf16.")
+        str | None,
+        typer.Option(help="Of a user's model: bf16, fp8, fp8_ds_mla, fp8_e4m3 or fp32; default: bf16."),
     ] = None,
     state_dtype: Annotated[
         str | None, typer.Option(help="Of its recurrent states: fp32 or bf16; default: fp32.")
@@ -122,17 +124,19 @@ def _from_path(path: Path, kv_dtype: str | None, state_dtype: str | None) -> "Kv
     from prfaas.core.kv import model_from_directory, model_from_file
 
     read = model_from_directory if path.is_dir() else model_from_file
-    kv, state = _dtype_bytes("--kv-dtype", kv_dtype, 2), _dtype_bytes("--state-dtype", state_dtype, 4)
-    return read(path, kv_dtype_bytes=kv, state_dtype_bytes=state)
+    layout = kv_dtype if kv_dtype in _FP8_LAYOUTS else None
+    kv = 1 if layout else _dtype_bytes("--kv-dtype", kv_dtype, 2, *_FP8_LAYOUTS)
+    state = _dtype_bytes("--state-dtype", state_dtype, 4)
+    return read(path, kv_dtype_bytes=kv, state_dtype_bytes=state, fp8_layout=layout)
 
 
-def _dtype_bytes(option: str, dtype: str | None, default: int) -> int:
+def _dtype_bytes(option: str, dtype: str | None, default: int, *others: str) -> int:
     from prfaas.cli.common import CliError
 
     if dtype is None:
         return default
     if dtype not in _DTYPE_BYTES:
-        raise CliError(f'{option}: must be one of {", ".join(_DTYPE_BYTES)}, not "{dtype}"')
+        raise CliError(f'{option}: must be one of {", ".join([*_DTYPE_BYTES, *others])}, not "{dtype}"')
     return _DTYPE_BYTES[dtype]
 
 
@@ -165,11 +169,13 @@ def _document(
 
 
 def kind(group: object) -> str:
-    """The short name of a layer kind: "MLA", "full", "SWA-128", "KDA", …"""
-    from prfaas.core.kv import FullAttention, LinearState, SlidingWindow
+    """The short name of a layer kind: "MLA", "full", "SWA-128", "chunk-8192", "KDA", …"""
+    from prfaas.core.kv import ChunkedWindow, FullAttention, LinearState, SlidingWindow
 
     if isinstance(group, LinearState):
         return group.kind or "linear"
+    if isinstance(group, ChunkedWindow):
+        return f"chunk-{group.window_tokens}"
     if isinstance(group, SlidingWindow):
         return f"SWA-{group.window_tokens}"
     if isinstance(group, FullAttention) and group.is_mla:

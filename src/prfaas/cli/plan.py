@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -22,6 +22,7 @@ from prfaas.cli.pool_options import POOLS, PoolMemory, PoolRates, PoolsAsked, Po
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from prfaas.core.deployment import PlannedDeployment
     from prfaas.core.planner import Plan
 
 T = TypeVar("T")
@@ -116,20 +117,43 @@ def _plan(path: Path, plot: Path | None, asked: PoolsAsked, as_json: bool) -> No
 
 def _sweep(path: Path, text: str, plot: Path | None, as_json: bool) -> None:
     from prfaas.core.deployment import load_planned
+    from prfaas.lab.report.plan_sweep import (
+        break_even_value,
+        field_words,
+        is_planned_field,
+        is_price_field,
+        planned_fields,
+        print_price_sweep,
+    )
 
     sweep = parse_sweep(text)
-    name = load_planned(path).name
+    planned = load_planned(path)
+    if not is_planned_field(sweep.field):
+        # What the file does not know is said first.
+        load_planned(path, changes={sweep.field: sweep.values[0]})
+        raise CliError(f"--sweep: a plan does not depend on {sweep.field}, but on {planned_fields()}")
     plans = list(_with_progress(_plans(path, sweep), f"{len(sweep.values)} plans", len(sweep.values)))
     written = []
     if plot is not None:
-        written.append(_plot_sweep(name, sweep, plans, made_folder(plot, "--plot")))
+        written.append(_plot_sweep(planned, sweep, plans, made_folder(plot, "--plot")))
     if as_json:
         rows = [{"value": value, **each.to_json()} for value, each in zip(sweep.values, plans, strict=True)]
-        print_json({"field": sweep.field, "points": rows, "plots": [str(each) for each in written]})
+        document: dict[str, Any] = {
+            "field": sweep.field,
+            "points": rows,
+            "plots": [str(each) for each in written],
+        }
+        if is_price_field(sweep.field):
+            document["break_even"] = break_even_value(sweep.values, plans)
+        print_json(document)
         return
-    from prfaas.lab.report.plan import print_sweep
+    if is_price_field(sweep.field):
+        words = field_words(planned, sweep.field)
+        print_price_sweep(console(), sweep.field, words, sweep.values, plans)
+    else:
+        from prfaas.lab.report.plan import print_sweep
 
-    print_sweep(console(), sweep.field, sweep.values, plans, is_rate=sweep.is_rate)
+        print_sweep(console(), sweep.field, sweep.values, plans, is_rate=sweep.is_rate)
     _print_written(written)
 
 
@@ -172,7 +196,7 @@ def parse_sweep(text: str) -> Sweep:
         raise CliError(f'--sweep "{text}": the first value must be below the second')
     is_geometric = first > 0 and last / first > _GEOMETRIC_RATIO
     values = _spaced(first, last, int(count), is_geometric)
-    if field.endswith("instance_count"):
+    if field.endswith(("instance_count", "tensor_parallel")):
         values = tuple(float(value) for value in dict.fromkeys(round(value) for value in values))
     return Sweep(field, values, is_rate_field(field), is_geometric)
 
@@ -191,17 +215,26 @@ def _plans(path: Path, sweep: Sweep) -> "Iterator[Plan]":
         yield make_plan(problem_of(load_planned(path, changes={sweep.field: value})))
 
 
-def _plot_sweep(name: str, sweep: Sweep, plans: "Sequence[Plan]", directory: Path) -> Path:
+def _plot_sweep(planned: "PlannedDeployment", sweep: Sweep, plans: "Sequence[Plan]", directory: Path) -> Path:
     from prfaas.lab.report.plan_figures import plot_sweep
+    from prfaas.lab.report.plan_sweep import field_words, is_price_field, plot_price_sweep
 
-    path = directory / f"{name}-sweep-{re.sub(r'[^A-Za-z0-9]+', '-', sweep.field).strip('-')}.png"
+    name = re.sub(r"[^A-Za-z0-9]+", "-", sweep.field).strip("-")
+    path = directory / f"{planned.name}-sweep-{name}.png"
+    words = field_words(planned, sweep.field)
+    title = f"{planned.name}: over the {words}"
+    if is_price_field(sweep.field):
+        plot_price_sweep(
+            sweep.values, plans, path, title=title, words=words, is_logarithmic=sweep.is_geometric
+        )
+        return path
     plot_sweep(
         sweep.values,
         [each.optimum for each in plans],
         [each.homogeneous.point.lambda_max for each in plans],
         path,
-        title=f"{name}: what {sweep.field} changes",
-        label=sweep.field,
+        title=title,
+        label=words,
         scale="bits_per_s" if sweep.is_rate else "logarithmic" if sweep.is_geometric else "plain",
     )
     return path

@@ -100,7 +100,7 @@ def _replayed(
 ) -> "tuple[PlanProblem, PlanProblem, float]":
     from prfaas.core.planner import problem_of_trace, range_tokens
     from prfaas.core.workload import Empirical, read_requests
-    from prfaas.lab.simulator.pool_hits import replayed
+    from prfaas.lab.simulator.machine_pool import replayed
 
     lengths = range_tokens(planned)
     trace = read_requests(path).cut_to(int(lengths[1]))

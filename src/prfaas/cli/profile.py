@@ -1,4 +1,4 @@
-"""`prfaas profile`: measure how fast a live server is, and plot the two curves."""
+"""`prfaas profile`: measure how fast a live server is, or estimate it, and plot the two curves."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,6 +12,7 @@ from prfaas.cli.common import AsJson
 if TYPE_CHECKING:
     from prfaas.core.latency import LatencyProfile
     from prfaas.tools.profiling.endpoint import ProfiledEndpoint
+    from prfaas.tools.profiling.estimate import EstimatePlan
     from prfaas.tools.profiling.measure import Measurement, MeasurePlan, Sample
 
 
@@ -59,13 +60,14 @@ def _in_ms(samples: "tuple[Sample, ...]") -> "tuple[Sample, ...]":
 _DEFAULT_BATCHES = (1, 2, 4, 8, 16, 32)
 _LONGEST_BY_DEFAULT = 131072
 _LONGEST_IF_UNTOLD = 8192
+_CONTEXT_TOKENS = 512
 
 
 def profile(
     url: Annotated[
-        str,
-        typer.Argument(metavar="URL", help="A vLLM server or gateway, for example http://127.0.0.1:8000."),
-    ],
+        str | None,
+        typer.Argument(metavar="[URL]", help="A vLLM server or gateway, for example http://127.0.0.1:8000."),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the profile there; default: stdout.")
     ] = None,
@@ -81,9 +83,15 @@ def profile(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each; the median counts.")] = 3,
     warmups: Annotated[int, typer.Option(min=0, help="Measurements before them that don't count.")] = 1,
-    context: Annotated[int, typer.Option(min=1, help="Prompt length of decode measurements, tokens.")] = 512,
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, help="Prompt length of decode steps, tokens; default: 512, estimated: 8192."),
+    ] = None,
     model: Annotated[
-        str | None, typer.Option(help="The served model; default: the first in the server's list.")
+        str | None,
+        typer.Option(
+            help="The served model; default: the first in the server's list. Estimated: its config.json."
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="The profile's name; default: model-hardware.")] = None,
     hardware: Annotated[
@@ -93,19 +101,36 @@ def profile(
     plot: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Also draw both curves there (PNG).")
     ] = None,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Measure nothing: estimate from --model, --gpu and --tp.")
+    ] = False,
+    gpu: Annotated[str | None, typer.Option(help="Estimate: the GPU, for example h200.")] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Estimate: GPUs that share every layer.")] = 1,
+    weights: Annotated[
+        str | None, typer.Option(help="Estimate: bf16, fp8, int4, nvfp4, …; default: as in config.json.")
+    ] = None,
+    estimator: Annotated[
+        str, typer.Option(help="Estimate: auto, aiconfigurator (measured kernels) or roofline.")
+    ] = "auto",
+    beside: Annotated[
+        str | None, typer.Option(metavar="PROFILE", help="Estimate: put it beside this measured profile.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure prefill times over lengths and decode step times over batch sizes, and write a profile file.
 
-    The server should have nothing else to do. Every prompt is new, so that no prefix cache helps.
+    The server should have nothing else to do. Every prompt is new, so that no prefix cache helps. With --estimate, no
+    server is needed: the times are estimated, and the file says so.
 
-    Example: prfaas profile http://127.0.0.1:8000 --hardware h20 --gpus 8 --out h20.yaml
+    Examples: prfaas profile http://127.0.0.1:8000 --hardware h20 --gpus 8 --out h20.yaml;
+    prfaas profile --estimate --model config.json --gpu h200 --tp 8 --out h200.yaml
     """
     import asyncio
     import datetime
     import json
 
     from prfaas.cli.common import CliError
+    from prfaas.cli.profile_estimate import EstimateOutputs, print_estimate
     from prfaas.core.latency import profile_text, save_profile
 
     if out is not None and not out.absolute().parent.is_dir():
@@ -113,13 +138,29 @@ def profile(
     wanted = _numbers(lengths, "--lengths") if lengths is not None else None
     if wanted is not None and len(wanted) < 2:
         raise CliError("--lengths: give at least two, for example 1024,8192")
-    batch_sizes = _DEFAULT_BATCHES if batches is None else _numbers(batches, "--batches")
+    given = None if batches is None else _numbers(batches, "--batches")
+    _check_kind(url, estimate, {"--gpu": gpu, "--weights": weights, "--beside": beside})
+    if estimate:
+        if model is None or gpu is None:
+            raise CliError(
+                "--estimate needs --model CONFIG (its config.json) and --gpu NAME (for example h200)"
+            )
+        plan = _estimate_plan(Path(model), gpu, tp, wanted, given, context, weights, estimator, name)
+        print_estimate(plan, EstimateOutputs(out, plot, beside, as_json))
+        return
+    if url is None:
+        raise CliError("give the URL of a server to measure, or --estimate with --model and --gpu")
+    batch_sizes = _DEFAULT_BATCHES if given is None else given
 
     def plan_for(endpoint: "ProfiledEndpoint") -> "MeasurePlan":
         from prfaas.tools.profiling.measure import MeasurePlan
 
         return MeasurePlan(
-            wanted or _default_lengths(endpoint.max_model_len), batch_sizes, repeats, warmups, context
+            wanted or _default_lengths(endpoint.max_model_len),
+            batch_sizes,
+            repeats,
+            warmups,
+            context or _CONTEXT_TOKENS,
         )
 
     try:
@@ -148,6 +189,40 @@ def profile(
     else:
         _print_table(measured)
         typer.echo(f"profile: {out}")
+
+
+def _check_kind(url: str | None, estimate: bool, only_estimated: dict[str, str | None]) -> None:
+    from prfaas.cli.common import CliError
+
+    if estimate and url is not None:
+        raise CliError(f"--estimate asks no server; leave {url} out, or leave --estimate out to measure it")
+    if not estimate:
+        odd = next((option for option, value in only_estimated.items() if value is not None), None)
+        if odd is not None:
+            raise CliError(f"{odd} goes with --estimate; without it, a server is measured")
+
+
+def _estimate_plan(
+    config: Path,
+    gpu: str,
+    ranks: int,
+    lengths: tuple[int, ...] | None,
+    batches: tuple[int, ...] | None,
+    context: int | None,
+    weights: str | None,
+    estimator: str,
+    name: str | None,
+) -> "EstimatePlan":
+    from typing import cast, get_args
+
+    from prfaas.cli.common import CliError
+    from prfaas.tools.profiling.estimate import CONTEXT_TOKENS, EstimatePlan, Estimator
+
+    if estimator not in get_args(Estimator):
+        raise CliError(f'--estimator: must be one of {", ".join(get_args(Estimator))}, not "{estimator}"')
+    chosen = cast("Estimator", estimator)
+    tokens = CONTEXT_TOKENS if context is None else context
+    return EstimatePlan(config, gpu, ranks, lengths, batches, tokens, weights, chosen, name)
 
 
 async def _run(

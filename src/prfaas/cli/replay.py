@@ -26,13 +26,25 @@ def replay(
     trace: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Mooncake's, Azure's or our own format.", rich_help_panel=_RECORDED
+            metavar="FILE",
+            help="Mooncake's, Azure's, BurstGPT's or our own format, or any CSV.",
+            rich_help_panel=_RECORDED,
         ),
     ] = None,
     trace_format: Annotated[
         str | None,
         typer.Option(
-            "--format", help="mooncake, azure or jsonl, if the name doesn't tell.", rich_help_panel=_RECORDED
+            "--format",
+            help="mooncake, azure, burstgpt or jsonl, if the name and the first line don't tell.",
+            rich_help_panel=_RECORDED,
+        ),
+    ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            metavar="arrival=A,input=B,output=C",
+            help="What the columns of a CSV trace are called; arrival in seconds or as date and time, or arrival_ms.",
+            rich_help_panel=_RECORDED,
         ),
     ] = None,
     speed: Annotated[
@@ -161,6 +173,7 @@ def replay(
             output_tokens=output_tokens,
             shared_tokens=shared_tokens,
             format=trace_format,
+            columns=columns,
             speed=speed,
             jitter_s=jitter_s,
             rounds=rounds,

@@ -89,7 +89,7 @@ def _opened(path: Path | None) -> Iterator[IO[str] | None]:
         yield file
 
 
-_TRACE_ONLY = ("format", "speed", "jitter_s", "rounds", "scale_lengths", "scale_answers")
+_TRACE_ONLY = ("format", "columns", "speed", "jitter_s", "rounds", "scale_lengths", "scale_answers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,7 @@ class SourceOptions:
     output_tokens: str = "100"
     shared_tokens: int = 0
     format: str | None = None
+    columns: str | None = None
     speed: float | None = None
     jitter_s: float | None = None
     rounds: int | None = None
@@ -161,12 +162,13 @@ def source_of(options: SourceOptions) -> Source:
 def _recorded(options: SourceOptions, path: Path) -> Source:
     from typing import get_args
 
-    from prfaas.core.workload import TraceFormat, read_requests
+    from prfaas.core.workload import CsvColumns, TraceFormat, read_requests
     from prfaas.core.workload.traffic import ReplayedTraffic
 
     if options.format is not None and options.format not in get_args(TraceFormat):
         raise CliError(f"--format is one of {', '.join(get_args(TraceFormat))}, not {options.format}")
-    trace = read_requests(path, options.format)  # type: ignore[arg-type]
+    columns = None if options.columns is None else CsvColumns.parse(options.columns)
+    trace = read_requests(path, options.format, columns)  # type: ignore[arg-type]
     traffic = ReplayedTraffic(
         trace,
         speed=1.0 if options.speed is None else options.speed,

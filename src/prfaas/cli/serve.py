@@ -79,9 +79,9 @@ def check_gateway(deployment: "Deployment") -> None:
         AdminTokenError: the operators' token can't be read.
         DeploymentError: there is no such policy, or it does not take the file's parameters.
     """
-    from prfaas.serving.admin_token import load_token
     from prfaas.serving.control.planning_inputs import policy_of
     from prfaas.serving.engines.preparation import port_problem
+    from prfaas.serving.secret_files import load_token
 
     policy_of(deployment)
     gateway, admin = deployment.gateway, deployment.gateway.admin

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prfaas.cli.common import AsJson, DeploymentPath, console, made_folder, print_json
+from prfaas.cli.common import AsJson, DeploymentPath, console, json_text, made_folder, print_json
 from prfaas.cli.pool_options import PoolMemory, PoolRates, PoolsAsked, PoolSsd, pools_asked
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from prfaas.cli.simulate_inputs import SimulatedTraffic
+    from prfaas.lab.report.records import RecordsFile
     from prfaas.lab.report.simulation import SimulationReport
     from prfaas.lab.simulator import Result, Scenario
 
@@ -39,8 +40,16 @@ def simulate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Lengths, prefixes and arrivals of a trace (Mooncake's, Azure's or our own format), its times scaled "
-            "to the load; turns caches on.",
+            help="Lengths, prefixes and arrivals of a trace (Mooncake's, Azure's, BurstGPT's, our own format, or any "
+            "CSV), its times scaled to the load; turns caches on.",
+            rich_help_panel=_ARRIVALS,
+        ),
+    ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(
+            metavar="arrival=A,input=B,output=C",
+            help="What the columns of a CSV trace are called; arrival in seconds or as date and time, or arrival_ms.",
             rich_help_panel=_ARRIVALS,
         ),
     ] = None,
@@ -128,6 +137,13 @@ def simulate(
         Path | None,
         typer.Option(metavar="DIR", help="Write DIR/index.html, one self-contained page with plots."),
     ] = None,
+    records: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write a row per request to FILE.parquet, .csv, .csv.gz, .jsonl or .jsonl.gz.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Simulate a deployment under load: TTFT, throughput, queues and egress, with the scheduler's own code.
@@ -139,17 +155,19 @@ def simulate(
     """
     from prfaas.cli.simulate_inputs import (
         cache_options,
+        csv_columns,
         fluctuation,
         made_up,
         parse_changes,
         policies_of,
         recorded,
-        recording,
+        records_file,
         scenario_for,
     )
     from prfaas.core.deployment import load_planned
     from prfaas.core.planner import best_operation, problem_of
     from prfaas.lab.report.simulation import SimulationReport, print_simulation
+    from prfaas.lab.simulator.recording import Recording
 
     length = _length(requests, duration)
     changes = parse_changes(set_fields or ())
@@ -158,7 +176,8 @@ def simulate(
     asked = policies_of(planned, policy, compare, param or ())
     if trace is not None and bursts:
         _refuse("--bursts makes up arrivals; a --trace has its own")
-    recorded_trace = None if trace is None else recording(planned, problem, trace)
+    named = csv_columns(columns, trace)
+    recorded_trace = None if trace is None else Recording.read(planned, problem, trace, named)
     lambda_max = (
         best_operation(problem).lambda_max if recorded_trace is None else recorded_trace.lambda_max_rps
     )
@@ -178,6 +197,7 @@ def simulate(
         traffic = recorded(recorded_trace, trace.name, rate_rps)
     _check_any(traffic, seed, length[1])
     folder = None if report is None else made_folder(report, "--report")
+    rows = records_file(records)
     scenarios = [
         scenario_for(planned, name, params, options, links, prefill_concurrency, pools)
         for name, params in asked.items()
@@ -206,6 +226,8 @@ def simulate(
     )
     if folder is not None:
         _write_page(folder / "index.html", shown)
+    if rows is not None:
+        _write_records(rows, shown)
     if as_json:
         print_json(shown.to_json())
     else:
@@ -292,6 +314,16 @@ def _refuse(why: str) -> None:
     from prfaas.cli.common import CliError
 
     raise CliError(why)
+
+
+def _write_records(file: "RecordsFile", shown: "SimulationReport") -> None:
+    from prfaas.cli.common import CliError
+
+    try:
+        count = file.write(shown.results, json_text(shown.to_json()))
+    except OSError as error:
+        raise CliError(f"--records: {file.path} can't be written ({error.strerror or error})") from error
+    typer.echo(f"wrote {file.path}: {count:,} rows", err=True)
 
 
 def _write_page(path: Path, shown: "SimulationReport") -> None:

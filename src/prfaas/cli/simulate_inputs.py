@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from prfaas.core.kv import KvModel
     from prfaas.core.planner import PlanProblem
     from prfaas.core.scheduling import Setting
-    from prfaas.core.workload import RequestTrace
+    from prfaas.core.workload import CsvColumns, RequestTrace
     from prfaas.core.workload.arrivals import Arrivals
     from prfaas.core.workload.traffic import ReplayedTraffic, Traffic
+    from prfaas.lab.report.records import RecordsFile
     from prfaas.lab.simulator import CacheOptions, PoolOptions, Scenario
     from prfaas.lab.simulator.capacity import CapacityProcess
+    from prfaas.lab.simulator.recording import Recording
 
 
 CALM, CALM_S = 0.7, 60.0
@@ -86,53 +88,14 @@ def check_rate(rate_rps: float, option: str) -> None:
         raise CliError(f"{option}: must be a number above 0, not {rate_rps:g}")
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """A trace that fits a deployment, and what the planner finds for it."""
-
-    trace: "RequestTrace"
-    most_tokens: int
-    """No prompt has more."""
-    cut: int
-    """How many prompts were cut to that."""
-    lambda_max_rps: float
-    """Of the trace's lengths with nothing cached."""
-    lambda_max_cached_rps: float
-    """Behind a prefix cache that forgets nothing."""
-
-
-def recording(deployment: "PlannedDeployment", problem: "PlanProblem", path: Path) -> Recording:
-    """Read a trace and plan for it.
-
-    Raises:
-        WorkloadError: the trace can't be read.
-    """
-    from prfaas.core.planner import best_operation, problem_of_trace, range_tokens
-    from prfaas.core.workload import read_requests
-
-    lengths = range_tokens(deployment)
-    most = int(lengths[1])
-    trace = read_requests(path)
-    cut = sum(each.input_tokens > most for each in trace.requests)
-    trace = trace.cut_to(most)
-    plain, cached = (
-        best_operation(problem_of_trace(problem, trace, lengths, are_cached=are_cached)).lambda_max
-        for are_cached in (False, True)
-    )
-    return Recording(trace, most, cut, plain, cached)
-
-
-def recorded(recording: Recording, name: str, rate_rps: float) -> SimulatedTraffic:
-    """A trace again and again, its times scaled so that the mean rate is `rate_rps`. Arrivals are spread over the step
-    of a coarse clock.
+def recorded(recording: "Recording", name: str, rate_rps: float) -> SimulatedTraffic:
+    """See `Recording.at_rate`.
 
     Raises:
         WorkloadError: the trace has no duration and so no rate.
     """
-    from prfaas.core.workload.traffic import ReplayedTraffic
-
     trace = recording.trace
-    traffic = ReplayedTraffic.at_rate(trace, rate_rps)
+    traffic = recording.at_rate(rate_rps)
     described = {
         "process": "trace",
         "trace": name,
@@ -184,6 +147,40 @@ def _notes(trace: "RequestTrace", traffic: "ReplayedTraffic", described: dict[st
 
 def _mean(values: list[int]) -> float:
     return sum(values) / len(values)
+
+
+def csv_columns(text: str | None, trace: Path | None) -> "CsvColumns | None":
+    """From `--columns`: what the columns of a CSV trace are called.
+
+    Raises:
+        CliError: another form, or no trace.
+    """
+    if text is None:
+        return None
+    if trace is None:
+        raise CliError("--columns names those of a CSV --trace; there is none")
+    from prfaas.core.workload import CsvColumns, WorkloadError
+
+    try:
+        return CsvColumns.parse(text)
+    except WorkloadError as error:
+        raise CliError(f"--columns: {error}") from None
+
+
+def records_file(path: Path | None) -> "RecordsFile | None":
+    """From `--records`: where a row per request goes.
+
+    Raises:
+        CliError: no such folder or format, or Parquet without pyarrow.
+    """
+    if path is None:
+        return None
+    from prfaas.lab.report.records import RecordsFile
+
+    try:
+        return RecordsFile.at(path)
+    except ValueError as error:
+        raise CliError(f"--records: {error}") from None
 
 
 def parse_changes(texts: Sequence[str]) -> dict[str, float]:

@@ -1,4 +1,14 @@
-"""What is wrong with a file of secrets. Every command may have to say it, so this needs the standard library only."""
+"""Files of secrets: what is wrong with one, and the token that operators show.
+
+Every command may have to say it, and `prfaas status` reads a token, so this needs the standard library only.
+"""
+
+import os
+import re
+import stat
+from pathlib import Path
+
+_TOKEN = re.compile(r"[!-~]{16,1024}")
 
 
 class KeyFileError(ValueError):
@@ -7,3 +17,30 @@ class KeyFileError(ValueError):
 
 class TlsFileError(ValueError):
     """A certificate, key or authority file cannot be used; the message names it."""
+
+
+class AdminTokenError(ValueError):
+    """The token's file is missing, unreadable, open to all, or holds no token."""
+
+
+def load_token(path: Path) -> str:
+    """The token in `path`: at least 16 printable characters without blanks. Its group may read it, others may not.
+
+    Raises:
+        AdminTokenError: in one sentence, the file and what would be right.
+    """
+    try:
+        with path.open(encoding="ascii", errors="replace") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            token = file.read(4096).strip()
+    except OSError as error:
+        raise AdminTokenError(
+            f"token file {path} cannot be read: {error.strerror}; make it: (umask 077; openssl rand -hex 32 > {path})"
+        ) from None
+    if mode & 0o007:
+        raise AdminTokenError(f"token file {path} has mode {mode:04o}: all can read it, run chmod 600 on it")
+    if not _TOKEN.fullmatch(token):
+        raise AdminTokenError(
+            f"token file {path} must hold 16 characters or more without blanks and nothing else"
+        )
+    return token

@@ -13,17 +13,18 @@ from prfaas.core.deployment import TOOLS, Deployment, Instance
 from prfaas.core.kv import ConfigError, model_from_directory
 from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeader
 from prfaas.core.units import format_bytes
-from prfaas.serving.admin_token import AdminTokenError, load_token
 from prfaas.serving.certificates import https_options
 from prfaas.serving.engines.synthetic import VERSION as SYNTHETIC_VERSION
-from prfaas.serving.engines.versions import SUPPORTED_VLLM, release_of
-from prfaas.serving.secret_files import KeyFileError, TlsFileError
+from prfaas.serving.secret_files import AdminTokenError, KeyFileError, TlsFileError, load_token
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import load_key
 from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.tools.finding import Finding, ok, problem
 from prfaas.tools.http_client import AnswerError, get_json, served_models
 from prfaas.tools.security_facts import tools_identity
+
+SUPPORTED_VLLM = ("0.32", "0.33")
+"""Their sources have everything that the connector uses (`tests/serving/engines/vllm/test_contract.py`)."""
 
 _TIMEOUT_S = 10.0
 _KV_TIMEOUT_S = 6.0
@@ -138,7 +139,7 @@ async def _check_version(
         return None, [
             problem(subject, text, f"see what runs at {instance.url}; it must be vLLM's OpenAI server")
         ]
-    if release_of(version) not in SUPPORTED_VLLM:
+    if _release_of(version) not in SUPPORTED_VLLM:
         text = f"runs vLLM {version}; the connector is checked against {' and '.join(SUPPORTED_VLLM)}"
         return version, [problem(subject, text, "install one of these there, or a newer prfaas")]
     return version, [ok(subject, f"is healthy, vLLM {version}")]
@@ -391,3 +392,8 @@ def _vocabulary_size(deployment: Deployment) -> int:
         return max(2, int(size) // 2)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return 256
+
+
+def _release_of(version: str) -> str:
+    """`0.32.0+cpu` → `0.32`; what is no version as it came."""
+    return ".".join(version.partition("+")[0].split(".")[:2])

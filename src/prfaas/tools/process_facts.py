@@ -14,10 +14,9 @@ import aiohttp
 
 from prfaas import __version__
 from prfaas.core.deployment import TOOLS, Deployment, Instance
-from prfaas.serving.admin_token import AdminTokenError, load_token
 from prfaas.serving.certificates import https_options
 from prfaas.serving.gateway import GatewayOptions
-from prfaas.serving.secret_files import KeyFileError, TlsFileError
+from prfaas.serving.secret_files import AdminTokenError, KeyFileError, TlsFileError, load_token
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import load_key
 from prfaas.serving.transport.tls_identity import TlsIdentity

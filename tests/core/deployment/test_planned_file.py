@@ -1,5 +1,6 @@
 """Deployment files for planning: what a good one says, and where a bad one is wrong."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from prfaas.core.deployment import (
     load_deployment,
     load_planned,
 )
+from prfaas.core.latency import load_profile, save_profile
+from prfaas.core.planner import problem_of
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -132,14 +135,28 @@ def test_a_trace_lies_beside_the_file_and_may_say_how_long_answers_are(tmp_path:
     assert workload.output_tokens is None
 
 
+def test_the_columns_of_a_trace_are_named(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("at,prompt,answer\n0,4000,10\n60,8000,30\n")
+    lengths = "{distribution: trace, path: t.csv, columns: {arrival: at, input: prompt, output: answer}}"
+    old = "{distribution: lognormal, mu: 9.9, sigma: 1, low: 128, high: 131072}\n  output_tokens: 1024"
+    problem = problem_of(planned(tmp_path, replaced(old, lengths)))
+    assert (problem.workload.lengths.mean(), problem.workload.output_tokens) == (6000, 20)
+    wrong = planned(tmp_path, replaced(old, lengths.replace("arrival: at", "when: at")))
+    with pytest.raises(
+        DeploymentError, match=r"workload\.lengths\.path: columns of a CSV trace are named as"
+    ):
+        problem_of(wrong)
+
+
 def test_a_file_to_run_can_be_planned_too(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text(
-        '{"model_type": "qwen3", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}'
+        '{"model_type": "qwen3", "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}'
     )
     deployment = planned(tmp_path, LIVE)
     assert [cluster.instance_count for cluster in deployment.clusters] == [1, 2]
-    assert deployment.kv_model.token_bytes == 2 * 2 * 2 * 32 * 2
+    # 2 KV heads on 8 ranks: each is there 4 times.
+    assert deployment.kv_model.token_bytes == 4 * 2 * 2 * 2 * 32 * 2 and deployment.kv_copies == 4
     assert load_deployment(tmp_path / "plan.yaml").slo.tpot_s == 0.025
 
 
@@ -147,10 +164,15 @@ def test_a_file_to_run_can_be_planned_too(tmp_path: Path) -> None:
 def test_a_users_own_config(tmp_path: Path, config: str) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text(
-        '{"model_type": "qwen3", "num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 64}'
+        '{"model_type": "qwen3", "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 32}'
     )
-    deployment = planned(tmp_path, replaced("published: internal-1t", f"config: {config}"))
-    assert deployment.kv_model.token_bytes == 3 * 2 * 2 * 32 * 2
+    text = replaced("published: internal-1t", f"config: {config}")
+    token_bytes = 3 * 2 * 2 * 32 * 2
+    # 8 GPUs of an instance are 8 ranks, unless the file says otherwise.
+    assert planned(tmp_path, text).kv_model.token_bytes == 4 * token_bytes
+    text = text.replace("    instance_count", "    tensor_parallel: 2\n    instance_count")
+    deployment = planned(tmp_path, text)
+    assert deployment.kv_model.token_bytes == token_bytes and deployment.kv_copies == 1
 
 
 RUN = {
@@ -178,6 +200,24 @@ BAD = {
     "negative bandwidth": (
         replaced("100 Gbit/s", "-5"),
         '17: links[0].bandwidth: -5 is no bandwidth; write for example "60 Mbit/s"',
+    ),
+    "bandwidth without a unit": (
+        replaced("100 Gbit/s", "25"),
+        '17: links[0].bandwidth: 25 would be 25 bit/s; write the unit, for example "25 Gbit/s"',
+    ),
+    "ranks that there are no GPUs for": (
+        replaced("    gpus_per_instance: 8", "    tensor_parallel: 16"),
+        "9: clusters[0].tensor_parallel: 16 ranks need as many GPUs, but an instance has 8",
+    ),
+    "ranks of instances that say it themselves": (
+        LIVE.replace("path: m", "published: internal-1t").replace(
+            "    instances:\n      - {name: e0", "    tensor_parallel: 8\n    instances:\n      - {name: e0"
+        ),
+        "8: clusters[0].tensor_parallel: goes with instance_count; give it to each instance here",
+    ),
+    "a statistic that there is not": (
+        replaced("tokens_per_s: 40", "tokens_per_s: 40\n  ttft_statistic: p99"),
+        '23: slo.ttft_statistic: must be one of "mean", "p90", not "p99"',
     ),
     "unknown field": (
         replaced("instance_count: 8", "instances_count: 8"),
@@ -208,10 +248,6 @@ BAD = {
     "profile of another model": (
         replaced("published: internal-1t", "published: kimi-k2"),
         '10: clusters[0].profile: "internal-1t-h200" is how fast internal-1t is, but model.published is kimi-k2',
-    ),
-    "pd cluster that was never timed decoding": (
-        replaced("profile: internal-1t-h20\n", "profile: internal-1t-h200\n"),
-        '15: clusters[1].profile: "internal-1t-h200" has no decode times, which a cluster of kind "pd" needs',
     ),
     "neither instances nor a count": (
         replaced("    instance_count: 4\n", ""),
@@ -356,6 +392,7 @@ def test_a_config_without_layer_types_is_named(tmp_path: Path) -> None:
         ("links[0].bandwidth", 5e9, lambda d: d.links[0].bandwidth_bits_per_s),
         ("links[east->home].bandwidth", 5e9, lambda d: d.links[0].bandwidth_bits_per_s),
         ("clusters[home].instance_count", 3.0, lambda d: d.clusters[1].instance_count),
+        ("slo.ttft_s", 4.0, lambda d: d.slo.ttft_s),
         ("workload.lengths.mu", 9.0, lambda d: d.workload.lengths.mu),
         ("workload.prefix_hit_ratio", 0.5, lambda d: d.workload.prefix_hit_ratio),
         ("slo.tokens_per_s", 20, lambda d: d.slo.tokens_per_s),
@@ -380,6 +417,11 @@ def test_numbers_can_be_changed(tmp_path: Path, field: str, number: float, read)
         ("workload[0].x", 1, 'there is no list for "[0]"'),
         ("slo.speed", 1, "slo.speed: is no known field"),
         ("links[0].bandwidth", -1, "17: links[0].bandwidth: -1 is no bandwidth"),
+        (
+            "links[0].bandwidth",
+            25,
+            '17: links[0].bandwidth: 25 would be 25 bit/s; write the unit, for example "25 Gbit/s"',
+        ),
         (
             "clusters[east].instance_count",
             1.5,
@@ -411,3 +453,13 @@ def test_a_file_to_run_has_them_too_and_says_what_an_instance_costs(tmp_path: Pa
     path.write_text(LIVE + "prices: {h200: 2, egress_per_gb: 0.02}\n")
     with pytest.raises(DeploymentError, match='there is no price for "h20"; add it to prices'):
         load_deployment(path)
+
+
+def test_a_pd_cluster_that_was_never_timed_decoding(tmp_path: Path) -> None:
+    profile = load_profile("internal-1t-h20")
+    save_profile(replace(profile, name="prefill-only", decode=None), tmp_path / "prefill-only.yaml")
+    with pytest.raises(DeploymentError) as error:
+        planned(tmp_path, replaced("profile: internal-1t-h20\n", "profile: prefill-only.yaml\n"))
+    assert str(error.value).endswith(
+        '15: clusters[1].profile: "prefill-only" has no decode times, which a cluster of kind "pd" needs'
+    )

@@ -1,8 +1,9 @@
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.core.kv import FullAttention, Group, KvModel, LinearState, SlidingWindow
+from prfaas.core.kv import ChunkedWindow, FullAttention, Group, KvModel, LinearState, SlidingWindow
 
 LENGTHS = st.integers(0, 5000)
 BLOCKS = st.sampled_from([1, 16, 128, 256])
@@ -17,8 +18,16 @@ window = st.builds(
     head_size_v=SMALL,
     window_tokens=st.integers(1, 600),
 )
+chunk = st.builds(
+    ChunkedWindow,
+    layers=SMALL,
+    kv_heads=SMALL,
+    head_size_k=SMALL,
+    head_size_v=SMALL,
+    window_tokens=st.integers(1, 600),
+)
 linear = st.builds(LinearState, layers=SMALL, conv_bytes=SMALL, recurrent_bytes=SMALL)
-groups: st.SearchStrategy[Group] = st.one_of(full, window, linear)
+groups: st.SearchStrategy[Group] = st.one_of(full, window, chunk, linear)
 models = st.builds(KvModel, name=st.just("any"), groups=st.lists(groups, min_size=1, max_size=4).map(tuple))
 
 
@@ -51,6 +60,29 @@ def test_a_window_moves_what_the_next_token_sees(group: SlidingWindow, num: int)
     # The token to be computed takes one place of the window itself.
     assert group.bytes_to_move(num, 0) == min(num, group.window_tokens - 1) * group.token_bytes
     assert group.bytes_to_move(num, num) == group.bytes_to_move(num, 0)
+
+
+@given(chunk, LENGTHS)
+def test_a_chunk_moves_what_the_next_token_sees(group: ChunkedWindow, num: int) -> None:
+    assert group.bytes_to_move(num, 0) == num % group.window_tokens * group.token_bytes
+    assert group.bytes_to_move(num, num) == group.bytes_to_move(num, 0)
+    # Once the next token is there, its chunk holds it too.
+    assert group.bytes_at(num + 1) == group.bytes_to_move(num, 0) + group.token_bytes
+
+
+def test_a_chunk_empties_at_its_end() -> None:
+    group = ChunkedWindow(1, 1, 1, 1, 8, 1)
+    assert [group.bytes_at(tokens) // 2 for tokens in (0, 1, 7, 8, 9, 16, 17)] == [0, 1, 7, 8, 1, 8, 1]
+    # A block of 3 that begins before the chunk's first token moves whole; at a chunk's end there is nothing to move.
+    assert [group.bytes_to_move(tokens, 0, 3) // 2 for tokens in (7, 8, 9, 10, 15)] == [9, 0, 3, 6, 9]
+    assert group.describe() == "1 chunks of 8 (1 heads of 1+1), 2 B per token in it"
+    assert isinstance(ChunkedWindow(1, 8, 1, 1, 8).per_rank(4), ChunkedWindow)
+
+
+@given(models, st.lists(LENGTHS, min_size=1, max_size=5))
+def test_arrays_are_the_single_sizes_of_any_model(model: KvModel, tokens: list[int]) -> None:
+    assert model.kv_bytes(np.array(tokens)).tolist() == [model.kv_bytes(each) for each in tokens]
+    assert [model.kv_bytes(float(each)) for each in tokens] == [model.kv_bytes(each) for each in tokens]
 
 
 @given(linear, st.integers(1, 5000), st.data())

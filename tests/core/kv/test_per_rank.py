@@ -49,7 +49,7 @@ def test_mamba2_is_divided_as_vllm_does(calculator: Any, ranks: int, groups: int
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", RANKS)
-def test_delta_nets_are_divided_as_vllm_does(calculator: Any, ranks: int) -> None:
+def test_other_states_are_divided_as_vllm_does(calculator: Any, ranks: int) -> None:
     net = LinearState.gated_delta_net(
         1, key_heads=16, value_heads=64, key_head_size=128, value_head_size=128, conv_kernel=4
     ).per_rank(ranks)
@@ -57,6 +57,12 @@ def test_delta_nets_are_divided_as_vllm_does(calculator: Any, ranks: int) -> Non
     assert [net.conv_bytes, net.recurrent_bytes] == sizes(shapes, (2, 4))
     kda = LinearState.kimi_delta_attention(1, heads=32, head_size=128, conv_kernel=4).per_rank(ranks)
     assert [kda.conv_bytes, kda.recurrent_bytes] == sizes(calculator.kda_state_shape(ranks, 32, 128), (2, 4))
+    mamba = LinearState.mamba1(1, channels=8192, state_size=16, conv_kernel=4).per_rank(ranks)
+    shapes = calculator.mamba1_state_shape(ranks, 8192, 16, 4)
+    assert [mamba.conv_bytes, mamba.recurrent_bytes] == sizes(shapes, (2, 4))
+    conv = LinearState.short_conv(1, channels=2048, conv_kernel=3).per_rank(ranks)
+    assert [conv.conv_bytes] == sizes(calculator.short_conv_state_shape(ranks, 2048, 3), (2,))
+    assert conv.recurrent_bytes == 0
     lightning = LinearState.lightning(1, heads=64, head_size=128).per_rank(ranks)
     shapes = calculator.linear_attention_state_shape(64, ranks, 128)
     assert [lightning.recurrent_bytes] == sizes(shapes, (4,))

@@ -28,20 +28,22 @@ def plan_at(per_gb: float) -> Plan:
 
 
 def test_where_the_advantage_of_the_case_study_is_gone() -> None:
-    """0.0036 per GB, if an H20-hour costs 1. By hand from the plan's printed numbers:
+    """0.004 per GB, if an H20-hour costs 1. By hand from the plan's printed numbers:
 
     - The deployment costs 32 · 2 + 64 · 1 = 128 per hour and carries 3.259 requests/s.
-    - 96 H20 alone carry 2.11 requests/s for 96 per hour. The same 3.259 cost 96 · 3.259 / 2.11 = 148.3 per hour.
-      So 148.3 − 128 = 20.3 per hour is the advantage: 148.3 / 128 = 1.16.
+    - 144 H20 alone are 18 instances, 14 + 4, and carry 3.125 requests/s for 144 per hour: decode is full. For the same
+      throughput per money the deployment may cost 144 · 3.259 / 3.125 = 150.2 per hour.
+    - That is less than a 19th instance costs, and with 17 (13 + 4: 3.048 requests/s) it would be 145.4, more than the
+      18th: 18 is the number that the money buys.
     - The link carries 12.43 Gbit/s: 12.43 / 8 · 3600 = 5,594 GB per hour.
-    - 20.3 / 5,594 = 0.0036.
+    - (150.2 − 128) / 5,594 = 0.004.
     """
     plan = plan_at(0.0)
     assert plan.optimum.egress_bits_per_s == pytest.approx(12.43e9, rel=1e-3)
     assert plan.equal_cost_ratio == pytest.approx(1.16, abs=0.005)
-    by_hand = (96 * 3.259 / 2.11 - 128) / (12.43 / 8 * 3600)
+    by_hand = (144 * 3.259 / 3.125 - 128) / (12.43 / 8 * 3600)
     assert plan.egress_break_even_per_gb == pytest.approx(by_hand, rel=0.01)
-    assert plan.egress_break_even_per_gb == pytest.approx(0.003626, rel=1e-3)
+    assert plan.egress_break_even_per_gb == pytest.approx(0.00397, rel=2e-3)
 
 
 def test_at_the_break_even_price_the_same_money_does_the_same_without_prfaas() -> None:
@@ -71,8 +73,10 @@ def test_cost_counts_egress() -> None:
     assert plan.homogeneous_equal_cost is not None and plan.homogeneous_equal_cost.instances == 17
     # Whoever sends everything pays more for egress than the optimum.
     assert plan.naive is not None and plan.naive.cost_ratio is not None and plan.naive.cost_ratio < 1
-    assert "1.07 times at equal cost with egress at 11.2 per hour" in plan.verdict
-    assert plan.verdict.endswith("The advantage is gone where egress costs 0.00363 per GB.")
+    # 17 instances cost 136 per hour and carry 3.048 requests/s: (3.259 / 139.2) / (3.048 / 136).
+    assert plan.equal_cost_ratio == pytest.approx(3.259 / 139.18 / (3.0478 / 136), rel=1e-3)
+    assert "1.04 times at equal cost with egress at 11.2 per hour" in plan.verdict
+    assert plan.verdict.endswith("The advantage is gone where egress costs 0.00397 per GB.")
 
 
 def test_each_link_has_its_price() -> None:
@@ -121,3 +125,37 @@ def test_the_cheapest_operation_costs_least_and_never_sends_more(
     sent, most = (point.egress_bits_per_s / point.lambda_max for point in (cheapest.point, optimum))
     assert sent <= most * (1 + 1e-9)
     assert cheapest.point.lambda_max <= optimum.lambda_max * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(1, 4), st.integers(2, 7), st.floats(0.5, 4.0), st.floats(0.0, 0.02))
+def test_headline_and_column_follow_one_rule(prfaas: int, pd: int, h200_price: float, per_gb: float) -> None:
+    """The ratio of the verdict is the column's throughput per money, whatever whole instances leave unspent."""
+    problem = replace(paper_problem(prfaas=prfaas, pd=pd), prices={"h200": h200_price, "h20": 1.0})
+    plan = make_plan(priced(problem, per_gb))
+    column = plan.homogeneous_equal_cost
+    assert column is not None and plan.cost is not None
+    if plan.equal_cost_ratio is None:
+        assert column.point.lambda_max == 0 or plan.ratio_to_homogeneous is None
+        return
+    assert column.cost is not None
+    per_money = plan.optimum.lambda_max / plan.cost.per_hour
+    assert plan.equal_cost_ratio == pytest.approx(
+        per_money / (column.point.lambda_max / column.cost.per_hour)
+    )
+    assert column.cost.per_hour <= plan.cost.per_hour * (1 + 1e-9) or column.instances == 1
+    assert f"{plan.equal_cost_ratio:.2f} times at equal cost" in plan.verdict
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=15)
+@given(st.integers(1, 5), st.integers(2, 9), st.floats(1.0, 3.0))
+def test_no_lower_price_of_egress_has_no_advantage(prfaas: int, pd: int, h200_price: float) -> None:
+    problem = replace(paper_problem(prfaas=prfaas, pd=pd), prices={"h200": h200_price, "h20": 1.0})
+    even = make_plan(problem).egress_break_even_per_gb
+    assert even is not None
+    at_even = make_plan(priced(problem, even)).equal_cost_ratio
+    assert at_even is not None and at_even <= 1 + 1e-9
+    for part in (0.3, 0.9) if even > 0 else ():
+        below = make_plan(priced(problem, part * even)).equal_cost_ratio
+        assert below is not None and below > 1

@@ -241,9 +241,9 @@ def test_prefill_of_one_pd_cluster_for_another() -> None:
 
 
 def test_naive_routes_without_regard_to_length() -> None:
-    point = naive_network(paper_problem())
-    assert point is not None
-    assert point.lambda_max == pytest.approx(evaluate(paper_problem(), 0, 0).lambda_max, rel=1e-6)
+    found = naive_network(paper_problem())
+    assert found is not None
+    assert found[0].lambda_max == pytest.approx(evaluate(paper_problem(), 0, 0).lambda_max, rel=1e-6)
     assert naive_network(replace(paper_problem(), links=())) is None
 
 

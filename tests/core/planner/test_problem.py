@@ -90,7 +90,6 @@ def test_lengths_of_a_trace(tmp_path: Path) -> None:
             {"workload__prefix_hit_ratio": 0.5},
             ["clusters[0].profile", "uncached lengths go from 64 to 65536"],
         ),
-        ({"clusters__1__profile": "internal-1t-h200"}, ["clusters[1].profile", "no decode times"]),
         ({"slo__tokens_per_s": 4000}, ["clusters[1].profile", "over the limit of 0.25 ms"]),
         (
             {"workload__lengths": {"distribution": "trace", "path": "none.jsonl"}},

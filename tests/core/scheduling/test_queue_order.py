@@ -6,8 +6,7 @@ from typing import ClassVar
 import pytest
 
 from prfaas.core.scheduling import Decision, RoutingRequest, View, policy_named
-from prfaas.core.scheduling.policy import Policy
-from prfaas.core.scheduling.queue_order import is_shortest_first
+from prfaas.core.scheduling.policy import Policy, is_shortest_first
 
 from .views import small
 

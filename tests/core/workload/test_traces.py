@@ -121,8 +121,13 @@ def bad_row(**fields: object) -> str:
             '{"arrival_s": 1, "input_tokens": 3, "output_tokens": 3, "cached_tokens": 4}\n',
             ":1: cached_tokens (4) can't be more than input_tokens (3)",
         ),
-        ("t.csv", "", "is empty; the first line must be TIMESTAMP,ContextTokens,GeneratedTokens"),
-        ("t.csv", "TIMESTAMP,Context\n", ":1: the header has no ContextTokens, GeneratedTokens"),
+        ("t.csv", "", "is empty; the first line must name the columns"),
+        (
+            "t.csv",
+            "TIMESTAMP,Context\n",
+            ":1: the header (TIMESTAMP, Context) is neither Azure's (TIMESTAMP, ContextTokens, GeneratedTokens) nor "
+            "BurstGPT's (Timestamp, Request tokens, Response tokens); name its columns: arrival=COLUMN,",
+        ),
         (
             "t.csv",
             "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2\n",

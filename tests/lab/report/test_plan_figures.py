@@ -67,6 +67,7 @@ def point(
         roles=(),
         stages=(
             Stage("east prefill", "prfaas prefill", away, 0.0),
+            Stage("east->home link", "link", None, 0.0),
             Stage("home prefill", "pd prefill", home, 0.0),
             Stage("home decode", "pd decode", decode, 0.0),
         ),
@@ -131,7 +132,7 @@ def test_allocation_marks_the_best_split(tmp_path: Path, figures: list[Figure]) 
 def test_allocation_without_a_prfaas_cluster(tmp_path: Path, figures: list[Figure]) -> None:
     points = [point(1, 1, home=1.0, decode=2.0, lambda_max=1.0)]
     plot_allocation(points, tmp_path / "split.png", threshold_tokens=None, best=1)
-    assert labels(figures[0]) == ["limit of prefill at home", "limit of decode", "throughput"]
+    assert labels(figures[0]) == ["limit of home prefill", "limit of home decode", "throughput"]
 
 
 def test_threshold(tmp_path: Path, figures: list[Figure]) -> None:
@@ -140,7 +141,8 @@ def test_threshold(tmp_path: Path, figures: list[Figure]) -> None:
     best = point(threshold_tokens=1e4, lambda_max=3.0)
     plot_threshold([1e3, 1e4, 1e5], points, tmp_path / "t.png", best=best)
     (axes,) = figures[0].axes
-    assert axes.get_title(loc="left") == "Best threshold with 3 prefill and 5 decode instances"
+    assert axes.get_title(loc="left") == "Throughput over the threshold, 3 prefill and 5 decode instances"
+    assert "east prefill or its link: Θ(PrfaaS) / p" in labels(figures[0])
     assert "10,000 tokens\n3.00 req/s" in [text.get_text() for text in axes.texts]
 
 

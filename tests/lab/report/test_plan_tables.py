@@ -20,6 +20,7 @@ from prfaas.core.planner import (
     ShadowPrice,
     Stage,
     TtftEstimate,
+    TtftTarget,
 )
 from prfaas.lab.report.plan import print_plan, print_sweep
 
@@ -109,11 +110,12 @@ def test_a_plan(deployment: PlannedDeployment) -> None:
     assert row(lines, "GPUs") == ["32", "h200", "+", "64", "h20", "96", "h20"]
     assert row(lines, "cost against optimum") == ["1.00", "×", "–"]
     assert row(lines, "TTFT mean / P90") == ["2.18", "s", "/", "3.43", "s", "4.45", "s", "/", "9.73", "s"]
-    assert row(lines, "  with queues at 70% (estimate)") == ["2.8", "s", "/", "4.9", "s", "–"]
+    assert row(lines, "  queued, 70% of each") == ["2.8", "s", "/", "4.9", "s", "–"]
+    assert row(lines, "  queued, 2.28 req/s") == ["2.8", "s", "/", "4.9", "s", "–"]
     assert row(lines, "east prefill") == ["4", "3.259", "binds"]
     assert row(lines, "home decode") == ["5", "3.906", "+19.9%"]
     assert row(lines, "spare link") == ["unused", "–"]
-    assert row(lines, "a->b ") == ["12.4", "Gbit/s", "100", "Gbit/s", "12.4%", "13", "Gbit/s"]
+    assert row(lines, "a->b ") == ["12.4", "Gbit/s", "100", "Gbit/s", "12.4%", "13", "Gbit/s", "0", "ms"]
     assert row(lines, "instance in east") == ["+0.641", "+19.67%"]
     assert row(lines, "Gbit/s on a->b") == ["nothing"]
     assert row(lines, "east, home") == ["49.6%", "19,371", "to", "131,072", "45,014"]
@@ -130,7 +132,7 @@ def test_what_egress_costs_has_rows_and_a_note(deployment: PlannedDeployment) ->
     priced = replace(PLAN, cost=cost, egress_break_even_per_gb=0.0036258, cheapest=cheapest)
     lines = printed(deployment, priced)
     assert row(lines, "egress per hour") == ["55.91", "–"]
-    assert row(lines, "egress break-even (per GB)") == ["0.00363", "–"]
+    assert row(lines, "egress break-even per GB") == ["0.00363", "–"]
     text = " ".join(lines)
     assert (
         "a request costs the least with a threshold of 24,979 tokens and 4 + 4 + 4 instances: 15,470 per million "
@@ -191,3 +193,75 @@ def test_a_sweep() -> None:
         "decode",
     ]
     assert lines[3].split() == ["10", "Gbit/s", "3", "2", "–", "4", "+", "4", "10", "Gbit/s", "link"]
+
+
+def test_the_fleet_you_have_and_a_target_have_their_places(deployment: PlannedDeployment) -> None:
+    late = TtftEstimate("estimate", 0.7, 1.0, None, None, 1.3)
+    fleet = Baseline(
+        "the PD clusters as they stand",
+        replace(HOMOGENEOUS, lambda_max=1.4, n_prefill=6, n_decode=2),
+        8,
+        64,
+        "h20",
+        4 / 3,
+        ttft_estimate=TtftEstimate("estimate", 0.7, 0.98, 5.5, 11.9, 0.7),
+        ttft_same_traffic=late,
+        rate_within_target=0.7,
+        keeps_target=False,
+        cost=Cost(64.0, 0.45, 1.4, 9_000.0, 0.0),
+    )
+    same_cost = replace(PLAN.homogeneous, cost_ratio=1.0)
+    plan = replace(
+        PLAN,
+        fleet=fleet,
+        homogeneous_equal_cost=same_cost,
+        equal_cost_ratio=1.5445,
+        ttft_target=TtftTarget(10.0),
+        lambda_max_without_target=3.5,
+        rate_within_target=2.9,
+    )
+    lines = printed(deployment, plan)
+    assert "fleet you have" in lines[2]
+    assert row(lines, "  queued, 70% of each")[:10] == [
+        "2.8",
+        "s",
+        "/",
+        "4.9",
+        "s",
+        "5.5",
+        "s",
+        "/",
+        "11.9",
+        "s",
+    ]
+    assert row(lines, "  queued, 2.28 req/s")[5] == "overloaded"
+    assert row(lines, "  req/s, P90 in 10 s")[:3] == ["2.9", "0.7,", "missed"]
+    # What misses the target counts with the rate that keeps it: 0.7 / 0.7 = 1, at 3/4 of the cost.
+    assert row(lines, "throughput per cost")[:4] == ["1.54", "×", "0.63", "×"]
+    assert row(lines, "cost per million tokens") == ["0.38", "0.45", "–", "–"]
+
+
+def test_the_table_marks_what_the_verdict_names(deployment: PlannedDeployment) -> None:
+    """A link that the best plan would want wider binds, even where another stage is full first."""
+    stages = (
+        Stage("a->b link", "link", 3.30, 0.9875),
+        Stage("home decode", "pd decode", 3.2589, 1.0),
+    )
+    links = (LinkUse("a->b", 10e9, 9.8e9, 0.98, 23e9),)
+    narrow = replace(
+        PLAN, optimum=replace(OPTIMUM, stages=stages, links=links), lambda_max_unlimited_links=4.7
+    )
+    assert narrow.binding == ("a->b link", "home decode")
+    lines = printed(deployment, narrow)
+    assert row(lines, "a->b link") == ["3.3", "binds"]
+    assert row(lines, "home decode") == ["5", "3.259", "binds"]
+
+
+def test_copies_and_ranks_that_differ_are_noted(deployment: PlannedDeployment) -> None:
+    clusters = tuple(
+        replace(cluster, tensor_parallel=ranks)
+        for cluster, ranks in zip(deployment.clusters, (8, 4), strict=True)
+    )
+    text = " ".join(" ".join(printed(replace(deployment, clusters=clusters, kv_copies=2.0), PLAN)).split())
+    assert "an instance sends 2 times the KVCache of one rank" in text
+    assert "(east 8, home 4)" in text

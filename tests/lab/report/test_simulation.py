@@ -171,6 +171,12 @@ def test_instability_is_loud() -> None:
     assert cells(headline(report_of(run("shaky"))), "stable") == ["NO: queues grow"]
 
 
+def test_a_run_that_is_too_short_to_say_is_not_called_stable() -> None:
+    unknown = replace(SECOND, summary={**SECOND.summary, "stable": None})
+    assert cells(headline(report_of(FIRST, unknown)), "stable") == ["yes", "too short to say"]
+    assert cells(headline(report_of(unknown)), "stable") == ["too short to say"]
+
+
 def test_decisions_come_by_frequency() -> None:
     rows = decision_rows(REPORT)
     assert [row[0] for row in rows] == ["long", "short", "rare"]

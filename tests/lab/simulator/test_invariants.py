@@ -52,6 +52,7 @@ def scenarios(case_study: CaseStudy) -> dict[str, Scenario]:
     st.booleans(),
     st.sampled_from([None, 0.2, 100.0]),
     st.sampled_from([1, 3]),
+    st.sampled_from([0, 8192]),
 )
 def test_under_failures(
     scenarios: dict[str, Scenario],
@@ -61,10 +62,15 @@ def test_under_failures(
     has_caches: bool,
     pool_gib: float | None,
     concurrency: int,
+    chunk_tokens: int,
 ) -> None:
     caches = CacheOptions(200_000, 4096, 1000) if has_caches else None
     plain = scenarios[policy]
-    clusters = tuple(replace(each, prefill_concurrency=concurrency) for each in plain.clusters)
+    chunk_tokens = chunk_tokens if concurrency == 1 and pool_gib is None else 0
+    clusters = tuple(
+        replace(each, prefill_concurrency=concurrency, chunk_tokens=chunk_tokens, kv_block_tokens=1024)
+        for each in plain.clusters
+    )
     pools = {}
     if pool_gib is not None:
         options = PoolOptions(int(pool_gib * GIB), GIB, 4096, instances_per_machine=2)

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+from tests.lab.simulator.conftest import CaseStudy, chunk_of
 
 from prfaas.core.workload.arrivals import Mmpp, Phase, Poisson
-from prfaas.lab.simulator.result import dispersion, is_stable
+from prfaas.lab.simulator import scenario_of, simulate
+from prfaas.lab.simulator.result import dispersion, is_stable, stability
 
 
 def arrivals_of(process: Poisson | Mmpp, count: int, seed: int) -> np.ndarray:
@@ -52,3 +54,52 @@ def test_what_never_ends_is_a_backlog() -> None:
     left_s = np.where(arrived_s < 500, arrived_s + 1, np.nan)
     assert not is_stable(arrived_s, left_s, 0.0, 1000.0)
     assert is_stable(arrived_s, arrived_s + 1, 0.0, 1000.0)
+
+
+def test_a_run_of_a_few_answers_says_nothing() -> None:
+    arrived_s = np.arange(0.0, 1000.0, 0.5)
+    left_s = arrived_s + 1
+    assert stability(arrived_s, left_s, 100.0, 1000.0, 150.0) is True
+    assert stability(arrived_s, left_s, 100.0, 1000.0, 200.0) is None
+    # Nor does one that grows for a while.
+    assert stability(arrived_s, 3 * arrived_s, 100.0, 1000.0, 150.0) is False
+    assert stability(arrived_s, 3 * arrived_s, 100.0, 1000.0, 200.0) is None
+
+
+@pytest.mark.parametrize("load", [0.5, 1.5])
+def test_few_requests_can_show_an_overload_but_not_that_there_is_none(load: float) -> None:
+    verdicts = set()
+    for seed in range(5):
+        arrived_s = arrivals_of(Poisson(1.0), 120, seed)
+        verdicts.add(stability(arrived_s, left_of(arrived_s, load), 0.1 * arrived_s[-1], arrived_s[-1], load))
+    assert True not in verdicts and (False in verdicts) is (load > 1)
+
+
+def test_a_short_run_at_half_the_capacity_is_too_short_to_say(case_study: CaseStudy) -> None:
+    """It was called unstable: the deployment was still filling when the backlog was measured first."""
+    scenario = scenario_of(case_study.planned, policy="paper")
+    rate_per_s = 0.5 * case_study.optimum.lambda_max
+    short = simulate(scenario, case_study.poisson(rate_per_s, seed=1), requests=200)
+    assert short.summary()["stable"] is None
+    long = simulate(scenario, case_study.poisson(rate_per_s, seed=1), requests=2_000)
+    assert long.summary()["stable"] is True
+
+
+def test_warm_up_lasts_some_answers_but_no_more_than_half_of_the_run(case_study: CaseStudy) -> None:
+    scenario = scenario_of(case_study.planned, policy="local_only")
+    cluster = scenario.clusters[1]
+    assert cluster.decode_step_s is not None
+    answer_s = scenario.clusters[1].curve.seconds(1000) + 100 * cluster.decode_step_s(cluster.decode_slots)
+    for end_s, start_s in (
+        (1000 * answer_s, 100 * answer_s),
+        (20 * answer_s, 3 * answer_s),
+        (4 * answer_s, 2 * answer_s),
+    ):
+        arrivals_s = np.linspace(0.0, end_s, 50).tolist()
+        result = simulate(scenario, [chunk_of(arrivals_s, [1000] * 50, [100] * 50)])
+        assert result.start_s == pytest.approx(start_s)
+        assert not result.counted[result.arrival_s < start_s].any()
+        assert (
+            simulate(scenario, [chunk_of(arrivals_s, [1000] * 50, [100] * 50)], warmup_share=0.0).start_s
+            == 0.0
+        )

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prfaas.lab.simulator.events import Events
-from prfaas.lab.simulator.token_clock import TokenClock
+from prfaas.lab.simulator.token_clock import ContextClock, TokenClock
 
 Plan = Sequence[tuple[float, float]]
 
@@ -76,6 +76,19 @@ class Recorder:
         self.done_s: dict[int, float] = {}
         self.numbers: dict[int, int] = {}
         self.clock = TokenClock(self.events, step_s, slots, self._started, self._done)
+
+    def let_steps_grow(self, context_s: float, prompts: Sequence[int], measured_tokens: float) -> None:
+        """From now on steps take longer by the tokens in the batch, prompts and answers."""
+        self.clock = ContextClock(
+            self.events,
+            growing,
+            self.clock._slots,
+            self._started,
+            self._done,
+            context_of=lambda i: prompts[i],
+            context_s=context_s,
+            measured_tokens=measured_tokens,
+        )
 
     def plan(self, plan: Plan) -> None:
         for i, (arrival_s, tokens) in enumerate(plan):
@@ -264,6 +277,96 @@ def test_done_may_join_again() -> None:
     events.run(math.inf)
     assert [who for _, who in ends] == ["a", "b", "a", "b", "a"]
     assert [end_s for end_s, _ in ends] == pytest.approx([1.0, 2.0, 3.0, 4.0, 5.0])
+
+
+PROMPTS = (0, 1000, 20, 5000, 300, 40)
+CONTEXT_S = 2e-6
+_SLICE = 1 / 16
+
+
+def sliced(plan: Plan, slots: int, measured_tokens: float) -> dict[int, float]:
+    """When requests are done whose steps grow with their contexts, a sixteenth of a token after the other."""
+    arrivals = sorted(range(len(plan)), key=lambda i: plan[i][0])
+    waiting: list[int] = []
+    left: dict[int, float] = {}
+    contexts: dict[int, float] = {}
+    done: dict[int, float] = {}
+    now_s = 0.0
+    while arrivals or waiting or left:
+        while arrivals and plan[arrivals[0]][0] <= now_s + 1e-12:
+            waiting.append(arrivals.pop(0))
+        while waiting and len(left) < slots:
+            i = waiting.pop(0)
+            left[i], contexts[i] = plan[i][1], PROMPTS[i]
+        if not left:
+            now_s = plan[arrivals[0]][0]
+            continue
+        tokens = min(_SLICE, *left.values())
+        over = sum(contexts.values()) + len(left) * (tokens / 2 - measured_tokens)
+        passed_s = tokens * (growing(len(left)) + CONTEXT_S * over)
+        if arrivals and plan[arrivals[0]][0] < now_s + passed_s:
+            share = (plan[arrivals[0]][0] - now_s) / passed_s
+            tokens, passed_s = share * tokens, share * passed_s
+        now_s += passed_s
+        for i in list(left):
+            left[i] -= tokens
+            contexts[i] += tokens
+            if left[i] < 1e-9:
+                del left[i], contexts[i]
+                done[i] = now_s
+    return done
+
+
+@pytest.mark.slow
+@settings(max_examples=150)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 200).map(lambda n: n / 16), st.integers(1, 60)), min_size=1, max_size=6
+    ),
+    st.integers(1, 4),
+    st.sampled_from([0.0, 700.0]),
+)
+def test_steps_that_grow_with_contexts_are_those_of_small_slices(
+    plan: Plan, slots: int, measured_tokens: float
+) -> None:
+    run = Recorder(growing, slots)
+    run.let_steps_grow(CONTEXT_S, PROMPTS, measured_tokens)
+    run.plan(plan)
+    run.events.run(math.inf)
+    assert run.done_s == pytest.approx(sliced(plan, slots, measured_tokens), abs=1e-4)
+    assert (run.clock.batch, run.clock.waiting) == (0, 0)
+
+
+@settings(max_examples=50)
+@given(plans, st.integers(1, 6))
+def test_a_step_that_does_not_grow_is_that_of_the_plain_clock(plan: Plan, slots: int) -> None:
+    plain, run = Recorder(growing, slots), Recorder(growing, slots)
+    run.let_steps_grow(0.0, [100] * len(plan), 0.0)
+    for each in (plain, run):
+        each.plan(plan)
+        each.events.run(math.inf)
+    assert run.done_s == pytest.approx(plain.done_s, abs=1e-6)
+    assert run.clock.busy_slot_s == pytest.approx(plain.clock.busy_slot_s, abs=1e-6)
+
+
+def test_a_long_context_that_leaves_makes_the_others_faster() -> None:
+    run = Recorder(growing, 2)
+    run.let_steps_grow(1e-5, [0, 100_000], 0.0)
+    run.plan([(0.0, 40), (0.0, 20)])
+    run.events.run(0.1)
+    run.clock.remove(run.numbers[1])
+    run.events.run(math.inf)
+    # Of the first 0.1 s a step took 1.026 s; the rest of the 40 tokens go alone.
+    had = 0.1 / 1.026
+    alone_s = (40 - had) * (growing(1) + 1e-5 * (40 + had) / 2)
+    assert run.done_s[0] == pytest.approx(0.1 + alone_s, abs=1e-4)
+    assert run.clock.drop_all() == []
+
+
+def test_contexts_can_not_take_longer_than_the_whole_step() -> None:
+    run = Recorder(growing, 2)
+    with pytest.raises(ValueError, match="contexts of 1000 tokens"):
+        run.let_steps_grow(1e-4, [0], 1000.0)
 
 
 def test_impossible_instances() -> None:

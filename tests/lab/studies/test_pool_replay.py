@@ -9,7 +9,7 @@ from prfaas.core.workload import read_requests
 from prfaas.core.workload.traffic import ReplayedTraffic
 from prfaas.lab.simulator import PoolOptions
 from prfaas.lab.studies import StudyContext
-from prfaas.lab.studies.pool_replay import PoolReplay
+from prfaas.lab.studies.pool import PoolReplay
 from prfaas.lab.studies.traffic import ChatsAndDocuments
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from prfaas.core.scheduling.role_drain import DRAIN_LIMIT_S
+from prfaas.core.scheduling.allocation import DRAIN_LIMIT_S
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
 from prfaas.serving.control.role_allocation import RoleChange, RoleChanges, stage_utilisation

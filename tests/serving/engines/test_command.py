@@ -16,7 +16,13 @@ from prfaas.serving.secret_files import TlsFileError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "local.yaml"
 
-DENSE = {"model_type": "qwen3", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}
+DENSE = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
 WINDOWS = {**DENSE, "model_type": "gpt_oss", "sliding_window": 128}
 STATES = {
     **DENSE,

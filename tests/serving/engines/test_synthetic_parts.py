@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prfaas.core.kv import KvModel, LinearState, model_from_config
+from prfaas.core.kv import ChunkedWindow, FullAttention, KvModel, LinearState, model_from_config
 from prfaas.core.kv.groups import GroupKind
 from prfaas.core.latency import load_profile
 from prfaas.serving.engines import EngineError
@@ -189,6 +189,12 @@ def test_states_and_windows_leave_among_the_layers_of_the_last_chunk(
     assert [sent[index] for index in range(len(layout.regions))] == layout.region_bytes(num_tokens, 0)
 
 
+def test_a_model_with_chunked_attention_is_refused() -> None:
+    model = KvModel("llama-4", (FullAttention(1, 2, 4, 4), ChunkedWindow(3, 2, 4, 4, 64)))
+    with pytest.raises(EngineError, match="llama-4 has chunked attention, which can't be transferred yet"):
+        SyntheticLayout.of_model(model)
+
+
 def test_a_model_without_full_attention_is_refused() -> None:
     with pytest.raises(EngineError, match="no full-attention layer"):
         SyntheticLayout.of_model(KvModel("x", (LinearState(2, 10, 20),)))
@@ -202,7 +208,7 @@ def test_times_are_the_profiles() -> None:
     assert pace.prefill_s(2 * 131072) == pytest.approx(2 * h20.prefill_s(131072) / 4)
     assert pace.step_s(1) == pace.step_s(20) == 0.025 / 4
     assert pace.step_s(40) == pytest.approx(2 * 0.025 / 4)
-    assert Pace(h200, 2.0).step_s(7) == DEFAULT_STEP_S / 2
+    assert Pace(replace(h200, decode=None), 2.0).step_s(7) == DEFAULT_STEP_S / 2
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):

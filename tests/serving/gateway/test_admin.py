@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from prfaas.core.deployment import AdminConfig, GatewayConfig
-from prfaas.serving.admin_token import AdminTokenError, load_token
 from prfaas.serving.gateway.admin import may_ask
+from prfaas.serving.secret_files import AdminTokenError, load_token
 
 from .world import World
 

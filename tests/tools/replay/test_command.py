@@ -113,6 +113,14 @@ def test_lost_requests_end_with_1(
         (("--trace", "no.jsonl"), "there is no such trace"),
         (("--trace", EXAMPLE, "--format", "csv"), "--format is one of"),
         (("--trace", EXAMPLE, "--format", "azure"), "the header has no TIMESTAMP"),
+        (
+            ("--trace", EXAMPLE, "--columns", "arrival=at,input=in,output=out"),
+            "the header has no at, in, out",
+        ),
+        (
+            ("--poisson", 1, "--limit", 1, "--columns", "x"),
+            "--columns changes a recorded trace; --poisson has none",
+        ),
         (("--trace", EXAMPLE, "--records", "no/such/folder"), "--records no/such/folder: can't be written"),
         (("--poisson", 1, "--limit", 1, "--model", "third"), "doesn't serve third"),
         (("--poisson", 1, "--limit", 1, "--header", "tenant"), "must be NAME:VALUE"),

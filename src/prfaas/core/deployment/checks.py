@@ -25,7 +25,7 @@ _NEEDED = {
     "empirical": ("lengths",),
     "trace": ("path",),
 }
-_OPTIONAL = {"empirical": ("weights",), "trace": ("format",)}
+_OPTIONAL = {"empirical": ("weights",), "trace": ("format", "columns")}
 
 
 def check_planning(source: YamlSource, file: DeploymentFile) -> None:

@@ -1,7 +1,7 @@
 """From a deployment file to a `Deployment` (to run) or a `PlannedDeployment` (to plan and simulate)."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -38,6 +38,9 @@ from prfaas.core.deployment.types import (
 )
 from prfaas.core.kv import ConfigError, KvModel, model_from_directory, published_model
 from prfaas.core.latency import ProfileError, load_profile
+
+# Long enough for windows to be full and states to matter little.
+_COMPARED_TOKENS = 32768
 
 
 def default_state_dir() -> Path:
@@ -79,7 +82,8 @@ def read_file(path: Path, changes: Mapping[str, float] | None = None) -> tuple[Y
 def slo_of(file: DeploymentFile) -> Slo:
     """The SLO, a speed given as tokens per second turned into time per token."""
     slo = file.slo
-    return Slo(slo.ttft_s, slo.tpot_s if slo.tokens_per_s is None else 1 / slo.tokens_per_s)
+    tpot_s = slo.tpot_s if slo.tokens_per_s is None else 1 / slo.tokens_per_s
+    return Slo(slo.ttft_s, tpot_s, slo.ttft_statistic)
 
 
 def links_of(file: DeploymentFile) -> tuple[Link, ...]:
@@ -218,6 +222,10 @@ def _cluster(source: YamlSource, index: int, file: DeploymentFile) -> Cluster:
         )
         for instance in cluster.instances or ()
     )
+    if cluster.tensor_parallel is not None:
+        raise source.error(
+            ("clusters", index, "tensor_parallel"), "is only to plan with; give it to each instance here"
+        )
     return Cluster(
         name=cluster.name,
         kind=cluster.kind,
@@ -247,14 +255,16 @@ def load_planned(path: Path | str, *, changes: Mapping[str, float] | None = None
     source, file = read_file(path, changes)
     check_to_plan(source, file)
     assert file.workload is not None
+    kv_model = _kv_model(source, file)
+    clusters = tuple(
+        _planned_cluster(source, c, cluster, file.model.published) for c, cluster in enumerate(file.clusters)
+    )
+    sent = _on_all_ranks(source, kv_model, clusters)
     return PlannedDeployment(
         name=file.name,
         path=path,
-        kv_model=_kv_model(source, file),
-        clusters=tuple(
-            _planned_cluster(source, c, cluster, file.model.published)
-            for c, cluster in enumerate(file.clusters)
-        ),
+        kv_model=sent,
+        clusters=clusters,
         links=links_of(file),
         workload=WorkloadSpec(
             lengths=_lengths(path, file.workload.lengths),
@@ -268,6 +278,7 @@ def load_planned(path: Path | str, *, changes: Mapping[str, float] | None = None
         prices=file.prices.per_gpu_hour,
         source=source,
         pool=_pool_settings(file),
+        kv_copies=sent.kv_bytes(_COMPARED_TOKENS) / kv_model.kv_bytes(_COMPARED_TOKENS),
     )
 
 
@@ -291,6 +302,34 @@ def _kv_model(source: YamlSource, file: DeploymentFile) -> KvModel:
     )
 
 
+def _on_all_ranks(source: YamlSource, model: KvModel, clusters: Sequence[PlannedCluster]) -> KvModel:
+    """What the ranks of the widest instance send together: the ends of a link have as many."""
+    c, widest = max(enumerate(clusters), key=lambda each: each[1].tensor_parallel)
+    try:
+        return model.on_all_ranks(widest.tensor_parallel)
+    except ValueError as error:
+        raise source.error(
+            ("clusters", c, "tensor_parallel"), f"{error}; give the tensor_parallel that its engines run with"
+        ) from None
+
+
+def _tensor_parallel(source: YamlSource, index: int, cluster: ClusterSection, gpus: int, default: int) -> int:
+    if cluster.instances is not None:
+        if cluster.tensor_parallel is not None:
+            raise source.error(
+                ("clusters", index, "tensor_parallel"),
+                "goes with instance_count; give it to each instance here",
+            )
+        return cluster.instances[0].tensor_parallel
+    found = cluster.tensor_parallel or default
+    if found > gpus:
+        raise source.error(
+            ("clusters", index, "tensor_parallel"),
+            f"{found} ranks need as many GPUs, but an instance has {gpus}",
+        )
+    return found
+
+
 def _planned_cluster(
     source: YamlSource, index: int, cluster: ClusterSection, model: str | None
 ) -> PlannedCluster:
@@ -309,6 +348,8 @@ def _planned_cluster(
             ("clusters", index, "profile"),
             f'"{profile.name}" has no decode times, which a cluster of kind "pd" needs',
         )
+    # The published times are those of the paper, which counts every byte once; vLLM would copy heads to all ranks.
+    ranks = profile.gpus_per_instance if model is None else 1
     together = 1
     if cluster.instances is None:
         assert cluster.instance_count is not None
@@ -334,13 +375,14 @@ def _planned_cluster(
         prefix_hit_ratio=cluster.prefix_hit_ratio,
         pool=_pool_space(cluster.pool),
         instances_per_machine=together,
+        tensor_parallel=_tensor_parallel(source, index, cluster, profile.gpus_per_instance, ranks),
     )
 
 
 def _lengths(path: Path, lengths: LengthsSection) -> LengthsSpec:
     if lengths.distribution == "trace":
         assert lengths.path is not None
-        return TraceLengths(path.parent / Path(lengths.path).expanduser(), lengths.format)
+        return TraceLengths(path.parent / Path(lengths.path).expanduser(), lengths.format, lengths.columns)
     if lengths.distribution == "empirical":
         assert lengths.lengths is not None
         weights = None if lengths.weights is None else tuple(lengths.weights)

@@ -11,7 +11,7 @@ from prfaas.core.deployment.types import ClusterKind, ControlConfig, Link, Routi
 from prfaas.core.kv import KvModel
 from prfaas.core.latency import LatencyProfile
 
-TraceFormat = Literal["mooncake", "azure", "servegen", "jsonl"]
+TraceFormat = Literal["mooncake", "azure", "burstgpt", "servegen", "jsonl"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,9 @@ class TraceLengths:
 
     path: Path
     format: TraceFormat | None
-    """None: as the file's name tells."""
+    """None: as the file's name or first line tells."""
+    columns: Mapping[str, str] | None = None
+    """Of a CSV file: what the columns `arrival`, `input` and `output` are called in it."""
 
 
 LengthsSpec = LogNormalLengths | UniformLengths | FixedLengths | EmpiricalLengths | TraceLengths
@@ -91,6 +93,8 @@ class PlannedCluster:
     """What each of its machines keeps of computed prefixes beside its engines; None: nothing."""
     instances_per_machine: int = 1
     """Which share a pool: by their hosts, where the file has them."""
+    tensor_parallel: int = 1
+    """Ranks of an instance that each send their own part of the KVCache."""
 
     @property
     def gpus(self) -> int:
@@ -116,6 +120,8 @@ class PlannedDeployment:
     source: YamlSource = field(repr=False, compare=False)
     pool: PoolSettings = field(default_factory=PoolSettings)
     """What all pools have in common."""
+    kv_copies: float = 1.0
+    """Bytes of `kv_model`, which are those that all ranks send together, per byte of the model on one rank."""
 
     @property
     def prfaas_clusters(self) -> tuple[PlannedCluster, ...]:

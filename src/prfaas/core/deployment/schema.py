@@ -14,6 +14,9 @@ from prfaas.core.deployment.security import EngineTls
 from prfaas.core.deployment.types import DEFAULT_POLICY
 from prfaas.core.units import GIB, MIB, parse_bits_per_s, parse_bytes
 
+# Less without a unit is somebody who thinks in larger units.
+_LEAST_PLAIN_BITS_PER_S = 1e6
+
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 
 # The command line builder sets these from other fields; a second value would silently win over them.
@@ -76,6 +79,13 @@ def _size_or_zero(value: object) -> int:
     return 0 if value == 0 and not isinstance(value, bool) else parse_bytes(value)
 
 
+def _bandwidth(value: object) -> float:
+    rate = parse_bits_per_s(value)
+    if isinstance(value, int | float) and rate < _LEAST_PLAIN_BITS_PER_S:
+        raise ValueError(f'{rate:g} would be {rate:g} bit/s; write the unit, for example "{rate:g} Gbit/s"')
+    return rate
+
+
 def _host_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,253}", name):
         raise ValueError(f'{name!r} is no host name; write it without "http://" and without a port')
@@ -102,7 +112,7 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1)]
-Bandwidth = Annotated[float, BeforeValidator(parse_bits_per_s)]
+Bandwidth = Annotated[float, BeforeValidator(_bandwidth)]
 Size = Annotated[int, BeforeValidator(parse_bytes)]
 SizeOrZero = Annotated[int, BeforeValidator(_size_or_zero)]
 Arg = Annotated[str, AfterValidator(_free_arg)]
@@ -167,6 +177,7 @@ class ClusterSection(_Section):
     instances: Annotated[Annotated[list[InstanceSection], Field(min_length=1)] | None, _GIVEN] = None
     instance_count: Annotated[Positive | None, _GIVEN] = None
     gpus_per_instance: Annotated[Positive | None, _GIVEN] = None
+    tensor_parallel: Annotated[Positive | None, _GIVEN] = None
     profile: Annotated[Text | None, _GIVEN] = None
     speedup: Annotated[PositiveFloat | None, _GIVEN] = None
     prefix_hit_ratio: Annotated[Annotated[float, Field(ge=0, lt=1)] | None, _GIVEN] = None
@@ -212,6 +223,7 @@ class SloSection(_Section):
     """What users should see."""
 
     ttft_s: Seconds | None = None
+    ttft_statistic: Literal["mean", "p90"] = "p90"
     tpot_s: Seconds | None = None
     tokens_per_s: PositiveFloat | None = None
 
@@ -228,7 +240,8 @@ class LengthsSection(_Section):
     lengths: Annotated[list[PositiveFloat], Field(min_length=1)] | None = None
     weights: Annotated[list[Weight], Field(min_length=1)] | None = None
     path: Text | None = None
-    format: Literal["mooncake", "azure", "servegen", "jsonl"] | None = None
+    format: Literal["mooncake", "azure", "burstgpt", "servegen", "jsonl"] | None = None
+    columns: dict[Text, Text] | None = None
 
 
 class WorkloadSection(_Section):

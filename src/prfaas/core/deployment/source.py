@@ -144,8 +144,9 @@ def changed(source: YamlSource, changes: Mapping[str, float]) -> YamlSource:
 
 
 def _like(before: object, number: float) -> float:
-    # Counts must stay whole numbers, and a sweep's steps are seldom whole.
-    if isinstance(before, int) and not isinstance(before, bool) and float(number).is_integer():
+    # Counts must stay whole numbers, and a sweep's steps are seldom whole. A field that is left out may be a count.
+    is_count = before is None or (isinstance(before, int) and not isinstance(before, bool))
+    if is_count and float(number).is_integer():
         return int(number)
     return number
 

@@ -205,6 +205,7 @@ class Slo:
 
     ttft_s: float | None
     tpot_s: float | None
+    ttft_statistic: Literal["mean", "p90"] = "p90"
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -1,12 +1,13 @@
 """What a request's KVCache is made of, and how many bytes of it must move."""
 
-from prfaas.core.kv.families import ConfigError
+from prfaas.core.kv.config_fields import ConfigError
 from prfaas.core.kv.hf_config import model_from_config, model_from_directory, model_from_file
-from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
+from prfaas.core.kv.layers import ChunkedWindow, FullAttention, LinearState, SlidingWindow
 from prfaas.core.kv.model import Group, KvModel
 from prfaas.core.kv.published import ConfigSource, PublishedModel, published_model, published_models
 
 __all__ = [
+    "ChunkedWindow",
     "ConfigError",
     "ConfigSource",
     "FullAttention",

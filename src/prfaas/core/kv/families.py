@@ -1,115 +1,48 @@
-"""One reader per family of models: which layers keep what. Field names and defaults are those of the model code in
-transformers 5.x and vLLM 0.32.
+"""One reader per family of models: which layers keep what. Each names the code whose caches it counts.
+
+Classes of vLLM 0.32 are in `vllm/model_executor/models/FILE` unless another folder stands there, configurations of
+transformers 5.x in `transformers/models/FAMILY/configuration_FAMILY.py`. Families with a recurrent state are in
+`state_families`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
-from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
+from prfaas.core.kv.config_fields import FULL, LINEAR, SLIDING, ConfigError, ConfigFields, ElementBytes
+from prfaas.core.kv.layers import ChunkedWindow, FullAttention, SlidingWindow
 from prfaas.core.kv.model import Group
-
-FULL = "full_attention"
-SLIDING = "sliding_attention"
-LINEAR = "linear_attention"
-LAYER_TYPES = (FULL, SLIDING, LINEAR)
-
-
-class ConfigError(ValueError):
-    """A `config.json` that the KVCache can't be read out of, or a published model that isn't known."""
-
-
-class ConfigFields:
-    """The fields of one JSON object. Every error is a ConfigError that names the field; `inside` is its prefix."""
-
-    def __init__(self, fields: Mapping[str, Any], inside: str = "") -> None:
-        self.fields = fields
-        self._inside = inside
-
-    def whole(self, field: str, default: int | None = None) -> int:
-        """A whole number above 0; `default` where it is missing or null."""
-        value = self.fields.get(field)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{self._inside}{field} must be a whole number above 0, not {value!r}")
-        return value
-
-    def given(self, field: str) -> bool:
-        """True if the field is there and not null."""
-        return self.fields.get(field) is not None
-
-    def section(self, field: str) -> "ConfigFields":
-        """The object in a field."""
-        value = self.fields.get(field)
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{self._inside}{field} must be an object, not {value!r}")
-        return ConfigFields(value, f"{self._inside}{field}.")
-
-    def entries(self, field: str, length: int | None) -> Sequence[Any] | None:
-        """The list in a field, of `length` entries unless that is None; None where the field is missing."""
-        value = self.fields.get(field)
-        if value is None:
-            return None
-        if not isinstance(value, list) or (length is not None and len(value) != length):
-            needed = "a list" if length is None else f"a list of {length} entries, one per layer"
-            raise ConfigError(f"{self._inside}{field} must be {needed}")
-        return value
-
-    @property
-    def layers(self) -> int:
-        """Layers of the decoder."""
-        return self.whole("num_hidden_layers")
-
-    @property
-    def kv_heads(self) -> int:
-        """KV heads of full attention; as many as query heads unless the file says otherwise."""
-        return self.whole("num_key_value_heads", self.whole("num_attention_heads"))
-
-    @property
-    def head_size(self) -> int:
-        """Size of an attention head."""
-        if self.given("head_dim"):
-            return self.whole("head_dim")
-        return self.whole("hidden_size") // self.whole("num_attention_heads")
-
-    def layer_types(self, default: Callable[[int], str], longer_is_fine: bool = False) -> Sequence[str]:
-        """The kind of every layer, from 0 on; `default` of its index where the file doesn't list them."""
-        given = self.entries("layer_types", None if longer_is_fine else self.layers)
-        if given is not None and len(given) < self.layers:
-            raise ConfigError(
-                f"{self._inside}layer_types must have an entry for each of {self.layers} layers"
-            )
-        types = [str(given[i]) if given is not None else default(i) for i in range(self.layers)]
-        unknown = sorted(set(types) - set(LAYER_TYPES))
-        if unknown:
-            raise ConfigError(
-                f'{self._inside}layer_types: "{unknown[0]}" is not known; known are {", ".join(LAYER_TYPES)}'
-            )
-        return types
-
-
-# Per token and layer of DeepSeek's sparse attention: 128 fp8 values of the indexer's key and a 4-byte scale.
-_INDEX_SCALE_TOKENS, _INDEX_SCALE_BYTES = 128, 4
-
-
-@dataclass(frozen=True, slots=True)
-class ElementBytes:
-    """Bytes of one element: `kv` of attention, `state` of recurrent states (convolutions keep two)."""
-
-    kv: int
-    state: int
-
 
 Reader = Callable[[ConfigFields, ElementBytes], list[Group]]
 
+FP8_DS_MLA = "fp8_ds_mla"
+FP8_PLAIN = "fp8_e4m3"
+FP8_LAYOUTS = (FP8_DS_MLA, FP8_PLAIN)
+"""vLLM's names (`CacheDType` in vllm/config/cache.py) of what an fp8 cache of sparse MLA may look like."""
 
-def _attention(config: ConfigFields, types: Sequence[str], size: ElementBytes) -> list[Group]:
+# Per token of sparse MLA in DeepSeek's layout: 512 fp8 values, 4 fp32 scales and 64 bf16 values of RoPE.
+# vllm/model_executor/layers/attention/mla_attention.py, MLAAttention.get_kv_cache_spec: state_content_bytes.
+_DS_MLA_BYTES, _DS_MLA_LATENT, _DS_MLA_ROPE = 656, 512, 64
+# Per token of an indexer: fp8 values, with a 4-byte scale for every 128 of them.
+# vllm/models/deepseek_v32/attention.py, DeepseekV32Indexer: head_dim + head_dim // quant_block_size * 4 bytes.
+_INDEX_SCALE_TOKENS, _INDEX_SCALE_BYTES = 128, 4
+
+
+def attention(config: ConfigFields, types: Sequence[str], size: ElementBytes) -> list[Group]:
+    """Full and sliding layers that share their shape.
+
+    llama.py `LlamaAttention` and vllm/model_executor/layers/attention/attention.py `Attention.get_kv_cache_spec`.
+    """
     heads, head = config.kv_heads, config.head_size
     groups: list[Group] = [FullAttention(types.count(FULL), heads, head, head, size.kv)]
     if SLIDING in types:
         window = config.whole("sliding_window")
         groups.append(SlidingWindow(types.count(SLIDING), heads, head, head, window, size.kv))
     return groups
+
+
+def latent_attention(config: ConfigFields, layers: int, size: ElementBytes) -> FullAttention:
+    """MLA: one latent and its RoPE part per token. mla_attention.py `MLAAttention.get_kv_cache_spec`."""
+    latent = config.whole("kv_lora_rank") + config.whole("qk_rope_head_dim")
+    return FullAttention(layers, 1, latent, 0, size.kv)
 
 
 def _no_linear(types: Sequence[str], config: ConfigFields) -> Sequence[str]:
@@ -120,37 +53,141 @@ def _no_linear(types: Sequence[str], config: ConfigFields) -> Sequence[str]:
 
 
 def _plain(config: ConfigFields, size: ElementBytes) -> list[Group]:
-    return _attention(config, _no_linear(config.layer_types(lambda _: FULL), config), size)
+    """Full attention unless `layer_types` says otherwise, as in llama.py `LlamaAttention`."""
+    return attention(config, _no_linear(config.layer_types(lambda _: FULL), config), size)
 
 
 def _window_everywhere(config: ConfigFields, size: ElementBytes) -> list[Group]:
-    kind = SLIDING if config.given("sliding_window") else FULL
-    return _attention(config, _no_linear(config.layer_types(lambda _: kind), config), size)
+    """A window in every layer if the file has one: vllm/engine/arg_utils.py `EngineArgs.create_engine_config`.
+
+    A window of 0 is none: vllm/config/model.py `ModelConfig.__post_init__`.
+    """
+    kind = SLIDING if config.given("sliding_window") and config.count("sliding_window") else FULL
+    return attention(config, _no_linear(config.layer_types(lambda _: kind), config), size)
 
 
-def _qwen(config: ConfigFields, size: ElementBytes) -> list[Group]:
-    if not config.fields.get("use_sliding_window"):
-        return _attention(config, [FULL] * config.layers, size)
-    first = config.whole("max_window_layers", 28)
-    types = config.layer_types(lambda layer: SLIDING if layer >= first else FULL)
-    return _attention(config, _no_linear(types, config), size)
-
-
-def _gpt_oss(config: ConfigFields, size: ElementBytes) -> list[Group]:
-    types = config.layer_types(lambda layer: FULL if layer % 2 else SLIDING)
-    return _attention(config, _no_linear(types, config), size)
-
-
-def _gemma(default_interval: int) -> Reader:
+def _qwen(first_window_layer: int) -> Reader:
     def read(config: ConfigFields, size: ElementBytes) -> list[Group]:
-        interval = config.whole("sliding_window_pattern", default_interval)
-        types = config.layer_types(lambda layer: SLIDING if (layer + 1) % interval else FULL)
-        return _attention(config, _no_linear(types, config), size)
+        """Windows from layer `max_window_layers` on, if used at all: transformers `Qwen2Config.__post_init__`."""
+        if not config.fields.get("use_sliding_window"):
+            return attention(config, [FULL] * config.layers, size)
+        first = config.count("max_window_layers", first_window_layer)
+        types = config.layer_types(lambda layer: SLIDING if layer >= first else FULL)
+        return attention(config, _no_linear(types, config), size)
 
     return read
 
 
-def _step(config: ConfigFields, size: ElementBytes) -> list[Group]:
+def _bailing(config: ConfigFields, size: ElementBytes) -> list[Group]:
+    """Ling 2.0: bailing_moe.py `BailingAttention`, which knows no window."""
+    if config.fields.get("use_sliding_window"):
+        raise ConfigError(
+            "use_sliding_window: vLLM's BailingMoe has no window, so what its layers keep is not known"
+        )
+    return attention(config, [FULL] * config.layers, size)
+
+
+def _gpt_oss(config: ConfigFields, size: ElementBytes) -> list[Group]:
+    """Windows in every other layer, from the first on: gpt_oss.py `OAIAttention`."""
+    types = config.layer_types(lambda layer: FULL if layer % 2 else SLIDING)
+    return attention(config, _no_linear(types, config), size)
+
+
+def _interval_types(config: ConfigFields, default_interval: int) -> Sequence[str]:
+    interval = config.whole("sliding_window_pattern", default_interval)
+    types = config.layer_types(lambda layer: SLIDING if (layer + 1) % interval else FULL)
+    return _no_linear(types, config)
+
+
+def _gemma(default_interval: int) -> Reader:
+    def read(config: ConfigFields, size: ElementBytes) -> list[Group]:
+        """Every n-th layer is full: gemma3.py `Gemma3Attention`, transformers `Gemma3TextConfig.__post_init__`."""
+        return attention(config, _interval_types(config, default_interval), size)
+
+    return read
+
+
+def _layers_of_their_own(config: ConfigFields, types: Sequence[str], default_shared: int) -> Sequence[str]:
+    """Layers but the last `num_kv_shared_layers`, which read the caches of earlier ones."""
+    shared = config.count("num_kv_shared_layers", default_shared)
+    if shared >= config.layers:
+        raise ConfigError(f"num_kv_shared_layers must be below the {config.layers} layers, not {shared}")
+    return types[: config.layers - shared]
+
+
+def _gemma3n(config: ConfigFields, size: ElementBytes) -> list[Group]:
+    """The last layers share the caches of earlier ones: gemma3n.py `Gemma3nAttention`."""
+    types = _no_linear(config.layer_types(lambda layer: SLIDING if (layer + 1) % 5 else FULL), config)
+    return attention(config, _layers_of_their_own(config, types, 15), size)
+
+
+def _gemma4(config: ConfigFields, size: ElementBytes) -> list[Group]:
+    """Full layers have heads of their own: gemma4.py `Gemma4Attention`, transformers `Gemma4TextConfig`.
+
+    A full layer whose values are its keys keeps both all the same.
+    """
+    if config.given("per_layer_config") or config.fields.get("use_bidirectional_attention") == "all":
+        raise ConfigError(
+            "per_layer_config and use_bidirectional_attention of all: what layers keep is not known"
+        )
+    types = [*_no_linear(config.layer_types(lambda layer: SLIDING if (layer + 1) % 6 else FULL), config)]
+    types[-1] = FULL
+    own = _layers_of_their_own(config, types, 0)
+    heads, head, full_head = config.kv_heads, config.head_size, config.whole("global_head_dim", 512)
+    keys_are_values = bool(config.fields.get("attention_k_eq_v"))
+    full_heads = config.whole("num_global_key_value_heads", heads) if keys_are_values else heads
+    return [
+        FullAttention(own.count(FULL), full_heads, full_head, full_head, size.kv),
+        SlidingWindow(own.count(SLIDING), heads, head, head, config.whole("sliding_window"), size.kv),
+    ]
+
+
+def _cohere2_moe(config: ConfigFields, size: ElementBytes) -> list[Group]:
+    """As `_cohere2`, but what its first layers see follows from more than an interval: cohere2_moe.py."""
+    if not config.given("layer_types"):
+        raise ConfigError("layer_types is missing, and with it which layers of cohere2_moe have a window")
+    return _cohere2(config, size)
+
+
+def _cohere2(config: ConfigFields, size: ElementBytes) -> list[Group]:
+    """Three layers of four see `sliding_window` tokens before their own: commandr.py `CohereAttention`."""
+    types = _interval_types(config, 4)
+    heads, head = config.kv_heads, config.head_size
+    groups: list[Group] = [FullAttention(types.count(FULL), heads, head, head, size.kv)]
+    if SLIDING in types:
+        window = config.whole("sliding_window") + 1
+        groups.append(SlidingWindow(types.count(SLIDING), heads, head, head, window, size.kv))
+    return groups
+
+
+def _llama4(config: ConfigFields, size: ElementBytes) -> list[Group]:
+    """Layers with RoPE see their chunk, those without all tokens: llama4.py `Llama4Attention`.
+
+    Which they are where the file doesn't say it, or has an empty list: transformers `Llama4TextConfig`.
+    """
+    layers, interval = config.layers, config.whole("no_rope_layer_interval", 4)
+    # 1 marks a layer with RoPE, as the published files have it.
+    listed = config.entries("no_rope_layers", layers) if config.fields.get("no_rope_layers") else None
+    marks = listed or [int((layer + 1) % interval != 0) for layer in range(layers)]
+    chunk = config.count("attention_chunk_size", 0)
+    chunked = sum(1 for mark in marks if mark) if chunk else 0
+    heads, head = config.kv_heads, config.head_size
+    groups: list[Group] = [FullAttention(layers - chunked, heads, head, head, size.kv)]
+    if chunked:
+        groups.append(ChunkedWindow(chunked, heads, head, head, chunk, size.kv))
+    return groups
+
+
+def _step3(config: ConfigFields, size: ElementBytes) -> list[Group]:
+    """One K and V head for all query heads: step3_text.py `Step3TextAttention`."""
+    if config.whole("num_attention_groups", 1) != 1:
+        raise ConfigError("num_attention_groups must be 1: vLLM's Step3TextAttention knows one KV head only")
+    head = config.whole("head_dim", 256)
+    return [FullAttention(config.layers, 1, head, head, size.kv)]
+
+
+def _step3p5(config: ConfigFields, size: ElementBytes) -> list[Group]:
+    """Windows with a shape of their own: step3p5.py `Step3p5Attention`."""
     # The published list goes on over the layers of multi-token prediction.
     types = config.layer_types(lambda _: FULL, longer_is_fine=True)
     groups = config.whole(
@@ -168,22 +205,8 @@ def _step(config: ConfigFields, size: ElementBytes) -> list[Group]:
     return found
 
 
-def _qwen_next(config: ConfigFields, size: ElementBytes) -> list[Group]:
-    interval = config.whole("full_attention_interval", 4)
-    types = config.layer_types(lambda layer: LINEAR if (layer + 1) % interval else FULL)
-    linear = LinearState.gated_delta_net(
-        types.count(LINEAR),
-        key_heads=config.whole("linear_num_key_heads"),
-        value_heads=config.whole("linear_num_value_heads"),
-        key_head_size=config.whole("linear_key_head_dim"),
-        value_head_size=config.whole("linear_value_head_dim"),
-        conv_kernel=config.whole("linear_conv_kernel_dim"),
-        state_dtype_bytes=size.state,
-    )
-    return [*_attention(config, types, size), linear]
-
-
 def _mimo_v2(config: ConfigFields, size: ElementBytes) -> list[Group]:
+    """Windows with a shape of their own, K and V of different sizes: mimo_v2.py `MiMoV2Attention`."""
     pattern = config.entries("hybrid_layer_pattern", config.layers)
     if pattern is None:
         raise ConfigError("hybrid_layer_pattern must be a list with one entry per layer")
@@ -204,161 +227,70 @@ def _mimo_v2(config: ConfigFields, size: ElementBytes) -> list[Group]:
     ]
 
 
-def _mla(config: ConfigFields, layers: int, size: ElementBytes) -> FullAttention:
-    latent = config.whole("kv_lora_rank") + config.whole("qk_rope_head_dim")
-    return FullAttention(layers, 1, latent, 0, size.kv)
-
-
 def _deepseek(config: ConfigFields, size: ElementBytes) -> list[Group]:
-    return [_mla(config, config.layers, size)]
+    """MLA in every layer: deepseek_v2.py `DeepseekV2MLAAttention`."""
+    return [latent_attention(config, config.layers, size)]
+
+
+def _longcat(config: ConfigFields, size: ElementBytes) -> list[Group]:
+    """Two MLA blocks in every layer: longcat_flash.py `FlashDecoderLayer`."""
+    return [latent_attention(config, 2 * config.whole("num_layers"), size)]
 
 
 def _deepseek_sparse(config: ConfigFields, size: ElementBytes) -> list[Group]:
-    index = config.whole("index_head_dim")
-    scales = index // _INDEX_SCALE_TOKENS * _INDEX_SCALE_BYTES
-    return [_mla(config, config.layers, size), FullAttention(config.layers, 1, index + scales, 0, 1)]
+    """MLA in every layer and an index in some: vllm/models/deepseek_v32/attention.py `DeepseekV32Attention`."""
+    index = config.whole("index_head_dim", 128)
+    index_bytes = index + index // _INDEX_SCALE_TOKENS * _INDEX_SCALE_BYTES
+    return [_sparse_latent(config, size), FullAttention(_indexed_layers(config), 1, index_bytes, 0, 1)]
 
 
-def _kimi_linear(config: ConfigFields, size: ElementBytes) -> list[Group]:
-    linear = config.section("linear_attn_config")
-    listed = linear.entries("kda_layers", None)
-    if listed is None:
-        raise ConfigError("linear_attn_config.kda_layers must be a list of layer numbers")
-    if not set(listed) <= set(range(1, config.layers + 1)) or len(set(listed)) != len(listed):
+def _indexed_layers(config: ConfigFields) -> int:
+    """Layers with an indexer of their own. The others use the tokens that an earlier layer chose.
+
+    `index_topk_pattern` marks them F and S, or they come every `index_topk_freq` layers, as vLLM's
+    `DeepseekV32Attention` reads it. `indexer_types` is what transformers' `GlmMoeDsaConfig` writes in their place.
+    """
+    pattern = config.fields.get("index_topk_pattern")
+    if pattern is not None:
+        marked = isinstance(pattern, str) and len(pattern) == config.layers and set(pattern) <= set("FS")
+        if not marked:
+            raise ConfigError(
+                f"index_topk_pattern must be text of F and S, one per layer of {config.layers}, not {pattern!r}"
+            )
+        return str(pattern).count("F")
+    types = config.entries("indexer_types", config.layers)
+    if types is not None and not config.given("index_topk_freq"):
+        if not all(kind in ("full", "shared") for kind in types):
+            raise ConfigError(f'indexer_types must be a list of "full" and "shared", not {types!r}')
+        return sum(1 for kind in types if kind == "full")
+    interval, offset = config.whole("index_topk_freq", 1), config.count("index_skip_topk_offset", 2)
+    return sum(1 for layer in range(config.layers) if max(layer - offset + 1, 0) % interval == 0)
+
+
+def _sparse_latent(config: ConfigFields, size: ElementBytes) -> FullAttention:
+    if size.kv != 1:
+        return latent_attention(config, config.layers, size)
+    if size.fp8_layout is None:
         raise ConfigError(
-            f"linear_attn_config.kda_layers must be different layer numbers from 1 to {config.layers}"
+            f"the fp8 cache of this model's sparse MLA has two layouts; say {FP8_DS_MLA} (vLLM's FlashMLA, on H100 and "
+            f"H200) or {FP8_PLAIN} (vLLM's FlashInfer, on B200 and GB200)"
         )
-    state = LinearState.kimi_delta_attention(
-        len(listed),
-        heads=linear.whole("num_heads"),
-        head_size=linear.whole("head_dim"),
-        conv_kernel=linear.whole("short_conv_kernel_size"),
-        state_dtype_bytes=size.state,
-    )
-    return [_mla(config, config.layers - len(listed), size), state]
-
-
-def _nemotron_h(config: ConfigFields, size: ElementBytes) -> list[Group]:
-    kinds = _nemotron_layers(config)
-    mamba, attention = kinds.count("M"), kinds.count("*")
-    state = LinearState.mamba2(
-        mamba,
-        heads=config.whole("mamba_num_heads"),
-        head_size=config.whole("mamba_head_dim"),
-        groups=config.whole("n_groups"),
-        state_size=config.whole("ssm_state_size"),
-        conv_kernel=config.whole("conv_kernel"),
-        state_dtype_bytes=size.state,
-    )
-    head = config.head_size
-    return [FullAttention(attention, config.kv_heads, head, head, size.kv), state]
-
-
-def _nemotron_layers(config: ConfigFields) -> str:
-    """One letter per layer: M Mamba2, * attention, - MLP, E experts. The pattern string, or a list of names."""
-    names = {"mamba": "M", LINEAR: "M", "attention": "*", FULL: "*", "mlp": "-", "moe": "E"}
-    pattern = config.fields.get("hybrid_override_pattern")
-    if isinstance(pattern, str) and pattern and set(pattern) <= set(names.values()):
-        return pattern
-    listed = config.entries("layers_block_type", None) or config.entries("layer_types", None)
-    if pattern is None and listed and set(listed) <= set(names):
-        return "".join(names[str(kind)] for kind in listed)
-    raise ConfigError(
-        f"hybrid_override_pattern must be text of M (Mamba2), * (attention), - (MLP) and E (experts), not {pattern!r}"
-    )
-
-
-def _granite_hybrid(config: ConfigFields, size: ElementBytes) -> list[Group]:
-    names = {"mamba": "M", LINEAR: "M", "attention": "*", FULL: "*"}
-    listed = config.entries("layer_types", config.layers)
-    if not listed or not set(listed) <= set(names):
-        raise ConfigError(f"layer_types must be a list of {', '.join(names)}, one per layer")
-    kinds = [names[str(kind)] for kind in listed]
-    heads = config.whole("mamba_n_heads")
-    inner = config.whole("mamba_expand", 2) * config.whole("hidden_size")
-    numbered = isinstance(config.fields.get("mamba_d_head"), int)
-    state = LinearState.mamba2(
-        kinds.count("M"),
-        heads=heads,
-        head_size=config.whole("mamba_d_head") if numbered else inner // heads,
-        groups=config.whole("mamba_n_groups", 1),
-        state_size=config.whole("mamba_d_state", 256),
-        conv_kernel=config.whole("mamba_d_conv", 4),
-        state_dtype_bytes=size.state,
-    )
-    head = config.head_size
-    return [FullAttention(kinds.count("*"), config.kv_heads, head, head, size.kv), state]
-
-
-def _bailing_hybrid(config: ConfigFields, size: ElementBytes) -> list[Group]:
-    layers, group = config.layers, config.whole("layer_group_size")
-    kda = config.given("short_conv_kernel_size")
-    # Every layer_group_size-th layer is an attention layer; with KDA, so are those of an unfinished last group.
-    attention = sum(
-        1 for layer in range(layers) if (layer + 1) % group == 0 or (kda and layer >= layers // group * group)
-    )
-    heads, head = config.whole("num_attention_heads"), config.head_size
-    state = (
-        LinearState.kimi_delta_attention(
-            layers - attention,
-            heads=heads,
-            head_size=head,
-            conv_kernel=config.whole("short_conv_kernel_size"),
-            state_dtype_bytes=size.state,
+    if size.fp8_layout == FP8_PLAIN:
+        return latent_attention(config, config.layers, size)
+    shape = config.whole("kv_lora_rank"), config.whole("qk_rope_head_dim")
+    if shape != (_DS_MLA_LATENT, _DS_MLA_ROPE):
+        raise ConfigError(
+            f"{FP8_DS_MLA} is known for a kv_lora_rank of {_DS_MLA_LATENT} and a qk_rope_head_dim of {_DS_MLA_ROPE} "
+            f"only, not {shape[0]} and {shape[1]}"
         )
-        if kda
-        else LinearState.lightning(
-            layers - attention, heads=heads, head_size=head, state_dtype_bytes=size.state
-        )
-    )
-    full = (
-        _mla(config, attention, size)
-        if config.given("kv_lora_rank")
-        else FullAttention(attention, config.kv_heads, head, head, size.kv)
-    )
-    return [full, state]
-
-
-def _minimax(config: ConfigFields, size: ElementBytes) -> list[Group]:
-    marks = config.entries("attn_type_list", config.layers)
-    types = (
-        [FULL if mark == 1 else LINEAR for mark in marks]
-        if marks is not None
-        else config.layer_types(lambda layer: LINEAR if layer % 2 else FULL)
-    )
-    state = LinearState.lightning(
-        types.count(LINEAR),
-        heads=config.whole("num_attention_heads"),
-        head_size=config.head_size,
-        state_dtype_bytes=size.state,
-    )
-    return [*_attention(config, types, size), state]
+    return FullAttention(config.layers, 1, _DS_MLA_BYTES, 0, 1)
 
 
 # Fields of caches that a list of layer types doesn't tell the shape of.
 _UNUSUAL = (
-    *(
-        "kv_lora",
-        "swa_",
-        "mamba",
-        "ssm_",
-        "linear_",
-        "conv_",
-        "index_",
-        "compress",
-        "attention_chunk",
-        "v_head_dim",
-    ),
-    *(
-        "global_",
-        "num_global",
-        "num_kv_shared",
-        "attention_other",
-        "hybrid_",
-        "cross_attention",
-        "recurrent",
-        "lru_",
-    ),
+    *("kv_lora", "swa_", "mamba", "ssm_", "linear_", "conv_", "index", "compress", "attention_chunk"),
+    *("v_head_dim", "global_", "num_global", "num_kv_shared", "attention_other", "attention_k_eq_v"),
+    *("hybrid_", "cross_attention", "recurrent", "lru_"),
 )
 
 
@@ -372,36 +304,38 @@ def by_layer_types(config: ConfigFields, size: ElementBytes) -> list[Group] | No
 
 
 _PLAIN = (
-    *("cohere", "ernie4_5", "ernie4_5_moe", "gemma", "glm", "glm4", "glm4_moe", "granite", "granitemoe"),
-    *(
-        "hunyuan_v1_dense",
-        "hunyuan_v1_moe",
-        "internlm2",
-        "internlm3",
-        "llama",
-        "minimax_m2",
-        "olmo",
-        "olmo2",
-        "olmoe",
-    ),
-    *("phi", "smollm3"),
+    *("apertus", "cohere", "ernie4_5", "ernie4_5_moe", "gemma", "glm", "glm4", "glm4_moe"),
+    *("glm4v", "glm4v_text", "glm4v_moe", "glm4v_moe_text", "granite", "granitemoe"),
+    *("hunyuan_v1_dense", "hunyuan_v1_moe", "internlm2", "internlm3", "llama", "minimax_m2"),
+    *("olmo", "olmo2", "olmoe", "phi", "seed_oss", "smollm3"),
+    *("qwen3_vl", "qwen3_vl_text", "qwen3_vl_moe", "qwen3_vl_moe_text"),
 )
+_QWEN = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+_QWEN_VL = ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")
+SPARSE_MLA = ("deepseek_v32", "glm_moe_dsa")
+"""Families that keep an index beside their latent."""
 
-READERS: Mapping[str, Reader] = {
+ATTENTION_READERS: Mapping[str, Reader] = {
     **dict.fromkeys(_PLAIN, _plain),
-    **dict.fromkeys(("mistral", "mixtral", "phi3", "starcoder2"), _window_everywhere),
-    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), _qwen),
+    **dict.fromkeys(
+        ("ministral", "ministral3", "mistral", "mistral3", "mixtral", "phi3", "starcoder2"),
+        _window_everywhere,
+    ),
+    **dict.fromkeys(_QWEN, _qwen(first_window_layer=28)),
+    **dict.fromkeys(_QWEN_VL, _qwen(first_window_layer=80)),
+    **dict.fromkeys(("bailing_moe", "bailing_moe_v2"), _bailing),
     "gpt_oss": _gpt_oss,
     "gemma2": _gemma(2),
     **dict.fromkeys(("gemma3", "gemma3_text"), _gemma(6)),
-    **dict.fromkeys(("step3p5", "step3p7"), _step),
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _qwen_next),
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), _gemma3n),
+    **dict.fromkeys(("gemma4", "gemma4_text"), _gemma4),
+    "cohere2": _cohere2,
+    "cohere2_moe": _cohere2_moe,
+    **dict.fromkeys(("llama4", "llama4_text"), _llama4),
+    **dict.fromkeys(("step3_vl", "step3_text"), _step3),
+    **dict.fromkeys(("step3p5", "step3p7"), _step3p5),
     "mimo_v2_flash": _mimo_v2,
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"), _deepseek),
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _deepseek_sparse),
-    "kimi_linear": _kimi_linear,
-    "nemotron_h": _nemotron_h,
-    "granitemoehybrid": _granite_hybrid,
-    **dict.fromkeys(("bailing_hybrid", "bailing_moe_linear"), _bailing_hybrid),
-    **dict.fromkeys(("minimax", "minimax_m1", "minimax_text_01"), _minimax),
+    "longcat_flash": _longcat,
+    **dict.fromkeys(SPARSE_MLA, _deepseek_sparse),
 }

@@ -1,7 +1,7 @@
 """What a group of equal layers keeps of a request, and how many bytes of it must move.
 
-Three kinds: full attention (MHA, GQA, MQA, MLA) keeps every token, a sliding window the last few, and linear
-attention (GDN, KDA, Mamba2, Lightning) a state of fixed size.
+Three kinds: full attention (MHA, GQA, MQA, MLA) keeps every token, a window the last few or those of a chunk, and
+linear attention (GDN, KDA, Mamba, Mamba2, Lightning) or a short convolution a state of fixed size.
 """
 
 from dataclasses import dataclass, replace
@@ -62,7 +62,11 @@ class SlidingWindow:
     def bytes_at(self, tokens: float) -> float: ...
     def bytes_at(self, tokens: float) -> float:
         """Bytes of the window at a length of `tokens` tokens; constant once the window is full."""
-        return min(tokens, self.window_tokens) * self.token_bytes
+        return self.held_tokens(tokens) * self.token_bytes
+
+    def held_tokens(self, tokens: float) -> float:
+        """Tokens that the layers keep at a length of `tokens` tokens."""
+        return min(tokens, self.window_tokens)
 
     def bytes_to_move(self, num_tokens: int, skip_tokens: int, block_tokens: int = 1) -> int:
         """Bytes of the blocks with what token `num_tokens` sees: positions from num_tokens - window + 1 on.
@@ -83,6 +87,36 @@ class SlidingWindow:
         sizes = f"{self.kv_heads} heads of {self.head_size_k}+{self.head_size_v}"
         kind = f"{self.layers} sliding window of {self.window_tokens} ({sizes})"
         return f"{kind}, {self.token_bytes} B per token in it"
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedWindow(SlidingWindow):
+    """`layers` layers that keep K and V of one chunk: tokens [n, n + `window_tokens`), n a multiple of its size.
+
+    It empties at every chunk's end, unlike a sliding window. vLLM 0.32: `ChunkedLocalAttentionManager` in
+    v1/core/single_type_kv_cache_manager.py, whose `get_num_skipped_tokens` says which tokens are not needed.
+    """
+
+    def held_tokens(self, tokens: float) -> float:
+        """Tokens of the chunk that the last of `tokens` tokens is in."""
+        return tokens - (-(-tokens // self.window_tokens) - 1) * self.window_tokens if tokens > 0 else 0
+
+    def bytes_to_move(self, num_tokens: int, skip_tokens: int, block_tokens: int = 1) -> int:
+        """Bytes of the blocks with what token `num_tokens` sees of its chunk, none if it begins one.
+
+        They move whatever the other side holds of the prefix.
+        Raises ValueError if not 0 <= skip_tokens <= num_tokens.
+        """
+        check_span(num_tokens, skip_tokens, block_tokens)
+        first = num_tokens // self.window_tokens * self.window_tokens
+        return (
+            tokens_in_blocks(first, num_tokens, block_tokens) * self.token_bytes if first < num_tokens else 0
+        )
+
+    def describe(self) -> str:
+        """One line for people."""
+        sizes = f"{self.kv_heads} heads of {self.head_size_k}+{self.head_size_v}"
+        return f"{self.layers} chunks of {self.window_tokens} ({sizes}), {self.token_bytes} B per token in it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +222,40 @@ class LinearState:
             grouped_conv_bytes=grouped * column_bytes,
             groups_replicate=True,
         )
+
+    @classmethod
+    def mamba1(
+        cls,
+        layers: int,
+        *,
+        channels: int,
+        state_size: int,
+        conv_kernel: int,
+        conv_dtype_bytes: int = 2,
+        state_dtype_bytes: int = 4,
+    ) -> "LinearState":
+        """From the shape: conv (kernel - 1) × channels, state channels × state.
+
+        Shapes as in vLLM 0.32 `MambaStateShapeCalculator.mamba1_state_shape`; ranks divide the channels.
+        """
+        return cls(
+            layers=layers,
+            conv_bytes=(conv_kernel - 1) * channels * conv_dtype_bytes,
+            recurrent_bytes=channels * state_size * state_dtype_bytes,
+            kind="Mamba",
+            heads=channels,
+        )
+
+    @classmethod
+    def short_conv(
+        cls, layers: int, *, channels: int, conv_kernel: int, conv_dtype_bytes: int = 2
+    ) -> "LinearState":
+        """From the shape: conv (kernel - 1) × channels, no recurrent state.
+
+        Shape as in vLLM 0.32 `MambaStateShapeCalculator.short_conv_state_shape`; ranks divide the channels.
+        """
+        conv_bytes = (conv_kernel - 1) * channels * conv_dtype_bytes
+        return cls(layers, conv_bytes, 0, kind="ShortConv", heads=channels)
 
     @classmethod
     def lightning(

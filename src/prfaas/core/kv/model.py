@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, overload
 
-from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
+from prfaas.core.kv.layers import ChunkedWindow, FullAttention, LinearState, SlidingWindow
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,7 +31,7 @@ class KvModel:
 
     @property
     def has_window(self) -> bool:
-        """True if some layers see a sliding window only."""
+        """True if some layers see a window or a chunk only."""
         return any(isinstance(group, SlidingWindow) for group in self.groups)
 
     @property
@@ -41,7 +41,7 @@ class KvModel:
 
     @property
     def layers(self) -> int:
-        """Layers that keep anything; layers without a cache (MLP, experts) don't count."""
+        """Caches of all layers. Those without one (MLP, experts) don't count, those with two (Falcon-H1) do twice."""
         return sum(group.layers for group in self.groups)
 
     @property
@@ -75,7 +75,13 @@ class KvModel:
         total: NDArray[np.float64] = lengths * self.token_bytes + np.where(lengths > 0, self.fixed_bytes, 0)
         for group in self.groups:
             if isinstance(group, SlidingWindow):
-                total = total + np.minimum(lengths, group.window_tokens) * group.token_bytes
+                window = group.window_tokens
+                held = (
+                    lengths - np.maximum(np.ceil(lengths / window) - 1, 0) * window
+                    if isinstance(group, ChunkedWindow)
+                    else np.minimum(lengths, window)
+                )
+                total = total + held * group.token_bytes
         return total
 
     def bytes_to_move(self, num_tokens: int, skip_tokens: int = 0, block_tokens: int = 1) -> int:
@@ -93,6 +99,22 @@ class KvModel:
             ValueError: some layers' heads can't be divided among so many ranks.
         """
         return replace(self, groups=tuple(group.per_rank(tensor_parallel) for group in self.groups))
+
+    def on_all_ranks(self, tensor_parallel: int) -> "KvModel":
+        """What `tensor_parallel` ranks hold, and send, together: heads that there are too few of are copied.
+
+        Qwen3-Next has 2 KV heads, so 4 ranks keep each twice; MLA has one latent, which every rank keeps.
+
+        Raises:
+            ValueError: as `per_rank`.
+        """
+        rank = self.per_rank(tensor_parallel)
+        sizes = (self.token_bytes, self.fixed_bytes, self.window_bytes)
+        if (rank.token_bytes, rank.fixed_bytes, rank.window_bytes) == tuple(
+            size / tensor_parallel for size in sizes
+        ):
+            return self
+        return replace(self, groups=rank.groups * tensor_parallel)
 
     def describe(self) -> str:
         """One line for people."""

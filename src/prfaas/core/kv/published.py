@@ -7,7 +7,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from prfaas.core.kv.families import ConfigError
+from prfaas.core.kv.config_fields import ConfigError
 from prfaas.core.kv.hf_config import model_from_config
 from prfaas.core.kv.model import KvModel
 

@@ -4,6 +4,7 @@ from prfaas.core.latency.files import load_profile, profile_names, profile_text,
 from prfaas.core.latency.profile import (
     Curve,
     DecodeCurve,
+    Evidence,
     LatencyProfile,
     PrefillCurve,
     ProfileError,
@@ -13,6 +14,7 @@ from prfaas.core.latency.profile import (
 __all__ = [
     "Curve",
     "DecodeCurve",
+    "Evidence",
     "LatencyProfile",
     "PrefillCurve",
     "ProfileError",

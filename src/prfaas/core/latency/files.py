@@ -8,7 +8,15 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from prfaas.core.latency.profile import Curve, DecodeCurve, Interpolation, LatencyProfile, ProfileError
+from prfaas.core.latency.profile import (
+    Curve,
+    DecodeCurve,
+    Evidence,
+    Interpolation,
+    LatencyProfile,
+    Origin,
+    ProfileError,
+)
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -20,7 +28,15 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=False, frozen=True)
 
 
-class PrefillSection(_Section):
+class _TimesSection(_Section):
+    """What both curves say of themselves."""
+
+    origin: Origin | None = None
+    source: str = ""
+    band: Pair | None = None
+
+
+class PrefillSection(_TimesSection):
     """`points` with `interpolation`, or `polynomial` with `range_tokens`."""
 
     points: Annotated[list[Pair], Field(min_length=2)] | None = None
@@ -30,12 +46,13 @@ class PrefillSection(_Section):
     range_reason: str = ""
 
 
-class DecodeSection(_Section):
+class DecodeSection(_TimesSection):
     """`points` of (batch, seconds), lines between them unless `interpolation` says otherwise."""
 
     points: Annotated[list[Pair], Field(min_length=1)]
     interpolation: Interpolation = "linear"
     context_tokens: Positive | None = None
+    context_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
 class ProfileFile(_Section):
@@ -107,6 +124,7 @@ def parse_profile(content: str, where: str) -> LatencyProfile:
     section: tuple[str, ...] = ("prefill",)
     try:
         prefill = _prefill_curve(file.prefill)
+        evidence = _evidence(file.prefill)
         section = ("decode",)
         decode = _decode_curve(file.decode) if file.decode is not None else None
     except ProfileError as error:
@@ -119,6 +137,7 @@ def parse_profile(content: str, where: str) -> LatencyProfile:
         prefill=prefill,
         decode=decode,
         source=" ".join(file.source.split()),
+        evidence=evidence,
     )
 
 
@@ -142,16 +161,29 @@ def profile_text(profile: LatencyProfile) -> str:
         "hardware": profile.hardware,
         "gpus_per_instance": profile.gpus_per_instance,
         "source": profile.source,
-        "prefill": _curve_fields(profile.prefill),
+        "prefill": _evidence_fields(profile.evidence) | _curve_fields(profile.prefill),
     }
     if profile.decode is not None:
-        document["decode"] = {
+        document["decode"] = _evidence_fields(profile.decode.evidence) | {
             "points": _rows(profile.decode.curve.points),
             "interpolation": profile.decode.curve.interpolation,
         }
         if profile.decode.context_tokens is not None:
             document["decode"]["context_tokens"] = _plain(profile.decode.context_tokens)
+        if profile.decode.context_s:
+            document["decode"]["context_s"] = profile.decode.context_s
     return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100, default_flow_style=None)
+
+
+def _evidence_fields(evidence: Evidence) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if evidence.origin is not None:
+        fields["origin"] = evidence.origin
+    if evidence.source:
+        fields["source"] = evidence.source
+    if evidence.band is not None:
+        fields["band"] = list(evidence.band)
+    return fields
 
 
 def _curve_fields(curve: Curve) -> dict[str, Any]:
@@ -194,8 +226,15 @@ def _prefill_curve(section: PrefillSection) -> Curve:
 
 def _decode_curve(section: DecodeSection) -> DecodeCurve:
     return DecodeCurve(
-        Curve.through_points(tuple(section.points), section.interpolation), section.context_tokens
+        Curve.through_points(tuple(section.points), section.interpolation),
+        section.context_tokens,
+        section.context_s,
+        _evidence(section),
     )
+
+
+def _evidence(section: _TimesSection) -> Evidence:
+    return Evidence(section.origin, " ".join(section.source.split()), section.band)
 
 
 def _sentence(kind: str, message: str) -> str:

@@ -230,6 +230,29 @@ PrefillCurve = Curve
 _LIMIT_TOLERANCE = 1e-9
 
 
+Origin = Literal["measured", "published", "estimated"]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """How the times of a curve are known.
+
+    Raises:
+        ProfileError: the band is none.
+    """
+
+    origin: Origin | None = None
+    """Measured by who wrote the file, published or derived from what was, or estimated; None: not stated."""
+    source: str = ""
+    """Where the times come from, if from elsewhere than the profile's `source`."""
+    band: tuple[float, float] | None = None
+    """Measured over estimated times, within which most are (`docs/explanation/estimates.md`)."""
+
+    def __post_init__(self) -> None:
+        if self.band is not None and not 0 < self.band[0] <= self.band[1] < math.inf:
+            raise ProfileError("band must be [low, high] with 0 < low <= high: measured over estimated times")
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeCurve:
     """Seconds of one decode step over the number of requests in the batch."""
@@ -237,6 +260,10 @@ class DecodeCurve:
     curve: Curve
     context_tokens: float | None = None
     """The context length per request that the steps were measured at; None: not stated."""
+    context_s: float = 0.0
+    """Seconds that a step takes longer per token of context in its batch; 0: not known."""
+    evidence: Evidence = field(default_factory=Evidence)
+    """How the steps are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +279,8 @@ class LatencyProfile:
     """None where only prefill is known."""
     source: str
     """Where the numbers come from."""
+    evidence: Evidence = field(default_factory=Evidence)
+    """How the prefill times are known."""
 
     @property
     def range_tokens(self) -> tuple[float, float]:

@@ -6,7 +6,14 @@ from prfaas.core.planner.equations import Egress, KvSize, egress
 from prfaas.core.planner.from_deployment import problem_of, problem_of_trace, range_tokens
 from prfaas.core.planner.operating_point import LinkUse, OperatingPoint, Roles, RouteUse, ServiceModel, Stage
 from prfaas.core.planner.plan import Plan, best_operation, make_plan
-from prfaas.core.planner.problem import PdCluster, PlanError, PlanLink, PlanProblem, PrfaasCluster
+from prfaas.core.planner.problem import (
+    PdCluster,
+    PlanError,
+    PlanLink,
+    PlanProblem,
+    PrfaasCluster,
+    TtftTarget,
+)
 from prfaas.core.planner.ttft import TtftEstimate
 
 __all__ = [
@@ -29,6 +36,7 @@ __all__ = [
     "ShadowPrice",
     "Stage",
     "TtftEstimate",
+    "TtftTarget",
     "best_operation",
     "egress",
     "make_plan",

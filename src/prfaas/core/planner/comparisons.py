@@ -1,19 +1,17 @@
-"""What a plan rests on: its cost, what it is compared with, what one more of each resource adds, and its verdict."""
+"""What a plan is compared with: the fleet as it stands, as many GPUs, the same money, no routing by length."""
 
 import math
 from dataclasses import dataclass, replace
 
-from prfaas.core.planner.cost import cost_per_hour, instances_per_hour
+from prfaas.core.planner.cost import Cost, cost_at, cost_per_hour, instances_per_hour
 from prfaas.core.planner.network import NetworkPlan, naive_network
-from prfaas.core.planner.operating_point import LinkUse, OperatingPoint, ServiceModel, StageKind
-from prfaas.core.planner.problem import PdCluster, PlanProblem
-from prfaas.core.planner.two_clusters import best_point, evaluate
-from prfaas.core.units import format_bits_per_s
+from prfaas.core.planner.operating_point import OperatingPoint, ServiceModel
+from prfaas.core.planner.problem import PdCluster, PlanError, PlanProblem
+from prfaas.core.planner.ttft import TtftEstimate
+from prfaas.core.planner.ttft_target import Operation, best_within_target, operation_at
+from prfaas.core.planner.two_clusters import evaluate
 
 _GBIT = 1e9
-
-NETWORK_BOUND = 1.001
-"""Faster links must bring more than this factor to say that the network is the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,7 @@ def by_difference(problem: PlanProblem, rate: float, service: ServiceModel) -> t
     found = []
 
     def add(resource: str, unit: str, changed: PlanProblem) -> None:
-        gain = max(best_point(changed, service).lambda_max - rate, 0.0)
+        gain = max(best_within_target(changed, service).point.lambda_max - rate, 0.0)
         found.append(ShadowPrice(resource, unit, gain, gain / rate if rate > 0 else 0.0, "finite difference"))
 
     for prfaas in problem.prfaas:
@@ -73,85 +71,6 @@ def by_duals(problem: PlanProblem, plan: NetworkPlan) -> tuple[ShadowPrice, ...]
     return tuple(found)
 
 
-# A smaller gain is not worth a second cluster.
-_WORTH_IT = 1.01
-_MOST_NAMES = 3
-_BOUND: dict[StageKind, str] = {
-    "prfaas prefill": "Prefill-bound",
-    "pd prefill": "Prefill-bound",
-    "pd decode": "Decode-bound",
-    "link": "Network-bound",
-}
-
-
-def verdict_of(
-    problem: PlanProblem,
-    optimum: OperatingPoint,
-    *,
-    ratio: float | None,
-    equal_cost_ratio: float | None,
-    egress_per_hour: float,
-    break_even_per_gb: float | None,
-    unlimited_rate: float,
-) -> str:
-    """What the plan comes to: the limit, the gain, what the links would have to be, and what egress may cost.
-
-    The optimum's links must have their `needed_bits_per_s`.
-    """
-    if optimum.lambda_max <= 0:
-        return (
-            "Impossible: no request gets through; there must be an instance for prefill and one for decode."
-        )
-    gain = _gain(problem, ratio, equal_cost_ratio, egress_per_hour)
-    if gain and egress_per_hour > 0 and break_even_per_gb is not None:
-        gain += f" The advantage is gone where egress costs {break_even_per_gb:.3g} per GB."
-    return f"{_limit(optimum, unlimited_rate)} {gain}".strip()
-
-
-def _limit(optimum: OperatingPoint, unlimited_rate: float) -> str:
-    rate = optimum.lambda_max
-    if unlimited_rate > rate * NETWORK_BOUND and (link := _tightest(optimum)) is not None:
-        return (
-            f"Network-bound: link {link.name} has {format_bits_per_s(link.bandwidth_bits_per_s)}, and this model on "
-            f"this hardware needs {format_bits_per_s(link.needed_bits_per_s or 0.0)}; {rate:.3g} requests/s of a "
-            f"possible {unlimited_rate:.3g} get through."
-        )
-    kinds = {stage.kind for stage in optimum.stages if stage.name in optimum.binding}
-    bound = "Balanced" if len(kinds) > 1 else _BOUND[kinds.pop()]
-    used = ""
-    if optimum.links:
-        fullest = max(optimum.links, key=lambda link: link.utilisation)
-        used = f"; link {fullest.name} is {fullest.utilisation:.0%} full"
-    return f"{bound}: {rate:.3g} requests/s, limited by {_names(optimum.binding)}{used}."
-
-
-def _tightest(optimum: OperatingPoint) -> LinkUse | None:
-    """The link that is most short of what it needs; None if none is."""
-    short = [link for link in optimum.links if (link.needed_bits_per_s or 0.0) > link.bandwidth_bits_per_s]
-    return max(
-        short, key=lambda link: (link.needed_bits_per_s or 0.0) / link.bandwidth_bits_per_s, default=None
-    )
-
-
-def _names(names: tuple[str, ...]) -> str:
-    if len(names) > _MOST_NAMES:
-        return f"{', '.join(names[:_MOST_NAMES])} and {len(names) - _MOST_NAMES} more"
-    return " and ".join(names)
-
-
-def _gain(
-    problem: PlanProblem, ratio: float | None, equal_cost_ratio: float | None, egress_per_hour: float
-) -> str:
-    if not problem.prfaas or ratio is None:
-        return ""
-    at_cost = "" if equal_cost_ratio is None else f", {equal_cost_ratio:.2f} times at equal cost"
-    if at_cost and egress_per_hour > 0:
-        at_cost += f" with egress at {egress_per_hour:.3g} per hour"
-    factor = f"{ratio:.2f} times the throughput of a homogeneous cluster with as many GPUs{at_cost}"
-    judged = equal_cost_ratio if equal_cost_ratio is not None else ratio
-    return f"{'Worth it' if judged > _WORTH_IT else 'Not worth it'}: {factor}."
-
-
 @dataclass(frozen=True, slots=True)
 class Baseline:
     """Another way to spend the same GPUs, or the same money."""
@@ -163,70 +82,179 @@ class Baseline:
     hardware: str
     cost_ratio: float | None
     """The deployment's cost over the baseline's, egress included."""
+    ttft_estimate: TtftEstimate | None = None
+    """With waiting at the problem's load of its own Λ_max."""
+    ttft_same_traffic: TtftEstimate | None = None
+    """With waiting for the traffic that the deployment is planned for: its load of the deployment's Λ_max."""
+    rate_within_target: float | None = None
+    """The most requests per second at which it keeps the target of the TTFT; None without a target."""
+    keeps_target: bool = True
+    """Whether it does at the problem's load of its own Λ_max."""
+    cost: Cost | None = None
+    """At Λ_max."""
+
+    @property
+    def comparable_rate(self) -> float:
+        """Λ_max; where the target is not kept, that of which the problem's load is the most that keeps it."""
+        rate, estimate = self.point.lambda_max, self.ttft_estimate
+        if self.keeps_target or self.rate_within_target is None or estimate is None or rate <= 0:
+            return rate
+        return self.rate_within_target / estimate.load
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """What baselines are measured against: the deployment at its optimum."""
+
+    per_hour: float | None
+    """What it costs."""
+    requests_per_s: float = 0.0
+    """The traffic that it is planned for."""
+
+
+NOBODY = Rival(None)
+"""To compare with nothing."""
 
 
 def homogeneous(
-    problem: PlanProblem, per_hour: float | None, service: ServiceModel = "mean length"
+    problem: PlanProblem, rival: Rival = NOBODY, service: ServiceModel = "mean length"
 ) -> Baseline:
     """As many GPUs as the deployment has, all of a PD cluster's hardware in one PD cluster with the best split.
 
-    With PD clusters of several kinds: of the kind that does best. GPUs beyond whole instances stay idle. `per_hour`:
-    what the deployment costs.
+    With PD clusters of several kinds: of the kind that does best. GPUs beyond whole instances stay idle.
     """
     gpus = sum(cluster.gpus for cluster in problem.clusters)
     found = [
-        _pd_only(problem, pd, gpus // pd.gpus_per_instance, "same number of GPUs, PD only", per_hour, service)
+        pd_only(problem, pd, gpus // pd.gpus_per_instance, "same number of GPUs, PD only", rival, service)
         for pd in _kinds(problem)
     ]
-    return max(found, key=lambda baseline: baseline.point.lambda_max)
+    return max(found, key=lambda baseline: baseline.comparable_rate)
 
 
 def homogeneous_at_equal_cost(
-    problem: PlanProblem,
-    same_gpus: Baseline,
-    per_hour: float | None,
-    service: ServiceModel = "mean length",
+    problem: PlanProblem, same_gpus: Baseline, rival: Rival, service: ServiceModel = "mean length"
 ) -> Baseline | None:
     """As many whole PD instances as the deployment's money buys, that for egress included; None without prices.
 
-    The hardware is that of `same_gpus`. `per_hour`: what the deployment costs.
+    The hardware is that of `same_gpus`.
     """
-    if per_hour is None:
+    price = _instance_price(problem, same_gpus)
+    if rival.per_hour is None or price is None:
         return None
-    pd = next(pd for pd in problem.pd if pd.hardware == same_gpus.hardware)
-    price = problem.prices[pd.hardware] * pd.gpus_per_instance
-    if price <= 0:
-        return None
-    instances = math.floor(per_hour / price + 1e-9)
-    return _pd_only(problem, pd, max(instances, 1), "same cost, PD only", per_hour, service)
+    instances = max(math.floor(rival.per_hour / price + 1e-9), 1)
+    return pd_only(problem, _kind_of(problem, same_gpus), instances, "same cost, PD only", rival, service)
 
 
-def naive(
-    problem: PlanProblem, per_hour: float | None, service: ServiceModel = "mean length"
-) -> Baseline | None:
+def fleet(problem: PlanProblem, rival: Rival, service: ServiceModel = "mean length") -> Baseline | None:
+    """The PD clusters as they stand, with the best roles and without any PrfaaS cluster.
+
+    None without a PrfaaS cluster, and where the PD clusters alone can't serve a request.
+    """
+    if not problem.prfaas:
+        return None
+    names = {pd.name for pd in problem.pd}
+    links = tuple(link for link in problem.links if {link.source, link.target} <= names)
+    alone = replace(problem, prfaas=(), links=links)
+    try:
+        operation = best_within_target(alone, service)
+    except PlanError:
+        return None
+    return _baseline("the PD clusters as they stand", operation, rival)
+
+
+def naive(problem: PlanProblem, rival: Rival, service: ServiceModel = "mean length") -> Baseline | None:
     """All prefill on PrfaaS clusters and all PD instances decode, without regard to length (section 4.3.3).
 
-    `per_hour`: what the deployment costs at its optimum. None if no PrfaaS cluster has a link to some PD cluster.
+    None if no PrfaaS cluster has a link to some PD cluster.
     """
     linked = {link.target for link in problem.links if link.source in {c.name for c in problem.prfaas}}
     if any(pd.name not in linked for pd in problem.pd):
         return None
     # With one PD cluster and own caches the equations say it all; otherwise loads are balanced over links.
-    point = evaluate(problem, 0.0, 0, service) if problem.is_two_cluster else naive_network(problem, service)
-    if point is None:
-        return None
-    gpus = sum(cluster.gpus for cluster in problem.clusters)
-    hardware = "+".join(dict.fromkeys(cluster.hardware for cluster in problem.clusters))
-    instances = sum(cluster.instances for cluster in problem.clusters)
+    if problem.is_two_cluster:
+        operation = operation_at(problem, evaluate(problem, 0.0, 0, service))
+    else:
+        found = naive_network(problem, service)
+        if found is None:
+            return None
+        operation = Operation(problem, *found)
+    return _baseline("all prefill on PrfaaS, no routing by length", operation, rival)
+
+
+def pd_only(
+    problem: PlanProblem,
+    pd: PdCluster,
+    instances: int,
+    label: str,
+    rival: Rival,
+    service: ServiceModel,
+) -> Baseline:
+    """So many instances like a PD cluster's, alone, with the best roles."""
+    alone = replace(problem, prfaas=(), pd=(replace(pd, instances=instances),), links=())
+    return _baseline(label, best_within_target(alone, service), rival)
+
+
+def _baseline(label: str, operation: Operation, rival: Rival) -> Baseline:
+    problem, point = operation.problem, operation.point
     own_per_hour = cost_per_hour(problem, point)
+    clusters = problem.clusters
+    target = problem.ttft_target
     return Baseline(
-        "all prefill on PrfaaS, no routing by length",
+        label,
         point,
-        instances,
-        gpus,
-        hardware,
-        per_hour / own_per_hour if per_hour is not None and own_per_hour else None,
+        sum(cluster.instances for cluster in clusters),
+        sum(cluster.gpus for cluster in clusters),
+        "+".join(dict.fromkeys(cluster.hardware for cluster in clusters)),
+        rival.per_hour / own_per_hour if rival.per_hour is not None and own_per_hour else None,
+        operation.estimate(problem.load),
+        operation.estimate(rival.requests_per_s / point.lambda_max) if point.lambda_max > 0 else None,
+        None if target is None else operation.rate_within(target),
+        operation.keeps_target,
+        cost_at(problem, point),
     )
+
+
+def equal_cost_ratio(rate: float, baseline: Baseline | None) -> float | None:
+    """Throughput per money over that of the baseline at equal cost, whose whole instances may cost a little less."""
+    if baseline is None or baseline.cost_ratio is None or baseline.comparable_rate <= 0:
+        return None
+    return rate / baseline.comparable_rate / baseline.cost_ratio
+
+
+def break_even_per_hour(
+    problem: PlanProblem, rate: float, same_gpus: Baseline, service: ServiceModel = "mean length"
+) -> float | None:
+    """What a deployment of this Λ_max may cost per hour until `equal_cost_ratio` is 1, egress included.
+
+    The money buys whole instances of the baseline, and their throughput per instance depends on how well so many can
+    be divided: the least cost above the instances' own from which on the baseline does as much for the money.
+
+    Returns:
+        What the instances cost alone where the baseline already does as much for that; None without prices.
+    """
+    price, own = _instance_price(problem, same_gpus), instances_per_hour(problem)
+    if price is None or own is None or same_gpus.comparable_rate <= 0:
+        return None
+    pd = _kind_of(problem, same_gpus)
+    count = max(math.floor(own / price + 1e-9), 1)
+    while True:
+        alone = replace(problem, prfaas=(), pd=(replace(pd, instances=count),), links=())
+        other = best_within_target(alone, service).comparable_rate
+        even = count * price * rate / other if other > 0 else math.inf
+        if even < (count + 1) * price:
+            return max(even, count * price, own)
+        count += 1
+
+
+def _instance_price(problem: PlanProblem, same_gpus: Baseline) -> float | None:
+    """Per hour; None without a price."""
+    pd = _kind_of(problem, same_gpus)
+    price = problem.prices.get(pd.hardware, 0.0) * pd.gpus_per_instance
+    return price if price > 0 else None
+
+
+def _kind_of(problem: PlanProblem, baseline: Baseline) -> PdCluster:
+    return next(pd for pd in problem.pd if pd.hardware == baseline.hardware)
 
 
 def _kinds(problem: PlanProblem) -> list[PdCluster]:
@@ -234,18 +262,3 @@ def _kinds(problem: PlanProblem) -> list[PdCluster]:
     for pd in problem.pd:
         kinds.setdefault((pd.hardware, pd.gpus_per_instance, pd.prefill_s), pd)
     return list(kinds.values())
-
-
-def _pd_only(
-    problem: PlanProblem,
-    pd: PdCluster,
-    instances: int,
-    label: str,
-    per_hour: float | None,
-    service: ServiceModel,
-) -> Baseline:
-    alone = replace(problem, prfaas=(), pd=(replace(pd, instances=instances),), links=())
-    point = best_point(alone, service)
-    alone_per_hour = instances_per_hour(alone)
-    ratio = per_hour / alone_per_hour if per_hour is not None and alone_per_hour else None
-    return Baseline(label, point, instances, instances * pd.gpus_per_instance, pd.hardware, ratio)

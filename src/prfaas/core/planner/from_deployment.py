@@ -10,13 +10,23 @@ from prfaas.core.deployment import (
     LogNormalLengths,
     PlannedCluster,
     PlannedDeployment,
+    Slo,
     TraceLengths,
     UniformLengths,
 )
 from prfaas.core.latency import ProfileError
 from prfaas.core.planner.equations import KvSize
-from prfaas.core.planner.problem import PdCluster, PlanError, PlanLink, PlanProblem, PrfaasCluster, all_paths
+from prfaas.core.planner.problem import (
+    PdCluster,
+    PlanError,
+    PlanLink,
+    PlanProblem,
+    PrfaasCluster,
+    TtftTarget,
+    all_paths,
+)
 from prfaas.core.workload import (
+    CsvColumns,
     Empirical,
     LengthDistribution,
     RequestTrace,
@@ -65,18 +75,24 @@ def problem_of(deployment: PlannedDeployment) -> PlanProblem:
                 if cluster.kind == "pd"
             ),
             links=tuple(
-                PlanLink(link.source, link.target, link.bandwidth_bits_per_s, link.egress_per_gb)
+                PlanLink(link.source, link.target, link.bandwidth_bits_per_s, link.egress_per_gb, link.rtt_s)
                 for link in deployment.links
             ),
             workload=workload,
             kv_bytes=KvSize(deployment.kv_model),
             prices=deployment.prices,
             load=deployment.workload.load,
+            ttft_target=_ttft_target(deployment.slo),
+            streamed_token_bytes=float(deployment.kv_model.token_bytes),
         )
     except PlanError as error:
         raise deployment.error((), str(error)) from None
     _check_range(deployment, problem)
     return problem
+
+
+def _ttft_target(slo: Slo) -> TtftTarget | None:
+    return None if slo.ttft_s is None else TtftTarget(slo.ttft_s, slo.ttft_statistic)
 
 
 def range_tokens(deployment: PlannedDeployment) -> tuple[float, float]:
@@ -179,6 +195,6 @@ def _lengths(deployment: PlannedDeployment) -> tuple[LengthDistribution, float |
             return fixed(tokens), None
         case EmpiricalLengths(lengths, weights):
             return Empirical(lengths, weights), None
-        case TraceLengths(path, form):
-            trace = read_trace(path, form)
+        case TraceLengths(path, form, columns):
+            trace = read_trace(path, form, None if columns is None else CsvColumns.of(columns))
             return trace.lengths, trace.output_tokens

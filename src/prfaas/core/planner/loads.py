@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prfaas.core.planner.problem import Path, PdCluster, PlanProblem, PrfaasCluster
+from prfaas.core.planner.ttft import PrefillPoolLoad, StageWork, link_time
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.core.workload import Bins
 
@@ -145,3 +146,35 @@ class _ByLength:
         means = np.clip((self.tokens - tokens)[cut] / rest[cut], fine.lengths[0], fine.lengths[-1])
         result[cut] += rest[cut] * f(share * means)
         return result
+
+
+def work_of(split: Split, length: float, n_prefill: int) -> StageWork:
+    """What the stages do for a request if prompts of more than `length` tokens (cached ones counted) are offloaded."""
+    import numpy as np
+
+    loads = split.loads(np.array([length], dtype=np.float64))
+    link_rates = {
+        link.name: link.bandwidth_bits_per_s / float(loads.link_bits[link.name][0])
+        for link in split.problem.links
+        if loads.link_bits[link.name][0] > 0
+    }
+    return StageWork(pools_of(split, length, n_prefill), link_rates, {split.pd.name: 1.0})
+
+
+def pools_of(split: Split, length: float, n_prefill: int) -> tuple[PrefillPoolLoad, ...]:
+    """The prefill pools and their service times, by the exact distribution of lengths."""
+    lengths = split.problem.workload.lengths
+    smooth = lengths.atoms() is None
+    pools = []
+
+    def add(cluster: PrfaasCluster | PdCluster, instances: int, path: Path, bins: Bins) -> None:
+        seconds = cluster.prefill_s(path.share * bins.lengths)
+        link = link_time(split.problem, path, bins.lengths, bins.weights)
+        pools.append(PrefillPoolLoad(cluster.name, instances, seconds, bins.weights, smooth, link))
+
+    short, long = lengths.fine_bins(up_to=length), lengths.fine_bins(above=length)
+    if len(short.weights):
+        add(split.pd, n_prefill, split.local, short)
+    if len(long.weights) and split.prfaas is not None and split.remote is not None:
+        add(split.prfaas, split.prfaas.instances, split.remote, long)
+    return tuple(pools)

@@ -8,7 +8,7 @@ from prfaas.core.planner.linear_programs import BinnedLengths, Programme, Resour
 from prfaas.core.planner.operating_point import LinkUse, OperatingPoint, Roles, RouteUse, ServiceModel, Stage
 from prfaas.core.planner.problem import Path, PlanError, PlanProblem, all_paths
 from prfaas.core.planner.routing import RoutingPlan, best_routing, cleaned
-from prfaas.core.planner.ttft import PrefillPoolLoad, StageWork, service_ttft
+from prfaas.core.planner.ttft import PrefillPoolLoad, StageWork, joined, link_time, service_ttft
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,21 +29,29 @@ class NetworkPlan:
     """What `best_network` finds."""
 
     point: OperatingPoint
-    pools: tuple[PrefillPoolLoad, ...]
+    work: StageWork
     prices: dict[tuple[str, str], float]
     """Λ_max gained per further prefill instance, decode instance or bit/s."""
     bound_gap: float
     """How far the true optimum may be above, in proportion."""
 
 
-def best_network(problem: PlanProblem, service: ServiceModel = "mean length") -> NetworkPlan:
-    """The highest Λ_max over whole-number roles and any routing of lengths over the links.
+def best_network(
+    problem: PlanProblem,
+    service: ServiceModel = "mean length",
+    roles: Mapping[str, int] | None = None,
+) -> NetworkPlan:
+    """The highest Λ_max over whole-number roles, or with those given, and any routing of lengths over the links.
 
     Lengths are cut into bins, and again where the solution divides a bin. Requests are routed by T(l). With
     "mean length" every resource's work is then scaled to the paper's T(E[L]) (or S(E[L])) of what it got, and the
     programme solved again until nothing changes: for two clusters that is the balance of Eq. 7.
     """
     paths = all_paths(problem)
+    if roles is not None:
+        routing, scales = _routes_for(problem, paths, roles, service)
+        prices = Programme(problem, paths, routing.lengths, scales).prices(roles)
+        return NetworkPlan(_point(routing, service), _work(routing), prices, 0.0)
     distribution = problem.workload.lengths
     coarse = BinnedLengths.of(distribution, distribution.bins(_ROLE_BINS))
     prefill, bound = Programme(problem, paths, coarse, {}).best_roles()
@@ -59,7 +67,7 @@ def best_network(problem: PlanProblem, service: ServiceModel = "mean length") ->
     prices = Programme(problem, paths, routing.lengths, scales).prices(routing.prefill)
     best = _point(routing, service)
     gap = max(bound / best.lambda_max - 1, 0.0) if best.lambda_max > 0 else 0.0
-    return NetworkPlan(best, _pools(routing), prices, gap)
+    return NetworkPlan(best, _work(routing), prices, gap)
 
 
 def network_with_roles(
@@ -80,7 +88,42 @@ def network_work(problem: PlanProblem, prefill: Mapping[str, int]) -> StageWork:
     Raises:
         PlanError: no request gets through with these roles.
     """
-    routing, _ = _routes_for(problem, all_paths(problem), prefill, "mean length")
+    return _work(_routes_for(problem, all_paths(problem), prefill, "mean length")[0])
+
+
+def naive_network(
+    problem: PlanProblem, service: ServiceModel = "mean length"
+) -> tuple[OperatingPoint, StageWork] | None:
+    """All prefill on PrfaaS clusters, all PD instances decode, and no regard to length; None without a way."""
+    import numpy as np
+
+    paths = tuple(path for path in all_paths(problem) if path.prefill in {c.name for c in problem.prfaas})
+    if {path.decode for path in paths} != {pd.name for pd in problem.pd}:
+        return None
+    distribution = problem.workload.lengths
+    lengths = BinnedLengths.of(distribution, distribution.bins_between(np.array([0.0, distribution.high])))
+    prefill = {pd.name: 0 for pd in problem.pd}
+    scales: dict[Resource, float] = {}
+    for _ in range(2 if service == "mean length" else 1):
+        shares = Programme(problem, paths, lengths, scales).shares(prefill)
+        if shares is None:
+            return None
+        routing = RoutingPlan(problem, paths, lengths, cleaned(lengths, shares), prefill)
+        scales = routing.scales()
+    return _point(routing, service), _work(routing)
+
+
+def _routes_for(
+    problem: PlanProblem, paths: tuple[Path, ...], prefill: Mapping[str, int], service: ServiceModel
+) -> tuple[RoutingPlan, dict[Resource, float]]:
+    found = best_routing(problem, paths, prefill, service)
+    if found is None:
+        raise PlanError("no request gets through; there must be an instance for prefill and one for decode")
+    return found
+
+
+def _work(routing: RoutingPlan) -> StageWork:
+    problem = routing.problem
     bits = {link.name: routing.link_bits(link.name, "by length") for link in problem.links}
     return StageWork(
         _pools(routing),
@@ -98,35 +141,6 @@ def network_work(problem: PlanProblem, prefill: Mapping[str, int]) -> StageWork:
     )
 
 
-def naive_network(problem: PlanProblem, service: ServiceModel = "mean length") -> OperatingPoint | None:
-    """All prefill on PrfaaS clusters, all PD instances decode, and no regard to length; None without a way."""
-    import numpy as np
-
-    paths = tuple(path for path in all_paths(problem) if path.prefill in {c.name for c in problem.prfaas})
-    if {path.decode for path in paths} != {pd.name for pd in problem.pd}:
-        return None
-    distribution = problem.workload.lengths
-    lengths = BinnedLengths.of(distribution, distribution.bins_between(np.array([0.0, distribution.high])))
-    prefill = {pd.name: 0 for pd in problem.pd}
-    scales: dict[Resource, float] = {}
-    for _ in range(2 if service == "mean length" else 1):
-        shares = Programme(problem, paths, lengths, scales).shares(prefill)
-        if shares is None:
-            return None
-        routing = RoutingPlan(problem, paths, lengths, cleaned(lengths, shares), prefill)
-        scales = routing.scales()
-    return _point(routing, service)
-
-
-def _routes_for(
-    problem: PlanProblem, paths: tuple[Path, ...], prefill: Mapping[str, int], service: ServiceModel
-) -> tuple[RoutingPlan, dict[Resource, float]]:
-    found = best_routing(problem, paths, prefill, service)
-    if found is None:
-        raise PlanError("no request gets through; there must be an instance for prefill and one for decode")
-    return found
-
-
 def _pools(routing: RoutingPlan) -> tuple[PrefillPoolLoad, ...]:
     """Service times of every prefill cluster, by the exact distribution of lengths."""
     import numpy as np
@@ -135,18 +149,25 @@ def _pools(routing: RoutingPlan) -> tuple[PrefillPoolLoad, ...]:
     portions = routing.shares / lengths.bins.weights[:, None]
     pools = []
     for cluster in routing.problem.clusters:
-        seconds, weights = [], []
+        seconds, weights, links = [], [], []
         for k, path in enumerate(routing.paths):
             if path.prefill == cluster.name and routing.mass[k] > 0:
                 part = lengths.fine.weights * portions[lengths.where, k]
-                seconds.append(cluster.prefill_s(path.share * lengths.fine.lengths)[part > 0])
+                used = lengths.fine.lengths[part > 0]
+                seconds.append(cluster.prefill_s(path.share * used))
                 weights.append(part[part > 0])
+                links.append(link_time(routing.problem, path, used, weights[-1]))
         if seconds:
             instances = routing.prefill.get(cluster.name, cluster.instances)
             smooth = lengths.distribution.atoms() is None
             pools.append(
                 PrefillPoolLoad(
-                    cluster.name, instances, np.concatenate(seconds), np.concatenate(weights), smooth
+                    cluster.name,
+                    instances,
+                    np.concatenate(seconds),
+                    np.concatenate(weights),
+                    smooth,
+                    joined(links, [len(each) for each in seconds]),
                 )
             )
     return tuple(pools)

@@ -5,15 +5,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from prfaas.core.planner.comparisons import (
-    NETWORK_BOUND,
     Baseline,
+    Rival,
     ShadowPrice,
+    break_even_per_hour,
     by_difference,
     by_duals,
+    equal_cost_ratio,
+    fleet,
     homogeneous,
     homogeneous_at_equal_cost,
     naive,
-    verdict_of,
 )
 from prfaas.core.planner.cost import (
     CheapestOperation,
@@ -24,11 +26,11 @@ from prfaas.core.planner.cost import (
     cost_per_hour,
     egress_per_hour,
 )
-from prfaas.core.planner.network import NetworkPlan, best_network
 from prfaas.core.planner.operating_point import OperatingPoint, ServiceModel
-from prfaas.core.planner.problem import PlanProblem
-from prfaas.core.planner.ttft import PrefillPoolLoad, TtftEstimate, queueing_ttft
-from prfaas.core.planner.two_clusters import best_point, pools_of, split_of
+from prfaas.core.planner.problem import PlanProblem, TtftTarget
+from prfaas.core.planner.ttft import TtftEstimate
+from prfaas.core.planner.ttft_target import best_within_target, operation_at
+from prfaas.core.planner.verdict import Gain, Limits, verdict_of
 
 Method = Literal["exact search", "linear programme"]
 
@@ -48,12 +50,13 @@ class Plan:
     """Λ_max over that of the same number of GPUs without PrfaaS."""
     ratio_to_naive: float | None
     equal_cost_ratio: float | None
-    """`ratio_to_homogeneous` divided by the ratio of costs, egress included."""
+    """Throughput per money, egress included, over that of `homogeneous_equal_cost`."""
     egress_break_even_per_gb: float | None
     """The price of egress, the same on all links, at which `equal_cost_ratio` would be 1; 0 where it is below 1 even
     if egress is free; None without prices or egress."""
     cheapest: CheapestOperation | None
-    """Where a request costs the least; None if egress has no price, and for more than two clusters."""
+    """Where a request costs the least; None if egress has no price, for more than two clusters, and where that misses
+    the target of the TTFT."""
     lambda_max_by_length: float
     """The best throughput if a stage's time is E[T(L)], not the paper's T(E[L]): the more cautious number."""
     lambda_max_unlimited_links: float
@@ -63,11 +66,36 @@ class Plan:
     cost: Cost | None
     ttft_estimate: TtftEstimate
     verdict: str
+    fleet: Baseline | None = None
+    """The PD clusters as they stand, without PrfaaS; None where there is no PrfaaS cluster."""
+    ttft_target: TtftTarget | None = None
+    keeps_target: bool = True
+    """Whether the optimum keeps it at the workload's load."""
+    lambda_max_without_target: float | None = None
+    """None without a target."""
+    rate_within_target: float | None = None
+    """The most requests per second at which the optimum keeps the target; None without one."""
+
+    @property
+    def binding(self) -> tuple[str, ...]:
+        """What limits Λ_max: full stages, links that the best plan would want wider, the target of the TTFT."""
+        return self._limits.binding
 
     @property
     def is_network_bound(self) -> bool:
         """True if faster links alone would raise lambda_max by more than 0.1 %."""
-        return self.lambda_max_unlimited_links > self.optimum.lambda_max * NETWORK_BOUND
+        return self._limits.is_network_bound
+
+    @property
+    def _limits(self) -> Limits:
+        return Limits(
+            self.optimum,
+            self.lambda_max_unlimited_links,
+            self.ttft_estimate.load,
+            self.ttft_target,
+            self.keeps_target,
+            self.lambda_max_without_target or 0.0,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers, strings, lists and dicts; the optimum's and the baselines' fields lie flat in theirs."""
@@ -78,6 +106,7 @@ class Plan:
             "method": self.method,
             "service_model": self.service_model,
             "optimum": optimum.to_json(),
+            "fleet": _baseline(self.fleet),
             "homogeneous": _baseline(self.homogeneous),
             "homogeneous_equal_cost": _baseline(self.homogeneous_equal_cost),
             "naive": _baseline(self.naive),
@@ -90,10 +119,14 @@ class Plan:
             "lambda_max_unlimited_links": self.lambda_max_unlimited_links,
             "network_bound": self.is_network_bound,
             "bound_gap": self.bound_gap,
-            "binding": list(optimum.binding),
+            "binding": list(self.binding),
             "shadow_prices": [asdict(price) for price in self.shadow_prices],
             "cost": asdict(self.cost) if self.cost else None,
             "ttft_estimate": asdict(self.ttft_estimate),
+            "ttft_target": None if self.ttft_target is None else asdict(self.ttft_target),
+            "keeps_target": self.keeps_target if self.ttft_target is not None else None,
+            "lambda_max_without_target": self.lambda_max_without_target,
+            "rate_within_target": self.rate_within_target,
         }
 
 
@@ -106,6 +139,10 @@ def _baseline(baseline: Baseline | None) -> dict[str, Any] | None:
         "gpus": baseline.gpus,
         "hardware": baseline.hardware,
         "cost_ratio": baseline.cost_ratio,
+        "cost": asdict(baseline.cost) if baseline.cost else None,
+        "ttft_estimate": asdict(baseline.ttft_estimate) if baseline.ttft_estimate else None,
+        "ttft_same_traffic": asdict(baseline.ttft_same_traffic) if baseline.ttft_same_traffic else None,
+        "rate_within_target": baseline.rate_within_target,
     }
     return {**described, **baseline.point.to_json()}
 
@@ -117,7 +154,8 @@ def _cheapest(cheapest: CheapestOperation | None) -> dict[str, Any] | None:
 def make_plan(problem: PlanProblem, service: ServiceModel = "mean length") -> Plan:
     """The best roles and routes, what limits them, and how they compare.
 
-    One PrfaaS and one PD cluster are searched exactly, more clusters by the linear programme.
+    One PrfaaS and one PD cluster are searched exactly, more clusters by the linear programme. With a target for the
+    TTFT the optimum, and everything that it is compared with, is the best that keeps it.
 
     Args:
         problem: What to plan for.
@@ -126,66 +164,71 @@ def make_plan(problem: PlanProblem, service: ServiceModel = "mean length") -> Pl
     Raises:
         PlanError: the solver gave up. Errors of the problem's curves (a length they don't cover) pass through.
     """
-    network: NetworkPlan | None = None
-    if problem.is_two_cluster:
-        optimum = best_point(problem, service)
-    else:
-        network = best_network(problem, service)
-        optimum = network.point
-    rate = optimum.lambda_max
+    operation = best_within_target(problem, service)
+    network = operation.network
+    rate, target = operation.point.lambda_max, problem.ttft_target
     unlimited = _unlimited(problem, service)
     needed = {link.name: link.egress_bits_per_s for link in unlimited.links}
     optimum = replace(
-        optimum, links=tuple(replace(link, needed_bits_per_s=needed[link.name]) for link in optimum.links)
+        operation.point,
+        links=tuple(replace(link, needed_bits_per_s=needed[link.name]) for link in operation.point.links),
     )
     by_length = rate if service == "by length" else best_operation(problem, "by length").lambda_max
     per_hour, egress = cost_per_hour(problem, optimum), egress_per_hour(problem, optimum)
-    same_gpus = homogeneous(problem, per_hour, service)
-    base_rate = same_gpus.point.lambda_max
-    ratio = rate / base_rate if base_rate > 0 else None
-    equal_cost = break_even = None
-    if ratio is not None and per_hour is not None and same_gpus.cost_ratio:
-        equal_cost = ratio / same_gpus.cost_ratio
-        break_even = break_even_per_gb(problem, optimum, ratio * per_hour / same_gpus.cost_ratio)
-    naive_baseline = naive(problem, per_hour, service)
+    rival = Rival(per_hour, problem.load * rate)
+    same_gpus = homogeneous(problem, rival, service)
+    same_cost = homogeneous_at_equal_cost(problem, same_gpus, rival, service)
+    comparable = operation.comparable_rate
+    has_rival = comparable > 0 and same_gpus.comparable_rate > 0
+    ratio = comparable / same_gpus.comparable_rate if has_rival else None
+    at_equal_cost = equal_cost_ratio(comparable, same_cost) if has_rival else None
+    break_even = None
+    if at_equal_cost is not None:
+        even_per_hour = break_even_per_hour(problem, comparable, same_gpus, service)
+        if even_per_hour is not None:
+            break_even = break_even_per_gb(problem, optimum, even_per_hour)
+    naive_baseline = naive(problem, rival, service)
     naive_rate = naive_baseline.point.lambda_max if naive_baseline else 0.0
-    pools = network.pools if network else _pools(problem, optimum)
+    without_target = rate
+    if target is not None:
+        without_target = best_operation(replace(problem, ttft_target=None), service).lambda_max
+    keeps_target = operation.keeps_target
+    limits = Limits(optimum, unlimited.lambda_max, problem.load, target, keeps_target, without_target)
     return Plan(
         name=problem.name,
         method="linear programme" if network else "exact search",
         service_model=service,
         optimum=optimum,
         homogeneous=same_gpus,
-        homogeneous_equal_cost=homogeneous_at_equal_cost(problem, same_gpus, per_hour, service),
+        homogeneous_equal_cost=same_cost,
         naive=naive_baseline,
         ratio_to_homogeneous=ratio,
         ratio_to_naive=rate / naive_rate if naive_rate > 0 else None,
-        equal_cost_ratio=equal_cost,
+        equal_cost_ratio=at_equal_cost,
         egress_break_even_per_gb=break_even,
-        cheapest=cheapest_operation(problem, service),
+        cheapest=_cheapest_within(problem, service),
         lambda_max_by_length=by_length,
         lambda_max_unlimited_links=max(unlimited.lambda_max, rate),
         bound_gap=network.bound_gap if network else 0.0,
         shadow_prices=by_duals(problem, network) if network else by_difference(problem, rate, service),
         cost=cost_at(problem, optimum),
-        ttft_estimate=queueing_ttft(pools, rate, problem.load),
+        ttft_estimate=operation.estimate(problem.load),
         verdict=verdict_of(
-            problem,
-            optimum,
-            ratio=ratio,
-            equal_cost_ratio=equal_cost,
-            egress_per_hour=egress,
-            break_even_per_gb=break_even,
-            unlimited_rate=unlimited.lambda_max,
+            limits,
+            Gain(same_gpus, ratio, at_equal_cost, egress, break_even),
+            has_prfaas=bool(problem.prfaas),
         ),
+        fleet=fleet(problem, rival, service),
+        ttft_target=target,
+        keeps_target=keeps_target,
+        lambda_max_without_target=None if target is None else without_target,
+        rate_within_target=None if target is None else operation.rate_within(target),
     )
 
 
 def best_operation(problem: PlanProblem, service: ServiceModel = "mean length") -> OperatingPoint:
     """The optimum alone, without anything to compare it with: what `make_plan(...).optimum` has."""
-    if problem.is_two_cluster:
-        return best_point(problem, service)
-    return best_network(problem, service).point
+    return best_within_target(problem, service).point
 
 
 def _unlimited(problem: PlanProblem, service: ServiceModel) -> OperatingPoint:
@@ -194,10 +237,8 @@ def _unlimited(problem: PlanProblem, service: ServiceModel) -> OperatingPoint:
     return best_operation(replace(problem, links=links), service)
 
 
-def _pools(problem: PlanProblem, optimum: OperatingPoint) -> tuple[PrefillPoolLoad, ...]:
-    split = split_of(problem, optimum.cache_policy, "mean length")
-    assert split is not None
-    length = problem.workload.lengths.high
-    if optimum.threshold_tokens is not None:
-        length = optimum.threshold_tokens / split.own_share
-    return pools_of(split, length, optimum.n_prefill)
+def _cheapest_within(problem: PlanProblem, service: ServiceModel) -> CheapestOperation | None:
+    found = cheapest_operation(problem, service)
+    if found is None or problem.ttft_target is None:
+        return found
+    return found if operation_at(problem, found.point).keeps_target else None

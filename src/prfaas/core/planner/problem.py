@@ -6,9 +6,10 @@ A path says how a request can go: which cluster prefills, which decodes, what is
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from prfaas.core.planner.operating_point import CachePolicy
+from prfaas.core.units import format_s
 from prfaas.core.workload import Workload
 
 if TYPE_CHECKING:
@@ -82,11 +83,31 @@ class PlanLink:
     bandwidth_bits_per_s: float
     egress_per_gb: float = 0.0
     """What 10^9 bytes over it cost, in the currency of the instances' prices."""
+    rtt_s: float = 0.0
+    """Round trip in seconds: every request that crosses waits for one."""
 
     @property
     def name(self) -> str:
         """ "source->target"."""
         return f"{self.source}->{self.target}"
+
+
+TtftStatistic = Literal["mean", "p90"]
+"""What of the TTFTs of all requests is to be no longer than a target."""
+
+
+@dataclass(frozen=True, slots=True)
+class TtftTarget:
+    """The longest TTFT that users accept, waiting included."""
+
+    seconds: float
+    statistic: TtftStatistic = "p90"
+
+    def __str__(self) -> str:
+        return f"{_STATISTICS[self.statistic]} TTFT of {format_s(self.seconds)}"
+
+
+_STATISTICS: dict[TtftStatistic, str] = {"mean": "a mean", "p90": "a P90"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +129,10 @@ class PlanProblem:
     """Per GPU-hour by hardware, in any currency; empty: nothing is said about cost."""
     load: float = 0.7
     """The share of Λ_max, in (0, 1), at which queueing is estimated."""
+    ttft_target: TtftTarget | None = None
+    """What the TTFT at `load` must keep to; None: nothing."""
+    streamed_token_bytes: float = math.inf
+    """Of S_kv, the bytes per token that leave while a prefill runs; the rest leaves at its end. Infinite: all of it."""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -157,10 +182,14 @@ def _check(problem: PlanProblem) -> None:
             raise PlanError(f"link {link.name} needs a bandwidth above 0, not {link.bandwidth_bits_per_s!r}")
         if not 0 <= link.egress_per_gb < math.inf:
             raise PlanError(f"a price of egress is 0 or more, not {link.egress_per_gb!r} on {link.name}")
+        if not 0 <= link.rtt_s < math.inf:
+            raise PlanError(f"the round trip of link {link.name} takes 0 s or more, not {link.rtt_s!r}")
     if len({link.name for link in problem.links}) < len(problem.links):
         raise PlanError("two links join the same clusters in the same direction; make them one")
     if not 0 < problem.load < 1:
         raise PlanError(f"the load for queueing estimates must be in (0, 1), not {problem.load!r}")
+    if problem.ttft_target is not None and not 0 < problem.ttft_target.seconds < math.inf:
+        raise PlanError(f"the target of the TTFT must be above 0 s, not {problem.ttft_target.seconds!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from prfaas.core.planner.network import network_work
 from prfaas.core.planner.problem import PlanProblem
-from prfaas.core.planner.ttft import PrefillPoolLoad, StageWork, erlang_c, wait_of
+from prfaas.core.planner.ttft import NO_WAIT, DecodeQueue, PrefillPoolLoad, StageWork, Wait, erlang_c, wait_of
 from prfaas.core.planner.two_clusters import work_with_prefill
 
 
@@ -64,6 +64,17 @@ def latency_with_roles(
         if problem.is_two_cluster
         else network_work(problem, prefill)
     )
+    return latency_of_work(problem, prefill, requests_per_s, queues, work)
+
+
+def latency_of_work(
+    problem: PlanProblem,
+    prefill: Mapping[str, int],
+    requests_per_s: float,
+    queues: QueueingModel,
+    work: StageWork,
+) -> RoleLatency:
+    """`latency_with_roles`, given what the stages do for a request."""
     decode_rates = _decode_rates(problem, prefill, work)
     full_rates = (
         *(_full_rate(pool) for pool in work.pools),
@@ -87,6 +98,31 @@ def latency_with_roles(
     return RoleLatency(prefill, requests_per_s, utilisation, prefill_s, prefill_wait_s, decode_wait_s)
 
 
+def decode_queues(
+    problem: PlanProblem,
+    prefill: Mapping[str, int],
+    work: StageWork,
+    requests_per_s: float,
+    queues: QueueingModel | None = None,
+) -> tuple[DecodeQueue, ...]:
+    """The decode slots of every PD cluster that decodes, at a rate of the whole system."""
+    queues = queues or QueueingModel()
+    rates, parts = _decode_rates(problem, prefill, work), work.decode_parts
+    found = []
+    for pd in problem.pd:
+        if pd.name not in rates:
+            continue
+        rate, part = rates[pd.name], parts[pd.name]
+        answer_s = pd.decode_step_s * problem.workload.output_tokens
+        wait = _decode_wait(requests_per_s * part, rate * part, answer_s, queues)
+        utilisation = requests_per_s / rate if rate > 0 else math.inf
+        # Slots are whole: they can be too few a little before the rate is reached.
+        if wait is None:
+            utilisation = max(utilisation, 1.0)
+        found.append(DecodeQueue(part, utilisation, wait or NO_WAIT))
+    return tuple(found)
+
+
 def _decode_rates(problem: PlanProblem, prefill: Mapping[str, int], work: StageWork) -> dict[str, float]:
     """Requests per second of the whole system at which each PD cluster's decode is full, where it has any."""
     output = problem.workload.output_tokens
@@ -102,9 +138,9 @@ def _full_rate(pool: PrefillPoolLoad) -> float:
 
 
 def _prefill_wait_s(pool: PrefillPoolLoad, requests_per_s: float, queues: QueueingModel) -> float:
-    chance, wait_s = wait_of(pool, requests_per_s)
+    wait = wait_of(pool, requests_per_s)
     factor = _shortest_first_factor(pool, requests_per_s) if queues.is_shortest_first else 1.0
-    return chance * wait_s * factor
+    return wait.chance * wait.mean_s * factor
 
 
 def _shortest_first_factor(pool: PrefillPoolLoad, requests_per_s: float) -> float:
@@ -122,8 +158,23 @@ def _shortest_first_factor(pool: PrefillPoolLoad, requests_per_s: float) -> floa
     return float((weights / share / left).sum() * (1 - loads.sum()))
 
 
+def _decode_wait(
+    requests_per_s: float, full_rate: float, answer_s: float, queues: QueueingModel
+) -> Wait | None:
+    """None: more work than time."""
+    mean_s = _decode_wait_s(requests_per_s, full_rate, answer_s, queues)
+    if not math.isfinite(mean_s) or requests_per_s >= full_rate:
+        return None
+    chance = erlang_c(_slots(full_rate, answer_s), requests_per_s * answer_s)
+    return Wait(chance, mean_s / chance) if chance > 0 else NO_WAIT
+
+
+def _slots(full_rate: float, answer_s: float) -> int:
+    return max(round(full_rate * answer_s), 1)
+
+
 def _decode_wait_s(requests_per_s: float, full_rate: float, answer_s: float, queues: QueueingModel) -> float:
-    slots = max(round(full_rate * answer_s), 1)
+    slots = _slots(full_rate, answer_s)
     offered = requests_per_s * answer_s
     if offered >= slots:
         return math.inf

@@ -1,8 +1,12 @@
-"""Time to the first token: the distribution of prefill service times, and an estimate with waiting."""
+"""Time to the first token: prefill, the link, and waiting for an instance or a decode slot."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from prfaas.core.planner.problem import Path, PlanProblem
+from prfaas.core.units import BITS_PER_BYTE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -10,23 +14,55 @@ if TYPE_CHECKING:
 
     FloatArray = NDArray[np.float64]
 
-ESTIMATE_LABEL = "estimate: Poisson arrivals, one first-come-first-served queue per prefill pool (M/G/k)"
-_BISECTIONS = 100
+ESTIMATE_LABEL = (
+    "estimate: Poisson arrivals, one first-come-first-served queue per prefill pool (M/G/k) and for the decode slots "
+    "(M/G/c), links shared evenly"
+)
+_BISECTIONS = 60
+# A smaller chance to wait is none.
+_NEVER = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class TtftEstimate:
-    """TTFT with waiting in M/G/k queues at a share of Λ_max: an estimate, not a promise."""
+    """TTFT with waiting at a given rate: an estimate, not a promise."""
 
     label: str
     load: float
     """The share of Λ_max that arrives."""
     requests_per_s: float
     mean_s: float | None
-    """None if some prefill pool has more work than time: by E[T(L)], which the paper's T(E[L]) understates."""
+    """None if some stage has more work than time: by E[T(L)], which the paper's T(E[L]) understates."""
     p90_s: float | None
     busiest_utilisation: float
-    """Of the fullest prefill pool."""
+    """Of the fullest prefill pool, link or decode side."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinkTime:
+    """What the link adds to requests' time, one entry per service time. Layers are sent while the next is computed."""
+
+    streamed_s: "FloatArray"
+    """Seconds on the empty link of what can leave while the prefill runs."""
+    late_s: "FloatArray"
+    """The same of what can only leave at its end, or must be there before: states, windows, fetched prefixes."""
+    round_trip_s: "FloatArray"
+    busy_s: "FloatArray"
+    """Seconds that the link works per request of the whole system."""
+
+    def added_s(self, prefill_s: "FloatArray", requests_per_s: float) -> "FloatArray":
+        """Seconds from the end of the prefill to the last byte's arrival.
+
+        Transfers share the link: each takes 1 / (1 − ρ) times as long as alone (M/G/1 processor sharing, Kleinrock,
+        Queueing Systems II, 1976, section 4.4). The link must not be full.
+        """
+        import numpy as np
+
+        left = 1 - requests_per_s * self.busy_s
+        added: FloatArray = (
+            self.round_trip_s + self.late_s / left + np.maximum(self.streamed_s / left - prefill_s, 0.0)
+        )
+        return added
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,11 +77,19 @@ class PrefillPoolLoad:
     """The probability that a request of the whole system has that service time here."""
     smooth: bool
     """False if the service times are the only values that occur."""
+    link: LinkTime | None = None
+    """None where nothing crosses a link."""
 
     @property
     def work_s(self) -> float:
         """Seconds of work per request of the whole system."""
         return float((self.seconds * self.weights).sum())
+
+    def served_s(self, requests_per_s: float = 0.0) -> "FloatArray":
+        """Prefill and link together, without waiting for either's turn."""
+        if self.link is None:
+            return self.seconds
+        return self.seconds + self.link.added_s(self.seconds, requests_per_s)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,11 +103,88 @@ class StageWork:
     """The part of all requests that each PD cluster decodes."""
 
 
-def service_ttft(pools: tuple[PrefillPoolLoad, ...], quantile: float = 0.9) -> tuple[float, float]:
-    """Mean and quantile of the prefill service times in seconds, without waiting: what Table 6 prints."""
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A queue: who waits, waits for an exponential time."""
+
+    chance: float
+    """To wait at all."""
+    mean_s: float
+    """Of those who do."""
+
+
+NO_WAIT = Wait(0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeQueue:
+    """The decode slots of one PD cluster at a rate."""
+
+    part: float
+    """Of all requests."""
+    utilisation: float
+    wait: Wait
+
+
+def link_time(
+    problem: PlanProblem, path: Path, lengths: "FloatArray", weights: "FloatArray"
+) -> LinkTime | None:
+    """What links add to requests of a path; None if it crosses none.
+
+    Args:
+        problem: Its links and sizes.
+        path: The way of the requests.
+        lengths: Of prompts in tokens, cached ones counted.
+        weights: Their probabilities among all requests.
+    """
     import numpy as np
 
-    seconds = np.concatenate([pool.seconds for pool in pools])
+    if not path.transfers:
+        return None
+    links = {link.name: link for link in problem.links}
+    streamed_s, late_s = np.zeros(len(lengths)), np.zeros(len(lengths))
+    round_trip_s = busy_s = 0.0
+    for number, transfer in enumerate(path.transfers, start=1):
+        link = links[transfer.link]
+        tokens = transfer.share * lengths
+        sizes = problem.kv_bytes(tokens)
+        # A prefix that is fetched must be there before the prefill begins; only the way back overlaps with it.
+        is_back = number == len(path.transfers) and not path.is_local
+        streamed = (
+            np.minimum(sizes, problem.streamed_token_bytes * tokens) if is_back else np.zeros(len(lengths))
+        )
+        unit_s = BITS_PER_BYTE / link.bandwidth_bits_per_s
+        streamed_s += streamed * unit_s
+        late_s += (sizes - streamed) * unit_s
+        round_trip_s += link.rtt_s
+        busy_s = max(busy_s, float((weights * sizes).sum()) * unit_s)
+    full = np.ones(len(lengths))
+    return LinkTime(streamed_s, late_s, round_trip_s * full, busy_s * full)
+
+
+def joined(parts: Sequence[LinkTime | None], counts: Sequence[int]) -> LinkTime | None:
+    """The link times of several paths, one after the other, each with so many entries; None if none has any."""
+    import numpy as np
+
+    if all(part is None for part in parts):
+        return None
+
+    def every(field: str) -> "FloatArray":
+        return np.concatenate(
+            [
+                np.zeros(count) if part is None else getattr(part, field)
+                for part, count in zip(parts, counts, strict=True)
+            ]
+        )
+
+    return LinkTime(every("streamed_s"), every("late_s"), every("round_trip_s"), every("busy_s"))
+
+
+def service_ttft(pools: tuple[PrefillPoolLoad, ...], quantile: float = 0.9) -> tuple[float, float]:
+    """Mean and quantile of prefill and link in seconds, without waiting: what Table 6 prints."""
+    import numpy as np
+
+    seconds = np.concatenate([pool.served_s() for pool in pools])
     weights = np.concatenate([pool.weights for pool in pools])
     order = np.argsort(seconds)
     seconds, weights = seconds[order], weights[order] / weights.sum()
@@ -74,40 +195,128 @@ def service_ttft(pools: tuple[PrefillPoolLoad, ...], quantile: float = 0.9) -> t
     return mean, float(seconds[min(int(np.searchsorted(cumulative, quantile - 1e-12)), len(seconds) - 1)])
 
 
-def queueing_ttft(pools: tuple[PrefillPoolLoad, ...], lambda_max: float, load: float) -> TtftEstimate:
-    """TTFT with waiting at `load` × `lambda_max` requests per second.
+class TtftDistribution:
+    """TTFT with waiting at a rate of requests.
 
-    Per pool M/G/k by Allen and Cunneen: the wait of M/M/k (Erlang C) times (1 + CV²) / 2, exponential given
-    that there is one. Not a bound: real arrivals come in bursts.
+    Per prefill pool M/G/k by Allen and Cunneen: the wait of M/M/k (Erlang C) times (1 + CV²) / 2, exponential given
+    that there is one; the same for the decode slots, on top. Not a bound: real arrivals come in bursts.
+
+    Args:
+        pools: The prefill pools.
+        requests_per_s: What arrives at the whole system.
+        decode: The decode slots; none: as if nobody ever waited for one.
     """
+
+    def __init__(
+        self,
+        pools: tuple[PrefillPoolLoad, ...],
+        requests_per_s: float,
+        decode: Sequence[DecodeQueue] = (),
+    ) -> None:
+        self._pools = pools
+        self._decode = decode or (DecodeQueue(1.0, 0.0, NO_WAIT),)
+        self.busiest_utilisation = max(_utilisations(pools, requests_per_s, self._decode), default=0.0)
+        self.is_finite = self.busiest_utilisation < 1
+        if self.is_finite:
+            self._served_s = [pool.served_s(requests_per_s) for pool in pools]
+            self._waits = [wait_of(pool, requests_per_s) for pool in pools]
+
+    def mean_s(self) -> float:
+        """Infinite if some stage is full."""
+        if not self.is_finite:
+            return math.inf
+        decode_s = sum(queue.part * queue.wait.chance * queue.wait.mean_s for queue in self._decode)
+        return decode_s + sum(
+            float((pool.weights * (served_s + wait.chance * wait.mean_s)).sum())
+            for pool, served_s, wait in zip(self._pools, self._served_s, self._waits, strict=True)
+        )
+
+    def at_most(self, seconds: float) -> float:
+        """The part of all requests whose TTFT is no longer; 0 if some stage is full."""
+        if not self.is_finite:
+            return 0.0
+        return sum(
+            queue.part * float((pool.weights * _in_time(seconds - served_s, wait, queue.wait)).sum())
+            for pool, served_s, wait in zip(self._pools, self._served_s, self._waits, strict=True)
+            for queue in self._decode
+        )
+
+    def quantile_s(self, quantile: float) -> float:
+        """Infinite if some stage is full."""
+        if not self.is_finite:
+            return math.inf
+        low, high = 0.0, 1.0
+        while self.at_most(high) < quantile:
+            high *= 2
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.at_most(middle) < quantile else (low, middle)
+        return high
+
+
+def queueing_ttft(
+    pools: tuple[PrefillPoolLoad, ...],
+    lambda_max: float,
+    load: float,
+    decode: Sequence[DecodeQueue] = (),
+) -> TtftEstimate:
+    """TTFT with waiting at `load` × `lambda_max` requests per second, as `TtftDistribution` has it."""
+    rate = load * lambda_max
+    found = TtftDistribution(pools, rate, decode)
+    mean_s, p90_s = (found.mean_s(), found.quantile_s(0.9)) if found.is_finite else (None, None)
+    return TtftEstimate(ESTIMATE_LABEL, load, rate, mean_s, p90_s, found.busiest_utilisation)
+
+
+def _utilisations(
+    pools: tuple[PrefillPoolLoad, ...], requests_per_s: float, decode: Sequence[DecodeQueue]
+) -> list[float]:
+    found = [queue.utilisation for queue in decode]
+    for pool in pools:
+        if pool.instances:
+            found.append(requests_per_s * pool.work_s / pool.instances)
+        elif pool.weights.any():
+            found.append(math.inf)
+        if pool.link is not None and len(pool.link.busy_s):
+            found.append(requests_per_s * float(pool.link.busy_s.max()))
+    return found
+
+
+def _in_time(left_s: "FloatArray", first: Wait, second: Wait) -> "FloatArray":
+    """P(both waits together <= left) for every entry."""
     import numpy as np
 
-    rate = load * lambda_max
-    busiest = max((rate * pool.work_s / pool.instances for pool in pools if pool.instances), default=0.0)
-    idle = any(pool.instances == 0 and pool.weights.any() for pool in pools)
-    if busiest >= 1 or idle:
-        return TtftEstimate(ESTIMATE_LABEL, load, rate, None, None, math.inf if idle else busiest)
-    waits = [wait_of(pool, rate) for pool in pools]
-    mean = sum(
-        float((pool.weights * (pool.seconds + chance * wait_s)).sum())
-        for pool, (chance, wait_s) in zip(pools, waits, strict=True)
-    )
+    left = np.maximum(left_s, 0.0)
+    if second.chance < _NEVER:
+        late = first.chance * _tail(left, first.mean_s)
+    else:
+        both = first.chance * second.chance
+        late = (
+            (first.chance - both) * _tail(left, first.mean_s)
+            + (second.chance - both) * _tail(left, second.mean_s)
+            + both * _tail_of_two(left, first.mean_s, second.mean_s)
+        )
+    in_time: FloatArray = np.where(left_s >= 0, 1 - late, 0.0)
+    return in_time
 
-    def at_most(seconds: float) -> float:
-        total = 0.0
-        for pool, (chance, wait_s) in zip(pools, waits, strict=True):
-            left = seconds - pool.seconds
-            late = chance * np.exp(-np.maximum(left, 0.0) / wait_s) if chance > 0 else np.zeros(len(left))
-            total += float((pool.weights * np.where(left >= 0, 1 - late, 0.0)).sum())
-        return total
 
-    low, high = 0.0, 1.0
-    while at_most(high) < 0.9:
-        high *= 2
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if at_most(middle) < 0.9 else (low, middle)
-    return TtftEstimate(ESTIMATE_LABEL, load, rate, mean, high, busiest)
+def _tail(left: "FloatArray", mean_s: float) -> "FloatArray":
+    import numpy as np
+
+    tail: FloatArray = np.exp(-left / mean_s) if mean_s > 0 else np.zeros(len(left))
+    return tail
+
+
+def _tail_of_two(left: "FloatArray", one_s: float, other_s: float) -> "FloatArray":
+    """P(X + Y > left) of two exponential times."""
+    import numpy as np
+
+    if one_s <= 0 or other_s <= 0:
+        return _tail(left, max(one_s, other_s))
+    if abs(one_s - other_s) < 1e-6 * one_s:
+        equal: FloatArray = (1 + left / one_s) * np.exp(-left / one_s)
+        return equal
+    tail: FloatArray = (one_s * np.exp(-left / one_s) - other_s * np.exp(-left / other_s)) / (one_s - other_s)
+    return tail
 
 
 def erlang_c(servers: int, offered: float) -> float:
@@ -118,18 +327,18 @@ def erlang_c(servers: int, offered: float) -> float:
     return blocked / (1 - offered / servers * (1 - blocked))
 
 
-def wait_of(pool: PrefillPoolLoad, rate: float) -> tuple[float, float]:
-    """The chance to wait at `rate` requests per second of the system, and the mean wait in seconds of those who do.
+def wait_of(pool: PrefillPoolLoad, rate: float) -> Wait:
+    """The wait for a prefill instance at `rate` requests per second of the system.
 
     First come, first served. The pool must have less work than time.
     """
     share = float(pool.weights.sum())
     if share <= 0:
-        return 0.0, 0.0
+        return NO_WAIT
     arrivals = rate * share
     service_s = pool.work_s / share
     second_moment = float((pool.seconds**2 * pool.weights).sum()) / share
     variation = max(second_moment / service_s**2 - 1, 0.0)
     offered = arrivals * service_s
     chance = erlang_c(pool.instances, offered)
-    return chance, (1 + variation) / 2 * service_s / (pool.instances - offered)
+    return Wait(chance, (1 + variation) / 2 * service_s / (pool.instances - offered))

@@ -1,11 +1,11 @@
 """The two-cluster optimum (Eq. 7 and 8): every split of the PD cluster, and the threshold to machine precision."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prfaas.core.planner import equations
-from prfaas.core.planner.loads import Loads, Split
+from prfaas.core.planner.loads import Loads, Split, pools_of, work_of
 from prfaas.core.planner.operating_point import (
     CachePolicy,
     LinkUse,
@@ -17,7 +17,7 @@ from prfaas.core.planner.operating_point import (
     StageKind,
 )
 from prfaas.core.planner.problem import PlanError, PlanProblem, path
-from prfaas.core.planner.ttft import PrefillPoolLoad, StageWork, service_ttft
+from prfaas.core.planner.ttft import StageWork, service_ttft
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,11 +48,11 @@ def best_point(problem: PlanProblem, service: ServiceModel = "mean length") -> O
 def _best(problem: PlanProblem, service: ServiceModel) -> tuple[Split, float, int]:
     """The two routes, the length and the prefill instances of `best_point`."""
     best: tuple[tuple[float, float], Split, float, int] | None = None
-    for policy in _policies(problem):
+    for policy in policies(problem):
         split = split_of(problem, policy, service)
         if split is None:
             continue
-        merit, length, n_prefill = _best_of(split, range(split.pd.instances + 1))
+        merit, length, n_prefill = best_of(split, range(split.pd.instances + 1))
         if best is None or merit > best[0]:
             best = (merit, split, length, n_prefill)
     assert best is not None
@@ -74,16 +74,16 @@ def cheapest_point(
 
     best, length, n_prefill = _best(problem, service)
     least, found = math.inf, (best, length, n_prefill)
-    for policy in _policies(problem):
+    for policy in policies(problem):
         split = split_of(problem, policy, service)
         if split is None:
             continue
         lengths = np.unique(np.append(_candidate_lengths(split), length))
-        egress = np.zeros(len(lengths))
-        for name, bits in split.loads(lengths).link_bits.items():
+        egress, loads = np.zeros(len(lengths)), split.loads(lengths)
+        for name, bits in loads.link_bits.items():
             egress += per_bit[name] * bits
         splits = range(split.pd.instances + 1)
-        for count, (rates, _) in zip(splits, _merits(split, lengths, splits), strict=True):
+        for count, (rates, _) in zip(splits, merits(split, loads, splits), strict=True):
             costs = egress + _ratio(instances_per_s, rates)
             index = int(np.argmin(costs))
             if costs[index] < least:
@@ -102,22 +102,24 @@ def best_threshold(
 def best_threshold_tokens(problem: PlanProblem, n_prefill: int, service: ServiceModel) -> float | None:
     """The threshold of `best_threshold` alone, which takes a fraction of the time."""
     split, length = _balance(problem, n_prefill, service)
-    return _settled(problem, length) * split.own_share if split.remote is not None else None
+    return settled(problem, length) * split.own_share if split.remote is not None else None
 
 
 def work_with_prefill(problem: PlanProblem, n_prefill: int) -> StageWork:
     """The stages' work at `best_threshold`."""
-    import numpy as np
+    return works_with_prefill(problem, [n_prefill])[n_prefill]
 
-    split, length = _balance(problem, n_prefill, "mean length")
-    length = _settled(problem, length if split.remote is not None else math.inf)
-    loads = split.loads(np.array([length], dtype=np.float64))
-    link_rates = {
-        link.name: link.bandwidth_bits_per_s / float(loads.link_bits[link.name][0])
-        for link in problem.links
-        if loads.link_bits[link.name][0] > 0
-    }
-    return StageWork(pools_of(split, length, n_prefill), link_rates, {split.pd.name: 1.0})
+
+def works_with_prefill(problem: PlanProblem, counts: Sequence[int]) -> dict[int, StageWork]:
+    """`work_with_prefill` by number of prefill instances; what these have in common is worked out once."""
+    split = _required(split_of(problem, "own", "mean length"))
+    candidates = _candidate_lengths(split)
+    loads = split.loads(candidates)
+    works = {}
+    for count in counts:
+        length = best_of(split, [count], candidates, loads)[1] if split.remote is not None else math.inf
+        works[count] = work_of(split, settled(problem, length), count)
+    return works
 
 
 def best_rate(problem: PlanProblem, n_prefill: int, service: ServiceModel) -> float:
@@ -174,7 +176,7 @@ def point_of(split: Split, length: float, n_prefill: int) -> OperatingPoint:
     import numpy as np
 
     problem, pd = split.problem, split.pd
-    length = _settled(problem, length if split.remote is not None else math.inf)
+    length = settled(problem, length if split.remote is not None else math.inf)
     loads = split.loads(np.array([length], dtype=np.float64))
     p = float(loads.offloaded[0])
     n_decode = pd.instances - n_prefill
@@ -234,7 +236,7 @@ def _rate_of(split: Split, length: float, n_prefill: int) -> float:
     """Λ_max of `point_of` alone."""
     import numpy as np
 
-    length = _settled(split.problem, length if split.remote is not None else math.inf)
+    length = settled(split.problem, length if split.remote is not None else math.inf)
     loads = split.loads(np.array([length], dtype=np.float64))
     return _least(_decode_rate(split, n_prefill), _capacities(split, loads, n_prefill))
 
@@ -254,39 +256,22 @@ def _least(decode: float, capacities: "Mapping[tuple[StageKind, str], float | No
     return min([decode, *(value for value in capacities.values() if value is not None)])
 
 
-def _settled(problem: PlanProblem, length: float) -> float:
+def settled(problem: PlanProblem, length: float) -> float:
     """0 if (almost) every prompt is longer, the longest prompt if (almost) none is."""
     lengths = problem.workload.lengths
     p = lengths.tail(length)
     return lengths.high if p < _NO_REQUESTS else 0.0 if p > 1 - _NO_REQUESTS else length
 
 
-def pools_of(split: Split, length: float, n_prefill: int) -> tuple[PrefillPoolLoad, ...]:
-    """The prefill pools and their service times, by the exact distribution of lengths."""
-    lengths = split.problem.workload.lengths
-    smooth = lengths.atoms() is None
-    pools = []
-    short = lengths.fine_bins(up_to=length)
-    if len(short.weights):
-        seconds = split.pd.prefill_s(split.local.share * short.lengths)
-        pools.append(PrefillPoolLoad(split.pd.name, n_prefill, seconds, short.weights, smooth))
-    long = lengths.fine_bins(above=length)
-    if len(long.weights) and split.prfaas is not None and split.remote is not None:
-        seconds = split.prfaas.prefill_s(split.remote.share * long.lengths)
-        pools.append(
-            PrefillPoolLoad(split.prfaas.name, split.prfaas.instances, seconds, long.weights, smooth)
-        )
-    return tuple(pools)
-
-
-def _policies(problem: PlanProblem) -> tuple[CachePolicy, ...]:
+def policies(problem: PlanProblem) -> tuple[CachePolicy, ...]:
+    """Those that differ."""
     ratios = {problem.hit_ratio(cluster) for cluster in problem.clusters}
     return ("own",) if len(ratios) == 1 else ("own", "best")
 
 
 def _balance(problem: PlanProblem, n_prefill: int, service: ServiceModel) -> tuple[Split, float]:
     split = _required(split_of(problem, "own", service))
-    return split, _best_of(split, range(n_prefill, n_prefill + 1))[1]
+    return split, best_of(split, range(n_prefill, n_prefill + 1))[1]
 
 
 def _given(problem: PlanProblem, n_prefill: int, service: ServiceModel) -> Split:
@@ -316,13 +301,18 @@ def _candidate_lengths(split: Split) -> "FloatArray":
     return np.unique(np.concatenate([[0.0], quantiles, grid]))
 
 
-def _best_of(split: Split, splits: range) -> tuple[tuple[float, float], float, int]:
-    """The best (Λ, prefill's own limit), and the length and number of prefill instances that give it."""
-    candidates = _candidate_lengths(split)
-    merits = _merits(split, candidates, splits)
+def best_of(
+    split: Split, splits: Sequence[int], candidates: "FloatArray | None" = None, loads: Loads | None = None
+) -> tuple[tuple[float, float], float, int]:
+    """The best (Λ, prefill's own limit), and the length and number of prefill instances that give it.
+
+    `candidates`: what `_candidate_lengths` gives, with their `loads`; None: they are worked out here.
+    """
+    candidates = _candidate_lengths(split) if candidates is None else candidates
+    found_merits = merits(split, loads or split.loads(candidates), splits)
     zooms = _ZOOMS if split.problem.workload.lengths.atoms() is None and len(candidates) > 2 else 0
     best: tuple[tuple[float, float], float, int] | None = None
-    for n_prefill, (rates, limits) in zip(splits, merits, strict=True):
+    for n_prefill, (rates, limits) in zip(splits, found_merits, strict=True):
         index = _highest(rates, limits)
         found = ((float(rates[index]), float(limits[index])), float(candidates[index]), n_prefill)
         if zooms and (best is None or found[0][0] > 0.98 * best[0][0]):
@@ -347,7 +337,7 @@ def _zoom(
         low = candidates[max(index - 1, 0)]
         high = candidates[min(index + 1, len(candidates) - 1)]
         candidates = np.unique(np.append(np.linspace(low, high, _ZOOM_POINTS), candidates[index]))
-        rates, limits = _merits(split, candidates, range(n_prefill, n_prefill + 1))[0]
+        rates, limits = merits(split, split.loads(candidates), [n_prefill])[0]
         index = _highest(rates, limits)
         here = ((float(rates[index]), float(limits[index])), float(candidates[index]), n_prefill)
         if here[0] > found[0]:
@@ -363,12 +353,11 @@ def _highest(rates: "FloatArray", limits: "FloatArray") -> int:
     return int(equal[::-1][np.argmax(limits[equal][::-1])])
 
 
-def _merits(split: Split, lengths: "FloatArray", splits: range) -> "list[tuple[FloatArray, FloatArray]]":
-    """For every split: Λ, and what it would be if decode were no limit, over the candidate lengths."""
+def merits(split: Split, loads: Loads, splits: Sequence[int]) -> "list[tuple[FloatArray, FloatArray]]":
+    """For every split: Λ, and what it would be if decode were no limit, over the lengths of the loads."""
     import numpy as np
 
-    loads = split.loads(lengths)
-    rates = np.full(len(lengths), math.inf)
+    rates = np.full(len(loads.pd_s), math.inf)
     if split.prfaas is not None:
         rates = np.minimum(rates, _ratio(split.prfaas.instances, loads.prfaas_s))
     for link in split.problem.links:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from prfaas.core.deployment import Role
 from prfaas.core.planner import PlanProblem, ServiceModel
@@ -13,11 +14,21 @@ from prfaas.core.scheduling.role_choice import (
     RoleChoice,
     RoleOutlook,
     RolePrediction,
-    latency_of,
+    latencies_of,
 )
+from prfaas.core.scheduling.view import InstanceView
 
 COOL_DOWN_PERIODS = 2
 """After a conversion the queues need this many evaluations to show what it did."""
+
+DRAIN_LIMIT_S = 60.0
+"""After so long an instance has its new role, even if old work is still there."""
+DRAIN_CHECK_S = 0.25
+"""How often a drain should be looked at."""
+
+DrainResult = Literal["done", "done-with-old-work", "abandoned"]
+"""How a drain ended: the old work is done; it took too long, and both kinds of work are there for a while; the
+instance failed and keeps its role."""
 
 # A stage this busy, or with a request waiting for every instance, is taken as full.
 _FULL = 0.95
@@ -184,7 +195,7 @@ class Allocator:
         self.outlook = RoleOutlook("throughput")
         if expected is None or expected.requests_per_s <= 0:
             return None
-        found = [latency_of(problem, each, expected) for each in (roles, *_options(loads, roles))]
+        found = latencies_of(problem, [roles, *_options(loads, roles)], expected)
         quick, steady = (
             self._chosen([RolePrediction.of(each) for each in found]),
             self._chosen(self._averaged(found)),
@@ -365,3 +376,31 @@ def _healthy(load: PdLoad) -> int:
 def _inside(prefill: int, load: PdLoad) -> int:
     """At least one instance of each role."""
     return min(max(prefill, 1), _healthy(load) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class RoleDrain:
+    """One instance that finishes its old work and gets nothing new, so that no request is lost or slowed."""
+
+    instance: InstanceView
+    to_role: Role
+    since_s: float
+
+    @classmethod
+    def begin(cls, instance: InstanceView, to_role: Role, now_s: float) -> "RoleDrain":
+        """Let nothing new go to `instance`: it is draining from now on."""
+        instance.draining = True
+        return cls(instance, to_role, now_s)
+
+    def conclude(self, now_s: float) -> DrainResult | None:
+        """End the drain if it is over; None if it is not. The caller gives the role, unless it was abandoned."""
+        if not self.instance.healthy:
+            result: DrainResult = "abandoned"
+        elif self.instance.in_flight == 0:
+            result = "done"
+        elif now_s - self.since_s >= DRAIN_LIMIT_S:
+            result = "done-with-old-work"
+        else:
+            return None
+        self.instance.draining = False
+        return result

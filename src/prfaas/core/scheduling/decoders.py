@@ -1,6 +1,5 @@
 """Which instance of every PD cluster would decode a request, and when it would have a slot for it."""
 
-import math
 from collections.abc import Callable, Sequence
 
 from prfaas.core.scheduling.decision import RoutingRequest
@@ -115,14 +114,24 @@ def soonest_free(instances: Sequence[InstanceView]) -> InstanceView | None:
     """Where none holds anything and none is to be avoided: of a cluster's instances the one with the soonest slot,
     then the lightest, then the fewest requests in flight. None if none may decode."""
     chosen: InstanceView | None = None
-    least = math.inf
+    decoding = slots = in_flight = 0
     for instance in instances:
-        if instance.takes_decodes:
-            slots = instance.decode_slots
-            load = instance.decoding / slots
-            if load >= 1.0:
-                # 1 and the wait for a slot, in units of the cluster's `slot_s`.
-                load += 1.0 / slots
-            if load <= least and (load < least or chosen is None or instance.in_flight < chosen.in_flight):
-                chosen, least = instance, load
+        if not instance.takes_decodes:
+            continue
+        here = instance.decoding
+        if instance.decode_slots == slots:
+            # With as many slots the fewer requests are the lighter load.
+            if here > decoding or (here == decoding and instance.in_flight >= in_flight):
+                continue
+        elif chosen is not None:
+            load, least = _load_and_wait(here, instance.decode_slots), _load_and_wait(decoding, slots)
+            if load > least or (load == least and instance.in_flight >= in_flight):
+                continue
+        chosen, decoding, slots, in_flight = instance, here, instance.decode_slots, instance.in_flight
     return chosen
+
+
+def _load_and_wait(decoding: int, slots: int) -> float:
+    """The share of its slots in use; of a full one 1 and the wait for a slot, in units of the cluster's `slot_s`."""
+    load = decoding / slots
+    return load + 1.0 / slots if load >= 1.0 else load

@@ -60,6 +60,14 @@ class PrefillPool(Generic[T]):
         heappop(self._shared)
         return self._taken(shared[3], now_s)
 
+    def next_of(self, instance: str) -> T | None:
+        """What `take` would return."""
+        mine = self._head(self._bound.get(instance))
+        shared = self._head(self._shared)
+        if mine is None or (shared is not None and shared[0] < mine[0]):
+            mine = shared
+        return None if mine is None else mine[3]
+
     def withdraw(self, item: T) -> bool:
         """Let `item` wait no longer. Returns False if it wasn't waiting."""
         if item not in self._work:

@@ -1,13 +1,14 @@
 """What is predicted for the roles that could be chosen, and the best of them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from prfaas.core.deployment import Role
 from prfaas.core.planner import PlanError, PlanProblem
-from prfaas.core.planner.role_latency import QueueingModel, RoleLatency, latency_with_roles
+from prfaas.core.planner.role_latency import QueueingModel, RoleLatency, latency_of_work, latency_with_roles
+from prfaas.core.planner.two_clusters import works_with_prefill
 
 # A TTFT counts as this many times its prefill at most, so that a stage that is full for a moment can be forgotten.
 _MOST_WAIT = 10.0
@@ -42,6 +43,20 @@ def latency_of(problem: PlanProblem, roles: Mapping[str, int], expected: Expecte
         return latency_with_roles(problem, roles, expected.requests_per_s, expected.queues)
     except PlanError:
         return RoleLatency(roles, expected.requests_per_s, math.inf, 0.0, math.inf, math.inf)
+
+
+def latencies_of(
+    problem: PlanProblem, options: Sequence[Mapping[str, int]], expected: ExpectedLoad
+) -> list[RoleLatency]:
+    """`latency_of` each of these roles. What they have in common is worked out once."""
+    if not problem.is_two_cluster:
+        return [latency_of(problem, roles, expected) for roles in options]
+    name = problem.pd[0].name
+    works = works_with_prefill(problem, [roles[name] for roles in options])
+    return [
+        latency_of_work(problem, roles, expected.requests_per_s, expected.queues, works[roles[name]])
+        for roles in options
+    ]
 
 
 @dataclass(frozen=True, slots=True)

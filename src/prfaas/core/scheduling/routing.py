@@ -296,6 +296,8 @@ def soonest_remote(
 ) -> PrefillCandidate:
     """Of `remotes`, at least one, the one with the least predicted TTFT."""
     kv_bytes = kv_bytes_to(request, view, pd.decode)
+    if len(remotes) == 1:
+        return streamed(*remotes[0], view.now_s, kv_bytes)
     now_s, kv_bits = view.now_s, BITS_PER_BYTE * kv_bytes
     chosen: tuple[BestCandidate, LinkView] | None = None
     least_s = math.inf

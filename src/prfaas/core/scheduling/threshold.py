@@ -7,7 +7,7 @@ what a running deployment knows of itself; `ThresholdOptimiser` searches it.
 import math
 from array import array
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from prfaas.core.latency.service_curve import ServiceCurve
@@ -35,15 +35,15 @@ _NEVER = -(1 << 62)
 class _Slot:
     """The histogram of one part of the window: how many lengths fell into each bin, and their sum in tokens."""
 
-    number: int
+    counts: "memoryview[int]"
+    tokens: "memoryview[float]"
+    number: int = _NEVER
     total: int = 0
-    counts: "array[int]" = field(default_factory=lambda: array("I", bytes(4 * _BINS)))
-    tokens: "array[float]" = field(default_factory=lambda: array("d", bytes(8 * _BINS)))
 
     def restart(self, number: int) -> None:
         self.number, self.total = number, 0
-        self.counts = array("I", bytes(4 * _BINS))
-        self.tokens = array("d", bytes(8 * _BINS))
+        self.counts[:] = array("I", bytes(4 * _BINS))
+        self.tokens[:] = array("d", bytes(8 * _BINS))
 
 
 class LengthWindow:
@@ -62,7 +62,13 @@ class LengthWindow:
         self.window_s = window_s
         self.min_count = max(min_count, 1)
         self._slot_s = window_s / slots
-        self._ring = [_Slot(_NEVER) for _ in range(slots)]
+        # All slots in one piece each, so that they are summed at once.
+        self._counts = array("I", bytes(4 * _BINS * slots))
+        self._tokens = array("d", bytes(8 * _BINS * slots))
+        counts: memoryview[int] = memoryview(self._counts)
+        sums: memoryview[float] = memoryview(self._tokens).cast("B").cast("d")
+        starts = range(0, _BINS * slots, _BINS)
+        self._ring = [_Slot(counts[start : start + _BINS], sums[start : start + _BINS]) for start in starts]
         self._first_s = math.inf
 
     def add(self, tokens: float, now_s: float) -> None:
@@ -74,15 +80,17 @@ class LengthWindow:
                 return  # older than the window
             slot.restart(number)
             self._first_s = min(self._first_s, now_s)
-        length = max(float(tokens), 1.0)
-        bin_ = min(int(math.log2(length) * _BINS_PER_OCTAVE), _BINS - 1)
+        length = float(tokens) if tokens > 1 else 1.0
+        bin_ = int(math.log2(length) * _BINS_PER_OCTAVE)
+        if bin_ >= _BINS:
+            bin_ = _BINS - 1
         slot.counts[bin_] += 1
         slot.tokens[bin_] += length
         slot.total += 1
 
     def count(self, now_s: float) -> int:
         """Requests in the window."""
-        return sum(slot.total for slot in self._live(now_s))
+        return sum(self._ring[row].total for row in self._live(now_s))
 
     def rate_per_s(self, now_s: float) -> float:
         """Requests per second in the window, or since the first one if that is less; 0 without any."""
@@ -97,18 +105,21 @@ class LengthWindow:
         import numpy as np
 
         live = self._live(now_s)
-        if sum(slot.total for slot in live) < self.min_count:
+        if sum(self._ring[row].total for row in live) < self.min_count:
             return None
-        counts, tokens = np.zeros(_BINS, dtype=np.uint64), np.zeros(_BINS)
-        for slot in live:
-            counts += np.frombuffer(slot.counts, dtype=np.uint32)
-            tokens += np.frombuffer(slot.tokens, dtype=np.float64)
+        all_counts = np.frombuffer(self._counts, dtype=np.uint32).reshape(-1, _BINS)
+        all_tokens = np.frombuffer(self._tokens, dtype=np.float64).reshape(-1, _BINS)
+        if len(live) < len(self._ring):
+            all_counts, all_tokens = all_counts[live], all_tokens[live]
+        counts = all_counts.sum(axis=0, dtype=np.uint64)
         seen = counts > 0
-        return Empirical(tokens[seen] / counts[seen], counts[seen])
+        counts = counts[seen]
+        return Empirical(all_tokens.sum(axis=0)[seen] / counts, counts)
 
-    def _live(self, now_s: float) -> list[_Slot]:
-        newest = int(now_s // self._slot_s)
-        return [slot for slot in self._ring if slot.total and newest - len(self._ring) < slot.number]
+    def _live(self, now_s: float) -> list[int]:
+        """The places in the ring of the window's histograms."""
+        oldest = int(now_s // self._slot_s) - len(self._ring)
+        return [row for row, slot in enumerate(self._ring) if slot.total and oldest < slot.number]
 
 
 SETTLE_S = 0.3

@@ -110,6 +110,8 @@ class Tilted:
 
     def _cheapest_remote(self, request: RoutingRequest, view: View, pd: PdCandidate) -> PrefillCandidate:
         kv_bytes = kv_bytes_to(request, view, pd.decode)
+        if len(pd.remotes) == 1:
+            return streamed(*pd.remotes[0], view.now_s, kv_bytes)
         now_s, kv_bits = view.now_s, BITS_PER_BYTE * kv_bytes
         chosen: tuple[BestCandidate, LinkView] | None = None
         least = math.inf

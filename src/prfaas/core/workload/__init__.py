@@ -1,5 +1,6 @@
 """The traffic: how long prompts and answers are, as formulas or from traces."""
 
+from prfaas.core.workload.csv_traces import CsvColumns
 from prfaas.core.workload.empirical import Empirical, fixed
 from prfaas.core.workload.lengths import (
     Bins,
@@ -15,6 +16,7 @@ from prfaas.core.workload.trace_readers import TraceFormat, read_trace
 
 __all__ = [
     "Bins",
+    "CsvColumns",
     "Empirical",
     "LengthDistribution",
     "RequestTrace",

@@ -4,7 +4,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prfaas.core.workload.lengths import LengthDistribution, WorkloadError, check_factor, check_quantile
+from prfaas.core.workload.lengths import (
+    LEAST_WEIGHT,
+    Bins,
+    LengthDistribution,
+    WorkloadError,
+    check_factor,
+    check_quantile,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,6 +74,25 @@ class Empirical(_Atoms):
         index = np.searchsorted(self.lengths, thresholds, side="right")
         return self.tail_mass[index], self.tail_tokens[index]
 
+    def fine_bins(self, above: float = 0.0, up_to: float = float("inf")) -> Bins:
+        """See `LengthDistribution.fine_bins`: the atoms of (above, up_to]."""
+        import numpy as np
+
+        first, end = (
+            int(each) for each in np.searchsorted(self.lengths, (max(above, 0.0), up_to), side="right")
+        )
+        # What `bins_between` would find by sorting its edges: the atoms are sorted, and their tails known.
+        mass, tokens = self.tail_mass[first : end + 1], self.tail_tokens[first : end + 1]
+        weights, moments = mass[:-1] - mass[1:], tokens[:-1] - tokens[1:]
+        upper = self.lengths[first:end]
+        lower = np.concatenate([[max(above, 0.0)], upper[:-1]]) if end > first else upper
+        kept = weights > LEAST_WEIGHT
+        if not kept.all():
+            weights, moments, upper = weights[kept], moments[kept], upper[kept]
+            lower = lower[kept]
+        lengths = np.clip(moments / weights, np.maximum(lower, self.low), upper)
+        return Bins(lower, upper, lengths, weights)
+
     def quantile(self, q: float) -> float:
         """See `LengthDistribution.quantile`."""
         import numpy as np
@@ -76,6 +102,10 @@ class Empirical(_Atoms):
         # A hair below q: 0.1 + 0.2 must still find the atom that 0.3 stands for.
         index = int(np.searchsorted(cumulative, q - 1e-12, side="left"))
         return float(self.lengths[min(index, len(self.lengths) - 1)])
+
+    def _above(self, t: float) -> tuple[float, float]:
+        index = self.lengths.searchsorted(t, side="right")
+        return float(self.tail_mass[index]), float(self.tail_tokens[index])
 
     def scaled(self, factor: float) -> "Empirical":
         """See `LengthDistribution.scaled`."""

@@ -22,6 +22,8 @@ class WorkloadError(ValueError):
     """A distribution that can't be, or a trace that can't be read; one sentence, of a trace with file and line."""
 
 
+# A bin of less probability is the rounding of sums.
+LEAST_WEIGHT = 1e-15
 # Fine enough that integrals of smooth latency curves are right to about 1e-7.
 _INTEGRATION_BINS = 4096
 
@@ -114,7 +116,7 @@ class LengthDistribution(ABC):
         edges = np.unique(edges)
         mass, tokens = self.above(edges)
         weights, moments = mass[:-1] - mass[1:], tokens[:-1] - tokens[1:]
-        kept = weights > 1e-15
+        kept = weights > LEAST_WEIGHT
         weights, moments = weights[kept], moments[kept]
         lower, upper = edges[:-1][kept], edges[1:][kept]
         # Differences of nearly equal numbers: rounding must not put a mean outside of its bin.

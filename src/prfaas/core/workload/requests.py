@@ -1,6 +1,6 @@
 """Recorded requests with their times, and which prompts begin alike; their files.
 
-Mooncake's and Azure's formats are read, our own is read and written.
+Mooncake's format, and CSV files as of Azure and BurstGPT, are read; our own is read and written.
 """
 
 import gzip
@@ -12,9 +12,11 @@ from itertools import count, islice, pairwise
 from pathlib import Path
 from typing import IO, Any
 
+from prfaas.core.workload.csv_traces import CsvColumns, read_azure, read_burstgpt, read_csv
 from prfaas.core.workload.lengths import WorkloadError
 from prfaas.core.workload.trace import (
     EndlessCache,
+    Trace,
     Where,
     bad_line,
     block_ids_of,
@@ -26,8 +28,8 @@ from prfaas.core.workload.trace_readers import (
     MOONCAKE_BLOCK_TOKENS,
     MS_PER_S,
     TraceFormat,
+    check_no_format,
     guess_format,
-    read_azure,
 )
 
 BLOCK_TOKENS = 512
@@ -145,14 +147,20 @@ def blocks_begun(input_tokens: int, block_tokens: int) -> int:
 _LARGEST_ID = (1 << 63) - 1
 
 
-def read_requests(path: Path, form: TraceFormat | None = None) -> RequestTrace:
-    """The requests of a file, from the first arrival on. Without a format, see `read_trace`.
+def read_requests(
+    path: Path, form: TraceFormat | None = None, columns: CsvColumns | None = None
+) -> RequestTrace:
+    """The requests of a file, from the first arrival on. Of the arguments see `read_trace`.
 
     Where a file doesn't say which prompts begin alike, none do.
 
     Raises:
         WorkloadError: no such file, a format without single requests, or a malformed line, which is named.
     """
+    if columns is not None:
+        check_no_format(path, form)
+        unit = "date and time, or s" if columns.unit_s == 1 else "ms"
+        return _of_csv(read_csv(path, columns), f"a CSV file's: {columns.arrival} as {unit}")
     return _READERS[form or guess_format(path)](path)
 
 
@@ -215,14 +223,23 @@ def _read_jsonl(path: Path) -> RequestTrace:
 
 
 def _read_azure(path: Path) -> RequestTrace:
+    return _of_csv(read_azure(path), "Azure's: times of day")
+
+
+def _read_burstgpt(path: Path) -> RequestTrace:
+    return _of_csv(read_burstgpt(path), "BurstGPT's: times in s")
+
+
+def _of_csv(trace: Trace, units: str) -> RequestTrace:
     fresh = count()
     requests = []
-    for each in read_azure(path).requests:
+    for each in trace.requests:
         blocks = _new_ids(fresh, each.input_tokens)
         requests.append(
             TracedRequest(each.arrival_s, each.input_tokens, each.output_tokens, blocks, BLOCK_TOKENS)
         )
-    return RequestTrace.of(str(path), requests, "Azure's: times of day; no two prompts begin alike")
+    notes = [units, "no two prompts begin alike", *(f"{part} are left out" for part in trace.skipped)]
+    return RequestTrace.of(trace.name, requests, "; ".join(notes))
 
 
 def _read_servegen(path: Path) -> RequestTrace:
@@ -232,6 +249,7 @@ def _read_servegen(path: Path) -> RequestTrace:
 _READERS: dict[TraceFormat, Callable[[Path], RequestTrace]] = {
     "mooncake": _read_mooncake,
     "azure": _read_azure,
+    "burstgpt": _read_burstgpt,
     "servegen": _read_servegen,
     "jsonl": _read_jsonl,
 }

@@ -1,11 +1,10 @@
 """Traces in any of the formats that `TraceFormat` names.
 
-Mooncake's and our own have one JSON object per line. Azure's LLM inference traces (2023) are CSV files with TIMESTAMP,
-ContextTokens, GeneratedTokens. ServeGen's published workloads are archives of rates and length distributions per client
-and window of time, without single requests.
+Mooncake's and our own have one JSON object per line. Azure's and BurstGPT's are CSV files, see `csv_traces`.
+ServeGen's published workloads are archives of rates and length distributions per client and window of time, without
+single requests.
 """
 
-import csv
 import json
 import math
 import re
@@ -13,10 +12,10 @@ import tarfile
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Literal, get_args
 
+from prfaas.core.workload.csv_traces import CsvColumns, csv_format, read_azure, read_burstgpt, read_csv
 from prfaas.core.workload.empirical import Empirical
 from prfaas.core.workload.lengths import WorkloadError
 from prfaas.core.workload.trace import (
@@ -76,66 +75,6 @@ def read_jsonl(path: Path) -> Trace:
             )
         )
     return Trace.of(str(path), tuple(requests))
-
-
-_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-# Seven digits of a second, one more than datetime knows.
-_TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d+)?(?:Z|[+-]\d\d:?\d\d)?")
-
-
-def read_azure(path: Path) -> Trace:
-    """Arrivals count from the first line.
-
-    Raises:
-        WorkloadError: a file or line that isn't that, with its number.
-    """
-    header: list[str] | None = None
-    requests: list[TraceRequest] = []
-    first_s = 0.0
-    for number, line in lines_of(path):
-        cells = [cell.strip() for cell in next(csv.reader([line]))]
-        if header is None:
-            header = cells
-            if missing := [column for column in _COLUMNS if column not in header]:
-                raise bad_line(str(path), number, f"the header has no {', '.join(missing)}")
-            continue
-        if len(cells) != len(header):
-            raise bad_line(str(path), number, f"has {len(cells)} values for {len(header)} columns")
-        row = dict(zip(header, cells, strict=True))
-        time_s = _time_s(str(path), number, row["TIMESTAMP"])
-        if not requests:
-            first_s = time_s
-        requests.append(
-            TraceRequest(
-                time_s - first_s,
-                _tokens(str(path), number, row, "ContextTokens"),
-                _tokens(str(path), number, row, "GeneratedTokens"),
-            )
-        )
-    if header is None:
-        raise WorkloadError(f"{path}: is empty; the first line must be {','.join(_COLUMNS)}")
-    return Trace.of(str(path), tuple(requests))
-
-
-def _time_s(where: str, number: int, text: str) -> float:
-    match = _TIME.fullmatch(text)
-    try:
-        if match is None:
-            raise ValueError
-        # As if in UTC: only differences count.
-        return datetime.fromisoformat(f"{match[1]}+00:00").timestamp() + float(match[2] or 0)
-    except ValueError:
-        raise bad_line(
-            where, number, f'TIMESTAMP "{text[:40]}" is no time like 2023-11-16 18:17:03.979'
-        ) from None
-
-
-def _tokens(where: str, number: int, row: dict[str, str], column: str) -> int:
-    text = row[column]
-    # Their exports write whole numbers with a fraction now and then: "374.0".
-    if not re.fullmatch(r"\d{1,12}(\.0+)?", text):
-        raise bad_line(where, number, f'{column} "{text[:40]}" must be a whole number of tokens')
-    return int(float(text))
 
 
 _MEMBER = re.compile(r"chunk-(\d+)-(trace\.csv|dataset\.json)")
@@ -294,24 +233,39 @@ def _histogram(where: str, start: str, window: Mapping[str, object], field: str)
     return {tokens: share / total for tokens, share in found.items()} if total > 0 else {}
 
 
-TraceFormat = Literal["mooncake", "azure", "servegen", "jsonl"]
+TraceFormat = Literal["mooncake", "azure", "burstgpt", "servegen", "jsonl"]
 
 _READERS: dict[TraceFormat, Callable[[Path], Trace]] = {
     "mooncake": read_mooncake,
     "azure": read_azure,
+    "burstgpt": read_burstgpt,
     "servegen": read_servegen,
     "jsonl": read_jsonl,
 }
 
 
-def read_trace(path: Path, form: TraceFormat | None = None) -> Trace:
-    """The trace in a file. Without a format: .csv is Azure's, .tar.gz and .tgz ServeGen's, and of .jsonl (or
-    .jsonl.gz) the first line's fields tell.
+def read_trace(path: Path, form: TraceFormat | None = None, columns: CsvColumns | None = None) -> Trace:
+    """The trace in a file.
+
+    Args:
+        path: Of the file.
+        form: Without it and without columns: .tar.gz and .tgz are ServeGen's, of .csv the header tells, and of
+            .jsonl the first line's fields (.csv.gz and .jsonl.gz too).
+        columns: Of a CSV file, whatever its header; a format can't be given with them.
 
     Raises:
         WorkloadError: no such file, another format, or a malformed line, which is named.
     """
+    if columns is not None:
+        check_no_format(path, form)
+        return read_csv(path, columns)
     return _READERS[form or guess_format(path)](path)
+
+
+def check_no_format(path: Path, form: TraceFormat | None) -> None:
+    """Raise WorkloadError if a format is given besides the columns of a CSV file."""
+    if form is not None:
+        raise WorkloadError(f"{path}: columns are named of a CSV file; leave out the format {form}")
 
 
 def guess_format(path: Path) -> TraceFormat:
@@ -324,7 +278,7 @@ def guess_format(path: Path) -> TraceFormat:
     if name.endswith((".tar.gz", ".tgz", ".tar")):
         return "servegen"
     if name.endswith((".csv", ".csv.gz")):
-        return "azure"
+        return csv_format(path)
     if name.endswith((".jsonl", ".jsonl.gz")):
         for _, line in lines_of(path):
             try:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from prfaas.core.deployment import PlannedDeployment
-from prfaas.core.planner import OperatingPoint, Plan
+from prfaas.core.planner import Baseline, OperatingPoint, Plan, TtftEstimate
 from prfaas.core.units import format_bits_per_s, format_s
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ NONE = "–"
 _LEAST_FRACTION, _LEAST_GAIN = 5e-4, 5e-6
 # The search may stop this far below the true optimum without a word about it.
 _LEAST_GAP = 1e-4
+_MORE_THAN_ONE = 1.001
 
 
 def print_plan(console: "Console", deployment: PlannedDeployment, plan: Plan) -> None:
@@ -32,16 +33,16 @@ def print_plan(console: "Console", deployment: PlannedDeployment, plan: Plan) ->
     console.print(Text(plan.verdict, style="bold"))
     for table in (
         _setups(deployment, plan),
-        _stages(deployment, point),
+        _stages(deployment, plan),
         _routes(point),
-        _links(point),
+        _links(deployment, point),
         _prices(plan),
     ):
         if not table.row_count:
             continue
         console.print()
         console.print(table)
-    for note in _notes(plan):
+    for note in _notes(deployment, plan):
         console.print()
         console.print(Text(note, style="dim"))
 
@@ -58,7 +59,7 @@ def print_sweep(
         plans: The plan at each value.
         is_rate: Whether the values are bits per second.
     """
-    table = _table(field)
+    table = new_table(field)
     for title in ("req/s", "homogeneous", "threshold", "prefill + decode", "egress"):
         table.add_column(title, justify="right")
     table.add_column("binds")
@@ -71,12 +72,13 @@ def print_sweep(
             _tokens(point.threshold_tokens) or NONE,
             f"{point.n_prefill} + {point.n_decode}",
             format_bits_per_s(point.egress_bits_per_s),
-            ", ".join(point.binding),
+            ", ".join(plan.binding),
         )
     console.print(table)
 
 
-def _table(*columns: str) -> "Table":
+def new_table(*columns: str) -> "Table":
+    """A table of these columns, the first of words and the others of numbers."""
     from rich import box
     from rich.table import Table
 
@@ -88,46 +90,51 @@ def _table(*columns: str) -> "Table":
 
 def _setups(deployment: PlannedDeployment, plan: Plan) -> "Table":
     """The optimum beside its baselines; a row that no column has anything to say about is left out."""
-    titles = ("homogeneous", "at equal cost", "naive")
-    given = zip(titles, (plan.homogeneous, plan.homogeneous_equal_cost, plan.naive), strict=True)
+    titles = ("fleet you have", "homogeneous", "at equal cost", "naive")
+    given = zip(titles, (plan.fleet, plan.homogeneous, plan.homogeneous_equal_cost, plan.naive), strict=True)
     baselines = {title: baseline for title, baseline in given if baseline is not None}
+    others = list(baselines.values())
     optimum, estimate, cost = plan.optimum, plan.ttft_estimate, plan.cost
-    points = [optimum, *(baseline.point for baseline in baselines.values())]
-    base = plan.homogeneous.point.lambda_max
+    points = [optimum, *(each.point for each in others)]
+    base = plan.homogeneous.comparable_rate
     rows: dict[str, list[str | None]] = {
         "throughput (req/s)": [f"{point.lambda_max:.4g}" for point in points],
         "against homogeneous": [
             _times(plan.ratio_to_homogeneous),
-            *(_times(point.lambda_max / base if base > 0 else None) for point in points[1:]),
+            *(_times(each.comparable_rate / base if base > 0 else None) for each in others),
         ],
         "GPUs": [
             _gpus(deployment),
-            *(
-                _gpus(deployment) if each is plan.naive else f"{each.gpus} {each.hardware}"
-                for each in baselines.values()
-            ),
+            *(_gpus(deployment) if each is plan.naive else f"{each.gpus} {each.hardware}" for each in others),
         ],
         "cost against optimum": [
             None if cost is None else _times(1.0),
-            *(
-                None if each.cost_ratio is None else _times(1 / each.cost_ratio)
-                for each in baselines.values()
-            ),
+            *(None if each.cost_ratio is None else _times(1 / each.cost_ratio) for each in others),
         ],
+        "throughput per cost": [_times(plan.equal_cost_ratio), *_per_cost(plan, others)],
         "threshold (tokens)": [_tokens(optimum.threshold_tokens)],
         "instances": [_instances(point) for point in points],
         "offloaded": [f"{optimum.offloaded_fraction:.1%}"],
         "TTFT mean / P90": [_pair(point.ttft_mean_s, point.ttft_p90_s) for point in points],
-        f"  with queues at {estimate.load:.0%} (estimate)": [_pair(estimate.mean_s, estimate.p90_s)],
-        "cost per million tokens": [None if cost is None else f"{cost.per_million_tokens:.4g}"],
+        f"  queued, {estimate.load:.0%} of each": [
+            _waits(each) for each in (estimate, *(each.ttft_estimate for each in others))
+        ],
+        f"  queued, {estimate.requests_per_s:.3g} req/s": [
+            _waits(each) for each in (estimate, *(each.ttft_same_traffic for each in others))
+        ],
+        **_target(plan, others),
+        "cost per million tokens": [
+            None if each is None else f"{each.per_million_tokens:.4g}"
+            for each in (cost, *(each.cost for each in others))
+        ],
         "egress per hour": [
             None if cost is None or not cost.egress_per_hour else f"{cost.egress_per_hour:.4g}"
         ],
-        "egress break-even (per GB)": [
+        "egress break-even per GB": [
             None if plan.egress_break_even_per_gb is None else f"{plan.egress_break_even_per_gb:.3g}"
         ],
     }
-    table = _table(f"{deployment.name}: {deployment.kv_model.name}", "optimum", *baselines)
+    table = new_table(f"{deployment.name}: {deployment.kv_model.name}", "optimum", *baselines)
     for name, cells in rows.items():
         if any(text is not None for text in cells):
             unsaid = [None] * (len(points) - len(cells))
@@ -135,20 +142,51 @@ def _setups(deployment: PlannedDeployment, plan: Plan) -> "Table":
     return table
 
 
-def _stages(deployment: PlannedDeployment, point: OperatingPoint) -> "Table":
+def _per_cost(plan: Plan, others: Sequence[Baseline]) -> list[str | None]:
+    """Throughput per money over that of the column at equal cost, as the verdict has it."""
+    same = plan.homogeneous_equal_cost
+    if same is None or same.cost_ratio is None or same.comparable_rate <= 0:
+        return [None] * len(others)
+    unit = same.comparable_rate * same.cost_ratio
+    return [
+        None if each.cost_ratio is None else _times(each.comparable_rate * each.cost_ratio / unit)
+        for each in others
+    ]
+
+
+def _target(plan: Plan, others: Sequence[Baseline]) -> dict[str, list[str | None]]:
+    """The row on the target of the TTFT; none without one."""
+    target = plan.ttft_target
+    if target is None:
+        return {}
+    name = "mean" if target.statistic == "mean" else "P90"
+    kept = [(plan.rate_within_target, plan.keeps_target)]
+    kept += [(each.rate_within_target, each.keeps_target) for each in others]
+    cells = [None if rate is None else f"{rate:.3g}{'' if keeps else ', missed'}" for rate, keeps in kept]
+    return {f"  req/s, {name} in {format_s(target.seconds)}": cells}
+
+
+def _waits(estimate: TtftEstimate | None) -> str | None:
+    if estimate is None:
+        return None
+    return _pair(estimate.mean_s, estimate.p90_s) or "overloaded"
+
+
+def _stages(deployment: PlannedDeployment, plan: Plan) -> "Table":
+    point = plan.optimum
     counts = {f"{cluster.name} prefill": cluster.instance_count for cluster in deployment.prfaas_clusters}
     for roles in point.roles:
         counts[f"{roles.cluster} prefill"] = roles.prefill
         counts[f"{roles.cluster} decode"] = roles.decode
     lowest = min((stage.capacity for stage in point.stages if stage.capacity is not None), default=0.0)
-    table = _table("stage", "instances", "full at (req/s)", "room")
+    table = new_table("stage", "instances", "full at (req/s)", "room")
     for stage in point.stages:
         count = str(counts.get(stage.name, ""))
         if stage.capacity is None:
             table.add_row(stage.name, count, "unused", NONE)
             continue
         room = f"{stage.capacity / lowest - 1:+.1%}" if lowest > 0 else NONE
-        binds = stage.name in point.binding
+        binds = stage.name in plan.binding
         table.add_row(
             stage.name,
             count,
@@ -160,7 +198,7 @@ def _stages(deployment: PlannedDeployment, point: OperatingPoint) -> "Table":
 
 
 def _routes(point: OperatingPoint) -> "Table":
-    table = _table("prefill in, decode in", "requests", "uncached tokens", "on average")
+    table = new_table("prefill in, decode in", "requests", "uncached tokens", "on average")
     for route in point.routes:
         if route.fraction > _LEAST_FRACTION:
             table.add_row(
@@ -172,8 +210,9 @@ def _routes(point: OperatingPoint) -> "Table":
     return table
 
 
-def _links(point: OperatingPoint) -> "Table":
-    table = _table("link", "egress", "bandwidth", "used", "if no link were a limit")
+def _links(deployment: PlannedDeployment, point: OperatingPoint) -> "Table":
+    round_trips_s = {link.name: link.rtt_s for link in deployment.links}
+    table = new_table("link", "egress", "bandwidth", "used", "if no link were a limit", "round trip")
     for link in point.links:
         needed = link.needed_bits_per_s
         table.add_row(
@@ -182,12 +221,13 @@ def _links(point: OperatingPoint) -> "Table":
             format_bits_per_s(link.bandwidth_bits_per_s),
             f"{link.utilisation:.1%}",
             NONE if needed is None else format_bits_per_s(needed),
+            format_s(round_trips_s.get(link.name, 0.0)),
         )
     return table
 
 
 def _prices(plan: Plan) -> "Table":
-    table = _table("one more", "adds (req/s)", "")
+    table = new_table("one more", "adds (req/s)", "")
     for price in plan.shadow_prices:
         resource = f"{price.unit} {'on' if price.unit == 'Gbit/s' else 'in'} {price.resource}"
         if abs(price.gain_ratio) < _LEAST_GAIN:
@@ -197,12 +237,25 @@ def _prices(plan: Plan) -> "Table":
     return table
 
 
-def _notes(plan: Plan) -> list[str]:
+def _notes(deployment: PlannedDeployment, plan: Plan) -> list[str]:
     notes = [
         "Throughput takes each stage's time at the mean length, as the paper does; by the lengths one by one it "
-        f"is {plan.lambda_max_by_length:.4g} req/s. TTFT is the time of prefill without waiting.",
+        f"is {plan.lambda_max_by_length:.4g} req/s. TTFT is prefill and link alone; 'queued' (an estimate) adds "
+        f"waiting, at {plan.ttft_estimate.load:.0%} of each column's own throughput, and of the optimum's.",
         "Instances are PrfaaS + PD prefill + PD decode, in a column without PrfaaS the latter two.",
     ]
+    if deployment.kv_copies > _MORE_THAN_ONE:
+        notes.append(
+            f"Ranks keep copies of what they can't divide: an instance sends {deployment.kv_copies:.3g} times the "
+            "KVCache of one rank. Set tensor_parallel of the clusters if your engines run otherwise."
+        )
+    ranks = {each.name: each.tensor_parallel for each in deployment.clusters}
+    if deployment.links and len(set(ranks.values())) > 1:
+        listed = ", ".join(f"{name} {count}" for name, count in ranks.items())
+        notes.append(
+            f"Engines of different tensor_parallel refuse each other's KVCache ({listed}): the plan counts the bytes "
+            "of the widest, and needs engines that are alike."
+        )
     cheapest = plan.cheapest
     if cheapest is not None and plan.cost is not None:
         point = cheapest.point

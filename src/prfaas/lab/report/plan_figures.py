@@ -56,7 +56,7 @@ def write_plots(
         plot_allocation(points, path("split"), threshold_tokens=threshold_tokens, best=n_prefill)
         yield path("split")
         if threshold_tokens is not None:
-            best = best_threshold(problem, n_prefill)
+            best = plan.optimum if problem.ttft_target is not None else best_threshold(problem, n_prefill)
             plot_threshold(*evaluate_thresholds(problem, best), path("threshold"), best=best)
             yield path("threshold")
     if deployment.links:
@@ -83,14 +83,18 @@ def kv_throughput_curves(deployment: PlannedDeployment) -> list[KvThroughputCurv
     for model in published_models():
         if model.in_paper and f"{model.name}-h200" in names:
             profile = load_profile(f"{model.name}-h200")
-            curves.append(_curve(model.title.split(" (")[0], model.kv_model, profile))
+            curves.append(_curve(f"{model.title.split(' (')[0]}, {_on(profile)}", model.kv_model, profile))
     shown = {f"{model.name}-h200" for model in published_models() if model.in_paper}
     own = {cluster.profile.name: cluster.profile for cluster in deployment.clusters}
     for name, profile in own.items():
         if name not in shown:
-            label = f"{deployment.kv_model.name}, {profile.hardware}"
+            label = f"{deployment.kv_model.name}, {_on(profile)}"
             curves.append(_curve(label, deployment.kv_model, profile))
     return curves
+
+
+def _on(profile: LatencyProfile) -> str:
+    return f"{profile.gpus_per_instance} {profile.hardware}"
 
 
 def _curve(label: str, kv_model: KvModel, profile: LatencyProfile) -> KvThroughputCurve:
@@ -153,8 +157,10 @@ def plot_allocation(
         best: The chosen N_p.
     """
     x = [point.n_prefill for point in points]
+    cluster = next((roles.cluster for point in points for roles in point.roles), "the PD cluster")
     rates = [point.lambda_max for point in points]
     away, home, decode = _limits(points)
+    names = _names(points)
     with plot(path) as (axes,):
         axes.bar(
             x,
@@ -173,23 +179,23 @@ def plot_allocation(
                 color="white" if point.n_prefill == best else THROUGHPUT,
                 fontsize=9,
             )
-        axes.plot(x, _filled(home, inf), "o-", color=PREFILL_HOME, label="limit of prefill at home")
+        axes.plot(x, _filled(home, inf), "o-", color=PREFILL_HOME, label=f"limit of {names[1]}")
         if None not in away:
             axes.plot(
                 x,
                 _filled(away, inf),
                 "s-",
                 color=PREFILL_AWAY,
-                label="limit of prefill in the PrfaaS cluster",
+                label=f"limit of {names[0]}",
             )
-        axes.plot(x, _filled(decode, inf), "^-", color=DECODE, label="limit of decode")
+        axes.plot(x, _filled(decode, inf), "^-", color=DECODE, label=f"limit of {names[2]}")
         axes.set_xticks(x, [f"{point.n_prefill} / {point.n_decode}" for point in points])
-        axes.set_xlabel("prefill / decode instances of the PD cluster")
+        axes.set_xlabel(f"prefill / decode instances of {cluster}")
         axes.set_ylabel("requests per second")
         # A line that leaves the picture belongs to a stage that is no limit there.
         axes.set_ylim(0, 1.9 * max(rates))
         at = "" if threshold_tokens is None else f", threshold {threshold_tokens:,.0f} tokens"
-        axes.set_title(f"Best split of the PD cluster{at}")
+        axes.set_title(f"Throughput over the split of {cluster}{at}")
 
 
 def evaluate_thresholds(
@@ -214,6 +220,7 @@ def plot_threshold(
     The two limits of prefill cross where the threshold is best, unless decode or the link binds first.
     """
     away, home, _ = _limits(points)
+    names = _names(points)
     rates = [point.lambda_max for point in points]
     chosen, rate = best.threshold_tokens, best.lambda_max
     assert chosen is not None
@@ -225,16 +232,16 @@ def plot_threshold(
             _filled(away, nan),
             color=PREFILL_AWAY,
             linestyle="--",
-            label="limit of the PrfaaS cluster: Θ(PrfaaS) / p",
+            label=f"{names[0]}: Θ(PrfaaS) / p",
         )
         axes.plot(
             tokens,
             _filled(home, nan),
             color=PREFILL_HOME,
             linestyle="--",
-            label="limit of prefill at home: Θ(PD-P) / (1 − p)",
+            label=f"{names[1]}: Θ(PD-P) / (1 − p)",
         )
-        axes.axhline(best.theta_pd_d, color=DECODE, linestyle="--", label="limit of decode: Θ(PD-D)")
+        axes.axhline(best.theta_pd_d, color=DECODE, linestyle="--", label=f"{names[2]}: Θ(PD-D)")
         axes.plot([chosen], [rate], "o", color=THROUGHPUT, markersize=8, zorder=5)
         axes.annotate(
             f"{chosen:,.0f} tokens\n{rate:.2f} req/s",
@@ -248,7 +255,26 @@ def plot_threshold(
         length_axis(axes, min(tokens), max(tokens), "threshold: longer prompts are offloaded")
         axes.set_ylabel("requests per second")
         axes.set_ylim(0, 1.9 * rate)
-        axes.set_title(f"Best threshold with {best.n_prefill} prefill and {best.n_decode} decode instances")
+        axes.set_title(
+            f"Throughput over the threshold, {best.n_prefill} prefill and {best.n_decode} decode instances"
+        )
+
+
+def _names(points: Sequence[OperatingPoint]) -> tuple[str, str, str]:
+    """Of the stages behind the three limits: a prefill away and its link are one limit, the lower of both."""
+    away: dict[str, None] = {}
+    home = decode = ""
+    for stage in points[0].stages:
+        match stage.kind:
+            case "prfaas prefill":
+                away[stage.name] = None
+            case "link":
+                away["its link"] = None
+            case "pd prefill":
+                home = stage.name
+            case "pd decode":
+                decode = stage.name
+    return " or ".join(away), home, decode
 
 
 def _limits(points: Sequence[OperatingPoint]) -> "list[list[float | None]]":
@@ -290,8 +316,8 @@ def _plot_bandwidth(name: str, problem: PlanProblem, plan: Plan, path: Path) -> 
         points,
         [plan.homogeneous.point.lambda_max] * len(values),
         path,
-        title=f"{name}: what bandwidth buys",
-        label="bandwidth of the link"
+        title=f"{name}: over the bandwidth",
+        label=f"bandwidth of link {problem.links[0].name}"
         if len(problem.links) == 1
         else "bandwidth of the widest link, the others in proportion",
         scale="bits_per_s",

@@ -168,13 +168,15 @@ def headline(report: SimulationReport) -> list[list[str]]:
     rows = []
     for label, key, format_value, compared in _ROWS:
         values = [_number(summary.get(key)) for summary in report.summaries.values()]
+        unknown = _UNKNOWN.get(key, NONE)
         cells = [label]
         for number, value in enumerate(values):
-            text = NONE if value is None else format_value(value)
+            text = unknown if value is None else format_value(value)
             if compared and number > 0:
                 text += _difference(values[0], value)
             cells.append(text)
-        if any(values if key in _ONLY_IF_ANY else (value is not None for value in values)):
+        is_known = any(values if key in _ONLY_IF_ANY else (value is not None for value in values))
+        if is_known or key in _UNKNOWN:
             rows.append(cells)
     return rows
 
@@ -334,6 +336,8 @@ _ROWS: tuple[tuple[str, str, Callable[[float], str], bool], ...] = (
     ("prefilled again after a failure", "retries", _count, False),
     ("stable", "stable", _stable, False),
 )
+# What is said where there is no verdict.
+_UNKNOWN = {"stable": "too short to say"}
 # Zero is what is expected of these.
 _ONLY_IF_ANY = {
     "conversions",

@@ -7,11 +7,16 @@ from typing import Any
 from prfaas.core.deployment import Role
 from prfaas.core.planner import KvSize, PlanError, PlanProblem
 from prfaas.core.planner.role_latency import QueueingModel
-from prfaas.core.scheduling.allocation import COOL_DOWN_PERIODS, Allocator
+from prfaas.core.scheduling.allocation import (
+    COOL_DOWN_PERIODS,
+    DRAIN_CHECK_S,
+    DRAIN_LIMIT_S,
+    Allocator,
+    RoleDrain,
+)
 from prfaas.core.scheduling.forecast import Outlook, foresight_of
-from prfaas.core.scheduling.queue_order import is_shortest_first
+from prfaas.core.scheduling.policy import is_shortest_first
 from prfaas.core.scheduling.role_choice import ExpectedLoad
-from prfaas.core.scheduling.role_drain import DRAIN_CHECK_S, DRAIN_LIMIT_S, RoleDrain
 from prfaas.core.scheduling.stage_utilisation import InstanceWork, StageUtilisation
 from prfaas.core.scheduling.threshold import (
     SETTLE_S,
@@ -214,8 +219,8 @@ class SlowLoops:
         return problem_now(clusters, links, lengths, output_tokens, self._kv_bytes)
 
     def _learn_outputs(self) -> None:
-        now_s, answers = self._world.events.now_s, self._answers
-        seen = _Answers(now_s, self._world.done, self._world.done_tokens, self._world.done_squares)
+        now_s, answers, ended = self._world.events.now_s, self._answers, self._world.answers
+        seen = _Answers(now_s, ended.count, ended.tokens, ended.squares)
         count, tokens = seen.count - answers.count, seen.tokens - answers.tokens
         if count < _ENOUGH_OUTPUTS:
             return

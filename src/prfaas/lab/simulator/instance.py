@@ -24,9 +24,11 @@ class JobStage(IntEnum):
     """Any instance of its cluster."""
     PREFILLING = 3
     """The end of its prefill."""
-    SENDING = 4
+    SHARING = 4
+    """The end of its last step, which the next prompts fill up."""
+    SENDING = 5
     """The rest of its KV."""
-    DECODING = 5
+    DECODING = 6
     """The end of its answer."""
 
 
@@ -39,9 +41,12 @@ class Job:
     __slots__ = (
         "arrival_s",
         "blocks",
+        "computed_tokens",
         "decision",
+        "early_tokens",
         "engine",
         "has_first",
+        "held_bytes",
         "is_lost",
         "is_sent",
         "is_void",
@@ -54,10 +59,12 @@ class Job:
         "place",
         "prefix_link",
         "promised_bytes",
+        "queued_s",
         "reused_tokens",
         "service_s",
         "slot_since_s",
         "stage",
+        "step_end_s",
         "target",
         "tokens",
         "transfer",
@@ -74,12 +81,22 @@ class Job:
     has_first: bool
     """The client has its first token."""
     decision: Decision
+    computed_tokens: int
+    """What its prefill computes."""
     engine: "Engine"
     """Where it prefills."""
     target: "Engine"
     """Where it decodes."""
     service_s: float
     """Seconds of its prefill, and of `load_s` before it."""
+    queued_s: float
+    """Since when it waits for its engine alone."""
+    early_tokens: int
+    """Of what its prefill computes: what filled up the steps of prompts before it."""
+    step_end_s: float
+    """When the step ended in which the last of its tokens was one of those."""
+    held_bytes: float | None
+    """What leaves at the end of the step that it shares; None where it shares none."""
     slot_since_s: float
     """Since when it has its decode slot."""
     own_tokens: int
@@ -117,12 +134,26 @@ class Job:
         self.blocks = blocks
         self.has_first = False
         self.is_void = self.is_lost = self.is_sent = False
-        self.promised_bytes = 0
+        self.promised_bytes = self.early_tokens = 0
+        self.held_bytes = None
         self.load = None
         self.load_s = 0.0
         self.link = self.prefix_link = None
         self.transfer = None
         self.stage = _QUEUED
+
+    def hold_back(self, done: "Callable[[Job], None]") -> None:
+        """What would leave at the end of its prefill will not leave then; `done(job)` when the rest has arrived."""
+        if self.link is not None and self.transfer is not None:
+            self.held_bytes = self.link.fluid.withhold(self.transfer, done)
+
+    def send_held(self, done: "Callable[[Job], None]") -> None:
+        """What was held back leaves now, if all before it has left; `done(job)` when it has arrived."""
+        if self.held_bytes is None or self.link is None or self.transfer is None:
+            return
+        if self.transfer.is_sent:
+            self.transfer = self.link.fluid.send(self.held_bytes, done, self)
+            self.held_bytes = None
 
     @property
     def is_at_prefill(self) -> bool:
@@ -135,6 +166,8 @@ class Engine:
 
     __slots__ = (
         "at_work",
+        "block_tokens",
+        "chunk_tokens",
         "clock",
         "cluster",
         "free_at_s",
@@ -146,6 +179,7 @@ class Engine:
         "queue",
         "sharing",
         "step_s",
+        "step_tokens",
         "view",
         "waiting_s",
     )
@@ -156,6 +190,12 @@ class Engine:
     """When the last of them ends."""
     sharing: TokenClock | None
     """How they share the instance's time evenly; None where there is only one."""
+    step_tokens: int
+    """Up to so many uncached tokens are computed together; 0: one prompt after another."""
+    chunk_tokens: int
+    """Of a step, where the next prompts fill up what a prompt leaves of its last ones; 0: they don't."""
+    block_tokens: int
+    """A step takes so many tokens of a prompt, or twice, three times as many, before the prompt's last full block."""
     queue: "deque[Job]"
     """Waits for this instance alone, in the order of arrival."""
     waiting_s: float
@@ -178,6 +218,9 @@ class Engine:
         step_s: Callable[[int], float] | None,
         prefill_slots: int = 1,
         sharing: TokenClock | None = None,
+        step_tokens: int = 0,
+        chunk_tokens: int = 0,
+        block_tokens: int = 1,
     ) -> None:
         self.view = view
         self.name = view.name
@@ -189,6 +232,9 @@ class Engine:
         self.queue = deque()
         self.prefill_slots = prefill_slots
         self.sharing = sharing
+        self.step_tokens = step_tokens
+        self.chunk_tokens = chunk_tokens
+        self.block_tokens = block_tokens
         self.at_work = 0
         self.free_at_s = 0.0
         self.waiting_s = 0.0
@@ -205,6 +251,51 @@ class Engine:
         self.waiting_s = max(self.waiting_s - service_s, 0.0)
         self.view.busy_until_s = max(self.view.busy_until_s - service_s, now_s)
 
+    def fill_up(self, job: Job, now_s: float) -> float:
+        """What `job` leaves of its last steps is filled up with tokens of the prompts that wait here.
+
+        As vLLM's scheduler does it: prompts in turn take of a step what it has left, in whole blocks up to their last
+        full one. That one ends a step where a model has states, since a state is kept there.
+
+        Args:
+            job: Its last token would be computed now, with none of the prompts behind it.
+            now_s: Now.
+
+        Returns:
+            Seconds by which its last step ends later.
+        """
+        own_tokens = job.computed_tokens - job.early_tokens
+        if not own_tokens:
+            return max(job.step_end_s - now_s, 0.0)
+        last = own_tokens % self.block_tokens
+        longest = self.chunk_tokens // self.block_tokens * self.block_tokens
+        steps = [tokens for tokens in ((own_tokens - last) % longest, last) if tokens]
+        token_s = job.service_s / job.computed_tokens
+        late_s = sum(_seconds_of(other, other.early_tokens) for other in self.queue)
+        left_tokens = sum(steps)
+        for tokens in steps:
+            filled = self._fill_step(tokens, now_s + late_s - left_tokens * token_s)
+            late_s += sum(_seconds_of(other, tokens) for other, tokens in filled)
+            left_tokens -= tokens
+            for other, _ in filled:
+                other.step_end_s = now_s + late_s - left_tokens * token_s
+        return late_s
+
+    def _fill_step(self, tokens: int, start_s: float) -> list[tuple[Job, int]]:
+        """What those that wait when a step starts compute in it beside so many tokens of another prompt."""
+        left, block = self.chunk_tokens - tokens, self.block_tokens
+        filled: list[tuple[Job, int]] = []
+        for other in self.queue:
+            full = other.computed_tokens - other.computed_tokens % block - other.early_tokens
+            rest = other.computed_tokens - other.early_tokens
+            taken = min(left, full) // block * block if full else min(left, rest)
+            if other.queued_s > start_s or (rest and not taken):
+                break
+            other.early_tokens += taken
+            left -= taken
+            filled.append((other, taken))
+        return filled
+
     def answered(self, slot_s: float) -> None:
         """An answer has ended that kept its decode slot for so long: what anybody sees of an engine."""
         self.cluster.slot_s = learnt_slot_s(self.cluster.slot_s, 1, slot_s)
@@ -212,3 +303,8 @@ class Engine:
     def busy_s(self, now_s: float) -> float:
         """Seconds of prefill done so far."""
         return self.prefilled_s - max(self.free_at_s - now_s, 0.0) if self.at_work else self.prefilled_s
+
+
+def _seconds_of(job: Job, tokens: int) -> float:
+    """Of its prefill, as much as so many tokens of what it computes."""
+    return job.service_s * tokens / job.computed_tokens

@@ -33,7 +33,7 @@ class Invariants:
             "a void job is open"
         )
         ended = sum(value == value for value in world.columns.e2e_s)
-        assert ended == world.done, f"{world.done} requests are done, {ended} have an end"
+        assert ended == world.answers.count, f"{world.answers.count} requests are done, {ended} have an end"
         for number in world.open:
             assert world.columns.e2e_s[number] != world.columns.e2e_s[number], f"{number} is open and done"
 
@@ -56,7 +56,8 @@ class Invariants:
             )
             at_work = sum(job.stage is JobStage.PREFILLING for job in here)
             assert engine.at_work >= at_work, f"{engine.name} works on {engine.at_work}, not {at_work}"
-            assert engine.at_work <= engine.prefill_slots
+            # Prompts that share a step are as many as fit into it.
+            assert engine.at_work <= engine.prefill_slots or engine.step_tokens
             if engine.at_work:
                 assert engine.free_at_s >= now_s - _SLACK_S, f"{engine.name} ended at {engine.free_at_s}"
                 assert engine.view.busy_until_s >= engine.free_at_s - _SLACK_S
@@ -100,4 +101,4 @@ class Invariants:
 
 
 def _prefills(job: Job) -> bool:
-    return job.stage <= JobStage.PREFILLING
+    return job.stage <= JobStage.SHARING

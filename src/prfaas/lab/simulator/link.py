@@ -20,8 +20,7 @@ _SLACK = 1e-15
 # A stream that is behind catches up only where its share is more than its production by more than rounding.
 _FASTER = 1 + 1e-9
 
-# Rounding of rates.
-_NEARLY = 0.999
+_NEARLY = 0.999  # rounding of rates
 
 _production_rate = attrgetter("bits_per_s")
 
@@ -159,7 +158,7 @@ class FluidLink:
         self._abreast_bits_per_s = rate = self._abreast_bits_per_s + bits_per_s
         if bits_per_s > self._peak_bits_per_s:
             self._peak_bits_per_s = bits_per_s
-        is_full = self._late or self._leftover or rate > self._capacity_bits_per_s
+        is_full = self._late or self._leftover.transfers or rate > self._capacity_bits_per_s
         if is_full or bits_per_s > self._limit_bits_per_s:
             self._share(now_s)
         else:
@@ -195,6 +194,11 @@ class FluidLink:
         self._share(now_s)
         return transfer
 
+    def withhold(self, transfer: FluidTransfer, done: Callable[[Any], None]) -> float:
+        """Bytes that would come at the end of its production, and don't: it calls `done` when it arrives without."""
+        self._accepted_bits -= (last_bits := transfer.withhold(done))
+        return last_bits / BITS_PER_BYTE
+
     def cancel(self, transfer: FluidTransfer) -> None:
         """It ends here, and its `done` is not called. Nothing happens where it has been called already."""
         state = transfer.state
@@ -209,7 +213,7 @@ class FluidLink:
         if state == ABREAST:
             sent_bits = transfer.bits_per_s * (now_s - transfer.start_s)
             self._leave_abreast(transfer)
-        elif transfer in self._leftover:
+        elif transfer in self._leftover.transfers:
             sent_bits = self._leftover.remove(transfer)
         else:
             # Its entry in the heap, if it has one, is passed over.
@@ -263,13 +267,14 @@ class FluidLink:
         passed_s = now_s - self._at_s
         self._sent_bits += self._rate_bits_per_s * passed_s
         self._sent_each_bits += self._share_bits_per_s * passed_s
-        self._leftover.advance(passed_s)
+        if self._leftover.share_bits_per_s:
+            self._leftover.advance(passed_s)
         self._at_s = now_s
 
     def _share(self, now_s: float) -> None:
         """Divide the capacity from now on, and put an event for when that changes."""
         self._share_first(now_s)
-        if self._leftover:
+        if self._leftover.transfers:
             left_bits_per_s = self._capacity_bits_per_s - self._rate_bits_per_s
             self._rate_bits_per_s += self._leftover.share(left_bits_per_s, self._limit_bits_per_s)
             self._arm(self._leftover.next_end_s(now_s), now_s)
@@ -300,7 +305,7 @@ class FluidLink:
                 self._slowest_bits_per_s = math.inf
                 if self._heap:
                     self._heap.clear()
-                if not (self._abreast or self._leftover):
+                if not (self._abreast or self._leftover.transfers):
                     self._sent_bits = self._accepted_bits  # without the rounding of many sums
                 return
             self._fall_behind(now_s)
@@ -343,16 +348,12 @@ class FluidLink:
         """When the first one that is behind has caught up with its production."""
         return min(
             (
-                now_s + self._backlog_bits(transfer, now_s) / (share - transfer.bits_per_s)
+                now_s + transfer.backlog_bits(self._sent_each_bits, now_s) / (share - transfer.bits_per_s)
                 for transfer in self._behind
                 if share > transfer.bits_per_s * _FASTER
             ),
             default=math.inf,
         )
-
-    def _backlog_bits(self, transfer: FluidTransfer, now_s: float) -> float:
-        produced_bits = transfer.bits_per_s * (now_s - transfer.start_s)
-        return produced_bits - (self._sent_each_bits - transfer.offset_bits)
 
     def _wake(self, armed_s: float) -> None:
         if armed_s != self._armed_s:
@@ -374,10 +375,11 @@ class FluidLink:
                 ended.append(transfer)
         if share > self._slowest_bits_per_s * _FASTER:
             self._catch_up(armed_s, share, slack_s)
-        for transfer, left_bits in self._leftover.ended(slack_s):
-            transfer.state = ARRIVING
-            self._sent_bits += left_bits
-            ended.append(transfer)
+        if self._leftover.transfers:
+            for transfer, left_bits in self._leftover.ended(slack_s):
+                transfer.state = ARRIVING
+                self._sent_bits += left_bits
+                ended.append(transfer)
         self._share(armed_s)
         for transfer in ended:
             self._sent(transfer)
@@ -385,7 +387,7 @@ class FluidLink:
     def _catch_up(self, now_s: float, share: float, slack_s: float) -> None:
         for transfer in list(self._behind):
             bits_per_s = transfer.bits_per_s
-            backlog_bits = self._backlog_bits(transfer, now_s)
+            backlog_bits = transfer.backlog_bits(self._sent_each_bits, now_s)
             if share > bits_per_s * _FASTER and backlog_bits <= slack_s * (share - bits_per_s):
                 del self._behind[transfer]
                 transfer.state = ABREAST
@@ -405,7 +407,7 @@ class FluidLink:
 
     def _changed(self, _: None) -> None:
         now_s = self._events.now_s
-        if not (self._late or self._abreast or self._leftover):
+        if not (self._late or self._abreast or self._leftover.transfers):
             self._unwatched = True
             return
         self._advance(now_s)

@@ -113,7 +113,8 @@ class MonitoredLink:
             return
         view, fluid = self.view, self.fluid
         capacity = fluid.capacity_bits_per_s
-        if not self._is_as_believed(capacity):
+        is_exact = view.up and capacity == view.capacity_bits_per_s == self._announced.bits_per_s
+        if not (is_exact or self._is_as_believed(capacity)):
             self._is_watched = True
             self.meter.seen_s = now_s
             self._watch(None)

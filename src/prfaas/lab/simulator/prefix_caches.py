@@ -79,6 +79,7 @@ class PrefixCaches:
         "_block_tokens",
         "_caches",
         "_checkpoint_blocks",
+        "_one_block",
         "_state_tokens",
         "_uses",
     )
@@ -109,6 +110,8 @@ class PrefixCaches:
         self._caches = {name: _Cache(capacity_tokens[name]) for name in names}
         self._uses = 0
         self._answers: dict[tuple[int, int], PrefixHit] = {}
+        # Of an instance that holds one block, with the state to go on from there and without.
+        self._one_block = PrefixHit(block_tokens, block_tokens), PrefixHit(0, block_tokens)
 
     def held(self, block_ids: Sequence[int], num_tokens: int) -> dict[str, PrefixHit]:
         """What each instance holds of a prompt; those that hold nothing are left out."""
@@ -118,13 +121,16 @@ class PrefixCaches:
             return found
         first, answers, hybrid = block_ids[0], self._answers, self._checkpoint_blocks is not None
         second = block_ids[1] if most > 1 else None
+        with_state, alone = self._one_block
         for name, cache in self._caches.items():
             here = cache.last_use
             if first not in here:
                 continue
-            # Many prompts begin with the same block and share nothing else.
-            count = cache.count(block_ids, most) if second in here else 1
-            reusable = count
+            if second not in here:
+                # Many prompts begin with the same block and share nothing else.
+                found[name] = alone if hybrid and first not in cache.states else with_state
+                continue
+            count = reusable = cache.count(block_ids, most)
             if hybrid:
                 states = cache.states
                 # With a state every so many blocks this takes no more steps than that.
@@ -182,23 +188,49 @@ class PrefixCaches:
     def _evict(self, cache: _Cache, excess_tokens: int) -> None:
         """Make room, from the least recent block on."""
         last_use, states, uses = cache.last_use, cache.states, cache.uses
-        block_tokens, state_tokens = self._block_tokens, self._state_tokens
-        while True:
+        while excess_tokens > 0:
             number, blocks, left = uses[0]
-            while left:
-                block = blocks[left - 1]
-                if last_use.get(block) != number:
-                    break
-                left -= 1
-                del last_use[block]
-                excess_tokens -= block_tokens
-                if block in states:
-                    states.remove(block)
-                    excess_tokens -= state_tokens
-                if excess_tokens <= 0:
-                    if left:
-                        uses[0] = (number, blocks, left)
-                    else:
-                        uses.popleft()
-                    return
-            uses.popleft()
+            needed = -(-excess_tokens // self._block_tokens)
+            first = _first_of(number, blocks, max(left - needed, 0), left, last_use)
+            tail = blocks[first:left]
+            held = [] if states.isdisjoint(tail) else [block in states for block in tail]
+            count, freed_tokens = self._enough(len(tail), held, excess_tokens)
+            excess_tokens -= freed_tokens
+            gone = tail[len(tail) - count :]
+            deque(map(last_use.__delitem__, gone), maxlen=0)
+            if held:
+                states.difference_update(gone)
+            left -= count
+            if left and excess_tokens <= 0:
+                uses[0] = (number, blocks, left)
+            else:
+                uses.popleft()
+
+    def _enough(self, most: int, held: Sequence[bool], excess_tokens: int) -> tuple[int, int]:
+        """How many of the last of `most` blocks free `excess_tokens`, or all; and what they free with their states.
+
+        `held`: whether each has a state; empty: none has.
+        """
+        block_tokens = self._block_tokens
+        if not held:
+            count = min(-(-excess_tokens // block_tokens), most)
+            return count, count * block_tokens
+        freed_tokens = count = 0
+        while count < most and freed_tokens < excess_tokens:
+            count += 1
+            freed_tokens += block_tokens
+            if held[-count]:
+                freed_tokens += self._state_tokens
+        return count, freed_tokens
+
+
+def _first_of(number: int, blocks: Sequence[int], low: int, high: int, last_use: Mapping[int, int]) -> int:
+    """The first of blocks [low, high) that was used last by prompt `number`; all after it were, too."""
+    use = last_use.get
+    while low < high:
+        middle = (low + high) >> 1
+        if use(blocks[middle]) == number:
+            high = middle
+        else:
+            low = middle + 1
+    return low

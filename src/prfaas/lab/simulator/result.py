@@ -4,12 +4,15 @@ import math
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prfaas.core.deployment import Slo
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 FloatArray = NDArray[np.float64]
 
@@ -19,6 +22,10 @@ _GROWTH = 0.01
 _WALK_SDS = 2.0
 # Its steps are as uneven as arrivals are in this many parts of the run.
 _PARTS = 50
+# Each fifth of a run that says anything is an answer's time or longer, or it would show how the deployment fills.
+_LEAST_ANSWERS = 5
+# Queues are said to keep up only where an overload of this share would have shown.
+_SEEN_OVERLOAD = 0.2
 
 
 def backlog_growth(
@@ -50,6 +57,23 @@ def is_stable(arrived_s: FloatArray, left_s: FloatArray, start_s: float, end_s: 
     growth, between = backlog_growth(arrived_s, left_s, start_s, end_s)
     walk = math.sqrt(between * dispersion(arrived_s, start_s, end_s))
     return growth <= max(_GROWTH * between, _WALK_SDS * walk, 1.0)
+
+
+def stability(
+    arrived_s: FloatArray, left_s: FloatArray, start_s: float, end_s: float, answer_s: float
+) -> bool | None:
+    """`is_stable`, or None where the run is too short to say.
+
+    It is too short with fewer than five times `answer_s`, what one answer takes. It is too short to be called stable
+    where chance could hide an overload of a fifth: with fewer than some 170 Poisson arrivals.
+    """
+    if end_s - start_s < _LEAST_ANSWERS * answer_s:
+        return None
+    if not is_stable(arrived_s, left_s, start_s, end_s):
+        return False
+    _, between = backlog_growth(arrived_s, left_s, start_s, end_s)
+    walk = math.sqrt(between * dispersion(arrived_s, start_s, end_s))
+    return True if _WALK_SDS * walk <= _SEEN_OVERLOAD * between and between else None
 
 
 def dispersion(arrived_s: FloatArray, start_s: float, end_s: float) -> float:
@@ -169,6 +193,8 @@ class Result:
     `egress_bits_per_s_<link>` and so on."""
     changes: Mapping[str, Any]
     """What the slow loops changed: `threshold_changes`, `conversions`, and with pools `prefix_copies`."""
+    answer_s: float = 0.0
+    """What a request of mean lengths takes in a full batch, without waiting; 0: not known."""
 
     def mean_of(self, series: str) -> float | None:
         """The mean of a series after the warm-up; None where there is none, or nothing finite in it."""
@@ -177,6 +203,48 @@ class Result:
             return None
         kept = values[self.series["time_s"] > self.start_s]
         return _mean(kept[np.isfinite(kept)])
+
+    def table(self) -> dict[str, NDArray[Any]]:
+        """A column per fact, in seconds, tokens and bytes, with an entry per request in the order of arrival.
+
+        Columns are named as the fields are. Two differ: `request` is the number of the request from 0 on, the same
+        for every policy under the same requests, and `reason` is a word. With pools, `hit_tokens_memory`, `_ssd`,
+        `_machine` and `_cluster` say what of `hit_tokens` came from which tier.
+        """
+        reasons = np.array(self.reasons, dtype=object)
+        return {
+            "request": np.arange(len(self.arrival_s)),
+            "counted": self.counted,
+            "arrival_s": self.arrival_s,
+            "input_tokens": self.input_tokens,
+            "output_tokens": self.output_tokens,
+            "uncached_tokens": self.uncached_tokens,
+            "hit_tokens": self.hit_tokens,
+            **{f"hit_tokens_{tier}": tokens for tier, tokens in self.tier_tokens.items()},
+            "offloaded": self.offloaded,
+            "reason": reasons[self.reason],
+            "retries": self.retries,
+            "link_bytes": self.link_bytes,
+            "ttft_s": self.ttft_s,
+            "tpot_s": self.tpot_s,
+            "e2e_s": self.e2e_s,
+        }
+
+    def to_dataframe(self) -> "DataFrame":
+        """The `table` for pandas: a row per request, `reason` as a category.
+
+        Raises:
+            ModuleNotFoundError: pandas is not installed; `pip install 'prfaas[records]'`.
+        """
+        try:
+            import pandas
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "a data frame needs pandas: pip install 'prfaas[records]'", name=error.name
+            ) from error
+        columns = self.table()
+        reason = pandas.Categorical.from_codes(self.reason, categories=list(self.reasons))
+        return pandas.DataFrame(columns | {"reason": reason})
 
     def summary(self) -> dict[str, Any]:
         """The counted requests in numbers, ready for JSON; NaN becomes None."""
@@ -212,7 +280,7 @@ class Result:
             **self._by_tier(inputs),
             "retries": int(self.retries.sum()),
             "lost": int(np.isnan(self.e2e_s).sum()),
-            "stable": is_stable(self.arrival_s, done_s, self.start_s, self.end_s),
+            "stable": stability(self.arrival_s, done_s, self.start_s, self.end_s, self.answer_s),
             "decisions": {
                 reason: int(np.count_nonzero(self.reason[counted] == code))
                 for code, reason in enumerate(self.reasons)

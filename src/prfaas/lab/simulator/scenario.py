@@ -9,10 +9,8 @@ from prfaas.core.deployment import ControlConfig, PlannedCluster, PlannedDeploym
 from prfaas.core.kv import KvModel
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import PlanProblem, best_operation, problem_of
-from prfaas.core.scheduling import ClusterView, InstanceView, KvFacts, LinkView, View
 from prfaas.core.scheduling.forecast import Foresight
 from prfaas.core.scheduling.threshold import ThresholdOptimiser
-from prfaas.core.units import GB, SECONDS_PER_HOUR
 from prfaas.lab.simulator.capacity import CapacityProcess, Constant, Interrupted
 from prfaas.lab.simulator.machine_pool import PoolOptions
 from prfaas.lab.simulator.prefix_caches import PrefixCaches
@@ -38,6 +36,18 @@ class SimulatedCluster:
     """Requests that decode together on one instance; the others wait."""
     prefill_concurrency: int = 1
     """Prefills that share an instance's time evenly, as chunked prefill can; 1: first come, first served."""
+    prefill_step_tokens: int = 0
+    """Prompts that wait are computed together up to so many uncached tokens, in the time of one prompt of as many; 0:
+    one after another."""
+    chunk_tokens: int = 0
+    """Of a prefill step: what a prompt leaves of its last steps is filled up with the next one that waits at the same
+    instance; 0: it is not."""
+    kv_block_tokens: int = 0
+    """Of a block of the KVCache: where a model has linear states, a step ends at a prompt's last full block."""
+    context_s: float = 0.0
+    """Seconds that a decode step takes longer per token of context in its batch."""
+    measured_context_tokens: float = 0.0
+    """The context per request at which `decode_step_s` holds."""
     instance_price_per_hour: float = 0.0
     """In the currency of the deployment's prices; 0 where it has none."""
 
@@ -177,6 +187,13 @@ class Scenario:
             raise ValueError(f'cluster "{unknown[0]}" has a pool and is not there')
         if self.pools and self.kv_model.token_bytes == 0:
             raise ValueError(f"{self.kv_model.name} has no full-attention layers, so it gets no pool")
+        for cluster in self.clusters:
+            if cluster.prefill_step_tokens and (cluster.prefill_concurrency > 1 or self.pools):
+                raise ValueError(
+                    "prompts share steps (prefill_step_tokens) only where they don't share an instance's time evenly "
+                    "(prefill_concurrency) and load nothing from pools"
+                )
+            self._check_chunks(cluster)
         names = {link.name for link in self.links} | {
             instance for cluster in self.clusters for instance in instance_names(cluster)
         }
@@ -185,6 +202,21 @@ class Scenario:
                 raise ValueError(
                     f'"{failure.what}" cannot fail: it is no instance or link; there are {sorted(names)}'
                 )
+
+    def _check_chunks(self, cluster: SimulatedCluster) -> None:
+        if cluster.chunk_tokens and (
+            cluster.prefill_concurrency > 1 or cluster.prefill_step_tokens or self.pools
+        ):
+            raise ValueError(
+                "the next prompt fills up a prompt's last steps (chunk_tokens) only where prompts are computed one "
+                "after another (no prefill_concurrency or prefill_step_tokens) and load nothing from pools"
+            )
+        least = 1 if self.kv_model.is_hybrid else 0
+        if cluster.chunk_tokens and not least <= cluster.kv_block_tokens <= cluster.chunk_tokens:
+            raise ValueError(
+                f"a step of {cluster.chunk_tokens} tokens (chunk_tokens) has one KV block or more of {least} tokens or "
+                f"more, not of {cluster.kv_block_tokens} (kv_block_tokens)"
+            )
 
     def capacity_of(self, link: SimulatedLink) -> CapacityProcess:
         """What a link really carries, its failures included."""
@@ -218,6 +250,10 @@ def scenario_of(
     failures: Sequence[Failure] = (),
     overheads: Overheads | None = None,
     prefill_concurrency: int = 1,
+    prefill_step_tokens: int = 0,
+    chunk_tokens: int = 0,
+    kv_block_tokens: int = 0,
+    decode_context_s: float | None = None,
     transfer_grace_s: float = math.inf,
 ) -> Scenario:
     """What a deployment file describes.
@@ -238,6 +274,11 @@ def scenario_of(
         failures: Instances and links that fail.
         overheads: Time beside the work itself.
         prefill_concurrency: Prefills that share an instance's time evenly.
+        prefill_step_tokens: Prompts that wait are computed together up to so many uncached tokens; 0: none are.
+        chunk_tokens: Of a prefill step, whose rest the next prompt fills up; 0: it does not.
+        kv_block_tokens: Of a block of the KVCache; needed with `chunk_tokens` where a model has linear states.
+        decode_context_s: Seconds that a decode step takes longer per token of context in its batch, beyond the context
+            that its profile was measured at, or the workload's mean where it does not say. None takes the profile's.
         transfer_grace_s: How late a transfer may be before it is given up.
 
     Raises:
@@ -266,8 +307,14 @@ def scenario_of(
             replace(
                 _cluster(cluster, prefill, problem, prefill_concurrency),
                 instance_price_per_hour=planned.prices.get(cluster.hardware, 0.0) * cluster.gpus_per_instance,
+                prefill_step_tokens=prefill_step_tokens,
+                chunk_tokens=chunk_tokens,
+                kv_block_tokens=kv_block_tokens,
+                context_s=context_s,
+                measured_context_tokens=measured_tokens,
             )
             for cluster in planned.clusters
+            for context_s, measured_tokens in [_context_of(cluster, problem, decode_context_s)]
         ),
         links=tuple(
             SimulatedLink(
@@ -352,49 +399,17 @@ def _cluster(
     )
 
 
-def view_of(scenario: Scenario, kv: KvFacts) -> View:
-    """What policies read when a simulation begins: every instance idle, in its first role."""
-    return View(
-        clusters={
-            cluster.name: ClusterView(
-                cluster.name,
-                cluster.kind,
-                [
-                    InstanceView(
-                        name,
-                        cluster.name,
-                        prefills=number < cluster.prefill_instances,
-                        decodes=number >= cluster.prefill_instances,
-                        decode_slots=cluster.decode_slots,
-                    )
-                    for number, name in enumerate(instance_names(cluster))
-                ],
-                cluster.curve.seconds,
-                slot_s=_planned_slot_s(cluster, scenario.output_tokens),
-                instance_price_per_s=cluster.instance_price_per_hour / SECONDS_PER_HOUR,
-            )
-            for cluster in scenario.clusters
-        },
-        links={
-            (link.source, link.target): LinkView(
-                link.source,
-                link.target,
-                link.bandwidth_bits_per_s,
-                rtt_s=link.rtt_s,
-                # The view is always kept up to date: `MonitoredLink.look`.
-                seen_s=float("inf"),
-                egress_price_per_byte=link.egress_per_gb / GB,
-            )
-            for link in scenario.links
-        },
-        kv=kv,
-        threshold_tokens=dict(scenario.threshold_tokens),
-        stale_after_s=scenario.control.stale_after_s,
-    )
-
-
-def _planned_slot_s(cluster: SimulatedCluster, output_tokens: float) -> float:
-    """What an answer of the mean length takes in a full batch."""
-    return (
-        0.0 if cluster.decode_step_s is None else output_tokens * cluster.decode_step_s(cluster.decode_slots)
-    )
+def _context_of(
+    cluster: PlannedCluster, problem: PlanProblem, context_s: float | None
+) -> tuple[float, float]:
+    """By how many seconds a token of context makes its decode steps longer, and beyond how many tokens a request."""
+    decode = cluster.profile.decode
+    if cluster.kind != "pd" or decode is None:
+        return 0.0, 0.0
+    if context_s is None:
+        context_s = decode.context_s
+    if not (math.isfinite(context_s) and context_s >= 0):
+        raise ValueError(f"a decode step takes 0 s or more longer per token of context, not {context_s:g} s")
+    workload = problem.workload
+    mean_tokens = workload.lengths.mean() + workload.output_tokens / 2
+    return context_s, decode.context_tokens or mean_tokens

@@ -19,6 +19,10 @@ from prfaas.lab.simulator.time_series import TimeSeries
 from prfaas.lab.simulator.world import World
 
 _NO_BLOCKS: list[int] = []
+# An empty deployment has filled after this many times what an answer takes.
+_WARMUP_ANSWERS = 3
+# But that is never more than this share of the run.
+_MOST_WARMUP = 0.5
 
 _Arrived = tuple[FloatArray, IntArray, IntArray]
 """Arrivals, input and output tokens of a chunk."""
@@ -43,7 +47,8 @@ def simulate(
         seed: Of the links alone; the traffic has its own.
         requests: At most so many; None: all.
         duration_s: Only those that come before; None: all.
-        warmup_share: Requests in this first share of the time don't count.
+        warmup_share: Requests in this first share of the time don't count, nor those of the first three answers'
+            time; but at most half of the time. 0: all count.
         debug: Check invariants after every event, which is slow; AssertionError says what is wrong.
         progress: Called with the number of requests that came, every some thousand.
 
@@ -157,14 +162,18 @@ def _result(
     outputs = np.concatenate([output_tokens for _, _, output_tokens in arrived])
     ttft_s, e2e_s = np.array(columns.ttft_s), np.array(columns.e2e_s)
     after_first = np.maximum(outputs - 1, 1) if scenario.overheads.first_step else outputs
+    inputs = np.concatenate([input_tokens for _, input_tokens, _ in arrived])
     end_s = float(arrival_s[-1])
+    answer_s = _answer_s(scenario, float(inputs.mean()), float(outputs.mean()))
     start_s = warmup_share * end_s
+    if warmup_share:
+        start_s = max(start_s, min(_WARMUP_ANSWERS * answer_s, _MOST_WARMUP * end_s))
     return Result(
         arrival_s=arrival_s,
         ttft_s=ttft_s,
         e2e_s=e2e_s,
         tpot_s=(e2e_s - ttft_s) / np.maximum(after_first, 1),
-        input_tokens=np.concatenate([input_tokens for _, input_tokens, _ in arrived]),
+        input_tokens=inputs,
         output_tokens=outputs,
         uncached_tokens=np.array(columns.uncached_tokens, dtype=np.int64),
         hit_tokens=np.array(columns.hit_tokens, dtype=np.int64),
@@ -181,4 +190,16 @@ def _result(
         slo=scenario.slo,
         series=series.arrays(end_s),
         changes=changes,
+        answer_s=answer_s,
     )
+
+
+def _answer_s(scenario: Scenario, input_tokens: float, output_tokens: float) -> float:
+    """Prefill and full decode batch of a request of these lengths, on the slowest instances there are."""
+    prefill_s = max(cluster.curve.seconds(input_tokens) for cluster in scenario.clusters)
+    steps_s = [
+        cluster.decode_step_s(cluster.decode_slots)
+        for cluster in scenario.clusters
+        if cluster.decode_step_s is not None
+    ]
+    return prefill_s + output_tokens * max(steps_s, default=0.0)

@@ -6,9 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prfaas.lab.simulator.instance import Engine
+from prfaas.lab.simulator.monitored_link import MonitoredLink
+from prfaas.lab.simulator.scenario import SimulatedCluster
 from prfaas.lab.simulator.world import World
 
 MOST_SAMPLES = 512
+
+_Columns = dict[str, "array[float]"]
 
 
 class TimeSeries:
@@ -21,13 +25,14 @@ class TimeSeries:
     def __init__(self, world: World, period_s: float = 1.0) -> None:
         self._world = world
         self.period_s = period_s
-        self._totals: dict[str, array[float]] = {}
-        self._levels: dict[str, array[float]] = {}
-        self._used_s: dict[str, float] = {}
-        self._seen_s: dict[str, float] = {}
-        self._there_s: dict[str, tuple[float, float]] = {}
+        self._totals: _Columns = {}
+        self._levels: _Columns = {}
         self.times = array("d")
         self.is_over = False
+        self._clusters = [
+            _ClusterCourse(world, cluster, self._totals, self._levels) for cluster in world.scenario.clusters
+        ]
+        self._links = [_LinkCourse(link, self._totals, self._levels) for link in world.links.values()]
         self._sample(None)
 
     def _sample(self, _argument: object) -> None:
@@ -35,38 +40,19 @@ class TimeSeries:
         now_s = world.events.now_s
         world.look()
         self.times.append(now_s)
-        totals, levels = self._totals, self._levels
-        for cluster in world.scenario.clusters:
-            name = cluster.name
-            engines = [engine for engine in world.engines.values() if engine.cluster.name == name]
-            prefillers = [engine for engine in engines if engine.view.prefills]
-            _add(totals, f"prefill_busy_s_{name}", self._used(f"p{name}", engines, now_s, of_prefill=True))
-            _add(totals, f"prefill_there_s_{name}", self._there(f"p{name}", len(prefillers), now_s))
-            _add(levels, f"prefill_instances_{name}", len(prefillers))
-            waiting = sum(len(engine.queue) for engine in engines) + len(world.prefill_pools[name])
-            _add(levels, f"queue_{name}", waiting)
-            if cluster.kind == "pd":
-                clocks = [engine.clock for engine in engines if engine.clock is not None]
-                slots = sum(engine.view.decodes for engine in engines) * cluster.decode_slots
-                _add(
-                    totals, f"decode_busy_s_{name}", self._used(f"d{name}", engines, now_s, of_prefill=False)
-                )
-                _add(totals, f"decode_there_s_{name}", self._there(f"d{name}", slots, now_s))
-                _add(levels, f"decode_queue_{name}", sum(clock.waiting for clock in clocks))
-                _add(levels, f"threshold_tokens_{name}", world.view.threshold_tokens.get(name, float("inf")))
-        for link in world.links.values():
-            _add(totals, f"sent_bits_{link.fluid.name}", link.fluid.sent_bits)
-            _add(levels, f"capacity_bits_per_s_{link.fluid.name}", link.fluid.capacity_bits_per_s)
+        for cluster in self._clusters:
+            cluster.sample(now_s)
+        for link in self._links:
+            link.sample()
         if len(self.times) > MOST_SAMPLES:
             self._halve()
         if not self.is_over:
             world.events.at(now_s + self.period_s, self._sample)
 
     def _halve(self) -> None:
-        self.times = self.times[::2]
-        for columns in (self._totals, self._levels):
-            for name in columns:
-                columns[name] = columns[name][::2]
+        # In place: each column is known where it is filled.
+        for values in (self.times, *self._totals.values(), *self._levels.values()):
+            del values[1::2]
         self.period_s *= 2
 
     def arrays(self, end_s: float) -> dict[str, NDArray[np.float64]]:
@@ -87,30 +73,82 @@ class TimeSeries:
                 found[f"egress_bits_per_s_{name.removeprefix('sent_bits_')}"] = values
         return found
 
-    def _used(self, key: str, engines: list[Engine], now_s: float, *, of_prefill: bool) -> float:
-        """Seconds of work so far that instances did while they had this role."""
-        used_s = self._used_s.get(key, 0.0)
-        for engine in engines:
-            if of_prefill:
-                total_s = engine.busy_s(now_s)
-            else:
-                total_s = engine.clock.busy_slot_s if engine.clock is not None else 0.0
-            has_role = engine.view.prefills if of_prefill else engine.view.decodes
-            if has_role:
-                used_s += total_s - self._seen_s.get(key + engine.name, 0.0)
-            self._seen_s[key + engine.name] = total_s
-        self._used_s[key] = used_s
-        return used_s
 
-    def _there(self, key: str, count: int, now_s: float) -> float:
-        """Seconds of instances, or of slots, in a role so far."""
-        before_s, there_s = self._there_s.get(key, (0.0, 0.0))
-        there_s += count * (now_s - before_s)
-        self._there_s[key] = (now_s, there_s)
-        return there_s
+class _Side:
+    """Prefill or decode in one cluster: what its instances did so far while they had this role."""
+
+    __slots__ = ("_before_s", "_busy_s", "_seen_s", "_there_s", "_used_s", "_was_there_s")
+
+    def __init__(self, name: str, instances: int, totals: _Columns) -> None:
+        """`name`: of side and cluster, "prefill" and "home" in prefill_busy_s_home."""
+        side, _, cluster = name.partition(" ")
+        self._busy_s = totals[f"{side}_busy_s_{cluster}"] = array("d")
+        self._there_s = totals[f"{side}_there_s_{cluster}"] = array("d")
+        self._seen_s = [0.0] * instances
+        self._used_s = self._was_there_s = self._before_s = 0.0
+
+    def sample(self, work_s: list[float], has_role: list[bool], places: int, now_s: float) -> None:
+        """Seconds of work of each instance so far, which of them have the role, and their instances or slots."""
+        used_s, seen_s = self._used_s, self._seen_s
+        for number, total_s in enumerate(work_s):
+            if has_role[number]:
+                used_s += total_s - seen_s[number]
+        self._seen_s = work_s
+        self._used_s = used_s
+        self._busy_s.append(used_s)
+        self._was_there_s += places * (now_s - self._before_s)
+        self._before_s = now_s
+        self._there_s.append(self._was_there_s)
 
 
-def _add(columns: "dict[str, array[float]]", name: str, value: float) -> None:
-    if name not in columns:
-        columns[name] = array("d")
-    columns[name].append(value)
+class _ClusterCourse:
+    """The columns of one cluster."""
+
+    def __init__(self, world: World, cluster: SimulatedCluster, totals: _Columns, levels: _Columns) -> None:
+        name = cluster.name
+        self._name = name
+        self._engines: list[Engine] = [
+            engine for engine in world.engines.values() if engine.cluster.name == name
+        ]
+        self._pool = world.prefill_pools[name]
+        self._prefill = _Side(f"prefill {name}", len(self._engines), totals)
+        self._prefill_instances = levels[f"prefill_instances_{name}"] = array("d")
+        self._queue = levels[f"queue_{name}"] = array("d")
+        self._decode: _Side | None = None
+        if cluster.kind == "pd":
+            self._clocks = [engine.clock for engine in self._engines if engine.clock is not None]
+            self._slots = cluster.decode_slots
+            self._thresholds = world.view.threshold_tokens
+            self._decode = _Side(f"decode {name}", len(self._engines), totals)
+            self._decode_queue = levels[f"decode_queue_{name}"] = array("d")
+            self._threshold = levels[f"threshold_tokens_{name}"] = array("d")
+
+    def sample(self, now_s: float) -> None:
+        engines = self._engines
+        prefills = [engine.view.prefills for engine in engines]
+        count = sum(prefills)
+        self._prefill.sample([engine.busy_s(now_s) for engine in engines], prefills, count, now_s)
+        self._prefill_instances.append(count)
+        self._queue.append(sum([len(engine.queue) for engine in engines]) + len(self._pool))
+        if self._decode is None:
+            return
+        decodes = [engine.view.decodes for engine in engines]
+        clocks = self._clocks
+        self._decode.sample(
+            [clock.busy_slot_s for clock in clocks], decodes, sum(decodes) * self._slots, now_s
+        )
+        self._decode_queue.append(sum([clock.waiting for clock in clocks]))
+        self._threshold.append(self._thresholds.get(self._name, float("inf")))
+
+
+class _LinkCourse:
+    """The columns of one link."""
+
+    def __init__(self, link: MonitoredLink, totals: _Columns, levels: _Columns) -> None:
+        self._fluid = link.fluid
+        self._sent_bits = totals[f"sent_bits_{link.fluid.name}"] = array("d")
+        self._capacity = levels[f"capacity_bits_per_s_{link.fluid.name}"] = array("d")
+
+    def sample(self) -> None:
+        self._sent_bits.append(self._fluid.sent_bits)
+        self._capacity.append(self._fluid.capacity_bits_per_s)

@@ -1,4 +1,4 @@
-"""One decode instance: all requests in its batch get one token per step."""
+"""One decode instance: all requests in its batch get one token per step, whose time may grow with their contexts."""
 
 import math
 from collections import deque
@@ -228,3 +228,146 @@ class TokenClock:
         self._busy_slot_s += self.batch * passed_s
         self._tokens += passed_s * self._tokens_per_s[self.batch]
         self._at_s = now_s
+
+
+class ContextClock(TokenClock):
+    """A `TokenClock` with a step of `step_s(batch) + context_s · (Σ contexts − batch · measured_tokens)` seconds.
+
+    A context is what a request has in the KV cache: its prompt, and the tokens of its answer so far. While nobody joins
+    or leaves, contexts grow by one token a step. With n members, s the seconds of a step now and k `context_s`,
+    t tokens of each take t · s + k · n · t² / 2 seconds; the inverse is 2 x / (s + √(s² + 2 k n x)) tokens in
+    x seconds. So an event is still needed only where somebody joins or leaves.
+
+    Args:
+        events: The simulated clock.
+        step_s: Seconds of a decode step over the batch, with contexts of `measured_tokens` each.
+        slots: Requests that decode together.
+        started: Called with a request's argument when it has its slot; may join others.
+        done: Called with a request's argument when its tokens are out; may join others.
+        context_of: Tokens of a request's context when it joins, from its argument.
+        context_s: Seconds that a step takes longer per token of context in the batch.
+        measured_tokens: The context per request at which `step_s` was measured.
+
+    Raises:
+        ValueError: as `TokenClock`; or contexts of `measured_tokens` would take longer than a whole step.
+    """
+
+    __slots__ = ("_bare_s", "_context_of", "_context_s", "_contexts", "_origins")
+
+    def __init__(
+        self,
+        events: Events,
+        step_s: Callable[[int], float],
+        slots: int,
+        started: Callable[[Any], None],
+        done: Callable[[Any], None],
+        *,
+        context_of: Callable[[Any], float],
+        context_s: float,
+        measured_tokens: float,
+    ) -> None:
+        super().__init__(events, step_s, slots, started, done)
+        self._context_of = context_of
+        self._context_s = context_s
+        self._bare_s = [0.0]  # seconds of a step over the batch without any context
+        for batch in range(1, slots + 1):
+            seconds = step_s(batch) - context_s * batch * measured_tokens
+            if not seconds > 0:
+                raise ValueError(
+                    f"A decode step of {batch} takes {step_s(batch):g} s; contexts of {measured_tokens:g} tokens "
+                    f"can't take {context_s * batch * measured_tokens:g} s of it."
+                )
+            self._bare_s.append(seconds)
+        self._contexts = 0.0  # tokens of all members, as of _at_s
+        self._origins: dict[int, float] = {}  # by number: a context less _tokens, which stays as it is
+
+    def remove(self, number: int) -> None:
+        """See `TokenClock`."""
+        if number <= self._started_number:
+            self._advance()
+            self._leave(number)
+        super().remove(number)
+
+    def drop_all(self) -> list[tuple[Any, float]]:
+        """See `TokenClock`."""
+        dropped = super().drop_all()
+        self._origins.clear()
+        self._contexts = 0.0
+        return dropped
+
+    def _enter(self, number: int, tokens: float, argument: Any) -> None:
+        self._started_number = number
+        if tokens <= 0:
+            self._started(argument)
+            self._done(argument)
+            return
+        if self.batch:
+            self._advance()
+        else:
+            self._at_s = self._events.now_s
+            self._tokens = self._contexts = 0.0
+            self._forget_members()
+        self.batch += 1
+        context = self._context_of(argument)
+        self._contexts += context
+        self._origins[number] = context - self._tokens
+        heappush(self._members, (self._tokens + tokens, number, argument))
+        self._arm()
+        self._started(argument)
+
+    def _leave(self, number: int) -> None:
+        self._contexts = max(self._contexts - self._origins.pop(number) - self._tokens, 0.0)
+
+    def _wake(self, armed_s: float) -> None:
+        if armed_s != self._armed_s:
+            return  # another event was put before this one
+        self._armed_s = math.inf
+        self._advance()
+        members = self._members
+        reached = self._tokens + (_SLACK_S + armed_s * _SLACK) / self._now_s
+        finished = []
+        while members and members[0][0] <= reached:
+            _, number, argument = heappop(members)
+            if number in self._gone:
+                self._gone.discard(number)
+                continue
+            self._leave(number)
+            self.batch -= 1
+            finished.append(argument)
+        if finished and not self.batch:
+            self._tokens = self._contexts = 0.0
+        for argument in finished:
+            self._done(argument)
+        if finished and self._queue:
+            self._admit()
+        if self.batch:
+            self._arm()
+
+    def _arm(self) -> None:
+        members = self._members
+        while members and members[0][1] in self._gone:
+            self._gone.discard(heappop(members)[1])
+        if members:
+            left = max(members[0][0] - self._tokens, 0.0)
+            end_s = self._at_s + left * (self._now_s + self._context_s * self.batch * left / 2)
+            if end_s < self._armed_s:
+                self._armed_s = end_s
+                self._events.at(end_s, self._wake, end_s)
+
+    def _advance(self) -> None:
+        now_s, batch = self._events.now_s, self.batch
+        passed_s = now_s - self._at_s
+        self._at_s = now_s
+        if not batch:
+            return
+        self._busy_slot_s += batch * passed_s
+        step_s = self._now_s
+        grows = 2 * self._context_s * batch * passed_s
+        tokens = 2 * passed_s / (step_s + math.sqrt(step_s * step_s + grows))
+        self._tokens += tokens
+        self._contexts += batch * tokens
+
+    @property
+    def _now_s(self) -> float:
+        """Seconds of a step of the batch as of `_at_s`."""
+        return self._bare_s[self.batch] + self._context_s * self._contexts

@@ -55,7 +55,7 @@ OVER = 4
 
 
 class FluidTransfer:
-    """One transfer of a `FluidLink`, which alone reads it; its caller can cancel it there."""
+    """One transfer of a `FluidLink`, which alone changes it; its caller can cancel it there."""
 
     __slots__ = (
         "argument",
@@ -94,3 +94,19 @@ class FluidTransfer:
         self.argument = argument
         self.state = ABREAST
         self.offset_bits = 0.0
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether nothing of it is still to be sent."""
+        return self.state >= ARRIVING
+
+    def withhold(self, done: Callable[[Any], None]) -> float:
+        """Bits that would come at the end of its production, and don't come."""
+        last_bits, self.last_bits, self.done = self.last_bits, 0.0, done
+        self.total_bits -= last_bits
+        return last_bits
+
+    def backlog_bits(self, sent_each_bits: float, now_s: float) -> float:
+        """Produced and not sent, while it is behind; `sent_each_bits`: by one that was always behind."""
+        produced_bits = self.bits_per_s * (now_s - self.start_s)
+        return produced_bits - (sent_each_bits - self.offset_bits)

@@ -3,6 +3,7 @@
 import math
 from array import array
 from heapq import heappush
+from typing import Any
 
 import numpy as np
 
@@ -11,19 +12,21 @@ from prfaas.core.prefix.index import PrefixHit
 from prfaas.core.scheduling import POLICIES, CheckedPolicy, Policy, RoutingRequest, make_policy
 from prfaas.core.scheduling.prefill_pool import PrefillPool
 from prfaas.core.scheduling.threshold import LengthWindow
+from prfaas.lab.simulator.answers import Answers
 from prfaas.lab.simulator.events import Events
+from prfaas.lab.simulator.fleet import engines_of, links_of, view_of
 from prfaas.lab.simulator.instance import Engine, Job, JobStage
-from prfaas.lab.simulator.link import FluidLink
-from prfaas.lab.simulator.monitored_link import LOOK_S, MonitoredLink
+from prfaas.lab.simulator.monitored_link import LOOK_S
 from prfaas.lab.simulator.pools import TIERS, MachinePools
 from prfaas.lab.simulator.result import Columns
-from prfaas.lab.simulator.scenario import Scenario, SimulatedCluster, view_of
-from prfaas.lab.simulator.token_clock import TokenClock
+from prfaas.lab.simulator.scenario import Scenario
 from prfaas.lab.simulator.transfer import KvMoves
 
 _NOTHING_HELD: dict[str, PrefixHit] = {}
+# One for every request without pools: five empty ones each would take as long as a lookup.
+_NOTHING: dict[str, Any] = {}
 # Reading a member of an enum takes as long as a function call.
-_MOVING, _QUEUED, _POOLED, _PREFILLING, _SENDING, _DECODING = JobStage
+_MOVING, _QUEUED, _POOLED, _PREFILLING, _SHARING, _SENDING, _DECODING = JobStage
 
 
 class World:
@@ -43,46 +46,20 @@ class World:
         policy = make_policy(scenario.policy, scenario.params)
         self.policy: Policy = policy if scenario.policy in POLICIES else CheckedPolicy(policy)
         self.view = view_of(scenario, self.kv.facts)
+        self.columns = Columns()
+        self.open: dict[int, Job] = {}
+        self.answers = Answers(self.events, self.columns, scenario.overheads, self.open)
         self.prefill_pools: dict[str, PrefillPool[Job]] = {
             name: PrefillPool(waits=cluster.waits) for name, cluster in self.view.clusters.items()
         }
-        self.engines: dict[str, Engine] = {
-            instance.name: Engine(
-                instance,
-                self.view.clusters[cluster.name],
-                self.prefill_pools[cluster.name],
-                self._clock(cluster),
-                cluster.decode_step_s,
-                cluster.prefill_concurrency,
-                self._sharing(cluster),
-            )
-            for cluster in scenario.clusters
-            for instance in self.view.clusters[cluster.name].instances
-        }
-        self.links = {
-            (link.source, link.target): MonitoredLink(
-                self.view.links[link.source, link.target],
-                FluidLink(
-                    self.events,
-                    link.name,
-                    scenario.capacity_of(link),
-                    rng=stream,
-                    rtt_s=link.rtt_s,
-                    transfer_limit_bits_per_s=link.transfer_limit_bits_per_s,
-                ),
-                self.events,
-            )
-            for link, stream in zip(scenario.links, rng.spawn(len(scenario.links)), strict=True)
-        }
-        self.columns = Columns()
+        self.engines = engines_of(
+            scenario, self.view, self.prefill_pools, self.events, self.answers, self._prefilled
+        )
+        self.links = links_of(scenario, self.view, self.events, rng)
         caches = scenario.caches
         self.caches = None if caches is None else caches.of_instances(list(self.engines), block_tokens)
         self.pools = None if not scenario.pools else self._machine_pools(scenario, block_tokens)
         self.window = LengthWindow(scenario.control.window_s)
-        self.open: dict[int, Job] = {}
-        self.done = 0
-        self.done_tokens = 0
-        self.done_squares = 0
         self._local: Policy = make_policy("local_only")
         self._watches_lengths = scenario.adapts or scenario.allocation
         self._next_look_s = 0.0
@@ -126,6 +103,9 @@ class World:
 
     def start_next(self, engine: Engine) -> None:
         """Begin the next of an instance's queue, or of its cluster's pool, if there is room."""
+        if engine.step_tokens:
+            self._start_step(engine)
+            return
         queue, view = engine.queue, engine.view
         while queue and engine.at_work < engine.prefill_slots:
             job = queue.popleft()
@@ -138,6 +118,43 @@ class World:
             if taken is None:
                 return
             self._assign(engine, taken)
+            self._start(engine, taken)
+
+    def _start_step(self, engine: Engine) -> None:
+        """Begin together, where nothing is at work, what fits into one step: the first of those that wait at least."""
+        if engine.at_work:
+            return
+        jobs: list[Job] = []
+        left_tokens = engine.step_tokens
+        while (job := self._next_for(engine, left_tokens if jobs else math.inf)) is not None:
+            jobs.append(job)
+            left_tokens -= job.computed_tokens
+        if not jobs:
+            return
+        alone_s = [job.service_s for job in jobs]
+        # A curve counts what one long prompt attends to in itself; several short ones take no longer than in turn.
+        step_s = min(engine.prefill_s(sum(job.computed_tokens for job in jobs)), sum(alone_s))
+        for job in jobs:
+            job.service_s = step_s
+            self._start(engine, job)
+        engine.prefilled_s -= (len(jobs) - 1) * step_s
+
+    def _next_for(self, engine: Engine, most_tokens: float) -> Job | None:
+        """Take the next of its queue, or of its pool, if it computes no more than `most_tokens`."""
+        queue, pool = engine.queue, engine.pool
+        if queue:
+            if queue[0].computed_tokens > most_tokens:
+                return None
+            job = queue.popleft()
+            engine.waiting_s = engine.waiting_s - job.service_s if queue else 0.0
+            return job
+        waits = pool.next_of(engine.name) if engine.view.takes_prefills and len(pool) else None
+        if waits is None or waits.computed_tokens > most_tokens:
+            return None
+        taken = pool.take(engine.name, now_s=self.events.now_s)
+        assert taken is waits
+        self._assign(engine, taken)
+        return taken
 
     def set_free(self, engine: Engine) -> None:
         """Let any other instance of its cluster take what waits for this one alone: it leaves, or has failed."""
@@ -163,7 +180,8 @@ class World:
         job.decision = decision = policy.decide(self._request(job, held), view)
         job.engine = engine = engines[decision.prefill]
         job.target = target = engines[decision.decode]
-        job.service_s = engine.prefill_s(decision.prefill_tokens)
+        job.computed_tokens = computed = decision.prefill_tokens
+        job.service_s = engine.prefill_s(computed)
         if self.pools is not None:
             self.pools.place(job, held)
         self.open[job.number] = job
@@ -185,7 +203,7 @@ class World:
 
     def _request(self, job: Job, held: dict[str, PrefixHit]) -> RoutingRequest:
         if self.pools is None:
-            return RoutingRequest(job.tokens, held, job.number)
+            return RoutingRequest(job.tokens, held, job.number, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
         return self.pools.request(job.number, job.tokens, job.blocks, held)
 
     def _move_prefix(self, job: Job) -> None:
@@ -224,11 +242,13 @@ class World:
             engine.waiting_s = max(engine.waiting_s - job.service_s, 0.0)
             self._start(engine, job)
         else:
+            job.queued_s = self.events.now_s
             engine.queue.append(job)
 
     def _wait(self, job: Job) -> None:
         engine, decision, now_s = job.engine, job.decision, self.events.now_s
         if decision.urgency_s is None:
+            job.queued_s = now_s
             engine.queue.append(job)
             engine.accept(job.service_s, now_s)
         elif decision.is_bound:
@@ -259,7 +279,6 @@ class World:
             job.engine = engine
             if self.caches is not None or self.pools is not None:
                 self._look_up(job)
-        self._start(engine, job)
 
     def _look_up(self, job: Job) -> None:
         """What the instance holds that a job of the pool went to."""
@@ -267,7 +286,8 @@ class World:
         held = self.caches.held(job.blocks, job.tokens) if self.caches is not None else _NOTHING_HELD
         request = self._request(job, held)
         reusable = request.reusable_at(engine.name)
-        job.service_s = engine.prefill_s(job.tokens - reusable)
+        job.computed_tokens = job.tokens - reusable
+        job.service_s = engine.prefill_s(job.computed_tokens)
         if self.pools is not None:
             self.pools.settle(job, held, reusable, request.loads_s.get(engine.name, 0.0))
         self.columns.hit_tokens[job.number] = reusable
@@ -279,12 +299,15 @@ class World:
         service_s = job.service_s
         end_s = events.now_s + service_s
         job.stage = _PREFILLING
-        if engine.at_work and engine.free_at_s > events.now_s:
+        if engine.sharing is not None and engine.at_work and engine.free_at_s > events.now_s:
             end_s = engine.free_at_s + service_s
         engine.at_work += 1
         engine.free_at_s = end_s
         engine.prefilled_s += service_s
         engine.view.busy_until_s = end_s + engine.waiting_s
+        if engine.chunk_tokens:
+            # Before its stream ends: what its last bytes are held back by is known then.
+            events.at(end_s, self._prefilled, job)
         if link is not None:
             streamed_bytes = self.kv.streamed_bytes(job.tokens - 1, job.decision.skip_tokens)
             last_bytes = job.promised_bytes - streamed_bytes
@@ -292,30 +315,48 @@ class World:
         if engine.sharing is not None:
             engine.sharing.join(service_s, job)
             return
-        events.number = number = events.number + 1
-        heappush(events.heap, (end_s, number, self._prefilled, job))
+        if not engine.chunk_tokens:
+            events.number = number = events.number + 1
+            heappush(events.heap, (end_s, number, self._prefilled, job))
 
     def _prefilled(self, job: Job) -> None:
         if job.is_lost:
             return
         engine = job.engine
         engine.at_work -= 1
-        if not job.is_void:
-            if engine is not job.target:
-                engine.view.in_flight -= 1
-            if self.caches is not None:
-                self.caches.insert(engine.name, job.blocks, job.tokens)
-            if self.pools is not None:
-                self.pools.computed(job)
-            if job.stage is _PREFILLING:
-                job.stage = _SENDING
-                if job.link is None or job.is_sent:
-                    self._arrived(job)
-                elif (grace_s := self.scenario.transfer_grace_s) < math.inf:
-                    late_s = late_after_s(job.promised_bytes, job.link.configured_bits_per_s, grace_s)
-                    self.events.at(self.events.now_s + late_s, self._late, job)
+        late_s = engine.fill_up(job, self.events.now_s) if engine.chunk_tokens and not job.is_void else 0.0
+        if late_s > 0:
+            job.stage = _SHARING
+            job.hold_back(self._send_held)
+            self.events.at(self.events.now_s + late_s, self._computed, job)
+        else:
+            self._computed(job)
         if engine.queue or engine.pool:
             self.start_next(engine)
+
+    def _computed(self, job: Job) -> None:
+        """All of its KV is there."""
+        if job.is_void:
+            return
+        engine = job.engine
+        if engine is not job.target:
+            engine.view.in_flight -= 1
+        if self.caches is not None:
+            self.caches.insert(engine.name, job.blocks, job.tokens)
+        if self.pools is not None:
+            self.pools.computed(job)
+        if job.stage is _PREFILLING or job.stage is _SHARING:
+            job.stage = _SENDING
+            self._send_held(job)
+            if job.link is None or job.is_sent:
+                self._arrived(job)
+            elif (grace_s := self.scenario.transfer_grace_s) < math.inf:
+                late_s = late_after_s(job.promised_bytes, job.link.configured_bits_per_s, grace_s)
+                self.events.at(self.events.now_s + late_s, self._late, job)
+
+    def _send_held(self, job: Job) -> None:
+        if job.stage is _SENDING and not job.is_void:
+            job.send_held(self._arrived)
 
     def _late(self, job: Job) -> None:
         if job.stage is _SENDING and not job.is_void:
@@ -345,41 +386,13 @@ class World:
         assert target.clock is not None  # only PD instances decode
         job.place = target.clock.join(job.left_tokens, job)
 
-    def _slot_taken(self, job: Job) -> None:
-        job.slot_since_s = self.events.now_s
-        if job.has_first:
-            return
-        job.has_first = True
-        overheads, target = self.scenario.overheads, job.target
-        ttft_s = self.events.now_s - job.arrival_s + overheads.request_s
-        if job.engine is not target:
-            ttft_s += overheads.hop_s
-        if overheads.first_step:
-            assert target.clock is not None and target.step_s is not None
-            ttft_s += target.step_s(target.clock.batch)
-        self.columns.ttft_s[job.number] = ttft_s
-
-    def _answered(self, job: Job) -> None:
-        overheads, target_view = self.scenario.overheads, job.target.view
-        job.target.answered(self.events.now_s - job.slot_since_s)
-        target_view.in_flight -= 1
-        target_view.decoding -= 1
-        e2e_s = self.events.now_s - job.arrival_s + overheads.request_s
-        if job.engine is not job.target:
-            e2e_s += overheads.hop_s
-        self.columns.e2e_s[job.number] = e2e_s
-        del self.open[job.number]
-        self.done += 1
-        self.done_tokens += job.left_tokens
-        self.done_squares += job.left_tokens * job.left_tokens
-
     def _give_up(self, job: Job) -> None:
         """Undo what the job holds."""
         engine, target, now_s = job.engine, job.target, self.events.now_s
         job.is_void = True
         target.view.in_flight -= 1
         target.view.decoding -= 1
-        if engine is not target and job.stage <= _PREFILLING:
+        if engine is not target and job.stage <= _SHARING:
             engine.view.in_flight -= 1
         if job.stage is _MOVING:
             engine.withdraw(job.service_s, now_s)
@@ -397,23 +410,6 @@ class World:
         if job.link is not None:
             job.link.settle(job.promised_bytes, now_s)
 
-    def _clock(self, cluster: SimulatedCluster) -> TokenClock | None:
-        if cluster.decode_step_s is None:
-            return None
-        return TokenClock(
-            self.events, cluster.decode_step_s, cluster.decode_slots, self._slot_taken, self._answered
-        )
-
-    def _sharing(self, cluster: SimulatedCluster) -> TokenClock | None:
-        """Prefills that share an instance: seconds of work in place of tokens, each second longer by all that share."""
-        if cluster.prefill_concurrency == 1:
-            return None
-        return TokenClock(self.events, float, cluster.prefill_concurrency, _nothing, self._prefilled)
-
     def _machine_pools(self, scenario: Scenario, block_tokens: int) -> MachinePools:
         self.columns.tier_tokens = {tier: array("i") for tier in TIERS}
         return MachinePools(scenario, self.view, block_tokens, self.columns.tier_tokens)
-
-
-def _nothing(_job: Job) -> None:
-    """A prefill that has room begins at once: nothing more to do."""

@@ -82,7 +82,7 @@ def _problems(context: StudyContext) -> dict[str, PlanProblem]:
 
 def _break_even(problem: PlanProblem) -> list[float | None]:
     """At every bandwidth; None where nothing is offloaded, or instances have no price."""
-    alone = homogeneous(problem, None)
+    alone = homogeneous(problem)
     price = problem.prices.get(alone.hardware)
     found: list[float | None] = []
     for bandwidth in _BANDWIDTHS:

@@ -1,24 +1,33 @@
 """What a prefix-cache pool keeps: its size, its eviction, where states are kept; and what that does to a deployment."""
 
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import get_args
+
+import numpy as np
 
 from prfaas.core.deployment import EvictionName
 from prfaas.core.deployment.examples import example_path
+from prfaas.core.kv import KvModel
+from prfaas.core.latency.profile import LatencyProfile
+from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.units import GIB, format_bits_per_s, format_bytes
 from prfaas.core.workload import read_requests
-from prfaas.core.workload.traffic import ReplayedTraffic, Traffic
+from prfaas.core.workload.requests import BLOCK_TOKENS
+from prfaas.core.workload.traffic import ReplayedTraffic, Traffic, take
 from prfaas.lab.simulator import PoolOptions
+from prfaas.lab.simulator.machine_pool import MachinePool, replayed
 from prfaas.lab.simulator.pools import TIERS
 from prfaas.lab.studies.context import StudyContext, cache_of
 from prfaas.lab.studies.figures import Panel, PlotCurve, lines, listed, mean_and_p90, percent
-from prfaas.lab.studies.pool_replay import PoolReplay
 from prfaas.lab.studies.study import (
     Key,
     Outcomes,
     Run,
     Study,
     StudyFigure,
+    StudyOutcome,
     StudyRun,
     StudySection,
     StudyTable,
@@ -57,6 +66,48 @@ _DEPLOYED: dict[str, tuple[int, int]] = {
 """GiB of memory and SSD of each machine."""
 
 _SIZE, _EVICTED, _RULE, _RUN = "size", "eviction", "rule", "deployment"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReplay:
+    """A `StudyRun` that has pools and prompts, but no time: see `machine_pool.replayed`."""
+
+    key: Key
+    traffic: Traffic
+    """Of blocks of the usual size."""
+    requests: int
+    """At most."""
+    seed: int
+    machines: int
+    options: PoolOptions
+    """Of each machine."""
+    model: KvModel
+    profile: LatencyProfile
+    """What computing takes, for the policy "cost"."""
+
+    @property
+    def expected_requests(self) -> float:
+        """See `StudyRun`."""
+        return self.requests
+
+    def outcome(self) -> StudyOutcome:
+        """See `StudyRun`."""
+        started_s = time.perf_counter()
+        between_s = ServiceCurve.of_profile(self.profile).between_s
+        pools = [MachinePool(self.options, self.model, BLOCK_TOKENS, between_s) for _ in range(self.machines)]
+        requests = take(self.traffic.chunks(np.random.default_rng(self.seed)), limit=self.requests)
+        tokens = reused = on_ssd = 0
+        for each in replayed(requests, pools):
+            tokens += each.input_tokens
+            reused += each.reused_tokens
+            on_ssd += each.ssd_tokens
+        numbers = {
+            "hit_ratio": reused / tokens,
+            "hit_ratio_ssd": on_ssd / tokens,
+            "memory_bytes": sum(pool.memory_bytes for pool in pools),
+            "ssd_bytes": sum(pool.ssd_bytes for pool in pools),
+        }
+        return StudyOutcome(numbers, {}, time.perf_counter() - started_s)
 
 
 def _options(memory_bytes: int, ssd_bytes: int = 0, eviction: EvictionName = "lru") -> PoolOptions:

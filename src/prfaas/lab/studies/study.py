@@ -133,8 +133,8 @@ class StudyOutcome:
 
     @property
     def is_stable(self) -> bool:
-        """Whether it could have gone on without end."""
-        return bool(self.numbers["stable"])
+        """Whether it could have gone on without end, as far as a run of its length can say."""
+        return self.numbers["stable"] is not False
 
 
 Outcomes = Mapping[Key, StudyOutcome]

@@ -11,12 +11,17 @@ from typing import Any, Literal
 from prfaas.core.deployment import ControlConfig, Role
 from prfaas.core.planner import PlanError
 from prfaas.core.planner.role_latency import QueueingModel, RoleLatency
-from prfaas.core.scheduling.allocation import COOL_DOWN_PERIODS, Allocator
+from prfaas.core.scheduling.allocation import (
+    COOL_DOWN_PERIODS,
+    DRAIN_CHECK_S,
+    DRAIN_LIMIT_S,
+    Allocator,
+    DrainResult,
+    RoleDrain,
+)
 from prfaas.core.scheduling.forecast import Outlook, foresight_of
-from prfaas.core.scheduling.policy import Policy
-from prfaas.core.scheduling.queue_order import is_shortest_first
+from prfaas.core.scheduling.policy import Policy, is_shortest_first
 from prfaas.core.scheduling.role_choice import ExpectedLoad, RoleOutlook
-from prfaas.core.scheduling.role_drain import DRAIN_CHECK_S, DRAIN_LIMIT_S, DrainResult, RoleDrain
 from prfaas.core.scheduling.stage_utilisation import InstanceWork, StageUtilisation
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.core.workload import WorkloadError

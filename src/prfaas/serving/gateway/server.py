@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from prfaas.core.deployment import GATEWAY, Deployment, Instance
 from prfaas.core.kv import KvModel
-from prfaas.serving.admin_token import load_token
 from prfaas.serving.descriptors import DescriptorBudget, raise_descriptor_limit
 from prfaas.serving.gateway.admin import AdminRoutes
 from prfaas.serving.gateway.admission import Admission
@@ -39,6 +38,7 @@ from prfaas.serving.gateway.tokenization import LocalTokenizer, Tokenization
 from prfaas.serving.gateway.transcript import AnswerText
 from prfaas.serving.gateway.validation import Validation
 from prfaas.serving.pool.copier import PoolCopier, pool_observers
+from prfaas.serving.secret_files import load_token
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import load_key
 from prfaas.serving.transport.tls_identity import TlsIdentity

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from prfaas.core.latency.profile import Curve, DecodeCurve, LatencyProfile
+from prfaas.core.latency.profile import Curve, DecodeCurve, Evidence, LatencyProfile
 from prfaas.tools.profiling.endpoint import MeasureError, ProfiledEndpoint, TokenTimes
 
 # Steps that all requests of a batch must do together for a step time to be taken.
@@ -71,11 +71,14 @@ class Measurement:
             gpus_per_instance=gpus_per_instance,
             prefill=Curve.through_points(_points(self.prefill), "monotone"),
             decode=DecodeCurve(
-                Curve.through_points(_points(self.decode), "linear"), float(self.plan.context_tokens)
+                Curve.through_points(_points(self.decode), "linear"),
+                float(self.plan.context_tokens),
+                evidence=Evidence("measured"),
             )
             if self.decode
             else None,
             source=source,
+            evidence=Evidence("measured"),
         )
 
 

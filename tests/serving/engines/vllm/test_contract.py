@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from prfaas.serving.engines.transfer_counters import COUNTERS, POOL_COUNTERS
-from prfaas.serving.engines.versions import SUPPORTED_VLLM
+from prfaas.tools.doctor import SUPPORTED_VLLM
 
 HERE = Path(__file__).parent
 PLUGIN = HERE.parents[3] / "src" / "prfaas" / "serving" / "engines" / "vllm"

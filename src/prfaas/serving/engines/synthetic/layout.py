@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from prfaas.core.kv import FullAttention, KvModel, LinearState, SlidingWindow
+from prfaas.core.kv import ChunkedWindow, FullAttention, KvModel, LinearState, SlidingWindow
 from prfaas.core.kv.groups import GroupKind, KvGroup, Region, full_attention_first, region_bytes
 from prfaas.serving.engines import EngineError
 from prfaas.serving.engines.page_digests import DIGEST_FORMAT, DigestPlan
@@ -75,8 +75,11 @@ class SyntheticLayout:
         """Groups of equally many layers, as vLLM makes them: as many layers each as the rarest kind has.
 
         Raises:
-            EngineError: the model has no full-attention layer, whose blocks the prefix cache is built on.
+            EngineError: the model has no full-attention layer, whose blocks the prefix cache is built on, or it has
+                chunked attention, which the vLLM connector doesn't move either.
         """
+        if any(isinstance(group, ChunkedWindow) for group in model.groups):
+            raise EngineError(f"{model.name} has chunked attention, which can't be transferred yet")
         block_tokens = STATE_BLOCK_TOKENS if model.has_linear_state else PLAIN_BLOCK_TOKENS
         kinds: dict[tuple[GroupKind, int], list[int]] = {}
         for group in model.groups:

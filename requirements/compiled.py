@@ -1,0 +1,91 @@
+"""A compiled copy of the package for long simulations: `make fast`.
+
+    python requirements/compiled.py build/fast
+    PYTHONPATH=build/fast prfaas simulate examples/paper.yaml
+
+The files below, which are most of a simulation's time, are compiled by mypyc, which comes with mypy; a C compiler and
+Python's headers are needed. The source stays as it is: in the copy alone data classes lose `slots=True`, which mypyc
+doesn't know. Results are the same to the last bit (`python -m tests.lab.simulator.golden_decisions --results`).
+The copy is for simulations, plans and studies; engines and gateways are not tested with it.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parent.parent / "src" / "prfaas"
+COMPILED = (
+    "core/scheduling/cache_transfers.py",
+    "core/scheduling/candidates.py",
+    "core/scheduling/decision.py",
+    "core/scheduling/decoders.py",
+    "core/scheduling/link_choice.py",
+    "core/scheduling/paper.py",
+    "core/scheduling/prefill_order.py",
+    "core/scheduling/prefill_pool.py",
+    "core/scheduling/routing.py",
+    "core/scheduling/tilted.py",
+    "lab/simulator/answers.py",
+    "lab/simulator/events.py",
+    "lab/simulator/instance.py",
+    "lab/simulator/leftover.py",
+    "lab/simulator/link.py",
+    "lab/simulator/prefix_caches.py",
+    "lab/simulator/simulation.py",
+    "lab/simulator/token_clock.py",
+    "lab/simulator/transfer.py",
+    "lab/simulator/world.py",
+)
+_SLOTS = re.compile(
+    r"@dataclass\((frozen=True, )?slots=True\)|@dataclass\(frozen=True, slots=True, eq=False\)"
+)
+
+
+def build(target: Path) -> None:
+    """Make the copy; what was there goes."""
+    if target.exists():
+        shutil.rmtree(target)
+    shutil.copytree(SOURCE, target / "prfaas", ignore=shutil.ignore_patterns("__pycache__"))
+    examples = SOURCE.parent.parent / "examples"
+    shutil.copytree(examples, target / "prfaas" / "examples", dirs_exist_ok=True)
+    for name in COMPILED:
+        path = target / "prfaas" / name
+        path.write_text(_without_slots(path.read_text(encoding="utf-8")), encoding="utf-8")
+    environment = {**os.environ, "MYPYC_OPT_LEVEL": "2", "MYPYPATH": ".", "PYTHONPATH": "."}
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mypyc",
+            "--config-file=",
+            "--ignore-missing-imports",
+            "--follow-imports=silent",
+            *(f"prfaas/{name}" for name in COMPILED),
+        ],
+        cwd=target,
+        env=environment,
+        check=True,
+    )
+    shutil.rmtree(target / "build", ignore_errors=True)
+
+
+def _without_slots(text: str) -> str:
+    return _SLOTS.sub(lambda found: "@dataclass(frozen=True)" if "frozen" in found[0] else "@dataclass", text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("target", type=Path, help="folder of the copy")
+    target = parser.parse_args().target
+    build(target)
+    print(f"compiled {len(COMPILED)} files; use it with PYTHONPATH={target}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""`prfaas profile --estimate`: a profile without a GPU, and how far it is from a measured one."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from prfaas.core.latency import LatencyProfile
+    from prfaas.tools.profiling.estimate import BesideMeasured, EstimatePlan
+
+
+@dataclass(frozen=True, slots=True)
+class EstimateOutputs:
+    """Where the estimate goes."""
+
+    out: Path | None
+    plot: Path | None
+    beside: str | None
+    """A measured profile to compare with: a name or a file."""
+    as_json: bool
+
+
+def print_estimate(plan: "EstimatePlan", outputs: EstimateOutputs) -> None:
+    """Estimate, then write, draw and print what was asked for."""
+    from prfaas.cli.common import print_json
+    from prfaas.core.latency import load_profile, profile_text, save_profile
+    from prfaas.tools.profiling.estimate import differences, estimate
+
+    measured = load_profile(outputs.beside) if outputs.beside is not None else None
+    estimated = estimate(plan)
+    for note in estimated.notes:
+        typer.echo(f"prfaas: {note}", err=True)
+    profile = estimated.profile
+    both = differences(profile, measured) if measured is not None else ((), ())
+    if outputs.out is not None:
+        save_profile(profile, outputs.out)
+    if outputs.plot is not None:
+        for path in plot_estimate(profile, measured, outputs.plot):
+            typer.echo(f"plot: {path}", err=True)
+    if outputs.as_json:
+        print_json(_document(profile, outputs, both))
+    elif outputs.out is None and measured is None:
+        typer.echo(profile_text(profile), nl=False)
+    else:
+        _print_tables(profile, measured, both)
+        if outputs.out is not None:
+            typer.echo(f"profile: {outputs.out}")
+
+
+def plot_estimate(
+    profile: "LatencyProfile", measured: "LatencyProfile | None", directory: Path
+) -> list[Path]:
+    """Draw NAME-prefill.png and, with decode times, NAME-decode.png with error bars, and return their paths."""
+    import numpy as np
+
+    from prfaas.core.latency.profile import Curve, Evidence
+    from prfaas.lab.report.style import COLOURS, length_axis, plot
+
+    def draw(
+        path: Path, ours: Curve, evidence: Evidence, other: Curve | None, unit: str, scale: float
+    ) -> None:
+        with plot(path) as (axes,):
+            xs, seconds = (np.array(column) for column in zip(*ours.points, strict=True))
+            low, high = evidence.band or (1.0, 1.0)
+            axes.fill_between(
+                xs,
+                low * scale * seconds,
+                high * scale * seconds,
+                color=COLOURS[0],
+                alpha=0.2,
+                label="error bars",
+            )
+            axes.plot(xs, scale * seconds, "o-", color=COLOURS[0], label=f"estimated: {profile.name}")
+            shared = [] if other is None else [x for x in xs.tolist() if other.covers(x)]
+            if other is not None and measured is not None and shared:
+                values = [scale * other.at(x) for x in shared]
+                axes.plot(shared, values, "s--", color=COLOURS[1], label=f"beside it: {measured.name}")
+            axes.set_ylabel(unit)
+            axes.set_ylim(bottom=0)
+            axes.set_title(profile.name)
+            if ours is profile.prefill:
+                length_axis(axes, ours.low, ours.high, "uncached prompt length")
+            else:
+                axes.set_xlabel("requests in the batch")
+
+    paths = [directory / f"{profile.name}-prefill.png"]
+    other = measured.prefill if measured is not None else None
+    draw(paths[0], profile.prefill, profile.evidence, other, "prefill (s)", 1)
+    if profile.decode is not None:
+        paths.append(directory / f"{profile.name}-decode.png")
+        other = measured.decode.curve if measured is not None and measured.decode is not None else None
+        draw(paths[1], profile.decode.curve, profile.decode.evidence, other, "decode step (ms)", 1000)
+    return paths
+
+
+def _document(
+    profile: "LatencyProfile",
+    outputs: EstimateOutputs,
+    both: "tuple[tuple[BesideMeasured, ...], tuple[BesideMeasured, ...]]",
+) -> dict[str, object]:
+    decode = profile.decode
+    return {
+        "profile": profile.name,
+        "file": None if outputs.out is None else str(outputs.out),
+        "source": profile.source,
+        "prefill": {
+            "band": profile.evidence.band,
+            "points": [{"tokens": tokens, "seconds": seconds} for tokens, seconds in profile.prefill.points],
+        },
+        "decode": None
+        if decode is None
+        else {
+            "band": decode.evidence.band,
+            "context_tokens": decode.context_tokens,
+            "points": [{"batch": batch, "step_s": seconds} for batch, seconds in decode.curve.points],
+        },
+        "beside": None
+        if outputs.beside is None
+        else {
+            "profile": outputs.beside,
+            **{
+                name: [asdict(each) | {"inside": each.inside} for each in rows]
+                for name, rows in zip(("prefill", "decode"), both, strict=True)
+            },
+        },
+    }
+
+
+def _print_tables(
+    profile: "LatencyProfile",
+    measured: "LatencyProfile | None",
+    both: "tuple[tuple[BesideMeasured, ...], tuple[BesideMeasured, ...]]",
+) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from prfaas.cli.common import console
+    from prfaas.core.units import format_s
+
+    out = console()
+    out.print(profile.source, soft_wrap=True)
+    decode = profile.decode
+    context = f"after {decode.context_tokens:g} tokens" if decode is not None else ""
+    parts = [("prefill", "tokens", profile.prefill.points, profile.evidence.band, both[0])]
+    if decode is not None:
+        parts.append((f"decode step {context}", "batch", decode.curve.points, decode.evidence.band, both[1]))
+    for title, unit, points, band, rows in parts:
+        table = Table(box=box.SIMPLE_HEAD, title=f"{profile.model}: {title}", title_justify="left")
+        columns = [unit, "estimated", "error bar"]
+        if measured is not None:
+            columns += [measured.name, "over estimated", ""]
+        for column in columns:
+            table.add_column(column, justify="right")
+        low, high = band or (1.0, 1.0)
+        beside = {row.at: row for row in rows}
+        estimates = dict(points) | {row.at: row.estimated_s for row in rows}
+        for at, seconds in sorted(estimates.items()):
+            cells = [
+                f"{at:.0f}",
+                format_s(seconds),
+                f"{format_s(low * seconds)} – {format_s(high * seconds)}",
+            ]
+            row = beside.get(at)
+            if measured is not None and row is not None:
+                inside = "" if row.inside else "outside"
+                cells += [format_s(row.measured_s), f"{row.measured_s / row.estimated_s:.2f}", inside]
+            table.add_row(*cells)
+        out.print(table)

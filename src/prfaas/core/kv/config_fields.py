@@ -1,0 +1,171 @@
+"""The fields of a Hugging Face `config.json`: read with checks, and what is meant where one is left out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+LINEAR = "linear_attention"
+LAYER_TYPES = (FULL, SLIDING, LINEAR)
+
+
+class ConfigError(ValueError):
+    """A `config.json` that the KVCache can't be read out of, or a published model that isn't known."""
+
+
+class ConfigFields:
+    """The fields of one JSON object. Every error is a ConfigError that names the field; `inside` is its prefix."""
+
+    def __init__(self, fields: Mapping[str, Any], inside: str = "") -> None:
+        self.fields = fields
+        self._inside = inside
+
+    def whole(self, field: str, default: int | None = None) -> int:
+        """A whole number above 0; `default` where it is missing or null."""
+        return self._number(field, default, least=1, needed="a whole number above 0")
+
+    def count(self, field: str, default: int | None = None) -> int:
+        """A whole number from 0 on; `default` where it is missing or null."""
+        return self._number(field, default, least=0, needed="a whole number from 0 on")
+
+    def _number(self, field: str, default: int | None, *, least: int, needed: str) -> int:
+        value = self.fields.get(field)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"{self._inside}{field} must be {needed}, not {value!r}")
+        return value
+
+    def given(self, field: str) -> bool:
+        """True if the field is there and not null."""
+        return self.fields.get(field) is not None
+
+    def section(self, field: str) -> "ConfigFields":
+        """The object in a field."""
+        value = self.fields.get(field)
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{self._inside}{field} must be an object, not {value!r}")
+        return ConfigFields(value, f"{self._inside}{field}.")
+
+    def entries(self, field: str, length: int | None) -> Sequence[Any] | None:
+        """The list in a field, of `length` entries unless that is None; None where the field is missing."""
+        value = self.fields.get(field)
+        if value is None:
+            return None
+        if not isinstance(value, list) or (length is not None and len(value) != length):
+            needed = "a list" if length is None else f"a list of {length} entries, one per layer"
+            raise ConfigError(f"{self._inside}{field} must be {needed}")
+        return value
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "ConfigFields":
+        """The same with `defaults` in place of missing fields. A null stays, as it does in transformers."""
+        return ConfigFields({**defaults, **self.fields}, self._inside)
+
+    @property
+    def layers(self) -> int:
+        """Layers of the decoder."""
+        return self.whole("num_hidden_layers")
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads of full attention; as many as query heads unless the file says otherwise."""
+        if self.given("num_key_value_heads"):
+            return self.whole("num_key_value_heads")
+        return self.whole("num_attention_heads")
+
+    @property
+    def head_size(self) -> int:
+        """Size of an attention head."""
+        if self.given("head_dim"):
+            return self.whole("head_dim")
+        return self.whole("hidden_size") // self.whole("num_attention_heads")
+
+    def layer_numbers(self, field: str, first: int) -> Sequence[int] | None:
+        """Different numbers of layers, of which the first one has number `first`; None where the field is missing."""
+        listed = self.entries(field, None)
+        if listed is None:
+            return None
+        last = self.layers + first - 1
+        if len({*listed}) != len(listed) or not {*listed} <= {*range(first, last + 1)}:
+            raise ConfigError(
+                f"{self._inside}{field} must be different layer numbers from {first} to {last}, not {listed!r}"
+            )
+        return listed
+
+    def layer_types(self, default: Callable[[int], str], longer_is_fine: bool = False) -> Sequence[str]:
+        """The kind of every layer, from 0 on; `default` of its index where the file doesn't list them."""
+        given = self.entries("layer_types", None if longer_is_fine else self.layers)
+        if given is not None and len(given) < self.layers:
+            raise ConfigError(
+                f"{self._inside}layer_types must have an entry for each of {self.layers} layers"
+            )
+        types = [str(given[i]) if given is not None else default(i) for i in range(self.layers)]
+        unknown = sorted(set(types) - set(LAYER_TYPES))
+        if unknown:
+            raise ConfigError(
+                f'{self._inside}layer_types: "{unknown[0]}" is not known; known are {", ".join(LAYER_TYPES)}'
+            )
+        return types
+
+
+@dataclass(frozen=True, slots=True)
+class ElementBytes:
+    """Bytes of one element: `kv` of attention, `state` of recurrent states (convolutions keep two).
+
+    `fp8_layout` is the name in vLLM of what an fp8 cache of sparse MLA looks like; None where nobody said.
+    """
+
+    kv: int
+    state: int
+    fp8_layout: str | None = None
+
+
+# What transformers 5.x puts in place of fields that a `config.json` leaves out, for fields that sizes depend on.
+# Published files do leave them out: `text_config` of Gemma 3 4B names neither heads nor their size. From
+# `transformers/models/FAMILY/configuration_FAMILY.py`, and vLLM 0.32's transformers_utils/configs/step3_vl.py. The
+# number of layers is never assumed.
+_HEADS_256 = {"num_key_value_heads": 4, "head_dim": 256}
+_GEMMA3 = {"num_attention_heads": 8, **_HEADS_256, "sliding_window": 4096}
+_GEMMA3N = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "sliding_window": 512}
+_KV_8 = {"num_key_value_heads": 8}
+_KV_8_OF_128 = {"num_key_value_heads": 8, "head_dim": 128}
+_KV_2_OF_128 = {"num_key_value_heads": 2, "head_dim": 128}
+_KV_2_OF_256 = {"num_key_value_heads": 2, "head_dim": 256}
+_LLAMA4 = {**_KV_8_OF_128, "attention_chunk_size": 8192}
+_GEMMA4 = {**_GEMMA3, "sliding_window": 512}
+_GLM4V = {"num_key_value_heads": 2}
+_MISTRAL = {**_KV_8, "sliding_window": 4096}
+_QWEN3 = {"head_dim": 128}
+
+FAMILY_DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "ernie4_5": _KV_2_OF_128,
+    "ernie4_5_moe": {"num_key_value_heads": 4},
+    "gemma": {"num_key_value_heads": 16, "head_dim": 256},
+    "gemma2": _GEMMA3,
+    **dict.fromkeys(("gemma3", "gemma3_text"), _GEMMA3),
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), _GEMMA3N),
+    **dict.fromkeys(("glm", "glm4"), _KV_2_OF_128),
+    **dict.fromkeys(("glm4v", "glm4v_text"), _GLM4V),
+    **dict.fromkeys(("glm4_moe", "glm4v_moe", "glm4v_moe_text"), _KV_8),
+    "gpt_oss": {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128},
+    **dict.fromkeys(("gemma4", "gemma4_text"), _GEMMA4),
+    "cohere2": {"sliding_window": 4096},
+    "cohere2_moe": {"head_dim": 128, "sliding_window": 4096},
+    **dict.fromkeys(("llama4", "llama4_text"), _LLAMA4),
+    "minimax_m2": _KV_8_OF_128,
+    **dict.fromkeys(("ministral", "mistral", "mistral3"), _MISTRAL),
+    "ministral3": _KV_8_OF_128,
+    "mixtral": _KV_8,
+    "nemotron_h": _KV_8_OF_128,
+    "qwen3": _QWEN3,
+    "qwen3_moe": {"num_key_value_heads": 4},
+    **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), _KV_8),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_text"), _QWEN3),
+    "qwen3_next": _KV_2_OF_256,
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), _HEADS_256),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), _KV_2_OF_256),
+    "seed_oss": _KV_8_OF_128,
+    "smollm3": {"num_key_value_heads": 4},
+    "starcoder2": {"num_key_value_heads": 2},
+    **dict.fromkeys(("bamba", "falcon_h1", "jamba", "lfm2", "lfm2_moe", "minimax"), _KV_8),
+}

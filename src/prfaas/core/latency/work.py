@@ -1,0 +1,342 @@
+"""What a model computes and reads for a token: parameters, attention and weights, counted from its `config.json`.
+
+Counted are the matrices, which are all but a thousandth of a model. Norms, biases, convolutions, routers, a vision
+tower and the layers of multi-token prediction are not.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prfaas.core.kv.config_fields import ConfigError, ConfigFields
+from prfaas.core.kv.hf_config import model_from_config
+from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
+from prfaas.core.kv.model import KvModel
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How weights are stored, and what the matrix units multiply."""
+
+    name: str
+    dense_bytes: float
+    """Per parameter outside of the routed experts."""
+    expert_bytes: float
+    compute: str
+    """"bf16", "fp8" or "fp4"."""
+
+
+# Four bits with one scale of 8 bits per 16 (nvfp4) or 32 values (mxfp4), or of 16 bits per 128 (int4 of AWQ and GPTQ).
+WEIGHT_FORMATS = {
+    each.name: each
+    for each in (
+        WeightFormat("bf16", 2, 2, "bf16"),
+        WeightFormat("fp8", 1, 1, "fp8"),
+        WeightFormat("int4", 0.53, 0.53, "bf16"),
+        WeightFormat("int4-experts", 2, 0.53, "bf16"),
+        WeightFormat("mxfp4-experts", 2, 0.53, "bf16"),
+        WeightFormat("nvfp4", 0.5625, 0.5625, "fp4"),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """`layers` layers with `count` routed experts of `params` parameters each, `per_token` of which a token takes."""
+
+    layers: int
+    count: int
+    per_token: int
+    params: int
+
+    def touched(self, tokens: float) -> float:
+        """Experts of a layer that at least one of `tokens` tokens takes, if all are taken alike."""
+        return self.count * (1 - math.pow(1 - self.per_token / self.count, tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class SoftmaxLayers:
+    """`layers` attention layers; a pair of query and key costs 2 · `width` FLOPs in each."""
+
+    layers: int
+    width: int
+    """Query heads × (size of a key + size of a value)."""
+    window_tokens: int | None = None
+    """None: every token sees all before it."""
+
+    def prefill_flops(self, tokens: float) -> float:
+        """FLOPs over the pairs of a causal prompt."""
+        seen = tokens if self.window_tokens is None else min(tokens, self.window_tokens)
+        return 2 * self.layers * self.width * (seen * (seen + 1) / 2 + (tokens - seen) * seen)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWork:
+    """One model, whole: what all its ranks together compute and read."""
+
+    name: str
+    layers: int
+    hidden_size: int
+    dense_params: int
+    """Parameters that every token is multiplied with, routed experts and output head left out."""
+    head_params: int
+    """Of the output head: for the last token of a prompt, and for every token that is decoded."""
+    experts: Experts | None
+    softmax: tuple[SoftmaxLayers, ...]
+    kv: KvModel
+    weights: WeightFormat
+
+    @property
+    def total_params(self) -> int:
+        """Parameters of the model; its input embedding counts as large as the output head."""
+        experts = self.experts.layers * self.experts.count * self.experts.params if self.experts else 0
+        return self.dense_params + 2 * self.head_params + experts
+
+    @property
+    def active_params(self) -> int:
+        """Parameters that one token is multiplied with, the output head included."""
+        experts = self.experts.layers * self.experts.per_token * self.experts.params if self.experts else 0
+        return self.dense_params + self.head_params + experts
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of all weights in memory."""
+        return self.read_bytes(float("inf")) + self.head_params * self.weights.dense_bytes
+
+    def read_bytes(self, tokens: float) -> float:
+        """Bytes of weights that a step over `tokens` tokens reads: once, and of the experts only those it takes."""
+        read = (self.dense_params + self.head_params) * self.weights.dense_bytes
+        if self.experts is not None:
+            touched = self.experts.touched(tokens)
+            read += self.experts.layers * touched * self.experts.params * self.weights.expert_bytes
+        return read
+
+    def prefill_flops(self, tokens: float) -> tuple[float, float]:
+        """FLOPs of a prompt of `tokens` tokens: (in matrices of weights, in softmax attention)."""
+        matrices = 2 * ((self.active_params - self.head_params) * tokens + self.head_params)
+        return matrices, sum(each.prefill_flops(tokens) for each in self.softmax)
+
+
+def model_work(config: Mapping[str, Any], name: str, weights: WeightFormat | None = None) -> ModelWork:
+    """The work of the model with this configuration. Multimodal ones are read from their `text_config`.
+
+    Args:
+        config: what its `config.json` holds.
+        name: of the model, for people.
+        weights: how its weights are stored; None: as its `quantization_config` says.
+
+    Raises:
+        ConfigError: the model is not known, or a field is missing or wrong.
+    """
+    kv = model_from_config(config, name=name)
+    text = config.get("text_config")
+    fields = ConfigFields({**config, **text} if isinstance(text, Mapping) else dict(config))
+    hidden = fields.whole("hidden_size")
+    mixers = 0
+    softmax: list[SoftmaxLayers] = []
+    for group in kv.groups:
+        if isinstance(group, LinearState):
+            mixers += group.layers * _linear_params(group, fields)
+        elif isinstance(group, FullAttention) and group.is_mla:
+            params, layers = _latent(group, fields)
+            mixers += params
+            softmax += layers
+        else:
+            params, layer = _grouped(group, fields)
+            mixers += params
+            softmax.append(layer)
+    feed_forward, experts = _feed_forward(fields)
+    return ModelWork(
+        name=name,
+        layers=fields.layers,
+        hidden_size=hidden,
+        dense_params=mixers + feed_forward,
+        head_params=fields.whole("vocab_size") * hidden,
+        experts=experts,
+        softmax=tuple(softmax),
+        kv=kv,
+        weights=weights or weight_format(config),
+    )
+
+
+def weight_format(config: Mapping[str, Any]) -> WeightFormat:
+    """How the checkpoint of this configuration stores its weights, by its `quantization_config`; else bf16.
+
+    Raises:
+        ConfigError: it is stored in a way that is not known.
+    """
+    text = config.get("text_config")
+    found = config.get("quantization_config") or (
+        text.get("quantization_config") if isinstance(text, Mapping) else None
+    )
+    if not isinstance(found, Mapping):
+        return WEIGHT_FORMATS["bf16"]
+    method = str(found.get("quant_method", "")).lower()
+    detail = str(found).lower()
+    stored = list(_stored(found))
+    if method == "mxfp4":
+        return WEIGHT_FORMATS["mxfp4-experts"]
+    if "nvfp4" in detail:
+        return WEIGHT_FORMATS["nvfp4"]
+    if method in ("fp8", "fbgemm_fp8") or "fp8" in detail or (8, "float") in stored:
+        return WEIGHT_FORMATS["fp8"]
+    if method in ("awq", "gptq", "auto-round") and found.get("bits", 4) == 4:
+        return WEIGHT_FORMATS["int4"]
+    if any(bits == 4 for bits, _ in stored):
+        # What stays as it is is listed; in a mixture of experts, that is all but the routed ones.
+        return WEIGHT_FORMATS["int4-experts" if "expert" in detail else "int4"]
+    raise ConfigError(
+        f'quantization_config: how "{method}" stores weights is not known; say it: {", ".join(WEIGHT_FORMATS)}'
+    )
+
+
+def _stored(section: Any) -> Iterator[tuple[int, str]]:
+    """(bits, "int" or "float") of all weights that a section of compressed-tensors describes, however deep."""
+    if isinstance(section, Mapping):
+        if isinstance(section.get("num_bits"), int):
+            yield section["num_bits"], str(section.get("type", "int"))
+        for part in section.values():
+            yield from _stored(part)
+
+
+def _grouped(group: FullAttention | SlidingWindow, fields: ConfigFields) -> tuple[int, SoftmaxLayers]:
+    """Parameters of all layers with K and V of some heads, and their attention."""
+    window = group.window_tokens if isinstance(group, SlidingWindow) else None
+    heads = fields.whole("num_attention_heads")
+    if window is not None:
+        heads = fields.whole("swa_num_attention_heads", heads)
+    hidden, key, value = fields.whole("hidden_size"), group.head_size_k, group.head_size_v
+    gate = heads * value if _output_gate(fields) else 0
+    params = hidden * (heads * (key + value) + gate + group.kv_heads * (key + value))
+    return group.layers * params, SoftmaxLayers(group.layers, heads * (key + value), window)
+
+
+def _output_gate(fields: ConfigFields) -> bool:
+    """Whether each attention head's output is gated: Qwen3-Next always, Qwen3.5 where `attn_output_gate` says so."""
+    return bool(
+        fields.fields.get("attn_output_gate", str(fields.fields.get("model_type")).startswith("qwen3_next"))
+    )
+
+
+def _latent(group: FullAttention, fields: ConfigFields) -> tuple[int, list[SoftmaxLayers]]:
+    """Parameters of all MLA layers, and their attention; of the index of sparse attention, where it is one."""
+    hidden, heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+    latent, rope = fields.whole("kv_lora_rank"), fields.whole("qk_rope_head_dim")
+    low_rank = fields.whole("q_lora_rank") if fields.given("q_lora_rank") else None
+    if group.head_size_k != latent + rope:
+        index_heads, index = fields.whole("index_n_heads"), fields.whole("index_head_dim")
+        params = (low_rank or hidden) * index_heads * index + hidden * (index + index_heads)
+        return group.layers * params, [SoftmaxLayers(group.layers, index_heads * index)]
+    key, value = fields.whole("qk_nope_head_dim", 128) + rope, fields.whole("v_head_dim", 128)
+    query = heads * key
+    params = hidden * query if low_rank is None else low_rank * (hidden + query)
+    params += hidden * (latent + rope) + latent * heads * (key - rope + value) + heads * value * hidden
+    sparse = fields.whole("index_topk") if fields.given("index_topk") else None
+    return group.layers * params, [SoftmaxLayers(group.layers, heads * (key + value), sparse)]
+
+
+def _linear_params(group: LinearState, fields: ConfigFields) -> int:
+    """Parameters of one layer with a recurrent state, from the shapes of its state and convolution."""
+    hidden = fields.whole("hidden_size")
+    # LinearState counts fp32 states and bf16 convolutions of kernel - 1 columns.
+    elements = group.recurrent_bytes // 4
+    if not group.conv_bytes:
+        inner = group.heads * math.isqrt(elements // group.heads)
+        return hidden * 5 * inner
+    section = fields.fields.get("linear_attn_config")
+    kernel = fields.whole(
+        "linear_conv_kernel_dim",
+        fields.whole("conv_kernel", fields.whole("mamba_d_conv", fields.whole("short_conv_kernel_size", 4))),
+    )
+    if isinstance(section, Mapping):
+        kernel = fields.section("linear_attn_config").whole("short_conv_kernel_size", kernel)
+    column = 2 * (kernel - 1)
+    grouped = group.grouped_conv_bytes // column
+    inner = group.conv_bytes // column - grouped
+    if group.kind == "KDA":
+        # Decay and output gate go through one head's size.
+        gates = 2 * (hidden + inner) * (inner // group.heads) + hidden * group.heads
+        return hidden * (grouped + inner) + gates + inner * hidden
+    per_head = 2 if group.kind == "GDN" else 1
+    return hidden * (grouped + 2 * inner + per_head * group.heads) + inner * hidden
+
+
+_COUNT = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "experts_per_token",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+)
+_SHARED_SIZE = (
+    "moe_shared_expert_intermediate_size",
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "share_expert_dim",
+)
+
+
+def _feed_forward(fields: ConfigFields) -> tuple[int, Experts | None]:
+    """Parameters of all MLPs and shared experts, and the routed experts."""
+    hidden = fields.whole("hidden_size")
+    gated = 2 if fields.fields.get("mlp_hidden_act") == "relu2" else 3
+    count = _first(fields, _COUNT)
+    kinds = _feed_forward_kinds(fields, count is not None)
+    dense = kinds.count("dense")
+    wide = fields.whole("intermediate_size_mlp", fields.whole("intermediate_size", 1))
+    params = dense * gated * hidden * wide if dense else 0
+    if count is None or "experts" not in kinds:
+        return params, None
+    per_token = _first(fields, _PER_TOKEN)
+    if per_token is None:
+        raise ConfigError(f"{_PER_TOKEN[0]} is missing; a mixture of experts needs it")
+    size = fields.whole("moe_intermediate_size", fields.whole("intermediate_size", 1))
+    layers = kinds.count("experts")
+    shared = _first(fields, _SHARED_SIZE)
+    if shared is None:
+        shared = size * (_first(fields, ("n_shared_experts", "num_shared_experts")) or 0)
+    params += layers * gated * hidden * shared
+    return params, Experts(layers, count, min(per_token, count), gated * hidden * size)
+
+
+def _first(fields: ConfigFields, names: tuple[str, ...]) -> int | None:
+    """The first of these fields that holds a whole number above 0; None where none does."""
+    for name in names:
+        if fields.fields.get(name):
+            return fields.whole(name)
+    return None
+
+
+def _feed_forward_kinds(fields: ConfigFields, mixture: bool) -> list[str]:
+    """Of every layer: "dense", "experts", or "" where it has no feed-forward part."""
+    layers = fields.layers
+    pattern = fields.fields.get("hybrid_override_pattern")
+    if isinstance(pattern, str):
+        return [{"-": "dense", "E": "experts"}.get(letter, "") for letter in pattern]
+    blocks = fields.entries("layers_block_type", None)
+    if blocks is not None and {"mlp", "moe"} & set(map(str, blocks)):
+        return [{"mlp": "dense", "moe": "experts"}.get(str(block), "") for block in blocks]
+    if not mixture:
+        return ["dense"] * layers
+    numbered = fields.fields.get("moe_layers_enum")
+    if isinstance(numbered, str):
+        with_experts = {int(each) for each in numbered.split(",")}
+        return ["experts" if layer in with_experts else "dense" for layer in range(layers)]
+    listed = fields.fields.get("moe_layer_freq")
+    if isinstance(listed, list):
+        return ["experts" if entry else "dense" for entry in listed[:layers]]
+    first = fields.fields.get("first_k_dense_replace") or 0
+    step = fields.whole(
+        "decoder_sparse_step",
+        fields.whole("expert_layer_period", fields.whole("interleave_moe_layer_step", 1)),
+    )
+    # Jamba counts from expert_layer_offset, the others so that the last layer of a step has the experts.
+    offset = fields.fields.get("expert_layer_offset", step - 1)
+    plain = set(fields.fields.get("mlp_only_layers") or ())
+    return [
+        "experts" if layer >= first and layer not in plain and layer % step == offset % step else "dense"
+        for layer in range(layers)
+    ]

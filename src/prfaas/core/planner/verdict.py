@@ -1,0 +1,148 @@
+"""What a plan comes to in a few sentences: what binds, what it gains, what egress may cost."""
+
+from dataclasses import dataclass
+
+from prfaas.core.planner.comparisons import Baseline
+from prfaas.core.planner.operating_point import LinkUse, OperatingPoint, StageKind
+from prfaas.core.planner.problem import TtftTarget
+from prfaas.core.units import format_bits_per_s
+
+BOUND = 1.001
+"""Without a limit there must be more than this factor to say that it binds."""
+TARGET = "TTFT target"
+
+# A smaller gain is not worth a second cluster.
+_WORTH_IT = 1.01
+_MOST_NAMES = 3
+_KINDS: dict[StageKind, str] = {
+    "prfaas prefill": "Prefill-bound",
+    "pd prefill": "Prefill-bound",
+    "pd decode": "Decode-bound",
+    "link": "Network-bound",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What limits an optimum."""
+
+    optimum: OperatingPoint
+    """Its links have their `needed_bits_per_s`."""
+    unlimited_rate: float
+    """Λ_max if no link were a limit."""
+    load: float
+    target: TtftTarget | None = None
+    keeps_target: bool = True
+    rate_without_target: float = 0.0
+    """Λ_max without the target, where there is one."""
+
+    @property
+    def is_network_bound(self) -> bool:
+        """Whether faster links alone would raise Λ_max."""
+        return self.unlimited_rate > self.optimum.lambda_max * BOUND
+
+    @property
+    def is_latency_bound(self) -> bool:
+        """Whether the target costs throughput."""
+        return (
+            self.target is not None
+            and self.keeps_target
+            and self.rate_without_target > self.optimum.lambda_max * BOUND
+        )
+
+    @property
+    def binding(self) -> tuple[str, ...]:
+        """Stages that are full, links that are too narrow for the best plan, and the target if it costs throughput."""
+        full = set(self.optimum.binding)
+        if self.is_network_bound:
+            full |= {f"{link.name} link" for link in self.optimum.links if _is_short(link)}
+        stages = tuple(stage.name for stage in self.optimum.stages if stage.name in full)
+        return (*stages, TARGET) if self.is_latency_bound else stages
+
+    def sentence(self) -> str:
+        """What binds, and by how much."""
+        rate = self.optimum.lambda_max
+        by = f"limited by {_names(self.binding)}"
+        if self.target is not None and not self.keeps_target:
+            missed = f"{self.target} at {self.load:.0%} load is missed, whatever threshold and roles"
+            return f"Target missed: {missed}; {rate:.3g} requests/s without it, {by}."
+        if self.is_latency_bound:
+            return (
+                f"Latency-bound: {rate:.3g} requests/s with {self.target} at {self.load:.0%} load, "
+                f"{self.rate_without_target:.3g} without that target; {by}."
+            )
+        kept = "" if self.target is None else f" The target, {self.target} at {self.load:.0%} load, is kept."
+        short = max(filter(_is_short, self.optimum.links), key=_shortness, default=None)
+        if self.is_network_bound and short is not None:
+            return (
+                f"Network-bound: link {short.name} has {format_bits_per_s(short.bandwidth_bits_per_s)}, and this "
+                f"model on this hardware needs {format_bits_per_s(short.needed_bits_per_s or 0.0)}; {rate:.3g} "
+                f"requests/s of a possible {self.unlimited_rate:.3g} get through, {by}.{kept}"
+            )
+        kinds = {stage.kind for stage in self.optimum.stages if stage.name in self.binding}
+        bound = "Balanced" if len(kinds) > 1 else _KINDS[kinds.pop()]
+        used = ""
+        if self.optimum.links:
+            fullest = max(self.optimum.links, key=lambda link: link.utilisation)
+            used = f"; link {fullest.name} is {fullest.utilisation:.0%} full"
+        return f"{bound}: {rate:.3g} requests/s, {by}{used}.{kept}"
+
+
+def _is_short(link: LinkUse) -> bool:
+    return (link.needed_bits_per_s or 0.0) > link.bandwidth_bits_per_s
+
+
+def _shortness(link: LinkUse) -> float:
+    return (link.needed_bits_per_s or 0.0) / link.bandwidth_bits_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """What a deployment is worth against others."""
+
+    homogeneous: Baseline
+    """As many GPUs."""
+    ratio: float | None
+    """Of the throughputs; None without PrfaaS clusters, or where one of them is 0."""
+    equal_cost_ratio: float | None
+    egress_per_hour: float
+    break_even_per_gb: float | None
+
+    def sentence(self, *, has_prfaas: bool) -> str:
+        """Whether it is worth it."""
+        if not has_prfaas:
+            return ""
+        if self.ratio is None:
+            if self.homogeneous.comparable_rate > 0 or self.homogeneous.keeps_target:
+                return ""
+            return "A homogeneous cluster with as many GPUs never keeps the target."
+        at_cost = (
+            "" if self.equal_cost_ratio is None else f", {self.equal_cost_ratio:.2f} times at equal cost"
+        )
+        if at_cost and self.egress_per_hour > 0:
+            at_cost += f" with egress at {self.egress_per_hour:.3g} per hour"
+        factor = f"{self.ratio:.2f} times the throughput of a homogeneous cluster with as many GPUs{at_cost}"
+        judged = self.equal_cost_ratio if self.equal_cost_ratio is not None else self.ratio
+        text = f"{'Worth it' if judged > _WORTH_IT else 'Not worth it'}: {factor}."
+        if self.egress_per_hour > 0 and self.break_even_per_gb is not None:
+            text += (
+                f" The advantage is gone where egress costs {self.break_even_per_gb:.3g} per GB."
+                if self.break_even_per_gb > 0
+                else " It would not be with free egress, either."
+            )
+        return text
+
+
+def verdict_of(limits: Limits, gain: Gain, *, has_prfaas: bool) -> str:
+    """The limit, the gain, what the links would have to be, and what egress may cost."""
+    if limits.optimum.lambda_max <= 0:
+        return (
+            "Impossible: no request gets through; there must be an instance for prefill and one for decode."
+        )
+    return f"{limits.sentence()} {gain.sentence(has_prfaas=has_prfaas)}".strip()
+
+
+def _names(names: tuple[str, ...]) -> str:
+    if len(names) > _MOST_NAMES:
+        return f"{', '.join(names[:_MOST_NAMES])} and {len(names) - _MOST_NAMES} more"
+    return " and ".join(names)

@@ -1,0 +1,149 @@
+"""What a scenario's world is built of: its view, links and engines."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from prfaas.core.scheduling import ClusterView, InstanceView, KvFacts, LinkView, View
+from prfaas.core.scheduling.prefill_pool import PrefillPool
+from prfaas.core.units import GB, SECONDS_PER_HOUR
+from prfaas.lab.simulator.answers import Answers
+from prfaas.lab.simulator.events import Events
+from prfaas.lab.simulator.instance import Engine, Job
+from prfaas.lab.simulator.link import FluidLink
+from prfaas.lab.simulator.monitored_link import MonitoredLink
+from prfaas.lab.simulator.scenario import Scenario, SimulatedCluster, instance_names
+from prfaas.lab.simulator.token_clock import ContextClock, TokenClock
+
+JobCallback = Callable[[Job], None]
+
+
+def links_of(
+    scenario: Scenario, view: View, events: Events, rng: np.random.Generator
+) -> dict[tuple[str, str], MonitoredLink]:
+    """By (source, target); `rng` is for their capacities."""
+    return {
+        (link.source, link.target): MonitoredLink(
+            view.links[link.source, link.target],
+            FluidLink(
+                events,
+                link.name,
+                scenario.capacity_of(link),
+                rng=stream,
+                rtt_s=link.rtt_s,
+                transfer_limit_bits_per_s=link.transfer_limit_bits_per_s,
+            ),
+            events,
+        )
+        for link, stream in zip(scenario.links, rng.spawn(len(scenario.links)), strict=True)
+    }
+
+
+def engines_of(
+    scenario: Scenario,
+    view: View,
+    pools: Mapping[str, PrefillPool[Job]],
+    events: Events,
+    answers: Answers,
+    prefilled: JobCallback,
+) -> dict[str, Engine]:
+    """By name; `prefilled` is called at the end of every prefill."""
+    return {
+        instance.name: Engine(
+            instance,
+            view.clusters[cluster.name],
+            pools[cluster.name],
+            _decode_batch_of(cluster, events, answers.begin, answers.end),
+            cluster.decode_step_s,
+            cluster.prefill_concurrency,
+            _shared_prefills_of(cluster, events, prefilled),
+            cluster.prefill_step_tokens,
+            cluster.chunk_tokens,
+            cluster.kv_block_tokens if scenario.kv_model.is_hybrid else 1,
+        )
+        for cluster in scenario.clusters
+        for instance in view.clusters[cluster.name].instances
+    }
+
+
+def _decode_batch_of(
+    cluster: SimulatedCluster, events: Events, started: JobCallback, done: JobCallback
+) -> TokenClock | None:
+    """That of one instance; None where nothing decodes."""
+    if cluster.decode_step_s is None:
+        return None
+    if not cluster.context_s:
+        return TokenClock(events, cluster.decode_step_s, cluster.decode_slots, started, done)
+    return ContextClock(
+        events,
+        cluster.decode_step_s,
+        cluster.decode_slots,
+        started,
+        done,
+        context_of=_prompt_tokens,
+        context_s=cluster.context_s,
+        measured_tokens=cluster.measured_context_tokens,
+    )
+
+
+def _shared_prefills_of(cluster: SimulatedCluster, events: Events, done: JobCallback) -> TokenClock | None:
+    """Prefills that share an instance: seconds of work in place of tokens, each second longer by all that share."""
+    if cluster.prefill_concurrency == 1:
+        return None
+    return TokenClock(events, float, cluster.prefill_concurrency, _nothing, done)
+
+
+def _prompt_tokens(job: Job) -> float:
+    return job.tokens
+
+
+def _nothing(_job: Job) -> None:
+    """A prefill that has room begins at once: nothing more to do."""
+
+
+def view_of(scenario: Scenario, kv: KvFacts) -> View:
+    """What policies read when a simulation begins: every instance idle, in its first role."""
+    return View(
+        clusters={
+            cluster.name: ClusterView(
+                cluster.name,
+                cluster.kind,
+                [
+                    InstanceView(
+                        name,
+                        cluster.name,
+                        prefills=number < cluster.prefill_instances,
+                        decodes=number >= cluster.prefill_instances,
+                        decode_slots=cluster.decode_slots,
+                    )
+                    for number, name in enumerate(instance_names(cluster))
+                ],
+                cluster.curve.seconds,
+                slot_s=_planned_slot_s(cluster, scenario.output_tokens),
+                instance_price_per_s=cluster.instance_price_per_hour / SECONDS_PER_HOUR,
+            )
+            for cluster in scenario.clusters
+        },
+        links={
+            (link.source, link.target): LinkView(
+                link.source,
+                link.target,
+                link.bandwidth_bits_per_s,
+                rtt_s=link.rtt_s,
+                # The view is always kept up to date: `MonitoredLink.look`.
+                seen_s=float("inf"),
+                egress_price_per_byte=link.egress_per_gb / GB,
+            )
+            for link in scenario.links
+        },
+        kv=kv,
+        threshold_tokens=dict(scenario.threshold_tokens),
+        stale_after_s=scenario.control.stale_after_s,
+    )
+
+
+def _planned_slot_s(cluster: SimulatedCluster, output_tokens: float) -> float:
+    """What an answer of the mean length takes in a full batch."""
+    return (
+        0.0 if cluster.decode_step_s is None else output_tokens * cluster.decode_step_s(cluster.decode_slots)
+    )

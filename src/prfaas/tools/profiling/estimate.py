@@ -1,0 +1,208 @@
+"""Profiles without a GPU: made of AIConfigurator's measurements, or of a roofline where it has none."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from prfaas.core.latency import roofline
+from prfaas.core.latency.profile import Curve, DecodeCurve, Evidence, LatencyProfile, ProfileError
+from prfaas.core.latency.roofline import Roofline, gpu
+from prfaas.core.latency.work import WEIGHT_FORMATS, WeightFormat, model_work
+from prfaas.tools.profiling import aiconfigurator
+from prfaas.tools.profiling.aiconfigurator import AiconfiguratorTimes, EstimatorGap
+
+Estimator = Literal["auto", "aiconfigurator", "roofline"]
+
+_LENGTHS = tuple(2**power for power in range(7, 18))
+_BATCHES = tuple(2**power for power in range(9))
+CONTEXT_TOKENS = 8192
+"""Tokens of a request that decodes, if not said otherwise."""
+
+
+class EngineTimes(Protocol):
+    """Anything that says how long an instance takes."""
+
+    def prefill_s(self, tokens: float) -> float:
+        """Seconds of a prefill of `tokens` tokens."""
+
+    def decode_step_s(self, batch: float, context_tokens: float) -> float:
+        """Seconds of a decode step of `batch` requests with `context_tokens` tokens each."""
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatePlan:
+    """What to estimate."""
+
+    config: Path
+    """A `config.json`, or a directory with one."""
+    gpu: str
+    ranks: int
+    """GPUs that share every layer: tensor parallelism."""
+    lengths: tuple[int, ...] | None = None
+    """Tokens of prompts; None: powers of two from 128 to what the model takes, at most 131072."""
+    batches: tuple[int, ...] | None = None
+    """Requests that decode together; None: powers of two up to what memory has room for, at most 256."""
+    context_tokens: int = CONTEXT_TOKENS
+    weights: str | None = None
+    """A name in `WEIGHT_FORMATS`; None: as the `config.json` says."""
+    estimator: Estimator = "auto"
+    """"auto": AIConfigurator where it can, else the roofline."""
+    name: str | None = None
+    """Of the profile; None: model-gpu."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """An estimated profile, and what the user should know of it."""
+
+    profile: LatencyProfile
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BesideMeasured:
+    """One time of an estimate beside the measured one."""
+
+    at: float
+    """Tokens of the prompt, or requests of the batch."""
+    estimated_s: float
+    low_s: float
+    high_s: float
+    """The ends of the error bar."""
+    measured_s: float
+
+    @property
+    def inside(self) -> bool:
+        """Whether the measured time is on the error bar."""
+        return self.low_s <= self.measured_s <= self.high_s
+
+
+def estimate(plan: EstimatePlan) -> Estimate:
+    """The profile that `plan` asks for.
+
+    Raises:
+        ProfileError: an unknown GPU or format, a model that doesn't fit, or nothing can estimate it.
+        ConfigError: the `config.json` can't be read, or the model is not known.
+    """
+    config, model = _config(plan.config)
+    weights = _weights(plan.weights)
+    work = model_work(config, model, weights)
+    bound = Roofline(work, gpu(plan.gpu), plan.ranks)
+    lengths = plan.lengths or _default_lengths(config)
+    if len(lengths) < 2:
+        raise ProfileError("an estimate needs at least two lengths")
+    room = bound.max_batch(plan.context_tokens)
+    batches = plan.batches
+    if batches is None:
+        batches = tuple(batch for batch in _BATCHES if batch <= room)
+    elif batches and batches[-1] > room:
+        raise ProfileError(
+            f"{model} on {plan.ranks} {bound.gpu.name} has memory for {room} requests of {plan.context_tokens} tokens, "
+            f"not for a batch of {batches[-1]}"
+        )
+    notes = []
+    times: EngineTimes = bound
+    source = f"the roofline of prfaas, with the peaks of {bound.gpu.source}"
+    bands = (roofline.PREFILL_BAND, roofline.DECODE_BAND)
+    if plan.estimator != "roofline":
+        try:
+            times = AiconfiguratorTimes(config, bound.gpu.name, plan.ranks, weights)
+            prefill, steps = _points(times, lengths, batches, plan.context_tokens)
+            source = f"aiconfigurator-core {aiconfigurator.version()}, vLLM on {bound.gpu.name}"
+            bands = (aiconfigurator.PREFILL_BAND, aiconfigurator.DECODE_BAND)
+        except EstimatorGap as gap:
+            if plan.estimator == "aiconfigurator":
+                raise
+            notes.append(f"{gap}; estimated by the roofline")
+            times = bound
+    if times is bound:
+        prefill, steps = _points(times, lengths, batches, plan.context_tokens)
+    return Estimate(
+        LatencyProfile(
+            name=plan.name or f"{model}-{bound.gpu.name}",
+            hardware=bound.gpu.name,
+            model=model,
+            gpus_per_instance=plan.ranks,
+            prefill=Curve.through_points(prefill, "monotone"),
+            decode=DecodeCurve(
+                Curve.through_points(steps, "linear"),
+                float(plan.context_tokens),
+                evidence=Evidence("estimated", band=bands[1]),
+            )
+            if steps
+            else None,
+            source=(
+                f"Estimated, not measured: {source}; {work.total_params / 1e9:.3g} billion parameters, "
+                f"{work.active_params / 1e9:.3g} of them per token, {work.weights.name} weights"
+            ),
+            evidence=Evidence("estimated", band=bands[0]),
+        ),
+        tuple(notes),
+    )
+
+
+def differences(
+    estimated: LatencyProfile, measured: LatencyProfile
+) -> tuple[tuple[BesideMeasured, ...], tuple[BesideMeasured, ...]]:
+    """(prefill, decode) of an estimate beside a measured profile, at the estimate's points that both cover."""
+    prefill = _differences(estimated.prefill, measured.prefill, estimated.evidence)
+    if estimated.decode is None or measured.decode is None:
+        return prefill, ()
+    return prefill, _differences(
+        estimated.decode.curve, measured.decode.curve, estimated.decode.evidence, also_measured=True
+    )
+
+
+def _differences(
+    estimated: Curve, measured: Curve, evidence: Evidence, also_measured: bool = False
+) -> tuple[BesideMeasured, ...]:
+    low, high = evidence.band or (1.0, 1.0)
+    places = {x for x, _ in estimated.points}
+    if also_measured:
+        places |= {x for x, _ in measured.points}
+    return tuple(
+        BesideMeasured(x, estimated.at(x), low * estimated.at(x), high * estimated.at(x), measured.at(x))
+        for x in sorted(places)
+        if estimated.covers(x) and measured.covers(x)
+    )
+
+
+def _points(
+    times: EngineTimes, lengths: Sequence[int], batches: Sequence[int], context_tokens: int
+) -> tuple[tuple[tuple[float, float], ...], tuple[tuple[float, float], ...]]:
+    # Four digits: more would only look exact.
+    prefill = [(float(tokens), float(f"{times.prefill_s(tokens):.4g}")) for tokens in lengths]
+    steps = [(float(batch), float(f"{times.decode_step_s(batch, context_tokens):.4g}")) for batch in batches]
+    return tuple(prefill), tuple(steps)
+
+
+def _config(path: Path) -> tuple[Mapping[str, Any], str]:
+    """What the file holds, and the model's name: that of its directory."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ProfileError(
+            f"--model {path}: can't be read as JSON ({error}); name the config.json of a Hugging Face checkpoint"
+        ) from error
+    if not isinstance(config, dict):
+        raise ProfileError(f"--model {file}: must hold one JSON object")
+    own = file.stem if file.stem != "config" else file.absolute().parent.name
+    return config, own
+
+
+def _weights(name: str | None) -> WeightFormat | None:
+    if name is None:
+        return None
+    if name not in WEIGHT_FORMATS:
+        raise ProfileError(f'--weights: must be one of {", ".join(WEIGHT_FORMATS)}, not "{name}"')
+    return WEIGHT_FORMATS[name]
+
+
+def _default_lengths(config: Mapping[str, Any]) -> tuple[int, ...]:
+    text = config.get("text_config")
+    inner = text if isinstance(text, Mapping) else {}
+    longest = config.get("max_position_embeddings") or inner.get("max_position_embeddings") or _LENGTHS[-1]
+    return tuple(length for length in _LENGTHS if length <= longest) or (1, int(longest))

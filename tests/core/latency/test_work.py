@@ -1,0 +1,125 @@
+"""What models compute and read, against the parameters that their makers print."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.core.kv import ConfigError
+from prfaas.core.latency.work import WEIGHT_FORMATS, Experts, SoftmaxLayers, model_work, weight_format
+
+MODELS: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "public_models.yaml").read_text())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_those_that_makers_print(name: str) -> None:
+    total, active = MODELS[name]["params"]
+    work = model_work(MODELS[name]["config"], name)
+    assert work.total_params / 1e9 == pytest.approx(total, rel=0.03)
+    # Makers round to whole billions, and count the embedding or leave it out.
+    assert work.active_params / 1e9 == pytest.approx(active, rel=0.2)
+
+
+def test_attention_of_each_kind() -> None:
+    widths = {
+        "deepseek-r1": [(61, 128 * (192 + 128), None)],
+        "qwen3.5-397b": [(15, 32 * 512, None)],
+        "kimi-linear": [(7, 32 * 320, None)],
+        "mimo-v2-flash": [(9, 64 * 320, None), (39, 64 * 320, 128)],
+        "nemotron-3-nano": [(6, 32 * 256, None)],
+    }
+    for name, expected in widths.items():
+        softmax = model_work(MODELS[name]["config"], name).softmax
+        assert [(each.layers, each.width, each.window_tokens) for each in softmax] == expected
+
+
+def test_sparse_attention_sees_its_top_tokens_and_has_an_index() -> None:
+    config = MODELS["deepseek-r1"]["config"] | {
+        "model_type": "deepseek_v32", "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048,
+    }  # fmt: skip
+    latent, index = model_work(config, "v3.2").softmax
+    assert latent.window_tokens == 2048
+    assert (index.width, index.window_tokens) == (64 * 128, None)
+
+
+@given(st.integers(1, 5000), st.integers(1, 500))
+def test_pairs_of_a_window_are_counted_one_by_one(tokens: int, window: int) -> None:
+    pairs = sum(min(position, window) for position in range(1, tokens + 1))
+    assert SoftmaxLayers(1, 1, window).prefill_flops(tokens) == 2 * pairs
+    assert SoftmaxLayers(3, 5).prefill_flops(tokens) == 2 * 15 * tokens * (tokens + 1) / 2
+
+
+@given(st.integers(1, 512), st.integers(1, 64), st.integers(1, 2000))
+def test_a_batch_touches_some_experts_and_never_more_than_all(
+    count: int, per_token: int, tokens: int
+) -> None:
+    experts = Experts(1, count, min(per_token, count), 1)
+    assert experts.per_token <= experts.touched(1) + 1e-9
+    assert experts.touched(tokens) <= experts.touched(tokens + 1) + 1e-9 <= count + 2e-9
+
+
+def test_weights_are_read_once_and_only_the_experts_that_are_touched() -> None:
+    work = model_work(MODELS["minimax-m2.5"]["config"], "m")
+    assert work.weights.name == "fp8"
+    assert work.read_bytes(1) == pytest.approx(work.active_params)
+    assert work.read_bytes(1e6) == pytest.approx(work.total_params - work.head_params)
+    assert work.weight_bytes == pytest.approx(work.total_params)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "expected"),
+    [
+        (None, "bf16"),
+        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, "mxfp4-experts"),
+        ({"quant_method": "awq", "bits": 4}, "int4"),
+        ({"quant_method": "gptq", "bits": 4}, "int4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "nvfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 4}}}}, "int4"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"g": {"type": "float", "num_bits": 8}}},
+            "fp8",
+        ),
+    ],
+)  # fmt: skip
+def test_how_weights_are_stored(quantization: dict[str, Any] | None, expected: str) -> None:
+    assert weight_format({"quantization_config": quantization}) is WEIGHT_FORMATS[expected]
+    assert weight_format({"text_config": {"quantization_config": quantization}}).name == expected
+
+
+def test_mistakes_are_one_sentence() -> None:
+    with pytest.raises(ConfigError, match='how "hqq" stores weights is not known; say it: bf16, fp8'):
+        weight_format({"quantization_config": {"quant_method": "hqq"}})
+    config = dict(MODELS["qwen3-235b"]["config"])
+    del config["num_experts_per_tok"]
+    with pytest.raises(ConfigError, match="num_experts_per_tok is missing"):
+        model_work(config, "q")
+    del config["hidden_size"]
+    with pytest.raises(ConfigError, match="hidden_size must be a whole number above 0, not None"):
+        model_work(config, "q")
+
+
+def test_layers_with_and_without_experts() -> None:
+    base = MODELS["qwen3-235b"]["config"]
+    for more, layers in (
+        ({}, 94),
+        ({"decoder_sparse_step": 2}, 47),
+        ({"mlp_only_layers": [0, 5]}, 92),
+        ({"first_k_dense_replace": 3}, 91),
+        ({"moe_layers_enum": "3,4,5"}, 3),
+    ):
+        experts = model_work(base | more, "q").experts
+        assert experts is not None
+        assert experts.layers == layers
+
+
+def test_gates_of_attention_heads_are_counted() -> None:
+    config = MODELS["qwen3.5-397b"]["config"]
+    without = config | {"text_config": config["text_config"] | {"attn_output_gate": False}}
+    more = model_work(config, "q").dense_params - model_work(without, "q").dense_params
+    assert more == 15 * 4096 * 32 * 256
+    assert model_work(MODELS["qwen3-next-80b"]["config"], "n").softmax[0].layers == 12

@@ -1,0 +1,149 @@
+"""A row per request, in each of the formats."""
+
+import csv
+import gzip
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prfaas import api
+from prfaas.lab.report.records import METADATA_KEY, RecordsFile
+from prfaas.lab.simulator import Result
+
+COLUMNS = [
+    *(
+        "policy",
+        "request",
+        "counted",
+        "arrival_s",
+        "input_tokens",
+        "output_tokens",
+        "uncached_tokens",
+        "hit_tokens",
+    ),
+    *("offloaded", "reason", "retries", "link_bytes", "ttft_s", "tpot_s", "e2e_s"),
+]
+TEXT = ["r.csv", "r.csv.gz", "r.jsonl", "r.jsonl.gz"]
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Result]:
+    """Two policies under the same requests; the last request of the first never had an answer."""
+    found = {
+        policy: api.simulate(api.example_path("paper"), policy=policy, requests=60)
+        for policy in ("tilted", "local_only")
+    }
+    first = found["tilted"]
+    found["tilted"] = replace(
+        first, **{name: _lost(getattr(first, name)) for name in ("ttft_s", "tpot_s", "e2e_s")}
+    )
+    return found
+
+
+def _lost(times: Any) -> Any:
+    return np.append(times[:-1], np.nan)
+
+
+def rows_of(path: Path) -> Iterator[dict[str, Any]]:
+    data = path.read_bytes()
+    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+    if ".csv" in path.name:
+        for row in csv.DictReader(io.StringIO(text)):
+            # Words stay; numbers, booleans and nothing are as JSON has them.
+            yield {
+                name: (value if name in ("policy", "reason") else json.loads(value or "null"))
+                for name, value in row.items()
+            }
+    else:
+        yield from map(json.loads, text.splitlines())
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_every_request_under_every_policy(tmp_path: Path, results: dict[str, Result], name: str) -> None:
+    path = tmp_path / name
+    assert RecordsFile.at(path).write(results, "{}") == 120
+    rows = list(rows_of(path))
+    assert len(rows) == 120 and all(list(row) == COLUMNS for row in rows)
+    for number, row in enumerate(rows):
+        policy = ("tilted", "local_only")[number // 60]
+        result, index = results[policy], number % 60
+        assert (row["policy"], row["request"]) == (policy, index)
+        assert row["arrival_s"] == result.arrival_s[index]
+        assert row["input_tokens"] == result.input_tokens[index]
+        assert row["offloaded"] is bool(result.offloaded[index])
+        assert row["counted"] is bool(result.counted[index])
+        assert row["reason"] == result.reasons[result.reason[index]]
+        ttft_s = result.ttft_s[index]
+        assert row["ttft_s"] == (None if np.isnan(ttft_s) else ttft_s)
+    assert rows[59]["e2e_s"] is None and rows[119]["e2e_s"] is not None
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_the_same_results_give_the_same_bytes(tmp_path: Path, results: dict[str, Result], name: str) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        RecordsFile.at(tmp_path / folder / name).write(results, "{}")
+    assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_parquet_is_the_data_frame_with_the_policy(tmp_path: Path, results: dict[str, Result]) -> None:
+    pandas = pytest.importorskip("pandas")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for name in ("a.parquet", "b.parquet"):
+        assert RecordsFile.at(tmp_path / name).write(results, '{"seed": 0}') == 120
+    path = tmp_path / "a.parquet"
+    assert path.read_bytes() == (tmp_path / "b.parquet").read_bytes()
+    assert parquet.read_schema(path).metadata[METADATA_KEY] == b'{"seed": 0}'
+    read = pandas.read_parquet(path)
+    assert list(read.columns) == COLUMNS
+    assert parquet.read_table(path)["e2e_s"].null_count == 1
+    for policy, result in results.items():
+        rows = read[read.policy == policy].drop(columns="policy").reset_index(drop=True)
+        frame = result.to_dataframe()
+        assert len(frame) == 60 and frame.reason.dtype == "category"
+        pandas.testing.assert_frame_equal(rows, frame, check_categorical=False)
+
+
+def test_a_data_frame_says_what_the_summary_says(results: dict[str, Result]) -> None:
+    pytest.importorskip("pandas")
+    result = results["local_only"]
+    summary, frame = result.summary(), result.to_dataframe()
+    counted = frame[frame.counted]
+    assert len(counted) == summary["requests"]
+    assert counted.ttft_s.mean() == pytest.approx(summary["ttft_mean_s"])
+    assert counted.e2e_s.quantile(0.9) == pytest.approx(summary["e2e_p90_s"])
+    assert counted.offloaded.mean() == summary["offloaded_fraction"] == 0
+    assert dict(counted.reason.value_counts()) == summary["decisions"]
+    # Its owner may change it; the result stays.
+    frame.loc[0, "ttft_s"] = -1.0
+    assert result.ttft_s[0] > 0
+
+
+def test_what_came_from_pools_has_columns(tmp_path: Path, results: dict[str, Result]) -> None:
+    tiers = {tier: np.full(60, number) for number, tier in enumerate(("memory", "ssd", "machine", "cluster"))}
+    pooled = {"tilted": replace(results["tilted"], tier_tokens=tiers)}
+    path = tmp_path / "pools.jsonl"
+    RecordsFile.at(path).write(pooled, "{}")
+    row = next(rows_of(path))
+    assert [row[f"hit_tokens_{tier}"] for tier in tiers] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("rows", "rows: its name must end in .parquet, .csv, .csv.gz, .jsonl or .jsonl.gz"),
+        ("rows.xlsx", "its name must end in .parquet, "),
+        ("none/rows.csv", "there is no folder"),
+        ("folder.csv", "is a folder; name a file in a folder that is there"),
+    ],
+)
+def test_what_can_not_be_written_is_said_before(tmp_path: Path, name: str, says: str) -> None:
+    (tmp_path / "folder.csv").mkdir()
+    with pytest.raises(ValueError, match=says):
+        RecordsFile.at(tmp_path / name)

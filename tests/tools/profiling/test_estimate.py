@@ -1,0 +1,201 @@
+"""Estimated profiles: which estimator, what the file says of itself, and the estimate beside a measured one."""
+
+import json
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from prfaas.core.kv import ConfigError
+from prfaas.core.latency import ProfileError, load_profile, profile_text, save_profile
+from prfaas.tools.profiling import aiconfigurator
+from prfaas.tools.profiling.estimate import EstimatePlan, differences, estimate
+
+MODELS: dict[str, Any] = yaml.safe_load(
+    (Path(__file__).parents[2] / "core" / "latency" / "public_models.yaml").read_text()
+)
+
+
+@pytest.fixture(autouse=True)
+def without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine without aiconfigurator-core."""
+    monkeypatch.setitem(sys.modules, "aiconfigurator_core", None)
+    monkeypatch.setitem(sys.modules, "aiconfigurator_core.sdk", None)
+
+
+def config(directory: Path, model: str, **more: object) -> Path:
+    path = directory / model
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(MODELS[model]["config"] | more))
+    return path
+
+
+def test_a_profile_that_says_that_it_is_estimated(tmp_path: Path) -> None:
+    made = estimate(EstimatePlan(config(tmp_path, "qwen3-next-80b"), "H100", 4))
+    profile = made.profile
+    assert (profile.name, profile.model) == ("qwen3-next-80b-h100", "qwen3-next-80b")
+    assert (profile.hardware, profile.gpus_per_instance) == ("h100", 4)
+    assert profile.range_tokens == (128, 131072)
+    assert profile.source.startswith("Estimated, not measured: the roofline of prfaas")
+    assert "bf16 weights" in profile.source
+    assert profile.decode is not None
+    assert profile.decode.context_tokens == 8192
+    assert profile.range_batch == (1, 256)
+    for evidence in (profile.evidence, profile.decode.evidence):
+        assert evidence.origin == "estimated"
+        assert evidence.band is not None
+    assert made.notes == (
+        "aiconfigurator-core is not installed: pip install 'prfaas[estimate]'; estimated by the roofline",
+    )
+
+
+def test_it_survives_the_file(tmp_path: Path) -> None:
+    profile = estimate(EstimatePlan(config(tmp_path, "minimax-m2.5"), "h20", 8, name="mine")).profile
+    save_profile(profile, tmp_path / "mine.yaml")
+    assert load_profile(tmp_path / "mine.yaml") == profile
+    assert "origin: estimated" in profile_text(profile)
+
+
+def test_batches_end_where_memory_does(tmp_path: Path) -> None:
+    path = config(tmp_path, "minimax-m2.5")
+    # 230 GB of weights leave little of 4 × 72 GB for requests of 254 kB a token.
+    made = estimate(EstimatePlan(path, "h100", 4, estimator="roofline"))
+    assert made.notes == ()
+    assert made.profile.range_batch[1] == 32
+    with pytest.raises(
+        ProfileError,
+        match=r"minimax-m2.5 on 4 h100 has memory for \d+ requests of 8192 tokens, not for a batch of 999",
+    ):
+        estimate(EstimatePlan(path, "h100", 4, batches=(1, 999)))
+    only = estimate(EstimatePlan(path, "h100", 4, batches=())).profile
+    assert only.decode is None
+
+
+def test_lengths_are_those_the_model_takes(tmp_path: Path) -> None:
+    path = config(tmp_path, "llama-3.1-8b", max_position_embeddings=8192)
+    assert estimate(EstimatePlan(path, "l40s", 1)).profile.range_tokens == (128, 8192)
+    given = estimate(EstimatePlan(path / "config.json", "l40s", 1, lengths=(100, 2000))).profile
+    assert [tokens for tokens, _ in given.prefill.points] == [100, 2000]
+    with pytest.raises(ProfileError, match="at least two lengths"):
+        estimate(EstimatePlan(path, "l40s", 1, lengths=(100,)))
+
+
+def test_mistakes_are_one_sentence(tmp_path: Path) -> None:
+    path = config(tmp_path, "qwen3-235b")
+    with pytest.raises(ProfileError, match=r"needs 59 GB on each of 8 l40s"):
+        estimate(EstimatePlan(path, "l40s", 8))
+    with pytest.raises(ProfileError, match="--weights: must be one of bf16, fp8"):
+        estimate(EstimatePlan(path, "h200", 8, weights="int3"))
+    with pytest.raises(ProfileError, match="aiconfigurator-core is not installed"):
+        estimate(EstimatePlan(path, "h200", 8, estimator="aiconfigurator"))
+    with pytest.raises(ProfileError, match=r"name the config\.json of a Hugging Face checkpoint"):
+        estimate(EstimatePlan(tmp_path / "nowhere", "h200", 8))
+    (path / "config.json").write_text('{"model_type": "rwkv"}')
+    with pytest.raises(ConfigError, match="rwkv"):
+        estimate(EstimatePlan(path, "h200", 8))
+
+
+class StandInEngine:
+    """Has the two calls of aiconfigurator's engine; batches of 64 it has not measured."""
+
+    compiled: tuple[Any, ...] = ()
+
+    @classmethod
+    def compile(cls, directory: str, system: str, backend: str, **options: Any) -> "StandInEngine":
+        model = json.loads((Path(directory) / "config.json").read_text())["model_type"]
+        cls.compiled = (model, system, backend, options)
+        return cls()
+
+    def predict_prefill_latency(self, batch: int, tokens: int) -> float:
+        return batch * tokens / 10
+
+    def predict_decode_latency(self, batch: int, context_tokens: int) -> float:
+        if batch == 64:
+            raise RuntimeError("no\nmeasurement  near")
+        return 5 + batch / 10 + context_tokens / 10_000
+
+
+@pytest.fixture
+def with_the_package(monkeypatch: pytest.MonkeyPatch, without_the_package: None) -> None:
+    sdk = types.SimpleNamespace(EngineHandle=StandInEngine)
+    monkeypatch.setitem(sys.modules, "aiconfigurator_core", types.SimpleNamespace(sdk=sdk))
+    monkeypatch.setitem(sys.modules, "aiconfigurator_core.sdk", sdk)
+    monkeypatch.setattr(aiconfigurator, "version", lambda: "0.12.0")
+
+
+@pytest.mark.usefixtures("with_the_package")
+def test_aiconfigurator_is_asked_first(tmp_path: Path) -> None:
+    plan = EstimatePlan(config(tmp_path, "minimax-m2.5"), "h200", 8, (1000, 2000), (1, 8), 1000, "fp8")
+    made = estimate(plan)
+    assert made.notes == ()
+    assert made.profile.source.startswith(
+        "Estimated, not measured: aiconfigurator-core 0.12.0, vLLM on h200;"
+    )
+    # It answers in milliseconds, and knows nothing of the 60 ms of a request.
+    assert made.profile.prefill.points == ((1000, 0.16), (2000, 0.26))
+    assert made.profile.decode is not None
+    assert made.profile.decode.curve.points == ((1, 0.0052), (8, 0.0059))
+    assert made.profile.evidence.band == aiconfigurator.PREFILL_BAND
+    model, system, backend, options = StandInEngine.compiled
+    assert (model, system, backend) == ("minimax_m2", "h200_sxm", "vllm")
+    assert (options["tp_size"], options["moe_tp_size"], options["gemm_quant_mode"]) == (8, 8, None)
+    # Its own reading of the file tells kinds of fp8 apart; other formats are said.
+    estimate(replace(plan, weights="nvfp4"))
+    assert StandInEngine.compiled[3]["moe_quant_mode"] == "nvfp4"
+
+
+@pytest.mark.usefixtures("with_the_package")
+def test_what_aiconfigurator_lacks_is_the_rooflines(tmp_path: Path) -> None:
+    path = config(tmp_path, "minimax-m2.5")
+    for plan, reason in (
+        (
+            EstimatePlan(path, "h200", 8, batches=(64,)),
+            "aiconfigurator can't estimate it (no measurement near)",
+        ),
+        (EstimatePlan(path, "h20", 8), 'aiconfigurator has no measurements of "h20", only of a100, h100'),
+    ):
+        made = estimate(plan)
+        (note,) = made.notes
+        assert note.startswith(reason)
+        assert note.endswith("; estimated by the roofline")
+        # One estimator for all points: none is half of the one and half of the other.
+        assert made.profile == estimate(replace(plan, estimator="roofline")).profile
+        with pytest.raises(ProfileError, match="aiconfigurator"):
+            estimate(replace(plan, estimator="aiconfigurator"))
+
+
+def test_an_estimate_beside_a_measured_profile(tmp_path: Path) -> None:
+    made = estimate(EstimatePlan(config(tmp_path, "minimax-m2.5"), "h200", 8)).profile
+    printed = load_profile("minimax-m2.5-h200")
+    prefill, decode = differences(made, printed)
+    assert [row.at for row in prefill] == [2**power for power in range(7, 18)]
+    # The estimate's batches that were measured, none beyond.
+    assert [row.at for row in decode] == [4, 8, 16, 32, 64, 128]
+    assert made.evidence.band is not None
+    for row in prefill:
+        assert row.estimated_s == made.prefill_s(row.at)
+        assert row.measured_s == printed.prefill_s(row.at)
+        assert row.low_s == pytest.approx(made.evidence.band[0] * row.estimated_s)
+        assert row.inside == (row.low_s <= row.measured_s <= row.high_s)
+    assert differences(replace(made, decode=None), printed)[1] == ()
+    slow = replace(made, decode=None)
+    assert all(row.measured_s == row.estimated_s for row in differences(slow, made)[0])
+
+
+@pytest.mark.usefixtures("with_the_package")
+def test_experts_that_cannot_be_cut_are_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = StandInEngine.compile
+
+    def refuse(directory: str, system: str, backend: str, **options: Any) -> StandInEngine:
+        if options["moe_tp_size"] > 1:
+            raise ValueError("1536 / 8 is no multiple of 128")
+        return plain(directory, system, backend, **options)
+
+    monkeypatch.setattr(StandInEngine, "compile", refuse)
+    made = estimate(EstimatePlan(config(tmp_path, "minimax-m2.5"), "h200", 8, batches=(8,)))
+    assert made.notes == ()
+    assert (StandInEngine.compiled[3]["moe_tp_size"], StandInEngine.compiled[3]["moe_ep_size"]) == (1, 8)
