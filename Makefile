@@ -15,7 +15,9 @@ STAMP := $(VENV)/.prfaas-setup
 DOCS_VENV  ?= .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.docs-setup
 
-.PHONY: help setup fast demo check test test-fast test-explore test-extras bench docs clean
+DEBIAN := requirements/debian.txt
+
+.PHONY: help setup system fast demo check test test-fast test-explore test-extras bench docs clean
 
 help:
 	@echo "make demo   one long and several short prompts through two clusters on this machine, compared with plain vLLM"
@@ -27,6 +29,7 @@ help:
 	@echo "make bench  every benchmark (about an hour)"
 	@echo "make docs   the documentation as a site in build/site"
 	@echo "make setup  only the virtual environment"
+	@echo "make system Debian packages that some tests use (as root; without them those tests are skipped)"
 	@echo "make fast   a compiled copy of the package in build/fast, for long simulations (minutes; needs a C compiler)"
 
 setup: $(STAMP)
@@ -41,6 +44,16 @@ $(STAMP): $(LOCK) $(TORCH) pyproject.toml
 	$(BIN)/python -m pip install -qq --no-deps --no-build-isolation --editable .
 	touch $@
 
+# What can't be had is no error: the tests that use it are skipped and say so.
+system:
+	@missing=$$(grep -v '^#' $(DEBIAN) | while read -r package; do \
+		dpkg-query -W -f='$${Status}' "$$package" 2>/dev/null | grep -q 'ok installed' || echo "$$package"; done); \
+	if [ -z "$$missing" ]; then :; \
+	elif [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
+		echo "not installed, so the tests that use them are skipped:" $$missing; \
+	else apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $$missing \
+		|| echo "could not install:" $$missing; fi
+
 fast: setup
 	$(BIN)/python requirements/compiled.py build/fast
 
@@ -53,7 +66,7 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: setup
+test: setup system
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
 # The seed is printed first: whatever fails, fails again with `make test-explore SEED=...`.
