@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from prfaas.lab.studies.figures import (
     difference,
-    estimate,
     listed,
     mean_and_p90,
     more_or_less,
     percent,
     seconds,
+    seed_mean,
 )
 
 
@@ -49,19 +49,19 @@ def test_a_difference_in_words() -> None:
     assert difference([0.5, 0.52], [1.0, 1.0]).times == "0.51 ± 0.13 times"
 
 
-def test_an_estimate_by_hand() -> None:
+def test_a_mean_over_seeds_by_hand() -> None:
     # Two values 1 ± 0.1: sd √2 × 0.1, divided by √2, times 12.706.
-    found = estimate([0.9, 1.1])
+    found = seed_mean([0.9, 1.1])
     assert found.mean == pytest.approx(1.0) and found.half == pytest.approx(1.2706, rel=1e-4)
     assert found.seconds == "1.00 ± 1.27" and found.percent() == "100 ± 127 %"
-    assert estimate([1.0]).seconds == "1.00" and estimate([math.nan, 1.0]).seconds == "–"
-    assert estimate([1e10, 1.02e10]).gigabits == "10.1 ± 1.3 Gbit/s"
-    assert estimate([150.0, 150.0]).seconds == "150 ± 0"
+    assert seed_mean([1.0]).seconds == "1.00" and seed_mean([math.nan, 1.0]).seconds == "–"
+    assert seed_mean([1e10, 1.02e10]).gigabits == "10.1 ± 1.3 Gbit/s"
+    assert seed_mean([150.0, 150.0]).seconds == "150 ± 0"
 
 
 @given(st.lists(st.floats(0.1, 100.0), min_size=2, max_size=8), st.floats(0.1, 10.0))
-def test_an_estimate_moves_with_its_values(values: list[float], factor: float) -> None:
-    one, other = estimate(values), estimate([value * factor for value in values])
+def test_a_mean_over_seeds_moves_with_its_values(values: list[float], factor: float) -> None:
+    one, other = seed_mean(values), seed_mean([value * factor for value in values])
     assert min(values) <= one.mean * (1 + 1e-12) and one.mean <= max(values) * (1 + 1e-12)
     assert other.mean == pytest.approx(one.mean * factor)
     assert other.half == pytest.approx(one.half * factor, abs=1e-9)
@@ -69,7 +69,7 @@ def test_an_estimate_moves_with_its_values(values: list[float], factor: float) -
 
 def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
     rng = np.random.default_rng(1)
-    found = [estimate(list(rng.normal(3.0, 0.5, 5))) for _ in range(1000)]
+    found = [seed_mean(list(rng.normal(3.0, 0.5, 5))) for _ in range(1000)]
     assert sum(abs(each.mean - 3.0) <= each.half for each in found) / 1000 == pytest.approx(0.95, abs=0.02)
 
 

@@ -59,7 +59,7 @@ def listed(items: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class SeedMean:
     """A mean over seeds."""
 
     mean: float
@@ -88,13 +88,13 @@ class Estimate:
         return self.text(1, " Gbit/s", 1e-9)
 
 
-def estimate(values: Sequence[float]) -> Estimate:
+def seed_mean(values: Sequence[float]) -> SeedMean:
     """The mean of one number per seed, with its 95 % interval (Student's t); NaN if one of them is."""
     middle = math.fsum(values) / len(values)
     if len(values) < 2 or not math.isfinite(middle):
-        return Estimate(middle, math.inf)
+        return SeedMean(middle, math.inf)
     sd = math.sqrt(math.fsum((value - middle) ** 2 for value in values) / (len(values) - 1))
-    return Estimate(middle, float(student.ppf(0.975, len(values) - 1)) * sd / math.sqrt(len(values)))
+    return SeedMean(middle, float(student.ppf(0.975, len(values) - 1)) * sd / math.sqrt(len(values)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Difference:
     @property
     def times(self) -> str:
         """The ratio: "0.51 ± 0.01 times"."""
-        return Estimate(self.mean + 1, self.half).text(1 if self.mean >= _MANY - 1 else 2, " times")
+        return SeedMean(self.mean + 1, self.half).text(1 if self.mean >= _MANY - 1 else 2, " times")
 
     @property
     def more_or_less(self) -> str:
@@ -133,16 +133,16 @@ class Difference:
         if self.mean == self.half == 0:
             return "0 %"
         if self.mean >= _MANY - 1:
-            return Estimate(self.mean + 1, self.half).text(0 if self.mean >= _CENTS else 1, " times")
+            return SeedMean(self.mean + 1, self.half).text(0 if self.mean >= _CENTS else 1, " times")
         # What is smaller than a percent would be 0 ± 0.
         decimals = 1 if abs(self.mean) < _PRECISE and self.half < _PRECISE else 0
         sign = "+" if self.mean >= 0 else "−"
-        return sign + Estimate(abs(self.mean), self.half).percent(decimals)
+        return sign + SeedMean(abs(self.mean), self.half).percent(decimals)
 
 
 def difference(values: Sequence[float], bases: Sequence[float]) -> Difference:
     """Of pairs that met the same requests."""
-    found = estimate([value / base - 1 for value, base in zip(values, bases, strict=True)])
+    found = seed_mean([value / base - 1 for value, base in zip(values, bases, strict=True)])
     return Difference(found.mean, found.half)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from prfaas.lab.studies.context import LengthClasses
-from prfaas.lab.studies.figures import NONE, Difference, Estimate, difference, estimate, seconds
+from prfaas.lab.studies.figures import NONE, Difference, SeedMean, difference, seconds, seed_mean
 from prfaas.lab.studies.study import Key, Outcomes, StudyOutcome, StudyTable, Verdict
 
 TTFT = "ttft_mean_s"
@@ -26,17 +26,17 @@ class Repeats:
         """A number of the summary per seed; NaN where there is none."""
         return [outcome.number(field) for outcome in self.outcomes]
 
-    def estimate(self, field: str = TTFT) -> Estimate:
+    def mean(self, field: str = TTFT) -> SeedMean:
         """The mean over the seeds with its 95 % interval."""
-        return estimate(self.values(field))
+        return seed_mean(self.values(field))
 
     def against(self, base: "Repeats", field: str = TTFT) -> Difference:
         """How much it differs from another variant that met the same requests, seed by seed."""
         return difference(self.values(field), base.values(field))
 
-    def of_class(self, index: int, name: str = "mean_s") -> Estimate:
+    def of_class(self, index: int, name: str = "mean_s") -> SeedMean:
         """As `StudyOutcome.of_class`, over the seeds."""
-        return estimate([outcome.of_class(index, name) for outcome in self.outcomes])
+        return seed_mean([outcome.of_class(index, name) for outcome in self.outcomes])
 
     @property
     def verdict(self) -> Verdict:
@@ -60,19 +60,19 @@ class Repeats:
         """A cell: mean with its interval, and P90: "3.78 ± 0.12 (6.47)"; no number where queues grow."""
         if self.verdict == "grows":
             return self.grows
-        return self._marked(f"{self.estimate().seconds} ({seconds(self.estimate('ttft_p90_s').mean)})")
+        return self._marked(f"{self.mean().seconds} ({seconds(self.mean('ttft_p90_s').mean)})")
 
     @property
     def ttft_mean(self) -> str:
         """A cell: the mean with its interval; no number where queues grow."""
-        return self.grows if self.verdict == "grows" else self._marked(self.estimate().seconds)
+        return self.grows if self.verdict == "grows" else self._marked(self.mean().seconds)
 
     def tails(self, classes: LengthClasses) -> list[str]:
         """A row of `tail_table`, without its name."""
         numbers = range(len(classes.labels))
         if self.verdict == "grows":
             return [self.grows, *[NONE] * (len(_TAILS) - 1 + len(numbers))]
-        of_all = [self.estimate(field).seconds for field in _TAILS.values()]
+        of_all = [self.mean(field).seconds for field in _TAILS.values()]
         return [self._marked(of_all[0]), *of_all[1:], *(self.of_class(number).seconds for number in numbers)]
 
     def _marked(self, text: str) -> str:
