@@ -1,7 +1,11 @@
 """What all studies of one call share: the deployment, its plan, and how much to simulate; and changes to it."""
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.kv import KvModel
@@ -18,9 +22,36 @@ from prfaas.core.workload.arrivals import Arrivals, Poisson
 from prfaas.core.workload.traffic import IndependentTraffic, ReplayedTraffic
 from prfaas.lab.simulator import CacheOptions
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 # Of `--quick`: enough to see that everything works, too few to believe.
 _QUICK_SHARE = 0.05
 _QUICK_SEEDS = 2
+
+
+_LONG_TOKENS, _LONGEST_TOKENS = 32_768.0, 100_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class LengthClasses:
+    """Classes of prompts by their length, the same for all that is compared."""
+
+    edges_tokens: tuple[float, ...]
+    """Each is the longest prompt of its class, growing; one class more has all that are longer."""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """A name per class: "≤ 19.4K", "19.4K–32.8K", "> 32.8K"."""
+        edges = [f"{edge / 1000:.3g}K" for edge in self.edges_tokens]
+        if not edges:
+            return ("all",)
+        between = (f"{low}–{high}" for low, high in pairwise(edges))
+        return (f"≤ {edges[0]}", *between, f"> {edges[-1]}")
+
+    def of(self, tokens: "NDArray[Any]") -> "NDArray[np.int64]":
+        """The number of each length's class, from 0."""
+        return np.searchsorted(np.array(self.edges_tokens), tokens, side="left").astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +88,15 @@ class StudyContext:
     def range_tokens(self) -> tuple[float, float]:
         """The lengths that every profile covers."""
         return range_tokens(self.planned)
+
+    @property
+    def length_classes(self) -> LengthClasses:
+        """Up to the plan's threshold, from there to 32,768 tokens, to 100,000, and longer."""
+        low, high = self.range_tokens
+        edges = {_LONG_TOKENS, _LONGEST_TOKENS}
+        if self.optimum.threshold_tokens is not None:
+            edges.add(self.optimum.threshold_tokens)
+        return LengthClasses(tuple(sorted(edge for edge in edges if low < edge < high)))
 
     def requests(self, count: int) -> int:
         """How many to simulate where a whole study has `count`."""

@@ -19,13 +19,19 @@ NONE = "–"
 UNSTABLE = "grows"
 # More than this is said as a factor.
 _MANY = 3.0
+# From here on a factor has no decimals, and up to here a difference has one.
+_CENTS, _PRECISE = 10.0, 0.01
 
 
 def seconds(value: float) -> str:
     """Three digits, always in seconds: columns of them are compared."""
     if not math.isfinite(value):
         return NONE
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    return f"{value:,.{_decimals(value)}f}"
+
+
+def _decimals(value: float) -> int:
+    return 0 if value >= 100 else 1 if value >= 10 else 2
 
 
 def percent(value: float, digits: int = 0) -> str:
@@ -53,6 +59,45 @@ def listed(items: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class SeedMean:
+    """A mean over seeds."""
+
+    mean: float
+    half: float
+    """Half of its 95 % interval (Student's t); infinite for one seed."""
+
+    def text(self, decimals: int, unit: str = "", factor: float = 1.0) -> str:
+        """3.784 → "3.78 ± 0.12"; the unit comes behind."""
+        if not math.isfinite(self.mean):
+            return NONE
+        half = f" ± {self.half * factor:,.{decimals}f}" if math.isfinite(self.half) else ""
+        return f"{self.mean * factor:,.{decimals}f}{half}{unit}"
+
+    @property
+    def seconds(self) -> str:
+        """With as many digits as `seconds` shows."""
+        return self.text(_decimals(self.mean))
+
+    def percent(self, decimals: int = 0) -> str:
+        """0.512 → "51 ± 1 %"."""
+        return self.text(decimals, " %", 100)
+
+    @property
+    def gigabits(self) -> str:
+        """Bit/s as "11.3 ± 0.1 Gbit/s"."""
+        return self.text(1, " Gbit/s", 1e-9)
+
+
+def seed_mean(values: Sequence[float]) -> SeedMean:
+    """The mean of one number per seed, with its 95 % interval (Student's t); NaN if one of them is."""
+    middle = math.fsum(values) / len(values)
+    if len(values) < 2 or not math.isfinite(middle):
+        return SeedMean(middle, math.inf)
+    sd = math.sqrt(math.fsum((value - middle) ** 2 for value in values) / (len(values) - 1))
+    return SeedMean(middle, float(student.ppf(0.975, len(values) - 1)) * sd / math.sqrt(len(values)))
+
+
+@dataclass(frozen=True, slots=True)
 class Difference:
     """How much values differ from their bases, over pairs that met the same requests."""
 
@@ -66,24 +111,39 @@ class Difference:
         """Whether the interval leaves out 0."""
         return abs(self.mean) > self.half
 
+    @property
+    def times(self) -> str:
+        """The ratio: "0.51 ± 0.01 times"."""
+        return SeedMean(self.mean + 1, self.half).text(1 if self.mean >= _MANY - 1 else 2, " times")
+
+    @property
+    def more_or_less(self) -> str:
+        """Of what is compared: "16 ± 2 % more", "10 ± 1 % less", "as much, as far as seeds can tell (+1 ± 3 %)"."""
+        if not math.isfinite(self.mean):
+            return NONE
+        if not self.is_clear:
+            return f"as much, as far as seeds can tell ({self})"
+        if self.mean >= _MANY - 1:
+            return f"{self.times} as much"
+        return f"{str(self)[1:]} {'more' if self.mean > 0 else 'less'}"
+
     def __str__(self) -> str:
         if not math.isfinite(self.mean):
             return NONE
+        if self.mean == self.half == 0:
+            return "0 %"
         if self.mean >= _MANY - 1:
-            return f"{self.mean + 1:,.0f} times"
+            return SeedMean(self.mean + 1, self.half).text(0 if self.mean >= _CENTS else 1, " times")
+        # What is smaller than a percent would be 0 ± 0.
+        decimals = 1 if abs(self.mean) < _PRECISE and self.half < _PRECISE else 0
         sign = "+" if self.mean >= 0 else "−"
-        half = f" ± {self.half * 100:.0f}" if math.isfinite(self.half) else ""
-        return f"{sign}{abs(self.mean) * 100:.0f}{half} %"
+        return sign + SeedMean(abs(self.mean), self.half).percent(decimals)
 
 
 def difference(values: Sequence[float], bases: Sequence[float]) -> Difference:
     """Of pairs that met the same requests."""
-    ratios = [value / base - 1 for value, base in zip(values, bases, strict=True)]
-    mean = math.fsum(ratios) / len(ratios)
-    if len(ratios) < 2 or not math.isfinite(mean):
-        return Difference(mean, math.inf)
-    sd = math.sqrt(math.fsum((ratio - mean) ** 2 for ratio in ratios) / (len(ratios) - 1))
-    return Difference(mean, float(student.ppf(0.975, len(ratios) - 1)) * sd / math.sqrt(len(ratios)))
+    found = seed_mean([value / base - 1 for value, base in zip(values, bases, strict=True)])
+    return Difference(found.mean, found.half)
 
 
 def mean_and_p90(mean_s: float, p90_s: float, *, is_stable: bool = True) -> str:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -22,7 +22,8 @@ from prfaas.lab.simulator import (
     scenario_of,
     simulate,
 )
-from prfaas.lab.studies.context import StudyContext
+from prfaas.lab.simulator.result import FloatArray
+from prfaas.lab.studies.context import LengthClasses, StudyContext
 
 Key = tuple[str | float, ...]
 
@@ -76,6 +77,8 @@ class Run:
     duration_s: float | None = None
     """Simulated seconds of arrivals, in place of `requests`."""
     warmup_share: float = 0.1
+    classes: LengthClasses | None = None
+    """Of prompts, whose TTFT is told apart; None: of none."""
     course_parts: int = 0
     """Into how many equal parts of the counted time `StudyOutcome.course` is cut."""
 
@@ -111,7 +114,14 @@ class Run:
             warmup_share=self.warmup_share,
         )
         course = _course(result, self.course_parts) if self.course_parts else {}
-        return StudyOutcome(result.summary(), course, time.perf_counter() - started_s)
+        numbers = result.summary() | {"ttft_p999_s": _quantile(result.ttft_s[result.counted], 0.999)}
+        if self.classes is not None:
+            numbers["ttft_by_length"] = _by_length(result, self.classes)
+        return StudyOutcome(numbers, course, time.perf_counter() - started_s)
+
+
+Verdict = Literal["stable", "grows", "too short to say"]
+"""Whether a run could have gone on without end, or its queues grow for as long as requests come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +129,7 @@ class StudyOutcome:
     """What came out of one run."""
 
     numbers: Mapping[str, Any]
-    """The simulator's summary."""
+    """The simulator's summary with `ttft_p999_s`; and `ttft_by_length`, an entry per class, where a run has them."""
     course: Mapping[str, list[float | None]]
     """By name a value per part of the counted time: `at_s` (its middle), `ttft_s` (mean of what arrived then), and
     thresholds and roles."""
@@ -131,10 +141,21 @@ class StudyOutcome:
         value = self.numbers[name]
         return float("nan") if value is None else float(value)
 
+    def of_class(self, index: int, name: str) -> float:
+        """A number of one class of lengths (`mean_s`, `p90_s`, `p99_s`, `requests`); NaN where there is none."""
+        value = self.numbers["ttft_by_length"][index][name]
+        return float("nan") if value is None else float(value)
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the simulator says of its queues."""
+        stable = self.numbers["stable"]
+        return "too short to say" if stable is None else "stable" if stable else "grows"
+
     @property
     def is_stable(self) -> bool:
         """Whether it could have gone on without end, as far as a run of its length can say."""
-        return self.numbers["stable"] is not False
+        return self.verdict == "stable"
 
 
 Outcomes = Mapping[Key, StudyOutcome]
@@ -187,6 +208,28 @@ class Study:
     """What it means, from the outcomes by key alone."""
 
 
+def _quantile(values: FloatArray, share: float) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(np.quantile(known, share)) if len(known) else None
+
+
+def _by_length(result: Result, classes: LengthClasses) -> list[dict[str, float | None]]:
+    found = classes.of(result.input_tokens)
+    groups = [
+        result.ttft_s[result.counted & (found == number) & ~np.isnan(result.ttft_s)]
+        for number in range(len(classes.labels))
+    ]
+    return [
+        {
+            "requests": len(group),
+            "mean_s": float(group.mean()) if len(group) else None,
+            "p90_s": _quantile(group, 0.9),
+            "p99_s": _quantile(group, 0.99),
+        }
+        for group in groups
+    ]
+
+
 def _course(result: Result, parts: int) -> dict[str, list[float | None]]:
     edges = np.linspace(result.start_s, result.end_s, parts + 1)
     groups = np.split(result.ttft_s, np.searchsorted(result.arrival_s, edges))[1:-1]
@@ -202,7 +245,7 @@ def _course(result: Result, parts: int) -> dict[str, list[float | None]]:
     return course
 
 
-def _plain(values: "np.ndarray[Any, np.dtype[np.float64]]") -> list[float | None]:
+def _plain(values: FloatArray) -> list[float | None]:
     return [float(value) if np.isfinite(value) else None for value in values]
 
 
