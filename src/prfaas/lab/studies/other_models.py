@@ -124,6 +124,8 @@ def _step_ratio(known_fast: LatencyProfile, known_slow: LatencyProfile) -> float
     if known_fast.decode is None or known_slow.decode is None:
         return 1.0
     batch = min(known_fast.range_batch[1], known_slow.range_batch[1])
-    if not all(each.decode is not None and each.decode.curve.covers(batch) for each in (known_fast, known_slow)):
+    if not all(
+        each.decode is not None and each.decode.curve.covers(batch) for each in (known_fast, known_slow)
+    ):
         return 1.0
     return known_slow.decode_step_s(batch) / known_fast.decode_step_s(batch)

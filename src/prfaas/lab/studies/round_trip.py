@@ -175,8 +175,10 @@ def _window_cost(found: _Found, policy: str) -> str:
             longer = limited.against(free)
             if longer.is_clear and longer.mean > 0:
                 clear.append(f"{longer} at {_milliseconds(rtt_s)}")
-    told = f"Windows lengthen the mean TTFT of `{policy}` by {listed(clear)}" if clear else (
-        f"Windows nowhere clearly lengthen the mean TTFT of `{policy}`"
+    told = (
+        f"Windows lengthen the mean TTFT of `{policy}` by {listed(clear)}"
+        if clear
+        else (f"Windows nowhere clearly lengthen the mean TTFT of `{policy}`")
     )
     return f"{told}; with them queues grow at {listed(grows)}." if grows else f"{told}."
 

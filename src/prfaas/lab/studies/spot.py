@@ -101,9 +101,7 @@ def _runs(context: StudyContext) -> Sequence[Run]:
 
 def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
     found = {
-        (policy, spot): Repeats.of(
-            outcomes, [(policy, spot.label, seed) for seed in context.seeds(_SEEDS)]
-        )
+        (policy, spot): Repeats.of(outcomes, [(policy, spot.label, seed) for seed in context.seeds(_SEEDS)])
         for policy in _POLICIES
         for spot in _ALL
     }
@@ -114,7 +112,11 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
                 "kills of an instance",
                 "up",
                 "planned Λ_max",
-                *(f"{policy}: {what}" for policy in _POLICIES for what in ("prefilled again", "lost", "offloaded")),
+                *(
+                    f"{policy}: {what}"
+                    for policy in _POLICIES
+                    for what in ("prefilled again", "lost", "offloaded")
+                ),
             ],
             [
                 [
@@ -154,8 +156,10 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
         tables=tables,
         figures=[_figure(found)],
         notes=[
-            "Prefilled again: attempts per 100 requests. A prefill that is lost takes the prompt's whole time once "
-            "more, on the slower hardware; without caches nothing of it is left.",
+            "Prefilled again: attempts per 100 requests. A prompt that waits when no PrfaaS instance is left counts "
+            "too, though nothing of it was computed.",
+            "A drained instance is idle until it goes. So notice that is used at once costs capacity, and is worth "
+            "most where it is used as late as the longest prefill allows.",
             "Instances come back as they were, after a fixed time. Kills are independent of each other and of the "
             "load; real ones often come together.",
         ],
@@ -197,7 +201,9 @@ def _kills(found: _Found, policy: str) -> str:
         for spot in _USUAL
         if not spot.notice_s
     ]
-    return f"Without notice and back after {_RETURN_S:g} s the TTFT of `{policy}` changes by {'; '.join(told)}."
+    return (
+        f"Without notice and back after {_RETURN_S:g} s the TTFT of `{policy}` changes by {'; '.join(told)}."
+    )
 
 
 def _notice(found: _Found, policy: str) -> str:
