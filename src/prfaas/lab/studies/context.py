@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 # Of `--quick`: enough to see that everything works, too few to believe.
 _QUICK_SHARE = 0.05
 _QUICK_SEEDS = 2
+SEEDS = 5
+"""Of whatever is stated with an interval."""
 
 
 _LONG_TOKENS, _LONGEST_TOKENS = 32_768.0, 100_000.0
@@ -102,7 +104,7 @@ class StudyContext:
         """How many to simulate where a whole study has `count`."""
         return max(int(count * _QUICK_SHARE), 50) if self.is_quick else count
 
-    def seeds(self, count: int) -> range:
+    def seeds(self, count: int = SEEDS) -> range:
         """As many seeds from its own on; fewer if it is quick."""
         return range(self.seed, self.seed + (min(count, _QUICK_SEEDS) if self.is_quick else count))
 

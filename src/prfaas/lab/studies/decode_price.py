@@ -9,13 +9,13 @@ from prfaas.core.planner import best_operation, problem_of
 from prfaas.core.scheduling import Decision, Policy, RoutingRequest, View, make_policy
 from prfaas.core.scheduling.decoders import decode_choices, load_of
 from prfaas.lab.studies.context import StudyContext
-from prfaas.lab.studies.figures import difference, listed, mean, mean_and_p90, seconds
+from prfaas.lab.studies.figures import listed
+from prfaas.lab.studies.repeats import TAIL_TITLE, Repeats, tail_table
 from prfaas.lab.studies.study import Outcomes, Run, Study, StudySection, StudyTable
 
 _EXAMPLE = "multi.yaml"
 _LOADS = (0.7, 0.85, 0.95)
-_REQUESTS = 20_000
-_SEEDS = 3
+_REQUESTS = 12_000
 _YES_OR_NO = "a free slot first"
 
 
@@ -69,35 +69,26 @@ def _runs(context: StudyContext) -> Sequence[Run]:
             policy=policy,
             adapts=False,
             allocation=False,
+            classes=multi.length_classes,
         )
         for load in _LOADS
         for variant, policy in _VARIANTS.items()
-        for seed in multi.seeds(_SEEDS)
+        for seed in multi.seeds()
     ]
 
 
 def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
-    seeds = context.seeds(_SEEDS)
-
-    def values(variant: str, load: float, number: str = "ttft_mean_s") -> list[float]:
-        return [outcomes[variant, load, seed].number(number) for seed in seeds]
-
-    def cell(variant: str, load: float) -> str:
-        is_stable = all(outcomes[variant, load, seed].is_stable for seed in seeds)
-        return mean_and_p90(
-            mean(values(variant, load)), mean(values(variant, load, "ttft_p90_s")), is_stable=is_stable
-        )
-
-    gains = [
-        f"from {seconds(mean(values(_YES_OR_NO, load)))} to {seconds(mean(values('`paper`', load)))} s at {load:g} "
-        f"({difference(values('`paper`', load), values(_YES_OR_NO, load))})"
+    found = {
+        (variant, load): Repeats.seeded(outcomes, context.seeds(), variant, load)
         for load in _LOADS
-    ]
+        for variant in _VARIANTS
+    }
+    gains = [_gain(found["`paper`", load], found[_YES_OR_NO, load], load) for load in _LOADS]
     return StudySection(
         question="What is it worth to price the wait for a decode slot?",
         setup=(
             f"`examples/{_EXAMPLE}`, whose two decode pools share what comes. Roles and "
-            f"thresholds stay as planned. Poisson arrivals, {len(seeds)} seeds of "
+            f"thresholds stay as planned. Poisson arrivals, "
             f"{context.requests(_REQUESTS):,} requests. "
             f'"{_YES_OR_NO}" is `paper` with a PD cluster without a free slot after all others. Elsewhere the wait '
             "for the slot counts in seconds, as part of the predicted TTFT."
@@ -106,10 +97,23 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
         tables={
             "TTFT in seconds, mean (P90)": StudyTable(
                 ["load", *_VARIANTS],
-                [[f"{load:g}", *(cell(variant, load) for variant in _VARIANTS)] for load in _LOADS],
-            )
+                [[f"{load:g}", *(found[variant, load].ttft for variant in _VARIANTS)] for load in _LOADS],
+            ),
+            TAIL_TITLE: tail_table(
+                "load, policy",
+                {f"{load:g}, {variant}": each for (variant, load), each in found.items()},
+                _multi(context).length_classes,
+            ),
         },
     )
+
+
+def _gain(priced: Repeats, yes_or_no: Repeats, load: float) -> str:
+    before = yes_or_no.grows if yes_or_no.verdict == "grows" else f"{yes_or_no.mean().seconds} s"
+    after = priced.grows if priced.verdict == "grows" else f"{priced.mean().seconds} s"
+    if "grows" in (priced.verdict, yes_or_no.verdict):
+        return f'from "{before}" to "{after}" at {load:g}'
+    return f"from {before} to {after} at {load:g} ({priced.against(yes_or_no)})"
 
 
 DECODE_PRICE = Study("decode-price", "What the wait for a decode slot is worth", _runs, _describe)

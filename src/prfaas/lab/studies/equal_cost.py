@@ -1,27 +1,23 @@
 """The deployment against the same money, and the same number of GPUs, without PrfaaS."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
 
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.planner import Baseline, make_plan
 from prfaas.lab.studies.context import StudyContext, pd_only
-from prfaas.lab.studies.figures import (
-    NONE,
-    UNSTABLE,
-    Panel,
-    PlotCurve,
-    lines,
-    listed,
-    mean_and_p90,
-    more_or_less,
-)
-from prfaas.lab.studies.study import Outcomes, Run, Study, StudySection, StudyTable
+from prfaas.lab.studies.figures import Panel, PlotCurve, lines, listed, more_or_less
+from prfaas.lab.studies.rate_search import LARGEST_RPS, STEP, RateSearch, hidden_overload
+from prfaas.lab.studies.repeats import TAIL_TITLE, Repeats, tail_table
+from prfaas.lab.studies.study import Outcomes, Run, Study, StudyFigure, StudyRun, StudySection, StudyTable
 
-_LOADS = (0.3, 0.4, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05)
+_LOADS = (0.3, 0.45, 0.55, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
+_TOLD_LOADS = (0.3, 0.6, 0.8, 0.9)
+"""Of which tails are told."""
 _POLICIES = ("paper", "tilted")
 _REQUESTS = 8_000
+_SEARCH_REQUESTS = 20_000
+TTFT_AT, LARGEST = "TTFT", "largest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,177 +61,162 @@ def _systems(context: StudyContext) -> list[_System]:
     return found
 
 
-def _runs(context: StudyContext) -> Sequence[Run]:
-    return [
-        Run(
-            (system.name, policy, load),
-            system.planned,
-            context.poisson(load),
-            context.requests(_REQUESTS),
-            context.seed,
-            policy=policy,
-        )
-        for system in _systems(context)
-        for policy in _POLICIES
-        for load in _LOADS
-    ]
-
-
-def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
-    systems = _systems(context)
-    kinds = [(system, policy) for policy in _POLICIES for system in systems]
-
-    def cell(system: _System, policy: str, load: float) -> str:
-        outcome = outcomes[system.name, policy, load]
-        if not outcome.is_stable:
-            return UNSTABLE
-        return mean_and_p90(outcome.number("ttft_mean_s"), outcome.number("ttft_p90_s"))
-
-    most = {(system.name, policy): _largest(outcomes, system.name, policy) for system, policy in kinds}
-    rows = [
-        [f"{load * context.lambda_max:.3g}", *(cell(system, policy, load) for system, policy in kinds)]
-        for load in _LOADS
-    ]
-    step = max(high - low for low, high in pairwise(_LOADS))
-    return StudySection(
-        question="Is PrfaaS better than the same money spent on a homogeneous PD cluster?",
-        setup=(
-            "; ".join(f"*{system.name}* is {system.words}" for system in systems)
-            + ". All meet the same Poisson requests at the same rates. Roles start as planned and adapt."
-        ),
-        findings=[*_findings(context, systems, outcomes, most)],
-        tables={
-            "TTFT in seconds, mean (P90)": StudyTable(
-                ["req/s", *(f"{system.name}, {policy}" for system, policy in kinds)], rows
-            ),
-            "Largest stable rate (req/s)": StudyTable(
-                ["", "planner's Λ_max", *_POLICIES],
-                [
-                    [system.name, f"{system.lambda_max:.3g}"]
-                    + [_rate(context, most[system.name, policy]) for policy in _POLICIES]
-                    for system in systems
-                ],
-            ),
-        },
-        figures=[
-            lines(
-                "equal-cost",
-                "TTFT over the rate of requests as far as it is stable; solid: paper, dashed: tilted.",
-                "requests per second",
-                [
-                    Panel(
-                        title,
-                        [
-                            PlotCurve(
-                                system.name if policy == _POLICIES[0] else "",
-                                [load * context.lambda_max for load in _LOADS],
-                                [
-                                    outcomes[system.name, policy, load].number(field)
-                                    if outcomes[system.name, policy, load].is_stable
-                                    else None
-                                    for load in _LOADS
-                                ],
-                                systems.index(system),
-                                is_dashed=policy != _POLICIES[0],
-                            )
-                            for system, policy in kinds
-                        ],
-                        is_log=True,
-                    )
-                    for title, field in (("mean TTFT (s)", "ttft_mean_s"), ("P90 of TTFT (s)", "ttft_p90_s"))
-                ],
-            )
-        ],
-        notes=[
-            "The largest stable rate is the last of the table's rates up to which every run is stable: "
-            "true to a step, at "
-            f"most {step * context.lambda_max:.2g} req/s there, and to an overload of some per cent that "
-            "so few requests "
-            "can't show."
-        ],
-    )
-
-
-def _largest(outcomes: Outcomes, system: str, policy: str) -> float | None:
-    found = None
-    for load in _LOADS:
-        if not outcomes[system, policy, load].is_stable:
-            break
-        found = load
-    return found
-
-
-def _rate(context: StudyContext, load: float | None) -> str:
-    if load is None:
-        return f"below {_LOADS[0] * context.lambda_max:.3g}"
-    rate = f"{load * context.lambda_max:.3g}"
-    return f"{rate} or more" if load == _LOADS[-1] else rate
-
-
-def _findings(
-    context: StudyContext,
-    systems: Sequence[_System],
-    outcomes: Outcomes,
-    most: dict[tuple[str, str], float | None],
-) -> list[str]:
-    first, *others = systems
-    sentences = []
-    for other in others:
-        planned = first.lambda_max / other.lambda_max if other.lambda_max else float("nan")
-        parts = []
+def _runs(context: StudyContext) -> Sequence[StudyRun]:
+    runs: list[StudyRun] = []
+    for system in _systems(context):
         for policy in _POLICIES:
-            mine, theirs = most[first.name, policy], most[other.name, policy]
-            if mine is None or theirs is None:
-                parts.append(f"{NONE} with `{policy}`")
-                continue
-            parts.append(f"{more_or_less(mine / theirs)} with `{policy}`")
-        sentences.append(
-            f"Against {other.name} PrfaaS carries {more_or_less(planned)} by the planner and, simulated, "
-            f"{listed(parts)}."
-        )
-        low = _LOADS[0]
-        ratios = []
+            for seed in context.seeds():
+                run = Run(
+                    (LARGEST, system.name, policy, seed),
+                    system.planned,
+                    context.poisson(1.0),
+                    context.requests(_SEARCH_REQUESTS),
+                    seed,
+                    policy=policy,
+                )
+                runs.append(RateSearch(run, system.lambda_max))
+                runs += [
+                    replace(
+                        run,
+                        key=(TTFT_AT, system.name, policy, load, seed),
+                        traffic=context.poisson(load),
+                        requests=context.requests(_REQUESTS),
+                        classes=context.length_classes,
+                    )
+                    for load in _LOADS
+                ]
+    return runs
+
+
+class _Findings:
+    def __init__(self, context: StudyContext, outcomes: Outcomes) -> None:
+        self._context = context
+        self._outcomes = outcomes
+
+    def at(self, system: _System, policy: str, load: float) -> Repeats:
+        return Repeats.seeded(self._outcomes, self._context.seeds(), TTFT_AT, system.name, policy, load)
+
+    def largest(self, system: _System, policy: str) -> Repeats:
+        return Repeats.seeded(self._outcomes, self._context.seeds(), LARGEST, system.name, policy)
+
+    def sentences(self, first: _System, other: _System) -> list[str]:
+        planned = first.lambda_max / other.lambda_max if other.lambda_max else float("nan")
+        carried = [
+            f"{self.largest(first, policy).against(self.largest(other, policy), LARGEST_RPS).more_or_less} "
+            f"with `{policy}`"
+            for policy in _POLICIES
+        ]
+        found = [
+            f"Against *{other.name}* PrfaaS carries {more_or_less(planned)} by the planner and, simulated, "
+            f"{listed(carried)}."
+        ]
         for policy in _POLICIES:
             both = [
                 load
                 for load in _LOADS
-                if outcomes[first.name, policy, load].is_stable
-                and outcomes[other.name, policy, load].is_stable
+                if self.at(first, policy, load).is_stable and self.at(other, policy, load).is_stable
             ]
-            ratios += [
-                (
-                    outcomes[first.name, policy, load].number("ttft_mean_s")
-                    / outcomes[other.name, policy, load].number("ttft_mean_s"),
-                    load,
-                    policy,
-                )
-                for load in both
-            ]
-        if not ratios:
-            continue
-        least, most_of = min(ratios), max(ratios)
-        at_low = [ratio for ratio, load, _ in ratios if load == low]
+            if both:
+                found.append(self._ttft(first, other, policy, both))
+        return found
+
+    def _ttft(self, first: _System, other: _System, policy: str, both: Sequence[float]) -> str:
+        ratios = {load: self.at(first, policy, load).against(self.at(other, policy, load)) for load in both}
+        clear = [found for found in ratios.values() if found.is_clear]
         words = (
             "shorter at every rate that both carry"
-            if most_of[0] < 1
+            if all(found.mean < 0 for found in clear) and len(clear) == len(ratios)
             else "longer at every rate that both carry"
-            if least[0] > 1
-            else "shorter at some rates and longer at others"
+            if all(found.mean > 0 for found in clear) and len(clear) == len(ratios)
+            else "not clearly shorter or longer at every rate that both carry"
         )
-        sentences.append(
-            f"Its mean TTFT is {words}: {_times(least, context)} to {_times(most_of, context)}"
-            + (
-                f"; at the lowest rate {listed([f'{ratio:.2f}' for ratio in at_low])} times."
-                if at_low
-                else "."
+        ends = [
+            f"{ratios[load].times} at {load * self._context.lambda_max:.3g} req/s"
+            for load in dict.fromkeys((both[0], both[-1]))
+        ]
+        return f"With `{policy}` its mean TTFT is {words}: {listed(ends)}."
+
+
+def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
+    systems = _systems(context)
+    found = _Findings(context, outcomes)
+    kinds = [(system, policy) for policy in _POLICIES for system in systems]
+    first, *others = systems
+
+    def rate(load: float) -> str:
+        return f"{load * context.lambda_max:.3g}"
+
+    hidden = hidden_overload(context.requests(_SEARCH_REQUESTS))
+    return StudySection(
+        question="Is PrfaaS better than the same money spent on a homogeneous PD cluster?",
+        setup=(
+            "; ".join(f"*{system.name}* is {system.words}" for system in systems)
+            + ". All meet the same Poisson requests at the same rates. Roles start as planned and adapt. "
+            f"{context.requests(_REQUESTS):,} requests for TTFT. For the largest rate, "
+            f"{context.requests(_SEARCH_REQUESTS):,} requests come closer together or further apart. Bisection ends "
+            f"at {STEP:.1%} of the planner's Λ_max."
+        ),
+        findings=[sentence for other in others for sentence in found.sentences(first, other)],
+        tables={
+            "Largest rate that is carried (req/s)": StudyTable(
+                ["", "planner's Λ_max", *_POLICIES],
+                [
+                    [system.name, f"{system.lambda_max:.3g}"]
+                    + [found.largest(system, policy).mean(LARGEST_RPS).text(2) for policy in _POLICIES]
+                    for system in systems
+                ],
+            ),
+            "TTFT in seconds, mean (P90)": StudyTable(
+                ["req/s", *(f"{system.name}, {policy}" for system, policy in kinds)],
+                [
+                    [rate(load), *(found.at(system, policy, load).ttft for system, policy in kinds)]
+                    for load in _LOADS
+                ],
+            ),
+            TAIL_TITLE: tail_table(
+                "req/s, system, policy",
+                {
+                    f"{rate(load)}, {system.name}, {policy}": found.at(system, policy, load)
+                    for load in _TOLD_LOADS
+                    for system, policy in kinds
+                    if found.at(system, policy, load).verdict != "grows"
+                },
+                context.length_classes,
+            ),
+        },
+        figures=[_figure(context, systems, found)],
+        notes=[
+            f"A run of so many requests can't tell an overload below {hidden:.1%} from chance. The largest rates may "
+            "be too high by as much, for all systems alike; their ratios are not. A seed's rate is searched with the "
+            'same requests for all systems, so ratios are of pairs. "–": some seeds gave none.'
+        ],
+    )
+
+
+def _figure(context: StudyContext, systems: Sequence[_System], found: _Findings) -> StudyFigure:
+    def curve(system: _System, policy: str, field: str) -> PlotCurve:
+        points = [found.at(system, policy, load) for load in _LOADS]
+        return PlotCurve(
+            system.name if policy == _POLICIES[0] else "",
+            [load * context.lambda_max for load in _LOADS],
+            [point.mean(field).mean if point.is_stable else None for point in points],
+            systems.index(system),
+            is_dashed=policy != _POLICIES[0],
+        )
+
+    return lines(
+        "equal-cost",
+        "TTFT over the rate of requests as far as it is stable; solid: paper, dashed: tilted.",
+        "requests per second",
+        [
+            Panel(
+                title,
+                [curve(system, policy, field) for policy in _POLICIES for system in systems],
+                is_log=True,
             )
-        )
-    return sentences
-
-
-def _times(found: tuple[float, float, str], context: StudyContext) -> str:
-    ratio, load, policy = found
-    return f"{ratio:.2f} times (`{policy}`, {load * context.lambda_max:.3g} req/s)"
+            for title, field in (("mean TTFT (s)", "ttft_mean_s"), ("P90 of TTFT (s)", "ttft_p90_s"))
+        ],
+    )
 
 
 EQUAL_COST = Study("equal-cost", "PrfaaS or the same money without it", _runs, _describe)

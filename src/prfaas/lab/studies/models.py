@@ -135,7 +135,10 @@ def _ratio(found: Mapping[tuple[str, str], Repeats], name: str) -> float:
 
 
 def _simulated(fleets: Mapping[str, ModelFleet], found: Mapping[tuple[str, str], Repeats]) -> list[str]:
-    shorter, longer, same, grows = [], [], [], []
+    shorter: list[str] = []
+    longer: list[str] = []
+    same: list[str] = []
+    grows: list[str] = []
     for name, fleet in fleets.items():
         with_it, alone = found[name, WITH], found[name, ALONE]
         if "grows" in (with_it.verdict, alone.verdict):

@@ -22,6 +22,11 @@ class Repeats:
         """The runs with these keys, one per seed."""
         return cls([outcomes[key] for key in keys])
 
+    @classmethod
+    def seeded(cls, outcomes: Outcomes, seeds: Iterable[int], *key: str | float) -> "Repeats":
+        """The runs whose keys are `key` and, last, the seed."""
+        return cls.of(outcomes, [(*key, seed) for seed in seeds])
+
     def values(self, field: str = TTFT) -> list[float]:
         """A number of the summary per seed; NaN where there is none."""
         return [outcome.number(field) for outcome in self.outcomes]

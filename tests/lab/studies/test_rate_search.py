@@ -1,0 +1,57 @@
+"""The search for the largest rate that is carried."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.lab.studies import StudyContext
+from prfaas.lab.studies.rate_search import LARGEST_RPS, STEP, RateSearch, hidden_overload, largest_factor
+from prfaas.lab.studies.study import Run, Verdict
+from prfaas.lab.studies.traffic import SharedPrefixes
+
+
+@given(st.floats(0.25, 1.9))
+def test_the_step_is_found_wherever_it_is(limit: float) -> None:
+    asked: list[float] = []
+
+    def verdict_at(factor: float) -> Verdict:
+        asked.append(factor)
+        return "stable" if factor <= limit else "grows"
+
+    found = largest_factor(verdict_at)
+    assert found is not None and abs(found - limit) <= STEP
+    assert len(asked) <= 15 and len(set(asked)) == len(asked)
+
+
+@pytest.mark.parametrize("verdict", ["stable", "grows", "too short to say"])
+def test_what_always_says_the_same_has_no_largest_rate(verdict: Verdict) -> None:
+    assert largest_factor(lambda _: verdict) is None
+
+
+def test_one_run_too_short_ends_the_search() -> None:
+    assert largest_factor(lambda factor: "stable" if factor < 1.03 else "too short to say") is None
+
+
+@pytest.mark.slow
+def test_a_better_guess_does_not_change_the_rate(context: StudyContext) -> None:
+    run = Run((1,), context.planned, context.poisson(0.5), 2_000, 5)
+    rates = [
+        RateSearch(run, factor * context.lambda_max).outcome().number(LARGEST_RPS) for factor in (0.8, 1.0)
+    ]
+    slack = hidden_overload(run.requests)
+    assert rates[0] == pytest.approx(rates[1], rel=0.03)
+    assert 0.8 * context.lambda_max < rates[1] < (1 + 2 * slack) * context.lambda_max
+
+
+def test_only_independent_requests_can_be_searched(context: StudyContext) -> None:
+    run = Run((1,), context.planned, SharedPrefixes(context.poisson(0.5), 0.5, 2), 50, 5)
+    with pytest.raises(TypeError, match="not with SharedPrefixes"):
+        RateSearch(replace(run), 1.0).outcome()
+
+
+def test_what_overload_stays_hidden() -> None:
+    # 0.6 × 0.9 × 20,000 = 10,800 arrivals between the fifths: 2 / √10,800.
+    assert hidden_overload(20_000) == pytest.approx(0.01925, rel=1e-3)
+    assert hidden_overload(10**7) == 0.01
