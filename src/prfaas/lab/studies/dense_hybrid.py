@@ -18,9 +18,9 @@ from prfaas.lab.studies.study import Key, Outcomes, Run, Study, StudyFigure, Stu
 _LOAD = 0.85
 _FACTORS = (0.35, 0.5, 0.71, 1.0, 1.41, 2.0, 2.8)
 """Bandwidths that are simulated, times that at which the planner's TTFTs are equal."""
-_NARROWEST, _WIDEST = 1e8, 1e13
-# To a thousandth.
-_BISECTIONS = 14
+_NARROWEST, _WIDEST = 1e8, 1e12
+# To two thousandths.
+_BISECTIONS = 12
 _REQUESTS = 4_000
 _SEEDS = 5
 ALONE = 0.0
