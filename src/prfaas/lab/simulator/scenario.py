@@ -135,9 +135,7 @@ class Failure:
                 f"a failure begins at 0 s or later and lasts, not {self.at_s!r} s, {self.lasts_s!r} s"
             )
         if not 0 <= self.notice_s <= self.at_s:
-            raise ValueError(
-                f"notice of a failure comes 0 s to {self.at_s:g} s before, not {self.notice_s!r} s"
-            )
+            raise ValueError(f"notice comes 0 s to {self.at_s:g} s before, not {self.notice_s!r} s")
 
 
 @dataclass(frozen=True, slots=True)
