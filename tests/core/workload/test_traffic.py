@@ -238,6 +238,7 @@ def test_a_session_ends_where_its_prompt_would_be_too_long() -> None:
     whole = by_session(requests_of(SESSIONS, 5, limit=4000))
     cut = by_session(requests_of(replace(SESSIONS, longest_tokens=3000), 5, limit=4000))
     assert max(turn.input_tokens for turns in whole for turn in turns) > 3000
+    assert max(turn.input_tokens for turns in cut for turn in turns) <= 3000
     kept = {turns[0].arrival_s: [turn.input_tokens for turn in turns] for turns in cut}
     for turns in whole[:200]:
         tokens = [turn.input_tokens for turn in turns if turn.input_tokens <= 3000]
