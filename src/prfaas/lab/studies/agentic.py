@@ -33,7 +33,7 @@ _LOADS = {"as without caches": 0.7, "as with all hits": 0.6}
 _CACHES, _HITS = _LOADS
 """Of Λ_max for whole prompts, and of that for what an infinite cache leaves of them."""
 _POLICIES = ("paper", "tilted")
-_REQUESTS = 4_000
+_REQUESTS = 3_000
 _SEEDS = 5
 _SAMPLE = 40_000
 # Twice what the longest sessions but a few take: as many are in progress as ever.

@@ -21,7 +21,7 @@ _FACTORS = (0.35, 0.5, 0.71, 1.0, 1.41, 2.0, 2.8)
 _NARROWEST, _WIDEST = 1e8, 1e12
 # To two thousandths.
 _BISECTIONS = 12
-_REQUESTS = 4_000
+_REQUESTS = 3_000
 _SEEDS = 5
 ALONE = 0.0
 """In place of the factor, in runs without PrfaaS."""
