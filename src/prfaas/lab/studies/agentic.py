@@ -208,9 +208,10 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
             f"answered with {_ANSWER_TOKENS} (mean). The next one comes after the answer, at the pace of the limit, "
             f"and a tool's pause: log-normal, mean {_TOOL_MEAN_S:g} s, median {_TOOL_MEDIAN_S:g} s. Pauses and lengths "
             "are those of TraceLab (arXiv 2606.30560); spread, sharing and the number of turns are assumed. An "
-            f"infinite cache would spare {percent(plans.hit_ratio)} of all tokens. Rates: {_LOADS[_CACHES]:g} of Λ_max for "
-            f"whole prompts, and {_LOADS[_HITS]:g} of Λ_max for what such a cache leaves. {len(context.seeds(_SEEDS))} "
-            f"seeds of {context.requests(_REQUESTS):,} requests, engines' caches of {format_bytes(_ENGINE_BYTES)}, "
+            f"infinite cache would spare {percent(plans.hit_ratio)} of all tokens. Rates: {_LOADS[_CACHES]:g} of Λ_max "
+            f"for whole prompts, and {_LOADS[_HITS]:g} of Λ_max for what such a cache leaves. "
+            f"{len(context.seeds(_SEEDS))} seeds of {context.requests(_REQUESTS):,} requests, "
+            f"engines' caches of {format_bytes(_ENGINE_BYTES)}, "
             f"pools of {format_bytes(_POOL_BYTES)} on every machine, empty at first."
         ),
         findings=[
