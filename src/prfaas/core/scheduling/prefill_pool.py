@@ -1,7 +1,6 @@
 """Prefills that wait for whichever instance of their cluster is free first."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
 
@@ -10,23 +9,31 @@ from prfaas.core.scheduling.prefill_order import PrefillWaits
 T = TypeVar("T", bound=Hashable)
 
 
-@dataclass(slots=True)
 class PrefillPool(Generic[T]):
     """Prefills that one cluster has accepted and given to no instance yet: the most urgent goes first.
 
     An item may be bound to an instance, whose cache spares it much; then it waits for that one.
+
+    Args:
+        waits: What it writes down of those that are taken; None: an object of its own.
     """
 
-    waiting_s: float = 0.0
+    __slots__ = ("_bound", "_gone", "_number", "_shared", "_work", "waiting_s", "waits")
+
+    waiting_s: float
     """Seconds of prefill of all that any instance may take."""
-    waits: PrefillWaits = field(default_factory=PrefillWaits)
+    waits: PrefillWaits
     """Of those that were taken. The cluster's view has the same object."""
-    _shared: list[tuple[float, int, float, T]] = field(default_factory=list)
-    _bound: dict[str, list[tuple[float, int, float, T]]] = field(default_factory=dict)
-    _gone: set[T] = field(default_factory=set)
-    # Seconds of work, the instance that it is bound to, and when it came.
-    _work: dict[T, tuple[float, str | None, float]] = field(default_factory=dict)
-    _number: int = 0
+
+    def __init__(self, waits: PrefillWaits | None = None) -> None:
+        self.waiting_s = 0.0
+        self.waits = PrefillWaits() if waits is None else waits
+        self._shared: list[tuple[float, int, float, T]] = []
+        self._bound: dict[str, list[tuple[float, int, float, T]]] = {}
+        self._gone: set[T] = set()
+        # Seconds of work, the instance that it is bound to, and when it came.
+        self._work: dict[T, tuple[float, str | None, float]] = {}
+        self._number = 0
 
     def __len__(self) -> int:
         return len(self._work)
