@@ -15,18 +15,15 @@ from prfaas.core.units import GB, SECONDS_PER_HOUR, format_bits_per_s
 from prfaas.lab.studies.context import StudyContext
 from prfaas.lab.studies.figures import (
     NONE,
-    UNSTABLE,
     Panel,
     PlotCurve,
     difference,
     lines,
     listed,
-    mean,
-    mean_and_p90,
-    percent,
-    seconds,
+    seed_mean,
 )
-from prfaas.lab.studies.study import Key, Outcomes, Run, Study, StudyFigure, StudySection, StudyTable
+from prfaas.lab.studies.repeats import TAIL_TITLE, Repeats, tail_table
+from prfaas.lab.studies.study import Outcomes, Run, Study, StudyFigure, StudySection, StudyTable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -39,7 +36,6 @@ _LOADS = (0.3, 0.5, 0.8)
 _PRICES = (0.25, 0.5, 0.9, 1.1, 1.5, 3.0)
 _POLICY = "tilted"
 _REQUESTS = 8_000
-_SEEDS = 5
 FREE = 0.0
 """The price in runs that route as if bytes cost nothing."""
 
@@ -110,10 +106,6 @@ def _worth_per_gb(context: StudyContext) -> float | None:
     )
 
 
-def _key(load: float, price: float, seed: int) -> Key:
-    return (load, price, seed)
-
-
 def _runs(context: StudyContext) -> Sequence[Run]:
     worth = _worth_per_gb(context)
     if worth is None:
@@ -121,7 +113,7 @@ def _runs(context: StudyContext) -> Sequence[Run]:
     planned = context.planned
     return [
         Run(
-            _key(load, price, seed),
+            (load, price, seed),
             replace(
                 planned, links=tuple(replace(link, egress_per_gb=price * worth) for link in planned.links)
             ),
@@ -131,10 +123,11 @@ def _runs(context: StudyContext) -> Sequence[Run]:
             policy=_POLICY,
             # So that seconds of prefill at home are comparable.
             allocation=False,
+            classes=context.length_classes,
         )
         for load in _LOADS
         for price in (FREE, *_PRICES)
-        for seed in context.seeds(_SEEDS)
+        for seed in context.seeds()
     ]
 
 
@@ -153,6 +146,15 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
         figures.append(_rules(context, outcomes, worth))
         tables["Egress and prefill at home, per hour, without and with the rule"] = _savings(
             context, outcomes, worth
+        )
+        tables[TAIL_TITLE] = tail_table(
+            "load, price per GB",
+            {
+                f"{load:g}, {price * worth:.2g}": Repeats.seeded(outcomes, context.seeds(), load, price)
+                for load in _LOADS
+                for price in (FREE, _PRICES[2], _PRICES[-1])
+            },
+            context.length_classes,
         )
         findings += _rule(context, outcomes, worth)
     return StudySection(
@@ -206,40 +208,38 @@ def _advantage(context: StudyContext, levels: Mapping[str, Sequence[float | None
 
 @dataclass(frozen=True, slots=True)
 class _Spent:
-    """Per hour of one run."""
+    """Money per hour at one load and price, a number per seed."""
 
-    egress: float
-    prefill: float
-
-    @property
-    def total(self) -> float:
-        return self.egress + self.prefill
+    egress: list[float]
+    total: list[float]
+    """With prefill at home."""
 
 
-def _spent(context: StudyContext, outcomes: Outcomes, key: Key, per_gb: float) -> _Spent:
-    numbers, pd = outcomes[key].numbers, context.problem.pd[0]
-    busy = numbers["utilisation"][f"prefill_utilisation_{pd.name}"] * context.optimum.n_prefill
+def _spent(context: StudyContext, runs: Repeats, per_gb: float) -> _Spent:
+    pd = context.problem.pd[0]
     per_hour = context.problem.prices[pd.hardware] * pd.gpus_per_instance
-    return _Spent(gb_per_hour(outcomes[key].number("egress_bits_per_s")) * per_gb, busy * per_hour)
+    egress = [gb_per_hour(bits_per_s) * per_gb for bits_per_s in runs.values("egress_bits_per_s")]
+    busy = [
+        outcome.numbers["utilisation"][f"prefill_utilisation_{pd.name}"] * context.optimum.n_prefill
+        for outcome in runs.outcomes
+    ]
+    return _Spent(egress, [sent + used * per_hour for sent, used in zip(egress, busy, strict=True)])
 
 
 def _savings(context: StudyContext, outcomes: Outcomes, worth: float) -> StudyTable:
-    seeds = context.seeds(_SEEDS)
     rows = []
     for load in _LOADS:
         for price in _PRICES:
-            free, ruled = ([_key(load, each, seed) for seed in seeds] for each in (FREE, price))
-            before, after = (
-                [_spent(context, outcomes, key, price * worth) for key in keys] for keys in (free, ruled)
-            )
+            runs = [Repeats.seeded(outcomes, context.seeds(), load, each) for each in (FREE, price)]
+            before, after = (_spent(context, each, price * worth) for each in runs)
             rows.append(
                 [
                     f"{load:g}, {price * worth:.2g}",
-                    f"{mean([each.egress for each in before]):.3g}",
-                    f"{mean([each.egress for each in after]):.3g}",
-                    str(difference([each.total for each in after], [each.total for each in before])),
-                    *(percent(_mean_of(outcomes, keys, "offloaded_fraction")) for keys in (free, ruled)),
-                    *(_ttft(outcomes, keys) for keys in (free, ruled)),
+                    seed_mean(before.egress).text(1),
+                    seed_mean(after.egress).text(1),
+                    str(difference(after.total, before.total)),
+                    *(each.mean("offloaded_fraction").percent() for each in runs),
+                    *(each.ttft for each in runs),
                 ]
             )
     return StudyTable(
@@ -257,46 +257,31 @@ def _savings(context: StudyContext, outcomes: Outcomes, worth: float) -> StudyTa
     )
 
 
-def _mean_of(outcomes: Outcomes, keys: Sequence[Key], field: str) -> float:
-    return mean([outcomes[key].number(field) for key in keys])
-
-
-def _ttft(outcomes: Outcomes, keys: Sequence[Key]) -> str:
-    if not all(outcomes[key].is_stable for key in keys):
-        return UNSTABLE
-    return mean_and_p90(_mean_of(outcomes, keys, "ttft_mean_s"), _mean_of(outcomes, keys, "ttft_p90_s"))
-
-
 def _rule(context: StudyContext, outcomes: Outcomes, worth: float) -> list[str]:
-    seeds = context.seeds(_SEEDS)
     found = [
         f"By routing's rule the plan's mean offloaded prompt is worth its bytes up to {worth:.2g} per GB."
     ]
+    grows = []
     for load in _LOADS:
-        best = []
+        free = Repeats.seeded(outcomes, context.seeds(), load, FREE)
+        clear = []
         for price in _PRICES:
-            before, after = (
-                [_spent(context, outcomes, _key(load, each, seed), price * worth).total for seed in seeds]
-                for each in (FREE, price)
-            )
-            best.append((difference(after, before), price))
-        clear = [(each.mean, each, price) for each, price in best if each.is_clear and each.mean < 0]
+            ruled = Repeats.seeded(outcomes, context.seeds(), load, price)
+            before, after = (_spent(context, each, price * worth).total for each in (free, ruled))
+            saved = difference(after, before)
+            if saved.is_clear and saved.mean < 0:
+                clear.append((saved.mean, saved, price, ruled))
+            if ruled.verdict == "grows":
+                grows.append(f"{load:g} at {price * worth:.2g} per GB")
         if clear:
-            _, most, price = min(clear, key=lambda each: each[0])
-            keys = [[_key(load, each, seed) for seed in seeds] for each in (FREE, price)]
-            before_s, after_s = (seconds(_mean_of(outcomes, each, "ttft_mean_s")) for each in keys)
+            _, most, price, ruled = min(clear, key=lambda each: each[0])
             found.append(
                 f"At {load:g} of Λ_max the rule changes the sum of egress and prefill at home by up to {most}, and "
-                f"the mean TTFT from {before_s} to {after_s} s (at {price * worth:.2g} per GB)."
+                f"the mean TTFT from {free.mean().seconds} to {ruled.mean().seconds} s "
+                f"(at {price * worth:.2g} per GB)."
             )
         else:
             found.append(f"At {load:g} of Λ_max it saves nothing that can be told from chance.")
-    grows = [
-        f"{load:g} at {price * worth:.2g} per GB"
-        for load in _LOADS
-        for price in _PRICES
-        if not all(outcomes[_key(load, price, seed)].is_stable for seed in seeds)
-    ]
     found.append(f"Queues grow at {listed(grows)}." if grows else "No queue grows at any of these prices.")
     return found
 
@@ -326,30 +311,19 @@ def _advantages(levels: Mapping[str, Sequence[float | None]]) -> StudyFigure:
 
 
 def _rules(context: StudyContext, outcomes: Outcomes, worth: float) -> StudyFigure:
-    seeds, prices = context.seeds(_SEEDS), [price * worth for price in _PRICES]
+    prices = [price * worth for price in _PRICES]
+
+    def runs(load: float, price: float, *, has_rule: bool) -> Repeats:
+        return Repeats.seeded(outcomes, context.seeds(), load, price if has_rule else FREE)
 
     def totals(load: float, *, has_rule: bool) -> list[float | None]:
         return [
-            mean(
-                [
-                    _spent(
-                        context, outcomes, _key(load, price if has_rule else FREE, seed), price * worth
-                    ).total
-                    for seed in seeds
-                ]
-            )
+            seed_mean(_spent(context, runs(load, price, has_rule=has_rule), price * worth).total).mean
             for price in _PRICES
         ]
 
     def offloaded(load: float, *, has_rule: bool) -> list[float | None]:
-        return [
-            _mean_of(
-                outcomes,
-                [_key(load, price if has_rule else FREE, seed) for seed in seeds],
-                "offloaded_fraction",
-            )
-            for price in _PRICES
-        ]
+        return [runs(load, price, has_rule=has_rule).mean("offloaded_fraction").mean for price in _PRICES]
 
     return lines(
         "egress-rule",

@@ -1,11 +1,13 @@
 """What prefix caches change: prompts that share more and more, and caches that keep more and more."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from prfaas.core.units import GIB, format_bits_per_s, format_bytes
+from prfaas.core.units import GIB, format_bytes
 from prfaas.lab.studies.context import StudyContext, cache_of
-from prfaas.lab.studies.figures import Panel, PlotCurve, lines, mean_and_p90, percent, seconds
-from prfaas.lab.studies.study import Key, Outcomes, Run, Study, StudySection, StudyTable
+from prfaas.lab.studies.figures import Panel, PlotCurve, lines
+from prfaas.lab.studies.repeats import TAIL_TITLE, Repeats, tail_table
+from prfaas.lab.studies.study import Outcomes, Run, Study, StudySection, StudyTable
 from prfaas.lab.studies.traffic import SharedPrefixes
 
 _LOAD = 0.9
@@ -23,39 +25,49 @@ def _runs(context: StudyContext) -> Sequence[Run]:
     requests = context.requests(_REQUESTS)
     rate = _LOAD * context.trace_lambda_max
     for policy in _POLICIES:
-        runs += [
-            Run(
-                (SHARED, policy, share),
+        for seed in context.seeds():
+            shared = Run(
+                (),
                 context.planned,
-                SharedPrefixes(context.poisson(_LOAD), share, _DOCUMENTS),
+                context.poisson(_LOAD),
                 requests,
-                context.seed,
+                seed,
                 policy=policy,
                 caches=cache_of(model, _CACHE_BYTES),
+                classes=context.length_classes,
             )
-            for share in _SHARES
-        ]
-        runs += [
-            Run(
-                (TRACE, policy, capacity),
-                context.planned,
-                context.replayed(rate),
-                requests,
-                context.seed,
-                policy=policy,
-                caches=cache_of(model, capacity * GIB),
-            )
-            for capacity in _CAPACITIES_GIB
-        ]
+            runs += [
+                replace(
+                    shared,
+                    key=(SHARED, policy, share, seed),
+                    traffic=SharedPrefixes(context.poisson(_LOAD), share, _DOCUMENTS),
+                )
+                for share in _SHARES
+            ]
+            runs += [
+                replace(
+                    shared,
+                    key=(TRACE, policy, capacity, seed),
+                    traffic=context.replayed(rate),
+                    caches=cache_of(model, capacity * GIB),
+                )
+                for capacity in _CAPACITIES_GIB
+            ]
     return runs
 
 
 def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
-    shared: dict[str, list[Key]] = {
-        policy: [(SHARED, policy, share) for share in _SHARES] for policy in _POLICIES
-    }
-    trace: dict[str, list[Key]] = {
-        policy: [(TRACE, policy, capacity) for capacity in _CAPACITIES_GIB] for policy in _POLICIES
+    shared, trace = (
+        {
+            (policy, value): Repeats.seeded(outcomes, context.seeds(), kind, policy, value)
+            for value in values
+            for policy in _POLICIES
+        }
+        for kind, values in ((SHARED, _SHARES), (TRACE, _CAPACITIES_GIB))
+    )
+    told = {f"{share:.0%} shared": (shared, share) for share in (_SHARES[0], _SHARES[4], _SHARES[-1])} | {
+        f"trace, {_cache(capacity)}": (trace, capacity)
+        for capacity in (_CAPACITIES_GIB[0], _CAPACITIES_GIB[-1])
     }
     return StudySection(
         question="What do prefix caches change?",
@@ -68,19 +80,25 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
             f"repeated, at {_LOAD:g} of "
             "what the planner finds for its lengths without caches, and caches of growing size. The rate "
             "stays the same "
-            "throughout, so more hits mean less work."
+            f"throughout, so more hits mean less work. {context.requests(_REQUESTS):,} requests."
         ),
         findings=[
-            *(_finding(outcomes, shared[policy], policy, "shared prefixes") for policy in _POLICIES),
-            *(_finding(outcomes, trace[policy], policy, "the trace") for policy in _POLICIES),
+            *(_finding(shared, _SHARES, policy, "shared prefixes") for policy in _POLICIES),
+            *(_finding(trace, _CAPACITIES_GIB, policy, "the trace") for policy in _POLICIES),
         ],
         tables={
-            "Shared prefixes": _table(outcomes, "shared part", [f"{share:.0%}" for share in _SHARES], shared),
+            "Shared prefixes": _table(shared, "shared part", {share: f"{share:.0%}" for share in _SHARES}),
             "Trace": _table(
-                outcomes,
-                "cache of an instance",
-                [f"{capacity} GiB" if capacity else "none" for capacity in _CAPACITIES_GIB],
-                trace,
+                trace, "cache of an instance", {capacity: _cache(capacity) for capacity in _CAPACITIES_GIB}
+            ),
+            TAIL_TITLE: tail_table(
+                "case, policy",
+                {
+                    f"{name}, {policy}": found[policy, value]
+                    for name, (found, value) in told.items()
+                    for policy in _POLICIES
+                },
+                context.length_classes,
             ),
         },
         figures=[
@@ -95,10 +113,12 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
                         [
                             PlotCurve(
                                 policy,
-                                [outcomes[key].number("hit_ratio") for key in shared[policy]],
+                                [shared[policy, share].mean("hit_ratio").mean for share in _SHARES],
                                 [
-                                    outcomes[key].number(field) / unit if outcomes[key].is_stable else None
-                                    for key in shared[policy]
+                                    shared[policy, share].mean(field).mean / unit
+                                    if shared[policy, share].is_stable
+                                    else None
+                                    for share in _SHARES
                                 ],
                                 number,
                             )
@@ -114,56 +134,49 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
             )
         ],
         notes=[
+            "Seeds move the trace's arrivals within the step of its clock and nothing else: its intervals say nothing "
+            "of other traces.",
             "Hybrid models can go on only from a state: one is kept every 8,192 tokens and at a prompt's "
             "last full block, so "
             "the hit ratio stays below the shared part.",
-        ]
-        if context.planned.kv_model.is_hybrid
-        else [],
+        ][: 2 if context.planned.kv_model.is_hybrid else 1],
     )
 
 
-def _table(outcomes: Outcomes, first: str, names: Sequence[str], keys: dict[str, list[Key]]) -> StudyTable:
+def _cache(capacity_gib: int) -> str:
+    return f"{capacity_gib} GiB" if capacity_gib else "none"
+
+
+def _table(found: Mapping[tuple[str, float], Repeats], first: str, names: Mapping[float, str]) -> StudyTable:
     columns = [first]
     for policy in _POLICIES:
         columns += [f"{policy}: hits", "TTFT mean (P90), s", "egress", "offloaded"]
     rows = []
-    for number, name in enumerate(names):
+    for value, name in names.items():
         cells = [name]
         for policy in _POLICIES:
-            outcome = outcomes[keys[policy][number]]
+            each = found[policy, value]
             cells += [
-                percent(outcome.number("hit_ratio")),
-                mean_and_p90(
-                    outcome.number("ttft_mean_s"), outcome.number("ttft_p90_s"), is_stable=outcome.is_stable
-                ),
-                format_bits_per_s(outcome.number("egress_bits_per_s")),
-                percent(outcome.number("offloaded_fraction")),
+                each.mean("hit_ratio").percent(1),
+                each.ttft,
+                each.mean("egress_bits_per_s").gigabits,
+                each.mean("offloaded_fraction").percent(),
             ]
         rows.append(cells)
     return StudyTable(columns, rows)
 
 
-def _finding(outcomes: Outcomes, keys: Sequence[Key], policy: str, what: str) -> str:
-    first, last = outcomes[keys[0]], outcomes[keys[-1]]
-
-    def moved(field: str) -> str:
-        start, end = first.number(field), last.number(field)
-        if field == "offloaded_fraction":
-            return f"{percent(start)} to {percent(end)}"
-        if field == "egress_bits_per_s":
-            return f"{format_bits_per_s(start)} to {format_bits_per_s(end)}"
-        return f"{seconds(start)} to {seconds(end)} s"
-
-    falls = last.number("ttft_mean_s") < first.number("ttft_mean_s")
-    unstable = sum(not outcomes[key].is_stable for key in keys)
+def _finding(
+    found: Mapping[tuple[str, float], Repeats], values: Sequence[float], policy: str, what: str
+) -> str:
+    first, last = found[policy, values[0]], found[policy, values[-1]]
+    grows = sum(found[policy, value].verdict == "grows" for value in values)
     return (
-        f"With `{policy}` and {what} hits go from {percent(first.number('hit_ratio'))} to "
-        f"{percent(last.number('hit_ratio'))} of all prompt tokens; the mean TTFT "
-        f"{'falls' if falls else 'rises'} from "
-        f"{moved('ttft_mean_s')}, egress goes from {moved('egress_bits_per_s')}, the offloaded part from "
-        f"{moved('offloaded_fraction')}"
-        + (f"; in {unstable} of {len(keys)} runs queues grow." if unstable else ".")
+        f"With `{policy}` and {what} hits go from {first.mean('hit_ratio').percent()} to "
+        f"{last.mean('hit_ratio').percent()} of all prompt tokens. The mean TTFT changes by {last.against(first)}, "
+        f"egress by {last.against(first, 'egress_bits_per_s')}. The offloaded part goes from "
+        f"{first.mean('offloaded_fraction').percent()} to {last.mean('offloaded_fraction').percent()}."
+        + (f" In {grows} of {len(values)} cases queues grow." if grows else "")
     )
 
 

@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from prfaas.core.planner import best_operation, problem_of
 from prfaas.core.workload.arrivals import Poisson
 from prfaas.lab.studies.context import StudyContext, times
-from prfaas.lab.studies.figures import Panel, PlotCurve, lines, mean_and_p90, more_or_less, percent, seconds
+from prfaas.lab.studies.figures import Panel, PlotCurve, lines, more_or_less, seconds
+from prfaas.lab.studies.repeats import TAIL_TITLE, Repeats, tail_table
 from prfaas.lab.studies.study import Outcomes, Run, Study, StudySection, StudyTable
 
 _LOAD = 0.9
-_FACTORS = (1, 2, 5, 10, 20, 50, 100)
+_FACTORS = (1, 2, 5, 10, 30, 100)
 _QUICK_FACTORS = (1, 2)
 _POLICIES = ("paper", "tilted")
-_REQUESTS = 20_000
+_REQUESTS = 12_000
 # Answers take half a minute: a shorter run would be over before the deployment is full.
 _LEAST_S = 240.0
 
@@ -31,16 +32,18 @@ def _rates(context: StudyContext) -> dict[int, float]:
 def _runs(context: StudyContext) -> Sequence[Run]:
     return [
         Run(
-            (policy, factor),
+            (policy, factor, seed),
             times(context.planned, factor),
             context.traffic(Poisson(_LOAD * rate)),
             context.requests(max(_REQUESTS, round(_LEAST_S * _LOAD * rate))),
-            context.seed,
+            seed,
             policy=policy,
             warmup_share=0.25,
+            classes=context.length_classes,
         )
         for factor, rate in _rates(context).items()
         for policy in _POLICIES
+        for seed in context.seeds()
     ]
 
 
@@ -48,16 +51,15 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
     rates, factors = _rates(context), _factors(context)
     first, last = factors[0], factors[-1]
 
-    def cell(policy: str, factor: int) -> str:
-        outcome = outcomes[policy, factor]
-        return mean_and_p90(
-            outcome.number("ttft_mean_s"), outcome.number("ttft_p90_s"), is_stable=outcome.is_stable
-        )
+    found = {
+        (policy, factor): Repeats.seeded(outcomes, context.seeds(), policy, factor)
+        for factor in factors
+        for policy in _POLICIES
+    }
 
     def fell(policy: str) -> str:
-        start, end = (outcomes[policy, factor].number("ttft_mean_s") for factor in (first, last))
-        verb = "falls" if end < start else "rises"
-        return f"with `{policy}` it {verb} from {seconds(start)} to {seconds(end)} s"
+        start, end = found[policy, first], found[policy, last]
+        return f"with `{policy}` it goes from {start.mean().seconds} to {end.mean().seconds} s ({end.against(start)})"
 
     gain = rates[last] / rates[first] / last
     return StudySection(
@@ -65,13 +67,14 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
         setup=(
             f"So many times the instances of both clusters and the bandwidth of the link, at {_LOAD:g} of "
             "what the planner "
-            f"finds for that size. The first quarter of each run is warm-up."
+            f"finds for that size: {context.requests(_REQUESTS):,} requests, or four minutes of them if that is more. "
+            "The first quarter of each run is warm-up."
         ),
         findings=[
-            f"At the same load the mean TTFT changes with size: {fell('paper')}, {fell('tilted')}. The best service "
-            f"without any waiting would be about {seconds(context.optimum.ttft_mean_s)} s at the "
-            "planner's routes. For "
-            f"each instance there {_gain(gain)}, since roles are whole instances."
+            f"From 1 to {last} times the size, at the same load, the mean TTFT changes: {fell('paper')}, "
+            f"{fell('tilted')}.",
+            f"By the planner the service alone, without any waiting, takes {seconds(context.optimum.ttft_mean_s)} s.",
+            f"By the planner there {_gain(gain)} for each instance, since roles are whole instances.",
         ],
         tables={
             "TTFT in seconds, mean (P90)": StudyTable(
@@ -80,12 +83,17 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
                     [
                         f"{factor} ×",
                         f"{rates[factor]:,.4g}",
-                        *(cell(policy, factor) for policy in _POLICIES),
-                        percent(outcomes["paper", factor].number("offloaded_fraction")),
+                        *(found[policy, factor].ttft for policy in _POLICIES),
+                        found["paper", factor].mean("offloaded_fraction").percent(),
                     ]
                     for factor in factors
                 ],
-            )
+            ),
+            TAIL_TITLE: tail_table(
+                "size, policy",
+                {f"{factor} ×, {policy}": each for (policy, factor), each in found.items()},
+                context.length_classes,
+            ),
         },
         figures=[
             lines(
@@ -99,7 +107,7 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
                             PlotCurve(
                                 policy,
                                 factors,
-                                [outcomes[policy, factor].number(field) for factor in factors],
+                                [found[policy, factor].mean(field).mean for factor in factors],
                                 number,
                             )
                             for number, policy in enumerate(_POLICIES)
