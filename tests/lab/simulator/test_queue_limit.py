@@ -84,7 +84,7 @@ def test_what_was_let_in_is_not_refused_when_it_is_prefilled_again(case_study: C
     """All prefill instances of the other cluster fail while they work, and the queue at home is full."""
     shown = scenario(case_study, math.inf, "offload_all")
     failures = [Failure(f"east-{number}", 0.01, 60.0) for number in range(shown.clusters[0].instances)]
-    failing = replace(shown, failures=failures, queue_limit_s=shown.clusters[0].curve.seconds(TOKENS) / 10)
+    failing = replace(shown, failures=failures, queue_limit_s=0.9 * shown.clusters[0].curve.seconds(TOKENS))
     result = run(failing, [TOKENS] * shown.clusters[0].instances)
     assert int(result.retries.sum()) > 1
     assert not any(refused(result)) and not np.isnan(result.e2e_s).any()
