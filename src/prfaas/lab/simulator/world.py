@@ -17,6 +17,7 @@ from prfaas.lab.simulator.fleet import engines_of, links_of, view_of
 from prfaas.lab.simulator.instance import Engine, Job, JobStage
 from prfaas.lab.simulator.monitored_link import LOOK_S
 from prfaas.lab.simulator.pools import pools_of
+from prfaas.lab.simulator.prefix_moves import PrefixMoves
 from prfaas.lab.simulator.queue_limit import QueueLimit
 from prfaas.lab.simulator.result import REFUSED, Columns
 from prfaas.lab.simulator.scenario import Scenario
@@ -59,6 +60,9 @@ class World:
         caches = scenario.caches
         self.caches = None if caches is None else caches.of_instances(list(self.engines), block_tokens)
         self.pools = pools_of(scenario, self.view, block_tokens, self.columns)
+        self._moves = PrefixMoves(
+            self.events, self.engines, self.links, self.pools, self.kv, self.columns, self._prefix_here
+        )
         self._queue_limit = QueueLimit.of(scenario.queue_limit_s, self.view)
         self.window = LengthWindow(scenario.control.window_s)
         self._local: Policy = make_policy("local_only")
@@ -203,7 +207,10 @@ class World:
                 job.promised_bytes = nbytes = self.kv.total_bytes(job.tokens - 1, decision.skip_tokens)
                 link.promise(nbytes, now_s)
         if decision.cache_transfer is not None:
-            self._move_prefix(job)
+            # Meanwhile the prefill counts as accepted by its instance.
+            job.stage = _MOVING
+            engine.accept(job.service_s, now_s)
+            self._moves.begin(job)
         elif engine.at_work < engine.prefill_slots and not engine.queue:
             self._start(engine, job)
         else:
@@ -214,27 +221,6 @@ class World:
         if self.pools is None:
             return RoutingRequest(job.tokens, held, job.number, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
         return self.pools.request(job.number, job.tokens, job.blocks, held)
-
-    def _move_prefix(self, job: Job) -> None:
-        """The cache of another cluster comes first; meanwhile the prefill counts as accepted by its instance."""
-        moved = job.decision.cache_transfer
-        assert moved is not None
-        engine, now_s = job.engine, self.events.now_s
-        job.stage = _MOVING
-        engine.accept(job.service_s, now_s)
-        if moved.from_pool:
-            assert self.pools is not None
-            source = self.pools.source_cluster(moved)
-            if source == engine.cluster.name:
-                self.events.at(self.pools.read(job, moved, now_s), self._prefix_here, job)
-                return
-            self.pools.send(job, moved)
-        else:
-            source = self.engines[moved.source].cluster.name
-        job.prefix_link = link = self.links[source, engine.cluster.name]
-        nbytes = self.kv.total_bytes(moved.reusable_tokens, moved.skip_tokens)
-        self.columns.link_bytes[job.number] += nbytes
-        job.transfer = link.fluid.send(nbytes, self._prefix_here, job, background=True)
 
     def _prefix_here(self, job: Job) -> None:
         if job.is_void:
