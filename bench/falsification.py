@@ -26,7 +26,7 @@ from zlib import crc32
 from rich.console import Console
 
 import cpu_share
-from falsification_live import THRESHOLD_PERIOD_S, measured, reconfigured, run_policy, running
+from falsification_live import CHUNK_TOKENS, THRESHOLD_PERIOD_S, measured, reconfigured, run_policy, running
 from falsification_phases import PHASES, STATIC, LinkPhase, TraceSlice, pieces_of
 from falsification_report import compared, plots_of, table_of, verdict_of
 from fidelity import (
@@ -39,7 +39,9 @@ from fidelity import (
 )
 from fidelity_live import Depth, profile_files
 from fidelity_stack import EAST, wider_model
+from fidelity_traffic import BLOCK_TOKENS
 from prfaas.core.deployment import ControlConfig, PlannedDeployment
+from prfaas.core.deployment.gateway import GatewayLimits
 from prfaas.core.deployment.load import load_planned
 from prfaas.core.deployment.schema import RoutingSection
 from prfaas.core.planner import best_operation, problem_of
@@ -200,6 +202,9 @@ def scenario(document: dict[str, Any], planned: PlannedDeployment, policy: str) 
         links={LINK: Steps(tuple((at_s, bits) for at_s, bits in document["pieces"]))},
         overheads=Overheads(overheads["request_s"], overheads["hop_s"], first_step=True),
         transfer_grace_s=GatewayOptions().transfer_grace_s,
+        queue_limit_s=GatewayLimits().queue_s,
+        chunk_tokens=CHUNK_TOKENS,
+        kv_block_tokens=BLOCK_TOKENS,
     )
 
 

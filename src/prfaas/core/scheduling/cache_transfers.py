@@ -7,7 +7,7 @@ from prfaas.core.scheduling.egress import is_worth_its_bytes
 from prfaas.core.scheduling.link_choice import AbundanceMarks, abundant_link
 from prfaas.core.scheduling.routing import PdCandidate
 from prfaas.core.scheduling.tiers import pool_at, reading_s
-from prfaas.core.scheduling.view import LinkView, View
+from prfaas.core.scheduling.view import InstanceView, LinkView, View
 from prfaas.core.units import BITS_PER_BYTE
 
 # Of the tokens to compute: a cache transfer costs two more hops of the gateway, whatever its size.
@@ -49,8 +49,8 @@ def with_cache(
     """The option after the longest cache of another cluster has moved to its instance, if that pays.
 
     Bandwidth must be abundant on a link from there. It must spare at least a tenth of the prefill's tokens, and
-    the bytes, over what is left of the link and after its queue, must take less than the prefill that they spare, and
-    cost no more than it.
+    the bytes, over what is left of the link and after its queue or the source's, must take less than the prefill that
+    they spare, and cost no more than it.
     What a pool holds goes to the pool of the instance's machine, which the instance then loads from.
     A decode instance that prefills itself gets none.
     """
@@ -75,8 +75,13 @@ def with_cache(
     skip = min(at_target.attention_tokens, tokens) if at_target is not None and view.kv.can_skip else 0
     kv_bytes = view.kv.prefix_bytes_to_move(sent_tokens, skip)
     moved_s = BITS_PER_BYTE * kv_bytes / (link.capacity_bits_per_s - link.egress_bits_per_s) + link.rtt_s
-    if link.drained_s > view.now_s:
-        moved_s += link.drained_s - view.now_s
+    begins_s = link.drained_s
+    holder = source.holder
+    if isinstance(holder, InstanceView) and holder.busy_until_s > begins_s:
+        # It computes the last token of what it sends, behind the prefills that it has.
+        begins_s = holder.busy_until_s
+    if begins_s > view.now_s:
+        moved_s += begins_s - view.now_s
     load_s = option.load_s
     if request.pools:
         moved_s, load_s = _from_tiers(request, view, option, source, tokens, skip, moved_s)
@@ -103,7 +108,7 @@ def with_cache(
         option.link_s,
         ttft_s,
         option.kv_bytes,
-        CacheTransfer(source.holder.name, sent_tokens, skip, kv_bytes, pooled),
+        CacheTransfer(holder.name, sent_tokens, skip, kv_bytes, pooled),
         load_s,
     )
 

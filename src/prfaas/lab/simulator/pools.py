@@ -10,6 +10,7 @@ from prfaas.core.scheduling.tiers import with_pools
 from prfaas.core.units import BITS_PER_BYTE
 from prfaas.lab.simulator.instance import Job
 from prfaas.lab.simulator.machine_pool import LoadedBytes, MachinePool
+from prfaas.lab.simulator.result import Columns
 from prfaas.lab.simulator.scenario import Scenario, SimulatedCluster
 
 TIERS = ("memory", "ssd", "machine", "cluster")
@@ -184,3 +185,11 @@ class MachinePools:
             self._view.pools[name] = view
             self._machines[name] = machine = _Machine(view, pool)
             self._of.update(dict.fromkeys(instances, machine))
+
+
+def pools_of(scenario: Scenario, view: View, block_tokens: int, columns: Columns) -> MachinePools | None:
+    """The pools of a scenario, their tiers' columns among `columns`; None where it has none."""
+    if not scenario.pools:
+        return None
+    columns.tier_tokens = {tier: array("i") for tier in TIERS}
+    return MachinePools(scenario, view, block_tokens, columns.tier_tokens)

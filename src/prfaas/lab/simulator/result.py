@@ -94,6 +94,9 @@ def _mean_open(arrived_s: FloatArray, left_s: FloatArray, start_s: float, end_s:
 
 _NOT_A_NUMBER = float("nan")
 
+REFUSED = "refused"
+"""The reason of requests that would have waited too long (`Scenario.queue_limit_s`); they have no times."""
+
 
 class Columns:
     """What became of every request, column by column: one entry each in the order of arrival, 46 bytes in all.

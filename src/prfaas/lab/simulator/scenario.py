@@ -184,6 +184,9 @@ class Scenario:
     transfer_grace_s: float = math.inf
     """The same for one transfer that is so late, on top of what its link's bandwidth explains (`late_after_s`).
     Live it is 30 s. Infinite: however late."""
+    queue_limit_s: float = math.inf
+    """Requests that would wait longer are refused when they come. Live it is `gateway.limits.queue_s`, 60 s if the file
+    says nothing. Infinite: none are."""
 
     def __post_init__(self) -> None:
         unknown = sorted(set(self.pools) - {cluster.name for cluster in self.clusters})
@@ -259,6 +262,7 @@ def scenario_of(
     kv_block_tokens: int = 0,
     decode_context_s: float | None = None,
     transfer_grace_s: float = math.inf,
+    queue_limit_s: float = math.inf,
 ) -> Scenario:
     """What a deployment file describes.
 
@@ -284,6 +288,7 @@ def scenario_of(
         decode_context_s: Seconds that a decode step takes longer per token of context in its batch, beyond the context
             that its profile was measured at, or the workload's mean where it does not say. None takes the profile's.
         transfer_grace_s: How late a transfer may be before it is given up.
+        queue_limit_s: Requests that would wait longer are refused; infinite: none are.
 
     Raises:
         DeploymentError: as `problem_of`.
@@ -347,6 +352,7 @@ def scenario_of(
         overheads=overheads or Overheads(),
         slo=planned.slo,
         transfer_grace_s=transfer_grace_s,
+        queue_limit_s=queue_limit_s,
     )
 
 

@@ -1,7 +1,6 @@
 """The simulated deployment: engines, links and the view that policies read, and what happens to a request there."""
 
 import math
-from array import array
 from heapq import heappush
 from typing import Any
 
@@ -17,8 +16,10 @@ from prfaas.lab.simulator.events import Events
 from prfaas.lab.simulator.fleet import engines_of, links_of, view_of
 from prfaas.lab.simulator.instance import Engine, Job, JobStage
 from prfaas.lab.simulator.monitored_link import LOOK_S
-from prfaas.lab.simulator.pools import TIERS, MachinePools
-from prfaas.lab.simulator.result import Columns
+from prfaas.lab.simulator.pools import pools_of
+from prfaas.lab.simulator.prefix_moves import PrefixMoves
+from prfaas.lab.simulator.queue_limit import QueueLimit
+from prfaas.lab.simulator.result import REFUSED, Columns
 from prfaas.lab.simulator.scenario import Scenario
 from prfaas.lab.simulator.transfer import KvMoves
 
@@ -58,7 +59,11 @@ class World:
         self.links = links_of(scenario, self.view, self.events, rng)
         caches = scenario.caches
         self.caches = None if caches is None else caches.of_instances(list(self.engines), block_tokens)
-        self.pools = None if not scenario.pools else self._machine_pools(scenario, block_tokens)
+        self.pools = pools_of(scenario, self.view, block_tokens, self.columns)
+        self._moves = PrefixMoves(
+            self.events, self.engines, self.links, self.pools, self.kv, self.columns, self._prefix_here
+        )
+        self._queue_limit = QueueLimit.of(scenario.queue_limit_s, self.view)
         self.window = LengthWindow(scenario.control.window_s)
         self._local: Policy = make_policy("local_only")
         self._watches_lengths = scenario.adapts or scenario.allocation
@@ -70,8 +75,11 @@ class World:
         if now_s >= self._next_look_s:
             self.look()
         job = Job(number, now_s, tokens, answer_tokens, blocks)
-        self._route(job, self.policy)
+        is_accepted = self._route(job, self.policy)
         decision, columns = job.decision, self.columns
+        if not is_accepted:
+            columns.reason[number] = columns.code(REFUSED)
+            return
         uncached = decision.uncached_tokens
         if self._watches_lengths:
             self.window.add(uncached, now_s)
@@ -173,13 +181,17 @@ class World:
         for other in others:
             self.start_next(other)
 
-    def _route(self, job: Job, policy: Policy) -> None:
+    def _route(self, job: Job, policy: Policy) -> bool:
+        """Put a request where the policy says. False: it comes now, would wait too long, and is refused."""
         view, now_s, engines = self.view, self.events.now_s, self.engines
         view.now_s = now_s
         held = self.caches.held(job.blocks, job.tokens) if self.caches is not None else _NOTHING_HELD
         job.decision = decision = policy.decide(self._request(job, held), view)
         job.engine = engine = engines[decision.prefill]
         job.target = target = engines[decision.decode]
+        limit = self._queue_limit if policy is self.policy else None
+        if limit is not None and limit.refuses(decision, engine, target):
+            return False
         job.computed_tokens = computed = decision.prefill_tokens
         job.service_s = engine.prefill_s(computed)
         if self.pools is not None:
@@ -195,37 +207,20 @@ class World:
                 job.promised_bytes = nbytes = self.kv.total_bytes(job.tokens - 1, decision.skip_tokens)
                 link.promise(nbytes, now_s)
         if decision.cache_transfer is not None:
-            self._move_prefix(job)
+            # Meanwhile the prefill counts as accepted by its instance.
+            job.stage = _MOVING
+            engine.accept(job.service_s, now_s)
+            self._moves.begin(job)
         elif engine.at_work < engine.prefill_slots and not engine.queue:
             self._start(engine, job)
         else:
             self._wait(job)
+        return True
 
     def _request(self, job: Job, held: dict[str, PrefixHit]) -> RoutingRequest:
         if self.pools is None:
             return RoutingRequest(job.tokens, held, job.number, _NOTHING, _NOTHING, _NOTHING, _NOTHING)
         return self.pools.request(job.number, job.tokens, job.blocks, held)
-
-    def _move_prefix(self, job: Job) -> None:
-        """The cache of another cluster comes first; meanwhile the prefill counts as accepted by its instance."""
-        moved = job.decision.cache_transfer
-        assert moved is not None
-        engine, now_s = job.engine, self.events.now_s
-        job.stage = _MOVING
-        engine.accept(job.service_s, now_s)
-        if moved.from_pool:
-            assert self.pools is not None
-            source = self.pools.source_cluster(moved)
-            if source == engine.cluster.name:
-                self.events.at(self.pools.read(job, moved, now_s), self._prefix_here, job)
-                return
-            self.pools.send(job, moved)
-        else:
-            source = self.engines[moved.source].cluster.name
-        job.prefix_link = link = self.links[source, engine.cluster.name]
-        nbytes = self.kv.total_bytes(moved.reusable_tokens, moved.skip_tokens)
-        self.columns.link_bytes[job.number] += nbytes
-        job.transfer = link.fluid.send(nbytes, self._prefix_here, job, background=True)
 
     def _prefix_here(self, job: Job) -> None:
         if job.is_void:
@@ -409,7 +404,3 @@ class World:
             link.fluid.cancel(job.transfer)
         if job.link is not None:
             job.link.settle(job.promised_bytes, now_s)
-
-    def _machine_pools(self, scenario: Scenario, block_tokens: int) -> MachinePools:
-        self.columns.tier_tokens = {tier: array("i") for tier in TIERS}
-        return MachinePools(scenario, self.view, block_tokens, self.columns.tier_tokens)

@@ -7,8 +7,9 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from prfaas.core.scheduling import ClusterView, Decision
+from prfaas.core.scheduling import Decision
 from prfaas.core.scheduling.decoders import learnt_slot_s
+from prfaas.core.scheduling.waits import least_prefill_wait_s, work_wait_s
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
 
@@ -68,30 +69,27 @@ class PredictedWaits:
 
     def of(self, decision: Decision) -> float:
         """Until the work of `decision` could begin everywhere: the longest of its waits."""
-        state, now_s = self._cluster_state, self._clock()
+        state = self._cluster_state
         instance = state.instance(decision.prefill)
-        cluster = state.view.clusters[instance.cluster]
-        queue_s = instance.busy_until_s - now_s
-        if decision.urgency_s is not None:
-            queue_s = max(queue_s, 0.0) + _pool_s(cluster)
         link = state.view.links.get((instance.cluster, state.instance(decision.decode).cluster))
-        link_s = link.drained_s - now_s if link is not None and decision.transfers else 0.0
-        return max(queue_s, link_s, self.seat_wait_s(decision.decode), 0.0)
+        cluster = state.view.clusters[instance.cluster]
+        work_s = work_wait_s(decision, instance, cluster, link, self._clock())
+        return max(work_s, self.seat_wait_s(decision.decode))
 
     def least(self) -> float:
         """The least that any new request would wait."""
-        prefill_s = seat_s = math.inf
-        now_s = self._clock()
+        clusters = self._cluster_state.view.clusters
+        return max(least_prefill_wait_s(clusters, self._clock()), self._least_seat_s())
+
+    def _least_seat_s(self) -> float:
+        least_s = math.inf
         for cluster in self._cluster_state.view.clusters.values():
-            soonest_s = math.inf
             for instance in cluster.instances:
-                if instance.takes_prefills and instance.busy_until_s < soonest_s:
-                    soonest_s = instance.busy_until_s
-                if instance.takes_decodes and seat_s:
-                    seat_s = min(seat_s, self.seat_wait_s(instance.name))
-            if soonest_s < math.inf:
-                prefill_s = min(prefill_s, max(soonest_s - now_s, 0.0) + _pool_s(cluster))
-        return max(0.0 if prefill_s == math.inf else prefill_s, 0.0 if seat_s == math.inf else seat_s)
+                if instance.takes_decodes:
+                    least_s = min(least_s, self.seat_wait_s(instance.name))
+                    if not least_s:
+                        return 0.0
+        return 0.0 if least_s == math.inf else least_s
 
     def _ended(self, name: str) -> None:
         # The one that ends still counts here.
@@ -105,10 +103,3 @@ class PredictedWaits:
             gap_s = self._gap_s.get(name)
             new_s = now_s - before_s
             self._gap_s[name] = new_s if gap_s is None else gap_s + _GAP_WEIGHT * (new_s - gap_s)
-
-
-def _pool_s(cluster: ClusterView) -> float:
-    """Each instance's part of the prefills that wait for any of them."""
-    if not cluster.waiting_s:
-        return 0.0
-    return cluster.waiting_s / max(sum(each.takes_prefills for each in cluster.instances), 1)
