@@ -2,7 +2,7 @@
 
 import pytest
 
-from prfaas.core.scheduling import Policy, PrefixHit, Route, RoutingRequest, policy_named
+from prfaas.core.scheduling import Policy, PrefixHit, Route, RoutingRequest, View, policy_named
 
 from .views import NOW_S, every_policy, kv_bytes, link, small
 
@@ -15,6 +15,13 @@ AT_PREFILL = RoutingRequest(40_000, {"prefill": PrefixHit(20_480, 20_480)})
 def scarce(view, source: str, target: str):  # type: ignore[no-untyped-def]
     line = view.links[source, target]
     line.egress_bits_per_s = 0.51 * line.capacity_bits_per_s
+    return view
+
+
+def slow_at_home(view: View) -> View:
+    """Any policy offloads there."""
+    home = view.clusters["pd"]
+    home.prefill_s = lambda tokens: tokens / 100
     return view
 
 
@@ -63,8 +70,7 @@ def test_no_cache_moves_over_a_link_that_is_scarce_stale_or_down(
     policy: Policy, change: dict[str, float]
 ) -> None:
     links = [link("far", "pd"), link("pd", "far", **change)]
-    view = small(links=links)
-    view.clusters["pd"].instances[0].busy_until_s = NOW_S + 600
+    view = slow_at_home(small(links=links))
     assert policy.decide(AT_PREFILL, small()).cache_transfer is not None or policy.name != "paper"
     decision = policy.decide(AT_PREFILL, view)
     assert (decision.route, decision.cache_transfer) == (Route.OFFLOAD, None)
@@ -76,9 +82,23 @@ def test_no_cache_moves_where_computing_is_sooner(policy: Policy) -> None:
     slow = small(links=[link("far", "pd"), link("pd", "far", 1e9)])
     fast = small()
     for view in (slow, fast):
-        view.clusters["pd"].instances[0].busy_until_s = NOW_S + 600
+        slow_at_home(view)
     assert policy.decide(AT_PREFILL, slow).cache_transfer is None
     assert policy.decide(AT_PREFILL, fast).cache_transfer is not None
+
+
+@pytest.mark.parametrize("policy", CACHING, ids=lambda p: p.name)
+def test_no_cache_moves_from_an_instance_whose_queue_is_longer_than_the_prefill(policy: Policy) -> None:
+    """It computes the last token of what it sends, in its turn. 19.6K tokens take 2 s to compute."""
+
+    def moves(queue_s: float) -> bool:
+        view = slow_at_home(small())
+        view.clusters["pd"].instances[0].busy_until_s = NOW_S + queue_s
+        decision = policy.decide(AT_PREFILL, view)
+        assert decision.prefill == "remote"
+        return decision.cache_transfer is not None
+
+    assert moves(0.0) and moves(1.9) and not moves(2.1) and not moves(600.0)
 
 
 def test_no_cache_moves_for_less_than_a_tenth_of_the_prefill() -> None:
