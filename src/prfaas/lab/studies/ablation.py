@@ -265,8 +265,8 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
         },
         figures=[_figure(results)],
         notes=[
-            "*half a day* is not judged, since its load changes by itself; *bursts* by the steady case, whose mean load "
-            "is higher.",
+            "*half a day* is not judged, since its load changes by itself. *bursts* are judged by the steady case, "
+            "whose mean load is higher.",
             "The policy can't be kept from seeing caches of its own cluster: there is no parameter for it, and "
             "without caches the instances would be slower too, which is another comparison.",
             "`utilisation_mark` and `queue_mark` are the two ways in which `paper` sees bandwidth; a link's queue "

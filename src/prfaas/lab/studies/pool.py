@@ -260,8 +260,8 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
         notes=[
             "A replay has no time: what is evicted while a prompt waits or runs is not seen. Real pools lose a few "
             "percent of their room to pages of unequal size, which is not simulated.",
-            "A replay of a recorded trace has nothing to draw, so that its numbers have no interval; they say nothing of "
-            "other traces. In the deployment seeds only move arrivals within the step of the trace's clock.",
+            "A replay of a recorded trace has nothing to draw, so that its numbers have no interval; they say nothing "
+            "of other traces. In the deployment seeds only move arrivals within the step of the trace's clock.",
             "Chats and documents of *day* are made up; only the order of the policies can be read from it.",
         ],
     )

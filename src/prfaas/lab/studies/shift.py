@@ -183,7 +183,8 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
             f"answers, between them it is a mix by a cosine. The rate is {_DAY_LOAD:g} of what the best "
             "roles of the worst "
             f"hour can carry ({day.rate_rps:.3g} req/s); roles and threshold start as planned for the mean mix. "
-            f"{context.requests(_REQUESTS):,} longer prompts. *The day after a whole one*: the same day comes again and again; what was learnt of "
+            f"{context.requests(_REQUESTS):,} longer prompts. "
+            "*The day after a whole one*: the same day comes again and again; what was learnt of "
             f"the first {_LEARNT_DAYS:g} days is a forecast for the next, which counts. *What will come* is the day "
             "itself, which no forecast can be better than."
         ),
