@@ -11,7 +11,8 @@ SOURCE = Path(__file__).parents[1] / "src"
 # sealed connections, signs of life, the order of chunks, compression, how links are judged and shared; then the pool;
 # then policies as plug-ins, prices of egress, roles by predicted latency and by forecast, the order of prefills.
 # Then runs of a study that differ only in their seed, and the search for the largest rate.
-MOST_FILES = 402
+# Other models, and five studies.
+MOST_FILES = 408
 MOST_LINES = 420
 
 

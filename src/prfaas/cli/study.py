@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from prfaas.lab.studies.study import Outcomes, StudyOutcome, StudyRun
 
 _TRACE = "traces/mooncake_burst.jsonl.gz"
-_NAMES = "ablation, bandwidth, burst, shift, equal-cost, hit-rate, pool, scale, egress, decode-price"
+_NAMES = (
+    "ablation, bandwidth, burst, shift, equal-cost, hit-rate, pool, scale, egress, decode-price, round-trip, agentic, "
+    "models, dense-hybrid, spot"
+)
 
 
 def study(

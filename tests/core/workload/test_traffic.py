@@ -1,4 +1,6 @@
+import math
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -218,6 +220,31 @@ def test_sessions_have_as_many_turns_and_as_much_time_as_they_should() -> None:
     assert np.mean(gaps) == pytest.approx(15, rel=0.03)
 
 
+def test_tools_pause_sessions_after_their_answers() -> None:
+    """The mean is the same as without a spread, and the median that of a log-normal distribution."""
+    tools = replace(SESSIONS, think_sigma=2.0, answer_token_s=0.5)
+    sessions = by_session(requests_of(tools, 3, until_s=60_000))
+    pauses = [
+        after.arrival_s - before.arrival_s - 0.5 * before.output_tokens
+        for turns in sessions
+        for before, after in pairwise(turns)
+    ]
+    assert min(pauses) > 0
+    assert np.median(pauses) == pytest.approx(15 * math.exp(-2), rel=0.03)
+    assert np.mean(pauses) == pytest.approx(15, rel=0.1)
+
+
+def test_a_session_ends_where_its_prompt_would_be_too_long() -> None:
+    whole = by_session(requests_of(SESSIONS, 5, limit=4000))
+    cut = by_session(requests_of(replace(SESSIONS, longest_tokens=3000), 5, limit=4000))
+    assert max(turn.input_tokens for turns in whole for turn in turns) > 3000
+    assert max(turn.input_tokens for turns in cut for turn in turns) <= 3000
+    kept = {turns[0].arrival_s: [turn.input_tokens for turn in turns] for turns in cut}
+    for turns in whole[:200]:
+        tokens = [turn.input_tokens for turn in turns if turn.input_tokens <= 3000]
+        assert kept[turns[0].arrival_s][: len(tokens)] == tokens
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -232,6 +259,8 @@ def test_sessions_have_as_many_turns_and_as_much_time_as_they_should() -> None:
         (lambda: SessionTraffic(Poisson(1), 0.5, 1, fixed(5), fixed(5)), "1 turn or more"),
         (lambda: SessionTraffic(Poisson(1), 2, 0, fixed(5), fixed(5)), "think time"),
         (lambda: SessionTraffic(Poisson(1), 2, 1, fixed(5), fixed(5), 1000), "whole blocks of 512"),
+        (lambda: replace(SESSIONS, think_sigma=-1.0), "spread of think times must be 0 or more"),
+        (lambda: replace(SESSIONS, answer_token_s=-1.0), "pace of answers must be 0 or more"),
     ],
 )
 def test_what_no_traffic_can_be(make: object, says: str) -> None:

@@ -23,7 +23,11 @@ INSTANCES = [f"east-{k}" for k in range(4)] + [f"home-{k}" for k in range(8)]
 
 def failures() -> st.SearchStrategy[list[Failure]]:
     what = st.sampled_from([*INSTANCES, "east->home"])
-    return st.lists(st.builds(Failure, what, st.floats(0, 60), st.floats(0.1, 40)), max_size=4)
+    times = st.floats(0, 60).flatmap(lambda at_s: st.tuples(st.just(at_s), st.floats(0, at_s)))
+    made = st.builds(
+        lambda name, at, lasts_s: Failure(name, at[0], lasts_s, at[1]), what, times, st.floats(0.1, 40)
+    )
+    return st.lists(made, max_size=4)
 
 
 def conversations(seed: int, count: int) -> RequestChunk:
@@ -97,6 +101,37 @@ def test_a_dead_instances_work_is_done_elsewhere(case_study: CaseStudy) -> None:
     home = scenario.clusters[1].curve
     assert result.retries[0] == 1
     assert result.ttft_s[0] == pytest.approx(2.0 + home.seconds(131_072))
+
+
+@pytest.mark.parametrize(("notice_s", "retries"), [(0.0, 1), (5.0, 0)])
+def test_an_instance_with_notice_ends_what_it_has_and_gets_nothing_new(
+    case_study: CaseStudy, notice_s: float, retries: int
+) -> None:
+    """The only PrfaaS instance that is up goes at 20 s; the second prompt comes 2 s before."""
+    down = [Failure(f"east-{k}", 0.0, 1000.0) for k in (1, 2, 3)]
+    scenario = scenario_of(
+        case_study.planned,
+        policy="paper",
+        failures=[*down, Failure("east-0", 20.0, 30.0, notice_s)],
+        adapts=False,
+        allocation=False,
+    )
+    arrivals_s = [12.0, 18.0, 60.0]
+    result = simulate(scenario, [chunk_of(arrivals_s, [131_072] * 3)], warmup_share=0.0, debug=True)
+    home, east = scenario.clusters[1].curve.seconds(131_072), scenario.clusters[0].curve.seconds(131_072)
+    assert result.retries.tolist() == [0, retries, 0]
+    assert result.offloaded.tolist() == [True, not notice_s, True]
+    assert result.ttft_s[0] < east + 1
+    assert result.ttft_s[1] == pytest.approx(home + (2.0 if not notice_s else 0.0))
+
+
+@pytest.mark.parametrize(
+    ("times_s", "why"),
+    [((-1.0, 1.0, 0.0), "0 s or later"), ((4.0, 1.0, 5.0), "0 s to 4 s before, not 5.0 s")],
+)
+def test_what_no_failure_can_be(times_s: tuple[float, float, float], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Failure("east-0", *times_s)
 
 
 @pytest.mark.parametrize(("checkpoint_tokens", "hit_tokens"), [(None, 49_664), (4096, 0)])

@@ -1,5 +1,6 @@
 """Conversations: each turn's prompt is all that was said before, and something new."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -19,12 +20,12 @@ _Number = TypeVar("_Number", np.float64, np.int64)
 class SessionTraffic(Traffic):
     """Sessions of several turns each. A turn's prompt holds all questions and answers before it.
 
-    The next turn does not wait for the answer: it comes at its time. Prompts have no limit here; a caller that has one
-    leaves longer ones out. In a replay an answer's place in later prompts is taken by made-up tokens of the same
-    number, not by what the engine said.
+    The next turn does not wait for the answer: it comes at its time. In a replay an answer's place in later prompts is
+    taken by made-up tokens of the same number, not by what the engine said.
 
     Raises:
-        WorkloadError: fewer than 1 turn, a think time that is not above 0, or a shared part that is not whole blocks.
+        WorkloadError: fewer than 1 turn, a think time that is not above 0, a shared part that is not whole blocks, or
+            a pace or spread below 0.
     """
 
     arrivals: Arrivals
@@ -32,7 +33,8 @@ class SessionTraffic(Traffic):
     mean_turns: float
     """Geometrically distributed."""
     think_s: float
-    """From one turn to the next on average, exponentially distributed; the time of the answer is included."""
+    """From one turn to the next on average, or from the end of the answer where `answer_token_s` says when that is;
+    exponentially distributed unless `think_sigma` says otherwise."""
     questions: LengthDistribution
     """Tokens that each turn adds."""
     outputs: LengthDistribution
@@ -40,11 +42,24 @@ class SessionTraffic(Traffic):
     shared_tokens: int = 0
     """Tokens that every session begins with (a system prompt); whole blocks."""
     block_tokens: int = BLOCK_TOKENS
+    think_sigma: float | None = None
+    """Of the logarithm of pauses, which then have a log-normal distribution: tools mostly answer at once, and some take
+    minutes. None: exponential."""
+    answer_token_s: float = 0.0
+    """Seconds per token of an answer, after which the pause begins."""
+    longest_tokens: float = math.inf
+    """The first turn whose prompt would be longer does not come, nor does any after it."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.mean_turns < float("inf"):
             raise WorkloadError(f"sessions have 1 turn or more on average, not {self.mean_turns!r}")
         check_positive(self.think_s, "a think time")
+        for value, what in (
+            (self.think_sigma, "spread of think times"),
+            (self.answer_token_s, "pace of answers"),
+        ):
+            if value is not None and not 0 <= value < math.inf:
+                raise WorkloadError(f"the {what} must be 0 or more, not {value!r}")
         if self.shared_tokens < 0 or self.shared_tokens % self.block_tokens:
             raise WorkloadError(
                 f"the shared beginning must be whole blocks of {self.block_tokens} tokens, "
@@ -53,7 +68,8 @@ class SessionTraffic(Traffic):
 
     @property
     def mean_per_s(self) -> float:
-        """Turns per second, once sessions end as often as they begin."""
+        """Turns per second, once sessions end as often as they begin; without those that `longest_tokens` leaves out,
+        fewer."""
         return self.arrivals.mean_per_s * self.mean_turns
 
     def chunks(self, rng: np.random.Generator) -> Iterator[RequestChunk]:
@@ -62,7 +78,10 @@ class SessionTraffic(Traffic):
         sampler = _TurnSampler(self, of_turns)
         waiting = _Turns(*(np.empty(0, dtype=kind) for kind in (float, int, int, int)))
         for begun_s in self.arrivals.chunks(of_sessions):
-            waiting = waiting.joined(sampler.turns(begun_s))
+            turns = sampler.turns(begun_s)
+            if self.longest_tokens < math.inf:
+                turns = turns.where(turns.input_tokens <= self.longest_tokens)
+            waiting = waiting.joined(turns)
             # Whatever comes from later sessions comes after the last one that has begun.
             due = waiting.arrival_s <= begun_s[-1]
             yield waiting.where(due).in_order().requests(self.shared_tokens, self.block_tokens)
@@ -120,9 +139,10 @@ class _TurnSampler:
         counts = rng.geometric(1 / traffic.mean_turns, len(begun_s)).astype(np.int64)
         starts = starts_of(counts)
         total, first = int(starts[-1]), starts[:-1]
-        gaps_s = rng.exponential(traffic.think_s, total)
-        gaps_s[first] = 0.0
+        gaps_s = self._pauses_s(total)
         questions, answers = self._questions.draw(rng, total), self._outputs.draw(rng, total)
+        gaps_s[1:] += traffic.answer_token_s * answers[:-1]
+        gaps_s[first] = 0.0
         # A prompt holds its own question, and of every turn before the question and the answer.
         said = _running_sums(questions + answers, first, counts) - answers
         blocks = -(-said[starts[1:] - 1] // traffic.block_tokens)
@@ -134,6 +154,12 @@ class _TurnSampler:
             answers,
             np.repeat(first_block[:-1], counts),
         )
+
+    def _pauses_s(self, count: int) -> FloatArray:
+        mean_s, sigma = self._traffic.think_s, self._traffic.think_sigma
+        if sigma is None:
+            return self._rng.exponential(mean_s, count)
+        return self._rng.lognormal(math.log(mean_s) - sigma**2 / 2, sigma, count)
 
 
 def _running_sums(values: NDArray[_Number], first: IntArray, counts: IntArray) -> NDArray[_Number]:

@@ -12,16 +12,29 @@ class Faults:
         self._world = world
         # How many failures of an instance are going on: it is back when all of them are over.
         self._down = dict.fromkeys(world.engines, 0)
+        self._warned = dict.fromkeys(world.engines, 0)
         self._links = {link.fluid.name: link for link in world.links.values()}
         for failure in world.scenario.failures:
+            if failure.notice_s and failure.what not in self._links:
+                world.events.at(failure.at_s - failure.notice_s, self._warn, failure)
             world.events.at(failure.at_s, self._begin, failure)
             world.events.at(failure.at_s + failure.lasts_s, self._end, failure)
+
+    def _warn(self, failure: Failure) -> None:
+        """An operator drains what will be gone: nothing new comes, what is there may still end."""
+        engine = self._world.engines[failure.what]
+        self._warned[failure.what] += 1
+        engine.view.draining = True
+        self._world.set_free(engine)
 
     def _begin(self, failure: Failure) -> None:
         if failure.what in self._links:
             # The link itself knows its outages; policies see them at once, since transfers fail.
             self._links[failure.what].look(failure.at_s)
             return
+        if failure.notice_s:
+            self._warned[failure.what] -= 1
+            self._world.engines[failure.what].view.draining = self._warned[failure.what] > 0
         self._down[failure.what] += 1
         if self._down[failure.what] == 1:
             self._die(self._world.engines[failure.what])

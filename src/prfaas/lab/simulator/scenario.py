@@ -126,12 +126,16 @@ class Failure:
     """The name of the instance or link."""
     at_s: float
     lasts_s: float
+    notice_s: float = 0.0
+    """So long before an instance is drained: it gets nothing new. A link has no notice."""
 
     def __post_init__(self) -> None:
         if not (self.at_s >= 0 and self.lasts_s > 0):
             raise ValueError(
                 f"a failure begins at 0 s or later and lasts, not {self.at_s!r} s, {self.lasts_s!r} s"
             )
+        if not 0 <= self.notice_s <= self.at_s:
+            raise ValueError(f"notice comes 0 s to {self.at_s:g} s before, not {self.notice_s!r} s")
 
 
 @dataclass(frozen=True, slots=True)

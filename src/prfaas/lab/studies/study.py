@@ -17,6 +17,7 @@ from prfaas.core.workload.traffic import Traffic
 from prfaas.lab.simulator import (
     CacheOptions,
     CapacityProcess,
+    Failure,
     PoolOptions,
     Result,
     scenario_of,
@@ -66,6 +67,7 @@ class Run:
     """By cluster; None takes the file's."""
     links: Mapping[str, CapacityProcess] = field(default_factory=dict)
     """Capacity over time by link; that of other links is constant."""
+    failures: Sequence[Failure] = ()
     adapts: bool = True
     """Whether thresholds are searched again while it runs."""
     allocation: bool = True
@@ -103,6 +105,7 @@ class Run:
             caches=self.caches,
             pools=self.pools,
             links=self.links,
+            failures=self.failures,
         )
         result = simulate(
             scenario,

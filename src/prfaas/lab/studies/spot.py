@@ -1,0 +1,273 @@
+"""Prefill capacity that is cheap because it can be taken away: PrfaaS instances that vanish and come back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from prfaas.core.planner import best_operation
+from prfaas.core.units import SECONDS_PER_HOUR
+from prfaas.lab.simulator import Failure
+from prfaas.lab.studies.context import StudyContext
+from prfaas.lab.studies.figures import Panel, PlotCurve, lines, listed, percent
+from prfaas.lab.studies.repeats import TTFT, Repeats, tail_table
+from prfaas.lab.studies.study import Outcomes, Run, Study, StudyFigure, StudySection, StudyTable
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    FloatArray = NDArray[np.float64]
+
+_LOAD = 0.6
+_POLICIES = ("paper", "tilted")
+_REQUESTS = 8_000
+_SEEDS = 5
+_KILLS_PER_HOUR = (2.0, 6.0, 20.0)
+_NOTICES_S = (0.0, 10.0, 30.0)
+"""Google Cloud and Azure tell spot machines 30 s before, which may also be used late; some capacity goes without a
+word."""
+_RETURN_S = 120.0
+_RETURNS_S = (30.0, 120.0, 600.0)
+_USUAL_KILLS = 6.0
+# After the last arrival, until everything has its answer.
+_AFTER_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Spot:
+    """How PrfaaS instances are taken away."""
+
+    kills_per_hour: float
+    """Of every instance while it is up; 0: never."""
+    notice_s: float = 0.0
+    return_s: float = _RETURN_S
+
+    @property
+    def label(self) -> str:
+        if not self.kills_per_hour:
+            return "none"
+        return f"{self.kills_per_hour:g} per hour, notice {self.notice_s:g} s, back after {self.return_s:g} s"
+
+    @property
+    def up_share(self) -> float:
+        """The part of the time that an instance is up, on average."""
+        return 1 / (1 + self.kills_per_hour * self.return_s / SECONDS_PER_HOUR)
+
+    def failures(self, instances: Sequence[str], until_s: float, seed: int) -> list[Failure]:
+        """Up for an exponential time, then away; the same for any notice."""
+        if not self.kills_per_hour:
+            return []
+        found = []
+        for instance, rng in zip(instances, np.random.default_rng(seed).spawn(len(instances)), strict=True):
+            at_s = 0.0
+            while True:
+                at_s += float(rng.exponential(SECONDS_PER_HOUR / self.kills_per_hour))
+                if at_s >= until_s:
+                    break
+                found.append(Failure(instance, at_s, self.return_s, min(self.notice_s, at_s)))
+                at_s += self.return_s
+        return found
+
+
+_NEVER = _Spot(0.0)
+_USUAL = tuple(_Spot(kills, notice_s) for kills in _KILLS_PER_HOUR for notice_s in _NOTICES_S)
+_LONGER = tuple(_Spot(_USUAL_KILLS, 0.0, return_s) for return_s in _RETURNS_S)
+_ALL = tuple(dict.fromkeys((_NEVER, *_USUAL, *_LONGER)))
+
+
+def _runs(context: StudyContext) -> Sequence[Run]:
+    cluster = context.planned.prfaas_clusters[0]
+    instances = [f"{cluster.name}-{number}" for number in range(cluster.instance_count)]
+    requests = context.requests(_REQUESTS)
+    traffic = context.poisson(_LOAD)
+    until_s = requests / traffic.mean_per_s + _AFTER_S
+    return [
+        Run(
+            (policy, spot.label, seed),
+            context.planned,
+            traffic,
+            requests,
+            seed,
+            policy=policy,
+            failures=spot.failures(instances, until_s, seed),
+            classes=context.length_classes,
+        )
+        for policy in _POLICIES
+        for spot in _ALL
+        for seed in context.seeds(_SEEDS)
+    ]
+
+
+def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
+    found = {
+        (policy, spot): Repeats.of(outcomes, [(policy, spot.label, seed) for seed in context.seeds(_SEEDS)])
+        for policy in _POLICIES
+        for spot in _ALL
+    }
+    rate = _LOAD * context.lambda_max
+    tables = {
+        "Instances that are up, and what is done twice": StudyTable(
+            [
+                "kills of an instance",
+                "up",
+                "planned Λ_max",
+                *(
+                    f"{policy}: {what}"
+                    for policy in _POLICIES
+                    for what in ("prefilled again", "lost", "offloaded")
+                ),
+            ],
+            [
+                [
+                    spot.label,
+                    percent(spot.up_share),
+                    f"{_planned_rate(context, spot.up_share):.3g}",
+                    *(
+                        cell
+                        for policy in _POLICIES
+                        for cell in _twice(found[policy, spot], context.requests(_REQUESTS))
+                    ),
+                ]
+                for spot in _ALL
+            ],
+        )
+    }
+    for policy in _POLICIES:
+        rows = {spot.label: found[policy, spot] for spot in _ALL}
+        tables[f"TTFT in seconds with `{policy}`"] = tail_table(
+            "kills of an instance", rows, context.length_classes
+        )
+    return StudySection(
+        question="What if prefill capacity can vanish?",
+        setup=(
+            f"{rate:.3g} req/s, {_LOAD:g} of Λ_max, {len(context.seeds(_SEEDS))} seeds of "
+            f"{context.requests(_REQUESTS):,} requests. Every PrfaaS instance is up for an exponentially distributed "
+            "time and then gone. Without notice its prefills start again in the PD cluster at once. With notice it is "
+            "drained: it gets nothing new, and what it ends in time is saved. The planned Λ_max is that of instances "
+            "which are slower by as much as they are away."
+        ),
+        findings=[
+            *(_kills(found, policy) for policy in _POLICIES),
+            *(_notice(found, policy) for policy in _POLICIES),
+            *(_return(found, policy) for policy in _POLICIES),
+            _lost(found),
+        ],
+        tables=tables,
+        figures=[_figure(found)],
+        notes=[
+            "Prefilled again: attempts per 100 requests. A prompt that waits when no PrfaaS instance is left counts "
+            "too, though nothing of it was computed.",
+            "A drained instance is idle until it goes. So notice that is used at once costs capacity, and is worth "
+            "most where it is used as late as the longest prefill allows.",
+            "Instances come back as they were, after a fixed time. Kills are independent of each other and of the "
+            "load; real ones often come together.",
+        ],
+    )
+
+
+def _planned_rate(context: StudyContext, up_share: float) -> float:
+    """Λ_max if PrfaaS instances took longer by as much as they are away."""
+    problem = context.problem
+
+    def slower(tokens: "FloatArray") -> "FloatArray":
+        seconds: FloatArray = problem.prfaas[0].prefill_s(tokens) / up_share
+        return seconds
+
+    prfaas = (replace(problem.prfaas[0], prefill_s=slower),)
+    return best_operation(replace(problem, prfaas=prfaas)).lambda_max
+
+
+_Found = dict[tuple[str, _Spot], Repeats]
+
+
+def _twice(runs: Repeats, requests: int) -> list[str]:
+    return [
+        runs.mean("retries").text(2, factor=100 / requests),
+        f"{sum(runs.values('lost')):.0f}",
+        runs.mean("offloaded_fraction").percent(),
+    ]
+
+
+def _change(runs: Repeats, base: Repeats) -> str:
+    if "grows" in (runs.verdict, base.verdict):
+        return "queues grow"
+    return f"{runs.against(base)} mean, {runs.against(base, 'ttft_p999_s')} P99.9"
+
+
+def _kills(found: _Found, policy: str) -> str:
+    told = [
+        f"{_change(found[policy, spot], found[policy, _NEVER])} at {spot.kills_per_hour:g} kills per hour"
+        for spot in _USUAL
+        if not spot.notice_s
+    ]
+    return (
+        f"Without notice and back after {_RETURN_S:g} s the TTFT of `{policy}` changes by {'; '.join(told)}."
+    )
+
+
+def _notice(found: _Found, policy: str) -> str:
+    told = []
+    for notice_s in _NOTICES_S[1:]:
+        for kills in _KILLS_PER_HOUR:
+            without, with_notice = found[policy, _Spot(kills)], found[policy, _Spot(kills, notice_s)]
+            before, after = (sum(each.values("retries")) for each in (without, with_notice))
+            worth = (
+                "queues grow"
+                if "grows" in (without.verdict, with_notice.verdict)
+                else f"mean TTFT {with_notice.against(without)}"
+            )
+            told.append(f"{before:.0f} to {after:.0f} with {notice_s:g} s at {kills:g} kills ({worth})")
+    return f"Notice takes the attempts that `{policy}` makes again from {listed(told)}."
+
+
+def _return(found: _Found, policy: str) -> str:
+    told = [
+        f"{_change(found[policy, spot], found[policy, _NEVER])} if back after {spot.return_s:g} s"
+        for spot in _LONGER
+    ]
+    return f"At {_USUAL_KILLS:g} kills per hour without notice that is {'; '.join(told)} (`{policy}`)."
+
+
+def _lost(found: _Found) -> str:
+    lost = sum(sum(each.values("lost")) for each in found.values())
+    return "No request is lost in any run." if lost == 0 else f"{lost:.0f} requests are lost."
+
+
+def _figure(found: _Found) -> StudyFigure:
+    kills = [0.0, *_KILLS_PER_HOUR]
+
+    def values(policy: str, notice_s: float, field: str) -> list[float | None]:
+        each = [found[policy, _Spot(rate, notice_s) if rate else _NEVER] for rate in kills]
+        return [None if here.verdict == "grows" else here.mean(field).mean for here in each]
+
+    return lines(
+        "spot",
+        f"TTFT over the kills of every PrfaaS instance, which is back after {_RETURN_S:g} s; solid: without notice, "
+        f"dashed: {_NOTICES_S[-1]:g} s of notice. Nothing is drawn where queues grow.",
+        "kills per hour and instance",
+        [
+            Panel(
+                title,
+                [
+                    PlotCurve(
+                        "" if notice_s else policy,
+                        kills,
+                        values(policy, notice_s, field),
+                        number,
+                        is_dashed=notice_s > 0,
+                    )
+                    for number, policy in enumerate(_POLICIES)
+                    for notice_s in (_NOTICES_S[0], _NOTICES_S[-1])
+                ],
+            )
+            for title, field in (
+                ("mean TTFT (s)", TTFT),
+                ("P99 of TTFT (s)", "ttft_p99_s"),
+                ("P99.9 of TTFT (s)", "ttft_p999_s"),
+            )
+        ],
+    )
+
+
+SPOT = Study("spot", "Prefill capacity that vanishes", _runs, _describe)
