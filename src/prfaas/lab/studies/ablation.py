@@ -8,15 +8,12 @@ from prfaas.lab.simulator.capacity import Fluctuating
 from prfaas.lab.studies.context import StudyContext, cache_of, with_bandwidth
 from prfaas.lab.studies.figures import (
     NONE,
-    UNSTABLE,
     Difference,
     bars,
-    difference,
     listed,
-    mean,
-    mean_and_p90,
-    more_or_less,
+    seconds,
 )
+from prfaas.lab.studies.repeats import TAIL_TITLE, Repeats, tail_table
 from prfaas.lab.studies.study import Outcomes, Run, Study, StudyFigure, StudySection, StudyTable
 from prfaas.lab.studies.traffic import DAY_S, bursts, day_plan
 
@@ -125,7 +122,14 @@ class AblationCase:
 
 
 def _steady(context: StudyContext) -> Run:
-    return Run((), context.planned, context.poisson(LOAD), context.requests(_REQUESTS), context.seed)
+    return Run(
+        (),
+        context.planned,
+        context.poisson(LOAD),
+        context.requests(_REQUESTS),
+        context.seed,
+        classes=context.length_classes,
+    )
 
 
 def _bursty(context: StudyContext) -> Run:
@@ -213,7 +217,8 @@ CASES = (
 )
 
 
-_SEEDS = 4
+_TOLD = ("steady", "trace")
+"""Cases of which tails are told."""
 _VARIANTS = (PAPER, *OF_PAPER, TILTED, *OF_TILTED)
 
 
@@ -224,7 +229,7 @@ def _runs(context: StudyContext) -> Sequence[Run]:
         for variant in _VARIANTS:
             if variant.needs_caches and base.caches is None:
                 continue
-            runs += [case.with_variant(base, variant, seed) for seed in context.seeds(_SEEDS)]
+            runs += [case.with_variant(base, variant, seed) for seed in context.seeds()]
     return runs
 
 
@@ -238,58 +243,73 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
     return StudySection(
         question="What is each part of the scheduler worth?",
         setup=(
-            f"Every variant meets the same requests, {len(context.seeds(_SEEDS))} times with different seeds. "
+            f"Every variant meets the same requests, {context.requests(_REQUESTS):,} where nothing else is said. "
             + " ".join(f"*{case.title}*: {case.describe(context)}." for case in CASES)
         ),
         findings=list(results.findings()),
         tables={
-            "TTFT in seconds, mean (P90), and below the difference of the mean to `paper` with its 95 % interval": (
-                StudyTable(columns, rows)
-            )
+            "TTFT in seconds, mean (P90), and below the difference of the mean to `paper`": StudyTable(
+                columns, rows
+            ),
+            TAIL_TITLE: tail_table(
+                "case, variant",
+                {
+                    f"{case.title}, {variant.label}": results.runs(case.name, variant)
+                    for case in CASES
+                    if case.name in _TOLD
+                    for variant in _VARIANTS
+                    if results.has(case.name, variant) and results.runs(case.name, variant).verdict != "grows"
+                },
+                context.length_classes,
+            ),
         },
         figures=[_figure(results)],
         notes=[
-            f'"{UNSTABLE}": in some of the runs the queues grow for as long as requests come, so TTFT depends on when '
-            "one stops. Half a day isn't judged, its load isn't steady; bursts by the steady scene, whose "
-            "mean load is higher.",
+            "*half a day* is not judged, since its load changes by itself. *bursts* are judged by the steady case, "
+            "whose mean load is higher.",
             "The policy can't be kept from seeing caches of its own cluster: there is no parameter for it, and "
             "without caches the instances would be slower too, which is another comparison.",
             "`utilisation_mark` and `queue_mark` are the two ways in which `paper` sees bandwidth; a link's queue "
             "can't be hidden from it while prefill queues are seen.",
+            "In *trace* seeds only move arrivals within the step of the recorded clock: its intervals say nothing of "
+            "other traces.",
         ],
     )
 
 
 class _Findings:
     def __init__(self, context: StudyContext, outcomes: Outcomes) -> None:
-        self._seeds = context.seeds(_SEEDS)
+        self._seeds = context.seeds()
         self._outcomes = outcomes
 
     def has(self, case: str, variant: Variant) -> bool:
         return (case, variant.label, self._seeds[0]) in self._outcomes
 
-    def values(self, case: str, variant: Variant, field: str = "ttft_mean_s") -> list[float]:
-        return [self._outcomes[case, variant.label, seed].number(field) for seed in self._seeds]
+    def runs(self, case: str, variant: Variant) -> Repeats:
+        return Repeats.seeded(self._outcomes, self._seeds, case, variant.label)
+
+    def judged(self, case: str, variant: Variant) -> Repeats:
+        """The runs that say whether queues grow: bursts come and go, and the steady case has a higher mean load."""
+        return self.runs("steady" if case == "bursts" else case, variant)
 
     def is_stable(self, case: str, variant: Variant) -> bool:
-        if case == "day":
-            return True
-        # Bursts come and go: what carries more in the steady case carries their mean.
-        judged = "steady" if case == "bursts" else case
-        return all(self._outcomes[judged, variant.label, seed].is_stable for seed in self._seeds)
+        return case == "day" or self.judged(case, variant).is_stable
 
     def difference(self, case: str, variant: Variant, base: Variant = PAPER) -> Difference:
-        return difference(self.values(case, variant), self.values(case, base))
+        return self.runs(case, variant).against(self.runs(case, base))
 
     def cell(self, case: str, variant: Variant) -> str:
         if not self.has(case, variant):
             return NONE
-        is_stable = self.is_stable(case, variant)
-        p90_s = mean(self.values(case, variant, "ttft_p90_s"))
-        text = mean_and_p90(mean(self.values(case, variant)), p90_s, is_stable=is_stable)
-        if not is_stable or variant is PAPER or not self.is_stable(case, PAPER):
+        runs, judged = self.runs(case, variant), self.judged(case, variant)
+        if case != "day" and judged.verdict == "grows":
+            return judged.grows
+        text = f"{runs.mean().seconds} ({seconds(runs.mean('ttft_p90_s').mean)})"
+        if case != "day" and not judged.is_stable:
+            return f"too short: {text}"
+        if variant is PAPER or not self.is_stable(case, PAPER):
             return text
-        if self.values(case, variant) == self.values(case, PAPER):
+        if runs.values() == self.runs(case, PAPER).values():
             return f"{text}<br>same"
         return f"{text}<br>{self.difference(case, variant)}"
 
@@ -301,13 +321,18 @@ class _Findings:
                 for each in OF_PAPER
                 if self.has(case.name, each) and not self._is_harmless(case.name, each)
             ]
-            unstable = [each.label for each in worse if not self.is_stable(case.name, each)]
+            verdicts = {
+                each.label: "stable" if case.name == "day" else self.judged(case.name, each).verdict
+                for each in worse
+            }
+            unstable = [label for label, verdict in verdicts.items() if verdict == "grows"]
+            unknown = [label for label, verdict in verdicts.items() if verdict == "too short to say"]
             costly = sorted(
                 (each for each in worse if self.is_stable(case.name, each)),
                 key=lambda each: -self.difference(case.name, each).mean,
             )
             helped = [
-                each.label
+                f"`{each.label}` ({self.difference(case.name, each)})"
                 for each in OF_PAPER
                 if self.has(case.name, each)
                 and self.is_stable(case.name, each)
@@ -317,13 +342,15 @@ class _Findings:
             parts = []
             if unstable:
                 parts.append(f"queues grow with {_codes(unstable)}")
+            if unknown:
+                parts.append(f"runs are too short to say with {_codes(unknown)}")
             if costly:
                 parts.append(
                     "TTFT is longer with "
                     + listed([f"`{each.label}` ({self.difference(case.name, each)})" for each in costly])
                 )
             if helped:
-                parts.append(f"TTFT is shorter with {_codes(helped)}")
+                parts.append(f"TTFT is shorter with {listed(helped)}")
             text = ", ".join(parts) if parts else "no part makes a difference that so many runs can tell"
             sentences.append(f"*{case.title}*, against the whole of `paper`: {text}.")
         return [*sentences, *self._of_tilted()]
@@ -337,14 +364,13 @@ class _Findings:
     def _of_tilted(self) -> Sequence[str]:
         better, others = [], []
         for case in CASES:
-            ratio = 1 + self.difference(case.name, TILTED).mean
-            clear = self.difference(case.name, TILTED).is_clear
+            found = self.difference(case.name, TILTED)
             if not (self.is_stable(case.name, TILTED) and self.is_stable(case.name, PAPER)):
                 others.append(f"{case.title} (not both stable)")
-            elif clear and ratio < 1:
-                better.append(f"{case.title} ({more_or_less(ratio)})")
+            elif found.is_clear and found.mean < 0:
+                better.append(f"{case.title} ({found})")
             else:
-                others.append(f"{case.title} ({self.difference(case.name, TILTED)})")
+                others.append(f"{case.title} ({found})")
         if not better:
             yield_text = f"`tilted` is nowhere clearly ahead of `paper`: {listed(others)}."
         elif not others:
@@ -368,7 +394,7 @@ def _figure(results: _Findings) -> StudyFigure:
         f"Mean TTFT, {CASES[1].title}; variants whose queues grow are left out.",
         "mean TTFT (s)",
         [each.label for each in shown],
-        [mean(results.values(case, each)) for each in shown],
+        [results.runs(case, each).mean().mean for each in shown],
     )
 
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 NONE = "–"
-UNSTABLE = "grows"
 # More than this is said as a factor.
 _MANY = 3.0
 # From here on a factor has no decimals, and up to here a difference has one.
@@ -46,11 +45,6 @@ def more_or_less(ratio: float) -> str:
     if round(abs(ratio - 1) * 100) == 0:
         return "the same"
     return f"{abs(ratio - 1) * 100:.0f} % {'more' if ratio > 1 else 'less'}"
-
-
-def times_as_long(ratio: float) -> str:
-    """2.04 → "2.0 times as long"."""
-    return f"{ratio:.1f} times as long" if math.isfinite(ratio) else "of unknown length"
 
 
 def listed(items: Sequence[str]) -> str:
@@ -144,17 +138,6 @@ def difference(values: Sequence[float], bases: Sequence[float]) -> Difference:
     """Of pairs that met the same requests."""
     found = seed_mean([value / base - 1 for value, base in zip(values, bases, strict=True)])
     return Difference(found.mean, found.half)
-
-
-def mean_and_p90(mean_s: float, p90_s: float, *, is_stable: bool = True) -> str:
-    """A cell of most tables."""
-    text = f"{seconds(mean_s)} ({seconds(p90_s)})"
-    return text if is_stable else f"{UNSTABLE}: {text}"
-
-
-def mean(values: Sequence[float]) -> float:
-    """Of one or more numbers."""
-    return math.fsum(values) / len(values)
 
 
 # A picture does not know the colour of the page that it stands on: it brings its own.

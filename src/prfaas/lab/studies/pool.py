@@ -1,7 +1,7 @@
 """What a prefix-cache pool keeps: its size, its eviction, where states are kept; and what that does to a deployment."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -12,7 +12,7 @@ from prfaas.core.deployment.examples import example_path
 from prfaas.core.kv import KvModel
 from prfaas.core.latency.profile import LatencyProfile
 from prfaas.core.latency.service_curve import ServiceCurve
-from prfaas.core.units import GIB, format_bits_per_s, format_bytes
+from prfaas.core.units import GIB, format_bytes
 from prfaas.core.workload import read_requests
 from prfaas.core.workload.requests import BLOCK_TOKENS
 from prfaas.core.workload.traffic import ReplayedTraffic, Traffic, take
@@ -20,7 +20,8 @@ from prfaas.lab.simulator import PoolOptions
 from prfaas.lab.simulator.machine_pool import MachinePool, replayed
 from prfaas.lab.simulator.pools import TIERS
 from prfaas.lab.studies.context import StudyContext, cache_of
-from prfaas.lab.studies.figures import Panel, PlotCurve, lines, listed, mean_and_p90, percent
+from prfaas.lab.studies.figures import Panel, PlotCurve, SeedMean, lines, listed, seed_mean
+from prfaas.lab.studies.repeats import TAIL_TITLE, Repeats, tail_table
 from prfaas.lab.studies.study import (
     Key,
     Outcomes,
@@ -122,10 +123,16 @@ def _traffic() -> dict[str, Traffic]:
     }
 
 
+def _seeds(context: StudyContext, name: str) -> Sequence[int]:
+    """Recorded traces have nothing to draw."""
+    return context.seeds() if name == _DAY else (context.seed,)
+
+
 def _runs(context: StudyContext) -> Sequence[StudyRun]:
     runs: list[StudyRun] = []
     traffic = _traffic()
-    for name, each in traffic.items():
+    seeded = [(name, each, seed) for name, each in traffic.items() for seed in _seeds(context, name)]
+    for name, each, seed in seeded:
 
         def replay(
             key: Key,
@@ -133,12 +140,13 @@ def _runs(context: StudyContext) -> Sequence[StudyRun]:
             machines: int = _MACHINES,
             traffic: Traffic = each,
             requests: int = context.requests(_TRAFFIC[name]),
+            seed: int = seed,
         ) -> PoolReplay:
             return PoolReplay(
-                key,
+                (*key, seed),
                 traffic,
                 requests,
-                context.seed,
+                seed,
                 machines,
                 options,
                 context.planned.kv_model,
@@ -173,24 +181,45 @@ def _deployed(context: StudyContext, trace: Traffic) -> Sequence[Run]:
     )
     return [
         Run(
-            (_RUN, name),
+            (_RUN, name, seed),
             context.planned,
             traffic,
             context.requests(_DEPLOYED_REQUESTS),
-            context.seed,
+            seed,
+            classes=context.length_classes,
             caches=cache_of(context.planned.kv_model, _ENGINE_BYTES),
             pools={cluster.name: _options(memory * GIB, ssd * GIB) for cluster in context.planned.clusters}
             if memory
             else {},
         )
         for name, (memory, ssd) in _DEPLOYED.items()
+        for seed in context.seeds()
     ]
 
 
-def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
-    def hits(*key: str | float) -> float:
-        return outcomes[key].number("hit_ratio")
+class _Hits:
+    """What part of the prompts' tokens replays hit."""
 
+    def __init__(self, context: StudyContext, outcomes: Outcomes) -> None:
+        self._context = context
+        self._outcomes = outcomes
+
+    def at(self, kind: str, name: str, *rest: str | float) -> SeedMean:
+        return seed_mean(self._values(kind, name, *rest))
+
+    def gain(self, key: Key, base: Key) -> SeedMean:
+        """How much more one replay hits than another of the same requests."""
+        pairs = zip(self._values(*key), self._values(*base), strict=True)
+        return seed_mean([value - other for value, other in pairs])
+
+    def _values(self, *key: str | float) -> list[float]:
+        seeds = _seeds(self._context, str(key[1]))
+        return Repeats.seeded(self._outcomes, seeds, *key).values("hit_ratio")
+
+
+def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
+    hits = _Hits(context, outcomes)
+    deployed = {name: Repeats.seeded(outcomes, context.seeds(), _RUN, name) for name in _DEPLOYED}
     model = context.planned.kv_model
     state_bytes = model.fixed_bytes + model.window_bytes
     return StudySection(
@@ -213,7 +242,7 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
             _rule_finding(hits),
             _eviction_finding(hits),
             _ssd_finding(hits),
-            _deployment_finding(outcomes),
+            _deployment_finding(deployed),
         ],
         tables={
             f"Tokens hit, by eviction and by the memory of each of {_MACHINES} machines": _eviction_table(
@@ -222,23 +251,28 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
             f"Tokens hit, by where states are kept: {_MACHINES} × {_USUAL_GIB} GiB / infinite": _rule_table(
                 hits
             ),
-            "The deployment with pools: tokens hit, by whence they came": _deployment_table(outcomes),
+            "The deployment with pools: tokens hit, by whence they came": _deployment_table(deployed),
+            TAIL_TITLE + ", the deployment": tail_table(
+                "pool of a machine", deployed, context.length_classes
+            ),
         },
         figures=[_figure(hits)],
         notes=[
             "A replay has no time: what is evicted while a prompt waits or runs is not seen. Real pools lose a few "
             "percent of their room to pages of unequal size, which is not simulated.",
+            "A replay of a recorded trace has nothing to draw, so that its numbers have no interval; they say nothing "
+            "of other traces. In the deployment seeds only move arrivals within the step of the trace's clock.",
             "Chats and documents of *day* are made up; only the order of the policies can be read from it.",
         ],
     )
 
 
-def _eviction_table(hits: Callable[..., float]) -> StudyTable:
+def _eviction_table(hits: _Hits) -> StudyTable:
     rows = [
         [
             f"{name}, {eviction}",
-            *(percent(hits(_SIZE, name, eviction, size), 1) for size in _SIZES_GIB),
-            percent(hits(_EVICTED, name, eviction, "ssd"), 1),
+            *(hits.at(_SIZE, name, eviction, size).percent(1) for size in _SIZES_GIB),
+            hits.at(_EVICTED, name, eviction, "ssd").percent(1),
         ]
         for name in _TRAFFIC
         for eviction in _EVICTIONS
@@ -248,12 +282,12 @@ def _eviction_table(hits: Callable[..., float]) -> StudyTable:
     )
 
 
-def _rule_table(hits: Callable[..., float]) -> StudyTable:
+def _rule_table(hits: _Hits) -> StudyTable:
     rows = [
         [
             rule,
             *(
-                " / ".join(percent(hits(_RULE, name, rule, size), 1) for size in ("usual", "infinite"))
+                " / ".join(hits.at(_RULE, name, rule, size).percent(1) for size in ("usual", "infinite"))
                 for name in _TRAFFIC
             ),
         ]
@@ -262,41 +296,42 @@ def _rule_table(hits: Callable[..., float]) -> StudyTable:
     return StudyTable(["states at", *_TRAFFIC], rows)
 
 
-def _deployment_table(outcomes: Outcomes) -> StudyTable:
+def _deployment_table(deployed: Mapping[str, Repeats]) -> StudyTable:
     rows = []
-    for name in _DEPLOYED:
-        outcome = outcomes[_RUN, name]
-        shares = [float(outcome.numbers.get(f"hit_ratio_{tier}", 0.0)) for tier in TIERS]
+    for name, each in deployed.items():
+        tiers = [
+            [float(outcome.numbers.get(f"hit_ratio_{tier}", 0.0)) for outcome in each.outcomes]
+            for tier in TIERS
+        ]
+        own = [hit - sum(shares) for hit, *shares in zip(each.values("hit_ratio"), *tiers, strict=True)]
         rows.append(
             [
                 name,
-                percent(outcome.number("hit_ratio"), 1),
-                percent(outcome.number("hit_ratio") - sum(shares), 1),
-                *(percent(share, 1) for share in shares),
-                mean_and_p90(
-                    outcome.number("ttft_mean_s"), outcome.number("ttft_p90_s"), is_stable=outcome.is_stable
-                ),
-                format_bits_per_s(outcome.number("egress_bits_per_s")),
+                each.mean("hit_ratio").percent(1),
+                seed_mean(own).percent(1),
+                *(seed_mean(shares).percent(1) for shares in tiers),
+                each.ttft,
+                each.mean("egress_bits_per_s").gigabits,
             ]
         )
     columns = ["pool of a machine", "hits", "own blocks", "memory", "SSD", "other machine", "other cluster"]
     return StudyTable([*columns, "TTFT mean (P90), s", "egress"], rows)
 
 
-def _size_finding(hits: Callable[..., float]) -> str:
+def _size_finding(hits: _Hits) -> str:
     rule = "ends, junctions, every 32K"
     found = [
-        f"{percent(hits(_SIZE, name, 'lru', _USUAL_GIB), 1)} of {name} (infinite: "
-        f"{percent(hits(_RULE, name, rule, 'infinite'), 1)}; {_MACHINES} × {_SIZES_GIB[0]} GiB: "
-        f"{percent(hits(_SIZE, name, 'lru', _SIZES_GIB[0]), 1)})"
+        f"{hits.at(_SIZE, name, 'lru', _USUAL_GIB).percent(1)} of {name} (infinite: "
+        f"{hits.at(_RULE, name, rule, 'infinite').percent(1)}; {_MACHINES} × {_SIZES_GIB[0]} GiB: "
+        f"{hits.at(_SIZE, name, 'lru', _SIZES_GIB[0]).percent(1)})"
         for name in _TRAFFIC
     ]
     return f"{_MACHINES} × {_USUAL_GIB} GiB with `lru` hit {listed(found)}."
 
 
-def _rule_finding(hits: Callable[..., float]) -> str:
+def _rule_finding(hits: _Hits) -> str:
     def gain(rule: str, name: str) -> str:
-        more = hits(_RULE, name, rule, "usual") - hits(_RULE, name, "ends", "usual")
+        more = hits.gain((_RULE, name, rule, "usual"), (_RULE, name, "ends", "usual"))
         return f"{_points(more)} of {name}"
 
     junctions, both = (
@@ -309,15 +344,16 @@ def _rule_finding(hits: Callable[..., float]) -> str:
     )
 
 
-def _eviction_finding(hits: Callable[..., float]) -> str:
+def _eviction_finding(hits: _Hits) -> str:
     told = []
     for eviction in _EVICTIONS[1:]:
         gains = [
-            (hits(_SIZE, name, eviction, size) - hits(_SIZE, name, "lru", size), name, size)
+            (hits.gain((_SIZE, name, eviction, size), (_SIZE, name, "lru", size)), name, size)
             for name in _TRAFFIC
             for size in _SIZES_GIB
         ]
-        best, worst = max(gains), min(gains)
+        best = max(gains, key=lambda each: each[0].mean)
+        worst = min(gains, key=lambda each: each[0].mean)
         told.append(
             f"`{eviction}` differs from `lru` by {_points(worst[0])} ({worst[1]}, {worst[2]} GiB) to "
             f"{_points(best[0])} ({best[1]}, {best[2]} GiB)"
@@ -325,32 +361,30 @@ def _eviction_finding(hits: Callable[..., float]) -> str:
     return f"{'; '.join(told)}."
 
 
-def _ssd_finding(hits: Callable[..., float]) -> str:
+def _ssd_finding(hits: _Hits) -> str:
     more = [
-        f"{_points(hits(_EVICTED, name, 'lru', 'ssd') - hits(_SIZE, name, 'lru', _USUAL_GIB))} of {name}"
+        f"{_points(hits.gain((_EVICTED, name, 'lru', 'ssd'), (_SIZE, name, 'lru', _USUAL_GIB)))} of {name}"
         for name in _TRAFFIC
     ]
     return f"{_SSD_GIB // 1024} TiB of SSD behind each {_USUAL_GIB} GiB change the hits by {listed(more)}."
 
 
-def _deployment_finding(outcomes: Outcomes) -> str:
-    without, usual = outcomes[_RUN, "none"], outcomes[_RUN, f"{_USUAL_GIB} GiB"]
+def _deployment_finding(deployed: Mapping[str, Repeats]) -> str:
+    without, usual = deployed["none"], deployed[f"{_USUAL_GIB} GiB"]
     return (
-        f"In the deployment, pools of {_USUAL_GIB} GiB raise the hits from "
-        f"{percent(without.number('hit_ratio'), 1)} to {percent(usual.number('hit_ratio'), 1)}; the TTFT's mean (P90) "
-        f"goes from {mean_and_p90(without.number('ttft_mean_s'), without.number('ttft_p90_s'))} s to "
-        f"{mean_and_p90(usual.number('ttft_mean_s'), usual.number('ttft_p90_s'))} s, egress from "
-        f"{format_bits_per_s(without.number('egress_bits_per_s'))} to "
-        f"{format_bits_per_s(usual.number('egress_bits_per_s'))}."
+        f"In the deployment, pools of {_USUAL_GIB} GiB raise the hits from {without.mean('hit_ratio').percent(1)} to "
+        f"{usual.mean('hit_ratio').percent(1)}. They change the mean TTFT by {usual.against(without)}, its P90 by "
+        f"{usual.against(without, 'ttft_p90_s')} and egress by {usual.against(without, 'egress_bits_per_s')}."
     )
 
 
-def _points(share: float) -> str:
+def _points(share: SeedMean) -> str:
     """0.012 → "+1.2 points"."""
-    return f"{share * 100:+.1f} points".replace("-", "−")
+    sign = "" if share.mean < 0 else "+"
+    return (sign + share.text(1, " points", 100)).replace("-", "−")
 
 
-def _figure(hits: Callable[..., float]) -> StudyFigure:
+def _figure(hits: _Hits) -> StudyFigure:
     return lines(
         "pool",
         f"Tokens hit over the memory of each of {_MACHINES} machines' pools.",
@@ -362,7 +396,7 @@ def _figure(hits: Callable[..., float]) -> StudyFigure:
                     PlotCurve(
                         eviction,
                         list(_SIZES_GIB),
-                        [100 * hits(_SIZE, name, eviction, size) for size in _SIZES_GIB],
+                        [100 * hits.at(_SIZE, name, eviction, size).mean for size in _SIZES_GIB],
                         number,
                     )
                     for number, eviction in enumerate(_EVICTIONS)

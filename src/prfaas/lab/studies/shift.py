@@ -1,7 +1,7 @@
 """Traffic that is no longer what the deployment was planned for."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from prfaas.core.deployment import ControlConfig
@@ -12,17 +12,15 @@ from prfaas.core.workload.arrivals import Poisson
 from prfaas.lab.studies.ablation import OF_PAPER, OF_TILTED, PAPER, TILTED, Variant
 from prfaas.lab.studies.context import StudyContext
 from prfaas.lab.studies.figures import (
-    UNSTABLE,
     Panel,
     PlotCurve,
-    difference,
     lines,
     listed,
-    mean,
-    mean_and_p90,
     seconds,
+    seed_mean,
 )
-from prfaas.lab.studies.study import Outcomes, Run, Study, StudyFigure, StudySection, StudyTable
+from prfaas.lab.studies.repeats import TAIL_TITLE, Repeats, tail_table
+from prfaas.lab.studies.study import Outcomes, Run, Study, StudyFigure, StudySection, StudyTable, Verdict
 from prfaas.lab.studies.traffic import (
     DAY_S,
     NIGHT_ANSWERS,
@@ -38,8 +36,7 @@ from prfaas.lab.studies.traffic import (
 _GROWTH = 1.15
 _GROWN_LOAD = 0.95
 _DAY_LOAD = 0.9
-_REQUESTS = 15_000
-_SEEDS = 3
+_REQUESTS = 12_000
 _PARTS = 48
 
 _BY_LABEL = {each.label: each for each in (*OF_PAPER, *OF_TILTED)}
@@ -56,6 +53,7 @@ _STATIC = _VARIANTS[0]
 NEW, OLD = "new", "old"
 
 REACTING, FORECASTING, KNOWING = "what was seen", "a forecast", "what will come"
+_SIGHTED = (PAPER,)
 _SIGHTS = (REACTING, FORECASTING, KNOWING)
 # A day to learn from and a quarter to settle, then one that counts.
 _LEARNT_DAYS, _DAYS = 1.25, 2.25
@@ -86,7 +84,7 @@ def _runs(context: StudyContext) -> Sequence[Run]:
     grown, day = _grown(context), day_plan(context, _DAY_LOAD)
     runs = []
     for variant in _VARIANTS:
-        for seed in context.seeds(_SEEDS):
+        for seed in context.seeds():
             base = Run(
                 ("day", variant.label, seed),
                 context.planned,
@@ -102,6 +100,7 @@ def _runs(context: StudyContext) -> Sequence[Run]:
                 # A quarter of a day to settle, and one that counts.
                 duration_s=(0.125 if context.is_quick else 1.25) * DAY_S,
                 warmup_share=0.2,
+                classes=context.length_classes,
                 course_parts=_PARTS,
             )
             runs.append(base)
@@ -140,35 +139,33 @@ def _sight_runs(context: StudyContext, day: DayPlan) -> list[Run]:
             duration_s=(0.1 if context.is_quick else 1.0) * _DAYS * DAY_S,
             warmup_share=_LEARNT_DAYS / _DAYS,
         )
-        for variant in (PAPER, TILTED)
+        for variant in _SIGHTED
         for sight in _SIGHTS
-        for seed in context.seeds(_SEEDS)
+        for seed in context.seeds()
     ]
 
 
 def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
-    grown, day, seeds = _grown(context), day_plan(context, _DAY_LOAD), context.seeds(_SEEDS)
+    grown, day, seeds = _grown(context), day_plan(context, _DAY_LOAD), context.seeds()
 
-    def values(what: str, variant: Variant, field: str) -> list[float]:
-        return [outcomes[what, variant.label, seed].number(field) for seed in seeds]
+    def runs(what: str, variant: Variant) -> Repeats:
+        return Repeats.seeded(outcomes, seeds, what, variant.label)
 
-    def is_stable(what: str, variant: Variant) -> bool:
-        return all(outcomes[what, variant.label, seed].is_stable for seed in seeds)
+    def of_day(variant: Variant) -> str:
+        # Its load changes by itself, so that it is not judged.
+        found = runs("day", variant)
+        return f"{found.mean().seconds} ({seconds(found.mean('ttft_p90_s').mean)})"
 
-    def cell(what: str, variant: Variant) -> str:
-        means = (mean(values(what, variant, field)) for field in ("ttft_mean_s", "ttft_p90_s"))
-        return mean_and_p90(*means, is_stable=what == "day" or is_stable(what, variant))
-
-    def worst(variant: Variant) -> float:
-        return max(max(course) for course in _courses(outcomes, variant, seeds, "ttft_s"))
+    def worst(variant: Variant) -> str:
+        return seed_mean([max(course) for course in _courses(outcomes, variant, seeds, "ttft_s")]).seconds
 
     def changes(variant: Variant) -> str:
         found = [outcomes["day", variant.label, seed].numbers for seed in seeds]
-        moves = mean([float(len(each["threshold_changes"])) for each in found])
-        roles = mean([float(len(each["conversions"])) for each in found])
-        return f"{moves:.0f} / {roles:.0f}"
+        moves = seed_mean([float(len(each["threshold_changes"])) for each in found])
+        roles = seed_mean([float(len(each["conversions"])) for each in found])
+        return f"{moves.text(1)} / {roles.text(1)}"
 
-    steady = {which: [each.label for each in _VARIANTS if is_stable(which, each)] for which in (NEW, OLD)}
+    verdicts = {which: {each.label: runs(which, each).verdict for each in _VARIANTS} for which in (NEW, OLD)}
     titles = {
         NEW: f"{_GROWN_LOAD:g} of the new Λ_max ({grown.rate(context, NEW):.3g} req/s)",
         OLD: f"{_GROWN_LOAD:g} of the old Λ_max ({grown.rate(context, OLD):.3g} req/s)",
@@ -186,15 +183,16 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
             f"answers, between them it is a mix by a cosine. The rate is {_DAY_LOAD:g} of what the best "
             "roles of the worst "
             f"hour can carry ({day.rate_rps:.3g} req/s); roles and threshold start as planned for the mean mix. "
-            f"{len(seeds)} seeds. *The day after a whole one*: the same day comes again and again; what was learnt of "
+            f"{context.requests(_REQUESTS):,} longer prompts. "
+            "*The day after a whole one*: the same day comes again and again; what was learnt of "
             f"the first {_LEARNT_DAYS:g} days is a forecast for the next, which counts. *What will come* is the day "
             "itself, which no forecast can be better than."
         ),
         findings=[
             _capacities(context, grown),
-            *(_stable_sentence(titles[which], steady[which]) for which in (NEW, OLD)),
-            _day_sentence(day, {each.label: values("day", each, "ttft_mean_s") for each in _VARIANTS}),
-            *(_sight_sentence(context, outcomes, each) for each in (PAPER, TILTED)),
+            *(_stable_sentence(titles[which], verdicts[which]) for which in (NEW, OLD)),
+            *_day_sentences(day, {each.label: runs("day", each) for each in _VARIANTS}),
+            *(_sight_sentence(context, outcomes, each) for each in _SIGHTED),
         ],
         tables={
             "TTFT in seconds, mean (P90)": StudyTable(
@@ -208,28 +206,34 @@ def _describe(context: StudyContext, outcomes: Outcomes) -> StudySection:
                 [
                     [
                         each.label,
-                        cell(NEW, each),
-                        cell(OLD, each),
-                        cell("day", each),
-                        seconds(worst(each)),
+                        runs(NEW, each).ttft,
+                        runs(OLD, each).ttft,
+                        of_day(each),
+                        worst(each),
                         changes(each),
                     ]
                     for each in _VARIANTS
                 ],
             ),
             "The day after a whole one, by what roles are chosen: TTFT in seconds": StudyTable(
-                ["", "roles by", "mean", "P90", "P99", "changes of roles"],
-                [
-                    _sight_row(context, outcomes, variant, sight)
-                    for variant in (PAPER, TILTED)
-                    for sight in _SIGHTS
-                ],
+                ["", "roles by", "mean", "P90", "P99", "P99.9", "changes of roles"],
+                [_sight_row(context, outcomes, variant, sight) for variant in _SIGHTED for sight in _SIGHTS],
+            ),
+            TAIL_TITLE: tail_table(
+                "traffic, variant",
+                {
+                    f"{title}, {each.label}": runs(what, each)
+                    for what, title in ((NEW, "longer prompts, new Λ_max"), ("day", "day"))
+                    for each in _VARIANTS
+                    if runs(what, each).verdict != "grows"
+                },
+                context.length_classes,
             ),
         },
         figures=[_figure(context, outcomes)],
         notes=[
-            f'"{UNSTABLE}": in some of the runs queues grow for as long as requests come. The worst half-hour '
-            f"is the highest mean TTFT of a {_PARTS}th of the day, of all seeds.",
+            f"The worst half-hour is the highest mean TTFT of a {_PARTS}th of the day. The day is not judged, since "
+            "its load changes by itself.",
             "Whether queues grow is told from chance only if the overload is more than about "
             f"{_least_overload(context):.0%}; what the planner finds is T(E[L]), the paper's service time.",
         ],
@@ -266,76 +270,74 @@ def _least_overload(context: StudyContext) -> float:
     return max(0.01, 2.6 / math.sqrt(context.requests(_REQUESTS)))
 
 
-def _stable_sentence(title: str, stable: Sequence[str]) -> str:
-    if len(stable) == len(_VARIANTS):
-        return f"At {title} every one is stable."
-    if not stable:
+def _stable_sentence(title: str, verdicts: Mapping[str, Verdict]) -> str:
+    named = {
+        verdict: [f"`{label}`" for label, each in verdicts.items() if each == verdict]
+        for verdict in ("stable", "grows", "too short to say")
+    }
+    if len(named["stable"]) == len(verdicts):
+        return f"At {title} every one is stable for all seeds."
+    if len(named["grows"]) == len(verdicts):
         return f"At {title} queues grow with every one."
-    return (
-        f"At {title} queues stay bounded with {listed([f'`{label}`' for label in stable])} and with no other."
-    )
+    text = f"At {title} queues stay bounded for all seeds with {listed(named['stable'])}"
+    if named["grows"]:
+        text += f"; they grow with {listed(named['grows'])}"
+    if named["too short to say"]:
+        text += f"; runs are too short to say with {listed(named['too short to say'])}"
+    return f"{text}."
 
 
-def _day_sentence(day: DayPlan, ttft_s: dict[str, list[float]]) -> str:
-    means = {label: mean(values) for label, values in ttft_s.items()}
-    best = min(means, key=lambda label: means[label])
-    static, without, whole = means[_STATIC.label], "paper, no slow side", "paper"
-    compared = difference(ttft_s[whole], ttft_s[without])
-    slow = (
-        f"the slow side changes `paper`'s by {compared}"
-        if compared.is_clear
-        else f"what the slow side changes for `paper` ({compared}) is within chance"
-    )
+def _day_sentences(day: DayPlan, found: Mapping[str, Repeats]) -> list[str]:
+    best = min(found, key=lambda label: found[label].mean().mean)
+    whole, without = found["paper"], found["paper, no slow side"]
     roles = sorted(set(day.prefill))
     needed = (
         f"from {roles[0]} to {roles[-1]} prefill instances"
         if len(roles) > 1
         else f"always {roles[0]} prefill instances"
     )
-    return (
-        f"Over the day the best roles would be {needed}. The mean TTFT is {seconds(static)} s with "
-        f"`{_STATIC.label}` and "
-        f"shortest with `{best}` ({seconds(means[best])} s); {slow}."
-    )
+    return [
+        f"Over the day the best roles would be {needed}.",
+        f"The mean TTFT of the day is {found[_STATIC.label].mean().seconds} s with `{_STATIC.label}` and shortest with "
+        f"`{best}` ({found[best].mean().seconds} s).",
+        f"The slow side changes the mean TTFT of `paper` over the day by {whole.against(without)}.",
+    ]
 
 
-def _sights(
-    context: StudyContext, outcomes: Outcomes, variant: Variant, sight: str, field: str
-) -> list[float]:
-    return [outcomes["sight", variant.label, sight, seed].number(field) for seed in context.seeds(_SEEDS)]
+def _sights(context: StudyContext, outcomes: Outcomes, variant: Variant, sight: str) -> Repeats:
+    return Repeats.seeded(outcomes, context.seeds(), "sight", variant.label, sight)
 
 
 def _sight_row(context: StudyContext, outcomes: Outcomes, variant: Variant, sight: str) -> list[str]:
-    fields = ("ttft_mean_s", "ttft_p90_s", "ttft_p99_s")
-    cells = [seconds(mean(_sights(context, outcomes, variant, sight, field))) for field in fields]
+    found = _sights(context, outcomes, variant, sight)
+    fields = ("ttft_mean_s", "ttft_p90_s", "ttft_p99_s", "ttft_p999_s")
     since_s = _LEARNT_DAYS * DAY_S
     moves = [
-        float(
-            sum(
-                each["at_s"] >= since_s
-                for each in outcomes["sight", variant.label, sight, seed].numbers["conversions"]
-            )
-        )
-        for seed in context.seeds(_SEEDS)
+        float(sum(each["at_s"] >= since_s for each in outcome.numbers["conversions"]))
+        for outcome in found.outcomes
     ]
-    return [variant.label, sight, *cells, f"{mean(moves):.1f}"]
+    return [
+        variant.label,
+        sight,
+        *(found.mean(field).seconds for field in fields),
+        seed_mean(moves).text(1),
+    ]
 
 
 def _sight_sentence(context: StudyContext, outcomes: Outcomes, variant: Variant) -> str:
-    def changed(sight: str, field: str) -> str:
-        values = (_sights(context, outcomes, variant, each, field) for each in (sight, REACTING))
-        return str(difference(*values))
-
+    reacting, forecasting, knowing = (_sights(context, outcomes, variant, each) for each in _SIGHTS)
+    mean, p90, p99 = (
+        forecasting.against(reacting, field) for field in ("ttft_mean_s", "ttft_p90_s", "ttft_p99_s")
+    )
     return (
         f"With `{variant.label}` roles by a forecast in place of what was seen change the mean TTFT of the next day "
-        f"by {changed(FORECASTING, 'ttft_mean_s')}, its P90 by {changed(FORECASTING, 'ttft_p90_s')} and its P99 by "
-        f"{changed(FORECASTING, 'ttft_p99_s')}; to know the day would change the mean by "
-        f"{changed(KNOWING, 'ttft_mean_s')}."
+        f"by {mean}, its P90 by {p90} and its P99 by {p99}; to know the day would change the mean by "
+        f"{knowing.against(reacting)}."
     )
 
 
 def _figure(context: StudyContext, outcomes: Outcomes) -> StudyFigure:
-    seed = context.seeds(_SEEDS)[0]
+    seed = context.seeds()[0]
     shown = [_STATIC, _BY_LABEL["paper, no slow side"], PAPER, TILTED]
 
     def curves(name: str) -> list[PlotCurve]:
