@@ -171,9 +171,10 @@ class _TargetSearch:
         works = [work_of(self._split, settled(self._split.problem, float(each)), 1) for each in lengths]
         # Where not even a prefill that never waits is in time, no split helps.
         hopeful = [_is_within(TtftDistribution(work.pools, 0.0), self._target) for work in works]
+        # What lies between a length and its better neighbour may be as good as that one.
         ranked = sorted(
             (
-                (float(rates[n][i]), i, n)
+                (max(float(rates[n][j]) for j in (i - 1, i, i + 1) if 0 <= j < len(lengths)), i, n)
                 for n in self._splits
                 for i in range(len(lengths))
                 if hopeful[i] and rates[n][i] > 0
@@ -181,12 +182,16 @@ class _TargetSearch:
             reverse=True,
         )
         load = self._split.problem.load
-        for rate, i, n in ranked:
-            if self._is_within(works[i], n, load * rate):
+        found = None
+        for most, i, n in ranked:
+            if found is not None and most <= found.point.lambda_max:
+                break
+            if self._is_within(works[i], n, load * float(rates[n][i])):
                 length = self._edge(lengths, rates[n], i, n)
                 point = point_of(self._split, length, n)
-                return Operation(self._split.problem, point, work_of(self._split, length, n))
-        return None
+                if found is None or point.lambda_max > found.point.lambda_max:
+                    found = Operation(self._split.problem, point, work_of(self._split, length, n))
+        return found
 
     def _lengths(self) -> "FloatArray":
         """Ascending: quantiles, and the threshold of each split's highest Λ."""
