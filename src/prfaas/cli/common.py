@@ -133,12 +133,16 @@ def field_number(option: str, field: str, text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        if not is_rate_field(field):
-            raise CliError(f'{option}: "{text}" is no number') from None
         try:
-            return parse_bits_per_s(text)
+            rate_bits_per_s = parse_bits_per_s(text)
         except ValueError as error:
-            raise CliError(f"{option}: {error}") from None
+            why = f"{error}" if is_rate_field(field) else f'"{text}" is no number'
+            raise CliError(f"{option}: {why}") from None
+        if not is_rate_field(field):
+            raise CliError(
+                f'{option}: "{text}" is a bandwidth, but {field} is none; did you mean links[0].bandwidth?'
+            ) from None
+        return rate_bits_per_s
     if not math.isfinite(value):
         raise CliError(f'{option}: "{text}" is no number')
     return value

@@ -235,6 +235,7 @@ def _plot_sweep(planned: "PlannedDeployment", sweep: Sweep, plans: "Sequence[Pla
         path,
         title=title,
         label=words,
+        missed=[not each.keeps_target for each in plans],
         scale="bits_per_s" if sweep.is_rate else "logarithmic" if sweep.is_geometric else "plain",
     )
     return path

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.core.kv.model_cards import GEMMA_3_27B, LLAMA_4_SCOUT
 
 from prfaas.core.kv import ConfigError
 from prfaas.core.latency.work import WEIGHT_FORMATS, Experts, SoftmaxLayers, model_work, weight_format
@@ -123,3 +124,57 @@ def test_gates_of_attention_heads_are_counted() -> None:
     more = model_work(config, "q").dense_params - model_work(without, "q").dense_params
     assert more == 15 * 4096 * 32 * 256
     assert model_work(MODELS["qwen3-next-80b"]["config"], "n").softmax[0].layers == 12
+
+
+def test_every_layer_of_llama_4_scout_has_a_shared_expert() -> None:
+    """As printed: 109 billion parameters, 17 for a token. From config.json, see tests/core/kv/model_cards.py."""
+    text = LLAMA_4_SCOUT["text_config"] | {
+        "intermediate_size": 8192, "intermediate_size_mlp": 16384, "interleave_moe_layer_step": 1,
+        "num_local_experts": 16, "num_experts_per_tok": 1, "vocab_size": 202048,
+    }  # fmt: skip
+    work = model_work(LLAMA_4_SCOUT | {"text_config": text}, "scout")
+    assert work.total_params / 1e9 == pytest.approx(109, rel=0.02)
+    assert work.active_params / 1e9 == pytest.approx(17, rel=0.1)
+
+
+def test_experts_in_a_latent_space_are_smaller() -> None:
+    """Nemotron 3 Super, as printed: 120 billion parameters, 12 for a token. aiconfigurator has its config.json."""
+    pattern = "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
+    config = {
+        "model_type": "nemotron_h", "hybrid_override_pattern": pattern, "num_hidden_layers": 88,
+        "hidden_size": 4096, "intermediate_size": 2688, "head_dim": 128, "num_attention_heads": 32,
+        "num_key_value_heads": 2, "mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128,
+        "n_groups": 8, "conv_kernel": 4, "expand": 2, "mlp_hidden_act": "relu2", "moe_intermediate_size": 2688,
+        "moe_latent_size": 1024, "moe_shared_expert_intermediate_size": 5376, "n_routed_experts": 512,
+        "n_shared_experts": 1, "num_experts_per_tok": 22, "vocab_size": 131072,
+    }  # fmt: skip
+    work = model_work(config, "super")
+    assert work.total_params / 1e9 == pytest.approx(120, rel=0.03)
+    assert work.active_params / 1e9 == pytest.approx(12, rel=0.1)
+    blocks = [{"M": "mamba", "E": "moe", "*": "attention"}[letter] for letter in pattern]
+    listed = {
+        key: value
+        for key, value in config.items()
+        if key not in ("hybrid_override_pattern", "num_hidden_layers")
+    }
+    assert model_work(listed | {"layers_block_type": blocks}, "super") == work
+
+
+def test_gemma_4_has_an_mlp_beside_its_experts() -> None:
+    """Gemma 4 26B A4B, as printed: 26 billion parameters, 4 for a token. aiconfigurator has its config.json."""
+    config = {
+        "model_type": "gemma4_text", "num_hidden_layers": 30, "hidden_size": 2816, "intermediate_size": 2112,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256, "global_head_dim": 512,
+        "num_global_key_value_heads": 2, "attention_k_eq_v": True, "num_experts": 128, "top_k_experts": 8,
+        "moe_intermediate_size": 704, "sliding_window": 1024, "vocab_size": 262144,
+    }  # fmt: skip
+    work = model_work(config, "gemma")
+    assert work.total_params / 1e9 == pytest.approx(26, rel=0.05)
+    assert work.active_params / 1e9 == pytest.approx(4, rel=0.1)
+
+
+def test_gemma_3_leaves_out_its_vocabulary() -> None:
+    text = GEMMA_3_27B["text_config"] | {"intermediate_size": 21504}
+    work = model_work(GEMMA_3_27B | {"text_config": text}, "gemma")
+    assert work.head_params == 262_208 * 5376
+    assert work.active_params / 1e9 == pytest.approx(27, rel=0.03)

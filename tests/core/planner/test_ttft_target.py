@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -21,9 +22,9 @@ from prfaas.core.planner.ttft import (
 )
 from prfaas.core.planner.ttft_target import best_within_target, operation_at
 from prfaas.core.planner.two_clusters import best_point, evaluate
-from prfaas.core.workload import Empirical
+from prfaas.core.workload import Empirical, TruncatedLogNormal
 
-from .problems import bandwidths, kv_bytes_1t, paper_problem
+from .problems import Quadratic, bandwidths, kv_bytes_1t, paper_problem
 
 
 def with_target(
@@ -98,6 +99,25 @@ def test_a_tighter_target_never_gives_more(seconds: float, more_s: float) -> Non
         assert loose.keeps_target
         # Bisection on a grid of thresholds: not to the last digit.
         assert tight.point.lambda_max <= loose.point.lambda_max * (1 + 1e-3)
+
+
+def bought_problem(bits_per_s: float) -> PlanProblem:
+    """About docs/guides/before-you-buy.md: few prompts are worth the link, so few thresholds keep the target."""
+    problem = paper_problem(
+        bits_per_s=bits_per_s, lengths=TruncatedLogNormal(9.3, 1.1, 128, 131072), output_tokens=600
+    )
+    offer = replace(problem.prfaas[0], prefill_s=Quadratic(0.07, 2.8e-6, 3.1e-11))
+    mine = replace(problem.pd[0], prefill_s=Quadratic(0.075, 6.6e-6, 7.3e-11), decode_batch=85)
+    return replace(problem, prfaas=(offer,), pd=(mine,), kv_bytes=Quadratic(1.5e8, 49_152))
+
+
+def test_more_bandwidth_never_gives_less() -> None:
+    rates = []
+    for gbits_per_s in (16, 18, 20, 22, 24, 26):
+        found = best_within_target(with_target(bought_problem(gbits_per_s * 1e9), 0.6, rtt_s=0.03))
+        assert found.keeps_target
+        rates.append(found.point.lambda_max)
+    assert all(more >= less for less, more in pairwise(rates)), rates
 
 
 def test_a_target_that_nothing_keeps_is_said_to_be_missed() -> None:

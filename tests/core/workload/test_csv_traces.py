@@ -147,7 +147,7 @@ HEADER = "when,prompt,answer\n"
     [
         ("", "is empty; the first line must name the columns when, prompt, answer"),
         (HEADER, "has no request with a prompt"),
-        ("when,answer\n", ":1: the header has no prompt"),
+        ("when,answer\n", ":1: the header has no prompt; it has when, answer"),
         ("when,prompt,answer,when\n", ":1: the header has when twice"),
         (HEADER + "1,2,3\n1,2\n", ":3: has 2 values for 3 columns"),
         (

@@ -161,6 +161,21 @@ def test_sweep(
     assert figures[0].axes[-1].get_xlabel() == "bandwidth"
 
 
+def test_points_that_miss_the_target_are_crossed_out(tmp_path: Path, figures: list[Figure]) -> None:
+    plot_sweep(VALUES, swept(), [2.0, 2.0], tmp_path / "s.png", title="t", label="x", missed=[True, False])
+    crosses = figures[0].axes[0].lines[-1]
+    assert crosses.get_label() == "misses the target for the TTFT"
+    assert list(crosses.get_xdata()) == [VALUES[0]]
+
+
+def test_a_short_axis_of_rates_has_more_than_one_tick(tmp_path: Path, figures: list[Figure]) -> None:
+    points = [point(), point()]
+    plot_sweep([5e10, 4e11], points, [2.0, 2.0], tmp_path / "s.png", title="t", label="x", scale="bits_per_s")
+    axis = figures[0].axes[-1].xaxis
+    ticks = [tick for tick in axis.get_majorticklocs() if 5e10 <= tick <= 4e11]
+    assert [axis.get_major_formatter()(tick) for tick in ticks] == ["50 Gbit/s", "100 Gbit/s", "200 Gbit/s"]
+
+
 def test_a_sweep_of_nothing_and_of_one_value(tmp_path: Path) -> None:
     nothing = [point(1, 1, lambda_max=0.0, threshold_tokens=0.0)]
     plot_sweep([1.0], nothing, [0.0], tmp_path / "s.png", title="t", label="x")

@@ -84,7 +84,9 @@ def test_the_sentence_says_on_which_side_all_values_are() -> None:
         "", values, plans(1.2, 1.1)
     )
     assert "does less for its money" in break_even_sentence("", values, plans(0.9, 0.8))
-    assert "without prices" in break_even_sentence("", values, plans(None, None))
+    assert "target for the TTFT is never kept" in break_even_sentence("", values, plans(None, None))
+    unpriced = [replace(plan, cost=None) for plan in plans(None, None)]
+    assert "without prices" in break_even_sentence("", values, unpriced)
 
 
 def test_the_table() -> None:
@@ -95,6 +97,24 @@ def test_the_table() -> None:
     assert lines[0].split()[:2] == ["prices.h200", "req/s"]
     assert lines[2].split() == ["1", "3.259", "1.50", "×", "0.38", "–", "–", "0"]
     assert any(line.startswith("Break-even: a price of a GPU-hour of h200 of 2.67.") for line in lines)
+
+
+def test_a_missed_target_is_said_and_drawn(tmp_path: Path, figures: list[Figure]) -> None:
+    kept, missed = plans(1.5, 0.9)
+    swept = [kept, replace(missed, keeps_target=False)]
+    out = StringIO()
+    field = "links[east->home].egress_per_gb"
+    print_price_sweep(Console(file=out, width=160), field, "price of a GB", [1.0, 3.0], swept)
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith(field)
+    assert "3.259, missed" not in lines[2] and "3.259, missed" in lines[3]
+    assert any(line.startswith("Missed: the target for the TTFT") for line in lines)
+    plot_price_sweep(
+        [1.0, 3.0], swept, tmp_path / "p.png", title="t", words="price of a GB", is_logarithmic=False
+    )
+    lines_by_label = {line.get_label(): line for line in figures[0].axes[0].lines}
+    crosses = lines_by_label["misses the target for the TTFT"]
+    assert list(crosses.get_xdata()) == [3.0]
 
 
 def test_the_plot_names_what_it_draws(tmp_path: Path, figures: list[Figure]) -> None:

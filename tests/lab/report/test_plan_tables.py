@@ -163,6 +163,16 @@ def test_a_plan_that_can_do_nothing(deployment: PlannedDeployment) -> None:
     assert row(printed(deployment, stuck), "east prefill") == ["4", "2", "–"]
 
 
+def test_a_sweep_says_where_the_target_is_missed() -> None:
+    out = StringIO()
+    baseline = replace(PLAN.homogeneous, keeps_target=False)
+    swept = [PLAN, replace(PLAN, keeps_target=False, homogeneous=baseline)]
+    print_sweep(Console(file=out, width=120), "slo.ttft_s", [1.0, 0.1], swept, is_rate=False)
+    lines = out.getvalue().splitlines()
+    assert lines[2].count(", missed") == 0 and lines[3].count(", missed") == 2
+    assert any(line.startswith("Missed: the target for the TTFT") for line in lines)
+
+
 def test_a_sweep() -> None:
     out = StringIO()
     decode = (Stage("home decode", "pd decode", 1.5, 1.0),)

@@ -177,7 +177,8 @@ def _index(source: YamlSource, field: str, entries: Any, entry: str) -> int:
     if entry.isdecimal():
         if int(entry) < len(entries):
             return int(entry)
-        raise _unknown(source, field, f"the list has only {len(entries)} entries, counted from 0")
+        count = "1 entry" if len(entries) == 1 else f"{len(entries)} entries"
+        raise _unknown(source, field, f"the list has only {count}, counted from 0")
     names = [_name(each) for each in entries]
     if entry not in names:
         raise _unknown(source, field, f'nothing there is named "{entry}"; there are {", ".join(names)}')

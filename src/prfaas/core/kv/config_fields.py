@@ -63,7 +63,10 @@ class ConfigFields:
 
     @property
     def layers(self) -> int:
-        """Layers of the decoder."""
+        """Layers of the decoder; NemotronHConfig of transformers 5.x counts them in a list."""
+        blocks = self.entries("layers_block_type", None)
+        if blocks and not self.given("num_hidden_layers"):
+            return len(blocks)
         return self.whole("num_hidden_layers")
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prfaas.core.kv.config_fields import ConfigError, ConfigFields
+from prfaas.core.kv.config_fields import FAMILY_DEFAULTS, ConfigError, ConfigFields
 from prfaas.core.kv.hf_config import model_from_config
 from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
 from prfaas.core.kv.model import KvModel
@@ -132,6 +132,8 @@ def model_work(config: Mapping[str, Any], name: str, weights: WeightFormat | Non
     kv = model_from_config(config, name=name)
     text = config.get("text_config")
     fields = ConfigFields({**config, **text} if isinstance(text, Mapping) else dict(config))
+    family = str(fields.fields.get("model_type"))
+    fields = fields.with_defaults({**FAMILY_DEFAULTS.get(family, {}), **_VOCABULARY.get(family, {})})
     hidden = fields.whole("hidden_size")
     mixers = 0
     softmax: list[SoftmaxLayers] = []
@@ -262,6 +264,13 @@ def _linear_params(group: LinearState, fields: ConfigFields) -> int:
     return hidden * (grouped + 2 * inner + per_head * group.heads) + inner * hidden
 
 
+# Tokens that published files of Gemma 3 leave out: transformers/models/gemma3/configuration_gemma3.py.
+_VOCABULARY = {family: {"vocab_size": 262_208} for family in ("gemma3", "gemma3_text")}
+# Models with an MLP of intermediate_size beside the experts of each layer: vLLM's llama4.py `Llama4MoE`, gemma4.py
+# `Gemma4DecoderLayer`.
+_SHARED_OF_INTERMEDIATE_SIZE = ("llama4", "llama4_text", "gemma4", "gemma4_text")
+# Experts that work in a smaller space, with one projection into it and one back: nemotron_h.py, Kimi K3.
+_LATENT = ("moe_latent_size", "routed_expert_hidden_size")
 _COUNT = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 _PER_TOKEN = (
     "num_experts_per_tok",
@@ -270,6 +279,7 @@ _PER_TOKEN = (
     "moe_topk",
     "moe_top_k",
     "moe_k",
+    "top_k_experts",
 )
 _SHARED_SIZE = (
     "moe_shared_expert_intermediate_size",
@@ -296,10 +306,15 @@ def _feed_forward(fields: ConfigFields) -> tuple[int, Experts | None]:
     size = fields.whole("moe_intermediate_size", fields.whole("intermediate_size", 1))
     layers = kinds.count("experts")
     shared = _first(fields, _SHARED_SIZE)
+    if shared is None and fields.fields.get("model_type") in _SHARED_OF_INTERMEDIATE_SIZE:
+        shared = fields.whole("intermediate_size")
     if shared is None:
         shared = size * (_first(fields, ("n_shared_experts", "num_shared_experts")) or 0)
     params += layers * gated * hidden * shared
-    return params, Experts(layers, count, min(per_token, count), gated * hidden * size)
+    latent = _first(fields, _LATENT)
+    if latent is not None:
+        params += layers * 2 * hidden * latent
+    return params, Experts(layers, count, min(per_token, count), gated * (latent or hidden) * size)
 
 
 def _first(fields: ConfigFields, names: tuple[str, ...]) -> int | None:

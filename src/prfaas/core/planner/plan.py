@@ -143,6 +143,7 @@ def _baseline(baseline: Baseline | None) -> dict[str, Any] | None:
         "ttft_estimate": asdict(baseline.ttft_estimate) if baseline.ttft_estimate else None,
         "ttft_same_traffic": asdict(baseline.ttft_same_traffic) if baseline.ttft_same_traffic else None,
         "rate_within_target": baseline.rate_within_target,
+        "keeps_target": None if baseline.rate_within_target is None else baseline.keeps_target,
     }
     return {**described, **baseline.point.to_json()}
 

@@ -128,7 +128,9 @@ def _requests(path: Path, columns: CsvColumns) -> Iterator[TraceRequest]:
         raise WorkloadError(f"{path}: is empty; the first line must name the columns {columns}")
     wanted = (columns.arrival, columns.input, columns.output)
     if missing := [column for column in wanted if column not in header]:
-        raise bad_line(str(path), where, f"the header has no {', '.join(missing)}")
+        raise bad_line(
+            str(path), where, f"the header has no {', '.join(missing)}; it has {', '.join(header)}"
+        )
     if twice := [column for column in wanted if header.count(column) > 1]:
         raise bad_line(str(path), where, f"the header has {twice[0]} twice")
     at, prompt, answer = (header.index(column) for column in wanted)

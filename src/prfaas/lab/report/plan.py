@@ -67,24 +67,47 @@ def print_sweep(
         point = plan.optimum
         table.add_row(
             format_bits_per_s(value) if is_rate else f"{value:g}",
-            f"{point.lambda_max:.4g}",
-            f"{plan.homogeneous.point.lambda_max:.4g}",
+            rate_cell(point.lambda_max, plan.keeps_target),
+            rate_cell(plan.homogeneous.point.lambda_max, plan.homogeneous.keeps_target),
             _tokens(point.threshold_tokens) or NONE,
             f"{point.n_prefill} + {point.n_decode}",
             format_bits_per_s(point.egress_bits_per_s),
             ", ".join(plan.binding),
         )
     console.print(table)
+    print_missed(console, plans)
+
+
+def rate_cell(requests_per_s: float, keeps_target: bool) -> str:
+    """A throughput in a sweep, and whether it misses the target of the TTFT."""
+    return f"{requests_per_s:.4g}{'' if keeps_target else ', missed'}"
+
+
+def print_missed(console: "Console", plans: Sequence[Plan]) -> None:
+    """Say what "missed" in a sweep means, where it stands."""
+    from rich.text import Text
+
+    if all(plan.keeps_target and plan.homogeneous.keeps_target for plan in plans):
+        return
+    console.print()
+    console.print(
+        Text(
+            "Missed: the target for the TTFT is not kept; the throughput is the highest without it.",
+            style="dim",
+        )
+    )
 
 
 def new_table(*columns: str) -> "Table":
     """A table of these columns, the first of words and the others of numbers."""
     from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=number == 0)
+        # Names of fields have brackets, which rich takes for styles.
+        table.add_column(escape(column), justify="left" if number == 0 else "right", no_wrap=number == 0)
     return table
 
 

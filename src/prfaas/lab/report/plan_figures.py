@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Literal
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.kv import KvModel, published_models
 from prfaas.core.latency import LatencyProfile, load_profile, profile_names
-from prfaas.core.planner import KvSize, OperatingPoint, Plan, PlanProblem, best_operation
+from prfaas.core.planner import KvSize, OperatingPoint, Plan, PlanProblem
 from prfaas.core.planner.equations import kv_throughput_bits_per_s
+from prfaas.core.planner.ttft_target import best_within_target
 from prfaas.core.planner.two_clusters import best_threshold, evaluate
 from prfaas.lab.report.style import (
     COLOURS,
@@ -20,6 +21,7 @@ from prfaas.lab.report.style import (
     PREFILL_HOME,
     THROUGHPUT,
     length_axis,
+    mark_missed,
     plot,
     rate_axis,
 )
@@ -304,16 +306,16 @@ def _plot_bandwidth(name: str, problem: PlanProblem, plan: Plan, path: Path) -> 
     count = _BANDWIDTH_POINTS if problem.is_two_cluster else _NETWORK_BANDWIDTH_POINTS
     # The deployment's own value too, so that the curve is right where it is marked.
     values = sorted({*(low * (high / low) ** (index / (count - 1)) for index in range(count)), has})
-    points = []
+    operations = []
     for value in values:
         links = tuple(
             replace(link, bandwidth_bits_per_s=link.bandwidth_bits_per_s * value / has)
             for link in problem.links
         )
-        points.append(best_operation(replace(problem, links=links)))
+        operations.append(best_within_target(replace(problem, links=links)))
     plot_sweep(
         values,
-        points,
+        [operation.point for operation in operations],
         [plan.homogeneous.point.lambda_max] * len(values),
         path,
         title=f"{name}: over the bandwidth",
@@ -322,6 +324,7 @@ def _plot_bandwidth(name: str, problem: PlanProblem, plan: Plan, path: Path) -> 
         else "bandwidth of the widest link, the others in proportion",
         scale="bits_per_s",
         has=has,
+        missed=[not operation.keeps_target for operation in operations],
     )
 
 
@@ -335,6 +338,7 @@ def plot_sweep(
     label: str,
     scale: Scale = "plain",
     has: float | None = None,
+    missed: Sequence[bool] = (),
 ) -> None:
     """How the best plan moves with one number of the deployment: throughput above, threshold below.
 
@@ -349,6 +353,7 @@ def plot_sweep(
         label: Of the values' axis.
         scale: How the values' axis is divided.
         has: The deployment's own value, which is marked.
+        missed: Whether the best plan misses the target of the TTFT, at each value; such points are marked.
     """
     from matplotlib.ticker import StrMethodFormatter
 
@@ -366,6 +371,8 @@ def plot_sweep(
             linewidth=1.4,
             label="homogeneous PD with as many GPUs",
         )
+        if any(missed):
+            mark_missed(upper, values, rates, missed)
         highest = max(*rates, *homogeneous)
         upper.set_ylim(0, 1.12 * highest if highest > 0 else 1)
         upper.set_ylabel("requests per second")
@@ -388,7 +395,7 @@ def plot_sweep(
                 fontsize=9,
             )
         if scale == "bits_per_s":
-            rate_axis(lower, "x", label)
+            rate_axis(lower, "x", label, (min(values), max(values)))
         else:
             lower.set_xscale("log" if scale == "logarithmic" else "linear")
             lower.set_xlabel(label)

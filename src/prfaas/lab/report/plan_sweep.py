@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from prfaas.core.deployment import PlannedDeployment
 from prfaas.core.planner import Plan
-from prfaas.lab.report.plan import NONE, new_table
-from prfaas.lab.report.style import MUTED, PREFILL_AWAY, PREFILL_HOME, THROUGHPUT, plot
+from prfaas.lab.report.plan import NONE, new_table, print_missed, rate_cell
+from prfaas.lab.report.style import MUTED, PREFILL_AWAY, PREFILL_HOME, THROUGHPUT, mark_missed, plot
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -113,12 +113,13 @@ def print_price_sweep(
         per_million = [NONE if cost is None else f"{cost.per_million_tokens:.4g}" for cost in costs]
         table.add_row(
             f"{value:.4g}",
-            f"{plan.optimum.lambda_max:.4g}",
+            rate_cell(plan.optimum.lambda_max, plan.keeps_target),
             NONE if plan.equal_cost_ratio is None else f"{plan.equal_cost_ratio:.2f} ×",
             *per_million,
             NONE if plan.cost is None else f"{plan.cost.egress_per_hour:.4g}",
         )
     console.print(table)
+    print_missed(console, plans)
     console.print()
     console.print(Text(break_even_sentence(words, values, plans), style="bold"))
     console.print()
@@ -137,6 +138,8 @@ def break_even_sentence(words: str, values: Sequence[float], plans: Sequence[Pla
     if even is not None:
         return f"Break-even: a {words} of {even:.3g}."
     ratios = [plan.equal_cost_ratio for plan in plans if plan.equal_cost_ratio is not None]
+    if not ratios and any(plan.cost is not None for plan in plans):
+        return "No break-even: the target for the TTFT is never kept, so there is nothing to compare."
     if not ratios:
         return "No break-even: without prices of all hardware nothing is said about cost."
     side = "more" if min(ratios) > EVEN else "less"
@@ -178,6 +181,10 @@ def plot_price_sweep(
             if any(cost is not None for cost in costs):
                 per_million = [nothing if cost is None else cost.per_million_tokens for cost in costs]
                 upper.plot(values, per_million, style, color=colour, label=label)
+        missed = [plan.cost is not None and not plan.keeps_target for plan in plans]
+        if any(missed):
+            own = [plan.cost.per_million_tokens if plan.cost else nothing for plan in plans]
+            mark_missed(upper, values, own, missed)
         upper.set_ylim(bottom=0)
         upper.set_ylabel("cost of a million tokens")
         upper.set_title(title)

@@ -1,6 +1,6 @@
 """How all plots look: colours that stay apart in print and for colour-blind eyes, a light grid, one size."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#4D4D4D", "#8C564B")
 PREFILL_AWAY, PREFILL_HOME, DECODE, THROUGHPUT = COLOURS[0], COLOURS[1], COLOURS[2], "#222222"
 MUTED = "#767676"
+
+# A logarithmic axis over less than this ratio gets more ticks than one per power of ten.
+_FEW_DECADES = 100.0
 
 # matplotlib's stubs want every key as a literal type.
 _RC: Any = {
@@ -59,6 +62,17 @@ def plot(path: Path, *, panels: int = 1, height: float = 4.6) -> Iterator["list[
         figure.savefig(path, metadata={"Software": None})
 
 
+def mark_missed(
+    axes: "Axes", values: Sequence[float], heights: Sequence[float], missed: Sequence[bool]
+) -> None:
+    """Cross out the points of a curve that miss the target for the TTFT."""
+    points = [
+        (value, height) for value, height, misses in zip(values, heights, missed, strict=True) if misses
+    ]
+    crossed, at = zip(*points, strict=True)
+    axes.plot(crossed, at, "x", color=COLOURS[3], markersize=8, label="misses the target for the TTFT")
+
+
 def short_tokens(tokens: float) -> str:
     """`131072` → "128K" (K = 1024), for ticks."""
     if tokens < KIB:
@@ -81,15 +95,19 @@ def length_axis(axes: "Axes", low: float, high: float, label: str) -> None:
     axes.set_xlabel(f"{label} (tokens, K = 1024)")
 
 
-def rate_axis(axes: "Axes", which: str, label: str) -> None:
-    """A logarithmic axis of bit rates, with ticks like "10 Gbit/s"."""
+def rate_axis(axes: "Axes", which: str, label: str, span: tuple[float, float] | None = None) -> None:
+    """A logarithmic axis of bit rates, with ticks like "10 Gbit/s".
+
+    Where `span`, from the lowest to the highest, is short, there are ticks at 2 and 5 times a power of ten too.
+    """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     from prfaas.core.units import format_bits_per_s
 
     axis = axes.xaxis if which == "x" else axes.yaxis
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
-    axis.set_major_locator(LogLocator(base=10, numticks=12))
+    subs = (1.0, 2.0, 5.0) if span is not None and span[1] < _FEW_DECADES * span[0] else (1.0,)
+    axis.set_major_locator(LogLocator(base=10, subs=subs, numticks=12))
     axis.set_minor_formatter(NullFormatter())
     axis.set_major_formatter(FuncFormatter(lambda value, _: format_bits_per_s(value)))
     (axes.set_xlabel if which == "x" else axes.set_ylabel)(label)

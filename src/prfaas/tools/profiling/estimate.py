@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from prfaas.core.kv import ConfigError
 from prfaas.core.latency import roofline
 from prfaas.core.latency.profile import Curve, DecodeCurve, Evidence, LatencyProfile, ProfileError
 from prfaas.core.latency.roofline import Roofline, gpu
@@ -88,7 +89,10 @@ def estimate(plan: EstimatePlan) -> Estimate:
     """
     config, model = _config(plan.config)
     weights = _weights(plan.weights)
-    work = model_work(config, model, weights)
+    try:
+        work = model_work(config, model, weights)
+    except ConfigError as error:
+        raise ConfigError(f"--model {plan.config}: {error}") from None
     bound = Roofline(work, gpu(plan.gpu), plan.ranks)
     lengths = plan.lengths or _default_lengths(config)
     if len(lengths) < 2:
@@ -183,6 +187,8 @@ def _config(path: Path) -> tuple[Mapping[str, Any], str]:
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ProfileError(f"--model {path}: there is no such config.json") from error
     except (OSError, ValueError, RecursionError) as error:
         raise ProfileError(
             f"--model {path}: can't be read as JSON ({error}); name the config.json of a Hugging Face checkpoint"
