@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from prfaas.lab.studies.figures import (
     difference,
     listed,
-    mean_and_p90,
     more_or_less,
     percent,
     seconds,
@@ -95,4 +94,3 @@ def test_lists_and_units() -> None:
     assert [listed(["a", "b", "c"][:count]) for count in range(4)] == ["none", "a", "a and b", "a, b and c"]
     assert [seconds(value) for value in (0.123, 12.34, 1234.5, math.nan)] == ["0.12", "12.3", "1,234", "–"]
     assert percent(0.126) == "13 %"
-    assert mean_and_p90(1.0, 2.0, is_stable=False) == "grows: 1.00 (2.00)"

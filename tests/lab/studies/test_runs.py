@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from prfaas.lab.studies import StudyContext
+from prfaas.lab.studies import STUDIES, StudyContext, page_of, run_studies
 from prfaas.lab.studies.study import Run, StudyOutcome, StudyRun, run_all
 
 
@@ -52,3 +52,16 @@ def test_what_a_run_raises_passes_through(context: StudyContext, jobs: int) -> N
     good, *_ = _runs(context)
     with pytest.raises(ValueError, match="no policy"):
         run_all([good, replace(good, policy="none such"), good], jobs=jobs)
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_bytes_of_a_section(context: StudyContext) -> None:
+    few = replace(context, seed=11)
+    study = STUDIES["burst"]
+
+    def section(jobs: int) -> str:
+        found = study.describe(few, run_studies([study], few, jobs=jobs)[study.name])
+        drawings = "".join(figure.svg for figure in found.figures)
+        return page_of(few, {study.name: (study, found)}, "prfaas study burst") + drawings
+
+    assert section(1) == section(2)
