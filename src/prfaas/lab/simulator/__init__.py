@@ -2,9 +2,9 @@
 
 from prfaas.lab.simulator.capacity import CapacityProcess, Constant
 from prfaas.lab.simulator.machine_pool import PoolOptions
+from prfaas.lab.simulator.prefix_caches import CacheOptions
 from prfaas.lab.simulator.result import Result
 from prfaas.lab.simulator.scenario import (
-    CacheOptions,
     Failure,
     Overheads,
     Scenario,

@@ -2,9 +2,13 @@
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from prfaas.core.kv import KvModel
 from prfaas.core.prefix.index import PrefixHit
 
+# Engines keep a hybrid model's states at the ends of prefill chunks; this is vLLM's usual budget of a step.
+_CHECKPOINT_TOKENS = 8192
 _MOST_ANSWERS = 10_000
 # Uses that were overtaken by later ones are forgotten when they are this many more than the blocks.
 _MOST_OVERTAKEN = 64
@@ -234,3 +238,47 @@ def _first_of(number: int, blocks: Sequence[int], low: int, high: int, last_use:
         else:
             low = middle + 1
     return low
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOptions:
+    """The prefix cache of every instance."""
+
+    capacity_tokens: int
+    """What one instance keeps."""
+    checkpoint_tokens: int | None = None
+    """Of hybrid models, which can go on only from a state: one is kept every so many tokens and at a prompt's last full
+    block. None: any other model."""
+    state_tokens: int = 0
+    """A state takes the room of so many tokens."""
+
+    @classmethod
+    def of_memory(cls, model: KvModel, num_bytes: int) -> "CacheOptions":
+        """As many tokens of the model as fit into so much memory of one instance, hybrid states as engines keep them.
+
+        Raises:
+            ValueError: the model keeps nothing per token.
+        """
+        if model.token_bytes == 0:
+            raise ValueError(f"{model.name} has no full-attention layers, so no prefix of it can be kept")
+        capacity_tokens = num_bytes // model.token_bytes
+        if not model.is_hybrid:
+            return cls(capacity_tokens)
+        state_tokens = -(-(model.fixed_bytes + model.window_bytes) // model.token_bytes)
+        return cls(capacity_tokens, _CHECKPOINT_TOKENS, state_tokens)
+
+    def __post_init__(self) -> None:
+        if self.capacity_tokens < 0 or self.state_tokens < 0:
+            raise ValueError("a cache holds 0 tokens or more")
+        if self.checkpoint_tokens is not None and self.checkpoint_tokens < 1:
+            raise ValueError(f"states can be kept every 1 token or more, not every {self.checkpoint_tokens}")
+
+    def of_instances(self, names: Sequence[str], block_tokens: int) -> PrefixCaches:
+        """The caches of instances, empty."""
+        return PrefixCaches(
+            names,
+            capacity_tokens=dict.fromkeys(names, self.capacity_tokens),
+            block_tokens=block_tokens,
+            checkpoint_tokens=self.checkpoint_tokens,
+            state_tokens=self.state_tokens,
+        )

@@ -13,10 +13,7 @@ from prfaas.core.scheduling.forecast import Foresight
 from prfaas.core.scheduling.threshold import ThresholdOptimiser
 from prfaas.lab.simulator.capacity import CapacityProcess, Constant, Interrupted
 from prfaas.lab.simulator.machine_pool import PoolOptions
-from prfaas.lab.simulator.prefix_caches import PrefixCaches
-
-# Engines keep a hybrid model's states at the ends of prefill chunks; this is vLLM's usual budget of a step.
-_CHECKPOINT_TOKENS = 8192
+from prfaas.lab.simulator.prefix_caches import CacheOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,50 +69,6 @@ class SimulatedLink:
     def name(self) -> str:
         """ "source->target"."""
         return f"{self.source}->{self.target}"
-
-
-@dataclass(frozen=True, slots=True)
-class CacheOptions:
-    """The prefix cache of every instance."""
-
-    capacity_tokens: int
-    """What one instance keeps."""
-    checkpoint_tokens: int | None = None
-    """Of hybrid models, which can go on only from a state: one is kept every so many tokens and at a prompt's last full
-    block. None: any other model."""
-    state_tokens: int = 0
-    """A state takes the room of so many tokens."""
-
-    @classmethod
-    def of_memory(cls, model: KvModel, num_bytes: int) -> "CacheOptions":
-        """As many tokens of the model as fit into so much memory of one instance, hybrid states as engines keep them.
-
-        Raises:
-            ValueError: the model keeps nothing per token.
-        """
-        if model.token_bytes == 0:
-            raise ValueError(f"{model.name} has no full-attention layers, so no prefix of it can be kept")
-        capacity_tokens = num_bytes // model.token_bytes
-        if not model.is_hybrid:
-            return cls(capacity_tokens)
-        state_tokens = -(-(model.fixed_bytes + model.window_bytes) // model.token_bytes)
-        return cls(capacity_tokens, _CHECKPOINT_TOKENS, state_tokens)
-
-    def __post_init__(self) -> None:
-        if self.capacity_tokens < 0 or self.state_tokens < 0:
-            raise ValueError("a cache holds 0 tokens or more")
-        if self.checkpoint_tokens is not None and self.checkpoint_tokens < 1:
-            raise ValueError(f"states can be kept every 1 token or more, not every {self.checkpoint_tokens}")
-
-    def of_instances(self, names: Sequence[str], block_tokens: int) -> PrefixCaches:
-        """The caches of instances, empty."""
-        return PrefixCaches(
-            names,
-            capacity_tokens=dict.fromkeys(names, self.capacity_tokens),
-            block_tokens=block_tokens,
-            checkpoint_tokens=self.checkpoint_tokens,
-            state_tokens=self.state_tokens,
-        )
 
 
 @dataclass(frozen=True, slots=True)

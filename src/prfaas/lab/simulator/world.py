@@ -12,12 +12,12 @@ from prfaas.core.scheduling import POLICIES, CheckedPolicy, Policy, RoutingReque
 from prfaas.core.scheduling.prefill_pool import PrefillPool
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.lab.simulator.answers import Answers
+from prfaas.lab.simulator.cache_moves import CacheMoves
 from prfaas.lab.simulator.events import Events
 from prfaas.lab.simulator.fleet import engines_of, links_of, view_of
 from prfaas.lab.simulator.instance import Engine, Job, JobStage
 from prfaas.lab.simulator.monitored_link import LOOK_S
 from prfaas.lab.simulator.pools import pools_of
-from prfaas.lab.simulator.prefix_moves import PrefixMoves
 from prfaas.lab.simulator.queue_limit import QueueLimit
 from prfaas.lab.simulator.result import REFUSED, Columns
 from prfaas.lab.simulator.scenario import Scenario
@@ -60,7 +60,7 @@ class World:
         caches = scenario.caches
         self.caches = None if caches is None else caches.of_instances(list(self.engines), block_tokens)
         self.pools = pools_of(scenario, self.view, block_tokens, self.columns)
-        self._moves = PrefixMoves(
+        self._moves = CacheMoves(
             self.events, self.engines, self.links, self.pools, self.kv, self.columns, self._prefix_here
         )
         self._queue_limit = QueueLimit.of(scenario.queue_limit_s, self.view)

@@ -10,7 +10,7 @@ from prfaas.lab.simulator.result import Columns
 from prfaas.lab.simulator.transfer import KvMoves
 
 
-class PrefixMoves:
+class CacheMoves:
     """Carries the cache transfers of decisions out: instance to instance, or pool to pool."""
 
     def __init__(
