@@ -75,6 +75,21 @@ def test_what_a_short_prompt_leaves_is_for_the_one_behind_it(case_study: CaseStu
     assert found == pytest.approx([together_s, together_s, first_s + short_s + third_s])
 
 
+def test_a_prompt_that_is_whole_in_an_earlier_step_ends_with_it(case_study: CaseStudy) -> None:
+    """The second one is a block of the step of 512; the third has another block there, and three in the last step."""
+    shown = scenario(case_study)
+    first_s, short_s, third_s = map(shown.clusters[1].curve.seconds, (3819, 256, 2048))
+    last_step_alone_s = first_s * 235 / 3819
+    found = ends_s(run(shown, [3819, 256, 2048]))
+    assert found == pytest.approx(
+        [
+            first_s + short_s + third_s * (256 + 768) / 2048,
+            first_s + short_s + third_s * 256 / 2048 - last_step_alone_s,
+            first_s + short_s + third_s,
+        ]
+    )
+
+
 def test_without_states_only_the_last_step_is_short(case_study: CaseStudy) -> None:
     dense = KvModel("dense", (FullAttention(60, 8, 128, 128),))
     shown = replace(scenario(case_study), kv_model=dense)

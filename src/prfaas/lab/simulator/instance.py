@@ -293,7 +293,8 @@ class Engine:
                 break
             other.early_tokens += taken
             left -= taken
-            filled.append((other, taken))
+            if taken:
+                filled.append((other, taken))
         return filled
 
     def answered(self, slot_s: float) -> None:
