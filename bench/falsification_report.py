@@ -40,13 +40,15 @@ def _phase(
     first_s, last_s = (_seconds(rows, place) for place in (3, 4))
     whole = np.array([row[6] is None for row in rows])
     here = phase_of(arrival_s, len(phases), phase_s) == number
-    counted = here & whole
+    predicted = drive["simulated"]
+    predicted_ttft_s = np.array(predicted["ttft_s"])
+    # Whoever was refused on one side has nothing to be compared with.
+    counted = here & whole & np.isfinite(predicted_ttft_s)
     pieces = [(at_s, bits) for at_s, bits in document["pieces"]]
     bits_per_s = mean_bits_per_s(pieces, start_s, end_s)
     static = document["threshold_tokens"] if policy == STATIC else None
     capacity = capacity_per_s(problem, bits_per_s, static)
     rate = int(here.sum()) / phase_s
-    predicted = drive["simulated"]
     left_s = np.where(whole, last_s, np.nan)
     entry: dict[str, Any] = {
         "policy": policy,
@@ -55,6 +57,7 @@ def _phase(
         "of_need": bits_per_s / document["needed_bits_per_s"],
         "requests": int(here.sum()),
         "lost": int((here & ~whole).sum()),
+        "lost_predicted": int((here & np.isnan(predicted_ttft_s)).sum()),
         "rate_per_s": rate,
         "planned_capacity_per_s": capacity,
         "stable_by_plan": rate < capacity,
@@ -72,7 +75,7 @@ def _phase(
         "load_average": drive["load_average"],
         "strangers": _strangers(document, drive),
     }
-    entry["ttft"] = errors_of(np.array(predicted["ttft_s"])[counted], (first_s - arrival_s)[counted])
+    entry["ttft"] = errors_of(predicted_ttft_s[counted], (first_s - arrival_s)[counted])
     entry["is_met"] = abs(entry["ttft"]["mean"]["error"]) <= GOAL
     return entry
 

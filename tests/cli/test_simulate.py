@@ -276,7 +276,7 @@ BAD = {
     "set without a number": (["--set", "slo.tokens_per_s=fast"], '"fast" is no number'),
     "set twice": (["--set", "slo.ttft_s=1", "--set", "slo.ttft_s=2"], "--set: slo.ttft_s is given twice"),
     "set a unit nobody knows": (["--set", "links[0].bandwidth=1 parsec"], "is no bandwidth"),
-    "set what is not there": (["--set", "links[3].bandwidth=1e9"], "the list has only 1 entries"),
+    "set what is not there": (["--set", "links[3].bandwidth=1e9"], "the list has only 1 entry"),
     "set an unknown field": (["--set", "workload.laod=0.5"], 'did you mean "load"?'),
     "fluctuation": (["--link-fluctuation", "0.3"], '--link-fluctuation "0.3": must be SD:CORRELATION_S'),
     "fluctuation of nothing": (["--link-fluctuation", "0:5"], "must be SD:CORRELATION_S"),

@@ -31,7 +31,7 @@ def test_a_study_is_the_same_for_any_number_of_jobs(
     assert texts[0] == texts[1]
     found = json.loads(texts[0])
     assert (found["deployment"], found["seed"], found["quick"]) == ("paper", 7, True)
-    assert found["studies"]["scale"][0]["run"] == ["paper", 1]
+    assert found["studies"]["scale"][0]["run"] == ["paper", 1, 7]
     assert found["studies"]["scale"][0]["ttft_mean_s"] > 0
 
 

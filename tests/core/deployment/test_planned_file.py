@@ -408,7 +408,7 @@ def test_numbers_can_be_changed(tmp_path: Path, field: str, number: float, read)
 @pytest.mark.parametrize(
     "field, number, message",
     [
-        ("links[3].bandwidth", 1, "links[3].bandwidth: can't be changed: the list has only 1 entries"),
+        ("links[3].bandwidth", 1, "links[3].bandwidth: can't be changed: the list has only 1 entry"),
         ("links[a->b].bandwidth", 1, 'nothing there is named "a->b"; there are east->home'),
         ("clusters.bandwidth", 1, "clusters.bandwidth: can't be changed: clusters is a list"),
         ("nothing.here", 1, 'nothing.here: can\'t be changed: the file has no "nothing"'),

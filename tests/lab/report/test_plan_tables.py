@@ -231,7 +231,7 @@ def test_the_fleet_you_have_and_a_target_have_their_places(deployment: PlannedDe
         rate_within_target=2.9,
     )
     lines = printed(deployment, plan)
-    assert "fleet you have" in lines[2]
+    assert "paper: internal-1t" in lines[2] and "fleet you have" in lines[3]
     assert row(lines, "  queued, 70% of each")[:10] == [
         "2.8",
         "s",

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.lab.simulator.conftest import CaseStudy, chunk_of
 
@@ -58,6 +58,8 @@ def scenarios(case_study: CaseStudy) -> dict[str, Scenario]:
     st.sampled_from([1, 3]),
     st.sampled_from([0, 8192]),
 )
+# A prefix on its way to an instance whose queue has become empty: its work waits all the same.
+@example("paper", [Failure("east-0", 0.0, 3.0), Failure("east-0", 37.0, 1.0, 21.0)], 225, False, 0.2, 1, 0)
 def test_under_failures(
     scenarios: dict[str, Scenario],
     policy: str,

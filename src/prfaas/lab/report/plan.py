@@ -113,6 +113,8 @@ def new_table(*columns: str) -> "Table":
 
 def _setups(deployment: PlannedDeployment, plan: Plan) -> "Table":
     """The optimum beside its baselines; a row that no column has anything to say about is left out."""
+    from rich.markup import escape
+
     titles = ("fleet you have", "homogeneous", "at equal cost", "naive")
     given = zip(titles, (plan.fleet, plan.homogeneous, plan.homogeneous_equal_cost, plan.naive), strict=True)
     baselines = {title: baseline for title, baseline in given if baseline is not None}
@@ -157,7 +159,10 @@ def _setups(deployment: PlannedDeployment, plan: Plan) -> "Table":
             None if plan.egress_break_even_per_gb is None else f"{plan.egress_break_even_per_gb:.3g}"
         ],
     }
-    table = new_table(f"{deployment.name}: {deployment.kv_model.name}", "optimum", *baselines)
+    table = new_table("", "optimum", *baselines)
+    # Not the head of a column: long names would make the others narrow.
+    table.title = escape(f"{deployment.name}: {deployment.kv_model.name}")
+    table.title_justify, table.title_style = "left", "bold"
     for name, cells in rows.items():
         if any(text is not None for text in cells):
             unsaid = [None] * (len(points) - len(cells))

@@ -70,4 +70,5 @@ class Faults:
         if engine.sharing is not None:
             engine.sharing.drop_all()
         engine.at_work = 0
+        engine.waiting = 0
         engine.waiting_s = 0.0

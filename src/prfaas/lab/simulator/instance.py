@@ -181,6 +181,7 @@ class Engine:
         "step_s",
         "step_tokens",
         "view",
+        "waiting",
         "waiting_s",
     )
 
@@ -198,8 +199,11 @@ class Engine:
     """A step takes so many tokens of a prompt, or twice, three times as many, before the prompt's last full block."""
     queue: "deque[Job]"
     """Waits for this instance alone, in the order of arrival."""
+    waiting: int
+    """Prefills that only this instance may do and that haven't begun: of its queue, bound ones of the pool, and those
+    whose prefix is on its way."""
     waiting_s: float
-    """Seconds of work that only this instance may do and that hasn't begun."""
+    """Seconds of their work."""
     pool: "PrefillPool[Job]"
     """What any instance of its cluster may do."""
     clock: TokenClock | None
@@ -237,19 +241,27 @@ class Engine:
         self.block_tokens = block_tokens
         self.at_work = 0
         self.free_at_s = 0.0
+        self.waiting = 0
         self.waiting_s = 0.0
         self.prefilled_s = 0.0
 
     def accept(self, service_s: float, now_s: float) -> None:
         """Count work that will wait here."""
+        self.waiting += 1
         self.waiting_s += service_s
         busy_until_s = self.view.busy_until_s
         self.view.busy_until_s = (busy_until_s if busy_until_s > now_s else now_s) + service_s
 
     def withdraw(self, service_s: float, now_s: float) -> None:
         """Take back work that waited here and won't be done."""
-        self.waiting_s = max(self.waiting_s - service_s, 0.0)
+        self.take(service_s)
         self.view.busy_until_s = max(self.view.busy_until_s - service_s, now_s)
+
+    def take(self, service_s: float) -> None:
+        """Work that waited here waits no more."""
+        self.waiting -= 1
+        # Where nothing waits, nothing is left of what was rounded.
+        self.waiting_s = max(self.waiting_s - service_s, 0.0) if self.waiting else 0.0
 
     def fill_up(self, job: Job, now_s: float) -> float:
         """What `job` leaves of its last steps is filled up with tokens of the prompts that wait here.

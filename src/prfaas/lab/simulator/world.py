@@ -117,7 +117,7 @@ class World:
         queue, view = engine.queue, engine.view
         while queue and engine.at_work < engine.prefill_slots:
             job = queue.popleft()
-            engine.waiting_s = engine.waiting_s - job.service_s if queue else 0.0
+            engine.take(job.service_s)
             self._start(engine, job)
         if queue or not len(engine.pool) or not view.takes_prefills:
             return
@@ -154,7 +154,7 @@ class World:
             if queue[0].computed_tokens > most_tokens:
                 return None
             job = queue.popleft()
-            engine.waiting_s = engine.waiting_s - job.service_s if queue else 0.0
+            engine.take(job.service_s)
             return job
         waits = pool.next_of(engine.name) if engine.view.takes_prefills and len(pool) else None
         if waits is None or waits.computed_tokens > most_tokens:
@@ -234,7 +234,7 @@ class World:
         elif self.caches is not None:
             self.caches.insert(engine.name, job.blocks, job.tokens - job.decision.prefill_tokens)
         if engine.at_work < engine.prefill_slots and not engine.queue:
-            engine.waiting_s = max(engine.waiting_s - job.service_s, 0.0)
+            engine.take(job.service_s)
             self._start(engine, job)
         else:
             job.queued_s = self.events.now_s
@@ -262,7 +262,7 @@ class World:
     def _assign(self, engine: Engine, job: Job) -> None:
         """A job of the pool goes to an instance that is free."""
         if job.stage is _QUEUED:
-            engine.waiting_s = max(engine.waiting_s - job.service_s, 0.0)
+            engine.take(job.service_s)
         else:
             engine.cluster.waiting_s = engine.pool.waiting_s
         before = job.engine
