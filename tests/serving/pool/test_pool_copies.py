@@ -2,9 +2,10 @@
 
 import asyncio
 import random
+import tempfile
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -410,9 +411,16 @@ def test_what_is_on_its_way_is_not_evicted(tmp_path: Path) -> None:
     run(tmp_path, body, geometry=DENSE, memory={"far-pool": 1200 * KIB})
 
 
-def test_two_daemons_of_a_deployment(tmp_path: Path) -> None:
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """The path of a Unix socket has at most 107 bytes, and pytest's own directories have long names."""
+    with tempfile.TemporaryDirectory(prefix="prfaas-") as name:
+        yield Path(name)
+
+
+def test_two_daemons_of_a_deployment(short_path: Path) -> None:
     """As `prfaas up` runs them: pages that an engine of one machine has stored are found on the other."""
-    deployment = deployment_of(tmp_path, encryption=True)
+    deployment = deployment_of(short_path, encryption=True)
     pages = prefix(HYBRID)
     with RunningPools(deployment) as pools:
         pools.wait_ready(60.0)
