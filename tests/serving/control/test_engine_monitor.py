@@ -1,20 +1,12 @@
 """What is read out of /metrics, and what becomes of it over time."""
 
-import asyncio
 import dataclasses
 import math
-from collections.abc import Iterable
 
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 from hypothesis import example, given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
 
-from prfaas.core.deployment import Instance
-from prfaas.serving.control.engine_monitor import EngineHttp, EngineMeter, EngineReading, read_exposition
+from prfaas.serving.control.engine_monitor import EngineMeter, EngineReading, read_exposition
 
 TEXT = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -189,55 +181,3 @@ def test_a_new_process_is_not_stuck() -> None:
 def test_all_tokens_count_as_progress() -> None:
     text = b"vllm:prompt_tokens_total 7\nvllm:generation_tokens_total 5\n"
     assert read_exposition(text).tokens == 12
-
-
-async def _asked(registry: CollectorRegistry, times: int) -> tuple[list[bytes | None], list[str]]:
-    """What `EngineHttp` reads of an engine with these series, and the paths that it asked for."""
-    paths = []
-
-    async def exposition(request: web.Request) -> web.Response:
-        paths.append(request.path_qs)
-        names = request.query.getall("name[]", [])
-        chosen = registry.restricted_registry(names) if names else registry
-        return web.Response(body=generate_latest(chosen))
-
-    app = web.Application()
-    app.router.add_get("/metrics/", exposition)
-    async with TestServer(app) as server:
-        assert server.port is not None
-        instance = Instance("engine", "here", ("prefill",), server.host, server.port, 1, 1)
-        http = EngineHttp()
-        try:
-            return [await http.metrics(instance, 5.0) for _ in range(times)], paths
-        finally:
-            await http.close()
-
-
-def test_an_engine_is_asked_for_the_wanted_series_only() -> None:
-    registry = CollectorRegistry()
-    Gauge("vllm:num_requests_running", "", registry=registry).set(3)
-    Counter("vllm:prompt_tokens", "", registry=registry).inc(100)
-    gaps = Histogram("vllm:inter_token_latency_seconds", "", registry=registry)
-    gaps.observe(0.5)
-    Gauge("vllm:cache_config_info", "", ["block_size", "num_gpu_blocks"], registry=registry).labels(
-        "16", "10"
-    ).set(1)
-    Histogram("vllm:e2e_request_latency_seconds", "", registry=registry).observe(1.0)
-    (text,), _ = asyncio.run(_asked(registry, 1))
-    assert text is not None and b"e2e" not in text and b"bucket" not in text
-    reading = read_exposition(text)
-    assert (reading.running, reading.tokens, reading.token_gaps, reading.cache_tokens) == (3, 100, 1, 160)
-
-
-def test_an_engine_that_knows_no_names_is_asked_for_all() -> None:
-    """As vLLM with several API processes."""
-
-    class Merged(Collector):
-        def collect(self) -> Iterable[Metric]:
-            yield GaugeMetricFamily("vllm:num_requests_running", "", value=3)
-
-    registry = CollectorRegistry()
-    registry.register(Merged())
-    texts, paths = asyncio.run(_asked(registry, 2))
-    assert [read_exposition(text or b"").running for text in texts] == [3, 3]
-    assert ["name" in path for path in paths] == [True, False, False]

@@ -205,7 +205,7 @@ class StandInEngine:
         ):
             app.router.add_post(path, stand_in_apis.refusing(handler))
         app.router.add_get("/health", self._health)
-        app.router.add_get("/metrics/", self._metrics)
+        app.router.add_get("/metrics", self._metrics)
         self.runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self.runner.setup()
         site = web.TCPSite(self.runner, "127.0.0.1", self.http_port)

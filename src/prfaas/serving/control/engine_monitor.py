@@ -10,7 +10,6 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
-from urllib.parse import urlencode
 
 import aiohttp
 
@@ -38,12 +37,11 @@ _SERIES = (
     "vllm:prfaas_pool_load_seconds_total",
     "process_start_time_seconds",
 )
-_CACHE_SERIES = "vllm:cache_config_info"
 _SAMPLE = re.compile(
     rb"^(" + b"|".join(re.escape(name.encode()) for name in _SERIES) + rb")(?:\{[^\n]*\})? (\S+)",
     re.MULTILINE,
 )
-_CACHE_CONFIG = re.compile(rb"^" + _CACHE_SERIES.encode() + rb"\{([^\n]*)\}", re.MULTILINE)
+_CACHE_CONFIG = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\}", re.MULTILINE)
 _COUNT_DIGITS = 20
 _LABEL = re.compile(rb'(\w+)="([^"]*)"')
 
@@ -243,10 +241,6 @@ def _is_another(before: EngineReading, after: EngineReading) -> bool:
 
 
 _LARGEST_BYTES = 4 << 20
-# All of an engine's series are some 100 KB, and an engine may be behind a scarce link. vLLM serves /metrics without and
-# /metrics/ with prometheus_client's choice of names and gzip.
-_EXPOSITION = "/metrics/"
-_WANTED = _EXPOSITION + "?" + urlencode([("name[]", name) for name in (*_SERIES, _CACHE_SERIES)])
 # vLLM closes idle connections after 5 s: ours must be gone before, or a request meets a closing one.
 _KEEPALIVE_S = 2.0
 
@@ -267,7 +261,6 @@ class EngineHttp:
     def __init__(self, tls: TlsIdentity | None = None) -> None:
         """`tls`: who the gateway is, for engines that speak TLS only."""
         self._tls = tls
-        self._unselective: set[str] = set()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None),
@@ -296,23 +289,11 @@ class EngineHttp:
             return False if _is_answer(error) else None
 
     async def metrics(self, instance: Instance, timeout_s: float) -> bytes | None:
-        """The wanted series of its exposition, or all; None if it doesn't answer."""
-        if instance.name not in self._unselective:
-            text = await self._read(instance, _WANTED, timeout_s)
-            if text is None or text:
-                return text
-            # So answers vLLM with several API processes, whose registry knows no names.
-            self._unselective.add(instance.name)
-        return await self._read(instance, _EXPOSITION, timeout_s)
-
-    async def close(self) -> None:
-        await self._session.close()
-
-    async def _read(self, instance: Instance, path: str, timeout_s: float) -> bytes | None:
+        """What GET /metrics answers; None if it doesn't."""
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._get(instance, path) as response,
+                self._get(instance, "/metrics") as response,
             ):
                 if response.status != 200:
                     return None
@@ -322,6 +303,9 @@ class EngineHttp:
                 return text
         except (TimeoutError, aiohttp.ClientError, OSError):
             return None
+
+    async def close(self) -> None:
+        await self._session.close()
 
     def _get(self, instance: Instance, path: str) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         options = https_options(instance, self._tls)

@@ -95,7 +95,6 @@ class EngineServer:
             "/v1/models": self._list_models,
             "/version": self._version,
             "/metrics": self._metrics,
-            "/metrics/": self._metrics,
         }
         for path, handler in posts.items():
             app.router.add_post(path, handler)
