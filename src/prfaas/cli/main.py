@@ -16,6 +16,7 @@ from prfaas.cli.common import sentence
 from prfaas.cli.demo import demo
 from prfaas.cli.doctor import doctor
 from prfaas.cli.drain import drain, undrain
+from prfaas.cli.emit import emit
 from prfaas.cli.engine import engine
 from prfaas.cli.explain import explain
 from prfaas.cli.init import init
@@ -66,6 +67,7 @@ for command in (
     app.command()(command)
 app.add_typer(model, name="model")
 app.add_typer(pool, name="pool")
+app.add_typer(emit, name="emit")
 
 
 def _print_version(wanted: bool) -> None:
