@@ -35,9 +35,7 @@ def compose_files(blueprint: Blueprint) -> tuple[EmittedFile, ...]:
 
 def _files_of(blueprint: Blueprint, place: Place) -> Iterator[EmittedFile]:
     services = dict(_services(blueprint, place))
-    # Compose takes no upper case and no dots in a project's name.
-    name = f"prfaas-{blueprint.deployment.name}".lower().replace(".", "-")
-    yield EmittedFile(place.folder / "compose.yaml", yaml_text({"name": name, "services": services}))
+    yield EmittedFile(place.folder / "compose.yaml", yaml_text({"services": services}))
     for path, text in blueprint.documents.items():
         yield EmittedFile(place.folder / "prfaas" / path, text)
     yield EmittedFile(place.folder / "ports.txt", ports_table(blueprint, place))
