@@ -67,7 +67,7 @@ def drafts(draw: st.DrawFn) -> Draft:
 
 
 @given(drafts())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_every_draft_makes_a_file_that_says_the_same(made: Draft) -> None:
     deployment = loaded(made)
     assert deployment.name == made.name
