@@ -41,7 +41,7 @@ for name in wanted:
 """
 
 PROMISED = {
-    "": "prfaas.api prfaas.cli prfaas.core.deployment prfaas.core.kv prfaas.core.route_header",
+    "": "prfaas.api prfaas.cli prfaas.core.deployment prfaas.core.kv prfaas.core.route_header prfaas.tools.emit",
     "engine": (
         "prfaas.core.deployment prfaas.core.kv prfaas.serving.transport prfaas.serving.engines.preparation "
         "prfaas.serving.engines.running prfaas.serving.engines.command prfaas.serving.engines.process_group "

@@ -58,6 +58,8 @@ def test_every_command_has_help_with_an_example(
     assert run(monkeypatch, "--help") == 0
     overview = capsys.readouterr().out
     for command in (
+        ["init"],
+        ["emit", "systemd"],
         ["up"],
         ["serve"],
         ["engine"],

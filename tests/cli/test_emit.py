@@ -87,7 +87,7 @@ def test_the_script_makes_the_secrets_that_pods_name(
     stub = tools / "kubectl"
     stub.write_text(
         f'#!/bin/sh\nif [ "$1" = apply ]; then cat >/dev/null; exit 0; fi\n'
-        f'file="${{6#*=}}"; file="${{file#*=}}"; test -r "$file" || exit 1; echo "$5 $6" >> {log}\n'
+        f'file="${{7#*=}}"; file="${{file#*=}}"; test -r "$file" || exit 1; echo "$6 $7" >> {log}\n'
     )
     stub.chmod(0o755)
     for site, wanted in (
