@@ -1,6 +1,7 @@
 """Operating points with their waits, and the best one that keeps a target for the time to the first token."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
 
     FloatArray = NDArray[np.float64]
 
-# Thresholds that are tried for every split; between two of them the limit of the target is found by bisection.
+# Thresholds that are tried for every split; between two of them the best one is found by golden sections.
 _GRID = 96
-_BISECTIONS = 40
+_SECTIONS = 14
+_BISECTIONS = 24
 # With several clusters on a side roles are moved by one instance so often at most.
 _ROLE_ROUNDS = 2
 
@@ -67,17 +69,16 @@ class Operation:
         target = self.problem.ttft_target
         if target is None or self.keeps_target:
             return self.point.lambda_max
-        return self.rate_within(target) / self.problem.load
+        load, high = self.problem.load, self.point.lambda_max
+        return _most(lambda rate: _is_within(self.waits(load * rate), target), high)
+
+    def slowed(self) -> "Operation":
+        """The same roles and routes, at `comparable_rate`."""
+        return replace(self, point=_at_rate(self.point, self.comparable_rate))
 
     def rate_within(self, target: TtftTarget) -> float:
         """The highest rate, at most Λ_max, at which the TTFT is within a target; 0 if it never is."""
-        low, high = 0.0, self.point.lambda_max
-        if high <= 0 or not _is_within(self.waits(0.0), target):
-            return 0.0
-        for _ in range(_BISECTIONS):
-            middle = (low + high) / 2
-            low, high = (middle, high) if _is_within(self.waits(middle), target) else (low, middle)
-        return low
+        return _most(lambda rate: _is_within(self.waits(rate), target), self.point.lambda_max)
 
 
 def operation_at(problem: PlanProblem, point: OperatingPoint) -> Operation:
@@ -95,7 +96,9 @@ def operation_at(problem: PlanProblem, point: OperatingPoint) -> Operation:
 
 
 def best_within_target(problem: PlanProblem, service: ServiceModel = "mean length") -> Operation:
-    """The highest Λ_max whose TTFT, at the problem's load of it, keeps the problem's target.
+    """The highest rate whose TTFT, at the problem's load of it, keeps the problem's target.
+
+    Roles and routes may be able to carry more than that rate: then it is their Λ_max here, and no stage is full.
 
     Of two clusters every split and threshold is looked at. Of more the roles near those of the highest Λ_max are, each
     with its best routes. Where nothing keeps the target it is the operation of the highest Λ_max.
@@ -123,7 +126,7 @@ def _network_within_target(problem: PlanProblem, service: ServiceModel) -> Opera
     best = around = _of_network(problem, best_network(problem, service))
     if best.keeps_target:
         return best
-    seen = {around.point.roles}
+    seen = {around.point.roles: around}
     for _ in range(_ROLE_ROUNDS):
         near = []
         for roles in _neighbours(around.point):
@@ -132,15 +135,13 @@ def _network_within_target(problem: PlanProblem, service: ServiceModel) -> Opera
             except PlanError:
                 continue
             if found.point.roles not in seen:
-                seen.add(found.point.roles)
+                seen[found.point.roles] = found
                 near.append(found)
-        kept = [each for each in near if each.keeps_target]
-        if kept:
-            return max(kept, key=lambda each: each.point.lambda_max)
         if not near:
             break
-        around = min(near, key=lambda each: each.waits(problem.load * each.point.lambda_max).mean_s())
-    return best
+        around = max(near, key=lambda each: each.comparable_rate)
+    fastest = max(seen.values(), key=lambda each: each.comparable_rate)
+    return fastest.slowed() if fastest.comparable_rate > 0 else best
 
 
 def _of_network(problem: PlanProblem, network: NetworkPlan) -> Operation:
@@ -181,17 +182,20 @@ class _TargetSearch:
             ),
             reverse=True,
         )
-        load = self._split.problem.load
-        found = None
+        best: tuple[float, float, int] = (0.0, 0.0, 0)
         for most, i, n in ranked:
-            if found is not None and most <= found.point.lambda_max:
+            if most <= best[0]:
                 break
-            if self._is_within(works[i], n, load * float(rates[n][i])):
-                length = self._edge(lengths, rates[n], i, n)
-                point = point_of(self._split, length, n)
-                if found is None or point.lambda_max > found.point.lambda_max:
-                    found = Operation(self._split.problem, point, work_of(self._split, length, n))
-        return found
+            rate = self._rate(works[i], n, float(rates[n][i]), above=best[0])
+            if rate >= most:
+                best = (rate, float(lengths[i]), n)
+            elif rate > best[0]:
+                best = max(best, (*self._between(lengths, i, n), n))
+        rate, length, n_prefill = best
+        if rate <= 0:
+            return None
+        point = _at_rate(point_of(self._split, length, n_prefill), rate)
+        return Operation(self._split.problem, point, work_of(self._split, length, n_prefill))
 
     def _lengths(self) -> "FloatArray":
         """Ascending: quantiles, and the threshold of each split's highest Λ."""
@@ -204,26 +208,42 @@ class _TargetSearch:
         quantiles = [distribution.quantile(k / _GRID) for k in range(1, _GRID)]
         return np.unique(np.array([0.0, distribution.high, *quantiles, *peaks]))
 
-    def _edge(self, lengths: "FloatArray", rates: "FloatArray", index: int, n_prefill: int) -> float:
-        """The length between a good one and its neighbour of a higher Λ, up to which the target is kept."""
+    def _between(self, lengths: "FloatArray", index: int, n_prefill: int) -> tuple[float, float]:
+        """The highest rate near a length, between its neighbours, and the length that has it."""
         good = float(lengths[index])
-        if self._split.problem.workload.lengths.atoms() is not None:
-            return good
-        near = [j for j in (index - 1, index + 1) if 0 <= j < len(lengths) and rates[j] > rates[index]]
-        if not near:
-            return good
-        bad = float(lengths[max(near, key=lambda j: float(rates[j]))])
-        for _ in range(_BISECTIONS):
-            middle = (good + bad) / 2
-            good, bad = (middle, bad) if self._keeps(middle, n_prefill) else (good, middle)
-        return good
+        best = (self._rate_at(good, n_prefill), good)
+        if self._split.problem.workload.lengths.atoms() is not None or len(lengths) == 1:
+            return best
+        low, high = float(lengths[max(index - 1, 0)]), float(lengths[min(index + 1, len(lengths) - 1)])
+        left, right = (self._tried(each, n_prefill) for each in _inner(low, high))
+        for _ in range(_SECTIONS):
+            best = max(best, left, right)
+            if left[0] > right[0]:
+                high, right = right[1], left
+                left = self._tried(_inner(low, high)[0], n_prefill)
+            else:
+                low, left = left[1], right
+                right = self._tried(_inner(low, high)[1], n_prefill)
+        return best
 
-    def _keeps(self, length: float, n_prefill: int) -> bool:
+    def _tried(self, length: float, n_prefill: int) -> tuple[float, float]:
+        return self._rate_at(length, n_prefill), length
+
+    def _rate_at(self, length: float, n_prefill: int) -> float:
         import numpy as np
 
         count = range(n_prefill, n_prefill + 1)
-        rate = float(merits(self._split, self._split.loads(np.array([length])), count)[0][0][0])
-        return self._is_within(work_of(self._split, length, 1), n_prefill, self._split.problem.load * rate)
+        full = float(merits(self._split, self._split.loads(np.array([length])), count)[0][0][0])
+        return self._rate(work_of(self._split, length, 1), n_prefill, full)
+
+    def _rate(self, work: StageWork, n_prefill: int, full: float, *, above: float = 0.0) -> float:
+        """The highest rate up to `full` whose load keeps the target; 0 if it is not more than `above`."""
+        load = self._split.problem.load
+
+        def keeps(rate: float) -> bool:
+            return self._is_within(work, n_prefill, load * rate)
+
+        return _most(keeps, full, above)
 
     def _is_within(self, work: StageWork, n_prefill: int, requests_per_s: float) -> bool:
         """`work` is that of one prefill instance of the PD cluster."""
@@ -234,6 +254,45 @@ class _TargetSearch:
         problem = self._split.problem
         found = _distribution(problem, replace(work, pools=pools), {name: n_prefill}, requests_per_s)
         return _is_within(found, self._target)
+
+
+def _most(keeps: Callable[[float], bool], high: float, low: float = 0.0) -> float:
+    """The highest value between two up to which something is kept; 0 if it is not kept at the lower one."""
+    if high <= low or not keeps(low):
+        return 0.0
+    if keeps(high):
+        return high
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if keeps(middle) else (low, middle)
+    return low
+
+
+def _inner(low: float, high: float) -> tuple[float, float]:
+    """The two points of a golden section search (Kiefer 1953)."""
+    step = (high - low) * (math.sqrt(5) - 1) / 2
+    return high - step, low + step
+
+
+def _at_rate(point: OperatingPoint, rate: float) -> OperatingPoint:
+    """The same roles and routes at another rate."""
+    share = rate / point.lambda_max
+    if share == 1.0:
+        return point
+    return replace(
+        point,
+        lambda_max=rate,
+        egress_bits_per_s=share * point.egress_bits_per_s,
+        stages=tuple(replace(stage, utilisation=share * stage.utilisation) for stage in point.stages),
+        links=tuple(
+            replace(
+                link,
+                egress_bits_per_s=share * link.egress_bits_per_s,
+                utilisation=share * link.utilisation,
+            )
+            for link in point.links
+        ),
+    )
 
 
 def _distribution(

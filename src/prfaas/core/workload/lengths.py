@@ -259,16 +259,14 @@ class TruncatedLogNormal(_LogNormal):
         """See `LengthDistribution.above`. The first moment shifts the normal by sigma: exp(mu + σ²/2) × Φ(z − σ)."""
         import numpy as np
 
-        end = self._z(self.high)
-        all_mass = self._mass(self._z(self.low), end)
+        lengths = np.clip(thresholds, self.low, self.high)
+        z = (np.log(np.concatenate([[self.low, self.high], lengths])) - self.mu) / self.sigma
+        start, end, z = z[:1], float(z[1]), z[2:]
+        all_mass = float(_masses(start, end)[0])
         # The factor is kept in the exponent together with 1 / all_mass: either alone may be out of range.
         moment_factor = math.exp(self.mu + self.sigma**2 / 2 - math.log(all_mass))
-        mass, tokens = np.empty(len(thresholds)), np.empty(len(thresholds))
-        for i, t in enumerate(np.clip(thresholds, self.low, self.high).tolist()):
-            z = self._z(t)
-            mass[i] = self._mass(z, end) / all_mass
-            tokens[i] = self._mass(z - self.sigma, end - self.sigma) * moment_factor
-        return mass, tokens
+        mass = _masses(z, end) / all_mass
+        return mass, _masses(z - self.sigma, end - self.sigma) * moment_factor
 
     def quantile(self, q: float) -> float:
         """See `LengthDistribution.quantile`."""
@@ -309,6 +307,15 @@ class TruncatedLogNormal(_LogNormal):
 
 def _cdf(z: float) -> float:
     return 0.5 * math.erfc(-z / _SQRT2)
+
+
+def _masses(starts: "FloatArray", end: float) -> "FloatArray":
+    """`TruncatedLogNormal._mass` for many at once."""
+    import numpy as np
+    from scipy.special import erfc
+
+    in_upper_tail: FloatArray = 0.5 * (erfc(starts / _SQRT2) - erfc(end / _SQRT2))
+    return np.where(starts > 0, in_upper_tail, 0.5 * (erfc(-end / _SQRT2) - erfc(-starts / _SQRT2)))
 
 
 def _bisect(level: float, start: float, end: float) -> float:
