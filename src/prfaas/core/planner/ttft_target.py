@@ -1,11 +1,10 @@
 """Operating points with their waits, and the best one that keeps a target for the time to the first token."""
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from prfaas.core.planner.loads import Split, work_of
+from prfaas.core.planner.loads import Split, pools_of_parts, work_of
 from prfaas.core.planner.network import NetworkPlan, best_network
 from prfaas.core.planner.operating_point import OperatingPoint, ServiceModel
 from prfaas.core.planner.problem import PlanError, PlanProblem, TtftTarget
@@ -27,10 +26,12 @@ if TYPE_CHECKING:
 
     FloatArray = NDArray[np.float64]
 
-# Thresholds that are tried for every split; between two of them the best one is found by golden sections.
-_GRID = 96
-_SECTIONS = 14
-_BISECTIONS = 24
+# Thresholds that are tried for every split, and so often more of them beside the best one.
+_GRID = 192
+_ZOOMS, _ZOOM_POINTS = 2, 25
+# Of lengths, to compare thresholds by; the one that is taken is worked out by finer bins.
+_BINS = 3000
+_BISECTIONS = 40
 # With several clusters on a side roles are moved by one instance so often at most.
 _ROLE_ROUNDS = 2
 
@@ -167,15 +168,33 @@ class _TargetSearch:
 
     def best(self) -> Operation | None:
         """None if nothing keeps the target."""
+        import numpy as np
+
         lengths = self._lengths()
+        best = self._best_of(lengths)
+        for _ in range(_ZOOMS if self._split.problem.workload.lengths.atoms() is None else 0):
+            if best[0] <= 0 or len(lengths) == 1:
+                break
+            index = int(np.searchsorted(lengths, best[1]))
+            near = lengths[max(index - 1, 0)], lengths[min(index + 1, len(lengths) - 1)]
+            lengths = np.unique(np.append(np.linspace(*near, _ZOOM_POINTS), best[1]))
+            best = max(best, self._best_of(lengths))
+        rate, length, n_prefill = best
+        if rate <= 0:
+            return None
+        work = work_of(self._split, length, n_prefill)
+        found = Operation(self._split.problem, point_of(self._split, length, n_prefill), work).slowed()
+        return found if found.point.lambda_max > 0 else None
+
+    def _best_of(self, lengths: "FloatArray") -> tuple[float, float, int]:
+        """The highest rate that keeps the target, and the length of those given and the split that have it."""
         rates = [each for each, _ in merits(self._split, self._split.loads(lengths), self._splits)]
-        works = [work_of(self._split, settled(self._split.problem, float(each)), 1) for each in lengths]
+        works = self._works(lengths)
         # Where not even a prefill that never waits is in time, no split helps.
         hopeful = [_is_within(TtftDistribution(work.pools, 0.0), self._target) for work in works]
-        # What lies between a length and its better neighbour may be as good as that one.
         ranked = sorted(
             (
-                (max(float(rates[n][j]) for j in (i - 1, i, i + 1) if 0 <= j < len(lengths)), i, n)
+                (float(rates[n][i]), i, n)
                 for n in self._splits
                 for i in range(len(lengths))
                 if hopeful[i] and rates[n][i] > 0
@@ -183,19 +202,24 @@ class _TargetSearch:
             reverse=True,
         )
         best: tuple[float, float, int] = (0.0, 0.0, 0)
-        for most, i, n in ranked:
-            if most <= best[0]:
+        for full, i, n in ranked:
+            if full <= best[0]:
                 break
-            rate = self._rate(works[i], n, float(rates[n][i]), above=best[0])
-            if rate >= most:
+            rate = self._rate(works[i], n, full, above=best[0])
+            if rate > best[0]:
                 best = (rate, float(lengths[i]), n)
-            elif rate > best[0]:
-                best = max(best, (*self._between(lengths, i, n), n))
-        rate, length, n_prefill = best
-        if rate <= 0:
-            return None
-        point = _at_rate(point_of(self._split, length, n_prefill), rate)
-        return Operation(self._split.problem, point, work_of(self._split, length, n_prefill))
+        return best
+
+    def _works(self, lengths: "FloatArray") -> list[StageWork]:
+        """With one prefill instance, by bins that all lengths share: enough to compare them."""
+        distribution = self._split.problem.workload.lengths
+        bins = distribution.bins(_BINS, tuple(map(float, lengths)))
+        parts = {self._split.pd.name: 1.0}
+        works = []
+        for length in lengths:
+            short, long = bins.split_at(settled(self._split.problem, float(length)))
+            works.append(StageWork(pools_of_parts(self._split, short, long, 1), {}, parts))
+        return works
 
     def _lengths(self) -> "FloatArray":
         """Ascending: quantiles, and the threshold of each split's highest Λ."""
@@ -207,34 +231,6 @@ class _TargetSearch:
         peaks = [best_of(self._split, range(n, n + 1))[1] for n in self._splits]
         quantiles = [distribution.quantile(k / _GRID) for k in range(1, _GRID)]
         return np.unique(np.array([0.0, distribution.high, *quantiles, *peaks]))
-
-    def _between(self, lengths: "FloatArray", index: int, n_prefill: int) -> tuple[float, float]:
-        """The highest rate near a length, between its neighbours, and the length that has it."""
-        good = float(lengths[index])
-        best = (self._rate_at(good, n_prefill), good)
-        if self._split.problem.workload.lengths.atoms() is not None or len(lengths) == 1:
-            return best
-        low, high = float(lengths[max(index - 1, 0)]), float(lengths[min(index + 1, len(lengths) - 1)])
-        left, right = (self._tried(each, n_prefill) for each in _inner(low, high))
-        for _ in range(_SECTIONS):
-            best = max(best, left, right)
-            if left[0] > right[0]:
-                high, right = right[1], left
-                left = self._tried(_inner(low, high)[0], n_prefill)
-            else:
-                low, left = left[1], right
-                right = self._tried(_inner(low, high)[1], n_prefill)
-        return best
-
-    def _tried(self, length: float, n_prefill: int) -> tuple[float, float]:
-        return self._rate_at(length, n_prefill), length
-
-    def _rate_at(self, length: float, n_prefill: int) -> float:
-        import numpy as np
-
-        count = range(n_prefill, n_prefill + 1)
-        full = float(merits(self._split, self._split.loads(np.array([length])), count)[0][0][0])
-        return self._rate(work_of(self._split, length, 1), n_prefill, full)
 
     def _rate(self, work: StageWork, n_prefill: int, full: float, *, above: float = 0.0) -> float:
         """The highest rate up to `full` whose load keeps the target; 0 if it is not more than `above`."""
@@ -266,12 +262,6 @@ def _most(keeps: Callable[[float], bool], high: float, low: float = 0.0) -> floa
         middle = (low + high) / 2
         low, high = (middle, high) if keeps(middle) else (low, middle)
     return low
-
-
-def _inner(low: float, high: float) -> tuple[float, float]:
-    """The two points of a golden section search (Kiefer 1953)."""
-    step = (high - low) * (math.sqrt(5) - 1) / 2
-    return high - step, low + step
 
 
 def _at_rate(point: OperatingPoint, rate: float) -> OperatingPoint:

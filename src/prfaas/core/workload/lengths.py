@@ -41,6 +41,17 @@ class Bins:
     weights: "FloatArray"
     """Probabilities; they sum to that of the range that was cut."""
 
+    def split_at(self, length: float) -> "tuple[Bins, Bins]":
+        """The bins up to a length, and those above it. It must be an edge."""
+        import numpy as np
+
+        count = int(np.searchsorted(self.upper, length, side="right"))
+        low, high = (
+            Bins(self.lower[part], self.upper[part], self.lengths[part], self.weights[part])
+            for part in (slice(count), slice(count, None))
+        )
+        return low, high
+
 
 class LengthDistribution(ABC):
     """A random length L > 0 in tokens.
@@ -259,14 +270,16 @@ class TruncatedLogNormal(_LogNormal):
         """See `LengthDistribution.above`. The first moment shifts the normal by sigma: exp(mu + σ²/2) × Φ(z − σ)."""
         import numpy as np
 
-        lengths = np.clip(thresholds, self.low, self.high)
-        z = (np.log(np.concatenate([[self.low, self.high], lengths])) - self.mu) / self.sigma
-        start, end, z = z[:1], float(z[1]), z[2:]
-        all_mass = float(_masses(start, end)[0])
+        end = self._z(self.high)
+        all_mass = self._mass(self._z(self.low), end)
         # The factor is kept in the exponent together with 1 / all_mass: either alone may be out of range.
         moment_factor = math.exp(self.mu + self.sigma**2 / 2 - math.log(all_mass))
-        mass = _masses(z, end) / all_mass
-        return mass, _masses(z - self.sigma, end - self.sigma) * moment_factor
+        mass, tokens = np.empty(len(thresholds)), np.empty(len(thresholds))
+        for i, t in enumerate(np.clip(thresholds, self.low, self.high).tolist()):
+            z = self._z(t)
+            mass[i] = self._mass(z, end) / all_mass
+            tokens[i] = self._mass(z - self.sigma, end - self.sigma) * moment_factor
+        return mass, tokens
 
     def quantile(self, q: float) -> float:
         """See `LengthDistribution.quantile`."""
@@ -307,15 +320,6 @@ class TruncatedLogNormal(_LogNormal):
 
 def _cdf(z: float) -> float:
     return 0.5 * math.erfc(-z / _SQRT2)
-
-
-def _masses(starts: "FloatArray", end: float) -> "FloatArray":
-    """`TruncatedLogNormal._mass` for many at once."""
-    import numpy as np
-    from scipy.special import erfc
-
-    in_upper_tail: FloatArray = 0.5 * (erfc(starts / _SQRT2) - erfc(end / _SQRT2))
-    return np.where(starts > 0, in_upper_tail, 0.5 * (erfc(-end / _SQRT2) - erfc(-starts / _SQRT2)))
 
 
 def _bisect(level: float, start: float, end: float) -> float:
