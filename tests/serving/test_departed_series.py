@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -26,7 +26,6 @@ class Counted:
         return {sample.labels[label] for sample in samples if label in sample.labels}
 
 
-@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(st.sets(st.sampled_from(NAMES)), st.sets(st.sampled_from(NAMES))), min_size=1, max_size=8

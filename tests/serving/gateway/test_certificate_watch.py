@@ -7,6 +7,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from prfaas.core.deployment import Deployment, load_deployment
+from prfaas.serving import issuing
 from prfaas.serving.certificates import CertificateFolder
 from prfaas.serving.gateway import certificate_watch
 from prfaas.serving.gateway.certificate_watch import CertificateWatch
@@ -65,14 +66,19 @@ def test_each_file_that_is_there_has_its_own_end(tmp_path: Path, expires: Gauge)
     assert watch.ends_s().keys() == FILES - {"far-0.pem", "home-0.pem"}
 
 
-def test_of_two_authorities_the_newest_is_shown(tmp_path: Path, expires: Gauge) -> None:
+def test_of_two_authorities_the_newest_is_shown(
+    tmp_path: Path, expires: Gauge, monkeypatch: pytest.MonkeyPatch
+) -> None:
     deployment = deployment_at(tmp_path)
     folder = CertificateFolder(deployment)
-    folder.make()
+    with monkeypatch.context() as earlier:
+        year_ago = issuing.now() - 365 * issuing.DAY
+        earlier.setattr(issuing, "now", lambda: year_ago)
+        folder.make()
     watch = CertificateWatch(deployment, expires)
     folder.add_authority()
     newest, older = folder.authorities()
-    assert newest.expires >= older.expires
+    assert newest.expires > older.expires
     assert watch.ends_s()["ca.crt"] == newest.expires.timestamp()
 
 

@@ -131,7 +131,8 @@ def test_nothing_is_kept_of_a_request_that_ended() -> None:
 
 def test_what_a_new_request_would_wait(in_world: InWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(world: World) -> None:
-        assert await world.metric("prfaas_gateway_queue_limit_seconds") == GatewayLimits().queue_s
+        while await world.metric("prfaas_gateway_queue_limit_seconds") != GatewayLimits().queue_s:
+            await asyncio.sleep(0.01)
         world.plane.waits_s = 7.5
         while await world.metric("prfaas_gateway_queue_wait_seconds") != 7.5:
             await asyncio.sleep(0.01)

@@ -92,9 +92,7 @@ class Gateway:
             )
         )
         self._transfers = _transfers(deployment.instances, key, tls, deployment.transfer.silence_s)
-        self._plane = plane
         self._metrics = Metrics(registry)
-        self._metrics.queue_limit_seconds.set(deployment.gateway.limits.queue_s)
         self.certificates = CertificateWatch(deployment, self._metrics.certificate_expires)
         self.descriptors = DescriptorBudget(raise_descriptor_limit(), _reserved_descriptors(deployment))
         logger.info("file descriptors: %d at most", self.descriptors.limit)
@@ -121,11 +119,12 @@ class Gateway:
         prefill = PrefillOrchestrator(deployment, self._hop, prefixes, context)
         decoder = Decoder(prefill, context)
         self._shadow = Shadow(ShadowOptions(deployment.gateway.shadow), context)
+        self._admission = Admission(deployment.gateway.limits, plane)
         log = RequestLog(options.kept_records, context.metrics)
         generation = Generation(
             context,
             tenants=tenants,
-            admission=Admission(deployment.gateway.limits, plane),
+            admission=self._admission,
             parser=RequestParser(deployment, options, self._json_threads),
             tokenization=self._tokenization,
             validation=Validation(context),
@@ -177,7 +176,8 @@ class Gateway:
     async def watch_queue(self) -> None:
         """Predict what a new request would wait, until cancelled."""
         while True:
-            self._metrics.queue_wait_seconds.set(self._plane.wait_s(None))
+            self._metrics.queue_wait_seconds.set(self._admission.queue_s)
+            self._metrics.queue_limit_seconds.set(self._admission.queue_limit_s)
             await asyncio.sleep(_QUEUE_WATCH_S)
 
     async def _introduced(self, decode: Instance) -> bool:
