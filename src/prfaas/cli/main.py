@@ -22,6 +22,7 @@ from prfaas.cli.explain import explain
 from prfaas.cli.init import init
 from prfaas.cli.key import key
 from prfaas.cli.models import model, models
+from prfaas.cli.monitoring import monitoring
 from prfaas.cli.plan import plan
 from prfaas.cli.policies import policies
 from prfaas.cli.pool import pool
@@ -66,6 +67,7 @@ for command in (
 ):
     app.command()(command)
 app.add_typer(model, name="model")
+app.add_typer(monitoring, name="monitoring")
 app.add_typer(pool, name="pool")
 app.add_typer(emit, name="emit")
 
