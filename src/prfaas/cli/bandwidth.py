@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prfaas.cli.common import AsJson, CliError, print_json
+from prfaas.cli.completions import model_names
 
 if TYPE_CHECKING:
     from prfaas.core.kv import KvModel
@@ -14,7 +15,12 @@ if TYPE_CHECKING:
 
 def bandwidth(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A published model (`prfaas models`), or a config.json.")
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A published model (`prfaas models`), or a config.json.",
+            autocompletion=model_names,
+        ),
     ],
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of the prefill cluster.")],
     profile: Annotated[

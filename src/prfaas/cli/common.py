@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from prfaas.cli.completions import instance_names
+
 if TYPE_CHECKING:
     from urllib.error import HTTPError
 
@@ -166,7 +168,10 @@ DeploymentPath = Annotated[
     Path, typer.Argument(metavar="DEPLOYMENT", help="The deployment file, for example examples/local.yaml.")
 ]
 InstanceName = Annotated[
-    str, typer.Argument(metavar="NAME", help="An instance's name in the deployment file.")
+    str,
+    typer.Argument(
+        metavar="NAME", help="An instance's name in the deployment file.", autocompletion=instance_names
+    ),
 ]
 ReadyTimeout = Annotated[
     float | None,

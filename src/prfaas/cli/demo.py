@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prfaas.cli.common import ReadyTimeout
+from prfaas.cli.completions import tiny_model_names
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +38,11 @@ def demo(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", help="A tiny model in place of the deployment's: qwen3-next, gpt-oss, …"),
+        typer.Option(
+            "--model",
+            help="A tiny model in place of the deployment's: qwen3-next, gpt-oss, …",
+            autocompletion=tiny_model_names,
+        ),
     ] = None,
     ready_timeout_s: ReadyTimeout = None,
 ) -> None:

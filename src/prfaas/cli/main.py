@@ -36,7 +36,6 @@ from prfaas.cli.up import up
 app = typer.Typer(
     name="prfaas",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
