@@ -11,6 +11,7 @@ import typer
 
 from prfaas import __version__
 from prfaas.cli.bandwidth import bandwidth
+from prfaas.cli.bench import bench
 from prfaas.cli.certs import certs
 from prfaas.cli.common import sentence
 from prfaas.cli.demo import demo
@@ -61,6 +62,7 @@ for command in (
     study,
     reproduce,
     replay,
+    bench,
 ):
     app.command()(command)
 app.add_typer(model, name="model")
