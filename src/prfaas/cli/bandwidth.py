@@ -41,7 +41,7 @@ def bandwidth(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what bandwidth N GPUs fill with KVCache if they prefill without a pause (the paper's Eq. 2).
+    """Say what bandwidth N GPUs fill with KVCache if they prefill without a pause (the paper's equation 2).
 
     Examples: prfaas bandwidth ring-2.5-1t --gpus 512 --length 32768;
     prfaas bandwidth internal-1t --gpus 32 --lognormal 9.9,1,19400,131072
