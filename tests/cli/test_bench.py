@@ -79,7 +79,7 @@ def test_for_people(
     assert "7.0 KiB" in out and "2 requests were others' or warm-up" in out
     ((_, options),) = asked
     # Results go to stdout; the tool's text doesn't.
-    assert options["stdout"] is sys.stderr
+    assert options["stdout"] == 2
 
 
 def test_the_user_s_options_come_after_ours(tmp_path: Path) -> None:

@@ -81,7 +81,9 @@ def plan(
 
     The file needs no servers, only counts, profiles and a workload; docs/guides/plan.md explains fields and results.
 
-    Examples: prfaas plan examples/paper.yaml --plot plots; prfaas plan examples/paper.yaml --emit llm-d
+    Example: prfaas plan examples/paper.yaml --plot plots
+
+    For those who keep llm-d's router: prfaas plan examples/paper.yaml --emit llm-d
     """
     asked = PoolsAsked(pool, pool_ssd, tuple(pool_rate or ()), trace, pool_hits)
     if emit is not None:

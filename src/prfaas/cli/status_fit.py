@@ -1,5 +1,6 @@
 """Tables that fit a terminal: columns and rows that matter least are left out, and a hint says which."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,9 +12,10 @@ from rich.text import Text
 
 # From here on columns stand two cells apart, below one.
 _WIDE = 100
-# Lines of a table besides its rows: an empty one, title, headings, a rule.
-_FRAME_LINES = 4
-_HINT_LINES = 1
+# Lines of a table besides headings and rows: an empty one, the title, a rule.
+_FRAME_LINES = 3
+# A hint takes more lines the more it names: so often at most is the page made anew for it.
+_MOST_ATTEMPTS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +53,7 @@ class StatusTable:
 
     def within(self, width: int) -> "StatusTable":
         """Without the columns that have no room."""
-        widths = [
-            max(cell_len(column.heading), *(row.cells[place].cell_len for row in self.rows), 0)
-            for place, column in enumerate(self.columns)
-        ]
+        widths = self._widths()
         kept = list(range(len(self.columns)))
         while sum(widths[place] for place in kept) + _gap(width) * (len(kept) - 1) > width:
             optional = [place for place in kept if self.columns[place].rank]
@@ -82,10 +81,18 @@ class StatusTable:
             self, rows=tuple(self.rows[place] for place in shown), hidden_rows=len(self.rows) - most
         )
 
-    @property
-    def lines(self) -> int:
-        """Of the screen, if no cell folds."""
-        return _FRAME_LINES + len(self.rows)
+    def lines_at(self, width: int) -> int:
+        """Of a screen so wide: names in the first column fold where the others leave them no room."""
+        first, *others = self._widths()
+        room = max(width - sum(others) - _gap(width) * len(others), 1)
+        names = [cell_len(self.columns[0].heading), *(row.cells[0].cell_len for row in self.rows)]
+        return _FRAME_LINES + sum(max(math.ceil(name / min(room, first or 1)), 1) for name in names)
+
+    def _widths(self) -> list[int]:
+        return [
+            max(cell_len(column.heading), *(row.cells[place].cell_len for row in self.rows), 0)
+            for place, column in enumerate(self.columns)
+        ]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield Text()
@@ -122,40 +129,56 @@ class StatusPage:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         # The height is set only where a screen limits it.
         height, options = options.height, options.update(height=None)
-        tables = [table.within(options.max_width) for table in self.tables]
-        below: Sequence[Text] = self.below
-        hidden: list[str] = []
+        width = options.max_width
+        tables = [table.within(width) for table in self.tables]
+        below = self.below
+        hint = _hint(tables, ())
         if height is not None:
-            free = height - _HINT_LINES - self._lines(self.above, console, options)
+            free = height - self._lines(self.above, console, options)
+            hint_lines = self._lines(hint, console, options)
             below_lines = self._lines(below, console, options) + 1 if below else 0
-            if sum(table.lines for table in tables) + below_lines > free:
-                hidden += ["the latest changes"] if below else []
+            if sum(table.lines_at(width) for table in tables) + below_lines + hint_lines > free:
+                hidden = ["the latest changes"] if below else []
                 below = ()
-                tables, gone = _fitting(tables, free)
-                hidden += [table.title for table in gone]
+                for _ in range(_MOST_ATTEMPTS):
+                    shown, gone = _fitting(tables, width, free - hint_lines)
+                    hint = _hint(shown, (*hidden, *(table.title for table in gone)))
+                    needed = self._lines(hint, console, options)
+                    if needed <= hint_lines:
+                        break
+                    hint_lines = needed
+                tables = shown
         yield from self.above
         yield from tables
         if below:
             yield Text()
             yield from below
-        hint = "; ".join((*_columns_and_rows(tables), *hidden))
-        if hint:
-            yield Text(f"Not shown here: {hint}. A larger window or --json has it.", style="dim")
+        yield from hint
 
     @staticmethod
     def _lines(texts: Sequence[Text], console: Console, options: ConsoleOptions) -> int:
         return sum(len(console.render_lines(text, options, pad=False)) for text in texts)
 
 
-def _fitting(tables: Sequence[StatusTable], free: int) -> tuple[list[StatusTable], list[StatusTable]]:
+def _fitting(
+    tables: Sequence[StatusTable], width: int, free: int
+) -> tuple[list[StatusTable], list[StatusTable]]:
     """The tables with as many rows as have room, and those that have no room at all."""
     for count in range(len(tables), 0, -1):
         chosen = tables[:count]
         for most in range(max(len(table.rows) for table in chosen), 0, -1):
             cut = [table.with_rows(most) for table in chosen]
-            if sum(table.lines for table in cut) <= free:
+            if sum(table.lines_at(width) for table in cut) <= free:
                 return cut, list(tables[count:])
     return [], list(tables)
+
+
+def _hint(tables: Sequence[StatusTable], hidden: Sequence[str]) -> tuple[Text, ...]:
+    """A line on what is not shown; none if all is."""
+    what = "; ".join((*_columns_and_rows(tables), *hidden))
+    if not what:
+        return ()
+    return (Text(f"Not shown here: {what}. A larger window or --json has it.", style="dim"),)
 
 
 def _columns_and_rows(tables: Sequence[StatusTable]) -> Iterator[str]:

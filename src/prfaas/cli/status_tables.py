@@ -129,7 +129,7 @@ _LINK = (
         use=3,
         queued=0,
         done_in=0,
-        cost_so_far=0,
+        cost=0,
         transfers=5,
         RTT=4,
         sent_again=2,
@@ -140,7 +140,7 @@ _LINK = (
 
 def _links(state: Json) -> StatusTable:
     has_prices = any(link.get("egress_per_gb") for link in state["links"].values())
-    columns = tuple(column for column in _LINK if has_prices or column.heading != "cost so far")
+    columns = tuple(column for column in _LINK if has_prices or column.heading != "cost")
     rows = []
     for name, link in state["links"].items():
         cells = (

@@ -11,6 +11,7 @@ from typing import Any
 from prfaas.core.deployment import Deployment
 
 _RESULT = "result.json"
+_STDERR = 2
 
 
 class LoadTestError(Exception):
@@ -46,7 +47,7 @@ def run_load_test(deployment: Deployment, options: Sequence[str]) -> dict[str, A
         folder = Path(name)
         command = load_test_command(deployment, options, folder)
         try:
-            done = subprocess.run(command, stdout=sys.stderr, check=False)
+            done = subprocess.run(command, stdout=_STDERR, check=False)
         except FileNotFoundError:
             raise LoadTestError(
                 f"{command[0]} isn't there; `prfaas bench` needs vLLM in its environment"
