@@ -49,8 +49,8 @@ PROMISED = {
     ),
     "gateway": (
         "prfaas.core prfaas.serving.transport prfaas.serving.live prfaas.serving.gateway prfaas.serving.control "
-        "prfaas.serving.engines.synthetic prfaas.serving.pool prfaas.tools.demo prfaas.tools.doctor "
-        "prfaas.tools.monitoring prfaas.tools.replay"
+        "prfaas.serving.engines.synthetic prfaas.serving.pool prfaas.tools.bench prfaas.tools.demo "
+        "prfaas.tools.doctor prfaas.tools.monitoring prfaas.tools.replay"
     ),
     "plan": "prfaas.core prfaas.lab prfaas.tools.profiling",
 }

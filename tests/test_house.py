@@ -13,8 +13,9 @@ SOURCE = Path(__file__).parents[1] / "src"
 # request would wait, for gateways and simulated ones. Then runs of a study that differ only in their seed, the search
 # for the largest rate, other models, and five studies. Then sites, open ports, containers, drafts of files and their
 # questions; and what is emitted: blueprint, writing, unit, service, pod, its plan and volumes, policy, monitor.
-# Then dashboards, alert rules, series that leave, certificates' ends.
-MOST_FILES = 446
+# Then dashboards, alert rules, series that leave, certificates' ends. Then what fits a terminal, what shells
+# complete, the demo's form, vLLM's load test and a gateway's counts beside it, and values for llm-d.
+MOST_FILES = 454
 MOST_LINES = 420
 
 
