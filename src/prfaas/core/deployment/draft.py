@@ -281,7 +281,9 @@ def _check_name(name: str, what: str) -> None:
 
 def _scalar(text: str) -> str:
     """A text as YAML reads it back, also inside of braces."""
-    plain = re.fullmatch(r"[A-Za-z/][A-Za-z0-9/._ -]*[A-Za-z0-9]|[0-9]+(\.[0-9]+)* ?[A-Za-z/]+|[0-9]+(\.[0-9]+){2,3}", text)
+    plain = re.fullmatch(
+        r"[A-Za-z/][A-Za-z0-9/._ -]*[A-Za-z0-9]|[0-9]+(\.[0-9]+)* ?[A-Za-z/]+|[0-9]+(\.[0-9]+){2,3}", text
+    )
     if plain and yaml.safe_load(text) == text:
         return text
     return yaml.safe_dump(text, default_style='"', width=10_000).strip()
