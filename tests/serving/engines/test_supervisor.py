@@ -165,11 +165,29 @@ def test_waits_never_fall_and_are_bounded(restarts: int, first_s: float, longest
 def test_one_more_is_started_and_one_that_leaves_is_let_go() -> None:
     async def check() -> None:
         world = World(RestartLimits(most=2))
-        world.end("c")
-        world.supervisor.watch(world.deployment.instances[0])
+        world.supervisor.watch(Instance("c", "c", ("decode",), "127.0.0.1", 1, 2, 1))
+        await world.pass_s(1)
+        assert world.starts == [(101.0, ("c",))]
+        world.ready.add("c")
+        await world.pass_s(1)
+        assert world.told == ["engine c is ready after 1 s"]
+        world.supervisor.watch(Instance("c", "c", ("decode",), "127.0.0.1", 1, 2, 1))
         world.supervisor.leave("b")
-        world.end("b")
-        await world.pass_s(20)
-        assert "b" not in world.running
+        world.end("b", "c")
+        await world.pass_s(3)
+        assert world.told[1:] == ["engine c has ended (signal 9); restart 1 of 2 in 1 s"]
+        assert world.running == {"a", "c"}
+
+    asyncio.run(check())
+
+
+def test_one_more_that_cannot_be_started_is_given_up() -> None:
+    async def check() -> None:
+        world = World(RestartLimits(most=2))
+        world.refuses = "port 1 is already in use"
+        world.supervisor.watch(Instance("c", "c", ("decode",), "127.0.0.1", 1, 2, 1))
+        await world.pass_s(5)
+        assert world.told == ["no restart of c: port 1 is already in use"]
+        assert world.supervisor.given_up == ["c"]
 
     asyncio.run(check())

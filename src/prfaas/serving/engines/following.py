@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from prfaas.core.deployment import AppliedDeployment, Deployment, DeploymentDifference, Instance
 from prfaas.serving.engines import EngineError
@@ -16,14 +16,21 @@ class FollowingEngines:
     """Has the engines that a file adds started, and ends those that have left. It belongs to one event loop."""
 
     def __init__(
-        self, engines: RunningEngines, supervisor: Supervisor[Instance], tell: Callable[[str], None]
+        self,
+        engines: RunningEngines,
+        supervisor: Supervisor[Instance],
+        tell: Callable[[str], None],
+        *,
+        here: Callable[[Deployment], Collection[Instance]],
     ) -> None:
         """
         Args:
             engines: of this machine.
             supervisor: starts them; nobody else runs it.
             tell: called with every sentence that an operator should read.
+            here: the instances of a deployment that run on this machine.
         """
+        self._here = here
         self._engines = engines
         self._supervisor = supervisor
         self._tell = tell
@@ -35,7 +42,10 @@ class FollowingEngines:
         Raises:
             ReloadRefusedError: a port is taken, or a certificate can't be used.
         """
-        new = [each for each in difference.added if not self._engines.is_running(each.name)]
+        here = {instance.name for instance in self._here(said)}
+        new = [
+            each for each in difference.added if each.name in here and not self._engines.is_running(each.name)
+        ]
         try:
             self._engines.check(said, new)
         except (EngineError, KeyFileError, TlsFileError) as error:
@@ -44,7 +54,7 @@ class FollowingEngines:
     def adopt(self, applied: AppliedDeployment) -> None:
         """Have what is new started, soon."""
         self._engines.adopt(applied.running)
-        for instance in applied.said.instances:
+        for instance in self._here(applied.said):
             self._supervisor.watch(instance)
 
     def left(self, instance: Instance) -> None:

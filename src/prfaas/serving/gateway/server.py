@@ -17,6 +17,7 @@ from prfaas.core.kv import KvModel
 from prfaas.serving.descriptors import DescriptorBudget, raise_descriptor_limit
 from prfaas.serving.gateway.admin import AdminRoutes
 from prfaas.serving.gateway.admission import Admission
+from prfaas.serving.gateway.certificate_watch import CertificateWatch
 from prfaas.serving.gateway.context import GatewayContext, GatewayOptions, ThreadOffload
 from prfaas.serving.gateway.control_plane import ControlPlane
 from prfaas.serving.gateway.decode import Decoder
@@ -52,6 +53,7 @@ _OWN_DESCRIPTORS = 64
 _DESCRIPTORS_PER_RANK = 8
 _IDLE_CLIENTS_S = 0.02
 _LOOP_WATCH_S = 0.2
+_QUEUE_WATCH_S = 1.0
 _STAGING_WATCH_S = 2.0
 _STAGING_ANSWER_S = 1.0
 
@@ -93,6 +95,7 @@ class Gateway:
         self._transfers = KvTransfers({each.name: self._watch(each) for each in deployment.instances})
         self._forgetting: set[asyncio.Task[None]] = set()
         self._metrics = Metrics(registry)
+        self.certificates = CertificateWatch(deployment, self._metrics.certificate_expires)
         self.descriptors = DescriptorBudget(raise_descriptor_limit(), _reserved_descriptors(deployment))
         logger.info("file descriptors: %d at most", self.descriptors.limit)
         context = GatewayContext(
@@ -160,7 +163,7 @@ class Gateway:
             task.add_done_callback(self._forgetting.discard)
         self.descriptors.reserved = _reserved_descriptors(running)
         self._tenants.adopt(running.security.tenant_header, running.security.tenant_weights)
-        for part in (self._hop, self._copier, self._prefixes, self._prefill, self._parser):
+        for part in (self._hop, self._copier, self._prefixes, self._prefill, self._parser, self.certificates):
             part.adopt(running)
         self._admission.adopt(config.limits)
         self._generation.adopt(config.route_header)
@@ -184,12 +187,23 @@ class Gateway:
             self._metrics.loop_lag_seconds.observe(max(clock() - due_s, 0.0))
 
     async def watch_staging(self) -> None:
-        """Ask how much staging is in use, until cancelled."""
+        """Ask how much staging is in use, until cancelled. Of an instance that does not answer nothing is shown."""
+        used_bytes, total_bytes = self._metrics.staging_used_bytes, self._metrics.staging_bytes
         while True:
             await asyncio.sleep(_STAGING_WATCH_S)
-            for name, use in (await self._transfers.staging(_STAGING_ANSWER_S)).items():
-                self._metrics.staging_used_bytes.labels(name).set(use.used_bytes)
-                self._metrics.staging_bytes.labels(name).set(use.total_bytes)
+            uses = await self._transfers.staging(_STAGING_ANSWER_S)
+            used_bytes.clear()
+            total_bytes.clear()
+            for name, use in uses.items():
+                used_bytes.labels(name).set(use.used_bytes)
+                total_bytes.labels(name).set(use.total_bytes)
+
+    async def watch_queue(self) -> None:
+        """Predict what a new request would wait, until cancelled."""
+        while True:
+            self._metrics.queue_wait_seconds.set(self._admission.queue_s)
+            self._metrics.queue_limit_seconds.set(self._admission.queue_limit_s)
+            await asyncio.sleep(_QUEUE_WATCH_S)
 
     async def _introduced(self, decode: Instance) -> bool:
         try:
@@ -311,6 +325,8 @@ async def _serve(
             asyncio.create_task(gateway.introduce()),
             asyncio.create_task(gateway.watch_loop()),
             asyncio.create_task(gateway.watch_staging()),
+            asyncio.create_task(gateway.watch_queue()),
+            asyncio.create_task(gateway.certificates.run()),
             asyncio.create_task(_close_idle_clients(server, gateway.descriptors)),
         ]
         if reloader is not None:
