@@ -1,8 +1,14 @@
 """The one YAML file a user writes, read into frozen typed objects."""
 
-from prfaas.core.deployment.addresses import EventsEndpoint, is_loopback
+from prfaas.core.deployment.addresses import EventsEndpoint, is_loopback, traces_url
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
-from prfaas.core.deployment.gateway import AdminConfig, GatewayConfig, GatewayLimits, RouteDetail
+from prfaas.core.deployment.gateway import (
+    AdminConfig,
+    GatewayConfig,
+    GatewayLimits,
+    RouteDetail,
+    TracingConfig,
+)
 from prfaas.core.deployment.load import default_state_dir, load_deployment, load_planned
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
@@ -85,6 +91,7 @@ __all__ = [
     "Slo",
     "TraceFormat",
     "TraceLengths",
+    "TracingConfig",
     "TransferLimits",
     "UniformLengths",
     "WorkloadSpec",
@@ -92,4 +99,5 @@ __all__ = [
     "is_loopback",
     "load_deployment",
     "load_planned",
+    "traces_url",
 ]
