@@ -12,7 +12,8 @@ SOURCE = Path(__file__).parents[1] / "src"
 # then policies as plug-ins, prices of egress, roles by predicted latency and by forecast, the order of prefills; what a
 # request would wait, for gateways and simulated ones. Then runs of a study that differ only in their seed, the search
 # for the largest rate, other models, and five studies.
-MOST_FILES = 411
+# Then traces: their collector, their spans, the queue of these, a request's trace, and a hop's.
+MOST_FILES = 417
 MOST_LINES = 420
 
 

@@ -100,7 +100,9 @@ class RequestRecord:
     status: int | None = None
     outcome: str = "under way"
     trace: RequestTrace | None = None
-    """Where the stages write their spans; None: it is not traced."""
+    """Where the stages write their spans; None: it is not traced, or over."""
+    trace_id: str | None = None
+    """Of its trace; None: it is not traced."""
     trace_headers: Mapping[str, str] | None = None
     """What engines get of the trace; None: nothing is traced here, so they get what the client sent."""
     finish_reasons: Sequence[str] = ()
@@ -184,6 +186,7 @@ class RequestLog:
         if self._tracing is not None:
             begun = self._tracing.begin(endpoint, headers or {}, record.at_s, record.began_s)
             record.trace, record.trace_headers = begun.trace, begun.headers
+            record.trace_id = None if begun.trace is None else begun.trace.trace_id
         try:
             yield record
         except (ApiError, web.HTTPException) as error:
@@ -262,6 +265,8 @@ def _end_trace(record: RequestRecord, trace: RequestTrace, ended_s: float) -> No
     error = None if record.outcome == "ok" else record.outcome
     failed = error == "engine_error"
     trace.end(_span_name(record), ended_s, _span_attributes(record), error, failed=failed)
+    # The record is kept for longer than its spans.
+    record.trace = None
 
 
 def _span_name(record: RequestRecord) -> str:
@@ -303,7 +308,7 @@ def explain(record: RequestRecord, deployment: Deployment, model: KvModel | None
     """
     return {
         "request_id": record.request_id,
-        "trace_id": None if record.trace is None else record.trace.trace_id,
+        "trace_id": record.trace_id,
         "at": datetime.fromtimestamp(record.at_s, UTC).isoformat(timespec="milliseconds"),
         "endpoint": record.endpoint,
         "model": record.model,

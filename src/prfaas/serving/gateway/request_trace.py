@@ -20,7 +20,12 @@ Attributes = Mapping[str, AttributeValue]
 CANCELLED = "cancelled"
 """The error of a span that ended with its request: the client has left, or another stage has failed."""
 
-_FINISH_REASON = re.compile(rb'"(?:finish|stop)_reason":\s?"([a-z_]{1,32})"')
+# Fixed words: in "stop_reason" vLLM quotes the client's own stop string.
+_REASONS = rb"stop|length|tool_calls|function_call|content_filter|abort|error|repetition"
+_FINISH_REASON = re.compile(rb'"finish_reason":\s?"(' + _REASONS + rb')"')
+_STOP_REASON = re.compile(
+    rb'"stop_reason":\s?"(end_turn|max_tokens|stop_sequence|tool_use|pause_turn|refusal)"'
+)
 _MOST_REASONS = 16
 
 STEP_NAMES = {"read": "read", "tokenize": "tokenize", "turn": "wait_for_turn"}
@@ -134,7 +139,8 @@ def decision_attributes(decision: Decision, policy: str) -> dict[str, AttributeV
 
 def finish_reasons(tail: bytes) -> list[str]:
     """Why the answers of a request ended, from the end of what was written. In generated text quotes are escaped."""
-    return [found.decode("ascii") for found in _FINISH_REASON.findall(tail)[-_MOST_REASONS:]]
+    found = _FINISH_REASON.findall(tail) or _STOP_REASON.findall(tail)
+    return [reason.decode("ascii") for reason in found[-_MOST_REASONS:]]
 
 
 def error_word(error: BaseException) -> str:
