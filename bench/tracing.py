@@ -167,17 +167,11 @@ def main() -> None:
     finally:
         collector.kill()
         collector.join()
+    limits = {"not_sampled_us": GOAL_NOT_SAMPLED_US, "sampled_us": GOAL_SAMPLED_US}
     goals = [
-        {
-            "name": "not sampled, loop",
-            "value": figures["not_sampled_us"],
-            "unit": "µs",
-            "goal": GOAL_NOT_SAMPLED_US,
-        },
-        {"name": "sampled, loop", "value": figures["sampled_us"], "unit": "µs", "goal": GOAL_SAMPLED_US},
+        {"name": name, "value": figures[name], "unit": "µs", "goal": goal, "met": figures[name] <= goal}
+        for name, goal in limits.items()
     ]
-    for goal in goals:
-        goal["met"] = goal["value"] <= goal["goal"]
     if asked.json:
         print(json.dumps({"figures": figures, "goals": goals}, indent=2))
         return

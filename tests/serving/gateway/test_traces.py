@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
@@ -160,23 +161,19 @@ def test_what_was_sent_again_while_the_transfer_ran(in_traced: InTraced) -> None
         assert named["kv_transfer"].attributes["prfaas.kv.link_resent_bytes"] == 2500
         # The decode engine is asked before the last byte has come.
         assert named["decode"].begun_ns < named["kv_transfer"].ended_ns <= named["decode"].ended_ns
-        assert named["prefill"].attributes["gen_ai.usage.cache_read.input_tokens"] == 0
 
     in_traced(body)
 
 
 def test_names_are_the_conventions(in_traced: InTraced) -> None:
+    seen: list[SeenSpan] = []
+
     async def body(world: World, collector: Collector) -> None:
         await world.complete(LONG)
         await collector.until(lambda: any(span.kind == SERVER for span in collector.spans))
-
-    seen: list[SeenSpan] = []
-
-    async def keep(world: World, collector: Collector) -> None:
-        await body(world, collector)
         seen.extend(collector.spans)
 
-    in_traced(keep)
+    in_traced(body)
     known = {value for name, value in vars(gen_ai_attributes).items() if name.startswith("GEN_AI_")}
     # As vLLM's own spans call what the conventions have no name for.
     known |= {"gen_ai.request.id", "gen_ai.latency.time_to_first_token", "gen_ai.latency.e2e"}
@@ -410,6 +407,7 @@ def test_the_log_has_the_trace(in_traced: InTraced, caplog: pytest.LogCaptureFix
 def test_no_span_holds_anything_of_prompts_or_answers(in_traced: InTraced) -> None:
     async def body(world: World, collector: Collector) -> None:
         answers: list[str] = []
+        count = 0
         asked: list[tuple[str, dict[str, Any]]] = [
             ("/v1/completions", {"prompt": SECRET * 30, "user": SECRET, "stop": SECRET}),
             ("/v1/completions", {"prompt": SECRET * 30, "stream": True, SECRET: SECRET}),
@@ -429,10 +427,10 @@ def test_no_span_holds_anything_of_prompts_or_answers(in_traced: InTraced) -> No
             for fails in (None, 400, 500):
                 world.remote.fails, world.decode.dies = fails, dies
                 for path, body_json in asked:
-                    with contextlib.suppress(ConnectionError):
+                    count += 1
+                    with contextlib.suppress(aiohttp.ClientError):
                         async with world.client.post(path, json=body_json, headers=headers) as response:
                             answers.append(await response.text())
-        count = len(answers)
         await collector.until(lambda: sum(span.kind == SERVER for span in collector.spans) == count)
         texts = {json.loads(answer)["choices"][0]["text"] for answer in answers if '"text"' in answer[:80]}
         for raw in collector.bodies:
