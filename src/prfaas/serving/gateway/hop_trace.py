@@ -5,13 +5,13 @@ from collections.abc import Mapping
 
 from prfaas.serving.gateway.control_plane import ControlPlane
 from prfaas.serving.gateway.kv_transfer import TransferredBytes, TransferSpec
-from prfaas.serving.gateway.request_trace import CANCELLED, AttributeValue, RequestTrace
+from prfaas.serving.gateway.request_trace import CANCELLED, AttributeValue, RequestSpans
 
 
 class HopTrace:
     """The two spans begin together, and each ends by itself."""
 
-    def __init__(self, trace: RequestTrace, spec: TransferSpec, plane: ControlPlane) -> None:
+    def __init__(self, trace: RequestSpans, spec: TransferSpec, plane: ControlPlane) -> None:
         producer, consumer = plane.instance(spec.producer).cluster, plane.instance(spec.consumer).cluster
         self._spec = spec
         self._links = plane.links

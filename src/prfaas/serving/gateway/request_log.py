@@ -20,7 +20,7 @@ from prfaas.core.scheduling import Decision, NoDecodeInstanceError
 from prfaas.serving.gateway.bodies import ApiError, Json
 from prfaas.serving.gateway.kv_transfer import TransferredBytes
 from prfaas.serving.gateway.metrics import Metrics
-from prfaas.serving.gateway.request_trace import STEP_NAMES, AttributeValue, RequestTrace, Tracing
+from prfaas.serving.gateway.request_trace import STEP_NAMES, AttributeValue, RequestSpans, Tracing
 from prfaas.serving.logs import REQUEST_ID
 
 _REFUSALS = {
@@ -99,7 +99,7 @@ class RequestRecord:
     """The decode engine's status where it refused the request; a stream that says so has status 200 itself."""
     status: int | None = None
     outcome: str = "under way"
-    trace: RequestTrace | None = None
+    trace: RequestSpans | None = None
     """Where the stages write their spans; None: it is not traced, or over."""
     trace_id: str | None = None
     """Of its trace; None: it is not traced."""
@@ -261,7 +261,7 @@ _OPERATIONS = {
 """Endpoint to what the GenAI semantic conventions call it."""
 
 
-def _end_trace(record: RequestRecord, trace: RequestTrace, ended_s: float) -> None:
+def _end_trace(record: RequestRecord, trace: RequestSpans, ended_s: float) -> None:
     error = None if record.outcome == "ok" else record.outcome
     failed = error == "engine_error"
     trace.end(_span_name(record), ended_s, _span_attributes(record), error, failed=failed)

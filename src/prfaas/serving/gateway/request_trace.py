@@ -49,7 +49,7 @@ class Span(Protocol):
         ...
 
 
-class RequestTrace(Protocol):
+class RequestSpans(Protocol):
     """The spans of one request that is traced. Times are those of `time.perf_counter`."""
 
     @property
@@ -91,7 +91,7 @@ class BegunTrace(Protocol):
         ...
 
     @property
-    def trace(self) -> RequestTrace | None:
+    def trace(self) -> RequestSpans | None:
         """None: the request is not among those that are traced."""
         ...
 
@@ -174,7 +174,7 @@ class EngineCall:
 
 @contextmanager
 def engine_call(
-    trace: RequestTrace | None, name: str, headers: Mapping[str, str], attributes: Attributes
+    trace: RequestSpans | None, name: str, headers: Mapping[str, str], attributes: Attributes
 ) -> Iterator[EngineCall]:
     """While an engine is asked for something; an exception is the span's error."""
     call = EngineCall(headers, None if trace is None else trace.open(name, attributes, asks_engine=True))

@@ -92,7 +92,7 @@ class OtelBegun:
 
 
 class OtelTrace:
-    """See `RequestTrace`. It belongs to the event loop's thread."""
+    """See `RequestSpans`. It belongs to the event loop's thread."""
 
     __slots__ = ("_at_ns", "_began_s", "_context", "_open", "_root", "_tracer", "trace_id")
 
@@ -106,7 +106,7 @@ class OtelTrace:
         self.trace_id = f"{root.get_span_context().trace_id:032x}"
 
     def open(self, name: str, attributes: Attributes, *, asks_engine: bool = False) -> "OtelSpan":
-        """See `RequestTrace`."""
+        """See `RequestSpans`."""
         kind = SpanKind.CLIENT if asks_engine else SpanKind.INTERNAL
         span = self._tracer.start_span(name, self._context, kind, attributes, start_time=self.now_ns())
         opened = OtelSpan(self, span)
@@ -114,20 +114,20 @@ class OtelTrace:
         return opened
 
     def step(self, name: str, begun_s: float, ended_s: float, attributes: Attributes | None = None) -> None:
-        """See `RequestTrace`."""
+        """See `RequestSpans`."""
         span = self._tracer.start_span(
             name, self._context, attributes=attributes, start_time=self._ns(begun_s)
         )
         span.end(self._ns(ended_s))
 
     def event(self, name: str, attributes: Attributes | None = None) -> None:
-        """See `RequestTrace`."""
+        """See `RequestSpans`."""
         self._root.add_event(name, attributes, self.now_ns())
 
     def end(
         self, name: str, ended_s: float, attributes: Attributes, error: str | None, *, failed: bool
     ) -> None:
-        """See `RequestTrace`."""
+        """See `RequestSpans`."""
         ended_ns = self._ns(ended_s)
         # What is cancelled with the request ends some steps of the loop later.
         for span in self._open:
