@@ -42,7 +42,7 @@ from burst_report import (
 from prfaas.core.deployment import Deployment, load_deployment
 from prfaas.core.planner import best_operation
 from prfaas.core.units import format_s
-from prfaas.core.workload import RequestSpans, TracedRequest, read_requests, read_trace
+from prfaas.core.workload import RequestTrace, TracedRequest, read_requests, read_trace
 from prfaas.core.workload.traffic import ReplayedTraffic
 from prfaas.tools.replay import ReplayedRequest, ReplayOptions, find_target, replay
 
@@ -59,7 +59,7 @@ PHASE_IDS = 1 << 40
 
 
 def requests_of(
-    trace: RequestSpans, phases: Sequence[Phase], per_s: float
+    trace: RequestTrace, phases: Sequence[Phase], per_s: float
 ) -> Iterator[tuple[int, TracedRequest]]:
     """All phases' requests one after the other, each with the number of its phase."""
     rng = np.random.default_rng(0)

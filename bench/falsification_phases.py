@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from prfaas.core.planner import PlanProblem, best_operation
 from prfaas.core.planner.two_clusters import rate_at
-from prfaas.core.workload import RequestSpans, TracedRequest
+from prfaas.core.workload import RequestTrace, TracedRequest
 from prfaas.core.workload.requests import blocks_begun
 from prfaas.lab.simulator.capacity import Fluctuating, Piece
 
@@ -124,7 +124,7 @@ class TraceSlice:
 
     @classmethod
     def of(
-        cls, trace: RequestSpans, *, start_s: float, lasts_s: float, mean_tokens: float, seed: int
+        cls, trace: RequestTrace, *, start_s: float, lasts_s: float, mean_tokens: float, seed: int
     ) -> "TraceSlice":
         """The requests of `lasts_s` seconds from `start_s` on.
 
