@@ -32,6 +32,7 @@ from prfaas.serving.gateway.prefill_hop import PrefillHop
 from prfaas.serving.gateway.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.request import RequestParser, Tenants
 from prfaas.serving.gateway.request_log import RequestLog
+from prfaas.serving.gateway.request_trace import Tracing
 from prfaas.serving.gateway.routes import Routes
 from prfaas.serving.gateway.shadow import Shadow, ShadowOptions
 from prfaas.serving.gateway.stream_resume import StreamResume
@@ -40,6 +41,7 @@ from prfaas.serving.gateway.transcript import AnswerText
 from prfaas.serving.gateway.validation import Validation
 from prfaas.serving.pool.copier import PoolCopier, pool_observers
 from prfaas.serving.secret_files import load_token
+from prfaas.serving.tracing.collector import collector_of
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import load_key
 from prfaas.serving.transport.tls_identity import TlsIdentity
@@ -69,7 +71,7 @@ class Gateway:
         draining: Draining,
         tls: TlsIdentity | None,
     ) -> None:
-        """Raises KeyFileError and AdminTokenError for a file that can't be used."""
+        """Raises KeyFileError, AdminTokenError and TraceHeadersError for a file that can't be used."""
         key = load_key(deployment.security.key_file)
         token_file = deployment.gateway.admin.token_file
         model = deployment.model
@@ -120,7 +122,8 @@ class Gateway:
         decoder = Decoder(prefill, context)
         self._shadow = Shadow(ShadowOptions(deployment.gateway.shadow), context)
         self._admission = Admission(deployment.gateway.limits, plane)
-        log = RequestLog(options.kept_records, context.metrics)
+        self._tracing = _tracing(deployment, self._metrics)
+        log = RequestLog(options.kept_records, context.metrics, self._tracing)
         generation = Generation(
             context,
             tenants=tenants,
@@ -140,6 +143,7 @@ class Gateway:
             shadow=self._shadow,
             log=log,
             detail=deployment.gateway.route_header,
+            policy=deployment.routing.policy,
         )
         self.routes = Routes(deployment, generation, context)
         token = None if token_file is None else load_token(token_file)
@@ -195,8 +199,31 @@ class Gateway:
         await self._copier.close()
         await self._transfers.close()
         await self._client.close()
+        if self._tracing is not None:
+            await self._tracing.close()
         self._json_threads.close()
         self._tokenizer_threads.close()
+
+
+def _tracing(deployment: Deployment, metrics: Metrics) -> Tracing | None:
+    """What makes traces, where there is a collector for them. Raises TraceHeadersError and ModuleNotFoundError."""
+    collector = collector_of(deployment.gateway.tracing)
+    if collector is None:
+        return None
+    try:
+        # Here, so that a gateway without traces neither needs nor loads OpenTelemetry.
+        from prfaas.serving.tracing.otel import OtelTracing
+    except ModuleNotFoundError as error:
+        if collector.is_demanded:
+            raise
+        logger.warning("no traces, whatever OTEL_* variables say: %s is not installed", error.name)
+        return None
+    logger.info("traces go to %s", collector.endpoint)
+    for outcome in ("sent", "failed", "dropped"):
+        metrics.trace_spans.labels(outcome)
+    return OtelTracing(
+        collector, deployment.name, lambda outcome, spans: metrics.trace_spans.labels(outcome).inc(spans)
+    )
 
 
 def _reserved_descriptors(deployment: Deployment) -> int:
