@@ -1,7 +1,9 @@
 """The one YAML file a user writes, read into frozen typed objects."""
 
 from prfaas.core.deployment.addresses import EventsEndpoint, is_loopback, traces_url
+from prfaas.core.deployment.applied import AppliedDeployment
 from prfaas.core.deployment.containers import ContainerSettings, load_containers
+from prfaas.core.deployment.difference import DeploymentDifference, FieldChange, difference
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
 from prfaas.core.deployment.gateway import (
     AdminConfig,
@@ -66,16 +68,19 @@ __all__ = [
     "SYNTHETIC",
     "TOOLS",
     "AdminConfig",
+    "AppliedDeployment",
     "Cluster",
     "ContainerSettings",
     "ControlConfig",
     "Deployment",
+    "DeploymentDifference",
     "DeploymentError",
     "EmpiricalLengths",
     "EngineConfig",
     "EngineTls",
     "EventsEndpoint",
     "EvictionName",
+    "FieldChange",
     "FixedLengths",
     "GatewayConfig",
     "GatewayLimits",
@@ -105,6 +110,7 @@ __all__ = [
     "UniformLengths",
     "WorkloadSpec",
     "default_state_dir",
+    "difference",
     "gateway_site",
     "is_loopback",
     "load_containers",
