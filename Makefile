@@ -104,7 +104,7 @@ bench: setup
 	$(BIN)/python bench/overload.py
 	-$(BIN)/python bench/wan_e2e.py
 	$(BIN)/python bench/fidelity.py recorded bench/data/vllm_real_timings_RTXPRO6000_Llama-3.1-8B.jsonl.gz
-	-$(BIN)/python bench/simulator.py --requests 10000 100000
+	$(BIN)/python bench/simulator.py --requests 10000 100000
 
 $(DOCS_STAMP): requirements/docs.txt
 	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)

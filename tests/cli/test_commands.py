@@ -58,6 +58,8 @@ def test_every_command_has_help_with_an_example(
     assert run(monkeypatch, "--help") == 0
     overview = capsys.readouterr().out
     for command in (
+        ["init"],
+        ["emit", "systemd"],
         ["up"],
         ["serve"],
         ["engine"],
@@ -70,6 +72,9 @@ def test_every_command_has_help_with_an_example(
         ["pool", "clear"],
         ["pool", "verify"],
         ["model", "make"],
+        ["monitoring", "scrape"],
+        ["monitoring", "alerts"],
+        ["monitoring", "grafana"],
     ):
         assert command[0] in overview
         assert run(monkeypatch, *command, "--help") == 0

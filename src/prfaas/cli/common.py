@@ -26,7 +26,19 @@ _ENGINE_MODULES = {"vllm", "torch", "transformers", "safetensors"}
 # The commands that need more than the base installation, by extra of pyproject.toml. tests/test_extras.py holds
 # them together.
 PLAN_COMMANDS = ("plan", "policies", "simulate", "study", "reproduce", "bandwidth", "profile")
-GATEWAY_COMMANDS = ("up", "serve", "key", "certs", "doctor", "demo", "replay", "bench", "engine", "pool")
+GATEWAY_COMMANDS = (
+    "up",
+    "serve",
+    "key",
+    "certs",
+    "doctor",
+    "demo",
+    "replay",
+    "bench",
+    "engine",
+    "pool",
+    "monitoring",
+)
 _OWNERS = {"plan": "the planner's", "gateway": "the gateway's"}
 
 

@@ -18,11 +18,13 @@ from prfaas.cli.common import sentence
 from prfaas.cli.demo import demo
 from prfaas.cli.doctor import doctor
 from prfaas.cli.drain import drain, undrain
+from prfaas.cli.emit import emit
 from prfaas.cli.engine import engine
 from prfaas.cli.explain import explain
 from prfaas.cli.init import init
 from prfaas.cli.key import key
 from prfaas.cli.models import model, models
+from prfaas.cli.monitoring import monitoring
 from prfaas.cli.plan import plan
 from prfaas.cli.policies import policies
 from prfaas.cli.pool import pool
@@ -87,7 +89,9 @@ for command in (
 ):
     app.command()(command)
 app.add_typer(model, name="model")
+app.add_typer(monitoring, name="monitoring")
 app.add_typer(pool, name="pool")
+app.add_typer(emit, name="emit")
 
 
 def _print_version(wanted: bool) -> None:
