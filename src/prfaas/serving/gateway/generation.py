@@ -57,8 +57,7 @@ class Generation:
         policy: str,
     ) -> None:
         """`detail`: what the route header tells clients that are no named tenant. `policy`: its name, for traces."""
-        self._policy = policy
-        self._tells_all = detail == "full"
+        self.adopt(detail, policy)
         self._context = context
         self._tenants = tenants
         self._admission = admission
@@ -71,6 +70,11 @@ class Generation:
         self._shadow = shadow
         self._log = log
         self._budget = KeepBudget(context.options.kept_answers_bytes)
+
+    def adopt(self, detail: RouteDetail, policy: str) -> None:
+        """Tell clients and traces so much from now on."""
+        self._tells_all = detail == "full"
+        self._policy = policy
 
     async def handle(self, http: web.Request, endpoint: Endpoint) -> web.StreamResponse:
         """Serve one request.
