@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
@@ -60,7 +61,7 @@ def up(
     """
     from prfaas.cli.common import log_settings, write_logs
     from prfaas.cli.serve import check_gateway, run_gateway
-    from prfaas.cli.site_share import share_of
+    from prfaas.cli.site_share import runs_here, share_of
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.descriptors import raise_descriptor_limit
     from prfaas.serving.engines.following import FollowingEngines
@@ -90,25 +91,20 @@ def up(
                         f"pool {node.name} does not answer; engines go on without it: {pools.log_path(node.name)}"
                     )
             limits = RestartLimits(most=restarts, ready_timeout_s=timeout_s)
-            following = FollowingEngines(
-                engines,
-                Supervisor(engines, share.instances, limits, _tell),
-                _tell,
-                here=lambda said: share_of(said, site, with_gateway).instances,
-            )
+            engine_supervisor = Supervisor(engines, share.instances, limits, _tell)
             pool_supervisor = Supervisor(pools, share.pools, limits, _tell, kind="pool")
-            beside = [following.run, pool_supervisor.run]
             if share.has_gateway:
+                following = FollowingEngines(engines, engine_supervisor, _tell, partial(runs_here, site))
                 run_gateway(
                     loaded,
                     ready=lambda _port: typer.echo(f"ready: {loaded.gateway.url}/v1"),
-                    beside=beside,
+                    beside=[following.run, pool_supervisor.run],
                     following=following,
                     drain_timeout_s=drain_timeout_s,
                 )
             else:
                 typer.echo(f"ready: site {site} without gateway")
-                _watch(beside)
+                _watch([engine_supervisor.run, pool_supervisor.run])
             typer.echo("stopping", err=True)
     except KeyboardInterrupt:
         typer.echo("stopped before it was ready", err=True)
@@ -130,9 +126,8 @@ def _watch(beside: "Sequence[Callable[[], Coroutine[None, None, None]]]") -> Non
         ended = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, ended.set)
-        loop = asyncio.get_running_loop()
         # Without a handler it would end this process, and the engines with it.
-        loop.add_signal_handler(signal.SIGHUP, _tell, _NO_RELOAD)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _tell, _NO_RELOAD)
         tasks = [asyncio.create_task(make()) for make in beside]
         await ended.wait()
         for task in tasks:

@@ -80,6 +80,7 @@ RULES: Mapping[FieldPath, FieldRule] = {
     ("gateway", "limits", "queue_s"): FieldRule("gateway.limits.queue_s"),
     ("gateway", "limits", "bodies_bytes"): FieldRule("gateway.limits.bodies"),
     ("gateway", "limits", "body_values"): FieldRule("gateway.limits.body_values"),
+    ("gateway", "tracing"): FieldRule("gateway.tracing", _EVERYTHING),
     ("gateway", "cluster"): FieldRule("gateway.cluster", _GATEWAY),
     ("security", "key_file"): FieldRule("security.key_file", _EVERYTHING),
     ("security", "tenant_header"): FieldRule("security.tenant_header"),

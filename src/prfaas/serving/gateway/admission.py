@@ -88,10 +88,6 @@ class Admission:
         self._open_of: Counter[str] = Counter()
         self._bytes_of: Counter[str] = Counter()
 
-    def adopt(self, limits: GatewayLimits) -> None:
-        """Take on so much from now on; what is open goes on."""
-        self._limits = limits
-
     @property
     def queue_s(self) -> float:
         """The least that a new request would wait, as predicted."""
@@ -101,6 +97,10 @@ class Admission:
     def queue_limit_s(self) -> float:
         """The wait beyond which it is refused."""
         return self._limits.queue_s
+
+    def adopt(self, limits: GatewayLimits) -> None:
+        """Take on so much from now on; what is open goes on."""
+        self._limits = limits
 
     @contextmanager
     def admitted(self, tenant: str, headers: Headers, body_bytes: int | None) -> Iterator[AdmittedRequest]:

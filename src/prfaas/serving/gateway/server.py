@@ -33,6 +33,7 @@ from prfaas.serving.gateway.prefill_hop import PrefillHop
 from prfaas.serving.gateway.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.request import RequestParser, Tenants
 from prfaas.serving.gateway.request_log import RequestLog
+from prfaas.serving.gateway.request_trace import Tracing
 from prfaas.serving.gateway.routes import Routes
 from prfaas.serving.gateway.shadow import Shadow, ShadowOptions
 from prfaas.serving.gateway.stream_resume import StreamResume
@@ -42,6 +43,7 @@ from prfaas.serving.gateway.validation import Validation
 from prfaas.serving.pool.copier import PoolCopier, pool_observers
 from prfaas.serving.reloading import Reloader
 from prfaas.serving.secret_files import load_token
+from prfaas.serving.tracing.collector import collector_of
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import load_key
 from prfaas.serving.transport.tls_identity import TlsIdentity
@@ -72,7 +74,7 @@ class Gateway:
         tls: TlsIdentity | None,
         reloader: Reloader | None,
     ) -> None:
-        """Raises KeyFileError and AdminTokenError for a file that can't be used."""
+        """Raises KeyFileError, AdminTokenError and TraceHeadersError for a file that can't be used."""
         key = load_key(deployment.security.key_file)
         token_file = deployment.gateway.admin.token_file
         model = deployment.model
@@ -121,7 +123,8 @@ class Gateway:
         self._prefill = prefill = PrefillOrchestrator(deployment, self._hop, self._prefixes, context)
         decoder = Decoder(prefill, context)
         self._shadow = Shadow(ShadowOptions(deployment.gateway.shadow), context)
-        log = RequestLog(options.kept_records, context.metrics)
+        self._tracing = _tracing(deployment, self._metrics)
+        log = RequestLog(options.kept_records, context.metrics, self._tracing)
         self._admission = Admission(deployment.gateway.limits, plane)
         self._parser = RequestParser(deployment, options, self._json_threads)
         self._generation = generation = Generation(
@@ -143,6 +146,7 @@ class Gateway:
             shadow=self._shadow,
             log=log,
             detail=deployment.gateway.route_header,
+            policy=deployment.routing.policy,
         )
         self.routes = Routes(deployment, generation, context)
         token = None if token_file is None else load_token(token_file)
@@ -166,7 +170,7 @@ class Gateway:
         for part in (self._hop, self._copier, self._prefixes, self._prefill, self._parser, self.certificates):
             part.adopt(running)
         self._admission.adopt(config.limits)
-        self._generation.adopt(config.route_header)
+        self._generation.adopt(config.route_header, running.routing.policy)
         self._shadow.adopt(config.shadow)
         self.admin_routes.adopt(applied)
 
@@ -221,8 +225,31 @@ class Gateway:
         await self._copier.close()
         await self._transfers.close()
         await self._client.close()
+        if self._tracing is not None:
+            await self._tracing.close()
         self._json_threads.close()
         self._tokenizer_threads.close()
+
+
+def _tracing(deployment: Deployment, metrics: Metrics) -> Tracing | None:
+    """What makes traces, where there is a collector for them. Raises TraceHeadersError and ModuleNotFoundError."""
+    collector = collector_of(deployment.gateway.tracing)
+    if collector is None:
+        return None
+    try:
+        # Here, so that a gateway without traces neither needs nor loads OpenTelemetry.
+        from prfaas.serving.tracing.otel import OtelTracing
+    except ModuleNotFoundError as error:
+        if collector.is_demanded:
+            raise
+        logger.warning("no traces, whatever OTEL_* variables say: %s is not installed", error.name)
+        return None
+    logger.info("traces go to %s", collector.endpoint)
+    for outcome in ("sent", "failed", "dropped"):
+        metrics.trace_spans.labels(outcome)
+    return OtelTracing(
+        collector, deployment.name, lambda outcome, spans: metrics.trace_spans.labels(outcome).inc(spans)
+    )
 
 
 def _reserved_descriptors(deployment: Deployment) -> int:
