@@ -11,8 +11,11 @@ from collections.abc import Collection
 from aiohttp import web
 
 from prfaas.core.deployment import Deployment, is_loopback
+from prfaas.core.explanation import sentences
 from prfaas.core.kv import KvModel
+from prfaas.serving.control.history import StateHistory
 from prfaas.serving.gateway.bodies import ApiError
+from prfaas.serving.gateway.console import PAGE_PATH, Console
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.middleware import Handler, access, errors
 from prfaas.serving.gateway.request_log import RequestLog, explain
@@ -30,6 +33,7 @@ class AdminRoutes:
         kv_model: KvModel | None,
         log: RequestLog,
         context: GatewayContext,
+        history: StateHistory,
         token: str | None,
     ) -> None:
         """`kv_model`: None where the size of the model's KV is unknown. `token`: None: none is asked for."""
@@ -41,6 +45,7 @@ class AdminRoutes:
         self._host = deployment.gateway.admin.host
         self._further_hosts = (*deployment.gateway.hosts, deployment.gateway.host)
         self._token_hash = None if token is None else _hashed(token.encode())
+        self._console = Console(deployment, context.plane, history, log, may_change=token is not None)
 
     def application(self) -> web.Application:
         """The aiohttp application with the operators' pages."""
@@ -56,6 +61,7 @@ class AdminRoutes:
         app.router.add_get("/prfaas/requests/{request_id}", self._request, allow_head=False)
         app.router.add_post("/prfaas/instances/{name}/drain", self._drain)
         app.router.add_post("/prfaas/instances/{name}/undrain", self._undrain)
+        self._console.add_to(app.router)
         return app
 
     def _check(self, request: web.Request) -> None:
@@ -67,15 +73,32 @@ class AdminRoutes:
                 "These pages answer only to addresses of this machine and to the names in gateway.host, "
                 "gateway.admin.host and gateway.hosts.",
             )
-        # A web page may send what changes something without being able to read the answer.
-        if request.method not in _SAFE_METHODS and "Origin" in request.headers:
-            raise ApiError(403, "A web page must not change the deployment.")
+        # A web page may send what changes something without being able to read the answer. Only the console may, and
+        # only with the token, which no other page can know.
+        if (
+            request.method not in _SAFE_METHODS
+            and "Origin" in request.headers
+            and not self._is_console(request)
+        ):
+            raise ApiError(
+                403,
+                "A web page must not change the deployment. The console may where gateway.admin.token_file is set.",
+            )
+        if request.method in _SAFE_METHODS and f"{request.path}/".startswith(f"{PAGE_PATH}/"):
+            return
         if self._token_hash is not None and not self._has_token(request):
             raise ApiError(
                 401,
                 "These pages need the header `Authorization: Bearer TOKEN` with the token in the file that "
                 "gateway.admin.token_file names.",
             )
+
+    def _is_console(self, request: web.Request) -> bool:
+        origins = request.headers.getall("Origin")
+        own = request.host.lower()
+        return (
+            self._token_hash is not None and len(origins) == 1 and urlsplit(origins[0]).netloc.lower() == own
+        )
 
     def _has_token(self, request: web.Request) -> bool:
         given = request.headers.getall("Authorization", [])
@@ -116,7 +139,8 @@ class AdminRoutes:
         record = self._log.find(request_id)
         if record is None:
             raise ApiError(404, f"No request {request_id[:64]} is among the last {self._log.capacity}.")
-        return web.json_response(explain(record, self._deployment, self._kv_model))
+        told = explain(record, self._deployment, self._kv_model)
+        return web.json_response(told | {"text": list(sentences(told))})
 
 
 def _hashed(token: bytes) -> bytes:
