@@ -89,7 +89,7 @@ class StateHistory:
     def _alarms(self, frame: Json, changes: list[Change]) -> list[Json]:
         """The frame's alarms, each with the time since which it has been there; new and ended ones become changes."""
         alarms = {(alarm.kind, alarm.about): alarm for alarm in alarms_of(frame)}
-        at_s = frame["at_s"]
+        at_s: float = frame["at_s"]
         changes += [_began(alarm, at_s) for key, alarm in alarms.items() if key not in self._since_s]
         changes += [_ended(*key, at_s) for key in self._since_s if key not in alarms]
         self._since_s = {key: self._since_s.get(key, at_s) for key in alarms}

@@ -94,11 +94,9 @@ class AdminRoutes:
             )
 
     def _is_console(self, request: web.Request) -> bool:
-        origins = request.headers.getall("Origin")
-        own = request.host.lower()
-        return (
-            self._token_hash is not None and len(origins) == 1 and urlsplit(origins[0]).netloc.lower() == own
-        )
+        host = request.host.lower()
+        given = [origin.lower() for origin in request.headers.getall("Origin")]
+        return self._token_hash is not None and given in ([f"http://{host}"], [f"https://{host}"])
 
     def _has_token(self, request: web.Request) -> bool:
         given = request.headers.getall("Authorization", [])
