@@ -25,7 +25,7 @@ function places(clusters, width) {
 
 function ends(source, target, narrow, back) {
   const shift = back ? 13 : -13;
-  if (narrow) {
+  if (narrow || source.x === target.x) {
     const from = { x: source.x + source.boxWidth / 2 + shift, y: source.y < target.y ? source.y + source.boxHeight : source.y };
     return [from, { x: target.x + target.boxWidth / 2 + shift, y: source.y < target.y ? target.y : target.y + target.boxHeight }];
   }
