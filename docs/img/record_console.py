@@ -71,26 +71,11 @@ def main() -> None:
         )
         load = None
         try:
-            subprocess.run(
-                [
-                    "curl",
-                    "--silent",
-                    "--fail",
-                    "--retry",
-                    str(_START_S),
-                    "--retry-delay",
-                    "1",
-                    "--retry-all-errors",
-                ]
-                + [f"{_GATEWAY}/ready"],
-                check=True,
-                stdout=subprocess.DEVNULL,
-            )
+            retries = ["--retry", str(_START_S), "--retry-delay", "1", "--retry-all-errors"]
+            subprocess.run(["curl", "--silent", "--fail", *retries, f"{_GATEWAY}/ready"], check=True)
+            traffic = "--sessions 1.5/4/6 --input-tokens 200:16000 --output-tokens 40:200 --duration-s 600".split()
             load = subprocess.Popen(
-                [prfaas, "replay", _GATEWAY, "--sessions", "1.5/4/6", "--input-tokens", "200:16000"]
-                + ["--output-tokens", "40:200", "--duration-s", "600"],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                [prfaas, "replay", _GATEWAY, *traffic], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
             asyncio.run(_photograph(token, folder, options.seconds))
         finally:
