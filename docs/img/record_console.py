@@ -73,7 +73,8 @@ def main() -> None:
         try:
             retries = ["--retry", str(_START_S), "--retry-delay", "1", "--retry-all-errors"]
             subprocess.run(["curl", "--silent", "--fail", *retries, f"{_GATEWAY}/ready"], check=True)
-            traffic = "--sessions 1.5/4/6 --input-tokens 200:16000 --output-tokens 40:200 --duration-s 600".split()
+            lengths = ["--input-tokens", "200:16000", "--output-tokens", "40:200"]
+            traffic = ["--sessions", "1.5/4/6", *lengths, "--duration-s", "600"]
             load = subprocess.Popen(
                 [prfaas, "replay", _GATEWAY, *traffic], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
