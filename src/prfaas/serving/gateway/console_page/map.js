@@ -4,10 +4,10 @@ import { html } from '/console/vendor/htm-preact.js';
 import * as format from '/console/format.js';
 import { linkState } from '/console/model.js';
 
-const BOX = { wide: [210, 62], narrow: [150, 62] };
+const BOX = { wide: [190, 62], narrow: [150, 62] };
 
 function places(clusters, width) {
-  const narrow = width < 640;
+  const narrow = width < 480;
   const [boxWidth, boxHeight] = narrow ? BOX.narrow : BOX.wide;
   const sides = [[], []];
   for (const [name, cluster] of Object.entries(clusters)) sides[cluster.kind === 'prfaas' ? 0 : 1].push(name);
