@@ -83,8 +83,8 @@ class StateHistory:
             for entry in list(self._frames.after(after)):
                 after = entry.number
                 yield entry
-            if after >= self._frames.newest:
-                await news.wait()
+            # Set already if a frame came while the others were given out.
+            await news.wait()
 
     def _alarms(self, frame: Json, changes: list[Change]) -> list[Json]:
         """The frame's alarms, each with the time since which it has been there; new and ended ones become changes."""

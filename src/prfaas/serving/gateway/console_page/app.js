@@ -104,9 +104,17 @@ function Time({ frames, at, pausedAt, pins, onLook, onPins }) {
   </div>`;
 }
 
+const Alarm = ({ alarm }) => html`<li class=${alarm.severity}><b>${alarm.severity}</b> ${alarm.what} <small>since ${format.clock(alarm.since_s)}</small></li>`;
+
+// Many of one kind are one trouble: the first is told, the others are behind it.
 function Alarms({ alarms }) {
   if (!alarms.length) return html`<p class="all-well"><span class="dot good"></span>No alarms.</p>`;
-  return html`<ul class="alarms">${alarms.map((alarm) => html`<li key="${alarm.kind} ${alarm.about}" class=${alarm.severity}><b>${alarm.severity}</b> ${alarm.what} <small>since ${format.clock(alarm.since_s)}</small></li>`)}</ul>`;
+  const kinds = new Map();
+  alarms.forEach((alarm) => kinds.set(alarm.kind, [...(kinds.get(alarm.kind) || []), alarm]));
+  return [...kinds].map(([kind, [first, ...others]]) => html`<div key=${kind}>
+    <ul class="alarms"><${Alarm} alarm=${first} /></ul>
+    ${others.length > 0 && html`<details class="others"><summary>${others.length} more like this</summary><ul class="alarms">${others.map((alarm) => html`<${Alarm} key=${alarm.about} alarm=${alarm} />`)}</ul></details>`}
+  </div>`);
 }
 
 function Thresholds({ frame, mayChange, onThreshold }) {
