@@ -28,6 +28,9 @@ _FLAGS = (
     "--disable-extensions",
     "--disable-background-networking",
     "--disable-component-update",
+    # Its handler of crashes would outlive it.
+    "--disable-breakpad",
+    "--disable-crash-reporter",
     "--no-first-run",
     "--proxy-server=direct://",
     "--remote-debugging-port=0",

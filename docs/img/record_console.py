@@ -86,7 +86,6 @@ def main() -> None:
         token_file.write_text(token)
         token_file.chmod(0o600)
         file = folder / "synthetic.yaml"
-        text = (ROOT / "examples" / "synthetic.yaml").read_text()
         file.write_text(_deployment(token_file))
         up = subprocess.Popen(
             [prfaas, "up", file], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
