@@ -41,7 +41,7 @@ for name in wanted:
 """
 
 PROMISED = {
-    "": "prfaas.api prfaas.cli prfaas.core.deployment prfaas.core.kv prfaas.core.route_header",
+    "": "prfaas.api prfaas.cli prfaas.core.deployment prfaas.core.kv prfaas.core.route_header prfaas.tools.emit",
     "engine": (
         "prfaas.core.deployment prfaas.core.kv prfaas.serving.transport prfaas.serving.engines.preparation "
         "prfaas.serving.engines.running prfaas.serving.engines.command prfaas.serving.engines.process_group "
@@ -49,7 +49,8 @@ PROMISED = {
     ),
     "gateway": (
         "prfaas.core prfaas.serving.transport prfaas.serving.live prfaas.serving.gateway prfaas.serving.control "
-        "prfaas.serving.engines.synthetic prfaas.serving.pool prfaas.tools.demo prfaas.tools.doctor prfaas.tools.replay"
+        "prfaas.serving.engines.synthetic prfaas.serving.pool prfaas.tools.bench prfaas.tools.demo "
+        "prfaas.tools.doctor prfaas.tools.monitoring prfaas.tools.replay"
     ),
     "plan": "prfaas.core prfaas.lab prfaas.tools.profiling",
 }
@@ -119,7 +120,7 @@ def test_an_extra_is_enough_for_what_it_promises(extra: str) -> None:
             "gateway",
             set(),
         ),
-        (["tools/demo", "tools/doctor.py", "tools/replay"], "gateway", set()),
+        (["tools/demo", "tools/doctor.py", "tools/monitoring", "tools/replay"], "gateway", set()),
         (["lab", "core/planner"], "plan", {"pandas", "pyarrow"}),  # the extra "records"
         (["tools/profiling"], "plan", {"aiconfigurator_core"}),  # the extra "estimate"
         (["serving/engines/vllm"], "engine", {"vllm", "torch"}),
@@ -171,6 +172,7 @@ def test_commands_of_the_base_installation(words: list[str]) -> None:
         (["doctor", str(EXAMPLES / "local.yaml")], "gateway"),
         (["demo"], "gateway"),
         (["key", str(EXAMPLES / "local.yaml")], "gateway"),
+        (["monitoring", "grafana", "-o", "dashboards"], "gateway"),
         (["pool", str(EXAMPLES / "local.yaml"), "home-pool"], "gateway"),
         (["certs", str(EXAMPLES / "local.yaml")], "gateway"),
         (["replay", "http://127.0.0.1:9", "--poisson", "1", "--limit", "1"], "gateway"),

@@ -5,6 +5,7 @@ Every command may have to say it, and `prfaas status` reads a token, so this nee
 
 import os
 import re
+import secrets
 import stat
 from pathlib import Path
 
@@ -21,6 +22,21 @@ class TlsFileError(ValueError):
 
 class AdminTokenError(ValueError):
     """The token's file is missing, unreadable, open to all, or holds no token."""
+
+
+def create_token(path: Path) -> None:
+    """Write a new token to `path` (mode 0600); never overwrites a file.
+
+    Raises:
+        AdminTokenError: the file exists or cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="ascii") as file:
+            file.write(secrets.token_hex(32) + "\n")
+    except OSError as error:
+        raise AdminTokenError(f"token file {path} cannot be written: {error.strerror}") from None
 
 
 def load_token(path: Path) -> str:

@@ -1,9 +1,11 @@
 """The one YAML file a user writes, read into frozen typed objects."""
 
 from prfaas.core.deployment.addresses import EventsEndpoint, is_loopback
+from prfaas.core.deployment.containers import ContainerSettings, load_containers
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
 from prfaas.core.deployment.gateway import AdminConfig, GatewayConfig, GatewayLimits, RouteDetail
 from prfaas.core.deployment.load import default_state_dir, load_deployment, load_planned
+from prfaas.core.deployment.openings import CLIENTS, OPERATORS, Opening, openings_of
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
     FixedLengths,
@@ -26,6 +28,7 @@ from prfaas.core.deployment.security import (
     EngineTls,
     Security,
 )
+from prfaas.core.deployment.site import Machine, Site, gateway_site, site_named, sites_of
 from prfaas.core.deployment.source import DeploymentError
 from prfaas.core.deployment.types import (
     BUILT_IN_POLICIES,
@@ -47,15 +50,18 @@ from prfaas.core.deployment.types import (
 __all__ = [
     "BUILT_IN_POLICIES",
     "CERTIFICATE_NAMES",
+    "CLIENTS",
     "CONTROL",
     "DEFAULT_POLICY",
     "GATEWAY",
     "OBSERVERS",
+    "OPERATORS",
     "POLICY_ENTRY_POINTS",
     "SYNTHETIC",
     "TOOLS",
     "AdminConfig",
     "Cluster",
+    "ContainerSettings",
     "ControlConfig",
     "Deployment",
     "DeploymentError",
@@ -72,7 +78,9 @@ __all__ = [
     "LengthsSpec",
     "Link",
     "LogNormalLengths",
+    "Machine",
     "ModelRef",
+    "Opening",
     "PlannedCluster",
     "PlannedDeployment",
     "PoolNode",
@@ -82,6 +90,7 @@ __all__ = [
     "RouteDetail",
     "Routing",
     "Security",
+    "Site",
     "Slo",
     "TraceFormat",
     "TraceLengths",
@@ -89,7 +98,12 @@ __all__ = [
     "UniformLengths",
     "WorkloadSpec",
     "default_state_dir",
+    "gateway_site",
     "is_loopback",
+    "load_containers",
     "load_deployment",
     "load_planned",
+    "openings_of",
+    "site_named",
+    "sites_of",
 ]

@@ -3,6 +3,7 @@
 Only what loads and checks a file uses it: everything else sees `types.py`.
 """
 
+import ipaddress
 import re
 from typing import Annotated, Literal
 
@@ -18,6 +19,9 @@ from prfaas.core.units import GIB, MIB, parse_bits_per_s, parse_bytes
 _LEAST_PLAIN_BITS_PER_S = 1e6
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+
+# A label of RFC 1123, which Kubernetes asks of names.
+LABEL_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
 
 # The command line builder sets these from other fields; a second value would silently win over them.
 OWNED_ARGS = {
@@ -92,6 +96,13 @@ def _host_name(name: str) -> str:
     return name.lower()
 
 
+def _cidr(text: str) -> str:
+    try:
+        return str(ipaddress.ip_network(text))
+    except ValueError:
+        raise ValueError(f'"{text}" is no block of addresses; write it like "10.0.1.0/24"') from None
+
+
 def _policy_name(name: str) -> str:
     if not re.fullmatch(r"[\w.-]+(:[A-Za-z_][\w.]*)?", name):
         raise ValueError(
@@ -121,6 +132,8 @@ EnvValue = Annotated[str, BeforeValidator(_env_value)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Cidr = Annotated[str, AfterValidator(_cidr)]
+ImageName = Annotated[str, Field(pattern=r"^[a-z0-9][A-Za-z0-9._:/@-]*$")]
 PolicyName = Annotated[str, AfterValidator(_policy_name)]
 PolicySetting = Annotated[float | str, PlainValidator(_setting)]
 _GIVEN = BeforeValidator(_not_empty)
@@ -352,6 +365,19 @@ class TransferSection(_Section):
     keepalive_s: Annotated[Seconds, Field(ge=1)] = 10.0
 
 
+class ContainersSection(_Section):
+    """What `prfaas emit` needs to know of images, volumes and the networks of pods."""
+
+    gateway_image: ImageName = "prfaas-gateway"
+    engine_image: ImageName = "prfaas-engine"
+    namespace: Annotated[str, Field(pattern=LABEL_PATTERN)] = "prfaas"
+    models_claim: Annotated[Annotated[str, Field(pattern=LABEL_PATTERN)] | None, _GIVEN] = None
+    gpu_resource: Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")] = "nvidia.com/gpu"
+    pod_monitor: bool = True
+    monitoring_namespace: Annotated[str, Field(pattern=LABEL_PATTERN)] = "monitoring"
+    networks: dict[Name, Annotated[list[Cidr], Field(min_length=1)]] = {}
+
+
 class DeploymentFile(_Section):
     """The whole file."""
 
@@ -369,3 +395,4 @@ class DeploymentFile(_Section):
     engine: EngineSection = EngineSection()
     transfer: TransferSection = TransferSection()
     pool: Annotated[PoolSection, _SECTION] = PoolSection()
+    containers: Annotated[ContainersSection, _SECTION] = ContainersSection()

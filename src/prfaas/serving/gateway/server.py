@@ -17,6 +17,7 @@ from prfaas.serving.control.history import StateHistory
 from prfaas.serving.descriptors import DescriptorBudget, raise_descriptor_limit
 from prfaas.serving.gateway.admin import AdminRoutes
 from prfaas.serving.gateway.admission import Admission
+from prfaas.serving.gateway.certificate_watch import CertificateWatch
 from prfaas.serving.gateway.context import GatewayContext, GatewayOptions, ThreadOffload
 from prfaas.serving.gateway.control_plane import ControlPlane
 from prfaas.serving.gateway.decode import Decoder
@@ -51,6 +52,7 @@ _OWN_DESCRIPTORS = 64
 _DESCRIPTORS_PER_RANK = 8
 _IDLE_CLIENTS_S = 0.02
 _LOOP_WATCH_S = 0.2
+_QUEUE_WATCH_S = 1.0
 _STAGING_WATCH_S = 2.0
 _STAGING_ANSWER_S = 1.0
 
@@ -92,6 +94,7 @@ class Gateway:
         )
         self._transfers = _transfers(deployment.instances, key, tls, deployment.transfer.silence_s)
         self._metrics = Metrics(registry)
+        self.certificates = CertificateWatch(deployment, self._metrics.certificate_expires)
         self.descriptors = DescriptorBudget(raise_descriptor_limit(), _reserved_descriptors(deployment))
         logger.info("file descriptors: %d at most", self.descriptors.limit)
         context = GatewayContext(
@@ -117,11 +120,12 @@ class Gateway:
         prefill = PrefillOrchestrator(deployment, self._hop, prefixes, context)
         decoder = Decoder(prefill, context)
         self._shadow = Shadow(ShadowOptions(deployment.gateway.shadow), context)
+        self._admission = Admission(deployment.gateway.limits, plane)
         log = RequestLog(options.kept_records, context.metrics)
         generation = Generation(
             context,
             tenants=tenants,
-            admission=Admission(deployment.gateway.limits, plane),
+            admission=self._admission,
             parser=RequestParser(deployment, options, self._json_threads),
             tokenization=self._tokenization,
             validation=Validation(context),
@@ -160,12 +164,23 @@ class Gateway:
             self._metrics.loop_lag_seconds.observe(max(clock() - due_s, 0.0))
 
     async def watch_staging(self) -> None:
-        """Ask how much staging is in use, until cancelled."""
+        """Ask how much staging is in use, until cancelled. Of an instance that does not answer nothing is shown."""
+        used_bytes, total_bytes = self._metrics.staging_used_bytes, self._metrics.staging_bytes
         while True:
             await asyncio.sleep(_STAGING_WATCH_S)
-            for name, use in (await self._transfers.staging(_STAGING_ANSWER_S)).items():
-                self._metrics.staging_used_bytes.labels(name).set(use.used_bytes)
-                self._metrics.staging_bytes.labels(name).set(use.total_bytes)
+            uses = await self._transfers.staging(_STAGING_ANSWER_S)
+            used_bytes.clear()
+            total_bytes.clear()
+            for name, use in uses.items():
+                used_bytes.labels(name).set(use.used_bytes)
+                total_bytes.labels(name).set(use.total_bytes)
+
+    async def watch_queue(self) -> None:
+        """Predict what a new request would wait, until cancelled."""
+        while True:
+            self._metrics.queue_wait_seconds.set(self._admission.queue_s)
+            self._metrics.queue_limit_seconds.set(self._admission.queue_limit_s)
+            await asyncio.sleep(_QUEUE_WATCH_S)
 
     async def _introduced(self, decode: Instance) -> bool:
         try:
@@ -281,6 +296,8 @@ async def _serve(
             asyncio.create_task(gateway.watch_loop()),
             asyncio.create_task(gateway.watch_staging()),
             asyncio.create_task(gateway.history.run()),
+            asyncio.create_task(gateway.watch_queue()),
+            asyncio.create_task(gateway.certificates.run()),
             asyncio.create_task(_close_idle_clients(server, gateway.descriptors)),
         ]
         if ready is not None:
