@@ -68,7 +68,7 @@ async def _take(page: Page, name: str, width: int, height: int, *, dark: bool) -
     path = HERE / f"{name}.png"
     await page.screenshot(path)
     # A page has few colours: half the bytes, and nothing to see of it.
-    Image.open(path).convert("RGB").quantize(96).save(path, optimize=True)
+    Image.open(path).convert("RGB").quantize(200).save(path, optimize=True)
 
 
 def main() -> None:
