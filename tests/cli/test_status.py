@@ -18,9 +18,9 @@ from prometheus_client import CollectorRegistry
 from rich.console import Console
 
 from prfaas.cli import main as cli
-from prfaas.cli.explain import sentences
 from prfaas.cli.status_tables import _condition, _copies, tables
 from prfaas.core.deployment import Deployment, load_deployment
+from prfaas.core.explanation import sentences
 from prfaas.core.kv import FullAttention, KvModel
 from prfaas.core.scheduling import CacheTransfer, Decision, HitTokens, PoolHit, PrefixHit, Route
 from prfaas.serving.control.plane import LivePlane
