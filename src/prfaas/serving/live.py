@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from prfaas.core.deployment import GATEWAY, Deployment
 from prfaas.serving.certificates import identity_of
+from prfaas.serving.control.fleet_plane import FleetPlane
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of
 from prfaas.serving.gateway import Draining, serve_gateway
@@ -39,7 +40,11 @@ async def serve_live(
     kv_model = kv_model_of(deployment)
     registry = CollectorRegistry()
     tls = identity_of(deployment, GATEWAY)
-    plane = LivePlane(deployment, load_key(deployment.security.key_file), registry, kv_model, tls=tls)
+    key = load_key(deployment.security.key_file)
+    if deployment.fleet is None:
+        plane = LivePlane(deployment, key, registry, kv_model, tls=tls)
+    else:
+        plane = FleetPlane(deployment, deployment.fleet, key, registry, kv_model, tls=tls)
     await serve_gateway(
         deployment, plane, kv_model=kv_model, ready=ready, registry=registry, draining=draining, tls=tls
     )

@@ -2,6 +2,7 @@
 
 from prfaas.core.deployment.addresses import EventsEndpoint, is_loopback
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
+from prfaas.core.deployment.fleet import FleetConfig
 from prfaas.core.deployment.gateway import AdminConfig, GatewayConfig, GatewayLimits, RouteDetail
 from prfaas.core.deployment.load import default_state_dir, load_deployment, load_planned
 from prfaas.core.deployment.planned import (
@@ -65,6 +66,7 @@ __all__ = [
     "EventsEndpoint",
     "EvictionName",
     "FixedLengths",
+    "FleetConfig",
     "GatewayConfig",
     "GatewayLimits",
     "Instance",

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from prfaas.core.deployment.checks import admin_port, check_to_plan, check_to_run
 from prfaas.core.deployment.encryption import gateway_cluster, speaks_tls
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
+from prfaas.core.deployment.fleet import FleetConfig
 from prfaas.core.deployment.gateway import AdminConfig, GatewayConfig, GatewayLimits
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
@@ -138,7 +139,25 @@ def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deploy
         transfer=TransferLimits(**file.transfer.model_dump()),
         control=ControlConfig(**file.control.model_dump()),
         pool=_pool_settings(file),
+        fleet=_fleet(source, file, home),
     )
+
+
+def _fleet(source: YamlSource, file: DeploymentFile, home: Path) -> FleetConfig | None:
+    fleet = file.fleet
+    if fleet is None:
+        return None
+    if any(url.startswith("http://") for url in fleet.etcd):
+        for field in ("ca_file", "certificate_file"):
+            if getattr(fleet, field) is not None:
+                raise source.error(
+                    ("fleet", field), "is for TLS; write https:// before every address in etcd"
+                )
+    ca, own = (
+        None if each is None else home / Path(each).expanduser()
+        for each in (fleet.ca_file, fleet.certificate_file)
+    )
+    return FleetConfig(tuple(fleet.etcd), fleet.name, fleet.lease_s, fleet.period_s, ca, own)
 
 
 def _pool_settings(file: DeploymentFile) -> PoolSettings:

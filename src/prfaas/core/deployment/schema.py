@@ -92,6 +92,14 @@ def _host_name(name: str) -> str:
     return name.lower()
 
 
+def _etcd_url(url: str) -> str:
+    if not re.fullmatch(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,253}):[0-9]{1,5}/?", url):
+        raise ValueError(
+            f'{url!r} is no address of etcd; write "https://HOST:2379", or http:// on a safe network'
+        )
+    return url.rstrip("/")
+
+
 def _policy_name(name: str) -> str:
     if not re.fullmatch(r"[\w.-]+(:[A-Za-z_][\w.]*)?", name):
         raise ValueError(
@@ -108,6 +116,7 @@ def _setting(value: object) -> float | str:
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 HostName = Annotated[str, AfterValidator(_host_name)]
+EtcdUrl = Annotated[str, AfterValidator(_etcd_url)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -299,6 +308,17 @@ class GatewaySection(_Section):
     cluster: Annotated[Name | None, _GIVEN] = None
 
 
+class FleetSection(_Section):
+    """The etcd through which several gateways share what they know. Files are relative to the deployment's folder."""
+
+    etcd: Annotated[list[EtcdUrl], Field(min_length=1)]
+    name: Annotated[Name | None, _GIVEN] = None
+    lease_s: Annotated[int, Field(ge=2, le=60)] = 3
+    period_s: Annotated[float, Field(ge=0.05, le=1)] = 0.1
+    ca_file: Annotated[Text | None, _GIVEN] = None
+    certificate_file: Annotated[Text | None, _GIVEN] = None
+
+
 class SecuritySection(_Section):
     """Where key and certificates lie, relative to the deployment's folder in the state directory; what is encrypted."""
 
@@ -365,6 +385,7 @@ class DeploymentFile(_Section):
     workload: Annotated[WorkloadSection | None, _SECTION] = None
     prices: PricesSection = PricesSection()
     gateway: GatewaySection = GatewaySection()
+    fleet: Annotated[FleetSection | None, _SECTION] = None
     security: SecuritySection = SecuritySection()
     engine: EngineSection = EngineSection()
     transfer: TransferSection = TransferSection()

@@ -73,6 +73,8 @@ class Thresholds:
         self._asked: Reason | None = None
         self._wake = asyncio.Event()
         self._has_searched = False
+        self._is_paused = False
+        self._next_search_s = -math.inf
         self.history: deque[ThresholdEntry] = deque(maxlen=_HISTORY)
         self.last: dict[str, Any] = {}
         self._begin()
@@ -87,6 +89,19 @@ class Thresholds:
         logger.debug("thresholds are searched because of link %s", link)
         self.ask("link")
 
+    def pause(self, paused: bool) -> None:
+        """Whether another gateway decides. After a pause the first search comes a period later."""
+        if self._is_paused and not paused:
+            self._next_search_s = self._clock() + self._deployment.control.threshold_period_s
+        self._is_paused = paused
+
+    def follow(self, cluster: str, tokens: float, leader: str) -> None:
+        """Another gateway has decided a threshold."""
+        if self._cluster_state.view.threshold_tokens.get(cluster, tokens) != tokens:
+            self._set(ThresholdEntry(self._clock(), cluster, tokens, f"decided by {leader}"))
+            logger.info("threshold of %s: %.0f tokens, decided by %s", cluster, tokens, leader)
+        self._has_searched = True
+
     async def run(self) -> None:
         """Until cancelled."""
         while True:
@@ -97,7 +112,8 @@ class Thresholds:
             except TimeoutError:
                 pass
             self._wake.clear()
-            await self.search()
+            if not self._is_paused and self._clock() >= self._next_search_s:
+                await self.search()
 
     async def search(self) -> None:
         """Search once with what is known now; the planner works in a thread."""
