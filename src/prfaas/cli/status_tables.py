@@ -18,7 +18,7 @@ _LATEST = 5
 
 def tables(state: Json) -> RenderableType:
     """All of `GET /prfaas/state`: the deployment, its clusters, pools, links, routes and latest changes."""
-    parts: list[RenderableType] = [_headline(state)]
+    parts: list[RenderableType] = [_headline(state), *_fleet(state.get("fleet"))]
     parts += [_instances(name, cluster) for name, cluster in state["clusters"].items()]
     if state["pools"]:
         parts.append(_pools(state["pools"]))
@@ -37,6 +37,21 @@ def _headline(state: Json) -> Text:
         f"{index['blocks']:,} KV blocks indexed"
     )
     return text.append(told, style="not bold")
+
+
+def _fleet(fleet: Json | None) -> Iterable[Text]:
+    """Which gateway this is, who leads, and what is wrong between them."""
+    if fleet is None:
+        return
+    yield Text(f"gateway {fleet['name']} of {', '.join(fleet['members'])}; {fleet['leader'] or 'nobody'} leads")
+    if not fleet["connected"]:
+        silent = f"for {format_s(fleet['silent_s'])} " if fleet["silent_s"] else ""
+        yield Text(f"no member of the fleet {silent}(goes on by what it knows): {fleet['problem']}", style="red")
+    for name, member in fleet["members"].items():
+        if not member["same_file"]:
+            yield Text(f"gateway {name} runs another deployment file than {fleet['name']}", style="yellow")
+    for name in fleet["unwritten_drains"]:
+        yield Text(f"the other gateways do not know yet whether {name} drains", style="yellow")
 
 
 def _table(title: str, words: Iterable[str], numbers: Iterable[str]) -> Table:
