@@ -43,10 +43,14 @@ def _fleet(fleet: Json | None) -> Iterable[Text]:
     """Which gateway this is, who leads, and what is wrong between them."""
     if fleet is None:
         return
-    yield Text(f"gateway {fleet['name']} of {', '.join(fleet['members'])}; {fleet['leader'] or 'nobody'} leads")
+    yield Text(
+        f"gateway {fleet['name']} of {', '.join(fleet['members'])}; {fleet['leader'] or 'nobody'} leads"
+    )
     if not fleet["connected"]:
         silent = f"for {format_s(fleet['silent_s'])} " if fleet["silent_s"] else ""
-        yield Text(f"no member of the fleet {silent}(goes on by what it knows): {fleet['problem']}", style="red")
+        yield Text(
+            f"no member of the fleet {silent}(goes on by what it knows): {fleet['problem']}", style="red"
+        )
     for name, member in fleet["members"].items():
         if not member["same_file"]:
             yield Text(f"gateway {name} runs another deployment file than {fleet['name']}", style="yellow")

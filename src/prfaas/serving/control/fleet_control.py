@@ -117,6 +117,7 @@ class FleetControl:
         self._decided_revision = 0
         self._applied = 0
         self._wanted_marks: dict[str, bool] = {}
+        self._marked: set[str] = set()
         self._mark_revisions: dict[str, int] = {}
         self.member = FleetMember(
             store,
@@ -148,7 +149,8 @@ class FleetControl:
 
     def mark(self, instance: str, *, wanted: bool) -> None:
         """Have all gateways drain an instance, or none any more. Written when etcd answers."""
-        self._wanted_marks[instance] = wanted
+        if instance in self._wanted_marks or wanted != (instance in self._marked):
+            self._wanted_marks[instance] = wanted
 
     def is_known_drained(self, instance: str) -> bool:
         """Whether every gateway has carried out the newest drain mark of an instance."""
@@ -252,7 +254,7 @@ class FleetControl:
             value = msgspec.json.encode({"by": self.member.name}) if wanted else None
             revision = await self.member.put(DRAINED + name, value)
             if revision is not None:
-                self._mark_revisions[name] = revision
+                self._note_mark(name, wanted, revision)
                 if self._wanted_marks.get(name) == wanted:
                     del self._wanted_marks[name]
         decided = self.decided()
@@ -331,9 +333,14 @@ class FleetControl:
                 self.steer()
         elif key.startswith(DRAINED):
             name = key.removeprefix(DRAINED)
-            self._mark_revisions[name] = revision
+            self._note_mark(name, value is not None, revision)
             if name in self._cluster_state.names and name not in self._wanted_marks:
                 self._drain(name, value is not None)
+
+    def _note_mark(self, name: str, wanted: bool, revision: int) -> None:
+        if revision >= self._mark_revisions.get(name, 0):
+            (self._marked.add if wanted else self._marked.discard)(name)
+            self._mark_revisions[name] = revision
 
     def _announcement(self, name: str) -> Announcement | None:
         value = self.member.members[name].value

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import socket
 from typing import Any
 
@@ -101,4 +102,4 @@ class FleetPlane(LivePlane):
 
 def default_name(deployment: Deployment) -> str:
     """This gateway's name where the file has none: its machine's name and its port."""
-    return f"{socket.gethostname()}-{deployment.gateway.port}"
+    return re.sub(r"[^A-Za-z0-9._-]", "-", f"{socket.gethostname()}-{deployment.gateway.port}")

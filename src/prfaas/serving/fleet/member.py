@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,8 @@ from prfaas.serving.fleet.store import Change, CompactedError, Entry, Store, Sto
 logger = logging.getLogger(__name__)
 
 GATEWAYS = "gateways/"
+# Others may be written into etcd by anybody who can, and would be shown to operators.
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,255}")
 _RETRY_S = 0.5
 # What has not changed is told again so often: a put that etcd has lost is then made good.
 _REPEAT_S = 1.0
@@ -174,7 +177,7 @@ class FleetMember:
         self.members = {
             entry.key.removeprefix(gateways): MemberEntry(entry.value, entry.created)
             for entry in entries
-            if entry.key.startswith(gateways)
+            if entry.key.startswith(gateways) and _NAME.fullmatch(entry.key.removeprefix(gateways))
         }
         found = {
             entry.key.removeprefix(self._prefix): entry
@@ -225,6 +228,8 @@ class FleetMember:
             self._on_value(key, None if change.entry is None else change.entry.value, change.revision)
             return
         name, leader = key.removeprefix(GATEWAYS), self.leader
+        if not _NAME.fullmatch(name):
+            return
         if change.entry is None:
             self.members.pop(name, None)
             logger.warning("gateway %s has left the fleet", name)
