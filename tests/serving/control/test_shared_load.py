@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -40,12 +41,11 @@ def tell(states: list[ClusterState]) -> list[GatewayShare]:
     return shares
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(steps=STEPS, dead=st.integers(0, 2))
 def test_each_gateway_sees_the_sum_of_all(steps: list[tuple[int, str, str, str, int]], dead: int) -> None:
     clock = FakeClock()
-    with TemporaryDirectory() as folder:
-        deployment = deployment_of(Path(folder))
+    deployment = made()
     states = [cluster_state_of(deployment, clock) for _ in range(3)]
     open_here: list[list[ExitStack]] = [[] for _ in states]
     requests = [dict.fromkeys(deployment_names(deployment), 0) for _ in states]
@@ -92,6 +92,13 @@ def test_each_gateway_sees_the_sum_of_all(steps: list[tuple[int, str, str, str, 
         assert all(state.instance(name).in_flight == 0 for name in state.names)
         assert all(state.instance(name).decoding == 0 for name in state.names)
         assert state.residual_bytes(LINK) == 0
+
+
+@cache
+def made() -> Deployment:
+    """One for all examples: reading a profile takes longer than an example."""
+    with TemporaryDirectory() as folder:
+        return deployment_of(Path(folder))
 
 
 def deployment_names(deployment: Deployment) -> list[str]:

@@ -4,8 +4,7 @@ A gateway counts only its own requests. Without the others' it would take a full
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -70,7 +69,7 @@ NOTHING_AT_CLUSTER = ClusterShare()
 class OtherGateways:
     """What the other gateways of a fleet have open."""
 
-    each: Mapping[str, GatewayShare] = MappingProxyType({})
+    each: Mapping[str, GatewayShare] = field(default_factory=dict)
     """By the gateway's name."""
 
     def total(self) -> GatewayShare:
