@@ -172,8 +172,8 @@ def _change(event: object) -> Change:
 def _entry(told: object) -> Entry:
     found = _mapping(told)
     try:
-        key = base64.b64decode(str(found.get("key", ""))).decode()
-        value = base64.b64decode(str(found.get("value", "")))
+        key = base64.b64decode(str(found.get("key", "")), validate=True).decode()
+        value = base64.b64decode(str(found.get("value", "")), validate=True)
     except ValueError as error:
         raise StoreError("etcd's answer has a key or value that can't be read") from error
     return Entry(key, value, _number(found.get("create_revision", 0)), _number(found.get("mod_revision", 0)))
