@@ -5,6 +5,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from prfaas.serving.control.fleet_control import FleetMetrics
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.engines.transfer_counters import COUNTERS, POOL_COUNTERS
 from prfaas.serving.gateway.metrics import Metrics
@@ -23,6 +24,7 @@ def test_the_gateways_and_the_control_planes() -> None:
     registry = CollectorRegistry()
     Metrics(registry)
     ControlMetrics(registry)
+    FleetMetrics(registry)
     made = {}
     for collector in registry._collector_to_names:
         name = collector._name + ("_total" if collector._type == "counter" else "")  # type: ignore[attr-defined]
