@@ -30,7 +30,7 @@ async def serve_live(
 
     Raises:
         KeyFileError: the deployment's key can't be read.
-        TlsFileError: the gateway's certificate can't be used.
+        TlsFileError: the gateway's certificate, or one of its fleet, can't be used.
         AdminTokenError: the operators' token can't be read.
         OSError: an address of the gateway can't be bound.
     """

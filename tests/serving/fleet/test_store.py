@@ -11,6 +11,8 @@ import pytest
 from prfaas.core.deployment import FleetConfig
 from prfaas.serving.fleet.etcd import EtcdStore
 from prfaas.serving.fleet.store import Change, Store, StoreError
+from prfaas.serving.issuing import certificate_pem, new_authority, new_certificate
+from prfaas.serving.secret_files import TlsFileError
 
 from .etcd_process import needs_etcd, running_etcd
 from .memory_store import MemoryEtcd, MemoryStore
@@ -102,6 +104,51 @@ async def takes_away_what_a_lease_had(one: Store, other: Store) -> None:
     assert not await one.keep(lease)
     with pytest.raises(StoreError):
         await one.put("/f/gateways/b", b"", lease)
+
+
+@needs_etcd
+def test_etcd_behind_certificates(tmp_path: Path) -> None:
+    authority, key = new_authority("etcd")
+    ca, own, client = (tmp_path / name for name in ("ca.crt", "etcd.pem", "client.pem"))
+    ca.write_bytes(certificate_pem(authority))
+    own.write_bytes(new_certificate(["127.0.0.1"], authority, key, 1))
+    client.write_bytes(new_certificate(["gateway"], authority, key, 1))
+
+    async def main() -> None:
+        with running_etcd(tmp_path / "etcd", (ca, own)) as etcd:
+            stores = [
+                EtcdStore(FleetConfig((etcd.url,), ca_file=ca, certificate_file=client)),
+                EtcdStore(FleetConfig((etcd.url,), ca_file=ca)),
+                EtcdStore(FleetConfig((etcd.url,), certificate_file=client)),
+            ]
+            try:
+                assert await stores[0].grant(3)
+                for stranger in stores[1:]:
+                    with pytest.raises(StoreError):
+                        await stranger.grant(3)
+            finally:
+                for store in stores:
+                    await store.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"ca_file": "missing"}, "fleet.ca_file .*missing can't be used: No such file"),
+        ({"certificate_file": "missing"}, "fleet.certificate_file .*missing can't be used: No such file"),
+        ({"certificate_file": "empty"}, "it must hold a certificate and its private key"),
+    ],
+)
+def test_files_that_cannot_be_used_are_named(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    (tmp_path / "empty").touch()
+
+    async def main() -> None:
+        with pytest.raises(TlsFileError, match=message):
+            EtcdStore(FleetConfig(("https://e:1",), **{k: tmp_path / v for k, v in files.items()}))  # type: ignore[arg-type]
+
+    asyncio.run(main())
 
 
 def test_who_does_not_answer_is_a_store_error_and_the_next_one_is_asked(tmp_path: Path) -> None:

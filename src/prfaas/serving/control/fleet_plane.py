@@ -44,7 +44,7 @@ class FleetPlane(LivePlane):
             parts: see `LivePlane`.
 
         Raises:
-            OSError: a certificate's file for etcd can't be read.
+            TlsFileError: a file of the fleet's certificates can't be used.
         """
         super().__init__(deployment, key, registry, kv_model, **parts)
         if store is None and config.is_plain and not config.is_local:

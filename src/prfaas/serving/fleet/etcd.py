@@ -15,6 +15,7 @@ import aiohttp
 
 from prfaas.core.deployment import FleetConfig
 from prfaas.serving.fleet.store import Change, CompactedError, Entry, StoreError
+from prfaas.serving.secret_files import TlsFileError
 
 _ANSWER_S = 1.0
 # A line of a watch holds some keys of a fleet, a few KiB each.
@@ -28,15 +29,10 @@ class EtcdStore:
         """Make it inside a running event loop.
 
         Raises:
-            OSError: a certificate's file can't be read.
+            TlsFileError: a file of the fleet's certificates can't be used.
         """
         self._urls = list(config.etcd)
-        self._tls: ssl.SSLContext | bool = True
-        if not config.is_plain:
-            context = ssl.create_default_context(cafile=config.ca_file)
-            if config.certificate_file is not None:
-                context.load_cert_chain(config.certificate_file)
-            self._tls = context
+        self._tls: ssl.SSLContext | bool = True if config.is_plain else _context(config)
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None, connect=_ANSWER_S),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -139,6 +135,22 @@ class EtcdStore:
         return self._session.post(
             self._urls[0] + path, data=json.dumps(body), ssl=self._tls, allow_redirects=False
         )
+
+
+def _context(config: FleetConfig) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=config.ca_file)
+    except OSError as error:
+        raise TlsFileError(
+            f"fleet.ca_file {config.ca_file} can't be used: {error.strerror or error}"
+        ) from None
+    try:
+        if config.certificate_file is not None:
+            context.load_cert_chain(config.certificate_file)
+    except OSError as error:
+        why = f"{error.strerror or error}; it must hold a certificate and its private key"
+        raise TlsFileError(f"fleet.certificate_file {config.certificate_file} can't be used: {why}") from None
+    return context
 
 
 def _range(prefix: str) -> dict[str, str]:
