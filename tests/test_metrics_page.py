@@ -5,7 +5,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from prfaas.serving.control.fleet_control import FleetMetrics
+from prfaas.serving.control.fleet_metrics import FleetMetrics
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.engines.transfer_counters import COUNTERS, POOL_COUNTERS
 from prfaas.serving.gateway.metrics import Metrics

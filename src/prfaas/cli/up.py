@@ -41,7 +41,8 @@ def up(
 
     Each engine's and pool's output is in a log of its own, whose place is shown. "ready: URL" on stdout says that
     clients can connect. What ends is started again after 1 s, 2 s, 4 s and so on. SIGTERM or Ctrl-C lets running
-    requests end first; a second one ends them at once.
+    requests end first; a second one ends them at once. SIGHUP takes the file on again, as `prfaas reload` does:
+    engines that it adds are started, and those that it lacks end when their work has.
 
     Example: prfaas up examples/local.yaml
     """
@@ -49,6 +50,7 @@ def up(
     from prfaas.cli.serve import check_gateway, run_gateway
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.descriptors import raise_descriptor_limit
+    from prfaas.serving.engines.following import FollowingEngines
     from prfaas.serving.engines.running import READY_TIMEOUT_S, RunningEngines
     from prfaas.serving.engines.supervisor import RestartLimits, Supervisor
     from prfaas.serving.pool.running import RunningPools
@@ -70,12 +72,13 @@ def up(
                         f"pool {node.name} does not answer; engines go on without it: {pools.log_path(node.name)}"
                     )
             limits = RestartLimits(most=restarts, ready_timeout_s=timeout_s)
-            engine_supervisor = Supervisor(engines, loaded.instances, limits, _tell)
+            following = FollowingEngines(engines, Supervisor(engines, loaded.instances, limits, _tell), _tell)
             pool_supervisor = Supervisor(pools, loaded.pools, limits, _tell, kind="pool")
             run_gateway(
                 loaded,
                 ready=lambda _port: typer.echo(f"ready: {loaded.gateway.url}/v1"),
-                beside=[engine_supervisor.run, pool_supervisor.run],
+                beside=[following.run, pool_supervisor.run],
+                following=following,
                 drain_timeout_s=drain_timeout_s,
             )
             typer.echo("stopping", err=True)

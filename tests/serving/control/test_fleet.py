@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from tests.serving.fleet.memory_store import MemoryEtcd, MemoryStore
 
-from prfaas.core.deployment import Deployment, FleetConfig
+from prfaas.core.deployment import AppliedDeployment, Deployment, FleetConfig
 from prfaas.serving.control.fleet_plane import FleetPlane, default_name
 from prfaas.serving.fleet.messages import Announcement, Decisions, RoleDecision, file_digest
 
@@ -178,6 +178,11 @@ def test_the_leader_decides_and_the_others_follow(deployment: Deployment, clock:
         b.plane.cluster_state.view.threshold_tokens["home"] = 1.0
         await told()
         assert stage.decisions().thresholds == {"home": None}
+        written = [each.entry for each in stage.etcd.history if each.key == PREFIX + "decisions"]
+        leaders = {
+            msgspec.json.decode(each.value, type=Decisions).leader for each in written if each is not None
+        }
+        assert leaders == {"a"}
 
     play(deployment, clock, scene)
 
@@ -448,6 +453,53 @@ def test_an_announcement_is_small_and_an_idle_gateway_has_no_news(
         assert fleet.announcement() == fleet.announcement()
         read = msgspec.json.decode(fleet.announcement(), type=Announcement)
         assert (read.file, read.share.lengths_total) == (file_digest(deployment), 1000)
+
+    play(deployment, clock, scene)
+
+
+def test_a_reload_at_one_has_the_others_look_at_their_files(
+    deployment: Deployment, clock: FakeClock, tmp_path: Path
+) -> None:
+    async def scene(stage: Stage) -> None:
+        a, b, c = await stage.join("a", "b", "c")
+        folder = tmp_path / "new"
+        folder.mkdir()
+        new = AppliedDeployment(deployment_of(folder, rate="1 Gbit/s -> 2 Gbit/s"), "")
+        looked: list[str] = []
+
+        def look(node: Node, *, has_new_file: bool) -> None:
+            async def reload() -> None:
+                looked.append(node.name)
+                if not has_new_file:
+                    raise ValueError("a mistake")
+                node.plane.fleet.adopt(new)
+
+            node.plane.fleet.reload = reload
+
+        look(a, has_new_file=True)
+        look(b, has_new_file=True)
+        look(c, has_new_file=False)
+        a.plane.fleet.adopt(new)
+        await until(lambda: len(looked) == 2)
+        await told()
+        # Once each; who was told does not tell it on.
+        assert sorted(looked) == ["b", "c"]
+        members = a.plane.state()["fleet"]["members"]
+        assert {name: each["same_file"] for name, each in members.items()} == {
+            "a": True,
+            "b": True,
+            "c": False,
+        }
+        (late,) = await stage.join("late", deployment=new.said)
+        look(late, has_new_file=True)
+        await told()
+        assert sorted(looked) == ["b", "c"]
+        # What is told while etcd is away is told afterwards.
+        stage.etcd.stop()
+        await until(lambda: not a.plane.fleet.member.is_connected)
+        a.plane.fleet.adopt(AppliedDeployment(deployment, ""))
+        stage.etcd.start()
+        await until(lambda: {"b", "late"} <= set(looked[2:]))
 
     play(deployment, clock, scene)
 

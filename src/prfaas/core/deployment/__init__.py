@@ -1,6 +1,8 @@
 """The one YAML file a user writes, read into frozen typed objects."""
 
 from prfaas.core.deployment.addresses import EventsEndpoint, is_loopback
+from prfaas.core.deployment.applied import AppliedDeployment
+from prfaas.core.deployment.difference import DeploymentDifference, FieldChange, difference
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
 from prfaas.core.deployment.fleet import FleetConfig
 from prfaas.core.deployment.gateway import AdminConfig, GatewayConfig, GatewayLimits, RouteDetail
@@ -56,15 +58,18 @@ __all__ = [
     "SYNTHETIC",
     "TOOLS",
     "AdminConfig",
+    "AppliedDeployment",
     "Cluster",
     "ControlConfig",
     "Deployment",
+    "DeploymentDifference",
     "DeploymentError",
     "EmpiricalLengths",
     "EngineConfig",
     "EngineTls",
     "EventsEndpoint",
     "EvictionName",
+    "FieldChange",
     "FixedLengths",
     "FleetConfig",
     "GatewayConfig",
@@ -91,6 +96,7 @@ __all__ = [
     "UniformLengths",
     "WorkloadSpec",
     "default_state_dir",
+    "difference",
     "is_loopback",
     "load_deployment",
     "load_planned",

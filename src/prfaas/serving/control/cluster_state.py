@@ -1,6 +1,6 @@
 """The state of all clusters as this gateway knows it: one `View`, kept right by everything that happens here."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -102,6 +102,17 @@ class ClusterState:
         """What policies see of one instance."""
         return self._loads[name].view
 
+    def join(self, instance: InstanceView) -> None:
+        """One more instance in its cluster."""
+        cluster = self.view.clusters[instance.cluster]
+        cluster.instances.append(instance)
+        self._loads[instance.name] = _Load(instance, cluster, counted_s=self._clock())
+
+    def leave(self, name: str) -> None:
+        """The instance is none any more; nothing is open there."""
+        load = self._loads.pop(name)
+        load.cluster.instances[:] = [each for each in load.cluster.instances if each is not load.view]
+
     def open_prefills(self, name: str) -> int:
         """Prefills accepted there by all gateways, the one at work included."""
         load = self._loads[name]
@@ -126,21 +137,24 @@ class ClusterState:
 
     def follow_roles(self, name: str, *, prefills: bool, decodes: bool, draining: bool) -> bool:
         """The instance has these roles, as another gateway has decided. Returns whether that is a change."""
-        load = self._loads[name]
-        view = load.view
+        view = self._loads[name].view
         if (view.prefills, view.decodes, view.draining) == (prefills, decodes, draining):
             return False
-        self._count(load, self._clock())
-        view.prefills, view.decodes, view.draining = prefills, decodes, draining
-        self._update_decoding(load)
+        has: Mapping[Role, bool] = {"prefill": prefills, "decode": decodes}
+        self.set_roles(name, [role for role in has if has[role]])
+        view.draining = draining
         return True
+
+    def set_roles(self, name: str, roles: Collection[Role]) -> None:
+        """The instance has these roles from now on."""
+        load = self._loads[name]
+        self._count(load, self._clock())
+        load.view.prefills, load.view.decodes = "prefill" in roles, "decode" in roles
+        self._update_decoding(load)
 
     def set_role(self, name: str, role: Role) -> None:
         """The instance has this one role from now on."""
-        load = self._loads[name]
-        self._count(load, self._clock())
-        load.view.prefills, load.view.decodes = role == "prefill", role == "decode"
-        self._update_decoding(load)
+        self.set_roles(name, (role,))
 
     def own_share(self) -> GatewayShare:
         """What is open here and nowhere else, for the other gateways of a fleet."""

@@ -5,13 +5,13 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry
 
-from prfaas.core.deployment import Deployment, FleetConfig
+from prfaas.core.deployment import AppliedDeployment, Deployment, FleetConfig
 from prfaas.core.scheduling.gateway_share import (
     MOST_LENGTHS,
     GatewayShare,
@@ -21,42 +21,26 @@ from prfaas.core.scheduling.gateway_share import (
 )
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.serving.control.cluster_state import Clock, ClusterState
+from prfaas.serving.control.fleet_metrics import FleetMetrics
 from prfaas.serving.control.link_budget import LinkBudget
 from prfaas.serving.control.prefill_admission import PrefillAdmission
 from prfaas.serving.control.role_allocation import RoleAllocation, RoleChanges
 from prfaas.serving.control.thresholds import Thresholds
 from prfaas.serving.fleet.member import FleetMember
-from prfaas.serving.fleet.messages import Announcement, Decisions, RoleDecision, file_digest
+from prfaas.serving.fleet.messages import Announcement, Decisions, Reloaded, RoleDecision, file_digest
 from prfaas.serving.fleet.store import Store, StoreError
 
 logger = logging.getLogger(__name__)
 
 DECISIONS = "decisions"
 DRAINED = "drained/"
+RELOADED = "reloaded"
 # Less than a tenth of a second is no news, and every put costs etcd a write to disk.
 _DIGITS = 1
 # Observed lengths are told for so long: others miss them only where etcd is silent for longer.
 _LENGTHS_S = 2.0
 
-_Message = TypeVar("_Message", Announcement, Decisions)
-
-
-class FleetMetrics:
-    """`prfaas_control_fleet_*`."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"prfaas_control_fleet_{name}", text, registry=registry)
-
-        def counter(name: str, text: str) -> Counter:
-            return Counter(f"prfaas_control_fleet_{name}", text, registry=registry)
-
-        self.members = gauge("members", "Gateways of the fleet, as last seen; this one counts.")
-        self.leads = gauge("leads", "1 when this gateway decides thresholds and roles.")
-        self.connected = gauge("connected", "1 when etcd answers and this gateway is a member.")
-        self.losses = counter("losses", "How often etcd was lost.")
-        self.leader_changes = counter("leader_changes", "How often another gateway led than before.")
-        self.unreadable = counter("unreadable_values", "Values in etcd that could not be read.")
+_Message = TypeVar("_Message", Announcement, Decisions, Reloaded)
 
 
 class FleetControl:
@@ -67,6 +51,7 @@ class FleetControl:
     - Thresholds and roles: decided and written by the leader, followed by the others. A new leader goes on from what
       is written.
     - Drain marks: whoever is asked writes them, all follow.
+    - Reloads: who has taken its file on says so, and the others look at theirs.
 
     Without etcd nothing new is decided. What others told last counts for one lease more; after that their requests are
     guessed from what engines report.
@@ -91,7 +76,8 @@ class FleetControl:
         drain: Callable[[str, bool], None],
     ) -> None:
         """`drain(instance, wanted)` carries a drain mark out here; the other parts are the control plane's own."""
-        self._deployment = deployment
+        self.reload: Callable[[], Awaitable[object]] | None = None
+        """Has this gateway take its file on again."""
         self._config = config
         self._clock = clock
         self._cluster_state = cluster_state
@@ -103,7 +89,8 @@ class FleetControl:
         self._window = window
         self._drain = drain
         self._metrics = FleetMetrics(registry)
-        self._digest = file_digest(deployment)
+        self._digest = self._told_digest = file_digest(deployment)
+        self._reloading: asyncio.Task[None] | None = None
         self._lengths: deque[tuple[float, int]] = deque(maxlen=MOST_LENGTHS)
         self._lengths_total = 0
         self._seen_lengths: dict[str, int] = {}
@@ -140,6 +127,9 @@ class FleetControl:
 
     async def close(self) -> None:
         """Leave the fleet; after `run` has ended."""
+        if self._reloading is not None:
+            self._reloading.cancel()
+            await asyncio.gather(self._reloading, return_exceptions=True)
         await self.member.leave()
 
     def observe(self, uncached_tokens: int) -> None:
@@ -151,6 +141,10 @@ class FleetControl:
         """Have all gateways drain an instance, or none any more. Written when etcd answers."""
         if instance in self._wanted_marks or wanted != (instance in self._marked):
             self._wanted_marks[instance] = wanted
+
+    def adopt(self, applied: AppliedDeployment) -> None:
+        """This gateway has taken a file on; the others are told when etcd answers."""
+        self._digest = file_digest(applied.said)
 
     def is_known_drained(self, instance: str) -> bool:
         """Whether every gateway has carried out the newest drain mark of an instance."""
@@ -257,6 +251,11 @@ class FleetControl:
                 self._note_mark(name, wanted, revision)
                 if self._wanted_marks.get(name) == wanted:
                     del self._wanted_marks[name]
+        if self._digest != self._told_digest and (self._reloading is None or self._reloading.done()):
+            told, self._told_digest = self._told_digest, self._digest
+            message = msgspec.json.encode(Reloaded(self.member.name, self._digest))
+            if await self.member.put(RELOADED, message) is None:
+                self._told_digest = told
         decided = self.decided()
         if self._is_leading and decided != self._known:
             revision = await self.member.put(DECISIONS, msgspec.json.encode(decided))
@@ -331,11 +330,33 @@ class FleetControl:
             self._known = None if value is None else self._read(value, Decisions)
             if value is not None and not self._is_leading:
                 self.steer()
+        elif key == RELOADED:
+            told = None if value is None else self._read(value, Reloaded)
+            # What was told before this gateway began is older than the file that it has read.
+            if told is not None and self.member.has_joined:
+                self._reload_as(told)
         elif key.startswith(DRAINED):
             name = key.removeprefix(DRAINED)
             self._note_mark(name, value is not None, revision)
             if name in self._cluster_state.names and name not in self._wanted_marks:
                 self._drain(name, value is not None)
+
+    def _reload_as(self, told: Reloaded) -> None:
+        """Another gateway has taken a file on: look whether the one here is the same now."""
+        is_busy = self._reloading is not None and not self._reloading.done()
+        if told.file != self._digest and self.reload is not None and not is_busy:
+            self._reloading = asyncio.get_running_loop().create_task(self._reload(told, self.reload))
+
+    async def _reload(self, told: Reloaded, reload: Callable[[], Awaitable[object]]) -> None:
+        try:
+            await reload()
+        except Exception as error:
+            logger.warning("%s has taken another file on, and this gateway can't: %s", told.by, error)
+        self._told_digest = self._digest
+        if self._digest == told.file:
+            logger.info("this gateway has taken on the file that %s has", told.by)
+        else:
+            logger.warning("the deployment file here is not the one that %s has taken on", told.by)
 
     def _note_mark(self, name: str, wanted: bool, revision: int) -> None:
         if revision >= self._mark_revisions.get(name, 0):

@@ -57,7 +57,7 @@ class FleetPlane(LivePlane):
             config.name or default_name(deployment),
             EtcdStore(config) if store is None else store,
             registry,
-            clock=self._clock,
+            clock=self.clock,
             cluster_state=self.cluster_state,
             prefill_admission=self.prefill_admission,
             thresholds=self.thresholds,

@@ -54,11 +54,19 @@ class ControlMetrics:
     """Gauges are written once a second; counters when something happens."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self._of_instances: list[Counter | Gauge] = []
+
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"prfaas_control_{name}", text, labels, registry=registry)
+            made = Counter(f"prfaas_control_{name}", text, labels, registry=registry)
+            if "instance" in labels:
+                self._of_instances.append(made)
+            return made
 
         def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(f"prfaas_control_{name}", text, labels, registry=registry)
+            made = Gauge(f"prfaas_control_{name}", text, labels, registry=registry)
+            if "instance" in labels:
+                self._of_instances.append(made)
+            return made
 
         self.decisions = counter("decisions", "Routed requests, by decision.", "route", "reason")
         self.policy_failures = counter(
@@ -170,6 +178,11 @@ class ControlMetrics:
             registry=registry,
         )
         self.telemetry_failures = counter("telemetry_failures", "Questions without an answer.", "kind")
+
+    def forget_instance(self, name: str) -> None:
+        """No series of an instance that has left."""
+        for metric in self._of_instances:
+            metric.remove_by_labels({"instance": name})
 
 
 PERIOD_S = 1.0

@@ -51,7 +51,8 @@ class PrefillAdmission:
         self._pools: dict[str, PrefillPool[Admission]] = {
             name: PrefillPool(waits=cluster.waits) for name, cluster in cluster_state.view.clusters.items()
         }
-        self._at_work = dict.fromkeys(cluster_state.names, 0)
+        # Uncached tokens by instance.
+        self._at_work: Counter[str] = Counter()
         # Uncached tokens of those that wait.
         self._tokens: dict[Admission, int] = {}
         self._others = OtherGateways()
@@ -93,6 +94,10 @@ class PrefillAdmission:
         for each in instances:
             self._serve(each.name, now_s)
 
+    def is_working(self, name: str) -> bool:
+        """Whether an instance has been given a prefill that has not ended."""
+        return self._at_work[name] > 0
+
     def waiting(self, cluster: str) -> int:
         """Prefills of all gateways that wait for any instance of a cluster."""
         return (
@@ -112,9 +117,9 @@ class PrefillAdmission:
             served_s = round(self._served[cluster].at(now_s), 1)
             clusters[cluster] = ClusterShare(waiting, pool.waiting_s, served_s)
         instances = {
-            name: InstanceShare(prefill_tokens=tokens, waiting=bound[name])
-            for name, tokens in self._at_work.items()
-            if tokens or bound[name]
+            name: InstanceShare(prefill_tokens=self._at_work[name], waiting=bound[name])
+            for name in self._cluster_state.names
+            if self._at_work[name] or bound[name]
         }
         return GatewayShare(
             instances=instances,
@@ -126,7 +131,7 @@ class PrefillAdmission:
         leave is noticed only here."""
         self._others, self._others_total = others, others.total()
         now_s = self._clock()
-        for name in self._at_work:
+        for name in self._cluster_state.names:
             self._serve(name, now_s)
         for cluster in self._pools:
             self._show_waiting(cluster)

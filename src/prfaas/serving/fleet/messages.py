@@ -44,6 +44,14 @@ class Decisions(msgspec.Struct, frozen=True, omit_defaults=True):
     """By instance of a pd cluster."""
 
 
+class Reloaded(msgspec.Struct, frozen=True):
+    """A gateway has taken on another deployment file; the others look at theirs."""
+
+    by: _Name
+    file: _Name
+    """`file_digest` of what it has taken on."""
+
+
 def file_digest(deployment: Deployment) -> str:
     """A word for everything in a deployment file that all gateways of a fleet must agree on."""
     facts = (

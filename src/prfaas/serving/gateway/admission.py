@@ -88,6 +88,10 @@ class Admission:
         self._open_of: Counter[str] = Counter()
         self._bytes_of: Counter[str] = Counter()
 
+    def adopt(self, limits: GatewayLimits) -> None:
+        """Take on so much from now on; what is open goes on."""
+        self._limits = limits
+
     @contextmanager
     def admitted(self, tenant: str, headers: Headers, body_bytes: int | None) -> Iterator[AdmittedRequest]:
         """One request, from before its body is read to its end.

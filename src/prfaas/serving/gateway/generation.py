@@ -55,7 +55,7 @@ class Generation:
         detail: RouteDetail,
     ) -> None:
         """`detail`: what the route header tells clients that are no named tenant."""
-        self._tells_all = detail == "full"
+        self.adopt(detail)
         self._context = context
         self._tenants = tenants
         self._admission = admission
@@ -68,6 +68,10 @@ class Generation:
         self._shadow = shadow
         self._log = log
         self._budget = KeepBudget(context.options.kept_answers_bytes)
+
+    def adopt(self, detail: RouteDetail) -> None:
+        """Tell clients so much from now on."""
+        self._tells_all = detail == "full"
 
     async def handle(self, http: web.Request, endpoint: Endpoint) -> web.StreamResponse:
         """Serve one request.

@@ -123,8 +123,23 @@ class KvTransfers:
 
     def __init__(self, watchers: Mapping[str, tuple[Watcher, ...]]) -> None:
         """`watchers`: decode instance name → one watcher per tensor-parallel rank."""
-        self._watchers = watchers
+        self._watchers = dict(watchers)
         self._consumers: set[str] = set()
+
+    def add(self, consumer: str, watchers: tuple[Watcher, ...]) -> None:
+        """One more instance; nothing where it is there already."""
+        self._watchers.setdefault(consumer, watchers)
+
+    async def forget(self, consumer: str) -> None:
+        """An instance has left: nothing waits for transfers there any more."""
+        self._consumers.discard(consumer)
+        for watcher in self._watchers.pop(consumer, ()):
+            await watcher.close()
+
+    @property
+    def consumers(self) -> set[str]:
+        """All instances that transfers can be waited for at."""
+        return set(self._watchers)
 
     async def wait(
         self,
@@ -178,7 +193,7 @@ class KvTransfers:
 
         It does nothing when the engine has already taken the transfer.
         """
-        for watcher in self._watchers[consumer]:
+        for watcher in self._watchers.get(consumer, ()):
             try:
                 async with asyncio.timeout(timeout_s):
                     await watcher.abandon(transfer_id, reason)
@@ -206,7 +221,7 @@ class KvTransfers:
         used_bytes = total_bytes = 0
         try:
             async with asyncio.timeout(timeout_s):
-                for watcher in self._watchers[consumer]:
+                for watcher in self._watchers.get(consumer, ()):
                     told = await watcher.stats()
                     used_bytes += told["staging_used_blocks"] * told["staging_block_bytes"]
                     total_bytes += told["staging_total_blocks"] * told["staging_block_bytes"]

@@ -46,10 +46,15 @@ class PrefillOrchestrator:
     ) -> None:
         self._hop = hop
         self._prefixes = prefixes
-        self._lead_s = deployment.transfer.decode_lead_s
         self._plane = context.plane
         self._metrics = context.metrics
         self._bill = EgressBill(deployment, context.metrics)
+        self.adopt(deployment)
+
+    def adopt(self, deployment: Deployment) -> None:
+        """Prefill with these instances from now on."""
+        self._lead_s = deployment.transfer.decode_lead_s
+        self._bill.adopt(deployment)
         self._staging_bytes = {
             instance.name: deployment.engine.staging_bytes * instance.tensor_parallel
             for instance in deployment.instances

@@ -71,10 +71,7 @@ class PrefillHop:
         """`key` seals tickets."""
         self._key = key
         self._tenants = tenants
-        self._bandwidth_bits_per_s = {
-            (link.source, link.target): link.bandwidth_bits_per_s for link in deployment.links
-        }
-        self._lead_s = deployment.transfer.decode_lead_s
+        self.adopt(deployment)
         self._transfers = transfers
         self._plane = context.plane
         self._client = context.client
@@ -85,6 +82,13 @@ class PrefillHop:
         self._arriving: dict[asyncio.Task[TransferredBytes], TransferSpec] = {}
         self._frozen: dict[str, str] = {}
         self._silent: dict[asyncio.Task[TransferredBytes], str] = {}
+
+    def adopt(self, deployment: Deployment) -> None:
+        """Expect links to be as wide as this file says from now on."""
+        self._bandwidth_bits_per_s = {
+            (link.source, link.target): link.bandwidth_bits_per_s for link in deployment.links
+        }
+        self._lead_s = deployment.transfer.decode_lead_s
 
     def frozen(self, name: str, reason: str | None) -> None:
         """An instance is frozen: nothing waits any longer for what it was to send or to receive. None: not any more."""

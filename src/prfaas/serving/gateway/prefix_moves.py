@@ -25,14 +25,20 @@ class PrefixMoves:
         tenants: Tenants,
         context: GatewayContext,
     ) -> None:
-        self._deployment = deployment
         self._hop = hop
         self._copier = copier
         self._tenants = tenants
         self._plane = context.plane
         self._metrics = context.metrics
         self._bill = EgressBill(deployment, context.metrics)
-        self._staging_bytes = {
+        self._staging_bytes: dict[str, int] = {}
+        self.adopt(deployment)
+
+    def adopt(self, deployment: Deployment) -> None:
+        """Move prefixes between these instances and pools from now on."""
+        self._deployment = deployment
+        self._bill.adopt(deployment)
+        self._staging_bytes |= {
             instance.name: deployment.engine.staging_bytes * instance.tensor_parallel
             for instance in deployment.instances
         }

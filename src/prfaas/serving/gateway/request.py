@@ -143,8 +143,12 @@ class Tenants:
             weights: parts of a link by the header's value; 1 for all others.
         """
         self._key = key
+        self.adopt(header, weights or {})
+
+    def adopt(self, header: str | None, weights: Mapping[str, int]) -> None:
+        """Tell tenants apart so from now on."""
         self._header = header
-        self._weights = {self._salt(name.encode()): weight for name, weight in (weights or {}).items()}
+        self._weights = {self._salt(name.encode()): weight for name, weight in weights.items()}
 
     def names(self, headers: Headers) -> bool:
         """Whether a request says whose it is. Those that don't are one tenant's together."""
@@ -188,6 +192,10 @@ class RequestParser:
         self._takes_seeds = all(cluster.hardware != "cpu" for cluster in deployment.pd_clusters)
         self._most_bytes = options.max_body_bytes
         self._json_threads = json_threads
+
+    def adopt(self, deployment: Deployment) -> None:
+        """Take bodies as large as this file says from now on."""
+        self._most_values = deployment.gateway.limits.body_values
 
     async def parse(
         self,

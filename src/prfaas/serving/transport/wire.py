@@ -73,6 +73,7 @@ class FrameType(enum.IntEnum):
     ABANDON = 34
     STATS = 35
     PACE = 36
+    ROSTER = 37
     PROBE = 38
     PULL = 39
     PULLED = 40
@@ -84,6 +85,7 @@ _TYPES = {int(kind): kind for kind in FrameType}
 _LIMITS = dict.fromkeys(FrameType, MAX_CONTROL_BYTES) | {
     FrameType.OPEN: MAX_OPEN_BYTES,
     FrameType.PULLED: MAX_OPEN_BYTES,
+    FrameType.ROSTER: MAX_OPEN_BYTES,
     FrameType.COPY: MAX_COPY_BYTES,
     FrameType.DATA: MAX_DATA_BYTES,
 }
