@@ -11,13 +11,17 @@ TORCH_INDEX_URL ?=
 PIP_INDEX := $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL))
 
 STAMP := $(VENV)/.prfaas-setup
+SETUP_LOG := build/setup.log
+
+# Disk, memory and platform are looked at before the demo; CHECK=no goes on without.
+CHECK ?= yes
 
 DOCS_VENV  ?= .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.docs-setup
 
 DEBIAN := requirements/debian.txt
 
-.PHONY: help setup system fast demo check test test-fast test-explore test-extras bench docs clean
+.PHONY: help setup system fast machine demo check test test-fast test-explore test-extras bench docs clean
 
 help:
 	@echo "make demo   one long and several short prompts through two clusters on this machine, compared with plain vLLM"
@@ -34,15 +38,10 @@ help:
 
 setup: $(STAMP)
 
-# The lock is complete and installed without dependency resolution: it leaves out torchvision, torchaudio and
-# torchcodec, which vLLM's CPU build names but which don't load beside the CPU build of torch. It says why torch is apart.
+# Why the lock is installed as it is: requirements/set_up.py.
 $(STAMP): $(LOCK) $(TORCH) pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info < (3, 14) else "prfaas needs Python 3.11 to 3.13: make PYTHON=/path/to/python3.11")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -qq --no-deps $(PIP_INDEX) -r $(TORCH)
-	$(BIN)/python -m pip install -qq --no-deps --require-hashes -r $(LOCK)
-	$(BIN)/python -m pip install -qq --no-deps --no-build-isolation --editable .
-	touch $@
+	@$(PYTHON) requirements/set_up.py $(VENV) $(SETUP_LOG) $(PIP_INDEX)
+	@touch $@
 
 # What can't be had is no error: the tests that use it are skipped and say so.
 system:
@@ -57,8 +56,14 @@ system:
 fast: setup
 	$(BIN)/python requirements/compiled.py build/fast
 
-demo: setup
-	$(BIN)/prfaas demo $(DEMO_ARGS)
+# First whether it can work here; disk only where something is to be installed.
+machine:
+ifneq ($(CHECK),no)
+	@$(PYTHON) requirements/machine.py $(if $(wildcard $(STAMP)),,$(VENV))
+endif
+
+demo: machine setup
+	@$(BIN)/prfaas demo $(DEMO_ARGS)
 
 check: setup
 	$(BIN)/ruff format --check src tests bench
@@ -87,6 +92,7 @@ test-extras: setup
 bench: setup
 	$(BIN)/python bench/transport.py
 	$(BIN)/python bench/gateway.py
+	$(BIN)/python bench/tracing.py
 	$(BIN)/python bench/planner.py
 	$(BIN)/python bench/index.py
 	$(BIN)/python bench/routing.py
@@ -99,7 +105,7 @@ bench: setup
 	$(BIN)/python bench/overload.py
 	-$(BIN)/python bench/wan_e2e.py
 	$(BIN)/python bench/fidelity.py recorded bench/data/vllm_real_timings_RTXPRO6000_Llama-3.1-8B.jsonl.gz
-	-$(BIN)/python bench/simulator.py --requests 10000 100000
+	$(BIN)/python bench/simulator.py --requests 10000 100000
 
 $(DOCS_STAMP): requirements/docs.txt
 	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)

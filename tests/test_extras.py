@@ -41,7 +41,7 @@ for name in wanted:
 """
 
 PROMISED = {
-    "": "prfaas.api prfaas.cli prfaas.core.deployment prfaas.core.kv prfaas.core.route_header",
+    "": "prfaas.api prfaas.cli prfaas.core.deployment prfaas.core.kv prfaas.core.route_header prfaas.tools.emit",
     "engine": (
         "prfaas.core.deployment prfaas.core.kv prfaas.serving.transport prfaas.serving.engines.preparation "
         "prfaas.serving.engines.running prfaas.serving.engines.command prfaas.serving.engines.process_group "
@@ -49,9 +49,11 @@ PROMISED = {
     ),
     "gateway": (
         "prfaas.core prfaas.serving.transport prfaas.serving.live prfaas.serving.gateway prfaas.serving.control "
-        "prfaas.serving.engines.synthetic prfaas.serving.pool prfaas.tools.demo prfaas.tools.doctor prfaas.tools.replay"
+        "prfaas.serving.engines.synthetic prfaas.serving.pool prfaas.tools.bench prfaas.tools.demo "
+        "prfaas.tools.doctor prfaas.tools.monitoring prfaas.tools.replay"
     ),
     "plan": "prfaas.core prfaas.lab prfaas.tools.profiling",
+    "trace": "prfaas.serving.tracing.queue prfaas.serving.tracing.collector",
 }
 DOES = {
     "gateway": "from prfaas.core.latency.service_curve import ServiceCurve; ServiceCurve().add(100, 0.1, 0.0)",
@@ -119,10 +121,11 @@ def test_an_extra_is_enough_for_what_it_promises(extra: str) -> None:
             "gateway",
             set(),
         ),
-        (["tools/demo", "tools/doctor.py", "tools/replay"], "gateway", set()),
+        (["tools/demo", "tools/doctor.py", "tools/monitoring", "tools/replay"], "gateway", set()),
         (["lab", "core/planner"], "plan", {"pandas", "pyarrow"}),  # the extra "records"
         (["tools/profiling"], "plan", {"aiconfigurator_core"}),  # the extra "estimate"
         (["serving/engines/vllm"], "engine", {"vllm", "torch"}),
+        (["serving/tracing"], "trace", set()),
     ],
 )
 def test_what_is_imported_late_is_in_the_extra_too(folders: list[str], extra: str, besides: set[str]) -> None:
@@ -171,6 +174,7 @@ def test_commands_of_the_base_installation(words: list[str]) -> None:
         (["doctor", str(EXAMPLES / "local.yaml")], "gateway"),
         (["demo"], "gateway"),
         (["key", str(EXAMPLES / "local.yaml")], "gateway"),
+        (["monitoring", "grafana", "-o", "dashboards"], "gateway"),
         (["pool", str(EXAMPLES / "local.yaml"), "home-pool"], "gateway"),
         (["certs", str(EXAMPLES / "local.yaml")], "gateway"),
         (["replay", "http://127.0.0.1:9", "--poisson", "1", "--limit", "1"], "gateway"),
@@ -193,6 +197,24 @@ def test_parquet_without_pyarrow_is_one_sentence(tmp_path: Path) -> None:
     (sentence,) = done.stderr.splitlines()
     assert sentence.endswith("needs pyarrow (pip install 'prfaas[records]'); .csv.gz and .jsonl.gz do not")
     assert _run("plan", MAIN, "", *words, str(tmp_path / "a.csv.gz")).returncode == 0
+
+
+WITHOUT_TRACES = """
+from prfaas.cli.common import sentence
+from prfaas.cli.serve import check_tracing
+from prfaas.core.deployment import TracingConfig
+try:
+    check_tracing(TracingConfig("http://127.0.0.1:9/v1/traces"))
+except ModuleNotFoundError as error:
+    print(sentence(error, "serve"))
+"""
+
+
+def test_traces_without_opentelemetry_are_one_sentence() -> None:
+    done = _run("gateway", WITHOUT_TRACES, "")
+    assert (done.returncode, done.stderr) == (0, "")
+    (sentence,) = done.stdout.splitlines()
+    assert sentence.startswith("gateway.tracing needs OpenTelemetry's packages: pip install 'prfaas[trace]'")
 
 
 def test_the_commands_that_need_an_extra_are_commands() -> None:

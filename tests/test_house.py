@@ -11,11 +11,15 @@ SOURCE = Path(__file__).parents[1] / "src"
 # sealed connections, signs of life, the order of chunks, compression, how links are judged and shared; then the pool;
 # then policies as plug-ins, prices of egress, roles by predicted latency and by forecast, the order of prefills; what a
 # request would wait, for gateways and simulated ones. Then runs of a study that differ only in their seed, the search
-# for the largest rate, other models, and five studies. Then changes while everything runs: difference, what is applied,
-# rosters on the wire and of the control plane, membership, reloading, engines that follow, the load of a link. Then a
-# fleet of gateways: its store, etcd, members, messages, shares, turns, the control plane that leads or follows; prefill
-# queues got a file of their own.
-MOST_FILES = 432
+# for the largest rate, other models, and five studies. Then sites, open ports, containers, drafts of files and their
+# questions; and what is emitted: blueprint, writing, unit, service, pod, its plan and volumes, policy, monitor.
+# Then dashboards, alert rules, series that leave, certificates' ends. Then what fits a terminal, what shells
+# complete, the demo's form, vLLM's load test and a gateway's counts beside it, and values for llm-d.
+# Then traces: their collector, their spans, the queue of these, a request's trace, and a hop's. Then changes while
+# everything runs: difference, what is applied, rosters on the wire and of the control plane, membership, reloading,
+# engines that follow, the load of a link. Then a fleet of gateways: its store, etcd, members, messages, shares, turns,
+# metrics, its section of the file, the control plane that leads or follows; prefill queues got a file of their own.
+MOST_FILES = 482
 MOST_LINES = 420
 
 

@@ -3,12 +3,7 @@
 import re
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry
-
-from prfaas.serving.control.fleet_metrics import FleetMetrics
-from prfaas.serving.control.metrics import ControlMetrics
-from prfaas.serving.engines.transfer_counters import COUNTERS, POOL_COUNTERS
-from prfaas.serving.gateway.metrics import Metrics
+from prfaas.tools.monitoring.catalogue import OWN_INSTANCE, catalogue
 
 ROOT = Path(__file__).parents[1]
 ROWS = dict(
@@ -18,22 +13,19 @@ ROWS = dict(
         re.MULTILINE,
     )
 )
+SERIES = catalogue().series
 
 
 def test_the_gateways_and_the_control_planes() -> None:
-    registry = CollectorRegistry()
-    Metrics(registry)
-    ControlMetrics(registry)
-    FleetMetrics(registry)
     made = {}
-    for collector in registry._collector_to_names:
-        name = collector._name + ("_total" if collector._type == "counter" else "")  # type: ignore[attr-defined]
-        labels = ", ".join(collector._labelnames)  # type: ignore[attr-defined]
-        made[name] = " | ".join((collector._type, labels)).strip()  # type: ignore[attr-defined]
+    for name, series in SERIES.items():
+        labels = ("instance" if label == OWN_INSTANCE else label for label in series.labels)
+        made[name] = " | ".join((series.kind, ", ".join(labels))).strip()
     listed = {name: row.strip() for name, row in ROWS.items() if name.startswith("prfaas_")}
-    assert listed == made
+    assert listed == {name: row for name, row in made.items() if name.startswith("prfaas_")}
 
 
 def test_the_engines() -> None:
-    made = {f"vllm:prfaas_{name}_total" for name in (*COUNTERS, *POOL_COUNTERS)}
-    assert {name for name in ROWS if name.startswith("vllm:")} == made
+    assert {name for name in ROWS if name.startswith("vllm:")} == {
+        name for name in SERIES if name.startswith("vllm:")
+    }

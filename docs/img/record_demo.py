@@ -1,6 +1,6 @@
 """Draws what `prfaas demo` printed as docs/img/demo.svg, which README.md and the tutorial show.
 
-    FORCE_COLOR=1 COLUMNS=150 .venv/bin/prfaas demo > build/demo.txt
+    FORCE_COLOR=1 .venv/bin/prfaas demo > build/demo.txt
     .venv/bin/python docs/img/record_demo.py build/demo.txt
 
 FORCE_COLOR keeps the colours although the output goes to a file. The drawing fetches nothing: rich's template would

@@ -58,6 +58,8 @@ def test_every_command_has_help_with_an_example(
     assert run(monkeypatch, "--help") == 0
     overview = capsys.readouterr().out
     for command in (
+        ["init"],
+        ["emit", "systemd"],
         ["up"],
         ["serve"],
         ["engine"],
@@ -70,6 +72,9 @@ def test_every_command_has_help_with_an_example(
         ["pool", "clear"],
         ["pool", "verify"],
         ["model", "make"],
+        ["monitoring", "scrape"],
+        ["monitoring", "alerts"],
+        ["monitoring", "grafana"],
     ):
         assert command[0] in overview
         assert run(monkeypatch, *command, "--help") == 0
@@ -85,12 +90,21 @@ def test_help_needs_nothing_heavy() -> None:
         "try: m.main()\n"
         "except SystemExit: pass\n"
         "print(sorted({name.split('.')[0] for name in sys.modules} & "
-        "{'vllm', 'torch', 'aiohttp', 'pydantic', 'numpy', 'yaml', 'transformers'}))"
+        "{'vllm', 'torch', 'aiohttp', 'pydantic', 'numpy', 'yaml', 'transformers', 'rich', 'asyncio'}))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
     )
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_overview_has_whole_sentences(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "--help") == 0
+    text = " ".join(capsys.readouterr().out.partition("Commands:")[2].split())
+    assert "that disaggregation really happens. status Show" in text
+    assert text.endswith(".") and "..." not in text and "(the paper's equation 2). profile" in text
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prfaas.cli.common import AsJson, CliError, print_json
+from prfaas.cli.completions import model_names
 
 if TYPE_CHECKING:
     from prfaas.core.kv import KvModel
@@ -14,7 +15,12 @@ if TYPE_CHECKING:
 
 def bandwidth(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A published model (`prfaas models`), or a config.json.")
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A published model (`prfaas models`), or a config.json.",
+            autocompletion=model_names,
+        ),
     ],
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of the prefill cluster.")],
     profile: Annotated[
@@ -35,7 +41,7 @@ def bandwidth(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what bandwidth N GPUs fill with KVCache if they prefill without a pause (the paper's Eq. 2).
+    """Say what bandwidth N GPUs fill with KVCache if they prefill without a pause (the paper's equation 2).
 
     Examples: prfaas bandwidth ring-2.5-1t --gpus 512 --length 32768;
     prfaas bandwidth internal-1t --gpus 32 --lognormal 9.9,1,19400,131072

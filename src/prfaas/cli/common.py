@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from prfaas.cli.completions import instance_names
+
 if TYPE_CHECKING:
     from urllib.error import HTTPError
 
@@ -24,7 +26,19 @@ _ENGINE_MODULES = {"vllm", "torch", "transformers", "safetensors"}
 # The commands that need more than the base installation, by extra of pyproject.toml. tests/test_extras.py holds
 # them together.
 PLAN_COMMANDS = ("plan", "policies", "simulate", "study", "reproduce", "bandwidth", "profile")
-GATEWAY_COMMANDS = ("up", "serve", "key", "certs", "doctor", "demo", "replay", "engine", "pool")
+GATEWAY_COMMANDS = (
+    "up",
+    "serve",
+    "key",
+    "certs",
+    "doctor",
+    "demo",
+    "replay",
+    "bench",
+    "engine",
+    "pool",
+    "monitoring",
+)
 _OWNERS = {"plan": "the planner's", "gateway": "the gateway's"}
 
 
@@ -42,10 +56,10 @@ def sentence(error: Exception, command: str = "") -> str | None:
     from prfaas.core.planner import PlanError
     from prfaas.core.workload import WorkloadError
     from prfaas.serving.engines import EngineError
-    from prfaas.serving.secret_files import AdminTokenError, KeyFileError, TlsFileError
+    from prfaas.serving.secret_files import AdminTokenError, KeyFileError, TlsFileError, TraceHeadersError
 
     known = (CliError, DeploymentError, EngineError, ConfigError, PlanError, ProfileError, KeyFileError)
-    if isinstance(error, (*known, AdminTokenError, TlsFileError, WorkloadError)):
+    if isinstance(error, (*known, AdminTokenError, TlsFileError, TraceHeadersError, WorkloadError)):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         return _missing(error.name.split(".")[0], command)
@@ -57,6 +71,11 @@ def _missing(package: str, command: str) -> str | None:
         return (
             f"{package} is not installed in this environment; "
             "`make setup` installs vLLM's CPU build, `pip install vllm` the one for GPUs"
+        )
+    if package in ("opentelemetry", "requests"):
+        return (
+            "gateway.tracing needs OpenTelemetry's packages: pip install 'prfaas[trace]', "
+            "or take gateway.tracing out of the deployment file"
         )
     extra = "plan" if command in PLAN_COMMANDS else "gateway" if command in GATEWAY_COMMANDS else None
     if package == "prfaas" or extra is None:
@@ -166,7 +185,10 @@ DeploymentPath = Annotated[
     Path, typer.Argument(metavar="DEPLOYMENT", help="The deployment file, for example examples/local.yaml.")
 ]
 InstanceName = Annotated[
-    str, typer.Argument(metavar="NAME", help="An instance's name in the deployment file.")
+    str,
+    typer.Argument(
+        metavar="NAME", help="An instance's name in the deployment file.", autocompletion=instance_names
+    ),
 ]
 ReadyTimeout = Annotated[
     float | None,
@@ -274,8 +296,25 @@ def fetch(admin: AdminAddress, path: str, method: str = "GET") -> dict[str, Any]
     Raises:
         CliError: nothing answers there, or not with such an object; the text is what the gateway says itself.
     """
-    import http.client
     import json
+
+    try:
+        document = json.loads(fetch_text(admin, path, method))
+    except ValueError as error:
+        raise CliError(f"{admin.url}{path} is no page of a prfaas gateway ({error})") from None
+    if not isinstance(document, dict):
+        raise CliError(f"{admin.url}{path} is no page of a prfaas gateway")
+    return document
+
+
+def fetch_text(admin: AdminAddress, path: str, method: str = "GET") -> str:
+    """The text that a gateway's operators get at `path`.
+
+    Raises:
+        CliError: nothing answers there, or not with a success; the text is what the gateway says itself.
+        ValueError: no text.
+    """
+    import http.client
     import urllib.error
     import urllib.request
 
@@ -286,7 +325,7 @@ def fetch(admin: AdminAddress, path: str, method: str = "GET") -> dict[str, Any]
     try:
         asked = urllib.request.Request(url + path, headers=headers, method=method)
         with opener.open(asked, timeout=_TIMEOUT_S) as response:
-            document = json.loads(response.read(_MAX_BYTES))
+            content: bytes = response.read(_MAX_BYTES)
     except urllib.error.HTTPError as error:
         said = _said(error) or f"{url}{path} answered {error.code}; is it a prfaas gateway?"
         if said.startswith("There is no GET"):
@@ -295,11 +334,7 @@ def fetch(admin: AdminAddress, path: str, method: str = "GET") -> dict[str, Any]
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise CliError(f"no gateway answers at {url} ({reason}); start it: prfaas serve DEPLOYMENT") from None
-    except ValueError as error:
-        raise CliError(f"{url}{path} is no page of a prfaas gateway ({error})") from None
-    if not isinstance(document, dict):
-        raise CliError(f"{url}{path} is no page of a prfaas gateway")
-    return document
+    return content.decode()
 
 
 def _said(error: "HTTPError") -> str | None:

@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prfaas.cli.common import ReadyTimeout
+from prfaas.cli.completions import tiny_model_names
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from prfaas.core.deployment import Deployment
     from prfaas.serving.engines.running import EngineProgress, RunningEngines
-    from prfaas.tools.demo import DemoPrompt
-
-# Where a table for people should not wrap.
-_TABLE_WIDTH = 150
+    from prfaas.tools.demo import DemoOutcome, DemoPrompt
 
 
 def demo(
@@ -37,7 +35,11 @@ def demo(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", help="A tiny model in place of the deployment's: qwen3-next, gpt-oss, …"),
+        typer.Option(
+            "--model",
+            help="A tiny model in place of the deployment's: qwen3-next, gpt-oss, …",
+            autocompletion=tiny_model_names,
+        ),
     ] = None,
     ready_timeout_s: ReadyTimeout = None,
 ) -> None:
@@ -54,8 +56,7 @@ def demo(
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.engines.running import READY_TIMEOUT_S
     from prfaas.tools.demo import DemoError, run_demo
-    from prfaas.tools.demo.outcome import closing, footnotes, outcome_table
-    from prfaas.tools.demo.second_act import second_closing, second_table
+    from prfaas.tools.demo.display import DEMO_COLUMNS
 
     loaded = load_deployment(deployment or example_path("local.yaml"))
     if model is not None:
@@ -70,16 +71,8 @@ def demo(
         raise typer.Exit(130) from None
     to_stdout = json_file is not None and str(json_file) == "-"
     out = Console(stderr=to_stdout, highlight=False)
-    if not out.is_terminal:
-        out = Console(stderr=to_stdout, highlight=False, width=_TABLE_WIDTH)
-    out.print(outcome_table(outcome))
-    for note in footnotes(outcome):
-        out.print(note, style="dim")
-    out.print()
-    out.print(closing(outcome), style="bold")
-    if outcome.second is not None:
-        out.print(second_table(outcome.second))
-        out.print(second_closing(outcome.second), style="bold")
+    out.width = min(out.width, DEMO_COLUMNS) if out.is_terminal else DEMO_COLUMNS
+    print_outcome(out, outcome)
     if json_file is not None:
         document = json.dumps(outcome.to_json(), indent=2) + "\n"
         if to_stdout:
@@ -88,6 +81,30 @@ def demo(
             json_file.write_text(document)
     if not outcome.all_equal:
         raise typer.Exit(1)
+
+
+def print_outcome(out: "Console", outcome: "DemoOutcome") -> None:
+    """Write what a run found, and what to try next, to a console."""
+    import shutil
+
+    from prfaas.tools.demo.display import next_steps
+    from prfaas.tools.demo.outcome import closing, footnotes, outcome_table
+    from prfaas.tools.demo.second_act import SECOND_NOTE, second_closing, second_table
+
+    out.print(outcome_table(outcome))
+    for note in footnotes(outcome):
+        out.print(note, style="dim")
+    out.print()
+    out.print(closing(outcome), style="bold")
+    if outcome.second is not None:
+        out.print()
+        out.print(second_table(outcome.second))
+        out.print(SECOND_NOTE, style="dim")
+        out.print()
+        out.print(second_closing(outcome.second), style="bold")
+    out.print()
+    for line in next_steps(is_on_path=shutil.which("prfaas") is not None):
+        out.print(line, markup=False)
 
 
 def _with_tiny_model(deployment: "Deployment", name: str) -> "Deployment":

@@ -6,10 +6,16 @@ from typing import Annotated, Any
 import typer
 
 from prfaas.cli.common import CliError, TokenFile
+from prfaas.cli.completions import instance_names
 
 _LOOK_EVERY_S = 1.0
 
-_Instance = Annotated[str, typer.Argument(metavar="INSTANCE", help="Its name in the deployment file.")]
+_Instance = Annotated[
+    str,
+    typer.Argument(
+        metavar="INSTANCE", help="Its name in the deployment file.", autocompletion=instance_names
+    ),
+]
 _Where = Annotated[
     str,
     typer.Argument(

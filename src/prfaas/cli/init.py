@@ -10,24 +10,78 @@ from prfaas.cli.common import AsJson
 
 def init(
     name: Annotated[
-        str, typer.Argument(metavar="[NAME]", help="An example's name; --list shows them.", show_default=True)
+        str,
+        typer.Argument(
+            metavar="[NAME]",
+            help="An example's name; with --site or --ask the deployment's.",
+            show_default=True,
+        ),
     ] = "local",
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="DIR", help="Write it into this folder.")
     ] = Path(),
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="The checkpoint's directory on all machines, or tiny:qwen3-next."),
+    ] = None,
+    served_name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="What clients write as the model; the directory's name if not given."
+        ),
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(metavar="TOKENS", min=1, help="Longest prompt + answer; 32768 if not given.")
+    ] = None,
+    site: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME:KIND:HARDWARE:HOSTS",
+            help="A site, for example east:prfaas:h200x8:192.0.2.10,192.0.2.11.",
+        ),
+    ] = None,
+    link: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SOURCE:TARGET:BANDWIDTH", help='A link, for example "east:home:40 Gbit/s".'),
+    ] = None,
+    gateway: Annotated[
+        str | None,
+        typer.Option(metavar="HOST", help="Where clients connect; 0.0.0.0, or 127.0.0.1 on one machine."),
+    ] = None,
+    ask: Annotated[bool, typer.Option("--ask", help="Ask for what the options don't say.")] = False,
+    secrets: Annotated[
+        bool, typer.Option("--secrets/--no-secrets", help="Make key, certificates and operators' token, too.")
+    ] = True,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
     list_only: Annotated[bool, typer.Option("--list", help="Show the examples and write nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write one of the deployment files that come with prfaas, and say what to do with it.
+    """Write a deployment file: one of the examples, or one for your sites with key and certificates.
 
-    Examples: prfaas init; prfaas init paper -o deployments; prfaas init --list
+    KIND of a site is prfaas (only prefills long prompts) or pd (serves clients). One engine is on each of its HOSTS.
+    HARDWARE is a word of yours with the GPUs of one engine, or cpu, or synthetic. Key and certificates go to the
+    deployment's folder in $PRFAAS_HOME; what is there already stays.
+
+    Examples: prfaas init; prfaas init paper -o deployments; prfaas init --list; prfaas init --ask; prfaas init llm
+    --model /models/qwen3-next --site east:prfaas:h200x8:192.0.2.10 --site home:pd:h20x8:198.51.100.10,198.51.100.11
+    --link "east:home:40 Gbit/s"
     """
     import json
 
     from prfaas.cli.common import CliError, made_folder
     from prfaas.core.deployment.examples import example_files
 
+    if ask or site:
+        from prfaas.cli.init_draft import DraftOptions, write_draft
+
+        given = DraftOptions(
+            name, model, served_name, max_model_len, tuple(site or ()), tuple(link or ()), gateway
+        )
+        write_draft(given, out, ask=ask, secrets=secrets, force=force, as_json=as_json)
+        return
+    for option, value in (("--model", model), ("--link", link), ("--gateway", gateway)):
+        if value:
+            raise CliError(f"{option} is for a file of your own; give its sites, too: --site, or --ask")
     files = {path.stem: path for path in example_files().values()}
     if list_only:
         if as_json:

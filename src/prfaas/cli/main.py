@@ -5,22 +5,26 @@ and works without vLLM.
 """
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from prfaas import __version__
 from prfaas.cli.bandwidth import bandwidth
+from prfaas.cli.bench import bench
 from prfaas.cli.certs import certs
 from prfaas.cli.common import sentence
 from prfaas.cli.demo import demo
 from prfaas.cli.doctor import doctor
 from prfaas.cli.drain import drain, undrain
+from prfaas.cli.emit import emit
 from prfaas.cli.engine import engine
 from prfaas.cli.explain import explain
 from prfaas.cli.init import init
 from prfaas.cli.key import key
 from prfaas.cli.models import model, models
+from prfaas.cli.monitoring import monitoring
 from prfaas.cli.plan import plan
 from prfaas.cli.policies import policies
 from prfaas.cli.pool import pool
@@ -34,10 +38,29 @@ from prfaas.cli.status import status
 from prfaas.cli.study import study
 from prfaas.cli.up import up
 
+# More characters than any command's first sentence has.
+_WHOLE = 1000
+
+
+class _Overview(TyperGroup):
+    """Its help is plain text: to load what draws boxes would take half of the time."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self.rich_markup_mode = None
+        super().format_help(ctx, formatter)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, command.get_short_help_str(_WHOLE)) for name, command in commands if command]
+            )
+
+
 app = typer.Typer(
     name="prfaas",
+    cls=_Overview,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -64,10 +87,13 @@ for command in (
     study,
     reproduce,
     replay,
+    bench,
 ):
     app.command()(command)
 app.add_typer(model, name="model")
+app.add_typer(monitoring, name="monitoring")
 app.add_typer(pool, name="pool")
+app.add_typer(emit, name="emit")
 
 
 def _print_version(wanted: bool) -> None:

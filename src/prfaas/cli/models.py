@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prfaas.cli.common import AsJson
+from prfaas.cli.completions import model_names, tiny_model_names
 
 if TYPE_CHECKING:
     from prfaas.core.kv import KvModel, PublishedModel
@@ -17,7 +18,12 @@ model = typer.Typer(no_args_is_help=True, help="Make the tiny models that exampl
 @model.command()
 def make(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="qwen3-next, gpt-oss, mimo-v2-flash, qwen3, or all.")
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="qwen3-next, gpt-oss, mimo-v2-flash, qwen3, or all.",
+            autocompletion=tiny_model_names,
+        ),
     ],
     directory: Annotated[
         Path | None,
@@ -63,6 +69,7 @@ def models(
         typer.Argument(
             metavar="[NAME|PATH]",
             help="A published model, a config.json, or a checkpoint directory; default: all published.",
+            autocompletion=model_names,
         ),
     ] = None,
     tensor_parallel: Annotated[

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prfaas.cli.common import AsJson
+from prfaas.cli.completions import policy_names
 
 if TYPE_CHECKING:
     from prfaas.core.scheduling import Parameter
@@ -14,7 +15,9 @@ def policies(
     policy: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAME]", help="One policy, or package.module:Class; default: all with a name."
+            metavar="[NAME]",
+            help="One policy, or package.module:Class; default: all with a name.",
+            autocompletion=policy_names,
         ),
     ] = None,
     as_json: AsJson = False,

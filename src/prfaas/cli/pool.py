@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from prfaas.cli.common import AsJson, DeploymentPath, LogFormatOption, LogLevelOption
+from prfaas.cli.completions import pool_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +40,12 @@ pool = typer.Typer(
 @pool.command()
 def start(
     deployment: DeploymentPath,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A pool's name, for example home-pool.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="A pool's name, for example home-pool.", autocompletion=pool_names
+        ),
+    ],
     keep_memory: Annotated[
         bool,
         typer.Option(
@@ -78,7 +84,10 @@ def start(
 
 
 PoolName = Annotated[
-    str | None, typer.Argument(metavar="[NAME]", help="A pool's name; all of this machine if not given.")
+    str | None,
+    typer.Argument(
+        metavar="[NAME]", help="A pool's name; all of this machine if not given.", autocompletion=pool_names
+    ),
 ]
 
 

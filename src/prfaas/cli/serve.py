@@ -17,7 +17,7 @@ from prfaas.cli.common import (
 if TYPE_CHECKING:
     import asyncio
 
-    from prfaas.core.deployment import Deployment
+    from prfaas.core.deployment import Deployment, TracingConfig
     from prfaas.serving.engines.following import FollowingEngines
     from prfaas.serving.gateway import Draining
     from prfaas.serving.reloading import Reloader
@@ -82,6 +82,8 @@ def check_gateway(deployment: "Deployment") -> None:
     Raises:
         CliError: an address of the gateway can't be listened on.
         AdminTokenError: the operators' token can't be read.
+        TraceHeadersError: the headers for the collector can't be.
+        ModuleNotFoundError: OpenTelemetry is not installed.
         DeploymentError: there is no such policy, or it does not take the file's parameters.
     """
     from prfaas.serving.control.planning_inputs import policy_of
@@ -96,6 +98,17 @@ def check_gateway(deployment: "Deployment") -> None:
             raise CliError(f"gateway of {deployment.path}: {problem}; free it or change gateway.{field}")
     if admin.token_file is not None:
         load_token(admin.token_file)
+    if gateway.tracing is not None:
+        check_tracing(gateway.tracing)
+
+
+def check_tracing(tracing: "TracingConfig") -> None:
+    """Raises TraceHeadersError and ModuleNotFoundError for what would keep traces from being made."""
+    import prfaas.serving.tracing.otel  # noqa: F401  # its packages are an extra
+    from prfaas.serving.secret_files import load_headers
+
+    if tracing.headers_file is not None:
+        load_headers(tracing.headers_file)
 
 
 async def _serve(

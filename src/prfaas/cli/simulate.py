@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from prfaas.cli.common import AsJson, DeploymentPath, console, json_text, made_folder, print_json
+from prfaas.cli.completions import policy_names
 from prfaas.cli.pool_options import PoolMemory, PoolRates, PoolsAsked, PoolSsd, pools_asked
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def simulate(
         typer.Option(
             metavar="NAME",
             help="Or package.module:Class. Default: the file's, as `prfaas up` would run it.",
+            autocompletion=policy_names,
             rich_help_panel=_WORLD,
         ),
     ] = None,

@@ -1,10 +1,10 @@
 """`prfaas status`: a running deployment at a glance."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from prfaas.cli.common import AdminAddress, AsJson, TokenFile, console
+from prfaas.cli.common import AdminAddress, AsJson, CliError, TokenFile, console
 
 _PERIOD_S = 1.0
 _PATH = "/prfaas/state"
@@ -26,7 +26,8 @@ def status(
 ) -> None:
     """Show a running deployment: instances with roles and queues, links, thresholds, hit rates, routes.
 
-    With --watch --json, one JSON document per line and second.
+    What does not fit the terminal is left out, least important first, and named. With --watch, a gateway that
+    restarts is waited for. With --watch --json, one JSON document per line and second.
 
     Example: prfaas status examples/local.yaml --watch
     """
@@ -45,6 +46,54 @@ def status(
         console(_COLUMNS).print(tables(fetch(admin, _PATH)))
 
 
+class _Watched:
+    """A gateway that is asked again and again, and may go away and come back meanwhile."""
+
+    def __init__(self, admin: AdminAddress) -> None:
+        self._admin = admin
+        self.state: dict[str, Any] | None = None
+        """The newest that it told."""
+        self.lost: CliError | None = None
+        """Why it does not answer now."""
+        self._lost_at_s = 0.0
+
+    def ask(self) -> str:
+        """Ask once; the sentence on what has changed since the last time, or "".
+
+        Raises:
+            CliError: it has never answered.
+        """
+        import time
+
+        from prfaas.cli.common import fetch
+
+        before = self.state
+        try:
+            self.state = fetch(self._admin, _PATH)
+        except CliError as error:
+            if before is None:
+                raise
+            if self.lost is not None:
+                return ""
+            self.lost, self._lost_at_s = error, time.monotonic()
+            return f"the gateway does not answer; asking again every second ({error})"
+        was_lost, self.lost = self.lost is not None, None
+        if before is not None and self.state["up_s"] < before["up_s"]:
+            return "the gateway was started again: its counters begin at 0"
+        return "the gateway answers again" if was_lost else ""
+
+    def note(self) -> str:
+        """What stands above the tables while they are old."""
+        import time
+
+        from prfaas.core.units import format_s
+
+        if self.lost is None:
+            return ""
+        since = format_s(round(time.monotonic() - self._lost_at_s))
+        return f"The gateway has not answered for {since}. This is what it told before; asking every second."
+
+
 def _watch(admin: AdminAddress, as_json: bool) -> None:
     import contextlib
     import json
@@ -52,20 +101,26 @@ def _watch(admin: AdminAddress, as_json: bool) -> None:
 
     from rich.live import Live
 
-    from prfaas.cli.common import fetch
     from prfaas.cli.status_tables import tables
 
     out = console(_COLUMNS)
+    watched = _Watched(admin)
     with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as screen:
         live: Live | None = None
         while True:
-            state = fetch(admin, _PATH)
-            if as_json:
+            change = watched.ask()
+            state = watched.state
+            on_screen = out.is_terminal and not as_json
+            if change and not on_screen:
+                typer.echo(change, err=True)
+            if state is None or (watched.lost is not None and not on_screen):
+                pass
+            elif as_json:
                 typer.echo(json.dumps(state))
-            elif not out.is_terminal:
+            elif not on_screen:
                 out.print(tables(state))
             elif live is None:
                 live = screen.enter_context(Live(tables(state), console=out, screen=True, auto_refresh=False))
             else:
-                live.update(tables(state), refresh=True)
+                live.update(tables(state, watched.note()), refresh=True)
             time.sleep(_PERIOD_S)

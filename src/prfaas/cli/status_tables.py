@@ -1,13 +1,12 @@
 """A gateway's state as tables for people."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from prfaas.cli.status_fit import StatusColumn, StatusPage, StatusRow, StatusTable
 from prfaas.core.units import format_bits_per_s, format_bytes, format_s
 
 Json = dict[str, Any]
@@ -16,16 +15,22 @@ Json = dict[str, Any]
 _LATEST = 5
 
 
-def tables(state: Json) -> RenderableType:
-    """All of `GET /prfaas/state`: the deployment, its clusters, pools, links, routes and latest changes."""
-    parts: list[RenderableType] = [_headline(state), *_fleet(state.get("fleet"))]
-    parts += [_instances(name, cluster) for name, cluster in state["clusters"].items()]
+def tables(state: Json, note: str = "") -> StatusPage:
+    """All of `GET /prfaas/state`: the deployment, what is wrong, clusters, pools, links, routes and latest changes.
+
+    Args:
+        state: The document.
+        note: Stands above everything.
+    """
+    above = [Text(note, style="bold yellow")] if note else []
+    above += [_headline(state), *_fleet(state.get("fleet"))]
+    above += [*_suspicions(state), *_incompatible(state), *_narrowed(state)]
+    found = [_instances(name, cluster) for name, cluster in state["clusters"].items()]
     if state["pools"]:
-        parts.append(_pools(state["pools"]))
+        found.append(_pools(state["pools"]))
     if state["links"]:
-        parts.append(_links(state))
-    parts += [_routes(state), *_copies(state), *_suspicions(state), *_incompatible(state), *_changes(state)]
-    return Group(*parts)
+        found.append(_links(state))
+    return StatusPage(tuple(above), (*found, _routes(state)), (*_copies(state), *_changes(state)))
 
 
 def _headline(state: Json) -> Text:
@@ -58,29 +63,44 @@ def _fleet(fleet: Json | None) -> Iterable[Text]:
         yield Text(f"the other gateways do not know yet whether {name} drains", style="yellow")
 
 
-def _table(title: str, words: Iterable[str], numbers: Iterable[str]) -> Table:
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
-    for name in words:
-        table.add_column(name, no_wrap=True)
-    for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+def _words(*headings: str) -> tuple[StatusColumn, ...]:
+    return tuple(StatusColumn(heading, is_number=False) for heading in headings)
 
 
-def _instances(name: str, cluster: Json) -> Table:
+def _numbers(**ranks: int) -> tuple[StatusColumn, ...]:
+    """Headings, with _ for a space, and their ranks."""
+    return tuple(StatusColumn(heading.replace("_", " "), rank=rank) for heading, rank in ranks.items())
+
+
+def _row(cells: Iterable[str | Text], urgency: float = 0.0) -> StatusRow:
+    return StatusRow(tuple(Text(cell) if isinstance(cell, str) else cell for cell in cells), urgency)
+
+
+_INSTANCE = (
+    *_words("instance", "role", "state"),
+    *_numbers(open=0, prefills=0, wait=0, decoding=0, KV_used=0, hit_rate=1, blocks=3, heard_of=2),
+)
+
+
+def _instances(name: str, cluster: Json) -> StatusTable:
     title = f"{name} ({cluster['kind']})"
     if cluster["kind"] == "pd":
         title += f", threshold: {_tokens(cluster['threshold_tokens'])}"
-    numbers = ("open", "prefills", "wait", "decoding", "KV used", "hit rate", "blocks", "heard of")
-    table = _table(title, ("instance", "role", "state"), numbers)
-    for instance_name, instance in cluster["instances"].items():
-        table.add_row(instance_name, *_instance(instance))
-    return table
+    rows = tuple(
+        _row((instance_name, *_instance(instance)), _urgency(instance))
+        for instance_name, instance in cluster["instances"].items()
+    )
+    return StatusTable(title, _INSTANCE, rows, what="instances")
 
 
-def _instance(instance: Json) -> Iterable[RenderableType]:
+def _urgency(instance: Json) -> float:
+    """What is out of routing comes first, then what has most to do."""
+    if not instance["healthy"]:
+        return math.inf
+    return float(instance["in_flight"]) + 1e6 * bool(instance["drain"] or instance["draining"])
+
+
+def _instance(instance: Json) -> Iterable[str | Text]:
     engine = instance["engine"] or {}
     slots = instance["decode_slots"]
     yield instance["role"]
@@ -106,7 +126,7 @@ def _health(instance: Json) -> Text:
     return Text("up", style="green")
 
 
-def _suspicions(state: Json) -> Iterable[RenderableType]:
+def _suspicions(state: Json) -> Iterable[Text]:
     """Why instances are out of routing."""
     for cluster in state["clusters"].values():
         for name, instance in cluster["instances"].items():
@@ -114,48 +134,78 @@ def _suspicions(state: Json) -> Iterable[RenderableType]:
                 yield Text(f"{name} is out of routing: {instance['suspicion']}", style="red")
 
 
-def _incompatible(state: Json) -> Iterable[RenderableType]:
+def _incompatible(state: Json) -> Iterable[Text]:
     """Which instances send nothing to which, and why."""
     for pair in state.get("incompatible", ()):
         text = f"{pair['producer']} sends nothing to {pair['consumer']} until one of them restarts: {pair['reason']}"
         yield Text(text, style="red")
 
 
-def _links(state: Json) -> Table:
-    numbers = ["carries", "of", "use", "queued", "done in", "transfers", "RTT", "sent again", "heard of"]
+_LINK = (
+    *_words("link", "state"),
+    *_numbers(
+        carries=0,
+        of=0,
+        use=3,
+        queued=0,
+        done_in=0,
+        cost=0,
+        transfers=5,
+        RTT=4,
+        sent_again=2,
+        heard_of=6,
+    ),
+)
+
+
+def _links(state: Json) -> StatusTable:
     has_prices = any(link.get("egress_per_gb") for link in state["links"].values())
-    table = _table("links", ("link", "state"), [*numbers, "cost so far"] if has_prices else numbers)
+    columns = tuple(column for column in _LINK if has_prices or column.heading != "cost")
+    rows = []
     for name, link in state["links"].items():
-        capacity = format_bits_per_s(link["capacity_bits_per_s"])
-        if link["capacity_bits_per_s"] < link["configured_bits_per_s"]:
-            capacity += f" (file: {format_bits_per_s(link['configured_bits_per_s'])})"
-        table.add_row(
+        cells = (
             name,
             _condition(link),
             format_bits_per_s(link["egress_bits_per_s"]),
-            capacity,
+            format_bits_per_s(link["capacity_bits_per_s"]),
             _share(link["utilisation"]),
             format_bytes(link["queued_bytes"]),
             format_s(link["drain_s"]) if link["drain_s"] else "–",
+            *([f"{link['egress_cost']:,.4g}"] if has_prices else []),
             str(link["transfers"]),
             format_s(link["rtt_s"]) if link["rtt_s"] else "–",
             f"{link['retransmit_ratio']:.2%}",
             f"{format_s(link['age_s'])} ago",
-            *([f"{link['egress_cost']:,.4g}"] if has_prices else []),
         )
-    return table
+        rows.append(_row(cells, (link["drain_s"] or 0.0) if link["up"] else math.inf))
+    return StatusTable("links", columns, tuple(rows), what="links")
 
 
-def _pools(pools: Json) -> Table:
-    numbers = (
-        "memory", "of", "SSD", "of", "to write", "pins", "engines",
-        "hits memory", "hits SSD", "evicted", "from pools", "heard of",
-    )  # fmt: skip
-    table = _table("pools", ("pool", "state"), numbers)
+def _narrowed(state: Json) -> Iterable[Text]:
+    """Links that carry less than their file says."""
+    for name, link in state["links"].items():
+        capacity, configured = link["capacity_bits_per_s"], link["configured_bits_per_s"]
+        if capacity < configured:
+            told = f"{name} carries {format_bits_per_s(capacity)} at most"
+            yield Text(f"{told}; the file says {format_bits_per_s(configured)}", style="yellow")
+
+
+_POOL = (
+    *_words("pool", "state"),
+    *_numbers(memory=0),
+    StatusColumn("of", rank=2, what="size of memory"),
+    *_numbers(SSD=0),
+    StatusColumn("of", rank=1, what="size of SSD"),
+    *_numbers(to_write=5, pins=9, engines=8, hits_memory=0, hits_SSD=0, evicted=6, from_pools=4, heard_of=7),
+)
+
+
+def _pools(pools: Json) -> StatusTable:
+    rows = []
     for name, pool in pools.items():
         state = Text("up", style="green") if pool["up"] else Text("down", style="bold red")
-        table.add_row(name, state, *_pool(pool))
-    return table
+        rows.append(_row((name, state, *_pool(pool)), 0.0 if pool["up"] else math.inf))
+    return StatusTable("pools", _POOL, tuple(rows), what="pools")
 
 
 def _pool(pool: Json) -> Iterable[str]:
@@ -184,22 +234,22 @@ def _condition(link: Json) -> Text:
     return Text(f"{state}, {link['condition']}" if unusual else state, style=style)
 
 
-def _routes(state: Json) -> Table:
-    table = _table("routes", ("route", "reason"), ("requests", "share"))
+def _routes(state: Json) -> StatusTable:
     counted = [
         (count, route, reason)
         for route, reasons in state["routes"].items()
         for reason, count in reasons.items()
     ]
     total = sum(count for count, _, _ in counted)
-    for count, route, reason in sorted(counted, reverse=True):
-        table.add_row(route, reason, f"{count:,}", _share(count / total))
-    if not counted:
-        table.add_row("none yet", "", "", "")
-    return table
+    rows = tuple(
+        _row((route, reason, f"{count:,}", _share(count / total)), count)
+        for count, route, reason in sorted(counted, reverse=True)
+    )
+    columns = (*_words("route", "reason"), *_numbers(requests=0, share=0))
+    return StatusTable("routes", columns, rows or (_row(("none yet", "", "", "")),), what="routes")
 
 
-def _copies(state: Json) -> Iterable[RenderableType]:
+def _copies(state: Json) -> Iterable[Text]:
     told = state["rebalancing"]
     if told["copied"]:
         yield Text(
@@ -208,7 +258,7 @@ def _copies(state: Json) -> Iterable[RenderableType]:
         )
 
 
-def _changes(state: Json) -> Iterable[RenderableType]:
+def _changes(state: Json) -> Iterable[Text]:
     """The latest moves of thresholds and roles, newest first."""
     for change in reversed(state["thresholds"]["history"][-_LATEST:]):
         text = f"threshold of {change['cluster']}: {_tokens(change['tokens'])}, {change['reason']}"

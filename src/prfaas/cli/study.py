@@ -8,20 +8,24 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prfaas.cli.common import AsJson, CliError, example_path, made_folder, print_json
+from prfaas.cli.completions import STUDY_NAMES, study_names
 
 if TYPE_CHECKING:
     from prfaas.lab.studies import Study, StudyContext, StudySection
     from prfaas.lab.studies.study import Outcomes, StudyOutcome, StudyRun
 
 _TRACE = "traces/mooncake_burst.jsonl.gz"
-_NAMES = (
-    "ablation, bandwidth, burst, shift, equal-cost, hit-rate, pool, scale, egress, decode-price, round-trip, agentic, "
-    "models, dense-hybrid, spot"
-)
 
 
 def study(
-    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {_NAMES}; all: every one.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help=f"One of {', '.join(STUDY_NAMES)}; all: every one.",
+            autocompletion=study_names,
+        ),
+    ],
     deployment: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Default: examples/paper.yaml.", show_default=False)
     ] = None,

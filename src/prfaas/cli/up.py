@@ -1,8 +1,9 @@
 """`prfaas up`: a whole deployment on this machine."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,20 +35,33 @@ def up(
         ),
     ] = 5,
     drain_timeout_s: DrainTimeout = DRAIN_TIMEOUT_S,
+    site: Annotated[
+        str | None,
+        typer.Option("--site", metavar="NAME", help="Start only what runs at this cluster, on this machine."),
+    ] = None,
+    with_gateway: Annotated[
+        bool,
+        typer.Option(
+            "--gateway/--no-gateway", help="With --site: whether the gateway runs here if the site has it."
+        ),
+    ] = True,
     log_format: LogFormatOption = None,
     log_level: LogLevelOption = None,
 ) -> None:
     """Start the pools, the engines and the gateway of a one-machine deployment; Ctrl-C ends everything.
+
+    With --site: those of one cluster whose hosts are this machine's, and the gateway if it is in that cluster.
 
     Each engine's and pool's output is in a log of its own, whose place is shown. "ready: URL" on stdout says that
     clients can connect. What ends is started again after 1 s, 2 s, 4 s and so on. SIGTERM or Ctrl-C lets running
     requests end first; a second one ends them at once. SIGHUP takes the file on again, as `prfaas reload` does:
     engines that it adds are started, and those that it lacks end when their work has.
 
-    Example: prfaas up examples/local.yaml
+    Examples: prfaas up examples/local.yaml; prfaas up examples/two-datacenters.yaml --site east
     """
     from prfaas.cli.common import log_settings, write_logs
     from prfaas.cli.serve import check_gateway, run_gateway
+    from prfaas.cli.site_share import runs_here, share_of
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.descriptors import raise_descriptor_limit
     from prfaas.serving.engines.following import FollowingEngines
@@ -56,37 +70,64 @@ def up(
     from prfaas.serving.pool.running import RunningPools
 
     loaded = load_deployment(deployment)
-    check_gateway(loaded)
+    share = share_of(loaded, site, with_gateway)
+    if share.has_gateway:
+        check_gateway(loaded)
     open_files = raise_descriptor_limit()
     timeout_s = ready_timeout_s or READY_TIMEOUT_S
     write_logs(log_settings(log_format, log_level))
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        with RunningPools(loaded) as pools, RunningEngines(loaded) as engines:
+        with (
+            RunningPools(loaded, share.pool_names) as pools,
+            RunningEngines(loaded, share.instance_names) as engines,
+        ):
             typer.echo(f"logs: {loaded.logs_dir}; open files: {open_files:,} at most", err=True)
             with shown_progress(engines) as lines:
                 engines.wait_ready(timeout_s, on_progress=lines.show)
-            for node in loaded.pools:
+            for node in share.pools:
                 if not pools.answers_health(node):
                     _tell(
                         f"pool {node.name} does not answer; engines go on without it: {pools.log_path(node.name)}"
                     )
             limits = RestartLimits(most=restarts, ready_timeout_s=timeout_s)
-            following = FollowingEngines(engines, Supervisor(engines, loaded.instances, limits, _tell), _tell)
-            pool_supervisor = Supervisor(pools, loaded.pools, limits, _tell, kind="pool")
-            run_gateway(
-                loaded,
-                ready=lambda _port: typer.echo(f"ready: {loaded.gateway.url}/v1"),
-                beside=[following.run, pool_supervisor.run],
-                following=following,
-                drain_timeout_s=drain_timeout_s,
-            )
+            engine_supervisor = Supervisor(engines, share.instances, limits, _tell)
+            pool_supervisor = Supervisor(pools, share.pools, limits, _tell, kind="pool")
+            if share.has_gateway:
+                following = FollowingEngines(engines, engine_supervisor, _tell, partial(runs_here, site))
+                run_gateway(
+                    loaded,
+                    ready=lambda _port: typer.echo(f"ready: {loaded.gateway.url}/v1"),
+                    beside=[following.run, pool_supervisor.run],
+                    following=following,
+                    drain_timeout_s=drain_timeout_s,
+                )
+            else:
+                typer.echo(f"ready: site {site} without gateway")
+                _watch([engine_supervisor.run, pool_supervisor.run])
             typer.echo("stopping", err=True)
     except KeyboardInterrupt:
         typer.echo("stopped before it was ready", err=True)
         raise typer.Exit(130) from None
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _watch(beside: "Sequence[Callable[[], Coroutine[None, None, None]]]") -> None:
+    """Run supervisors until SIGINT or SIGTERM."""
+    import asyncio
+
+    async def until_a_signal() -> None:
+        ended = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, ended.set)
+        tasks = [asyncio.create_task(make()) for make in beside]
+        await ended.wait()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(until_a_signal())
 
 
 def _tell(sentence: str) -> None:

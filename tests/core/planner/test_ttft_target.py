@@ -79,11 +79,12 @@ def test_no_threshold_and_split_that_keep_the_target_do_more(
     for n_prefill in range(pd + 1):
         for threshold in [0.0, lengths.high, *(lengths.quantile(k / 12) for k in range(1, 12))]:
             point = evaluate(problem, threshold, n_prefill)
-            if point.lambda_max > 0 and operation_at(problem, point).keeps_target:
-                rates.append(point.lambda_max)
-    if rates:
+            if point.lambda_max > 0:
+                rates.append(operation_at(problem, point).comparable_rate)
+    if any(rates):
         assert found.keeps_target
-        assert found.point.lambda_max >= max(rates) * (1 - 1e-6)
+        # Between two thresholds that are tried the best one is found to some digits.
+        assert found.point.lambda_max >= max(rates) * (1 - 1e-3)
     if not found.keeps_target:
         assert found.point == best_point(problem)
 
@@ -118,6 +119,20 @@ def test_more_bandwidth_never_gives_less() -> None:
         assert found.keeps_target
         rates.append(found.point.lambda_max)
     assert all(more >= less for less, more in pairwise(rates)), rates
+
+
+def test_a_wider_link_is_used_as_far_as_the_target_lets() -> None:
+    """Roles and routes that could carry more than the target allows count with what it allows."""
+    found = [best_within_target(with_target(paper_problem(bits_per_s=each * 1e9), 6.0)) for each in (3, 4, 6)]
+    assert all(each.keeps_target for each in found)
+    rates = [each.point.lambda_max for each in found]
+    assert all(more >= less * (1 - 1e-3) for less, more in pairwise(rates)), rates
+    for each in found:
+        assert each.point.lambda_max == pytest.approx(each.comparable_rate)
+        for stage in each.point.stages:
+            assert stage.capacity is None or stage.utilisation == pytest.approx(
+                each.point.lambda_max / stage.capacity
+            )
 
 
 def test_a_target_that_nothing_keeps_is_said_to_be_missed() -> None:
@@ -253,7 +268,9 @@ def test_several_clusters_are_judged_by_the_target() -> None:
     assert not plan.keeps_target and plan.verdict.startswith("Target missed")
     free = make_plan(with_target(halves, 60.0))
     assert free.keeps_target and free.ttft_estimate.p90_s is not None
-    # A little below what the highest throughput has: other roles keep it.
-    near = make_plan(with_target(halves, 0.97 * free.ttft_estimate.p90_s))
-    if near.keeps_target:
-        assert near.optimum.lambda_max < free.optimum.lambda_max and near.optimum.roles != free.optimum.roles
+    # A little below what the highest throughput has: a lower rate with the same roles, then other roles.
+    near, far = (make_plan(with_target(halves, part * free.ttft_estimate.p90_s)) for part in (0.97, 0.8))
+    assert near.keeps_target and far.keeps_target
+    assert far.optimum.lambda_max < near.optimum.lambda_max < free.optimum.lambda_max
+    assert near.optimum.roles == free.optimum.roles != far.optimum.roles
+    assert statistic_of(near) <= 0.97 * free.ttft_estimate.p90_s * (1 + 1e-9)

@@ -14,9 +14,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prfaas.core.deployment import Deployment, DeploymentError, Instance
 from prfaas.core.prefix.events import EventBatch, StoredBlocks
 from prfaas.core.scheduling import NoDecodeInstanceError, Route, make_policy
+from prfaas.serving.control import metrics
 from prfaas.serving.control.engine_monitor import EngineHttp, read_exposition
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of, policy_of
+from prfaas.serving.control.state import Overview, state_of
 
 from .publisher import Publisher, stored
 from .world import KEY, LINK, FakeClock, FakeHttp, FakeSender, deployment_of, kv_facts, report
@@ -368,6 +370,72 @@ def test_runs_and_ends_with_nothing_left(planes: Planes, http: str | None) -> No
     text = generate_latest(planes.registry).decode()
     assert 'prfaas_control_kv_events_total{instance="home-d0"} 2.0' in text
     assert 'prfaas_control_threshold_tokens{cluster="home"} 4000.0' in text
+
+
+def test_what_an_engine_says_of_itself_is_shown(planes: Planes) -> None:
+    def use(plane: LivePlane) -> str:
+        plane.engines.meters["home-d0"].add(
+            read_exposition(
+                b"vllm:kv_cache_usage_perc 0.25\nvllm:num_requests_running 1\n"
+                b"vllm:prefix_cache_queries_total 0\nvllm:prefix_cache_hits_total 0\n"
+            ),
+            planes.clock(),
+        )
+        plane.engines.meters["home-d0"].add(
+            read_exposition(
+                b"vllm:kv_cache_usage_perc 0.5\nvllm:num_requests_running 1\n"
+                b"vllm:prefix_cache_queries_total 400\nvllm:prefix_cache_hits_total 100\n"
+            ),
+            planes.clock() + 1,
+        )
+        with plane.decoding("home-d0", 0):
+            plane._gauge_writer.write()
+        return generate_latest(planes.registry).decode()
+
+    text = planes.run(use)
+    for series in (
+        'info{cluster="home",instance="home-d0",kind="pd"} 1.0',
+        'kv_usage_ratio{instance="home-d0"} 0.5',
+        'prefix_hit_ratio{instance="home-d0"} 0.25',
+        'decoding_requests{instance="home-d0"} 1.0',
+        'decode_slots{instance="home-d0"} 16.0',
+        'queued_prefills{instance="far-0"} 0.0',
+    ):
+        assert f"prfaas_control_instance_{series}" in text
+    # Of the others nothing is known yet, which is not 0.
+    assert text.count("prfaas_control_instance_kv_usage_ratio{") == 1
+    assert 'prfaas_control_link_configured_bits_per_second{link="far->home"} 1e+09' in text
+
+
+def test_what_left_the_deployment_is_shown_no_more(planes: Planes, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = False
+
+    def smaller(plane: Overview, now_s: float) -> dict[str, Any]:
+        state = state_of(plane, now_s)
+        if left:
+            del state["clusters"]["home"]["instances"]["home-d1"], state["clusters"]["far"]
+            state["links"].clear()
+        return state
+
+    def use(plane: LivePlane) -> str:
+        nonlocal left
+        for name in ("home-d0", "home-d1", "far-0"):
+            plane._drop(name, "gap")
+        plane._gauge_writer.write()
+        before = generate_latest(planes.registry).decode()
+        assert all(name in before for name in ('"home-d1"', '"far-0"', '"far"', '"far->home"'))
+        left = True
+        plane._gauge_writer.write()
+        # The last of its events come late.
+        plane._drop("home-d1", "gap")
+        plane._gauge_writer.write()
+        return generate_latest(planes.registry).decode()
+
+    monkeypatch.setattr(metrics, "state_of", smaller)
+    text = planes.run(use)
+    assert [name for name in ('"home-d1"', '"far-0"', '"far"', '"far->home"') if name in text] == []
+    assert 'prfaas_control_holdings_dropped_total{instance="home-d0",reason="gap"} 1.0' in text
+    assert 'prfaas_control_instance_healthy{instance="home-d0"} 1.0' in text
 
 
 def test_what_was_predicted_of_the_roles_is_told(planes: Planes) -> None:

@@ -16,12 +16,14 @@ from prfaas.core.pool.geometry import PageGroup, PoolGeometry
 from prfaas.core.prefix import NOTHING, GlobalIndex, PrefixHit
 from prfaas.core.prefix.events import EventBatch
 from prfaas.core.scheduling import CacheTransfer
+from prfaas.serving.control import metrics
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter, read_exposition
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of
 from prfaas.serving.control.pool_monitor import PoolMonitor, PoolReading
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
+from prfaas.serving.control.state import state_of
 
 from .world import (
     BYTES_PER_TOKEN,
@@ -206,11 +208,13 @@ def test_the_bandwidth_that_a_daemon_measures_of_its_ssd_is_believed(
     assert told(1e9, 0.5) == pytest.approx(16e9)
 
 
-def test_the_plane_routes_by_pools_and_shows_them(deployment: Deployment, clock: FakeClock) -> None:
+def test_the_plane_routes_by_pools_and_shows_them(
+    deployment: Deployment, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     registry = CollectorRegistry()
     ports = {"far-pool": PoolPort(), "home-pool": PoolPort()}
 
-    async def main() -> None:
+    async def main() -> str:
         plane = LivePlane(
             deployment,
             KEY,
@@ -242,12 +246,16 @@ def test_the_plane_routes_by_pools_and_shows_them(deployment: Deployment, clock:
             plane._drop("home-pool", "unanswered")
             plane._drop("home-p0", "unanswered")
             assert [name for name, _ in resets] == ["home-pool"]
+            told = generate_latest(registry).decode()
+            monkeypatch.setattr(metrics, "state_of", lambda *now: state_of(*now) | {"pools": {}})
+            plane._gauge_writer.write()
+            assert '"home-pool"' not in generate_latest(registry).decode()
+            return told
         finally:
             await plane.close()
 
-    asyncio.run(main())
+    told = asyncio.run(main())
     assert all(port.closed for port in ports.values())
-    told = generate_latest(registry).decode()
     for line in (
         'prfaas_control_pool_up{pool="home-pool"} 1.0',
         'prfaas_control_pool_up{pool="far-pool"} 0.0',

@@ -5,7 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
+from prfaas.core.deployment import GatewayLimits
 from prfaas.serving.gateway import server
+from prfaas.serving.gateway.kv_transfer import KvTransfers, StagingUse
 from prfaas.serving.gateway.request_log import RequestLog, WaitsFor
 
 from .world import World
@@ -125,3 +127,35 @@ def test_nothing_is_kept_of_a_request_that_ended() -> None:
         with log.recording("completions"):
             assert len(log._open) == 1
     assert not log._open and len(log) == 3
+
+
+def test_what_a_new_request_would_wait(in_world: InWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(world: World) -> None:
+        while await world.metric("prfaas_gateway_queue_limit_seconds") != GatewayLimits().queue_s:
+            await asyncio.sleep(0.01)
+        world.plane.waits_s = 7.5
+        while await world.metric("prfaas_gateway_queue_wait_seconds") != 7.5:
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(server, "_QUEUE_WATCH_S", 0.05)
+    in_world(body)
+
+
+def test_of_an_instance_that_is_silent_no_staging_is_shown(
+    in_world: InWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(world: World) -> None:
+        await world.complete(LONG)
+        series = 'prfaas_gateway_staging_bytes{instance="decode"}'
+        while not await world.metric(series):
+            await asyncio.sleep(0.01)
+
+        async def nobody_answers(_transfers: KvTransfers, _timeout_s: float) -> dict[str, StagingUse]:
+            return {}
+
+        monkeypatch.setattr(KvTransfers, "staging", nobody_answers)
+        while await world.metric(series):
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(server, "_STAGING_WATCH_S", 0.05)
+    in_world(body)

@@ -20,7 +20,7 @@ ROUTE = {"x-prfaas-route": "offload; prefill=a; decode=b; cached=2; bytes=10; hi
 def _ask(handler: Handler, client: Callable[[aiohttp.ClientSession, str], Awaitable[T]]) -> T:
     async def run() -> T:
         app = web.Application()
-        app.router.add_post("/{tail:.*}", handler)
+        app.router.add_route("*", "/{tail:.*}", handler)
         runner = web.AppRunner(app)
         await runner.setup()
         try:
@@ -86,8 +86,16 @@ def test_an_error_status_is_no_answer() -> None:
         _ask(handler, lambda session, url: stream_completion(session, url, "m", "prompt", 3))
 
 
-def _plain_engine(answer_ids: list[int], asked: list[dict[str, object]]) -> Handler:
+def _plain_engine(
+    answer_ids: list[int], asked: list[dict[str, object]], metrics: Callable[[int], str] | None = None
+) -> Handler:
+    """`metrics`: the page of an engine that has answered so many requests; without it there is none."""
+
     async def handler(request: web.Request) -> web.Response:
+        if request.path == "/metrics":
+            if metrics is None:
+                return web.Response(status=404)
+            return web.Response(text=metrics(len(asked)))
         if request.path == "/tokenize":
             return web.json_response({"tokens": [10, 11, 12]})
         asked.append(await request.json())
@@ -126,3 +134,33 @@ def test_a_reference_that_did_not_force_the_token_is_refused() -> None:
             _plain_engine([4, 5, 6], []),
             lambda session, url: complete_alike(session, url, "m", "prompt", 2),
         )
+
+
+def _histogram(count: int, sum_s: float) -> str:
+    name = "vllm:time_to_first_token_seconds"
+    return (
+        f"# TYPE {name} histogram\n"
+        f'{name}_bucket{{le="+Inf",model_name="m"}} {count}\n'
+        f'{name}_count{{model_name="m"}} {count}\n'
+        f'{name}_sum{{model_name="m"}} {sum_s}\n'
+    )
+
+
+@pytest.mark.parametrize(
+    ("metrics", "ttft_s"),
+    [
+        (lambda answered: _histogram(7 + answered, 3.0 + 0.25 * answered), 0.25),
+        # An engine that has answered nothing yet has no series.
+        (lambda answered: _histogram(1, 0.5) if answered else "", 0.5),
+        # Somebody else asked it too.
+        (lambda answered: _histogram(7 + 2 * answered, 3.0 + answered), None),
+        (lambda answered: "no metrics at all {", None),
+        (None, None),
+    ],
+)
+def test_the_reference_tells_its_time_to_the_first_token(
+    metrics: Callable[[int], str] | None, ttft_s: float | None
+) -> None:
+    handler = _plain_engine([12, 5, 6], [], metrics)
+    answer = _ask(handler, lambda session, url: complete_alike(session, url, "m", "prompt", 2))
+    assert answer.ttft_s == ttft_s and answer.token_ids == (5, 6)

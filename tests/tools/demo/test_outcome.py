@@ -58,7 +58,8 @@ def _outcome(
             transfer_s=2.7,
         )
         answers.append(DemoAnswer(ours, "x" * 64, tokens, route, 2.8, 60.0))
-        references.append(ReferenceAnswer(ANSWER, tuple({t: 12.5, 99: 12.5 - margin_nats} for t in ANSWER)))
+        logits = tuple({t: 12.5, 99: 12.5 - margin_nats} for t in ANSWER)
+        references.append(ReferenceAnswer(ANSWER, logits, ttft_s=1.25))
     return outcome_of(deployment, kv_model, demo_prompts(), tuple(answers), tuple(references))
 
 
@@ -114,19 +115,25 @@ def test_bytes_that_nothing_explains_are_shown_as_such(deployment: Deployment) -
 
 
 def test_table_for_people(deployment: Deployment) -> None:
-    console = Console(width=200, file=io.StringIO(), record=True)
-    console.print(outcome_table(_outcome(deployment, noes=1)))
+    console = Console(width=99, file=io.StringIO(), record=True)
+    outcome = _outcome(deployment, noes=1)
+    console.print(outcome_table(outcome))
     text = console.export_text()
-    for part in (
-        "16,000",
-        "6,144",
-        "offload",
-        "local",
-        "80%",
-        "exact",
-        "no at token 3 (1.000 nat, bound 0.125)",
-    ):
+    for part in ("16,000", "6,144", "offload", "local", "80%", "exact", "in pages", "2.8 s", "1.25 s"):
         assert part in text
+    assert "a question: no at token 3 (1.000 nat, bound 0.125)." in footnotes(outcome)
+
+
+def test_plain_vllm_s_time_stands_beside_ours(deployment: Deployment) -> None:
+    outcome = _outcome(deployment)
+    assert {request["plain_ttft_s"] for request in outcome.to_json()["requests"]} == {1.25}
+    text = closing(outcome)
+    assert "first token came after 2.8 s; plain vLLM's, with this machine to itself, after 1.25 s." in text
+    untold = replace(outcome, rows=tuple(replace(row, plain_ttft_s=None) for row in outcome.rows))
+    assert "plain vLLM's, with" not in closing(untold)
+    console = Console(width=99, file=io.StringIO(), record=True)
+    console.print(outcome_table(untold))
+    assert "1.25 s" not in console.export_text()
 
 
 def test_the_tie_bound_is_stated(deployment: Deployment) -> None:

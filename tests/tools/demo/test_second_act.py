@@ -91,7 +91,7 @@ def test_another_split_is_compared_with_an_engine_that_splits_alike(kv_model: Kv
 
 def test_shown_to_people(kv_model: KvModel) -> None:
     act = act_of(kv_model, [answer(kv_model, HELD, 0.5)])
-    console = Console(width=200, file=io.StringIO(), record=True)
+    console = Console(width=99, file=io.StringIO(), record=True)
     console.print(second_table(act))
     text = console.export_text()
     for part in ("31,744", "15,872", "4 s", "exact", "offload"):

@@ -1,12 +1,20 @@
 """The one YAML file a user writes, read into frozen typed objects."""
 
-from prfaas.core.deployment.addresses import EventsEndpoint, is_loopback
+from prfaas.core.deployment.addresses import EventsEndpoint, is_loopback, traces_url
 from prfaas.core.deployment.applied import AppliedDeployment
+from prfaas.core.deployment.containers import ContainerSettings, load_containers
 from prfaas.core.deployment.difference import DeploymentDifference, FieldChange, difference
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
 from prfaas.core.deployment.fleet import FleetConfig
-from prfaas.core.deployment.gateway import AdminConfig, GatewayConfig, GatewayLimits, RouteDetail
+from prfaas.core.deployment.gateway import (
+    AdminConfig,
+    GatewayConfig,
+    GatewayLimits,
+    RouteDetail,
+    TracingConfig,
+)
 from prfaas.core.deployment.load import default_state_dir, load_deployment, load_planned
+from prfaas.core.deployment.openings import CLIENTS, OPERATORS, Opening, openings_of
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
     FixedLengths,
@@ -29,6 +37,7 @@ from prfaas.core.deployment.security import (
     EngineTls,
     Security,
 )
+from prfaas.core.deployment.site import Machine, Site, gateway_site, site_named, sites_of
 from prfaas.core.deployment.source import DeploymentError
 from prfaas.core.deployment.types import (
     BUILT_IN_POLICIES,
@@ -50,16 +59,19 @@ from prfaas.core.deployment.types import (
 __all__ = [
     "BUILT_IN_POLICIES",
     "CERTIFICATE_NAMES",
+    "CLIENTS",
     "CONTROL",
     "DEFAULT_POLICY",
     "GATEWAY",
     "OBSERVERS",
+    "OPERATORS",
     "POLICY_ENTRY_POINTS",
     "SYNTHETIC",
     "TOOLS",
     "AdminConfig",
     "AppliedDeployment",
     "Cluster",
+    "ContainerSettings",
     "ControlConfig",
     "Deployment",
     "DeploymentDifference",
@@ -79,7 +91,9 @@ __all__ = [
     "LengthsSpec",
     "Link",
     "LogNormalLengths",
+    "Machine",
     "ModelRef",
+    "Opening",
     "PlannedCluster",
     "PlannedDeployment",
     "PoolNode",
@@ -89,15 +103,23 @@ __all__ = [
     "RouteDetail",
     "Routing",
     "Security",
+    "Site",
     "Slo",
     "TraceFormat",
     "TraceLengths",
+    "TracingConfig",
     "TransferLimits",
     "UniformLengths",
     "WorkloadSpec",
     "default_state_dir",
     "difference",
+    "gateway_site",
     "is_loopback",
+    "load_containers",
     "load_deployment",
     "load_planned",
+    "openings_of",
+    "site_named",
+    "sites_of",
+    "traces_url",
 ]

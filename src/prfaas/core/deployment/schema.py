@@ -3,11 +3,14 @@
 Only what loads and checks a file uses it: everything else sees `types.py`.
 """
 
+import ipaddress
 import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
+from prfaas.core.deployment.addresses import traces_url
+from prfaas.core.deployment.fleet_section import FleetSection
 from prfaas.core.deployment.gateway import RouteDetail
 from prfaas.core.deployment.pool import EvictionName
 from prfaas.core.deployment.security import EngineTls
@@ -18,6 +21,9 @@ from prfaas.core.units import GIB, MIB, parse_bits_per_s, parse_bytes
 _LEAST_PLAIN_BITS_PER_S = 1e6
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+
+# A label of RFC 1123, which Kubernetes asks of names.
+LABEL_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
 
 # The command line builder sets these from other fields; a second value would silently win over them.
 OWNED_ARGS = {
@@ -92,12 +98,11 @@ def _host_name(name: str) -> str:
     return name.lower()
 
 
-def _etcd_url(url: str) -> str:
-    if not re.fullmatch(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,253}):[0-9]{1,5}/?", url):
-        raise ValueError(
-            f'{url!r} is no address of etcd; write "https://HOST:2379", or http:// on a safe network'
-        )
-    return url.rstrip("/")
+def _cidr(text: str) -> str:
+    try:
+        return str(ipaddress.ip_network(text))
+    except ValueError:
+        raise ValueError(f'"{text}" is no block of addresses; write it like "10.0.1.0/24"') from None
 
 
 def _policy_name(name: str) -> str:
@@ -116,7 +121,6 @@ def _setting(value: object) -> float | str:
 
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 HostName = Annotated[str, AfterValidator(_host_name)]
-EtcdUrl = Annotated[str, AfterValidator(_etcd_url)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -130,6 +134,8 @@ EnvValue = Annotated[str, BeforeValidator(_env_value)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Cidr = Annotated[str, AfterValidator(_cidr)]
+ImageName = Annotated[str, Field(pattern=r"^[a-z0-9][A-Za-z0-9._:/@-]*$")]
 PolicyName = Annotated[str, AfterValidator(_policy_name)]
 PolicySetting = Annotated[float | str, PlainValidator(_setting)]
 _GIVEN = BeforeValidator(_not_empty)
@@ -293,6 +299,14 @@ class LimitsSection(_Section):
     body_values: Positive = 1_000_000
 
 
+class TracingSection(_Section):
+    """Where traces go, over OTLP/HTTP."""
+
+    endpoint: Annotated[Text, AfterValidator(traces_url)]
+    sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    headers_file: Annotated[Text | None, _GIVEN] = None
+
+
 class GatewaySection(_Section):
     """Where clients and operators connect, what clients are told, and how much they get."""
 
@@ -305,18 +319,8 @@ class GatewaySection(_Section):
     route_header: RouteDetail = "short"
     shadow: Annotated[float, Field(ge=0, le=1)] = 0.0
     limits: Annotated[LimitsSection, _SECTION] = LimitsSection()
+    tracing: Annotated[TracingSection | None, _GIVEN] = None
     cluster: Annotated[Name | None, _GIVEN] = None
-
-
-class FleetSection(_Section):
-    """The etcd through which several gateways share what they know. Files are relative to the deployment's folder."""
-
-    etcd: Annotated[list[EtcdUrl], Field(min_length=1)]
-    name: Annotated[Name | None, _GIVEN] = None
-    lease_s: Annotated[int, Field(ge=2, le=60)] = 3
-    period_s: Annotated[float, Field(ge=0.05, le=1)] = 0.1
-    ca_file: Annotated[Text | None, _GIVEN] = None
-    certificate_file: Annotated[Text | None, _GIVEN] = None
 
 
 class SecuritySection(_Section):
@@ -372,6 +376,19 @@ class TransferSection(_Section):
     keepalive_s: Annotated[Seconds, Field(ge=1)] = 10.0
 
 
+class ContainersSection(_Section):
+    """What `prfaas emit` needs to know of images, volumes and the networks of pods."""
+
+    gateway_image: ImageName = "prfaas-gateway"
+    engine_image: ImageName = "prfaas-engine"
+    namespace: Annotated[str, Field(pattern=LABEL_PATTERN)] = "prfaas"
+    models_claim: Annotated[Annotated[str, Field(pattern=LABEL_PATTERN)] | None, _GIVEN] = None
+    gpu_resource: Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[A-Za-z0-9._-]+$")] = "nvidia.com/gpu"
+    pod_monitor: bool = True
+    monitoring_namespace: Annotated[str, Field(pattern=LABEL_PATTERN)] = "monitoring"
+    networks: dict[Name, Annotated[list[Cidr], Field(min_length=1)]] = {}
+
+
 class DeploymentFile(_Section):
     """The whole file."""
 
@@ -390,3 +407,4 @@ class DeploymentFile(_Section):
     engine: EngineSection = EngineSection()
     transfer: TransferSection = TransferSection()
     pool: Annotated[PoolSection, _SECTION] = PoolSection()
+    containers: Annotated[ContainersSection, _SECTION] = ContainersSection()

@@ -164,7 +164,12 @@ def work_of(split: Split, length: float, n_prefill: int) -> StageWork:
 def pools_of(split: Split, length: float, n_prefill: int) -> tuple[PrefillPoolLoad, ...]:
     """The prefill pools and their service times, by the exact distribution of lengths."""
     lengths = split.problem.workload.lengths
-    smooth = lengths.atoms() is None
+    return pools_of_parts(split, lengths.fine_bins(up_to=length), lengths.fine_bins(above=length), n_prefill)
+
+
+def pools_of_parts(split: Split, short: Bins, long: Bins, n_prefill: int) -> tuple[PrefillPoolLoad, ...]:
+    """The prefill pools if prompts of `long` are offloaded and those of `short` stay."""
+    smooth = split.problem.workload.lengths.atoms() is None
     pools = []
 
     def add(cluster: PrfaasCluster | PdCluster, instances: int, path: Path, bins: Bins) -> None:
@@ -172,7 +177,6 @@ def pools_of(split: Split, length: float, n_prefill: int) -> tuple[PrefillPoolLo
         link = link_time(split.problem, path, bins.lengths, bins.weights)
         pools.append(PrefillPoolLoad(cluster.name, instances, seconds, bins.weights, smooth, link))
 
-    short, long = lengths.fine_bins(up_to=length), lengths.fine_bins(above=length)
     if len(short.weights):
         add(split.pd, n_prefill, split.local, short)
     if len(long.weights) and split.prfaas is not None and split.remote is not None:

@@ -1,10 +1,10 @@
 """Operating points with their waits, and the best one that keeps a target for the time to the first token."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from prfaas.core.planner.loads import Split, work_of
+from prfaas.core.planner.loads import Split, pools_of_parts, work_of
 from prfaas.core.planner.network import NetworkPlan, best_network
 from prfaas.core.planner.operating_point import OperatingPoint, ServiceModel
 from prfaas.core.planner.problem import PlanError, PlanProblem, TtftTarget
@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 
     FloatArray = NDArray[np.float64]
 
-# Thresholds that are tried for every split; between two of them the limit of the target is found by bisection.
-_GRID = 96
+# Thresholds that are tried for every split, and so often more of them beside the best one.
+_GRID = 192
+_ZOOMS, _ZOOM_POINTS = 2, 25
+# Of lengths, to compare thresholds by; the one that is taken is worked out by finer bins.
+_BINS = 3000
 _BISECTIONS = 40
 # With several clusters on a side roles are moved by one instance so often at most.
 _ROLE_ROUNDS = 2
@@ -67,17 +70,16 @@ class Operation:
         target = self.problem.ttft_target
         if target is None or self.keeps_target:
             return self.point.lambda_max
-        return self.rate_within(target) / self.problem.load
+        load, high = self.problem.load, self.point.lambda_max
+        return _most(lambda rate: _is_within(self.waits(load * rate), target), high)
+
+    def slowed(self) -> "Operation":
+        """The same roles and routes, at `comparable_rate`."""
+        return replace(self, point=_at_rate(self.point, self.comparable_rate))
 
     def rate_within(self, target: TtftTarget) -> float:
         """The highest rate, at most Λ_max, at which the TTFT is within a target; 0 if it never is."""
-        low, high = 0.0, self.point.lambda_max
-        if high <= 0 or not _is_within(self.waits(0.0), target):
-            return 0.0
-        for _ in range(_BISECTIONS):
-            middle = (low + high) / 2
-            low, high = (middle, high) if _is_within(self.waits(middle), target) else (low, middle)
-        return low
+        return _most(lambda rate: _is_within(self.waits(rate), target), self.point.lambda_max)
 
 
 def operation_at(problem: PlanProblem, point: OperatingPoint) -> Operation:
@@ -95,7 +97,9 @@ def operation_at(problem: PlanProblem, point: OperatingPoint) -> Operation:
 
 
 def best_within_target(problem: PlanProblem, service: ServiceModel = "mean length") -> Operation:
-    """The highest Λ_max whose TTFT, at the problem's load of it, keeps the problem's target.
+    """The highest rate whose TTFT, at the problem's load of it, keeps the problem's target.
+
+    Roles and routes may be able to carry more than that rate: then it is their Λ_max here, and no stage is full.
 
     Of two clusters every split and threshold is looked at. Of more the roles near those of the highest Λ_max are, each
     with its best routes. Where nothing keeps the target it is the operation of the highest Λ_max.
@@ -123,7 +127,7 @@ def _network_within_target(problem: PlanProblem, service: ServiceModel) -> Opera
     best = around = _of_network(problem, best_network(problem, service))
     if best.keeps_target:
         return best
-    seen = {around.point.roles}
+    seen = {around.point.roles: around}
     for _ in range(_ROLE_ROUNDS):
         near = []
         for roles in _neighbours(around.point):
@@ -132,15 +136,13 @@ def _network_within_target(problem: PlanProblem, service: ServiceModel) -> Opera
             except PlanError:
                 continue
             if found.point.roles not in seen:
-                seen.add(found.point.roles)
+                seen[found.point.roles] = found
                 near.append(found)
-        kept = [each for each in near if each.keeps_target]
-        if kept:
-            return max(kept, key=lambda each: each.point.lambda_max)
         if not near:
             break
-        around = min(near, key=lambda each: each.waits(problem.load * each.point.lambda_max).mean_s())
-    return best
+        around = max(near, key=lambda each: each.comparable_rate)
+    fastest = max(seen.values(), key=lambda each: each.comparable_rate)
+    return fastest.slowed() if fastest.comparable_rate > 0 else best
 
 
 def _of_network(problem: PlanProblem, network: NetworkPlan) -> Operation:
@@ -166,32 +168,58 @@ class _TargetSearch:
 
     def best(self) -> Operation | None:
         """None if nothing keeps the target."""
+        import numpy as np
+
         lengths = self._lengths()
+        best = self._best_of(lengths)
+        for _ in range(_ZOOMS if self._split.problem.workload.lengths.atoms() is None else 0):
+            if best[0] <= 0 or len(lengths) == 1:
+                break
+            index = int(np.searchsorted(lengths, best[1]))
+            near = lengths[max(index - 1, 0)], lengths[min(index + 1, len(lengths) - 1)]
+            lengths = np.unique(np.append(np.linspace(*near, _ZOOM_POINTS), best[1]))
+            best = max(best, self._best_of(lengths))
+        rate, length, n_prefill = best
+        if rate <= 0:
+            return None
+        work = work_of(self._split, length, n_prefill)
+        found = Operation(self._split.problem, point_of(self._split, length, n_prefill), work).slowed()
+        return found if found.point.lambda_max > 0 else None
+
+    def _best_of(self, lengths: "FloatArray") -> tuple[float, float, int]:
+        """The highest rate that keeps the target, and the length of those given and the split that have it."""
         rates = [each for each, _ in merits(self._split, self._split.loads(lengths), self._splits)]
-        works = [work_of(self._split, settled(self._split.problem, float(each)), 1) for each in lengths]
+        works = self._works(lengths)
         # Where not even a prefill that never waits is in time, no split helps.
         hopeful = [_is_within(TtftDistribution(work.pools, 0.0), self._target) for work in works]
-        # What lies between a length and its better neighbour may be as good as that one.
         ranked = sorted(
             (
-                (max(float(rates[n][j]) for j in (i - 1, i, i + 1) if 0 <= j < len(lengths)), i, n)
+                (float(rates[n][i]), i, n)
                 for n in self._splits
                 for i in range(len(lengths))
                 if hopeful[i] and rates[n][i] > 0
             ),
             reverse=True,
         )
-        load = self._split.problem.load
-        found = None
-        for most, i, n in ranked:
-            if found is not None and most <= found.point.lambda_max:
+        best: tuple[float, float, int] = (0.0, 0.0, 0)
+        for full, i, n in ranked:
+            if full <= best[0]:
                 break
-            if self._is_within(works[i], n, load * float(rates[n][i])):
-                length = self._edge(lengths, rates[n], i, n)
-                point = point_of(self._split, length, n)
-                if found is None or point.lambda_max > found.point.lambda_max:
-                    found = Operation(self._split.problem, point, work_of(self._split, length, n))
-        return found
+            rate = self._rate(works[i], n, full, above=best[0])
+            if rate > best[0]:
+                best = (rate, float(lengths[i]), n)
+        return best
+
+    def _works(self, lengths: "FloatArray") -> list[StageWork]:
+        """With one prefill instance, by bins that all lengths share: enough to compare them."""
+        distribution = self._split.problem.workload.lengths
+        bins = distribution.bins(_BINS, tuple(map(float, lengths)))
+        parts = {self._split.pd.name: 1.0}
+        works = []
+        for length in lengths:
+            short, long = bins.split_at(settled(self._split.problem, float(length)))
+            works.append(StageWork(pools_of_parts(self._split, short, long, 1), {}, parts))
+        return works
 
     def _lengths(self) -> "FloatArray":
         """Ascending: quantiles, and the threshold of each split's highest Λ."""
@@ -204,26 +232,14 @@ class _TargetSearch:
         quantiles = [distribution.quantile(k / _GRID) for k in range(1, _GRID)]
         return np.unique(np.array([0.0, distribution.high, *quantiles, *peaks]))
 
-    def _edge(self, lengths: "FloatArray", rates: "FloatArray", index: int, n_prefill: int) -> float:
-        """The length between a good one and its neighbour of a higher Λ, up to which the target is kept."""
-        good = float(lengths[index])
-        if self._split.problem.workload.lengths.atoms() is not None:
-            return good
-        near = [j for j in (index - 1, index + 1) if 0 <= j < len(lengths) and rates[j] > rates[index]]
-        if not near:
-            return good
-        bad = float(lengths[max(near, key=lambda j: float(rates[j]))])
-        for _ in range(_BISECTIONS):
-            middle = (good + bad) / 2
-            good, bad = (middle, bad) if self._keeps(middle, n_prefill) else (good, middle)
-        return good
+    def _rate(self, work: StageWork, n_prefill: int, full: float, *, above: float = 0.0) -> float:
+        """The highest rate up to `full` whose load keeps the target; 0 if it is not more than `above`."""
+        load = self._split.problem.load
 
-    def _keeps(self, length: float, n_prefill: int) -> bool:
-        import numpy as np
+        def keeps(rate: float) -> bool:
+            return self._is_within(work, n_prefill, load * rate)
 
-        count = range(n_prefill, n_prefill + 1)
-        rate = float(merits(self._split, self._split.loads(np.array([length])), count)[0][0][0])
-        return self._is_within(work_of(self._split, length, 1), n_prefill, self._split.problem.load * rate)
+        return _most(keeps, full, above)
 
     def _is_within(self, work: StageWork, n_prefill: int, requests_per_s: float) -> bool:
         """`work` is that of one prefill instance of the PD cluster."""
@@ -234,6 +250,39 @@ class _TargetSearch:
         problem = self._split.problem
         found = _distribution(problem, replace(work, pools=pools), {name: n_prefill}, requests_per_s)
         return _is_within(found, self._target)
+
+
+def _most(keeps: Callable[[float], bool], high: float, low: float = 0.0) -> float:
+    """The highest value between two up to which something is kept; 0 if it is not kept at the lower one."""
+    if high <= low or not keeps(low):
+        return 0.0
+    if keeps(high):
+        return high
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if keeps(middle) else (low, middle)
+    return low
+
+
+def _at_rate(point: OperatingPoint, rate: float) -> OperatingPoint:
+    """The same roles and routes at another rate."""
+    share = rate / point.lambda_max
+    if share == 1.0:
+        return point
+    return replace(
+        point,
+        lambda_max=rate,
+        egress_bits_per_s=share * point.egress_bits_per_s,
+        stages=tuple(replace(stage, utilisation=share * stage.utilisation) for stage in point.stages),
+        links=tuple(
+            replace(
+                link,
+                egress_bits_per_s=share * link.egress_bits_per_s,
+                utilisation=share * link.utilisation,
+            )
+            for link in point.links
+        ),
+    )
 
 
 def _distribution(

@@ -41,6 +41,17 @@ class Bins:
     weights: "FloatArray"
     """Probabilities; they sum to that of the range that was cut."""
 
+    def split_at(self, length: float) -> "tuple[Bins, Bins]":
+        """The bins up to a length, and those above it. It must be an edge."""
+        import numpy as np
+
+        count = int(np.searchsorted(self.upper, length, side="right"))
+        low, high = (
+            Bins(self.lower[part], self.upper[part], self.lengths[part], self.weights[part])
+            for part in (slice(count), slice(count, None))
+        )
+        return low, high
+
 
 class LengthDistribution(ABC):
     """A random length L > 0 in tokens.

@@ -200,6 +200,20 @@ class LinkMonitor:
         """The newest word of each sender of a link, by "instance/rank"."""
         return self._samples[pair]
 
+    def resent_bytes(self, producer: str, consumer: str) -> int | None:
+        """Bytes that the kernels of `producer` have sent again on the link to `consumer`, by its last word.
+
+        They are all transfers' together, and start again with the process. None: both are in one cluster, or the
+        producer has said nothing lately.
+        """
+        pair = (self._clusters[producer], self._clusters[consumer])
+        told = [
+            sample.resent_bytes_total
+            for name, sample in self._samples.get(pair, {}).items()
+            if name.rpartition("/")[0] == producer
+        ]
+        return sum(told) if told else None
+
     def failed(self, pair: tuple[str, str]) -> None:
         """A transfer over a link failed, and neither end is known to be dead."""
         if pair in self.breakers:

@@ -135,7 +135,6 @@ class Membership:
         plane, name = self._plane, instance.name
         plane.prefix_knowledge.drop(name, "left")
         plane.cluster_state.leave(name)
-        plane.metrics.forget_instance(name)
         del plane.instances[name]
         ports = plane.kv_ports.pop(name)
 

@@ -5,14 +5,17 @@ Once a second: the state of things into the gauges.
 
 import asyncio
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from prfaas.serving.control.cluster_state import Clock
 from prfaas.serving.control.pool_monitor import TIERS
 from prfaas.serving.control.state import Json, Overview, state_of
+from prfaas.serving.departed_series import DepartedSeries
 from prfaas.serving.transport.requests import CopyResult
 
 _SLICE_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
@@ -21,6 +24,7 @@ POOL_BYTES = ("stored", "evicted", "promoted", "ssd_written", "ssd_read", "copie
 POOL_LOSSES = ("refused", "evicted", "wrong")
 """Why pages are not there: no room, evicted, or their bytes were not what they should be."""
 _SERVICE_RATIOS = (0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0)
+Family = TypeVar("Family", Counter, Gauge, Histogram)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +58,14 @@ class ControlMetrics:
     """Gauges are written once a second; counters when something happens."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._of_instances: list[Counter | Gauge] = []
+        self.labelled: dict[str, list[Counter | Gauge | Histogram]] = defaultdict(list)
+        """Label → the families that have it."""
 
         def counter(name: str, text: str, *labels: str) -> Counter:
-            made = Counter(f"prfaas_control_{name}", text, labels, registry=registry)
-            if "instance" in labels:
-                self._of_instances.append(made)
-            return made
+            return self._listed(Counter(f"prfaas_control_{name}", text, labels, registry=registry), labels)
 
         def gauge(name: str, text: str, *labels: str) -> Gauge:
-            made = Gauge(f"prfaas_control_{name}", text, labels, registry=registry)
-            if "instance" in labels:
-                self._of_instances.append(made)
-            return made
+            return self._listed(Gauge(f"prfaas_control_{name}", text, labels, registry=registry), labels)
 
         self.decisions = counter("decisions", "Routed requests, by decision.", "route", "reason")
         self.policy_failures = counter(
@@ -100,6 +99,9 @@ class ControlMetrics:
         self.waiting_prefills = gauge(
             "waiting_prefills", "Prefills that no instance of the cluster has been given yet.", "cluster"
         )
+        self.instance_info = gauge(
+            "instance_info", "1; the labels say where the instance is.", "instance", "cluster", "kind"
+        )
         self.instance_healthy = gauge("instance_healthy", "1 when the instance is in routing.", "instance")
         self.instance_prefills = gauge("instance_prefills", "1 when the instance prefills.", "instance")
         self.instance_decodes = gauge("instance_decodes", "1 when the instance decodes.", "instance")
@@ -112,9 +114,27 @@ class ControlMetrics:
             "instance_age_seconds", "Since the engine was heard of.", "instance"
         )
         self.instance_blocks = gauge("instance_blocks", "KV blocks indexed (or recorded) there.", "instance")
+        self.instance_queued_prefills = gauge(
+            "instance_queued_prefills", "Prefills given to it that have not ended.", "instance"
+        )
+        self.instance_decoding_requests = gauge(
+            "instance_decoding_requests", "Requests that it decodes, or will.", "instance"
+        )
+        self.instance_decode_slots = gauge(
+            "instance_decode_slots", "Requests that it decodes at a time.", "instance"
+        )
+        self.instance_kv_usage_ratio = gauge(
+            "instance_kv_usage_ratio", "Share of its KV cache in use, as the engine says.", "instance"
+        )
+        self.instance_prefix_hit_ratio = gauge(
+            "instance_prefix_hit_ratio", "Share of prompt tokens that its own cache held lately.", "instance"
+        )
         self.suspicions = counter("suspicions", "Times an instance left routing.", "instance")
         self.incompatible = gauge("incompatible_pairs", "Pairs of engines that exchange no KV.")
         self.link_up = gauge("link_up", "1 when the link is used.", "link")
+        self.link_configured = gauge(
+            "link_configured_bits_per_second", "What the deployment file says that it carries.", "link"
+        )
         self.link_capacity = gauge("link_capacity_bits_per_second", "What the link can carry now.", "link")
         self.link_egress = gauge("link_egress_bits_per_second", "What it carried in the last 2 s.", "link")
         self.link_queued_bytes = gauge("link_queued_bytes", "Produced and not acknowledged.", "link")
@@ -170,19 +190,22 @@ class ControlMetrics:
             buckets=_SLICE_SECONDS,
             registry=registry,
         )
-        self.service_ratio = Histogram(
-            "prfaas_control_service_ratio",
-            "Measured service time of a prefill over the predicted one.",
+        self.service_ratio = self._listed(
+            Histogram(
+                "prfaas_control_service_ratio",
+                "Measured service time of a prefill over the predicted one.",
+                ("cluster",),
+                buckets=_SERVICE_RATIOS,
+                registry=registry,
+            ),
             ("cluster",),
-            buckets=_SERVICE_RATIOS,
-            registry=registry,
         )
         self.telemetry_failures = counter("telemetry_failures", "Questions without an answer.", "kind")
 
-    def forget_instance(self, name: str) -> None:
-        """No series of an instance that has left."""
-        for metric in self._of_instances:
-            metric.remove_by_labels({"instance": name})
+    def _listed(self, family: Family, labels: tuple[str, ...]) -> Family:
+        for label in labels:
+            self.labelled[label].append(family)
+        return family
 
 
 PERIOD_S = 1.0
@@ -196,6 +219,7 @@ class GaugeWriter:
         self._metrics = metrics
         self._clock = clock
         self._failures = {"links": 0, "engines": 0, "pools": 0}
+        self._departed = DepartedSeries(metrics.labelled)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -212,6 +236,7 @@ class GaugeWriter:
             if tokens is not None:
                 metrics.threshold_tokens.labels(cluster).set(tokens)
             for name, instance in facts["instances"].items():
+                metrics.instance_info.labels(name, cluster, facts["kind"]).set(1)
                 metrics.instance_healthy.labels(name).set(instance["healthy"])
                 metrics.instance_prefills.labels(name).set("prefill" in instance["role"])
                 metrics.instance_decodes.labels(name).set("decode" in instance["role"])
@@ -222,12 +247,17 @@ class GaugeWriter:
                 metrics.instance_wait_seconds.labels(name).set(instance["busy_s"])
                 metrics.instance_age_seconds.labels(name).set(instance["age_s"])
                 metrics.instance_blocks.labels(name).set(instance["blocks"])
+                metrics.instance_queued_prefills.labels(name).set(instance["queue"])
+                metrics.instance_decoding_requests.labels(name).set(instance["decoding"])
+                metrics.instance_decode_slots.labels(name).set(instance["decode_slots"])
+                self._write_engine(name, instance["engine"])
                 if instance["events"] is not None:
                     self._write_feed(name, instance["events"])
         self._write_pools(state["pools"])
         metrics.incompatible.set(len(state["incompatible"]))
         for name, link in state["links"].items():
             metrics.link_up.labels(name).set(link["up"])
+            metrics.link_configured.labels(name).set(link["configured_bits_per_s"])
             metrics.link_capacity.labels(name).set(link["capacity_bits_per_s"])
             metrics.link_egress.labels(name).set(link["egress_bits_per_s"])
             metrics.link_queued_bytes.labels(name).set(link["queued_bytes"])
@@ -242,6 +272,19 @@ class GaugeWriter:
         self._count("links", self._plane.links.failures)
         self._count("engines", self._plane.engines.failures)
         self._count("pools", self._plane.pools.failures)
+        holders = {name for facts in state["clusters"].values() for name in facts["instances"]}
+        self._departed.keep("cluster", state["clusters"])
+        # Pools have KV events too, in series with this label.
+        self._departed.keep("instance", holders | state["pools"].keys())
+        self._departed.keep("pool", state["pools"])
+        self._departed.keep("link", state["links"])
+
+    def _write_engine(self, name: str, engine: Json | None) -> None:
+        if engine is None:
+            return
+        self._metrics.instance_kv_usage_ratio.labels(name).set(engine["kv_usage"])
+        if engine["hit_rate"] is not None:
+            self._metrics.instance_prefix_hit_ratio.labels(name).set(engine["hit_rate"])
 
     def _write_roles(self, evaluation: Json) -> None:
         metrics, predicted = self._metrics, evaluation.get("predicted")

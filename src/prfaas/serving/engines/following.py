@@ -16,17 +16,23 @@ class FollowingEngines:
     """Has the engines that a file adds started, and ends those that have left. It belongs to one event loop."""
 
     def __init__(
-        self, engines: RunningEngines, supervisor: Supervisor[Instance], tell: Callable[[str], None]
+        self,
+        engines: RunningEngines,
+        supervisor: Supervisor[Instance],
+        tell: Callable[[str], None],
+        runs_here: Callable[[Instance], bool] = lambda _: True,
     ) -> None:
         """
         Args:
             engines: of this machine.
             supervisor: starts them; nobody else runs it.
             tell: called with every sentence that an operator should read.
+            runs_here: whether an instance is one to start and end here.
         """
         self._engines = engines
         self._supervisor = supervisor
         self._tell = tell
+        self._runs_here = runs_here
         self._left: deque[Instance] = deque()
 
     def check(self, said: Deployment, difference: DeploymentDifference) -> None:
@@ -35,7 +41,8 @@ class FollowingEngines:
         Raises:
             ReloadRefusedError: a port is taken, or a certificate can't be used.
         """
-        new = [each for each in difference.added if not self._engines.is_running(each.name)]
+        added = filter(self._runs_here, difference.added)
+        new = [each for each in added if not self._engines.is_running(each.name)]
         try:
             self._engines.check(said, new)
         except (EngineError, KeyFileError, TlsFileError) as error:
@@ -44,13 +51,14 @@ class FollowingEngines:
     def adopt(self, applied: AppliedDeployment) -> None:
         """Have what is new started, soon."""
         self._engines.adopt(applied.running)
-        for instance in applied.said.instances:
+        for instance in filter(self._runs_here, applied.said.instances):
             self._supervisor.watch(instance)
 
     def left(self, instance: Instance) -> None:
         """Have the engine of an instance that has left ended, soon."""
-        self._supervisor.leave(instance.name)
-        self._left.append(instance)
+        if self._runs_here(instance):
+            self._supervisor.leave(instance.name)
+            self._left.append(instance)
 
     async def run(self) -> None:
         """Until cancelled."""

@@ -34,6 +34,19 @@ def port_problem(host: str, port: int) -> str | None:
     return None
 
 
+def is_here(host: str) -> bool:
+    """True if a host is an address of this machine, or a name of one."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
 def ensure_vllm() -> None:
     """Refuse to go on without vLLM, without importing it (that takes seconds).
 

@@ -161,7 +161,7 @@ class Supervisor(Generic[_N]):
             # In a thread: the gateway serves in this one.
             await asyncio.to_thread(self._running.restart, due)
         except (EngineError, KeyFileError, TlsFileError, OSError) as error:
-            self._tell(f"no start of {', '.join(due)}: {error}")
+            self._tell(f"no restart of {', '.join(due)}: {error}")
             for name in due:
                 # Of what has never run, nobody can say how it ended.
                 if name in self._watched and self._watched[name].is_new:

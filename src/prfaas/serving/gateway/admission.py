@@ -88,6 +88,16 @@ class Admission:
         self._open_of: Counter[str] = Counter()
         self._bytes_of: Counter[str] = Counter()
 
+    @property
+    def queue_s(self) -> float:
+        """The least that a new request would wait, as predicted."""
+        return self._plane.wait_s(None)
+
+    @property
+    def queue_limit_s(self) -> float:
+        """The wait beyond which it is refused."""
+        return self._limits.queue_s
+
     def adopt(self, limits: GatewayLimits) -> None:
         """Take on so much from now on; what is open goes on."""
         self._limits = limits

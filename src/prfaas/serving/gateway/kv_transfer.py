@@ -32,6 +32,8 @@ class TransferredBytes:
     total_bytes: int
     overlapped_bytes: int
     """Bytes that had arrived when the prefill ended."""
+    spared_bytes: int = 0
+    """By how many bytes compression made them less on the link."""
 
     @property
     def overlapped_fraction(self) -> float:
@@ -169,7 +171,7 @@ class KvTransfers:
 
         if len(watchers) == 1:
             status = await self._wait(watchers[0], transfer_id, timeout_s, lead_s, soon)
-            return TransferredBytes(status.total_bytes, status.overlapped_bytes)
+            return TransferredBytes(status.total_bytes, status.overlapped_bytes, status.spared_bytes)
         try:
             async with asyncio.TaskGroup() as group:
                 waits = [
@@ -182,6 +184,7 @@ class KvTransfers:
         return TransferredBytes(
             total_bytes=sum(status.total_bytes for status in statuses),
             overlapped_bytes=sum(status.overlapped_bytes for status in statuses),
+            spared_bytes=sum(status.spared_bytes for status in statuses),
         )
 
     def announced(self, consumer: str, transfer_id: bytes) -> bool:

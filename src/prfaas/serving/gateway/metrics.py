@@ -19,7 +19,8 @@ class Family(Protocol[Child]):
 class CachedLabels(Generic[Child]):
     """A metric family that keeps its labelled children in a dictionary: the library takes a lock to find one.
 
-    Every label must take values from a bounded set, since children are never dropped.
+    Every label must take values from a bounded set, since children are never dropped. Families whose labels name
+    members of the deployment are not for this: the series of a member that left are taken out.
     """
 
     def __init__(self, family: Family[Child]) -> None:
@@ -114,13 +115,11 @@ class Metrics:
             "KV bytes moved to prefill instances before they prefilled.",
             registry=registry,
         )
-        self.egress_cost = CachedLabels(
-            Counter(
-                "prfaas_gateway_egress_cost",
-                "What KV bytes over a link cost, in the currency of the deployment file's prices.",
-                ("link",),
-                registry=registry,
-            )
+        self.egress_cost = Counter(
+            "prfaas_gateway_egress_cost",
+            "What KV bytes over a link cost, in the currency of the deployment file's prices.",
+            ("link",),
+            registry=registry,
         )
         self.decode_failures = CachedLabels(
             Counter(
@@ -230,19 +229,39 @@ class Metrics:
             buckets=_LAG_SECONDS,
             registry=registry,
         )
-        self.staging_used_bytes = CachedLabels(
-            Gauge(
-                "prfaas_gateway_staging_used_bytes",
-                "Memory of an instance in which KV waits for its request.",
-                ("instance",),
-                registry=registry,
-            )
+        self.staging_used_bytes = Gauge(
+            "prfaas_gateway_staging_used_bytes",
+            "Memory of an instance in which KV waits for its request.",
+            ("instance",),
+            registry=registry,
         )
-        self.staging_bytes = CachedLabels(
-            Gauge(
-                "prfaas_gateway_staging_bytes",
-                "Memory that an instance has for KV that waits.",
-                ("instance",),
+        self.staging_bytes = Gauge(
+            "prfaas_gateway_staging_bytes",
+            "Memory that an instance has for KV that waits.",
+            ("instance",),
+            registry=registry,
+        )
+        self.queue_wait_seconds = Gauge(
+            "prfaas_gateway_queue_wait_seconds",
+            "The least that a new request would wait, as predicted.",
+            registry=registry,
+        )
+        self.queue_limit_seconds = Gauge(
+            "prfaas_gateway_queue_limit_seconds",
+            "The wait beyond which new requests are refused.",
+            registry=registry,
+        )
+        self.certificate_expires = Gauge(
+            "prfaas_gateway_certificate_expires_timestamp_seconds",
+            "When a certificate on the gateway's machine ends, in Unix time.",
+            ("certificate",),
+            registry=registry,
+        )
+        self.trace_spans = CachedLabels(
+            Counter(
+                "prfaas_gateway_trace_spans",
+                "Spans of traces, by what became of them (sent, failed, dropped).",
+                ("outcome",),
                 registry=registry,
             )
         )

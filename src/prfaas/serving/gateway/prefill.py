@@ -95,7 +95,8 @@ class PrefillOrchestrator:
             try:
                 prepared = await self._begin_remote(request, prompt, attempt)
             except HopFailedError as failure:
-                attempt.outcome = fallback = failure.reason
+                fallback = failure.reason
+                request.record.fell_back(attempt, fallback)
                 self._metrics.fallbacks.labels(fallback).inc()
                 if failure.hopeless:
                     break
@@ -139,7 +140,7 @@ class PrefillOrchestrator:
         try:
             prepared = replace(arriving.result(), fallback=prepared.fallback)
         except HopFailedError as failure:
-            attempt.outcome = failure.reason
+            request.record.fell_back(attempt, failure.reason)
             self._metrics.fallbacks.labels(failure.reason).inc()
             assert isinstance(prompt, TokenizedPrompt) and decision is not None
             return self._at_decode(request, prompt, decision, "fallback", failure.reason)

@@ -232,7 +232,7 @@ class RequestParser:
             model=record.model,
             adapter=adapter,
             salt=salt if endpoint.generates else "",
-            headers=_engine_headers(http.headers, record.request_id),
+            headers=_engine_headers(http.headers, record),
             record=record,
         )
 
@@ -278,8 +278,10 @@ def _is_seeded(body: Json) -> bool:
     return body.get("seed") not in (None, -1) and body.get("temperature") != 0
 
 
-def _engine_headers(received: Mapping[str, str], request_id: str) -> dict[str, str]:
-    headers = {"Content-Type": "application/json", REQUEST_ID_HEADER: request_id}
+def _engine_headers(received: Mapping[str, str], record: RequestRecord) -> dict[str, str]:
+    headers = {"Content-Type": "application/json", REQUEST_ID_HEADER: record.request_id}
+    if record.trace_headers is not None:
+        return headers | dict(record.trace_headers)
     for name, form in _TRACE_HEADERS.items():
         value = received.get(name)
         if value is not None and form.fullmatch(value):

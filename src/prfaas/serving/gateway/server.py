@@ -17,6 +17,7 @@ from prfaas.core.kv import KvModel
 from prfaas.serving.descriptors import DescriptorBudget, raise_descriptor_limit
 from prfaas.serving.gateway.admin import AdminRoutes
 from prfaas.serving.gateway.admission import Admission
+from prfaas.serving.gateway.certificate_watch import CertificateWatch
 from prfaas.serving.gateway.context import GatewayContext, GatewayOptions, ThreadOffload
 from prfaas.serving.gateway.control_plane import ControlPlane
 from prfaas.serving.gateway.decode import Decoder
@@ -32,6 +33,7 @@ from prfaas.serving.gateway.prefill_hop import PrefillHop
 from prfaas.serving.gateway.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.request import RequestParser, Tenants
 from prfaas.serving.gateway.request_log import RequestLog
+from prfaas.serving.gateway.request_trace import Tracing
 from prfaas.serving.gateway.routes import Routes
 from prfaas.serving.gateway.shadow import Shadow, ShadowOptions
 from prfaas.serving.gateway.stream_resume import StreamResume
@@ -41,6 +43,7 @@ from prfaas.serving.gateway.validation import Validation
 from prfaas.serving.pool.copier import PoolCopier, pool_observers
 from prfaas.serving.reloading import Reloader
 from prfaas.serving.secret_files import load_token
+from prfaas.serving.tracing.collector import collector_of
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import load_key
 from prfaas.serving.transport.tls_identity import TlsIdentity
@@ -52,6 +55,7 @@ _OWN_DESCRIPTORS = 64
 _DESCRIPTORS_PER_RANK = 8
 _IDLE_CLIENTS_S = 0.02
 _LOOP_WATCH_S = 0.2
+_QUEUE_WATCH_S = 1.0
 _STAGING_WATCH_S = 2.0
 _STAGING_ANSWER_S = 1.0
 
@@ -70,7 +74,7 @@ class Gateway:
         tls: TlsIdentity | None,
         reloader: Reloader | None,
     ) -> None:
-        """Raises KeyFileError and AdminTokenError for a file that can't be used."""
+        """Raises KeyFileError, AdminTokenError and TraceHeadersError for a file that can't be used."""
         key = load_key(deployment.security.key_file)
         token_file = deployment.gateway.admin.token_file
         model = deployment.model
@@ -93,6 +97,7 @@ class Gateway:
         self._transfers = KvTransfers({each.name: self._watch(each) for each in deployment.instances})
         self._forgetting: set[asyncio.Task[None]] = set()
         self._metrics = Metrics(registry)
+        self.certificates = CertificateWatch(deployment, self._metrics.certificate_expires)
         self.descriptors = DescriptorBudget(raise_descriptor_limit(), _reserved_descriptors(deployment))
         logger.info("file descriptors: %d at most", self.descriptors.limit)
         context = GatewayContext(
@@ -118,7 +123,8 @@ class Gateway:
         self._prefill = prefill = PrefillOrchestrator(deployment, self._hop, self._prefixes, context)
         decoder = Decoder(prefill, context)
         self._shadow = Shadow(ShadowOptions(deployment.gateway.shadow), context)
-        log = RequestLog(options.kept_records, context.metrics)
+        self._tracing = _tracing(deployment, self._metrics)
+        log = RequestLog(options.kept_records, context.metrics, self._tracing)
         self._admission = Admission(deployment.gateway.limits, plane)
         self._parser = RequestParser(deployment, options, self._json_threads)
         self._generation = generation = Generation(
@@ -140,6 +146,7 @@ class Gateway:
             shadow=self._shadow,
             log=log,
             detail=deployment.gateway.route_header,
+            policy=deployment.routing.policy,
         )
         self.routes = Routes(deployment, generation, context)
         token = None if token_file is None else load_token(token_file)
@@ -163,7 +170,7 @@ class Gateway:
         for part in (self._hop, self._copier, self._prefixes, self._prefill, self._parser):
             part.adopt(running)
         self._admission.adopt(config.limits)
-        self._generation.adopt(config.route_header)
+        self._generation.adopt(config.route_header, running.routing.policy)
         self._shadow.adopt(config.shadow)
         self.admin_routes.adopt(applied)
 
@@ -184,12 +191,23 @@ class Gateway:
             self._metrics.loop_lag_seconds.observe(max(clock() - due_s, 0.0))
 
     async def watch_staging(self) -> None:
-        """Ask how much staging is in use, until cancelled."""
+        """Ask how much staging is in use, until cancelled. Of an instance that does not answer nothing is shown."""
+        used_bytes, total_bytes = self._metrics.staging_used_bytes, self._metrics.staging_bytes
         while True:
             await asyncio.sleep(_STAGING_WATCH_S)
-            for name, use in (await self._transfers.staging(_STAGING_ANSWER_S)).items():
-                self._metrics.staging_used_bytes.labels(name).set(use.used_bytes)
-                self._metrics.staging_bytes.labels(name).set(use.total_bytes)
+            uses = await self._transfers.staging(_STAGING_ANSWER_S)
+            used_bytes.clear()
+            total_bytes.clear()
+            for name, use in uses.items():
+                used_bytes.labels(name).set(use.used_bytes)
+                total_bytes.labels(name).set(use.total_bytes)
+
+    async def watch_queue(self) -> None:
+        """Predict what a new request would wait, until cancelled."""
+        while True:
+            self._metrics.queue_wait_seconds.set(self._admission.queue_s)
+            self._metrics.queue_limit_seconds.set(self._admission.queue_limit_s)
+            await asyncio.sleep(_QUEUE_WATCH_S)
 
     async def _introduced(self, decode: Instance) -> bool:
         try:
@@ -207,8 +225,31 @@ class Gateway:
         await self._copier.close()
         await self._transfers.close()
         await self._client.close()
+        if self._tracing is not None:
+            await self._tracing.close()
         self._json_threads.close()
         self._tokenizer_threads.close()
+
+
+def _tracing(deployment: Deployment, metrics: Metrics) -> Tracing | None:
+    """What makes traces, where there is a collector for them. Raises TraceHeadersError and ModuleNotFoundError."""
+    collector = collector_of(deployment.gateway.tracing)
+    if collector is None:
+        return None
+    try:
+        # Here, so that a gateway without traces neither needs nor loads OpenTelemetry.
+        from prfaas.serving.tracing.otel import OtelTracing
+    except ModuleNotFoundError as error:
+        if collector.is_demanded:
+            raise
+        logger.warning("no traces, whatever OTEL_* variables say: %s is not installed", error.name)
+        return None
+    logger.info("traces go to %s", collector.endpoint)
+    for outcome in ("sent", "failed", "dropped"):
+        metrics.trace_spans.labels(outcome)
+    return OtelTracing(
+        collector, deployment.name, lambda outcome, spans: metrics.trace_spans.labels(outcome).inc(spans)
+    )
 
 
 def _reserved_descriptors(deployment: Deployment) -> int:
@@ -311,6 +352,8 @@ async def _serve(
             asyncio.create_task(gateway.introduce()),
             asyncio.create_task(gateway.watch_loop()),
             asyncio.create_task(gateway.watch_staging()),
+            asyncio.create_task(gateway.watch_queue()),
+            asyncio.create_task(gateway.certificates.run()),
             asyncio.create_task(_close_idle_clients(server, gateway.descriptors)),
         ]
         if reloader is not None:

@@ -398,6 +398,7 @@ class ReceiverConnection:
         place = self._table.place_chunk(
             session, self, replace(header, length_bytes=decoded_bytes(payload[:PREFIX_BYTES]))
         )
+        place.spared_bytes = max(place.header.length_bytes - len(payload), 0)
         try:
             verified = place.transfer is None or decode(payload, place.pieces)
         except BaseException:

@@ -345,6 +345,8 @@ class TransferStatus:
     """Tokens that the producer had cached, where its OPEN said so."""
     dropped: bool = False
     """It FAILED since the consumer's engine, or an observer, had no use for it: no fault of the producer."""
+    spared_bytes: int = 0
+    """By how many bytes compression has made `received_bytes` less on the link."""
 
     @classmethod
     def refused(cls, reason: str, *, dropped: bool = False) -> Self:
@@ -365,6 +367,7 @@ class TransferStatus:
             "soon": self.soon,
             "cached_tokens": self.cached_tokens,
             "dropped": self.dropped,
+            "spared_bytes": self.spared_bytes,
         }
 
     @classmethod
@@ -390,4 +393,6 @@ class TransferStatus:
             soon=body.get("soon") is True,
             cached_tokens=cached_tokens_of(body),
             dropped=body.get("dropped") is True,
+            # Consumers of an earlier version do not tell it.
+            spared_bytes=count_field({"spared_bytes": 0} | dict(body), "spared_bytes", MAX_TRANSFER_BYTES),
         )

@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from prfaas.core.deployment import Deployment
@@ -16,6 +15,7 @@ from prfaas.core.units import format_bits_per_s, format_bytes, format_s, transfe
 from prfaas.serving.engines.tiny import tiny_config
 from prfaas.tools.demo.client import DemoAnswer
 from prfaas.tools.demo.compare import Comparison, Equality, MovedPages, Pages, compare, find_pages
+from prfaas.tools.demo.display import demo_table
 from prfaas.tools.demo.prompts import DemoPrompt
 from prfaas.tools.demo.reference import ReferenceAnswer
 from prfaas.tools.demo.second_act import PooledAnswer, SecondAct, second_act
@@ -28,14 +28,15 @@ _EXACT_OF = (5, 6)
 class Row:
     """One prompt: the answer through the gateway, and how it compares with the plain engine's.
 
-    `exact_bytes`: what `kvmodel` says must move, to the token. `paged_bytes`: the same in whole pages of the engine,
-    None if no page size explains the run. `link_s`: what the moved bytes alone take on the link between the two
-    clusters, None within a cluster.
+    `plain_ttft_s`: the plain engine's time to the first token, None if it doesn't tell. `exact_bytes`: what `kvmodel`
+    says must move, to the token. `paged_bytes`: the same in whole pages of the engine, None if no page size explains
+    the run. `link_s`: what the moved bytes alone take on the link between the two clusters, None within a cluster.
     """
 
     label: str
     answer: DemoAnswer
     comparison: Comparison
+    plain_ttft_s: float | None
     exact_bytes: int
     paged_bytes: int | None
     link_s: float | None
@@ -54,6 +55,7 @@ class Row:
             "cached_tokens": route.cached_tokens,
             "route": route.route,
             "ttft_s": answer.ttft_s,
+            "plain_ttft_s": self.plain_ttft_s,
             "kv_bytes": route.kv_bytes,
             "hidden_fraction": route.hidden_fraction,
             "equal_to_local": str(self.comparison.equality),
@@ -137,6 +139,7 @@ def outcome_of(
                 label=prompt.label,
                 answer=answer,
                 comparison=compare(answer.token_ids, reference.token_ids, reference.top_logits),
+                plain_ttft_s=reference.ttft_s,
                 exact_bytes=kv_model.bytes_to_move(num_tokens, skip_tokens),
                 paged_bytes=paged_bytes,
                 link_s=_link_s(deployment, answer),
@@ -159,26 +162,19 @@ def _link_s(deployment: Deployment, answer: DemoAnswer) -> float | None:
 
 _HYBRID = "qwen3-next"
 _STYLES = {Equality.EXACT: "green", Equality.TIE: "yellow", Equality.NO: "bold red"}
-_EXPLAINED_STYLE = {True: "", False: "bold red"}
 
 
 def outcome_table(outcome: DemoOutcome) -> Table:
     """One line per prompt, in the order in which they were sent."""
-    table = Table(box=box.SIMPLE_HEAD, title=outcome.kv_model.describe())
+    table = demo_table(outcome.kv_model.describe())
     table.add_column("prompt")
     for heading in ("tokens", "cached"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("route")
-    for heading in (
-        "TTFT",
-        "KV bytes\nmoved",
-        "kvmodel,\nto the token",
-        "kvmodel,\nwhole pages",
-        "hidden",
-        "tokens/s",
-    ):
-        table.add_column(heading, justify="right")
-    table.add_column("equal to plain vLLM", no_wrap=True)
+    for heading in ("TTFT", "plain\nvLLM's", "KV bytes\nmoved", "hidden"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("kvmodel\nsays", no_wrap=True)
+    table.add_column("equal", no_wrap=True)
     for row in outcome.rows:
         table.add_row(*_cells(row))
     return table
@@ -186,30 +182,38 @@ def outcome_table(outcome: DemoOutcome) -> Table:
 
 def _cells(row: Row) -> tuple[str, ...]:
     answer, route = row.answer, row.answer.route
-    style = _EXPLAINED_STYLE[row.is_explained]
-    moved = f"{route.kv_bytes:,}"
     return (
         row.label,
         f"{answer.prompt_tokens:,}",
         f"{route.cached_tokens:,}",
         f"{route.route} ({route.fallback})" if route.fallback else route.route,
         format_s(answer.ttft_s),
-        f"[{style}]{moved}[/]" if style else moved,
-        f"{row.exact_bytes:,}",
-        "-" if row.paged_bytes is None else f"{row.paged_bytes:,}",
+        "-" if row.plain_ttft_s is None else format_s(row.plain_ttft_s),
+        f"{route.kv_bytes:,}",
         "-" if route.hidden_fraction is None else f"{route.hidden_fraction:.0%}",
-        "-" if answer.tokens_per_s is None else f"{answer.tokens_per_s:.0f}",
-        f"[{_STYLES[row.comparison.equality]}]{_equality(row.comparison)}[/]",
+        _explanation(row),
+        f"[{_STYLES[row.comparison.equality]}]{row.comparison.equality}[/]",
     )
 
 
-def _equality(comparison: Comparison) -> str:
-    if comparison.equality is Equality.EXACT:
-        return "exact"
+def _explanation(row: Row) -> str:
+    """How the moved bytes follow from the model's configuration."""
+    moved_bytes = row.answer.route.kv_bytes
+    if moved_bytes == 0:
+        return "-"
+    if moved_bytes == row.exact_bytes:
+        return "the same"
+    if moved_bytes == row.paged_bytes:
+        return "in pages"
+    return f"[bold red]{row.exact_bytes:,}[/]"
+
+
+def _difference(row: Row) -> str:
+    comparison = row.comparison
     margin = "not among the likeliest"
     if comparison.margin_nats is not None and comparison.bound_nats is not None:
         margin = f"{comparison.margin_nats:.3f} nat, bound {comparison.bound_nats:.3f}"
-    return f"{comparison.equality} at token {comparison.position} ({margin})"
+    return f"{row.label}: {comparison.equality} at token {comparison.position} ({margin})."
 
 
 def footnotes(outcome: DemoOutcome) -> list[str]:
@@ -217,20 +221,23 @@ def footnotes(outcome: DemoOutcome) -> list[str]:
     notes = [
         "cached: tokens that the decode engine already held, so that their KV did not move again. hidden: share of "
         "the bytes that had arrived when the prefill ended.",
-        "equal: the greedy answer against one plain vLLM engine with the same split of the prompt. A tie is a first "
-        "difference between two tokens whose reference logits are at most two steps of bf16 apart, at their own "
-        "magnitude (from 8 to 16 a step is 0.0625 nat, from 16 to 32 it is 0.125): each may be rounded one step off.",
+        "plain vLLM's TTFT: one engine that has this machine to itself, by its own metric.",
+        "equal: the greedy answer against that engine with the same split of the prompt. A tie is a first difference "
+        "between two tokens whose reference logits are at most two steps of bf16 apart, at their own magnitude (from 8 "
+        "to 16 a step is 0.0625 nat, from 16 to 32 it is 0.125): each may be rounded one step off.",
     ]
+    notes += [_difference(row) for row in outcome.rows if row.comparison.position is not None]
     if outcome.pages is not None:
         pages = outcome.pages
         sizes = f"{pages.full_tokens} tokens"
         if pages.window_tokens != pages.full_tokens:
             sizes += f" (full attention) and {pages.window_tokens} tokens (sliding window)"
         notes.append(
-            f"whole pages: engines move pages of {sizes}; with that, kvmodel gives every row's bytes exactly."
+            f"kvmodel: the bytes that the model's configuration gives. In pages: engines move whole pages of {sizes}, "
+            "and with that it gives every row's bytes exactly."
         )
     else:
-        notes.append("whole pages: no page size of the engine explains the moved bytes of all rows.")
+        notes.append("kvmodel: no page size of the engine explains the moved bytes of all rows.")
     return notes
 
 
@@ -251,9 +258,19 @@ def closing(outcome: DemoOutcome) -> str:
         f"{len(offloaded)} of {len(rows)} prompts, those over {outcome.deployment.routing.threshold_tokens:,} uncached "
         f"tokens, were prefilled in another cluster and decoded at home; {format_bytes(crossed_bytes)} of KVCache "
         f"crossed the link, {longest.answer.route.hidden_fraction or 0:.0%} of the longest prompt's while it was still "
-        f"being prefilled. {equal}."
+        f"being prefilled. {_first_tokens(longest)}{equal}."
     )
     return shown if outcome.kv_model.is_hybrid else f"{shown} {_dense(outcome, longest)}"
+
+
+def _first_tokens(row: Row) -> str:
+    """One prompt's time to the first token beside plain vLLM's."""
+    if row.plain_ttft_s is None:
+        return ""
+    return (
+        f"Its first token came after {format_s(row.answer.ttft_s)}; plain vLLM's, with this machine to itself, after "
+        f"{format_s(row.plain_ttft_s)}. "
+    )
 
 
 def _dense(outcome: DemoOutcome, longest: Row) -> str:

@@ -12,6 +12,7 @@ from prfaas.tools.http_client import AnswerError, post_json
 
 REFERENCE_NAME = "reference"
 REQUEST_TIMEOUT_S = 900.0
+_METRICS_TIMEOUT_S = 10.0
 
 # As in prfaas.serving.engines.vllm.reference, which can't be imported without vLLM.
 _EVENTS_FLAG = "--kv-events-config"
@@ -25,6 +26,10 @@ _LOGITS_MODE = ("--logprobs-mode", "raw_logits")
 _TOP_LOGITS = 10
 
 
+# vLLM's histogram of TTFTs: its sum and count before and after a request that has the engine to itself.
+_TTFT_SERIES = "vllm:time_to_first_token_seconds"
+
+
 class ReferenceFailedError(Exception):
     """The plain engine gave no proper answer."""
 
@@ -35,6 +40,8 @@ class ReferenceAnswer:
 
     token_ids: tuple[int, ...]
     top_logits: tuple[dict[int, float], ...]
+    ttft_s: float | None = None
+    """From the request's arrival to its first token, by the engine's own metric; None if it doesn't tell."""
 
 
 def reference_deployment(deployment: Deployment) -> Deployment:
@@ -85,6 +92,7 @@ async def complete_alike(
     tokenized = await _post(
         session, f"{url}/tokenize", {"model": model, "prompt": prompt, "add_special_tokens": True}
     )
+    before = await _ttfts(session, url)
     ids = tokenized["tokens"]
     forced = ids[-1:] if last_token_alone else []
     answer = await _post(
@@ -119,7 +127,34 @@ async def complete_alike(
         raise ReferenceFailedError(
             f"the plain engine must answer with tokens {forced} and {max_tokens} more, not {token_ids}"
         )
-    return ReferenceAnswer(token_ids[first:], logits[first:])
+    return ReferenceAnswer(token_ids[first:], logits[first:], _one_ttft(before, await _ttfts(session, url)))
+
+
+async def _ttfts(session: aiohttp.ClientSession, url: str) -> tuple[float, float] | None:
+    """Sum in seconds and count of all TTFTs so far; None if the engine doesn't tell."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    try:
+        async with asyncio.timeout(_METRICS_TIMEOUT_S), session.get(f"{url}/metrics") as response:
+            text = await response.text() if response.status == 200 else ""
+        families = list(text_string_to_metric_families(text))
+    except (aiohttp.ClientError, TimeoutError, ValueError):
+        # A figure beside the answers; they don't depend on it.
+        return None
+    samples = [sample for family in families if family.name == _TTFT_SERIES for sample in family.samples]
+    totals = {
+        ending: sum(sample.value for sample in samples if sample.name == f"{_TTFT_SERIES}_{ending}")
+        for ending in ("sum", "count")
+    }
+    return (totals["sum"], totals["count"]) if samples else None
+
+
+def _one_ttft(before: tuple[float, float] | None, after: tuple[float, float] | None) -> float | None:
+    """What one request added; None if that can't be told."""
+    if after is None:
+        return None
+    sum_s, count = before or (0.0, 0.0)
+    return after[0] - sum_s if after[1] - count == 1 else None
 
 
 async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -73,6 +73,7 @@ def run_demo(deployment: Deployment, stages: Stages, ready_timeout_s: float = RE
         with RunningEngines(plain, command=reference_command) as engines:
             with stages.starting(engines) as show:
                 engines.wait_ready(ready_timeout_s, show)
+            asyncio.run(_warm_up(plain))
             with stages.asking("one plain engine", prompts) as answered:
                 references = asyncio.run(_ask_reference(plain, prompts, answers, answered))
             repeated: tuple[ReferenceAnswer, ...] = ()

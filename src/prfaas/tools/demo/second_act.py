@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from prfaas.core.kv import KvModel
 from prfaas.core.units import format_bytes, format_s
 from prfaas.tools.demo.client import DemoAnswer
 from prfaas.tools.demo.compare import Comparison, Equality, Pages, compare
+from prfaas.tools.demo.display import demo_table
 from prfaas.tools.demo.reference import ReferenceAnswer
 
 # As in the first act.
@@ -136,27 +136,30 @@ def _explains(kv_model: KvModel, pages: Pages | None, second: PooledAnswer) -> b
     return route.kv_bytes in expected
 
 
+SECOND_NOTE = (
+    "first answer: the same, or how many tokens are. equal: against a plain vLLM that has the prompt in its own cache; "
+    "at: the first token that differs."
+)
+"""What the columns of `second_table` mean."""
+
+
 def second_table(act: SecondAct) -> Table:
     """One line per prompt, each beside what it was in the first act."""
-    table = Table(
-        box=box.SIMPLE_HEAD, title="The same prompts, after all engines were killed and started again"
-    )
+    table = demo_table("The same prompts, after all engines were killed and started again")
     table.add_column("prompt")
-    for heading in ("tokens", "from\npools", "cached"):
-        table.add_column(heading, justify="right")
+    for heading in ("from\npools", "cached"):
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("route")
-    for heading in ("TTFT\nbefore", "TTFT\nnow", "KV bytes\nbefore", "KV bytes\nnow"):
-        table.add_column(heading, justify="right")
-    table.add_column("the first\nanswer", justify="right", no_wrap=True)
-    table.add_column("equal to plain vLLM\nfrom its cache", no_wrap=True)
+    for heading in ("TTFT\nbefore", "now", "KV bytes\nbefore", "now", "first\nanswer"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("equal to\nvLLM's\ncache", no_wrap=True)
     for row in act.rows:
         answer, route = row.second.answer, row.second.answer.route
         equality = row.comparison.equality
         same = "same" if row.first_difference is None else f"{row.first_difference} tokens"
-        where = "" if row.comparison.position is None else f" at token {row.comparison.position}"
+        where = "" if row.comparison.position is None else f" at {row.comparison.position}"
         table.add_row(
             row.label,
-            f"{answer.prompt_tokens:,}",
             f"{row.second.pool_tokens:,}",
             f"{route.cached_tokens:,}",
             f"{route.route} ({route.fallback})" if route.fallback else route.route,

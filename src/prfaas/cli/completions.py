@@ -1,0 +1,87 @@
+"""What shells offer for an argument: names of policies, studies and models, and those in a deployment file.
+
+Nothing here may fail or be slow: it runs at every press of the Tab key, and a file may be half written.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+# As in prfaas.lab.studies, which takes too long to import for help and for completion.
+STUDY_NAMES = (
+    "ablation", "bandwidth", "burst", "shift", "equal-cost", "hit-rate", "pool", "scale", "egress", "decode-price",
+    "round-trip", "agentic", "models", "dense-hybrid", "spot",
+)  # fmt: skip
+_MOST_FILES = 20
+
+
+def policy_names() -> list[str]:
+    """Of routing policies, other packages' too."""
+    from prfaas.core.scheduling import known_policies
+
+    return list(known_policies())
+
+
+def study_names() -> list[str]:
+    """Of studies, and "all"."""
+    return [*STUDY_NAMES, "all"]
+
+
+def model_names() -> list[str]:
+    """Of published models."""
+    from prfaas.core.kv import published_models
+
+    return [each.kv_model.name for each in published_models()]
+
+
+def tiny_model_names() -> list[str]:
+    """Of models that prfaas makes."""
+    from prfaas.serving.engines.tiny.configs import TINY_MODEL_NAMES
+
+    return list(TINY_MODEL_NAMES)
+
+
+def instance_names(context: typer.Context) -> list[str]:
+    """Of the deployment file on the command line; without one, of the files in this folder."""
+    return [
+        str(instance["name"])
+        for document in _documents(context)
+        for cluster in _mappings(document, "clusters")
+        for instance in _mappings(cluster, "instances")
+        if "name" in instance
+    ]
+
+
+def pool_names(context: typer.Context) -> list[str]:
+    """Of the deployment file on the command line."""
+    from prfaas.core.deployment import DeploymentError, load_deployment
+
+    try:
+        return [node.name for node in load_deployment(_given(context)).pools]
+    except (DeploymentError, OSError, TypeError):
+        return []
+
+
+def _given(context: typer.Context) -> Any:
+    return context.params.get("deployment") or context.params.get("where")
+
+
+def _documents(context: typer.Context) -> Iterator[Any]:
+    import yaml
+
+    given = _given(context)
+    for path in [Path(given)] if given else sorted(Path().glob("*.yaml"))[:_MOST_FILES]:
+        try:
+            # Not as a deployment: names are wanted from files with mistakes too.
+            yield yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader)
+        except (OSError, ValueError, yaml.YAMLError):
+            continue
+
+
+def _mappings(document: Any, key: str) -> Iterator[dict[str, Any]]:
+    """The mappings in the list that `document` has under `key`."""
+    found = document.get(key) if isinstance(document, dict) else None
+    if isinstance(found, list):
+        yield from (each for each in found if isinstance(each, dict))

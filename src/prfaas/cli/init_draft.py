@@ -1,0 +1,142 @@
+"""`prfaas init` for sites of one's own: the file, its key, its certificates and the operators' token."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from prfaas.cli.common import CliError, made_folder, print_json
+from prfaas.cli.init_questions import ask as ask_for
+from prfaas.cli.init_questions import ask_links, ask_sites
+from prfaas.core.deployment import DeploymentError, load_deployment
+from prfaas.core.deployment.draft import Draft, DraftError, DraftLink, DraftSite
+
+if TYPE_CHECKING:
+    from prfaas.core.deployment import Deployment
+
+_MAX_MODEL_LEN = 32768
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOptions:
+    """What the command line says of the deployment; None: nothing."""
+
+    name: str
+    model: str | None
+    served_name: str | None
+    max_model_len: int | None
+    sites: tuple[str, ...]
+    links: tuple[str, ...]
+    gateway: str | None
+
+
+def write_draft(
+    given: DraftOptions, out: Path, *, ask: bool, secrets: bool, force: bool, as_json: bool
+) -> None:
+    """Write the file, make what else machines need, and say what to do with it.
+
+    Raises:
+        CliError: the options make no deployment, or a file is there already or can't be written.
+    """
+    try:
+        draft = _asked(given) if ask else _told(given)
+        draft.check()
+    except DraftError as error:
+        raise CliError(str(error)) from None
+    target = made_folder(out, "--out") / f"{draft.name}.yaml"
+    if target.exists() and not force:
+        raise CliError(f"{target} is there already; --force overwrites it")
+    loaded = _written(draft, target)
+    made = _secrets(loaded) if secrets and not draft.is_on_one_machine else ()
+    following = f"prfaas up {target}" if draft.is_on_one_machine else f"prfaas emit systemd {target} -o DIR"
+    if as_json:
+        print_json({"file": str(target), "secrets": [str(path) for path in made], "next": following})
+        return
+    typer.echo(f"wrote {target}; next: {following}")
+    for path in made:
+        typer.echo(f"made {path}")
+
+
+def _told(given: DraftOptions) -> Draft:
+    if given.model is None:
+        raise CliError("--model is missing; name the checkpoint's directory, or tiny:qwen3-next")
+    sites = tuple(map(DraftSite.parse, given.sites))
+    return _draft(given, given.model, sites, tuple(map(DraftLink.parse, given.links)))
+
+
+def _asked(given: DraftOptions) -> Draft:
+    name = ask_for("Name of the deployment", given.name)
+    model = given.model or ask_for("The checkpoint's directory on all machines (or tiny:qwen3-next)")
+    served_name = given.served_name or ask_for("What clients write as the model", _name_of(model))
+    length = given.max_model_len
+    while length is None:
+        text = ask_for("Longest prompt + answer, in tokens", str(_MAX_MODEL_LEN))
+        length = int(text) if text.isdecimal() and int(text) > 0 else None
+    sites = tuple(map(DraftSite.parse, given.sites)) or ask_sites()
+    links = tuple(map(DraftLink.parse, given.links)) or ask_links(sites)
+    changed = replace(given, name=name, served_name=served_name, max_model_len=length)
+    return _draft(changed, model, sites, links)
+
+
+def _draft(
+    given: DraftOptions, model: str, sites: tuple[DraftSite, ...], links: tuple[DraftLink, ...]
+) -> Draft:
+    draft = Draft(
+        name=given.name,
+        model=model,
+        served_name=given.served_name or _name_of(model),
+        max_model_len=given.max_model_len or _MAX_MODEL_LEN,
+        sites=sites,
+        links=links,
+        gateway_host="0.0.0.0",
+    )
+    own = "127.0.0.1" if draft.is_on_one_machine else "0.0.0.0"
+    return replace(draft, gateway_host=given.gateway or own)
+
+
+def _name_of(model: str) -> str:
+    return model.removeprefix("tiny:").rstrip("/").rpartition("/")[2] or "model"
+
+
+def _written(draft: Draft, target: Path) -> "Deployment":
+    """The file, checked before it takes the place of another."""
+    trial = target.with_name(f".{target.name}.new")
+    try:
+        trial.write_text(draft.text(), encoding="utf-8")
+        try:
+            load_deployment(trial)
+        except DeploymentError as error:
+            raise CliError(f"these options make no deployment: {error.field}: {error.problem}") from None
+        trial.replace(target)
+    except OSError as error:
+        raise CliError(f"{target}: can't be written ({error.strerror})") from error
+    finally:
+        trial.unlink(missing_ok=True)
+    return load_deployment(target)
+
+
+def _secrets(deployment: "Deployment") -> tuple[Path, ...]:
+    """Key, certificates and token: those that are not there yet, with where they are."""
+    try:
+        from prfaas.serving.certificates import CertificateFolder
+        from prfaas.serving.secret_files import create_token
+        from prfaas.serving.transport.ticket import create_key
+    except ModuleNotFoundError as error:
+        raise CliError(
+            f"{deployment.path} is written, but keys need the gateway's packages ({error.name} is missing): "
+            "pip install 'prfaas[gateway]', then prfaas key and prfaas certs; or say --no-secrets"
+        ) from error
+    security, token_file = deployment.security, deployment.gateway.admin.token_file
+    made = []
+    if not security.key_file.exists():
+        create_key(security.key_file)
+        made.append(security.key_file)
+    if token_file is not None and not token_file.exists():
+        create_token(token_file)
+        made.append(token_file)
+    if any(deployment.needs_certificate(instance.name) for instance in deployment.instances):
+        folder = CertificateFolder(deployment)
+        if folder.make():
+            made.append(folder.path)
+    return tuple(made)

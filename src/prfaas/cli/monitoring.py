@@ -1,0 +1,100 @@
+"""`prfaas monitoring`: dashboards for Grafana; alert rules and scrape configuration for Prometheus."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prfaas.cli.common import AsJson, DeploymentPath
+
+monitoring = typer.Typer(
+    help="Dashboards for Grafana, alert rules and scrape configuration for Prometheus.", no_args_is_help=True
+)
+
+Folder = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", metavar="DIR", help="Write into this folder; made if it isn't there."),
+]
+
+
+@monitoring.command()
+def grafana(
+    folder: Annotated[
+        Path,
+        typer.Option("-o", "--output", metavar="DIR", help="Write into this folder; made if it isn't there."),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Write Grafana's dashboards, one JSON file each: overview, links, engines, caches, and every series.
+
+    They are for Grafana 12 and later, by import or provisioning. Their data source is a Prometheus.
+
+    Example: prfaas monitoring grafana -o dashboards
+    """
+    from prfaas.tools.monitoring.catalogue import catalogue
+    from prfaas.tools.monitoring.grafana import boards, dashboard_json
+
+    series = catalogue()
+    files = {f"{board.uid}.json": dashboard_json(board, series) for board in boards(series)}
+    _write(folder, files, as_json=as_json)
+
+
+@monitoring.command()
+def alerts(
+    folder: Folder = None,
+    runbooks: Annotated[
+        str,
+        typer.Option(
+            metavar="URL", help="Where the guide of alerts is served; each alert links to its section there."
+        ),
+    ] = "docs/guides/alerts.md",
+    as_json: AsJson = False,
+) -> None:
+    """Print or write the alert rules for Prometheus (`rule_files`), as prfaas.rules.yaml.
+
+    Example: prfaas monitoring alerts -o rules --runbooks https://docs.example.org/guides/alerts.html
+    """
+    from prfaas.cli.common import print_json
+    from prfaas.tools.monitoring.alerts import rules, rules_yaml
+
+    if folder is not None:
+        _write(folder, {"prfaas.rules.yaml": rules_yaml(runbooks)}, as_json=as_json)
+    elif as_json:
+        print_json(rules(runbooks))
+    else:
+        typer.echo(rules_yaml(runbooks), nl=False)
+
+
+@monitoring.command()
+def scrape(deployment: DeploymentPath, folder: Folder = None, as_json: AsJson = False) -> None:
+    """Print or write where Prometheus finds the gateway and the engines of a deployment, as prfaas.scrape.yaml.
+
+    Example: prfaas monitoring scrape examples/local.yaml
+    """
+    from prfaas.cli.common import print_json
+    from prfaas.core.deployment import load_deployment
+    from prfaas.tools.monitoring.scrape import scrape_configs, scrape_yaml
+
+    loaded = load_deployment(deployment)
+    if folder is not None:
+        _write(folder, {"prfaas.scrape.yaml": scrape_yaml(loaded)}, as_json=as_json)
+    elif as_json:
+        print_json(scrape_configs(loaded))
+    else:
+        typer.echo(scrape_yaml(loaded), nl=False)
+
+
+def _write(folder: Path, files: dict[str, str], *, as_json: bool) -> None:
+    from prfaas.cli.common import CliError, made_folder, print_json
+
+    made_folder(folder, "--output")
+    for name, text in files.items():
+        try:
+            (folder / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise CliError(f"{folder / name} can't be written ({error.strerror})") from error
+    written = [str(folder / name) for name in files]
+    if as_json:
+        print_json({"files": written})
+    else:
+        typer.echo("\n".join(written))

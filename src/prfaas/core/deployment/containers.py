@@ -1,0 +1,93 @@
+"""What the deployment file says of containers: images, volumes, GPUs. Only `prfaas emit` uses it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from prfaas.core.deployment.load import read_file
+from prfaas.core.deployment.source import YamlSource
+from prfaas.core.deployment.types import SYNTHETIC
+
+_SUFFIXES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerSettings:
+    """The section `containers`, and what else of the file containers need."""
+
+    gateway_image: str
+    engine_image: str
+    namespace: str
+    models_claim: str | None
+    """The PersistentVolumeClaim that holds the checkpoint; None: it is on every machine."""
+    gpu_resource: str
+    pod_monitor: bool
+    monitoring_namespace: str
+    """Where Prometheus runs."""
+    networks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """From which addresses a cluster's pods are seen elsewhere, by the cluster's name: CIDR blocks."""
+    gpus: Mapping[str, int] = field(default_factory=dict)
+    """GPUs of one instance by the cluster's name; a cluster that is not there has as many as ranks."""
+    companions: tuple[PurePosixPath, ...] = ()
+    """Files that the deployment file names relative to itself, so that they must lie beside it everywhere."""
+
+
+def load_containers(path: Path | str) -> ContainerSettings:
+    """Read what a deployment file says of containers.
+
+    Raises:
+        DeploymentError: a field is wrong, or names a file that can't lie beside the deployment file in a container.
+    """
+    source, file = read_file(Path(path))
+    given = file.containers
+    names = {cluster.name for cluster in file.clusters}
+    for name in given.networks:
+        if name not in names:
+            raise source.error(
+                ("containers", "networks", name),
+                f"there is no such cluster; the clusters are {', '.join(sorted(names))}",
+            )
+    if file.model.path is not None:
+        _check_absolute(source, ("model", "path"), file.model.path)
+    for name, adapter in file.model.adapters.items():
+        _check_absolute(source, ("model", "adapters", name), adapter)
+    companions: dict[PurePosixPath, None] = {}
+    gpus: dict[str, int] = {}
+    for c, cluster in enumerate(file.clusters):
+        if cluster.hardware in ("cpu", SYNTHETIC):
+            gpus[cluster.name] = 0
+        elif cluster.gpus_per_instance is not None:
+            gpus[cluster.name] = cluster.gpus_per_instance
+        if cluster.profile is not None and ("/" in cluster.profile or cluster.profile.endswith(_SUFFIXES)):
+            companions[_beside(source, c, cluster.profile)] = None
+    return ContainerSettings(
+        gateway_image=given.gateway_image,
+        engine_image=given.engine_image,
+        namespace=given.namespace,
+        models_claim=given.models_claim,
+        gpu_resource=given.gpu_resource,
+        pod_monitor=given.pod_monitor,
+        monitoring_namespace=given.monitoring_namespace,
+        networks={name: tuple(map(str, blocks)) for name, blocks in given.networks.items()},
+        gpus=gpus,
+        companions=tuple(companions),
+    )
+
+
+def _check_absolute(source: YamlSource, location: tuple[str | int, ...], path: str) -> None:
+    if not path.startswith("/"):
+        raise source.error(
+            location,
+            f'"{path}" is relative to the file, which lies elsewhere on other machines; give an absolute path',
+        )
+
+
+def _beside(source: YamlSource, index: int, profile: str) -> PurePosixPath:
+    path = PurePosixPath(profile)
+    if path.is_absolute() or ".." in path.parts or profile.startswith("~"):
+        raise source.error(
+            ("clusters", index, "profile"),
+            f'"{profile}" does not lie beside the file, with which it is handed out; '
+            "put it into the file's folder",
+        )
+    return path

@@ -1,0 +1,289 @@
+"""A deployment file to begin with: the text of one, with comments, from a few facts."""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+import yaml
+
+from prfaas.core.deployment.addresses import is_loopback, plain_host
+from prfaas.core.deployment.schema import NAME_PATTERN
+from prfaas.core.deployment.types import SYNTHETIC
+from prfaas.core.units import parse_bits_per_s
+
+_HTTP, _KV, _EVENTS = 8100, 8200, 8600
+# Ranks of one engine, and so ports between the KV ports of two on one host.
+_MOST_RANKS = 16
+_PROFILES = {"prfaas": "internal-1t-h200", "pd": "internal-1t-h20"}
+_TINY = "tiny:"
+
+
+class DraftError(ValueError):
+    """What was asked for makes no deployment; one sentence that says what would be right."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSite:
+    """A cluster: one engine on each of its hosts; a host that is named twice has two."""
+
+    name: str
+    kind: Literal["prfaas", "pd"]
+    hardware: str
+    gpus: int
+    """Of one engine."""
+    hosts: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> "DraftSite":
+        """Read "NAME:KIND:HARDWARE:HOST,HOST", where HARDWARE may end in "x8" for eight GPUs.
+
+        Raises:
+            DraftError: it is something else.
+        """
+        parts = text.split(":", 3)
+        if len(parts) < 4:
+            raise DraftError(
+                f'"{text}" is no site; write NAME:KIND:HARDWARE:HOST,HOST, for example east:prfaas:h200x8:192.0.2.10'
+            )
+        name, kind, hardware, hosts = parts
+        _check_name(name, "site")
+        if kind not in _PROFILES:
+            raise DraftError(
+                f'"{kind}" is no kind of site; write prfaas (only prefills) or pd (serves clients)'
+            )
+        count = re.fullmatch(r"([A-Za-z][A-Za-z0-9._-]*?)(?:x([1-9][0-9]*))?", hardware)
+        if count is None:
+            raise DraftError(f'"{hardware}" is no hardware; write for example h200x8, cpu or synthetic')
+        gpus = int(count[2] or 1)
+        if gpus > _MOST_RANKS:
+            raise DraftError(
+                f'"{hardware}" has more than {_MOST_RANKS} GPUs for one engine; write the file by hand'
+            )
+        listed = tuple(host.strip() for host in hosts.split(",") if host.strip())
+        if not listed or any(re.search(r"[\s/]", host) for host in listed):
+            raise DraftError(
+                f'"{hosts}" are no hosts; write addresses or names with commas between, without blanks'
+            )
+        return cls(name, "prfaas" if kind == "prfaas" else "pd", count[1], gpus, listed)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLink:
+    """From where to where KVCache goes, and how much of it."""
+
+    source: str
+    target: str
+    bandwidth: str
+
+    @classmethod
+    def parse(cls, text: str) -> "DraftLink":
+        """Read "SOURCE:TARGET:BANDWIDTH", for example "east:home:40 Gbit/s".
+
+        Raises:
+            DraftError: it is something else.
+        """
+        parts = text.split(":", 2)
+        if len(parts) < 3:
+            raise DraftError(
+                f'"{text}" is no link; write SOURCE:TARGET:BANDWIDTH, for example east:home:40 Gbit/s'
+            )
+        try:
+            parse_bits_per_s(parts[2])
+        except ValueError as error:
+            raise DraftError(f'link "{text}": {error}') from None
+        return cls(*parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a deployment file is written from."""
+
+    name: str
+    model: str
+    """A checkpoint's directory, or "tiny:NAME" for a model that prfaas makes."""
+    served_name: str
+    max_model_len: int
+    sites: tuple[DraftSite, ...]
+    links: tuple[DraftLink, ...]
+    gateway_host: str
+
+    def check(self) -> None:
+        """Whether a file of it can be good. Loading the file checks the rest.
+
+        Raises:
+            DraftError: in one sentence, what would be right.
+        """
+        _check_name(self.name, "deployment")
+        if not self.sites:
+            raise DraftError(
+                "a deployment needs a site; give --site, for example east:prfaas:h200x8:192.0.2.10"
+            )
+        if not any(site.kind == "pd" for site in self.sites):
+            raise DraftError("no site serves clients; give one of kind pd")
+        if not self.model.startswith((_TINY, "/")):
+            raise DraftError(
+                f'--model "{self.model}" is no absolute path, which all machines need; or write tiny:qwen3-next'
+            )
+        names = {site.name for site in self.sites}
+        for link in self.links:
+            for end in (link.source, link.target):
+                if end not in names:
+                    raise DraftError(f'link to or from "{end}": the sites are {", ".join(sorted(names))}')
+        sizes = {site.gpus for site in self.sites}
+        if len(sizes) > 1:
+            raise DraftError(
+                f"engines have {' and '.join(map(str, sorted(sizes)))} GPUs, but both ends of a link must have as "
+                "many; give all sites the same"
+            )
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """True if every engine is at a loopback address."""
+        return all(is_loopback(host) for site in self.sites for host in site.hosts)
+
+    def text(self) -> str:
+        """The file."""
+        parts = (
+            self._head(),
+            self._model(),
+            self._clusters(),
+            self._links(),
+            self._routing(),
+            self._gateway(),
+            self._engine(),
+        )
+        return "\n".join(part for part in parts if part)
+
+    def _head(self) -> str:
+        return (
+            "# Written by `prfaas init`. docs/reference/deployment-file.md explains every field, and\n"
+            "# docs/guides/two-datacenters.md what to do with it. Every machine gets the same file.\n"
+            f"name: {self.name}\n"
+        )
+
+    def _model(self) -> str:
+        if self.model.startswith(_TINY):
+            field = f"  # A small model that prfaas makes itself.\n  tiny: {_scalar(self.model.removeprefix(_TINY))}"
+        else:
+            field = (
+                f"  # A checkpoint's directory, at this path on every machine.\n  path: {_scalar(self.model)}"
+            )
+        return (
+            f"model:\n{field}\n"
+            "  # What clients write as the model.\n"
+            f"  served_name: {_scalar(self.served_name)}\n"
+            "  # Longest prompt + answer, in tokens.\n"
+            f"  max_model_len: {self.max_model_len}\n"
+        )
+
+    def _clusters(self) -> str:
+        lines = ["clusters:"]
+        on_host: Counter[str] = Counter()
+        for site in self.sites:
+            about = (
+                "kind prfaas: prefills long prompts for others, never decodes."
+                if site.kind == "prfaas"
+                else "kind pd: decodes all prompts, and prefills short ones. Instances change their roles with the "
+                "traffic."
+            )
+            lines += [
+                f"  # {about}",
+                f"  - name: {site.name}",
+                f"    kind: {site.kind}",
+                f"    hardware: {site.hardware}",
+            ]
+            if site.hardware == SYNTHETIC:
+                lines.append(f"    profile: {_PROFILES[site.kind]}")
+            lines.append("    instances:")
+            for number, host in enumerate(site.hosts):
+                index = on_host[plain_host(host)]
+                on_host[plain_host(host)] += 1
+                lines.append(_instance(site, number, host, index))
+        return "\n".join(lines) + "\n"
+
+    def _links(self) -> str:
+        if not self.links:
+            return ""
+        lines = [
+            "# KVCache only flows where a link says so; bandwidth is what its transfers may take together.",
+            "links:",
+        ]
+        lines += [
+            f"  - {{source: {link.source}, target: {link.target}, bandwidth: {_scalar(link.bandwidth.strip())}}}"
+            for link in self.links
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _routing(self) -> str:
+        if not self.links:
+            return ""
+        threshold_tokens = min(8000, max(self.max_model_len // 4, 1))
+        return (
+            "routing:\n"
+            "  # Prompts with more uncached tokens than this are prefilled elsewhere at first. Once clusters have a\n"
+            "  # profile, leave it out: it is planned then.\n"
+            f"  threshold_tokens: {threshold_tokens}\n"
+        )
+
+    def _gateway(self) -> str:
+        lines = [
+            "gateway:",
+            "  # Where clients connect. Put a proxy in front that authenticates them.",
+            f"  host: {_scalar(self.gateway_host)}",
+            "  port: 8000",
+        ]
+        if not is_loopback(self.gateway_host):
+            lines += [
+                "  # Metrics and state: operators and Prometheus show the token of the file.",
+                "  admin: {host: 0.0.0.0, port: 8001, token_file: admin-token}",
+            ]
+        decoding = [site.name for site in self.sites if site.kind == "pd"]
+        if len(decoding) > 1:
+            lines += ["  # The site that it is in.", f"  cluster: {decoding[0]}"]
+        return "\n".join(lines) + "\n"
+
+    def _engine(self) -> str:
+        if not any(site.hardware == "cpu" for site in self.sites):
+            return ""
+        return "engine:\n  # Memory for the KVCache of each engine; on GPUs vLLM chooses it.\n  kv_cache_gib: 1\n"
+
+
+def _instance(site: DraftSite, number: int, host: str, index: int) -> str:
+    """A line of the file. `index`: of the engine on its host."""
+    if site.kind == "prfaas":
+        roles = "prefill"
+    elif len(site.hosts) == 1:
+        roles = "prefill, decode"
+    else:
+        roles = "decode" if number else "prefill"
+    fields = [
+        f"name: {site.name}-{number}",
+        f"roles: [{roles}]",
+        f"host: {_scalar(host)}",
+        f"http_port: {_HTTP + index}",
+        f"kv_port: {_KV + _MOST_RANKS * index}",
+    ]
+    if site.gpus > 1:
+        fields.append(f"tensor_parallel: {site.gpus}")
+    if not is_loopback(host):
+        fields.append(f"events_port: {_EVENTS + 2 * index}")
+    return f"      - {{{', '.join(fields)}}}"
+
+
+def _check_name(name: str, what: str) -> None:
+    if not re.fullmatch(NAME_PATTERN, name):
+        raise DraftError(
+            f'"{name}" is no name of a {what}; take letters, digits, ".", "_" and "-", at most 63, a letter or '
+            "digit first"
+        )
+
+
+def _scalar(text: str) -> str:
+    """A text as YAML reads it back, also inside of braces."""
+    plain = re.fullmatch(
+        r"[A-Za-z/][A-Za-z0-9/._ -]*[A-Za-z0-9]|[0-9]+(\.[0-9]+)* ?[A-Za-z/]+|[0-9]+(\.[0-9]+){2,3}", text
+    )
+    if plain and yaml.safe_load(text) == text:
+        return text
+    return yaml.safe_dump(text, default_style='"', width=10_000).strip()

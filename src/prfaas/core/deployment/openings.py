@@ -1,0 +1,61 @@
+"""Which ports of a deployment are open, and to whom: what firewalls and network policies are made from."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from prfaas.core.deployment.pool_peers import pool_peers, pool_sources
+from prfaas.core.deployment.security import GATEWAY
+from prfaas.core.deployment.types import Deployment, Instance
+
+CLIENTS = "clients"
+"""Whoever sends requests: no part of the deployment."""
+
+OPERATORS = "operators"
+"""Who reads metrics and state: Prometheus, and `prfaas status` from elsewhere."""
+
+Purpose = Literal["http", "kv", "events", "admin"]
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Ports of one member that others connect to over TCP."""
+
+    owner: str
+    """An instance's or a pool's name, or `GATEWAY`."""
+    purpose: Purpose
+    ports: tuple[int, ...]
+    sources: tuple[str, ...]
+    """Names of those who connect: instances, pools, `GATEWAY`, `CLIENTS`, `OPERATORS`."""
+
+
+def openings_of(deployment: Deployment) -> tuple[Opening, ...]:
+    """Every port that something of the deployment listens on, once, with all that may connect there."""
+    return tuple(_openings(deployment))
+
+
+def _openings(deployment: Deployment) -> Iterator[Opening]:
+    for instance in deployment.instances:
+        # vLLM has its own metrics on the port that the gateway asks.
+        yield Opening(instance.name, "http", (instance.http_port,), (GATEWAY, OPERATORS))
+        yield Opening(
+            instance.name, "kv", tuple(instance.kv_ports), (GATEWAY, *_producers(deployment, instance))
+        )
+        yield from _events(instance.name, instance.events_port)
+    for pool in deployment.pools:
+        # A pool connects to send, and to ask for what comes back.
+        ways = (*pool_peers(deployment, pool), *pool_sources(deployment, pool))
+        others = dict.fromkeys(way.pool.name for way in ways)
+        yield Opening(pool.name, "kv", (pool.kv_port,), (GATEWAY, *others))
+        yield from _events(pool.name, pool.events_port)
+    yield Opening(GATEWAY, "http", (deployment.gateway.port,), (CLIENTS,))
+    yield Opening(GATEWAY, "admin", (deployment.gateway.admin.port,), (OPERATORS,))
+
+
+def _producers(deployment: Deployment, instance: Instance) -> tuple[str, ...]:
+    return tuple(producer.name for producer in deployment.producers_for(instance))
+
+
+def _events(owner: str, port: int | None) -> Iterator[Opening]:
+    if port is not None:
+        yield Opening(owner, "events", (port, port + 1), (GATEWAY,))

@@ -1,0 +1,65 @@
+"""`vllm bench serve` against a deployment's gateway."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from prfaas.core.deployment import Deployment
+
+_RESULT = "result.json"
+_STDERR = 2
+
+
+class LoadTestError(Exception):
+    """vLLM's tool did not end well; its own words are on stderr."""
+
+
+def load_test_command(deployment: Deployment, options: Sequence[str], folder: Path) -> list[str]:
+    """The command line.
+
+    Args:
+        deployment: Its gateway is asked, for its model, with its tokenizer.
+        options: The user's, after ours, so that they win.
+        folder: Where the tool is to write its result.
+    """
+    vllm = Path(sys.executable).with_name("vllm")
+    return [
+        *(str(vllm), "bench", "serve"),
+        *("--base-url", deployment.gateway.url),
+        *("--model", deployment.model.served_name),
+        *("--tokenizer", str(deployment.model.path)),
+        *options,
+        *("--save-result", "--result-dir", str(folder), "--result-filename", _RESULT),
+    ]
+
+
+def run_load_test(deployment: Deployment, options: Sequence[str]) -> dict[str, Any]:
+    """Run it to its end, and give what it found. Its own text goes to stderr.
+
+    Raises:
+        LoadTestError: vLLM isn't there, the tool failed, or wrote no result.
+    """
+    with tempfile.TemporaryDirectory(prefix="prfaas-bench-") as name:
+        folder = Path(name)
+        command = load_test_command(deployment, options, folder)
+        try:
+            done = subprocess.run(command, stdout=_STDERR, check=False)
+        except FileNotFoundError:
+            raise LoadTestError(
+                f"{command[0]} isn't there; `prfaas bench` needs vLLM in its environment"
+            ) from None
+        if done.returncode != 0:
+            raise LoadTestError(
+                f"`vllm bench serve` ended with exit code {done.returncode}; it says why above"
+            )
+        try:
+            result = json.loads((folder / _RESULT).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise LoadTestError(f"`vllm bench serve` wrote no result ({error})") from error
+    if not isinstance(result, dict):
+        raise LoadTestError("`vllm bench serve` wrote a result that is no JSON object")
+    return result

@@ -1,0 +1,152 @@
+"""What files are emitted from, and the files themselves."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from prfaas.core.deployment import (
+    CERTIFICATE_NAMES,
+    ContainerSettings,
+    Deployment,
+    DeploymentError,
+    Instance,
+    Machine,
+    PoolNode,
+    Site,
+    is_loopback,
+    load_containers,
+    load_deployment,
+    sites_of,
+)
+
+STATE_DIR = "/var/lib/prfaas"
+"""`$PRFAAS_HOME` wherever something emitted runs."""
+
+CONFIG_DIR = "/etc/prfaas"
+
+CONFIG_FILE = f"{CONFIG_DIR}/deployment.yaml"
+"""Where the deployment file lies wherever something emitted runs."""
+
+USER_ID = 10001
+"""The user of both container images; `containers/` makes it."""
+
+READY_S = 1200
+"""An engine may take so long to start, as with `prfaas up`."""
+
+GATEWAY_STOP_S = 45
+"""The gateway's own time to let requests end, and some seconds more."""
+
+ENGINE_STOP_S = 60
+
+WILDCARDS = ("0.0.0.0", "::")
+_GATEWAY_FOLDER = "gateway"
+
+
+@dataclass(frozen=True, slots=True)
+class EmittedFile:
+    """A file to write: where, below the folder that was asked for, and its text."""
+
+    path: PurePosixPath
+    text: str
+    is_script: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One machine of a site, with the folder that gets its files."""
+
+    site: Site
+    machine: Machine | None
+    """None: a machine for the gateway alone, wherever its address is."""
+    has_gateway: bool
+    folder: PurePosixPath
+
+    @property
+    def instances(self) -> tuple[Instance, ...]:
+        """The engines that run there, in the order of the file."""
+        return () if self.machine is None else self.machine.instances
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The names of all that runs there and may need a certificate."""
+        pool = () if self.machine is None or self.machine.pool is None else (self.machine.pool.name,)
+        return (
+            *(instance.name for instance in self.instances),
+            *pool,
+            *(CERTIFICATE_NAMES if self.has_gateway else ()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """A deployment as it will lie on its machines, with the files that go there unchanged."""
+
+    deployment: Deployment
+    """Its state directory is that of the machines, not of this one."""
+    containers: ContainerSettings
+    documents: Mapping[str, str]
+    """Text by path below `CONFIG_DIR`: the deployment file and what it names beside itself."""
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """True if key and certificates are made where they are needed, on first use."""
+        return all(is_loopback(instance.host) for instance in self.deployment.instances)
+
+    @property
+    def model_folders(self) -> tuple[Path, ...]:
+        """The directories of checkpoint and adapters; none where prfaas makes the model."""
+        model = self.deployment.model
+        return () if model.tiny is not None else (model.path, *model.adapters.values())
+
+    def placed(self, name: str) -> Instance | PoolNode:
+        """An instance or a pool by name.
+
+        Raises:
+            DeploymentError: there is neither.
+        """
+        pools = {pool.name: pool for pool in self.deployment.pools}
+        return pools.get(name) or self.deployment.instance(name)
+
+    def gpus_of(self, instance: Instance) -> int:
+        """GPUs of one engine: the cluster's `gpus_per_instance`, else its ranks."""
+        return self.containers.gpus.get(instance.cluster, instance.tensor_parallel)
+
+    def places(self) -> tuple[Place, ...]:
+        """Every machine of every site; and one for the gateway where its address names none of them."""
+        return tuple(place for site in sites_of(self.deployment) for place in self._places_of(site))
+
+    def _places_of(self, site: Site) -> Sequence[Place]:
+        host = self.deployment.gateway.host
+        found = [
+            Place(
+                site,
+                machine,
+                site.has_gateway and _same_machine(host, machine.host),
+                PurePosixPath(site.name, machine.host.replace(":", "-")),
+            )
+            for machine in site.machines
+        ]
+        if site.has_gateway and not any(place.has_gateway for place in found):
+            found.append(Place(site, None, True, PurePosixPath(site.name, _GATEWAY_FOLDER)))
+        return found
+
+
+def read_blueprint(path: Path) -> Blueprint:
+    """Read a deployment file to emit from it.
+
+    Raises:
+        DeploymentError: the file can't be used, or it names a file that isn't there.
+    """
+    deployment = load_deployment(path, state_dir=Path(STATE_DIR))
+    containers = load_containers(path)
+    documents = {PurePosixPath(CONFIG_FILE).name: path.read_text(encoding="utf-8")}
+    for companion in containers.companions:
+        try:
+            documents[str(companion)] = (path.parent / companion).read_text(encoding="utf-8")
+        except OSError as error:
+            raise DeploymentError(path, None, "", f"{companion} can't be read ({error.strerror})") from error
+    return Blueprint(deployment, containers, documents)
+
+
+def _same_machine(one: str, other: str) -> bool:
+    return one == other or (is_loopback(one) and is_loopback(other))

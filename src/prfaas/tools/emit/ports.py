@@ -1,0 +1,32 @@
+"""The list of ports that a machine's firewall must let through."""
+
+from prfaas.core.deployment import CLIENTS, GATEWAY, OPERATORS, Deployment, Opening, is_loopback, openings_of
+from prfaas.tools.emit.blueprint import Blueprint, Place
+
+
+def ports_table(blueprint: Blueprint, place: Place) -> str:
+    """One line for each range of ports of a machine: the ports, whose it is, and who connects to it.
+
+    Ports that only this machine reaches are left out.
+    """
+    deployment = blueprint.deployment
+    rows = [("port", "of", "open to")]
+    for opening in openings_of(deployment):
+        if opening.owner not in place.members or not _is_reachable(deployment, opening):
+            continue
+        sources = ", ".join(_address(blueprint, each) for each in opening.sources)
+        first, last = opening.ports[0], opening.ports[-1]
+        ports = f"{first}-{last}/tcp" if last > first else f"{first}/tcp"
+        rows.append((ports, f"{opening.owner} {opening.purpose}", sources))
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    return "".join(f"{row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]}\n" for row in rows)
+
+
+def _is_reachable(deployment: Deployment, opening: Opening) -> bool:
+    return opening.purpose != "admin" or not is_loopback(deployment.gateway.admin.host)
+
+
+def _address(blueprint: Blueprint, name: str) -> str:
+    if name in (CLIENTS, OPERATORS, GATEWAY):
+        return name
+    return f"{name} ({blueprint.placed(name).host})"

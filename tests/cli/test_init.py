@@ -1,0 +1,141 @@
+"""`prfaas init` for sites of one's own."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from prfaas.cli import main as cli
+from prfaas.core.deployment import load_deployment
+from prfaas.serving.certificates import CertificateFolder
+from prfaas.serving.secret_files import load_token
+from prfaas.serving.transport.ticket import load_key
+
+SITES = (
+    "--site",
+    "east:prfaas:h200x8:192.0.2.10",
+    "--site",
+    "home:pd:h20x8:198.51.100.10,198.51.100.11",
+    "--link",
+    "east:home:40 Gbit/s",
+)
+MODEL = ("--model", "/models/qwen3-next")
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PRFAAS_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["prfaas", *map(str, args)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def test_a_file_with_key_certificates_and_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "init", "llm", "-o", tmp_path, *MODEL, *SITES, "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    deployment = load_deployment(said["file"])
+    assert deployment.name == "llm" and deployment.model.served_name == "qwen3-next"
+    assert [instance.name for instance in deployment.instances] == ["east-0", "home-0", "home-1"]
+    assert load_key(deployment.security.key_file)
+    assert deployment.gateway.admin.token_file is not None
+    assert len(load_token(deployment.gateway.admin.token_file)) == 64
+    assert deployment.gateway.admin.token_file.stat().st_mode & 0o777 == 0o600
+    states = CertificateFolder(deployment).states()
+    assert {state.member.name for state in states} == {"east-0", "home-0", "home-1", "gateway", "tools"}
+    assert all(state.is_fit for state in states)
+    assert said["secrets"] == [
+        str(deployment.security.key_file),
+        str(deployment.gateway.admin.token_file),
+        str(deployment.security.certificates),
+    ]
+
+
+def test_secrets_that_are_there_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], home: Path
+) -> None:
+    assert run(monkeypatch, "init", "llm", "-o", tmp_path, *MODEL, *SITES) == 0
+    before = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
+    assert run(monkeypatch, "init", "llm", "-o", tmp_path, *MODEL, *SITES) == 2
+    assert "is there already; --force overwrites it" in capsys.readouterr().err
+    assert run(monkeypatch, "init", "llm", "-o", tmp_path, *MODEL, *SITES, "--force", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["secrets"] == []
+    assert {path: path.read_bytes() for path in home.rglob("*") if path.is_file()} == before
+
+
+def test_no_secrets_where_none_are_wanted_or_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], home: Path
+) -> None:
+    assert run(monkeypatch, "init", "llm", "-o", tmp_path, *MODEL, *SITES, "--no-secrets") == 0
+    here = ("--site", "home:pd:cpu:127.0.0.1", "--model", "tiny:qwen3-next")
+    assert run(monkeypatch, "init", "here", "-o", tmp_path, *here) == 0
+    assert f"next: prfaas up {tmp_path / 'here.yaml'}" in capsys.readouterr().out
+    assert not home.exists()
+    assert load_deployment(tmp_path / "here.yaml").gateway.host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (SITES, "--model is missing"),
+        ((*MODEL, "--site", "east:prfaas:h200x8"), "is no site; write NAME:KIND:HARDWARE:HOST,HOST"),
+        ((*MODEL, *SITES, "--link", "east:west:1 Gbit/s"), 'link to or from "west"'),
+        ((*MODEL, *SITES[:4]), "these options make no deployment: clusters[0]: no link leads from"),
+        (MODEL, "--model is for a file of your own; give its sites, too: --site, or --ask"),
+    ],
+)
+def test_what_makes_no_file_is_one_sentence(
+    args: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(monkeypatch, "init", "llm", "-o", tmp_path / "out", *args) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("prfaas: ") and said in error and error.count("\n") == 1
+    assert not list(tmp_path.rglob("*.yaml*"))
+
+
+def test_it_asks_for_what_is_not_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = iter(
+        [
+            *("llm", "/models/qwen3-next", "", "0", "65536"),
+            *("east", "", "h200x8", "192.0.2.10"),
+            *("home", "nothing", "h20x8", "198.51.100.10"),
+            *("home", "", "h20x8", "198.51.100.10", ""),
+            *("a lot", "40 Gbit/s"),
+        ]
+    )
+
+    def prompt(question: str, default: str | None = None, err: bool = False) -> str:
+        assert err, "questions are no results"
+        return next(answers) or default or ""
+
+    monkeypatch.setattr("typer.prompt", prompt)
+    assert run(monkeypatch, "init", "-o", tmp_path, "--ask", "--no-secrets") == 0
+    assert next(answers, None) is None
+    deployment = load_deployment(tmp_path / "llm.yaml")
+    assert deployment.model.max_model_len == 65536
+    assert [(link.name, link.bandwidth_bits_per_s) for link in deployment.links] == [("east->home", 40e9)]
+    assert [cluster.kind for cluster in deployment.clusters] == ["prfaas", "pd"]
+    error = capsys.readouterr().err
+    assert '"nothing" is no kind of site' in error and 'link "east:home:a lot"' in error
+
+
+def test_examples_are_copied_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "init", "two-datacenters", "-o", tmp_path) == 0
+    assert load_deployment(tmp_path / "two-datacenters.yaml").name == "two-datacenters"
+    assert run(monkeypatch, "init", "--list") == 0
+    assert "two-datacenters" in capsys.readouterr().out

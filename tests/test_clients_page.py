@@ -1,0 +1,87 @@
+"""docs/guides/clients.md as written, against synthetic engines: its programs print what the page says.
+
+Only the ports are others, so that it can run beside another deployment.
+"""
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.ports import free_ports
+from tests.test_own_policy_page import ROOT, Page, fences
+
+PAGE = ROOT / "docs" / "guides" / "clients.md"
+SYNTHETIC = ROOT / "examples" / "synthetic.yaml"
+READY_S = 300
+PROGRAMS = ("sync.py", "stream.py", "responses.py")
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """The page beside a running deployment: its example, with other ports."""
+    folder = tmp_path_factory.mktemp("clients")
+    text, deployment = PAGE.read_text(), SYNTHETIC.read_text()
+    ports = sorted(set(re.findall(r"\b(?:19[12]\d\d|8000)\b", deployment)))
+    admin, *free = free_ports(len(ports) + 1)
+    for port, other in zip(ports, free, strict=True):
+        deployment = re.sub(rf"\b{port}\b", str(other), deployment)
+        text = re.sub(rf"\b{port}\b", str(other), text)
+    (folder / "examples").mkdir()
+    deployment = deployment.replace("route_header: full", f"route_header: full\n  admin: {{port: {admin}}}")
+    (folder / "examples" / "synthetic.yaml").write_text(deployment)
+    found = Page(folder, fences(text.replace("~/.cache/prfaas", str(folder / "home"))))
+    for each in found.blocks:
+        if each.file:
+            (folder / each.file).write_text(each.text)
+    (started, *_) = found.shell
+    with subprocess.Popen(
+        # In the shell's place, so that the signal below reaches it.
+        found.command(started.replace("prfaas up", f"exec {sys.executable} -m prfaas.cli.main up")),
+        cwd=folder,
+        env=found.environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().startswith("ready: ")
+            yield found
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(60)
+            finally:
+                process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(READY_S + 300)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs_print_what_the_page_says(page: Page, program: str) -> None:
+    at = next(number for number, each in enumerate(page.blocks) if each.file == program)
+    assert page.run(f'"{sys.executable}" {program}') == page.blocks[at + 1].text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(READY_S + 600)
+def test_vllm_s_load_test_runs_alone_and_with_ours(page: Page) -> None:
+    vllm = Path(sys.executable).with_name("vllm")
+    if not vllm.exists():
+        pytest.skip("vLLM is not installed here")
+    _, alone, wrapped = page.shell
+    printed = page.run(f'vllm() {{ "{vllm}" "$@"; }}\n{alone}')
+    assert re.search(r"Successful requests:\s+20\b", printed)
+    printed = page.run(wrapped)
+    assert re.search(r"^ ?│? ?offload +│? +\d+", printed, re.MULTILINE), printed
+    assert "refused" not in printed
+
+
+def test_the_page_has_an_output_for_every_program() -> None:
+    blocks = fences(PAGE.read_text())
+    programs = [number for number, each in enumerate(blocks) if each.file]
+    assert tuple(blocks[number].file for number in programs) == PROGRAMS
+    assert all(blocks[number + 1].language == "text" for number in programs)

@@ -1,0 +1,104 @@
+"""Compose files, as Compose reads them."""
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from prfaas.core.deployment import DeploymentError
+from prfaas.core.deployment.examples import example_path
+from prfaas.tools.emit.blueprint import read_blueprint
+from prfaas.tools.emit.compose import compose_files
+from prfaas.tools.emit.writing import write_files
+
+Fields = dict[str, Any]
+
+
+def services(path: Path) -> Fields:
+    """Of all machines, by name."""
+    found: Fields = {}
+    for file in compose_files(read_blueprint(path)):
+        if file.path.name == "compose.yaml":
+            found |= yaml.safe_load(file.text)["services"]
+    return found
+
+
+@pytest.mark.skipif(
+    shutil.which("docker-compose") is None, reason="docker-compose is not installed, which reads its files"
+)
+@pytest.mark.parametrize("name", ["two-datacenters", "local"])
+def test_compose_finds_no_mistake(name: str, tmp_path: Path) -> None:
+    write_files(tmp_path, compose_files(read_blueprint(example_path(name))))
+    files = sorted(tmp_path.rglob("compose.yaml"))
+    assert files
+    for file in files:
+        done = subprocess.run(
+            ["docker-compose", "--file", str(file), "config", "--quiet"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_machine_has_what_runs_there() -> None:
+    by_folder = {
+        str(file.path.parent): set(yaml.safe_load(file.text)["services"])
+        for file in compose_files(read_blueprint(example_path("local")))
+        if file.path.name == "compose.yaml"
+    }
+    assert by_folder == {
+        "prfaas-east/127.0.0.1": {"prfaas-east-pool", "east-prefill-0"},
+        "home/127.0.0.1": {"home-pool", "home-prefill-0", "home-decode-0", "gateway"},
+    }
+
+
+def test_gpus_are_divided_between_engines(tmp_path: Path) -> None:
+    fields = yaml.safe_load(example_path("two-datacenters").read_text())
+    for number, instance in enumerate(fields["clusters"][0]["instances"]):
+        instance |= {"host": "192.0.2.10", "http_port": 8100 + number, "kv_port": 8200 + 10 * number}
+        instance |= {"events_port": 8300 + 2 * number, "tensor_parallel": 4}
+    for instance in fields["clusters"][1]["instances"]:
+        instance["tensor_parallel"] = 4
+    path = tmp_path / "file.yaml"
+    path.write_text(yaml.safe_dump(fields))
+    found = services(path)
+    devices = [
+        found[name]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]
+        for name in ("east-0", "east-1")
+    ]
+    assert devices == [["0", "1", "2", "3"], ["4", "5", "6", "7"]]
+    fields["containers"]["gpu_resource"] = "amd.com/gpu"
+    path.write_text(yaml.safe_dump(fields))
+    with pytest.raises(DeploymentError, match=r"containers\.gpu_resource"):
+        services(path)
+
+
+def test_engines_and_their_pool_share_memory() -> None:
+    found = services(example_path("local"))
+    for name in ("home-pool", "home-decode-0"):
+        assert "/dev/shm:/dev/shm" in found[name]["volumes"]
+    assert found["home-decode-0"]["depends_on"] == ["home-pool"]
+    alone = services(example_path("two-datacenters"))["home-0"]
+    assert "/dev/shm:/dev/shm" not in alone["volumes"]
+    assert alone["shm_size"]
+
+
+def test_synthetic_engines_need_no_vllm() -> None:
+    found = services(example_path("synthetic"))
+    assert {service["image"] for service in found.values()} == {"prfaas-gateway"}
+    assert "deploy" not in found["east-prefill-0"]
+
+
+def test_health_is_asked_where_it_is_answered() -> None:
+    found = services(example_path("two-datacenters"))
+    assert "'http://198.51.100.10:8100/health'" in found["home-0"]["healthcheck"]["test"][-1]
+    assert "/ready" in found["gateway"]["healthcheck"]["test"][-1]
+    # It wants a certificate of who asks.
+    assert "create_connection(('192.0.2.10', 8100)" in found["east-0"]["healthcheck"]["test"][-1]
+    for service in found.values():
+        compile(service["healthcheck"]["test"][-1], "healthcheck", "exec")
