@@ -280,6 +280,7 @@ class FleetControl:
                 if cluster.kind == "pd"
                 for each in cluster.instances
             },
+            sorted(self._thresholds.held),
         )
 
     def _begin_to_lead(self) -> None:
@@ -301,7 +302,8 @@ class FleetControl:
             return
         self._followed = known
         for cluster, tokens in known.thresholds.items():
-            self._thresholds.follow(cluster, math.inf if tokens is None else tokens, known.leader)
+            threshold = math.inf if tokens is None else tokens
+            self._thresholds.follow(cluster, threshold, known.leader, is_held=cluster in known.held)
         names = self._names()
         for name, role in known.roles.items():
             # An instance without a role would be lost; one that is not in this gateway's file is not known here.
