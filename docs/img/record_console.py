@@ -56,7 +56,9 @@ async def _photograph(token: str, folder: Path, load_s: float) -> None:
         await page.run("document.querySelector('tr[data-request] button.link-like').click()")
         await page.until("document.querySelector('.explained')?.innerText.startsWith('Request')")
         await _take(page, "console", 1280, 1500, dark=False)
+        await page.run("document.querySelector('#requests').scrollIntoView()")
         await _take(page, "console-dark", 1280, 900, dark=True)
+        await page.run("scrollTo(0, 0)")
         await _take(page, "console-narrow", 390, 844, dark=False)
 
 
