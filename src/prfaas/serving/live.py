@@ -7,10 +7,14 @@ from prometheus_client import CollectorRegistry
 
 from prfaas.core.deployment import GATEWAY, Deployment
 from prfaas.serving.certificates import identity_of
+from prfaas.serving.control.fleet_plane import FleetPlane
+from prfaas.serving.control.membership import Membership
 from prfaas.serving.control.plane import LivePlane
-from prfaas.serving.control.planning_inputs import kv_model_of
+from prfaas.serving.control.planning_inputs import kv_model_of, policy_of
 from prfaas.serving.gateway import Draining, serve_gateway
+from prfaas.serving.reloading import Reloader, ReloadRefusedError
 from prfaas.serving.transport.ticket import load_key
+from prfaas.serving.transport.tls_identity import TlsIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -20,16 +24,18 @@ async def serve_live(
     *,
     ready: Callable[[int], None] | None = None,
     draining: Draining | None = None,
+    reloader: Reloader | None = None,
 ) -> None:
     """Serve `deployment` until cancelled, by what its engines and links report.
 
     Args:
         ready: called with the bound port once clients can connect.
         draining: lets the caller end the gateway without cutting what is open.
+        reloader: of this deployment, through which the caller has it follow its file; None: one of its own.
 
     Raises:
         KeyFileError: the deployment's key can't be read.
-        TlsFileError: the gateway's certificate can't be used.
+        TlsFileError: the gateway's certificate, or one of its fleet, can't be used.
         AdminTokenError: the operators' token can't be read.
         OSError: an address of the gateway can't be bound.
     """
@@ -39,7 +45,46 @@ async def serve_live(
     kv_model = kv_model_of(deployment)
     registry = CollectorRegistry()
     tls = identity_of(deployment, GATEWAY)
-    plane = LivePlane(deployment, load_key(deployment.security.key_file), registry, kv_model, tls=tls)
-    await serve_gateway(
-        deployment, plane, kv_model=kv_model, ready=ready, registry=registry, draining=draining, tls=tls
-    )
+    key = load_key(deployment.security.key_file)
+    if deployment.fleet is None:
+        plane = LivePlane(deployment, key, registry, kv_model, tls=tls)
+    else:
+        plane = FleetPlane(deployment, deployment.fleet, key, registry, kv_model, tls=tls)
+    reloader = reloader or Reloader(deployment)
+    membership = Membership(plane)
+    plane.overview.applied = reloader.applied
+    reloader.follow(membership)
+    if isinstance(plane, FleetPlane):
+        reloader.follow(plane.fleet)
+        plane.fleet.reload = reloader.reload
+    reloader.wait_for(membership.is_idle)
+    reloader.check(lambda said, _: _check_policy(said))
+    reloader.check(lambda said, _: _check_identity(said, tls))
+    try:
+        await serve_gateway(
+            deployment,
+            plane,
+            kv_model=kv_model,
+            ready=ready,
+            registry=registry,
+            draining=draining,
+            tls=tls,
+            reloader=reloader,
+        )
+    finally:
+        await membership.close()
+
+
+def _check_policy(said: Deployment) -> None:
+    """Raises DeploymentError where there is no such policy, or it does not take these parameters."""
+    policy_of(said)
+
+
+def _check_identity(said: Deployment, tls: TlsIdentity | None) -> None:
+    """Raises ReloadRefusedError where the gateway would need a certificate that it was started without."""
+    speaking = [instance.name for instance in said.instances if instance.tls]
+    if speaking and tls is None:
+        raise ReloadRefusedError(
+            f"nothing was changed: the gateway speaks TLS with {speaking[0]}, and was started without a "
+            f"certificate: run `prfaas certs {said.path}`, and start the gateway again"
+        )

@@ -9,7 +9,8 @@ from pydantic import ValidationError
 from prfaas.core.deployment.checks import admin_port, check_to_plan, check_to_run
 from prfaas.core.deployment.encryption import gateway_cluster, speaks_tls
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
-from prfaas.core.deployment.gateway import AdminConfig, GatewayConfig, GatewayLimits
+from prfaas.core.deployment.fleet_section import fleet_of
+from prfaas.core.deployment.gateway import AdminConfig, GatewayConfig, GatewayLimits, TracingConfig
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
     FixedLengths,
@@ -138,6 +139,7 @@ def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deploy
         transfer=TransferLimits(**file.transfer.model_dump()),
         control=ControlConfig(**file.control.model_dump()),
         pool=_pool_settings(file),
+        fleet=fleet_of(source, file.fleet, home),
     )
 
 
@@ -184,7 +186,16 @@ def _gateway(file: DeploymentFile, home: Path) -> GatewayConfig:
         shadow=gateway.shadow,
         limits=GatewayLimits(limits.requests, limits.queue_s, limits.bodies, limits.body_values),
         cluster=gateway_cluster(file),
+        tracing=_tracing(file, home),
     )
+
+
+def _tracing(file: DeploymentFile, home: Path) -> TracingConfig | None:
+    tracing = file.gateway.tracing
+    if tracing is None:
+        return None
+    headers_file = None if tracing.headers_file is None else home / Path(tracing.headers_file).expanduser()
+    return TracingConfig(tracing.endpoint, tracing.sample_ratio, headers_file)
 
 
 def _model(path: Path, file: DeploymentFile, state_dir: Path) -> ModelRef:

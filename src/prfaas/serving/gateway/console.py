@@ -16,8 +16,9 @@ from prfaas.core.deployment import Deployment
 from prfaas.serving.control.history import StateHistory
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.control_plane import ControlPlane
-from prfaas.serving.gateway.request_log import RequestLog, summary
+from prfaas.serving.gateway.request_log import RequestLog
 from prfaas.serving.gateway.scenario import scenario_of
+from prfaas.serving.gateway.told_requests import summary
 
 PAGE_PATH = "/console"
 _KINDS = {
@@ -63,6 +64,10 @@ class Console:
         self._may_change = may_change
         self._files = _page_files()
         self._open_streams = 0
+
+    def adopt(self, deployment: Deployment) -> None:
+        """Tell of this deployment from now on."""
+        self._deployment = deployment
 
     def add_to(self, router: web.UrlDispatcher) -> None:
         """Add the console's routes."""

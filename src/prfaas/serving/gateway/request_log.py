@@ -1,26 +1,23 @@
 """What became of each of the latest requests, for `prfaas explain`. It holds no prompt, no answer and no secret."""
 
 import asyncio
-import math
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from enum import StrEnum
 from itertools import islice
 
 from aiohttp import web
 
-from prfaas.core.deployment import Deployment
-from prfaas.core.kv import KvModel
 from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeader
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError
-from prfaas.serving.gateway.bodies import ApiError, Json
+from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.kv_transfer import TransferredBytes
 from prfaas.serving.gateway.metrics import Metrics
+from prfaas.serving.gateway.request_trace import STEP_NAMES, AttributeValue, RequestSpans, Tracing
 from prfaas.serving.logs import REQUEST_ID
 
 _REFUSALS = {
@@ -101,6 +98,14 @@ class RequestRecord:
     """The decode engine's status where it refused the request; a stream that says so has status 200 itself."""
     status: int | None = None
     outcome: str = "under way"
+    trace: RequestSpans | None = None
+    """Where the stages write their spans; None: it is not traced, or over."""
+    trace_id: str | None = None
+    """Of its trace; None: it is not traced."""
+    trace_headers: Mapping[str, str] | None = None
+    """What engines get of the trace; None: nothing is traced here, so they get what the client sent."""
+    finish_reasons: Sequence[str] = ()
+    """Why its answers ended; known of traced requests."""
 
     @property
     def generated_tokens(self) -> int | None:
@@ -119,6 +124,15 @@ class RequestRecord:
     def note(self, sentence: str) -> None:
         """Something has happened that explains the request's way."""
         self.notes.append((time.perf_counter() - self.began_s, sentence))
+        if self.trace is not None:
+            self.trace.event("prfaas.note", {"prfaas.note": sentence})
+
+    def fell_back(self, attempt: Attempt, reason: str) -> None:
+        """An attempt has failed, and another way is taken."""
+        attempt.outcome = reason
+        if self.trace is not None:
+            prefill = attempt.decision.prefill
+            self.trace.event("prfaas.fallback", {"prfaas.reason": reason, "prfaas.prefill.instance": prefill})
 
     def took(self, step: str, taken_s: float, begun_s: float | None = None) -> None:
         """A step is over. Steps of the same name add up. `begun_s`: None: it ends now."""
@@ -130,6 +144,8 @@ class RequestRecord:
         """A step that began at `begun_s` is over. Returns the time, at which the next one begins."""
         now_s = time.perf_counter()
         self.took(step, now_s - begun_s, begun_s)
+        if self.trace is not None and step in STEP_NAMES:
+            self.trace.step(STEP_NAMES[step], begun_s, now_s)
         return now_s
 
     def sent(self, header: RouteHeader) -> None:
@@ -154,15 +170,19 @@ class RequestRecord:
 class RequestLog:
     """The latest requests by id; the oldest are dropped. Counts them when they end."""
 
-    def __init__(self, capacity: int, metrics: Metrics) -> None:
+    def __init__(self, capacity: int, metrics: Metrics, tracing: Tracing | None = None) -> None:
+        """`tracing`: None: no request is traced."""
         self.capacity = capacity
         self._metrics = metrics
+        self._tracing = tracing
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
         self._open: dict[str, RequestRecord] = {}
 
     @contextmanager
-    def recording(self, endpoint: str) -> Iterator[RequestRecord]:
+    def recording(self, endpoint: str, headers: Mapping[str, str] | None = None) -> Iterator[RequestRecord]:
         """One request from its arrival to its end, with the outcome that its exception tells.
+
+        `headers`: the client's, whose trace is continued.
 
         Raises:
             ApiError: 503 in place of NoDecodeInstanceError. Every other exception passes through.
@@ -172,6 +192,10 @@ class RequestLog:
         self._open[record.request_id] = record
         self._metrics.in_flight_requests.inc()
         request_id = REQUEST_ID.set(record.request_id)
+        if self._tracing is not None:
+            begun = self._tracing.begin(endpoint, headers or {}, record.at_s, record.began_s)
+            record.trace, record.trace_headers = begun.trace, begun.headers
+            record.trace_id = None if begun.trace is None else begun.trace.trace_id
         try:
             yield record
         except (ApiError, web.HTTPException) as error:
@@ -197,6 +221,8 @@ class RequestLog:
             self._metrics.in_flight_requests.dec()
             self._metrics.requests.labels(record.endpoint, record.route, record.outcome).inc()
             self._count(record, total_s)
+            if record.trace is not None:
+                _end_trace(record, record.trace, record.began_s + total_s)
 
     def _count(self, record: RequestRecord, total_s: float) -> None:
         """What the answer took, and how long it was."""
@@ -236,141 +262,49 @@ def _outcome(status: int) -> str:
     return "ok" if status < 400 else "client_error" if status < 500 else "engine_error"
 
 
-def explain(record: RequestRecord, deployment: Deployment, model: KvModel | None) -> Json:
-    """One request's record with the numbers that decided, ready for JSON: `GET /prfaas/requests/{id}`.
+_OPERATIONS = {
+    "completions": "text_completion",
+    "chat": "chat",
+    "responses": "chat",
+    "messages": "chat",
+}
+"""Endpoint to what the GenAI semantic conventions call it."""
 
-    `saved_bytes` in it is what was not sent because the decode instance held it. It is None where the size of the
-    model's KV is unknown.
-    """
-    return {
-        "request_id": record.request_id,
-        "at": datetime.fromtimestamp(record.at_s, UTC).isoformat(timespec="milliseconds"),
-        "endpoint": record.endpoint,
-        "model": record.model,
-        "streamed": record.streamed,
-        "prompt_tokens": record.prompt_tokens,
-        "answer_tokens": record.answer_tokens,
-        "route": record.route_header,
-        "direct_reason": record.direct_reason,
-        "attempts": [_attempt(attempt, deployment) for attempt in record.attempts],
-        "transfer": _moved(_sum(record.attempts)) | {"saved_bytes": _saved_bytes(record.attempts, model)},
-        "cache_transfer": None
-        if record.prefix_outcome is None
-        else {"outcome": record.prefix_outcome} | _moved(record.prefix_moved),
-        "steps_s": {step: round(taken_s, 6) for step, taken_s in record.steps_s.items()},
-        "notes": [{"after_s": round(after_s, 6), "what": what} for after_s, what in record.notes],
-        "status": record.status,
-        "outcome": record.outcome,
+
+def _end_trace(record: RequestRecord, trace: RequestSpans, ended_s: float) -> None:
+    error = None if record.outcome == "ok" else record.outcome
+    failed = error == "engine_error"
+    trace.end(_span_name(record), ended_s, _span_attributes(record), error, failed=failed)
+    # The record is kept for longer than its spans.
+    record.trace = None
+
+
+def _span_name(record: RequestRecord) -> str:
+    operation = _OPERATIONS.get(record.endpoint)
+    return record.endpoint if operation is None else f"{operation} {record.model}".rstrip()
+
+
+def _span_attributes(record: RequestRecord) -> dict[str, AttributeValue]:
+    """What a request's own span tells: numbers and words from fixed sets, and names of the deployment file."""
+    first_byte_s = record.steps_s.get("first_byte")
+    told: dict[str, AttributeValue | None] = {
+        "gen_ai.operation.name": _OPERATIONS.get(record.endpoint),
+        "gen_ai.provider.name": "prfaas",
+        "gen_ai.request.model": record.model or None,
+        "gen_ai.request.stream": record.streamed,
+        "gen_ai.request.id": record.request_id,
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "gen_ai.usage.output_tokens": record.answer_tokens,
+        "gen_ai.response.finish_reasons": record.finish_reasons or None,
+        "gen_ai.response.time_to_first_chunk": first_byte_s,
+        # As vLLM calls the same in its own spans.
+        "gen_ai.latency.time_to_first_token": first_byte_s,
+        "gen_ai.latency.e2e": record.steps_s.get("total"),
+        "http.request.method": "POST",
+        "http.response.status_code": record.status,
+        "prfaas.route": record.route,
+        "prfaas.outcome": record.outcome,
+        "prfaas.direct_reason": record.direct_reason,
+        "prfaas.attempts": len(record.attempts),
     }
-
-
-def summary(record: RequestRecord) -> Json:
-    """One line of the list of requests, ready for JSON: `GET /prfaas/requests`."""
-    decision = record.attempts[-1].decision if record.attempts else None
-    return {
-        "request_id": record.request_id,
-        "at_s": round(record.at_s, 3),
-        "endpoint": record.endpoint,
-        "model": record.model,
-        "streamed": record.streamed,
-        "prompt_tokens": record.prompt_tokens,
-        "answer_tokens": record.generated_tokens,
-        "route": None if decision is None else str(decision.route),
-        "reason": record.direct_reason if decision is None else decision.reason,
-        "prefill": None if decision is None else decision.prefill,
-        "decode": None if decision is None else decision.decode,
-        "uncached_tokens": None if decision is None else decision.uncached_tokens,
-        "threshold_tokens": None if decision is None else _finite(decision.threshold_tokens),
-        "attempts": len(record.attempts),
-        "steps": {
-            step: {"after_s": round(record.starts_s.get(step, 0.0), 6), "took_s": round(taken_s, 6)}
-            for step, taken_s in record.steps_s.items()
-        },
-        "waits_for": None
-        if record.outcome != "under way" or record.waits_for is None
-        else str(record.waits_for),
-        "status": record.status,
-        "outcome": record.outcome,
-    }
-
-
-def _attempt(attempt: Attempt, deployment: Deployment) -> Json:
-    decision = attempt.decision
-    transfer = decision.cache_transfer
-    return {
-        "route": str(decision.route),
-        "prefill": decision.prefill,
-        "decode": decision.decode,
-        "reason": decision.reason,
-        "outcome": attempt.outcome,
-        "prompt_tokens": attempt.prompt_tokens,
-        "uncached_tokens": decision.uncached_tokens,
-        "threshold_tokens": _finite(decision.threshold_tokens),
-        "prefill_tokens": decision.prefill_tokens,
-        "skip_tokens": decision.skip_tokens,
-        "held_tokens": _held_tokens(decision, attempt.prompt_tokens, deployment),
-        "predicted_ttft_s": _finite(decision.predicted_ttft_s),
-        "decode_wait_s": decision.decode_wait_s,
-        "cache_transfer": None
-        if transfer is None
-        else {
-            "source": transfer.source,
-            "from_pool": transfer.from_pool,
-            "num_tokens": transfer.num_tokens,
-            "skip_tokens": transfer.skip_tokens,
-        },
-        "pools": {
-            name: {
-                "tokens": hit.every_tier.reusable_tokens,
-                "attention_tokens": hit.every_tier.attention_tokens,
-                "memory_tokens": hit.in_memory.attention_tokens,
-            }
-            for name, hit in (decision.pools or {}).items()
-        },
-        "hit_tokens": None if decision.hit is None else decision.hit._asdict(),
-        "cached_tokens": attempt.cached_tokens,
-        "load_s": round(decision.load_s, 6),
-    }
-
-
-def _held_tokens(decision: Decision, prompt_tokens: int, deployment: Deployment) -> Json:
-    """Cluster → tokens of the prompt that it could reuse, as the decision's numbers say."""
-    held = {deployment.instance(decision.decode).cluster: prompt_tokens - decision.uncached_tokens}
-    sender = deployment.instance(decision.prefill).cluster
-    held.setdefault(sender, max(prompt_tokens - decision.prefill_tokens, 0))
-    return held
-
-
-def _moved(moved: TransferredBytes | None) -> Json:
-    if moved is None:
-        return {"bytes": 0, "hidden_bytes": 0, "hidden": None}
-    return {
-        "bytes": moved.total_bytes,
-        "hidden_bytes": moved.overlapped_bytes,
-        "hidden": moved.overlapped_fraction,
-    }
-
-
-def _sum(attempts: Sequence[Attempt]) -> TransferredBytes | None:
-    """All transfers to decode instances together: one, unless an engine has failed."""
-    moved = [attempt.moved for attempt in attempts if attempt.moved is not None]
-    if not moved:
-        return None
-    return TransferredBytes(sum(m.total_bytes for m in moved), sum(m.overlapped_bytes for m in moved))
-
-
-def _saved_bytes(attempts: Sequence[Attempt], model: KvModel | None) -> int | None:
-    if model is None:
-        return None
-    saved_bytes = 0
-    for attempt in attempts:
-        if attempt.moved is not None:
-            sent_tokens = attempt.prompt_tokens - 1
-            saved_bytes += model.bytes_to_move(sent_tokens)
-            saved_bytes -= model.bytes_to_move(sent_tokens, attempt.decision.skip_tokens)
-    return saved_bytes
-
-
-def _finite(value: float) -> float | None:
-    """JSON knows no infinity: null stands for it."""
-    return value if math.isfinite(value) else None
+    return {name: value for name, value in told.items() if value is not None}
