@@ -27,6 +27,8 @@ _START_S = 120
 # Not those of the example, which may be running.
 _PORT = 8870
 _GATEWAY, _CONSOLE = f"http://127.0.0.1:{_PORT}", f"http://127.0.0.1:{_PORT + 1}/console"
+_OFFLOADED = """[...document.querySelectorAll('tr[data-request]')].find((row) =>
+  row.querySelector('.offload') && row.querySelector('.dot.good'))"""
 _ROWS = "document.querySelectorAll('tr[data-request]').length"
 
 
@@ -53,10 +55,14 @@ async def _photograph(token: str, folder: Path, load_s: float) -> None:
         await page.press("Enter")
         await page.until(f"{_ROWS} > 5", 60)
         await asyncio.sleep(load_s)
-        await page.run("document.querySelector('tr[data-request] button.link-like').click()")
+        # One that was offloaded and answered has the most to tell.
+        await page.until(f"{_OFFLOADED} !== undefined", 60)
+        await page.run(f"{_OFFLOADED}.querySelector('button.link-like').click()")
         await page.until("document.querySelector('.explained')?.innerText.startsWith('Request')")
         await _take(page, "console", 1280, 1500, dark=False)
+        await page.run("document.querySelector('#requests').scrollIntoView()")
         await _take(page, "console-dark", 1280, 900, dark=True)
+        await page.run("scrollTo(0, 0)")
         await _take(page, "console-narrow", 390, 844, dark=False)
 
 

@@ -3,20 +3,26 @@
 import asyncio
 import json
 import re
+import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+import yaml
 
-from prfaas.core.deployment import AdminConfig, GatewayConfig, Routing
+from prfaas.cli import main as cli
+from prfaas.core.deployment import AdminConfig, GatewayConfig, Routing, load_deployment
 from prfaas.core.workload import read_requests
 from prfaas.serving.control.history import StateHistory
 from prfaas.serving.gateway.scenario import scenario_of
 
+from .records import record_of
 from .world import World
 
+EXAMPLE = Path(__file__).parents[3] / "examples" / "synthetic.yaml"
 InWorld = Callable[..., None]
 TOKEN = "a-token-of-operators"
 SHORT, LONG = [7] * 40, [9] * 400
@@ -314,43 +320,65 @@ def test_the_scenario_is_a_trace_that_the_simulator_reads(in_world: InWorld, tmp
     in_world(body)
 
 
-def test_a_scenario_says_what_is_different_now() -> None:
+LINK = {"source": "east", "target": "tokyo", "configured_bits_per_s": 2e9, "up": True}
+NOW: dict[str, Any] = {
+    "clusters": {
+        "tokyo": {
+            "threshold_tokens": 9000.0,
+            "instances": {"tokyo-decode-0": {"healthy": False, "drain": None}},
+        },
+        "osaka": {"threshold_tokens": 7000.0, "instances": {}},
+    },
+    "links": {
+        "a": LINK | {"capacity_bits_per_s": 8e8},
+        "b": LINK | {"capacity_bits_per_s": 1.98e9, "target": "osaka"},
+        "c": LINK | {"capacity_bits_per_s": 2e9, "up": False},
+    },
+    "roles": {"conversions": [{}], "last_evaluation": {"predicted": {"now": {"ttft_s": 0.5}}}},
+}
+
+
+@pytest.mark.parametrize("configured_tokens", [None, 4000])
+def test_a_scenario_says_what_is_different_now(configured_tokens: int | None) -> None:
     """Links, thresholds and roles of the moment, and what the command can't say."""
-    from dataclasses import replace
-
-    from prfaas.core.deployment import load_deployment
-
-    from .records import record_of
-
-    deployment = load_deployment(Path(__file__).parents[3] / "examples" / "synthetic.yaml")
-    link = {"source": "east", "target": "tokyo", "configured_bits_per_s": 1e9, "up": True}
-    down = {"healthy": False, "drain": None}
-    told = {
-        "clusters": {
-            "tokyo": {"threshold_tokens": 9000.0, "instances": {"tokyo-decode-0": down}},
-            "osaka": {"threshold_tokens": 7000.0, "instances": {}},
-        },
-        "links": {
-            "a": link | {"capacity_bits_per_s": 4e8},
-            "b": link | {"capacity_bits_per_s": 0.99e9, "target": "osaka"},
-            "c": link | {"capacity_bits_per_s": 1e9, "up": False},
-        },
-        "roles": {"conversions": [{}], "last_evaluation": {"predicted": {"now": {"ttft_s": 0.5}}}},
-    }
+    deployment = replace(load_deployment(EXAMPLE), routing=Routing("tilted", configured_tokens))
     record = record_of(prompt_tokens=1000, uncached_tokens=300)
-    scenario = scenario_of([record, replace(record, at_s=record.at_s + 10)], told, deployment)
+    scenario = scenario_of([record, replace(record, at_s=record.at_s + 10)], NOW, deployment)
     assert scenario is not None
-    assert scenario["changes"] == ["links[east->tokyo].bandwidth=400000000", "routing.threshold_tokens=7000"]
-    assert (
-        "--rate 0.1" in scenario["command"]
-        and "'links[east->tokyo].bandwidth=400000000'" in scenario["command"]
-    )
+    link, *threshold = scenario["changes"]
+    assert link == "links[east->tokyo].bandwidth=800000000"
+    assert threshold == ([] if configured_tokens is None else ["routing.threshold_tokens=7000"])
+    assert ("tokyo 9,000, osaka 7,000" in " ".join(scenario["notes"])) is (configured_tokens is None)
+    assert "--rate 0.1" in scenario["command"] and f"--set '{link}'" in scenario["command"]
     assert len(scenario["notes"]) == 4 and scenario["prediction"] == {"ttft_s": 0.5}
     rows = [json.loads(line) for line in scenario["trace"].splitlines()]
     assert [row["arrival_s"] for row in rows] == [0.0, 10.0]
     shared = [a == b for a, b in zip(rows[0]["block_ids"], rows[1]["block_ids"], strict=True)]
     assert shared == [True, True, False, False]
-    assert scenario_of([], told, deployment) is None
+    assert scenario_of([], NOW, deployment) is None
+
+
+def test_the_command_of_a_scenario_simulates_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = yaml.safe_load(EXAMPLE.with_name("paper.yaml").read_text())
+    del told["workload"]
+    link = LINK | {name: told["links"][0][name] for name in ("source", "target")}
+    record = record_of(prompt_tokens=9000, uncached_tokens=5000)
+    records = [replace(record, at_s=record.at_s + 0.5 * number) for number in range(40)]
+    now = {"clusters": {}, "links": {"a": link | {"capacity_bits_per_s": 1e9}}}
+    deployment = replace(load_deployment(EXAMPLE), path=tmp_path / "live.yaml")
+    scenario = scenario_of(records, now, deployment)
+    assert scenario is not None and len(scenario["changes"]) == 1
+    deployment.path.write_text(f"{yaml.safe_dump(told)}\n{scenario['workload']}\n")
+    (tmp_path / scenario["trace_name"]).write_text(scenario["trace"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [*shlex.split(scenario["command"]), "--json"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    shown = capsys.readouterr()
+    assert ended.value.code in (0, None), shown.err
+    assert json.loads(shown.out)
 
 
 def test_a_history_is_made_of_any_state() -> None:

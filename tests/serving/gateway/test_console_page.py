@@ -71,7 +71,6 @@ def test_the_page_shows_live_numbers_and_goes_back_in_time(tmp_path: Path) -> No
                 "remote",
                 "decode",
                 "spare",
-                "offload",
                 "The link pd->far is not used",
                 "can only look",
             ):

@@ -23,8 +23,9 @@ def scenario_of(
     """The scenario, ready for JSON; None where no request has told its length yet.
 
     `trace` is text in our own format. The cached beginning of every prompt stands in it as one text that all share:
-    what a request found is right, whose text it was is not known. `prediction` is what the control plane itself
-    expects of the roles as they are, where it has evaluated them.
+    what a request found is right, whose text it was is not known. `workload` is a line for deployment files that say
+    nothing of their traffic, as `prfaas simulate` needs it; the trace's lengths count. `prediction` is what the control
+    plane itself expects of the roles as they are, where it has evaluated them.
     """
     seen = sorted((record for record in records if record.prompt_tokens), key=lambda record: record.at_s)
     if not seen:
@@ -33,7 +34,7 @@ def scenario_of(
     options = ["--trace", TRACE_NAME, "--requests", str(len(seen))]
     if span_s > 0:
         options += ["--rate", f"{(len(seen) - 1) / span_s:.4g}"]
-    changes, notes = _changes(state)
+    changes, notes = _changes(state, deployment)
     for change in changes:
         options += ["--set", change]
     return {
@@ -42,6 +43,7 @@ def scenario_of(
         "requests": len(seen),
         "span_s": round(span_s, 3),
         "command": shlex.join(["prfaas", "simulate", deployment.path.name, *options]),
+        "workload": _workload(seen),
         "changes": changes,
         "notes": notes,
         "prediction": _prediction(state),
@@ -66,13 +68,20 @@ def _trace(seen: list[RequestRecord]) -> str:
     return "".join(lines)
 
 
+def _workload(seen: list[RequestRecord]) -> str:
+    prompt_tokens = sum(record.prompt_tokens or 0 for record in seen) / len(seen)
+    answer_tokens = sum(max(record.generated_tokens or 0, 1) for record in seen) / len(seen)
+    lengths = f"{{distribution: fixed, tokens: {prompt_tokens:.0f}}}"
+    return f"workload: {{lengths: {lengths}, output_tokens: {answer_tokens:.0f}}}"
+
+
 def _uncached_tokens(record: RequestRecord, prompt_tokens: int) -> int:
     """By the first decision; without one nothing is known to be cached."""
     uncached = record.attempts[0].decision.uncached_tokens if record.attempts else prompt_tokens
     return min(max(uncached, 0), prompt_tokens)
 
 
-def _changes(state: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+def _changes(state: Mapping[str, Any], deployment: Deployment) -> tuple[list[str], list[str]]:
     """Fields of the deployment file as they are now, and what can't be said that way."""
     changes, notes = [], []
     for name, link in state.get("links", {}).items():
@@ -86,12 +95,13 @@ def _changes(state: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         for name, cluster in state["clusters"].items()
         if cluster.get("threshold_tokens") is not None
     }
-    if thresholds:
+    if thresholds and deployment.routing.threshold_tokens is not None:
         changes.append(f"routing.threshold_tokens={min(thresholds.values()):.0f}")
-    if len(set(thresholds.values())) > 1:
-        notes.append(
-            "The PD clusters have different thresholds; the simulation begins with the lowest for all."
-        )
+        if len(set(thresholds.values())) > 1:
+            notes.append("The thresholds differ; the simulation begins with the lowest for all.")
+    elif thresholds:
+        told = ", ".join(f"{name} {tokens:,.0f}" for name, tokens in thresholds.items())
+        notes.append(f"The simulation begins with the planner's thresholds. Those of now, in tokens: {told}.")
     if state.get("roles", {}).get("conversions"):
         notes.append("Roles were converted; the simulation begins with those of the deployment file.")
     out = [

@@ -149,6 +149,8 @@ function Simulate() {
     <div aria-live="polite">${problem && html`<p class="problem">${problem}</p>`}${found && html`
       <p>${format.count(found.requests)} requests of ${format.seconds(found.span_s)}. Save the trace beside the deployment file, then run:</p>
       <pre tabindex="0">${found.command}</pre>
+      <p>If that file has no <code>workload</code>, add this line to it first:</p>
+      <pre tabindex="0">${found.workload}</pre>
       <button id="simulate-save" onClick=${save}>Save ${found.trace_name}</button>
       ${found.notes.length > 0 && html`<ul>${found.notes.map((note) => html`<li key=${note}>${note}</li>`)}</ul>`}
       <p>${wait?.ttft_s != null ? html`The scheduler itself expects a mean TTFT of <b>${format.seconds(wait.ttft_s)}</b> with the roles of now.` : 'The scheduler has no prediction of its own yet.'}</p>`}</div>
