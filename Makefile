@@ -92,6 +92,7 @@ test-extras: setup
 bench: setup
 	$(BIN)/python bench/transport.py
 	$(BIN)/python bench/gateway.py
+	$(BIN)/python bench/tracing.py
 	$(BIN)/python bench/planner.py
 	$(BIN)/python bench/index.py
 	$(BIN)/python bench/routing.py

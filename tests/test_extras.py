@@ -53,6 +53,7 @@ PROMISED = {
         "prfaas.tools.doctor prfaas.tools.monitoring prfaas.tools.replay"
     ),
     "plan": "prfaas.core prfaas.lab prfaas.tools.profiling",
+    "trace": "prfaas.serving.tracing.queue prfaas.serving.tracing.collector",
 }
 DOES = {
     "gateway": "from prfaas.core.latency.service_curve import ServiceCurve; ServiceCurve().add(100, 0.1, 0.0)",
@@ -124,6 +125,7 @@ def test_an_extra_is_enough_for_what_it_promises(extra: str) -> None:
         (["lab", "core/planner"], "plan", {"pandas", "pyarrow"}),  # the extra "records"
         (["tools/profiling"], "plan", {"aiconfigurator_core"}),  # the extra "estimate"
         (["serving/engines/vllm"], "engine", {"vllm", "torch"}),
+        (["serving/tracing"], "trace", set()),
     ],
 )
 def test_what_is_imported_late_is_in_the_extra_too(folders: list[str], extra: str, besides: set[str]) -> None:
@@ -195,6 +197,24 @@ def test_parquet_without_pyarrow_is_one_sentence(tmp_path: Path) -> None:
     (sentence,) = done.stderr.splitlines()
     assert sentence.endswith("needs pyarrow (pip install 'prfaas[records]'); .csv.gz and .jsonl.gz do not")
     assert _run("plan", MAIN, "", *words, str(tmp_path / "a.csv.gz")).returncode == 0
+
+
+WITHOUT_TRACES = """
+from prfaas.cli.common import sentence
+from prfaas.cli.serve import check_tracing
+from prfaas.core.deployment import TracingConfig
+try:
+    check_tracing(TracingConfig("http://127.0.0.1:9/v1/traces"))
+except ModuleNotFoundError as error:
+    print(sentence(error, "serve"))
+"""
+
+
+def test_traces_without_opentelemetry_are_one_sentence() -> None:
+    done = _run("gateway", WITHOUT_TRACES, "")
+    assert (done.returncode, done.stderr) == (0, "")
+    (sentence,) = done.stdout.splitlines()
+    assert sentence.startswith("gateway.tracing needs OpenTelemetry's packages: pip install 'prfaas[trace]'")
 
 
 def test_the_commands_that_need_an_extra_are_commands() -> None:

@@ -56,10 +56,10 @@ def sentence(error: Exception, command: str = "") -> str | None:
     from prfaas.core.planner import PlanError
     from prfaas.core.workload import WorkloadError
     from prfaas.serving.engines import EngineError
-    from prfaas.serving.secret_files import AdminTokenError, KeyFileError, TlsFileError
+    from prfaas.serving.secret_files import AdminTokenError, KeyFileError, TlsFileError, TraceHeadersError
 
     known = (CliError, DeploymentError, EngineError, ConfigError, PlanError, ProfileError, KeyFileError)
-    if isinstance(error, (*known, AdminTokenError, TlsFileError, WorkloadError)):
+    if isinstance(error, (*known, AdminTokenError, TlsFileError, TraceHeadersError, WorkloadError)):
         return str(error)
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
         return _missing(error.name.split(".")[0], command)
@@ -71,6 +71,11 @@ def _missing(package: str, command: str) -> str | None:
         return (
             f"{package} is not installed in this environment; "
             "`make setup` installs vLLM's CPU build, `pip install vllm` the one for GPUs"
+        )
+    if package in ("opentelemetry", "requests"):
+        return (
+            "gateway.tracing needs OpenTelemetry's packages: pip install 'prfaas[trace]', "
+            "or take gateway.tracing out of the deployment file"
         )
     extra = "plan" if command in PLAN_COMMANDS else "gateway" if command in GATEWAY_COMMANDS else None
     if package == "prfaas" or extra is None:

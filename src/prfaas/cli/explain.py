@@ -44,6 +44,8 @@ def sentences(told: Json) -> Iterator[str]:
     yield from _steps(told)
     for note in told["notes"]:
         yield f"After {format_s(note['after_s'])}: {note['what']}."
+    if told.get("trace_id") is not None:
+        yield f"Its trace: {told['trace_id']}"
     if told["route"] is not None:
         yield f"x-prfaas-route: {told['route']}"
 

@@ -29,6 +29,7 @@ from prfaas.cli.plan import plan
 from prfaas.cli.policies import policies
 from prfaas.cli.pool import pool
 from prfaas.cli.profile import profile
+from prfaas.cli.reload import reload
 from prfaas.cli.replay import replay
 from prfaas.cli.reproduce import reproduce
 from prfaas.cli.serve import serve
@@ -74,6 +75,7 @@ for command in (
     status,
     drain,
     undrain,
+    reload,
     explain,
     demo,
     models,

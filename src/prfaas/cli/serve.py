@@ -17,8 +17,10 @@ from prfaas.cli.common import (
 if TYPE_CHECKING:
     import asyncio
 
-    from prfaas.core.deployment import Deployment
+    from prfaas.core.deployment import Deployment, TracingConfig
+    from prfaas.serving.engines.following import FollowingEngines
     from prfaas.serving.gateway import Draining
+    from prfaas.serving.reloading import Reloader
 
 
 def serve(
@@ -29,7 +31,8 @@ def serve(
 ) -> None:
     """Run the gateway of a deployment whose engines are started elsewhere, until Ctrl-C.
 
-    SIGTERM or Ctrl-C lets running requests end first; a second one ends them at once.
+    SIGTERM or Ctrl-C lets running requests end first; a second one ends them at once. SIGHUP takes the file on again,
+    as `prfaas reload` does.
 
     Example: prfaas serve examples/local.yaml
     """
@@ -56,10 +59,12 @@ def run_gateway(
     ready: Callable[[int], None] | None = None,
     beside: Sequence[Callable[[], Coroutine[None, None, None]]] = (),
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
+    following: "FollowingEngines | None" = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, with `beside` running meanwhile. Returns normally after a signal.
 
-    `ready` is called with the port once clients can connect. After the signal nothing new is taken, and what is open
+    `ready` is called with the port once clients can connect. `following`: the engines that this process starts and
+    ends by the file; None: others do. After the signal nothing new is taken, and what is open
     may go on for `drain_timeout_s`, unless a second signal comes.
 
     Raises:
@@ -68,7 +73,7 @@ def run_gateway(
     import uvloop
 
     check_gateway(deployment)
-    uvloop.run(_serve(deployment, ready, beside, drain_timeout_s))
+    uvloop.run(_serve(deployment, ready, beside, drain_timeout_s, following))
 
 
 def check_gateway(deployment: "Deployment") -> None:
@@ -77,6 +82,8 @@ def check_gateway(deployment: "Deployment") -> None:
     Raises:
         CliError: an address of the gateway can't be listened on.
         AdminTokenError: the operators' token can't be read.
+        TraceHeadersError: the headers for the collector can't be.
+        ModuleNotFoundError: OpenTelemetry is not installed.
         DeploymentError: there is no such policy, or it does not take the file's parameters.
     """
     from prfaas.serving.control.planning_inputs import policy_of
@@ -91,6 +98,17 @@ def check_gateway(deployment: "Deployment") -> None:
             raise CliError(f"gateway of {deployment.path}: {problem}; free it or change gateway.{field}")
     if admin.token_file is not None:
         load_token(admin.token_file)
+    if gateway.tracing is not None:
+        check_tracing(gateway.tracing)
+
+
+def check_tracing(tracing: "TracingConfig") -> None:
+    """Raises TraceHeadersError and ModuleNotFoundError for what would keep traces from being made."""
+    import prfaas.serving.tracing.otel  # noqa: F401  # its packages are an extra
+    from prfaas.serving.secret_files import load_headers
+
+    if tracing.headers_file is not None:
+        load_headers(tracing.headers_file)
 
 
 async def _serve(
@@ -98,6 +116,7 @@ async def _serve(
     ready: Callable[[int], None] | None,
     beside: Sequence[Callable[[], Coroutine[None, None, None]]],
     drain_timeout_s: float,
+    following: "FollowingEngines | None",
 ) -> None:
     import asyncio
     import contextlib
@@ -106,10 +125,16 @@ async def _serve(
 
     from prfaas.serving.gateway import Draining
     from prfaas.serving.live import serve_live
+    from prfaas.serving.reloading import Reloader
 
     loop = asyncio.get_running_loop()
     draining = Draining()
-    gateway = asyncio.create_task(serve_live(deployment, ready=ready, draining=draining))
+    reloader = Reloader(deployment)
+    if following is not None:
+        reloader.check(following.check)
+        reloader.follow(following)
+        reloader.on_left(following.left)
+    gateway = asyncio.create_task(serve_live(deployment, ready=ready, draining=draining, reloader=reloader))
     # What the imports made stays: without it, a full collection would look at all of it, for a tenth of a second.
     gc.collect()
     gc.freeze()
@@ -124,6 +149,7 @@ async def _serve(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
+    loop.add_signal_handler(signal.SIGHUP, lambda: others.append(asyncio.create_task(_reload(reloader))))
     try:
         with contextlib.suppress(asyncio.CancelledError):
             await gateway
@@ -131,6 +157,21 @@ async def _serve(
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
+
+
+async def _reload(reloader: "Reloader") -> None:
+    """Take the file on again, and say on stderr what became of it."""
+    from prfaas.core.deployment import DeploymentError
+    from prfaas.serving.reloading import ReloadRefusedError
+
+    try:
+        outcome = await reloader.reload()
+    except (DeploymentError, ReloadRefusedError) as error:
+        typer.echo(f"not reloaded: {error}", err=True)
+    else:
+        sentences = [change.sentence for change in outcome.difference.changes] or ["nothing has changed"]
+        for sentence in sentences:
+            typer.echo(f"reloaded: {sentence}", err=True)
 
 
 async def _end(gateway: "asyncio.Task[None]", draining: "Draining", within_s: float) -> None:

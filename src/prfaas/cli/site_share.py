@@ -52,3 +52,10 @@ def share_of(deployment: "Deployment", site_name: str | None, with_gateway: bool
         hosts = ", ".join(machine.host for machine in site.machines)
         raise CliError(f'nothing of site "{site.name}" runs on this machine; its hosts are {hosts}')
     return share
+
+
+def runs_here(site_name: str | None, instance: "Instance") -> bool:
+    """Whether `prfaas up` with that site starts an instance on this machine."""
+    from prfaas.serving.engines.preparation import is_here
+
+    return site_name is None or (instance.cluster == site_name and is_here(instance.host))

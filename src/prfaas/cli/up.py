@@ -3,6 +3,7 @@
 import signal
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,15 +54,17 @@ def up(
 
     Each engine's and pool's output is in a log of its own, whose place is shown. "ready: URL" on stdout says that
     clients can connect. What ends is started again after 1 s, 2 s, 4 s and so on. SIGTERM or Ctrl-C lets running
-    requests end first; a second one ends them at once.
+    requests end first; a second one ends them at once. SIGHUP takes the file on again, as `prfaas reload` does:
+    engines that it adds are started, and those that it lacks end when their work has.
 
     Examples: prfaas up examples/local.yaml; prfaas up examples/two-datacenters.yaml --site east
     """
     from prfaas.cli.common import log_settings, write_logs
     from prfaas.cli.serve import check_gateway, run_gateway
-    from prfaas.cli.site_share import share_of
+    from prfaas.cli.site_share import runs_here, share_of
     from prfaas.core.deployment import load_deployment
     from prfaas.serving.descriptors import raise_descriptor_limit
+    from prfaas.serving.engines.following import FollowingEngines
     from prfaas.serving.engines.running import READY_TIMEOUT_S, RunningEngines
     from prfaas.serving.engines.supervisor import RestartLimits, Supervisor
     from prfaas.serving.pool.running import RunningPools
@@ -90,17 +93,18 @@ def up(
             limits = RestartLimits(most=restarts, ready_timeout_s=timeout_s)
             engine_supervisor = Supervisor(engines, share.instances, limits, _tell)
             pool_supervisor = Supervisor(pools, share.pools, limits, _tell, kind="pool")
-            beside = [engine_supervisor.run, pool_supervisor.run]
             if share.has_gateway:
+                following = FollowingEngines(engines, engine_supervisor, _tell, partial(runs_here, site))
                 run_gateway(
                     loaded,
                     ready=lambda _port: typer.echo(f"ready: {loaded.gateway.url}/v1"),
-                    beside=beside,
+                    beside=[following.run, pool_supervisor.run],
+                    following=following,
                     drain_timeout_s=drain_timeout_s,
                 )
             else:
                 typer.echo(f"ready: site {site} without gateway")
-                _watch(beside)
+                _watch([engine_supervisor.run, pool_supervisor.run])
             typer.echo("stopping", err=True)
     except KeyboardInterrupt:
         typer.echo("stopped before it was ready", err=True)

@@ -7,10 +7,13 @@ from prometheus_client import CollectorRegistry
 
 from prfaas.core.deployment import GATEWAY, Deployment
 from prfaas.serving.certificates import identity_of
+from prfaas.serving.control.membership import Membership
 from prfaas.serving.control.plane import LivePlane
-from prfaas.serving.control.planning_inputs import kv_model_of
+from prfaas.serving.control.planning_inputs import kv_model_of, policy_of
 from prfaas.serving.gateway import Draining, serve_gateway
+from prfaas.serving.reloading import Reloader, ReloadRefusedError
 from prfaas.serving.transport.ticket import load_key
+from prfaas.serving.transport.tls_identity import TlsIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -20,12 +23,14 @@ async def serve_live(
     *,
     ready: Callable[[int], None] | None = None,
     draining: Draining | None = None,
+    reloader: Reloader | None = None,
 ) -> None:
     """Serve `deployment` until cancelled, by what its engines and links report.
 
     Args:
         ready: called with the bound port once clients can connect.
         draining: lets the caller end the gateway without cutting what is open.
+        reloader: of this deployment, through which the caller has it follow its file; None: one of its own.
 
     Raises:
         KeyFileError: the deployment's key can't be read.
@@ -40,6 +45,38 @@ async def serve_live(
     registry = CollectorRegistry()
     tls = identity_of(deployment, GATEWAY)
     plane = LivePlane(deployment, load_key(deployment.security.key_file), registry, kv_model, tls=tls)
-    await serve_gateway(
-        deployment, plane, kv_model=kv_model, ready=ready, registry=registry, draining=draining, tls=tls
-    )
+    reloader = reloader or Reloader(deployment)
+    membership = Membership(plane)
+    plane.overview.applied = reloader.applied
+    reloader.follow(membership)
+    reloader.wait_for(membership.is_idle)
+    reloader.check(lambda said, _: _check_policy(said))
+    reloader.check(lambda said, _: _check_identity(said, tls))
+    try:
+        await serve_gateway(
+            deployment,
+            plane,
+            kv_model=kv_model,
+            ready=ready,
+            registry=registry,
+            draining=draining,
+            tls=tls,
+            reloader=reloader,
+        )
+    finally:
+        await membership.close()
+
+
+def _check_policy(said: Deployment) -> None:
+    """Raises DeploymentError where there is no such policy, or it does not take these parameters."""
+    policy_of(said)
+
+
+def _check_identity(said: Deployment, tls: TlsIdentity | None) -> None:
+    """Raises ReloadRefusedError where the gateway would need a certificate that it was started without."""
+    speaking = [instance.name for instance in said.instances if instance.tls]
+    if speaking and tls is None:
+        raise ReloadRefusedError(
+            f"nothing was changed: the gateway speaks TLS with {speaking[0]}, and was started without a "
+            f"certificate: run `prfaas certs {said.path}`, and start the gateway again"
+        )

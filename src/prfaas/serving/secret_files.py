@@ -10,6 +10,7 @@ import stat
 from pathlib import Path
 
 _TOKEN = re.compile(r"[!-~]{16,1024}")
+_HEADER = re.compile(r"([A-Za-z0-9!#$%&'*+.^_`|~-]{1,200}):[ \t]*([!-~](?:[ -~]{0,8000}[!-~])?)[ \t]*")
 
 
 class KeyFileError(ValueError):
@@ -37,6 +38,39 @@ def create_token(path: Path) -> None:
             file.write(secrets.token_hex(32) + "\n")
     except OSError as error:
         raise AdminTokenError(f"token file {path} cannot be written: {error.strerror}") from None
+
+
+class TraceHeadersError(ValueError):
+    """The file of headers for a collector is missing, unreadable, open to all, or holds a line that is no header."""
+
+
+def load_headers(path: Path) -> dict[str, str]:
+    """The HTTP headers in `path`, one `Name: value` a line; empty lines and lines with # are left out.
+
+    Its group may read it, others may not: such headers are secrets.
+
+    Raises:
+        TraceHeadersError: in one sentence, the file and what would be right. It quotes no value.
+    """
+    try:
+        with path.open(encoding="ascii", errors="replace") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            lines = file.read(65536).splitlines()
+    except OSError as error:
+        raise TraceHeadersError(f"headers file {path} cannot be read: {error.strerror}") from None
+    if mode & 0o007:
+        raise TraceHeadersError(
+            f"headers file {path} has mode {mode:04o}: all can read it, run chmod 600 on it"
+        )
+    headers = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        found = _HEADER.fullmatch(line)
+        if found is None:
+            raise TraceHeadersError(f'headers file {path}: line {number} is no header; write "Name: value"')
+        headers[found[1]] = found[2]
+    return headers
 
 
 def load_token(path: Path) -> str:

@@ -13,6 +13,7 @@ from prfaas.serving.control.health import HealthWatch
 from prfaas.serving.own_process import LoopClock
 from prfaas.serving.transport.handshake import HandshakeError
 from prfaas.serving.transport.pacing import PaceOrder
+from prfaas.serving.transport.roster import Roster
 
 from .world import FakeClock, FakeHttp
 
@@ -35,6 +36,8 @@ class Port:
         return {}
 
     async def pace(self, order: PaceOrder) -> None: ...
+
+    async def tell_roster(self, roster: Roster) -> None: ...
 
     async def close(self) -> None: ...
 

@@ -333,3 +333,21 @@ def test_three_failures_close_a_link_and_one_success_opens_it() -> None:
     faults.succeeded()
     faults.failed(133.0)
     assert faults.is_up(133.0)
+
+
+def test_what_a_producer_has_sent_again(
+    deployment: Deployment, cluster_state: ClusterState, clock: FakeClock
+) -> None:
+    async def main() -> None:
+        links = Links(deployment, cluster_state, clock)
+        assert links.telemetry.resent_bytes("far-0", "home-p0") is None
+        links.senders["far-0/0"].links = {"far->home": report(resent_bytes_total=5000)}
+        links.senders["far-1/0"].links = {"far->home": report(resent_bytes_total=70)}
+        await links.round()
+        assert links.telemetry.resent_bytes("far-0", "home-p0") == 5000
+        assert links.telemetry.resent_bytes("far-1", "home-p1") == 70
+        # Inside of a cluster there is no link.
+        assert links.telemetry.resent_bytes("home-p0", "home-p1") is None
+        await links.telemetry.close()
+
+    asyncio.run(main())

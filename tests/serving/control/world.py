@@ -9,6 +9,7 @@ from prfaas.core.scheduling import CacheTransfer, Decision, KvFacts, Route
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.planning_inputs import service_curves, view_of
 from prfaas.serving.transport.pacing import PaceOrder
+from prfaas.serving.transport.roster import Roster
 
 KEY = bytes(range(32))
 
@@ -155,6 +156,9 @@ class FakeSender:
         self.probes: list[tuple[str, int]] = []
         self.asked = 0
         self.orders: list[PaceOrder] = []
+        self.rosters: list[Roster] = []
+        self.roster: dict[str, Any] | None = None
+        self.takes_rosters = True
         self.closed = False
 
     async def stats(self) -> dict[str, Any]:
@@ -162,7 +166,8 @@ class FakeSender:
         if self.links is None:
             raise ConnectionError("nobody there")
         links = {name: dict(report) for name, report in self.links.items()}
-        return {"sender": {"links": links, "rejected": dict(self.rejected)}, "arrivals": dict(self.arrivals)}
+        told = {"sender": {"links": links, "rejected": dict(self.rejected)}, "arrivals": dict(self.arrivals)}
+        return told if self.roster is None else told | {"roster": self.roster}
 
     async def telemetry(self) -> dict[str, Any]:
         return await self.stats()
@@ -174,6 +179,13 @@ class FakeSender:
         if self.links is None:
             raise ConnectionError("nobody there")
         self.orders.append(order)
+
+    async def tell_roster(self, roster: Roster) -> None:
+        if self.links is None:
+            raise ConnectionError("nobody there")
+        self.rosters.append(roster)
+        if self.takes_rosters:
+            self.roster = {"digest": roster.digest, "told": True, "trouble": ""}
 
     async def close(self) -> None:
         self.closed = True

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.util.re import parse_env_headers
 
-from prfaas.core.deployment import Deployment, PoolSpace, load_deployment
+from prfaas.core.deployment import Deployment, PoolSpace, TracingConfig, load_deployment
 from prfaas.core.kv import ConfigError
 from prfaas.serving.certificates import CertificateFolder
 from prfaas.serving.engines.command import EngineCommand, vllm_command
@@ -260,3 +261,25 @@ def test_the_connector_is_told_where_its_pool_is(tmp_path: Path) -> None:
     assert told["pool_socket"] == str(tmp_path / "state" / "local" / "pools" / "home-pool.sock")
     assert (told["checkpoint_tokens"], told["pool_timeout_s"]) == (32768, 2.0)
     assert "pool_socket" not in extra(command(pooled, "east-prefill-0"))
+
+
+def test_engines_send_traces_where_the_gateway_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = make(tmp_path, DENSE)
+    assert "--otlp-traces-endpoint" not in command(plain).argv
+    secrets = tmp_path / "headers"
+    secrets.write_text("Authorization: Bearer a, b=c\nX-Tenant: me\n")
+    secrets.chmod(0o600)
+    tracing = TracingConfig("http://collector:4318/v1/traces", headers_file=secrets)
+    traced = replace(plain, gateway=replace(plain.gateway, tracing=tracing))
+    built = command(traced)
+    assert value(built, "--otlp-traces-endpoint") == "http://collector:4318/v1/traces"
+    assert built.env["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"] == "http/protobuf"
+    assert "service.instance.id=east-prefill-0" in built.env["OTEL_RESOURCE_ATTRIBUTES"]
+    # A command that is printed holds no secret.
+    assert "Bearer" not in str(built)
+    told = built.environment({"PATH": "/bin"})["OTEL_EXPORTER_OTLP_TRACES_HEADERS"]
+    assert parse_env_headers(told) == {"authorization": "Bearer a, b=c", "x-tenant": "me"}
+    # What only the environment says is handed on too, with the headers that are there already.
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://other:4318")
+    assert value(command(plain), "--otlp-traces-endpoint") == "http://other:4318/v1/traces"
+    assert "OTEL_EXPORTER_OTLP_TRACES_HEADERS" not in command(plain).environment({})

@@ -160,3 +160,16 @@ def test_an_engine_that_stays_is_sound_again() -> None:
 def test_waits_never_fall_and_are_bounded(restarts: int, first_s: float, longest_s: float) -> None:
     limits = RestartLimits(first_wait_s=first_s, longest_wait_s=longest_s)
     assert first_s <= limits.wait_s(restarts) <= limits.wait_s(restarts + 1) <= longest_s
+
+
+def test_one_more_is_started_and_one_that_leaves_is_let_go() -> None:
+    async def check() -> None:
+        world = World(RestartLimits(most=2))
+        world.end("c")
+        world.supervisor.watch(world.deployment.instances[0])
+        world.supervisor.leave("b")
+        world.end("b")
+        await world.pass_s(20)
+        assert "b" not in world.running
+
+    asyncio.run(check())

@@ -39,6 +39,16 @@ class FixedWork:
         self.is_measured = True
 
 
+class FixedLinks:
+    """`resent`: what the producers of a pair have sent again so far."""
+
+    def __init__(self) -> None:
+        self.resent: dict[tuple[str, str], int] = {}
+
+    def resent_bytes(self, producer: str, consumer: str) -> int | None:
+        return self.resent.get((producer, consumer))
+
+
 class FixedPlane:
     """`prefers`: a decode instance that is taken first. `edit`: changes decisions before they are given out.
 
@@ -71,6 +81,7 @@ class FixedPlane:
         self.idle_is_used = False
         self.closed = False
         self.loop_clock = LoopClock()
+        self.links = FixedLinks()
         self._listeners: list[Callable[[str, str | None], None]] = []
         self._silence_listeners: list[Callable[[str, str, str], None]] = []
 

@@ -149,3 +149,12 @@ def test_who_may_ask(header: str, configured: str, answer: bool) -> None:
 def test_further_names_may_ask() -> None:
     assert may_ask("prfaas.llm.svc:8001", "0.0.0.0", ("prfaas.llm.svc",))
     assert not may_ask("prfaas.llm.svc.evil.example", "0.0.0.0", ("prfaas.llm.svc",))
+
+
+def test_a_gateway_without_a_file_reloads_nothing(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        async with world.admin.post("/prfaas/reload") as page:
+            assert page.status == 409
+            assert "without a file" in (await page.json())["error"]["message"]
+
+    in_world(body)

@@ -38,11 +38,14 @@ def test_it_is_byte_exact_and_shorter(make_world: MakeWorld, authority: Authorit
     world = make_world(compressed=True, bandwidth_bits_per_s=80e6, **identities)
     ticket, transfer, content = send_numbers(world, 300_001)
     await_over(transfer)
-    assert world.await_phase(ticket, TransferPhase.COMPLETE).received_bytes == sum(map(len, content))
+    status = world.await_phase(ticket, TransferPhase.COMPLETE)
+    assert status.received_bytes == sum(map(len, content))
     assert world.take(ticket) == content
     coding = world.sender.stats()["peers"]["c/0"]["coding"]
     assert coding["coded_chunks"] > 0
     assert coding["sent_bytes"] < 0.75 * coding["raw_bytes"]
+    # The consumer says the same of this one transfer.
+    assert status.spared_bytes == coding["raw_bytes"] - coding["sent_bytes"]
     world.await_clean()
 
 

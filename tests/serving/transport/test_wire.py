@@ -1,6 +1,7 @@
 """Frames: what was packed comes back; what was not, is refused without a crash."""
 
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -103,7 +104,12 @@ def test_checksum_of_pieces(pieces: list[bytes]) -> None:
 
 
 def test_status_round_trip() -> None:
-    status = TransferStatus(TransferPhase.FAILED, "why", 1, 2, 3, 4, 5, taken=True, dropped=True)
+    status = TransferStatus(
+        TransferPhase.FAILED, "why", 1, 2, 3, 4, 5, taken=True, dropped=True, spared_bytes=6
+    )
     assert TransferStatus.from_body(status.to_body()) == status
+    # A consumer of an earlier version does not tell it.
+    earlier = {name: value for name, value in status.to_body().items() if name != "spared_bytes"}
+    assert TransferStatus.from_body(earlier) == replace(status, spared_bytes=0)
     with pytest.raises(WireError, match="no phase"):
         TransferStatus.from_body(status.to_body() | {"phase": "odd"})

@@ -1,9 +1,17 @@
 """The one YAML file a user writes, read into frozen typed objects."""
 
-from prfaas.core.deployment.addresses import EventsEndpoint, is_loopback
+from prfaas.core.deployment.addresses import EventsEndpoint, is_loopback, traces_url
+from prfaas.core.deployment.applied import AppliedDeployment
 from prfaas.core.deployment.containers import ContainerSettings, load_containers
+from prfaas.core.deployment.difference import DeploymentDifference, FieldChange, difference
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
-from prfaas.core.deployment.gateway import AdminConfig, GatewayConfig, GatewayLimits, RouteDetail
+from prfaas.core.deployment.gateway import (
+    AdminConfig,
+    GatewayConfig,
+    GatewayLimits,
+    RouteDetail,
+    TracingConfig,
+)
 from prfaas.core.deployment.load import default_state_dir, load_deployment, load_planned
 from prfaas.core.deployment.openings import CLIENTS, OPERATORS, Opening, openings_of
 from prfaas.core.deployment.planned import (
@@ -60,16 +68,19 @@ __all__ = [
     "SYNTHETIC",
     "TOOLS",
     "AdminConfig",
+    "AppliedDeployment",
     "Cluster",
     "ContainerSettings",
     "ControlConfig",
     "Deployment",
+    "DeploymentDifference",
     "DeploymentError",
     "EmpiricalLengths",
     "EngineConfig",
     "EngineTls",
     "EventsEndpoint",
     "EvictionName",
+    "FieldChange",
     "FixedLengths",
     "GatewayConfig",
     "GatewayLimits",
@@ -94,10 +105,12 @@ __all__ = [
     "Slo",
     "TraceFormat",
     "TraceLengths",
+    "TracingConfig",
     "TransferLimits",
     "UniformLengths",
     "WorkloadSpec",
     "default_state_dir",
+    "difference",
     "gateway_site",
     "is_loopback",
     "load_containers",
@@ -106,4 +119,5 @@ __all__ = [
     "openings_of",
     "site_named",
     "sites_of",
+    "traces_url",
 ]

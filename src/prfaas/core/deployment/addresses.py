@@ -4,6 +4,10 @@ import hashlib
 import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
+
+TRACES_PATH = "/v1/traces"
+"""Where OTLP/HTTP has traces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +54,23 @@ def plain_host(host: str) -> str:
 def host_in_url(host: str) -> str:
     """A host as it stands in a URL: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host
+
+
+def traces_url(url: str) -> str:
+    """Where a collector takes traces; a URL without a path gets OTLP's own.
+
+    Raises:
+        ValueError: with what would be right.
+    """
+    try:
+        parts = urlsplit(url)
+        is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_right = False
+    if not is_right or any(each.isspace() for each in url):
+        raise ValueError(f'"{url}" is no URL of a collector; write one, for example "http://127.0.0.1:4318"')
+    if "@" in parts.netloc:
+        raise ValueError("must hold no password; put an Authorization header into the file of headers_file")
+    if parts.query or parts.fragment:
+        raise ValueError(f'"{url}" must end with its path')
+    return url if parts.path.strip("/") else url.rstrip("/") + TRACES_PATH

@@ -40,6 +40,18 @@ class AdminConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TracingConfig:
+    """Where traces of requests go, and of how many requests. The gateway and the engines send theirs themselves."""
+
+    endpoint: str
+    """The collector's URL for traces over OTLP/HTTP."""
+    sample_ratio: float = 1.0
+    """Share of the requests that are traced, of those whose client has not decided it."""
+    headers_file: Path | None = None
+    """File of HTTP headers for the collector, such as a token; None: none."""
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayConfig:
     """Where clients and operators connect, and what clients are told."""
 
@@ -59,6 +71,8 @@ class GatewayConfig:
     limits: GatewayLimits = field(default_factory=GatewayLimits)
     cluster: str | None = None
     """The cluster whose network the gateway is in; None: none of them."""
+    tracing: TracingConfig | None = None
+    """None: what OTEL_* variables of the environment say."""
 
     @property
     def url(self) -> str:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from prfaas.core.deployment.checks import admin_port, check_to_plan, check_to_run
 from prfaas.core.deployment.encryption import gateway_cluster, speaks_tls
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
-from prfaas.core.deployment.gateway import AdminConfig, GatewayConfig, GatewayLimits
+from prfaas.core.deployment.gateway import AdminConfig, GatewayConfig, GatewayLimits, TracingConfig
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
     FixedLengths,
@@ -184,7 +184,16 @@ def _gateway(file: DeploymentFile, home: Path) -> GatewayConfig:
         shadow=gateway.shadow,
         limits=GatewayLimits(limits.requests, limits.queue_s, limits.bodies, limits.body_values),
         cluster=gateway_cluster(file),
+        tracing=_tracing(file, home),
     )
+
+
+def _tracing(file: DeploymentFile, home: Path) -> TracingConfig | None:
+    tracing = file.gateway.tracing
+    if tracing is None:
+        return None
+    headers_file = None if tracing.headers_file is None else home / Path(tracing.headers_file).expanduser()
+    return TracingConfig(tracing.endpoint, tracing.sample_ratio, headers_file)
 
 
 def _model(path: Path, file: DeploymentFile, state_dir: Path) -> ModelRef:

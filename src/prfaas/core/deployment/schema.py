@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
+from prfaas.core.deployment.addresses import traces_url
 from prfaas.core.deployment.gateway import RouteDetail
 from prfaas.core.deployment.pool import EvictionName
 from prfaas.core.deployment.security import EngineTls
@@ -297,6 +298,14 @@ class LimitsSection(_Section):
     body_values: Positive = 1_000_000
 
 
+class TracingSection(_Section):
+    """Where traces go, over OTLP/HTTP."""
+
+    endpoint: Annotated[Text, AfterValidator(traces_url)]
+    sample_ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    headers_file: Annotated[Text | None, _GIVEN] = None
+
+
 class GatewaySection(_Section):
     """Where clients and operators connect, what clients are told, and how much they get."""
 
@@ -309,6 +318,7 @@ class GatewaySection(_Section):
     route_header: RouteDetail = "short"
     shadow: Annotated[float, Field(ge=0, le=1)] = 0.0
     limits: Annotated[LimitsSection, _SECTION] = LimitsSection()
+    tracing: Annotated[TracingSection | None, _GIVEN] = None
     cluster: Annotated[Name | None, _GIVEN] = None
 
 

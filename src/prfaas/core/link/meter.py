@@ -109,6 +109,12 @@ class LinkMeter:
         self._probed_s = now_s
         self._raised_s = -inf
 
+    def reconfigure(self, bits_per_s: float) -> None:
+        """The deployment file says another bandwidth. What was believed of a slow link stays, up to that."""
+        was_whole = not self.is_slow
+        self.configured_bits_per_s = bits_per_s
+        self.capacity_bits_per_s = bits_per_s if was_whole else min(self.capacity_bits_per_s, bits_per_s)
+
     def observe(
         self, senders: Mapping[str, SenderSample], arrivals: Mapping[str, ArrivalSample], now_s: float
     ) -> int:

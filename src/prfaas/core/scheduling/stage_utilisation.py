@@ -50,10 +50,9 @@ class StageUtilisation:
         self._work_of = work_of
         self._pooled = pooled
         self._since_s = now_s
-        names = [each.name for cluster in view.clusters.values() for each in cluster.instances]
-        self._work = dict.fromkeys(names, _NO_WORK)
-        self._prefill_share = dict.fromkeys(names, 0.0)
-        self._decode_batch = dict.fromkeys(names, 0.0)
+        self._work: dict[str, InstanceWork] = {}
+        self._prefill_share: dict[str, float] = {}
+        self._decode_batch: dict[str, float] = {}
 
     def loads(self, now_s: float) -> list[PdLoad]:
         """Every PD cluster with a healthy instance, as busy as it was since the last call."""
@@ -85,11 +84,12 @@ class StageUtilisation:
     def _advance(self, now_s: float) -> None:
         elapsed_s = max(now_s - self._since_s, _LEAST_ELAPSED_S)
         self._since_s = now_s
-        for name, before in self._work.items():
-            work = self._work_of(name)
+        names = [each.name for cluster in self._view.clusters.values() for each in cluster.instances]
+        earlier, self._work = self._work, {name: self._work_of(name) for name in names}
+        for name, work in self._work.items():
+            before = earlier.get(name, _NO_WORK)
             self._prefill_share[name] = (work.busy_s - before.busy_s) / elapsed_s
             self._decode_batch[name] = (work.decoding_s - before.decoding_s) / elapsed_s
-            self._work[name] = work
 
     def _prefill_load(self, instances: Sequence[InstanceView]) -> StageLoad:
         share = sum(self._prefill_share[each.name] for each in instances) / max(len(instances), 1)

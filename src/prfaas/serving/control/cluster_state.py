@@ -1,59 +1,18 @@
 """The state of all clusters as this gateway knows it: one `View`, kept right by everything that happens here.
 
-`PrefillQueue` is the prefill work of one instance, `LinkLoad` the bytes of one link, both as predicted.
+`PrefillQueue` is the prefill work of one instance, as predicted.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 
 from prfaas.core.deployment import Role
 from prfaas.core.scheduling import ClusterView, Decision, InstanceView, View
+from prfaas.serving.control.link_load import LinkLoad
 
 _ids = count()
-
-
-class LinkLoad:
-    """Bytes of the open transfers of one link, accepted by prediction, sent by measurement.
-
-    Bytes that the link is measured to deliver come off the oldest promises, and a transfer that ends takes its
-    own with it. So nothing is left when nothing is open, however wrong the predictions were.
-    """
-
-    __slots__ = ("_measured_bytes", "_open", "_open_bytes", "_unsent_bytes")
-
-    def __init__(self) -> None:
-        self._open: dict[int, int] = {}
-        self._open_bytes = 0
-        self._unsent_bytes = 0
-        self._measured_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def accept(self, nbytes: int) -> int:
-        """Open a transfer of `nbytes` >= 0. Returns the number that `finish` takes."""
-        transfer = next(_ids)
-        self._open[transfer] = nbytes
-        self._open_bytes += nbytes
-        self._unsent_bytes += nbytes
-        return transfer
-
-    def finish(self, transfer: int) -> None:
-        """The transfer is complete, or given up."""
-        self._open_bytes -= self._open.pop(transfer)
-        self._unsent_bytes = min(self._unsent_bytes, self._open_bytes)
-
-    def delivered(self, nbytes: int, measured_bytes: int) -> None:
-        """Note that the link delivered `nbytes` more, and that by its producers `measured_bytes` are still to leave."""
-        self._unsent_bytes = max(self._unsent_bytes - nbytes, 0)
-        self._measured_bytes = measured_bytes
-
-    @property
-    def residual_bytes(self) -> int:
-        """Still to leave: what was promised here, or what its producers report, if that is more."""
-        return max(self._unsent_bytes, self._measured_bytes)
 
 
 @dataclass(slots=True)
@@ -230,6 +189,17 @@ class ClusterState:
         """What policies see of one instance."""
         return self._loads[name].view
 
+    def join(self, instance: InstanceView) -> None:
+        """One more instance in its cluster."""
+        cluster = self.view.clusters[instance.cluster]
+        cluster.instances.append(instance)
+        self._loads[instance.name] = _Load(instance, cluster, counted_s=self._clock())
+
+    def leave(self, name: str) -> None:
+        """The instance is none any more; nothing is open there."""
+        load = self._loads.pop(name)
+        load.cluster.instances[:] = [each for each in load.cluster.instances if each is not load.view]
+
     def open_prefills(self, name: str) -> int:
         """Prefills accepted there, the one at work included."""
         return len(self._loads[name].queue)
@@ -250,12 +220,16 @@ class ClusterState:
     def residual_bytes(self, pair: tuple[str, str]) -> int:
         return self._links[pair].residual_bytes
 
-    def set_role(self, name: str, role: Role) -> None:
-        """The instance has this one role from now on."""
+    def set_roles(self, name: str, roles: Collection[Role]) -> None:
+        """The instance has these roles from now on."""
         load = self._loads[name]
         self._count(load, self._clock())
-        load.view.prefills, load.view.decodes = role == "prefill", role == "decode"
+        load.view.prefills, load.view.decodes = "prefill" in roles, "decode" in roles
         self._update_decoding(load)
+
+    def set_role(self, name: str, role: Role) -> None:
+        """The instance has this one role from now on."""
+        self.set_roles(name, (role,))
 
     def set_blocked(self, pairs: Iterable[tuple[str, str]]) -> None:
         """These pairs (producer, consumer) are incompatible, and no others."""

@@ -46,17 +46,29 @@ class Compatibility:
         """
         self._on_silent = on_silent
         self._cluster_state = cluster_state
+        # Producer and rank → consumer → sentence.
+        self._rejected: dict[tuple[str, int], dict[str, str]] = {}
+        self._reasons: dict[Pair, str] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self.adopt(deployment, kv_ports)
+
+    def adopt(self, deployment: Deployment, kv_ports: Mapping[str, Sequence[KvPort]]) -> None:
+        """Ask the senders among these instances from now on; what is known of others is forgotten."""
         self._instances = {instance.name for instance in deployment.instances}
         self._kv_ports = {
             instance.name: tuple(kv_ports[instance.name])
             for instance in deployment.instances
             if deployment.peers_of(instance)
         }
-        # Producer and rank → consumer → sentence.
-        self._rejected: dict[tuple[str, int], dict[str, str]] = {}
-        self._reasons: dict[Pair, str] = {}
-        self._asking: dict[str, asyncio.Task[None]] = {}
         self.period_s = period_s(WANTED_S, len(self._kv_ports), MOST_ASKED_PER_S)
+        known = {
+            key: {consumer: why for consumer, why in rejected.items() if consumer in self._instances}
+            for key, rejected in self._rejected.items()
+            if key[0] in self._instances
+        }
+        if known != self._rejected:
+            self._rejected = known
+            self._conclude()
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -97,7 +109,7 @@ class Compatibility:
         return asking
 
     async def _ask(self, producer: str) -> None:
-        ports = self._kv_ports[producer]
+        ports = self._kv_ports.get(producer, ())
         await asyncio.gather(*(self._ask_rank(producer, rank, port) for rank, port in enumerate(ports)))
 
     async def _ask_rank(self, producer: str, rank: int, port: KvPort) -> None:
@@ -108,6 +120,8 @@ class Compatibility:
             silent = self._of_instances(answer, "silent")
         except (OSError, TimeoutError, KeyError, TypeError, ValueError, AttributeError) as error:
             logger.debug("%s/%d does not say whom it may send to: %s", producer, rank, error)
+            return
+        if producer not in self._kv_ports:
             return
         for consumer, sentence in silent.items():
             self._on_silent(producer, consumer, sentence)

@@ -356,6 +356,16 @@ class EngineMonitor:
         self.period_s = period_s(WANTED_S, len(self._instances), MOST_ASKED_PER_S)
         self.failures = 0
 
+    def adopt(self, instances: tuple[Instance, ...]) -> None:
+        """Ask these instances from now on."""
+        self._instances = instances
+        names = [instance.name for instance in instances]
+        for name in self.meters.keys() - set(names):
+            del self.meters[name]
+        for name in names:
+            self.meters.setdefault(name, EngineMeter(_WINDOW_S))
+        self.period_s = period_s(WANTED_S, len(instances), MOST_ASKED_PER_S)
+
     async def run(self) -> None:
         """Until cancelled. Instances are asked one after the other, evenly over the period."""
         asked: set[asyncio.Task[None]] = set()
@@ -376,6 +386,8 @@ class EngineMonitor:
         text = await self._http.metrics(instance, _ANSWER_S)
         if text is None:
             self.failures += 1
+            return
+        if instance.name not in self.meters:
             return
         reading = read_exposition(text)
         now_s = self._clock()

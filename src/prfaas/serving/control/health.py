@@ -79,6 +79,7 @@ class HealthWatch:
         self._names = [instance.name for instance in deployment.instances]
         self._silence_s = deployment.control.silence_s
         self._stall_s = deployment.control.stall_s
+        self._kv_ports = kv_ports
         self._cluster_state = cluster_state
         self._clock = clock
         self._loop_clock = loop_clock
@@ -91,13 +92,31 @@ class HealthWatch:
             deployment.instances,
             http,
             kv_ports,
-            ask_s=min(_ASK_S, self._silence_s / _ASKED_IN_SILENCE),
+            ask_s=self._ask_s,
             clock=loop_clock,
             on_health=self._probed,
         )
 
+    @property
+    def _ask_s(self) -> float:
+        return min(_ASK_S, self._silence_s / _ASKED_IN_SILENCE)
+
+    def adopt(self, deployment: Deployment) -> None:
+        """Watch these instances from now on, by these limits. Who is new is out of routing until it answers."""
+        control, before = deployment.control, set(self._names)
+        self._names = [instance.name for instance in deployment.instances]
+        self._silence_s, self._stall_s = control.silence_s, control.stall_s
+        self.pulse.adopt(deployment.instances, self._kv_ports, self._ask_s)
+        for name in before.difference(self._names):
+            self._suspects.pop(name, None)
+        for name in self._names:
+            if name not in before:
+                self._suspects[name] = _Suspicion(_Kind.FAILED, "it has joined and has not answered yet", 0.0)
+
     def suspect(self, name: str, reason: str, *, lost_cache: bool = False) -> None:
-        """A request or a probe failed at `name`."""
+        """A request or a probe failed at `name`; nothing happens where it has left."""
+        if name not in self._names:
+            return
         before = self._suspects.get(name)
         if lost_cache or (before is not None and before.kind is _Kind.DEAD):
             self._accuse(name, _Suspicion(_Kind.DEAD, reason, self._clock() + SUSPECT_AT_LEAST_S))

@@ -187,6 +187,10 @@ class EventFeed:
         self._thread_errors = 0
         self.refused_batches = 0
 
+    def adopt(self, endpoints: Mapping[str, EventsEndpoint]) -> None:
+        """Subscribe to these and no others from now on."""
+        self._endpoints = dict(endpoints)
+
     def reset(self, name: str, reason: str) -> None:
         """An engine lost its cache: drop what is known of it, and ask it what it holds."""
         if name in self._endpoints:
@@ -194,8 +198,6 @@ class EventFeed:
 
     async def run(self) -> None:
         """Until cancelled."""
-        if not self._endpoints:
-            return
         loop = asyncio.get_running_loop()
         wake = asyncio.Event()
         self._stop.clear()
@@ -246,6 +248,8 @@ class EventFeed:
         end_s = time.perf_counter() + SLICE_S
         while self._waiting and time.perf_counter() < end_s:
             name, step = self._waiting.popleft()
+            if name not in self._endpoints:
+                continue
             if isinstance(step, Drop):
                 self._drop(name, step.reason)
             else:
@@ -276,11 +280,10 @@ class EventFeed:
             self._waiting.append((name, step))
 
         try:
-            for name, endpoint in self._endpoints.items():
-                source = EventSource(name, endpoint, context, poller, on_step)
-                self._sources[name] = source
-                source.start(time.monotonic())
             while not self._stop.is_set():
+                self._follow(
+                    self._endpoints, lambda name, at: EventSource(name, at, context, poller, on_step)
+                )
                 if len(self._waiting) > _MOST_WAITING:
                     self._stop.wait(0.01)
                     continue
@@ -288,7 +291,8 @@ class EventFeed:
                 now_s = time.monotonic()
                 while self._resets:
                     name, reason = self._resets.popleft()
-                    self._sources[name].reset(now_s, reason)
+                    if name in self._sources:
+                        self._sources[name].reset(now_s, reason)
                 for source in self._sources.values():
                     source.read(ready, now_s)
                 if self._waiting:
@@ -298,7 +302,24 @@ class EventFeed:
         finally:
             for source in self._sources.values():
                 source.close()
+            self._sources = {}
             context.destroy(linger=0)
+
+    def _follow(
+        self,
+        endpoints: Mapping[str, EventsEndpoint],
+        subscribed: Callable[[str, EventsEndpoint], EventSource],
+    ) -> None:
+        """Subscribe to who is new among `endpoints`, and leave who is not among them any more."""
+        if endpoints.keys() == self._sources.keys():
+            return
+        sources = dict(self._sources)
+        for name in sources.keys() - endpoints.keys():
+            sources.pop(name).close()
+        for name in endpoints.keys() - sources.keys():
+            sources[name] = subscribed(name, endpoints[name])
+            sources[name].start(time.monotonic())
+        self._sources = sources
 
 
 def events_endpoints(

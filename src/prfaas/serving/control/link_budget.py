@@ -82,12 +82,7 @@ class LinkBudget:
             samples: of a link, the newest word of each sender by "instance/rank".
             clock: seconds.
         """
-        self._configured = {
-            (link.source, link.target): link.bandwidth_bits_per_s for link in deployment.links
-        }
-        self._ports = {
-            f"{name}/{rank}": port for name, ports in kv_ports.items() for rank, port in enumerate(ports)
-        }
+        self.adopt(deployment, kv_ports)
         self._links = links
         self._samples = samples
         self._clock = clock
@@ -95,6 +90,15 @@ class LinkBudget:
         self._paces: dict[str, dict[str, float]] = {}
         self._told: dict[str, _Told] = {}
         self._telling: dict[str, asyncio.Task[None]] = {}
+
+    def adopt(self, deployment: Deployment, kv_ports: Mapping[str, Sequence[KvPort]]) -> None:
+        """Divide as this file says from now on, and tell these."""
+        self._configured = {
+            (link.source, link.target): link.bandwidth_bits_per_s for link in deployment.links
+        }
+        self._ports = {
+            f"{name}/{rank}": port for name, ports in kv_ports.items() for rank, port in enumerate(ports)
+        }
 
     async def run(self) -> None:
         """Until cancelled; at once over where there is no link."""
@@ -116,7 +120,11 @@ class LinkBudget:
         since_s = self._clock() - HOLD_S
         for pair, configured in self._configured.items():
             # Who is not heard for so long is not told either, and has returned to its standing share.
-            samples = {name: each for name, each in self._samples(pair).items() if each.at_s > since_s}
+            samples = {
+                name: each
+                for name, each in self._samples(pair).items()
+                if each.at_s > since_s and name in self._ports
+            }
             heard.update((pair, sender) for sender in samples)
             usable = min(configured, self._links[pair].pace_bits_per_s)
             claims = [self._claim(pair, sender, sample) for sender, sample in samples.items()]
@@ -159,7 +167,8 @@ class LinkBudget:
     async def _send(self, sender: str, order: PaceOrder) -> None:
         try:
             async with asyncio.timeout(_ANSWER_S):
-                await self._ports[sender].pace(order)
+                if sender in self._ports:
+                    await self._ports[sender].pace(order)
         except (OSError, TimeoutError) as error:
             logger.debug("%s can't be told its pace: %s", sender, error)
 

@@ -130,26 +130,40 @@ class LinkMonitor:
         self._announced = {
             pair: AnnouncedLink(meter.capacity_bits_per_s) for pair, meter in self.meters.items()
         }
-        self._clusters = {instance.name: instance.cluster for instance in deployment.instances}
-        self._clusters |= {pool.name: pool.cluster for pool in deployment.pools}
-        ends = {cluster for pair in self.meters for cluster in pair}
-        self._ranks = {
-            f"{instance.name}/{rank}": _Rank(
-                instance.name, instance.cluster, rank, observer_of(instance, rank)
-            )
-            for instance in deployment.instances
-            if instance.cluster in ends
-            for rank in range(instance.tensor_parallel)
-        } | {
-            f"{pool.name}/0": _Rank(pool.name, pool.cluster, 0, pool_ports[pool.name])
-            for pool in deployment.pools
-            if pool.cluster in ends and pool.name in pool_ports
-        }
+        self._observer_of = observer_of
+        self._pool_ports = pool_ports
+        self._clusters: dict[str, str] = {}
+        self._ranks: dict[str, _Rank] = {}
+        self.adopt(deployment)
         self._samples: dict[tuple[str, str], dict[str, SenderSample]] = {pair: {} for pair in self.meters}
         self._arrivals: dict[tuple[str, str], dict[str, ArrivalSample]] = {pair: {} for pair in self.meters}
         self._asked: set[asyncio.Task[None]] = set()
-        self.period_s = period_s(WANTED_S, len(self._ranks), MOST_ASKED_PER_S)
         self.failures = 0
+
+    def adopt(self, deployment: Deployment) -> None:
+        """Ask these ranks from now on, and take the links for as wide as this file says."""
+        self._clusters = {instance.name: instance.cluster for instance in deployment.instances}
+        self._clusters |= {pool.name: pool.cluster for pool in deployment.pools}
+        ends = {cluster for pair in self.meters for cluster in pair}
+        pools = [pool for pool in deployment.pools if pool.cluster in ends and pool.name in self._pool_ports]
+        ranks = {
+            (instance.name, rank): instance
+            for instance in deployment.instances
+            if instance.cluster in ends
+            for rank in range(instance.tensor_parallel)
+        }
+        self._ranks = {
+            f"{name}/{rank}": self._ranks.get(f"{name}/{rank}")
+            or _Rank(name, instance.cluster, rank, self._observer_of(instance, rank))
+            for (name, rank), instance in ranks.items()
+        } | {
+            f"{pool.name}/0": self._ranks.get(f"{pool.name}/0")
+            or _Rank(pool.name, pool.cluster, 0, self._pool_ports[pool.name])
+            for pool in pools
+        }
+        for link in deployment.links:
+            self.meters[link.source, link.target].reconfigure(link.bandwidth_bits_per_s)
+        self.period_s = period_s(WANTED_S, len(self._ranks), MOST_ASKED_PER_S)
 
     async def run(self) -> None:
         """Until cancelled; at once over where there is no link."""
@@ -186,6 +200,20 @@ class LinkMonitor:
         """The newest word of each sender of a link, by "instance/rank"."""
         return self._samples[pair]
 
+    def resent_bytes(self, producer: str, consumer: str) -> int | None:
+        """Bytes that the kernels of `producer` have sent again on the link to `consumer`, by its last word.
+
+        They are all transfers' together, and start again with the process. None: both are in one cluster, or the
+        producer has said nothing lately.
+        """
+        pair = (self._clusters[producer], self._clusters[consumer])
+        told = [
+            sample.resent_bytes_total
+            for name, sample in self._samples.get(pair, {}).items()
+            if name.rpartition("/")[0] == producer
+        ]
+        return sum(told) if told else None
+
     def failed(self, pair: tuple[str, str]) -> None:
         """A transfer over a link failed, and neither end is known to be dead."""
         if pair in self.breakers:
@@ -214,8 +242,9 @@ class LinkMonitor:
         try:
             async with asyncio.timeout(_ANSWER_S):
                 answer = await rank.observer.telemetry()
-            self._on_answer(rank.name, rank.number)
-            self._take(name, rank, answer, asked_s)
+            if name in self._ranks:
+                self._on_answer(rank.name, rank.number)
+                self._take(name, rank, answer, asked_s)
         except TimeoutError:
             # Its answer may still be on its way.
             self.failures += 1
@@ -253,7 +282,11 @@ class LinkMonitor:
             )
 
     def _probe(self, pair: tuple[str, str], samples: Mapping[str, SenderSample], nbytes: int) -> None:
-        able = [self._ranks[name] for name, sample in samples.items() if sample.connections_up]
+        able = [
+            self._ranks[name]
+            for name, sample in samples.items()
+            if sample.connections_up and name in self._ranks
+        ]
         for rank in able:
             self._start(self._ask_probe(rank, f"{pair[0]}->{pair[1]}", nbytes // len(able)))
 

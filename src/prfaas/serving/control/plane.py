@@ -1,7 +1,6 @@
 """The live control plane of one gateway: everything that routing knows, kept up to date by its loops."""
 
 import asyncio
-import hashlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
@@ -10,9 +9,9 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from prfaas.core.deployment import CONTROL, Deployment, Instance
+from prfaas.core.deployment import CONTROL, AppliedDeployment, Deployment, Instance
 from prfaas.core.kv import KvModel
-from prfaas.core.prefix import GlobalIndex, PromptChains, PromptTokens
+from prfaas.core.prefix import PromptChains, PromptTokens
 from prfaas.core.prefix.events import EventBatch
 from prfaas.core.scheduling import Decision, RoutingRequest, make_policy
 from prfaas.core.scheduling.threshold import LengthWindow
@@ -29,8 +28,9 @@ from prfaas.serving.control.metrics import ControlMetrics, GaugeWriter
 from prfaas.serving.control.planning_inputs import LiveFacts, policy_of, service_curves, view_of
 from prfaas.serving.control.pool_monitor import PoolMonitor
 from prfaas.serving.control.prefill_admission import PrefillAdmission
-from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
+from prfaas.serving.control.prefix_knowledge import PrefixKnowledge, empty_index, seed_of
 from prfaas.serving.control.role_allocation import RoleAllocation, RoleChange, RoleChanges, stage_utilisation
+from prfaas.serving.control.rosters import Rosters
 from prfaas.serving.control.state import Overview, Routed, state_of
 from prfaas.serving.control.thresholds import Thresholds
 from prfaas.serving.control.waits import PredictedWaits
@@ -73,15 +73,15 @@ class LivePlane:
         """
         self.deployment = deployment
         self._routed = Routed()
-        self._clock = clock
-        self._instances = {instance.name: instance for instance in deployment.instances}
+        self.clock = clock
+        self.instances = {instance.name: instance for instance in deployment.instances}
         self._http: EngineAccess = http or EngineHttp(tls)
         self.loop_clock = LoopClock()
         self._listeners: list[Callable[[str, str | None], None]] = []
         self._silence_listeners: list[Callable[[str, str, str], None]] = []
         self._local = make_policy("local_only")
         self.metrics = ControlMetrics(registry)
-        self._policy = guarded(deployment.routing.policy, policy_of(deployment), self.metrics.policy_failures)
+        self.policy = guarded(deployment.routing.policy, policy_of(deployment), self.metrics.policy_failures)
         self._curves = service_curves(deployment)
         self.cluster_state = ClusterState(
             view_of(deployment, kv_model, self._curves, clock()), clock=clock, on_service=self._on_service
@@ -89,13 +89,9 @@ class LivePlane:
         endpoints = events_endpoints(deployment, deployment.instances)
         pool_endpoints = events_endpoints(deployment, deployment.pools)
         self.waits = PredictedWaits(self.cluster_state, seats=deployment.engine.max_num_seqs, clock=clock)
-        seed = _seed(key)
+        seed = seed_of(key)
         self.prefix_knowledge = PrefixKnowledge(
-            GlobalIndex(
-                seed=seed,
-                needs_states=kv_model is None or kv_model.has_linear_state,
-                needs_windows=kv_model is not None and kv_model.has_window,
-            ),
+            empty_index(seed, kv_model),
             self.cluster_state,
             seed=seed,
             is_hybrid=self.cluster_state.view.kv.is_hybrid,
@@ -117,17 +113,17 @@ class LivePlane:
             on_restart=lambda name: self._lost_cache(name, "new-process"),
             on_reading=self._on_reading,
         )
-        kv_port_of = sender_of or observer_of(key, tls)
+        self.kv_port_of = sender_of or observer_of(key, tls)
         # One connection to each KV port, for what the control plane asks there.
-        self._kv_ports = {
-            instance.name: tuple(kv_port_of(instance, rank) for rank in range(instance.tensor_parallel))
+        self.kv_ports = {
+            instance.name: tuple(self.kv_port_of(instance, rank) for rank in range(instance.tensor_parallel))
             for instance in deployment.instances
         }
-        of_pools = pool_observers(deployment, CONTROL, key, tls) if pool_ports is None else pool_ports
+        self._pool_ports = pool_observers(deployment, CONTROL, key, tls) if pool_ports is None else pool_ports
         self.health = HealthWatch(
             deployment,
             self._http,
-            self._kv_ports,
+            self.kv_ports,
             self.cluster_state,
             clock=clock,
             loop_clock=self.loop_clock,
@@ -137,24 +133,28 @@ class LivePlane:
             on_frozen=self._on_frozen,
         )
         self.window = LengthWindow(deployment.control.window_s)
-        facts = LiveFacts(deployment, kv_model, self.cluster_state, self._curves, self.engines.meters)
+        self.facts = facts = LiveFacts(
+            deployment, kv_model, self.cluster_state, self._curves, self.engines.meters
+        )
         self.thresholds = Thresholds(
             deployment, self.cluster_state, facts, self.window, clock=clock, on_change=self._on_threshold
         )
-        self.compatibility = Compatibility(deployment, self._kv_ports, self.cluster_state, self._on_silent)
+        self.rosters = Rosters(deployment, self.kv_ports)
+        self.compatibility = Compatibility(deployment, self.kv_ports, self.cluster_state, self._on_silent)
         self.links = LinkMonitor(
             deployment,
-            lambda instance, rank: self._kv_ports[instance.name][rank],
+            lambda instance, rank: self.kv_ports[instance.name][rank],
             self.cluster_state,
             clock=clock,
             on_change=self.thresholds.ask_for_link,
             on_answer=self.health.pulse.heard_kv,
-            pool_ports=of_pools,
+            pool_ports=self._pool_ports,
         )
-        self.pools = PoolMonitor(deployment, of_pools, self.cluster_state.view.pools, clock=clock)
+        self.pool_senders = {name: (port,) for name, port in self._pool_ports.items()}
+        self.pools = PoolMonitor(deployment, self._pool_ports, self.cluster_state.view.pools, clock=clock)
         self.budget = LinkBudget(
             deployment,
-            {**self._kv_ports, **{name: (port,) for name, port in of_pools.items()}},
+            {**self.kv_ports, **self.pool_senders},
             self.cluster_state.view.links,
             self.links.samples,
             clock=clock,
@@ -172,17 +172,17 @@ class LivePlane:
             self.window,
             self.role_changes,
             clock=clock,
-            policy=self._policy,
+            policy=self.policy,
         )
-        self._copier = PoolCopier(deployment, key, of_pools)
+        self.copier = PoolCopier(deployment, key, self._pool_ports)
         self.hot_prefixes = HotPrefixes(
             self.cluster_state,
             clock=clock,
             metrics=self.metrics.copies,
-            copier=self._copier if deployment.pools else None,
+            copier=self.copier if deployment.pools else None,
         )
-        self._overview = Overview(
-            deployment,
+        self.overview = Overview(
+            AppliedDeployment(deployment, ""),
             clock(),
             self.cluster_state,
             self.prefix_knowledge,
@@ -199,8 +199,9 @@ class LivePlane:
             self.role_allocation,
             self.hot_prefixes,
             self._routed,
+            self.rosters,
         )
-        self._gauge_writer = GaugeWriter(self._overview, self.metrics, clock=clock)
+        self._gauge_writer = GaugeWriter(self.overview, self.metrics, clock=clock)
 
     def chains(self, token_ids: Sequence[int], salt: str, adapter: str) -> PromptChains:
         """What the cached prefixes of a prompt are looked up by. May be called in a thread."""
@@ -216,7 +217,7 @@ class LivePlane:
         offload: bool = True,
     ) -> Decision:
         """Where a prompt goes; raises NoDecodeInstanceError. See `gateway.control_plane`."""
-        view = self.cluster_state.at(self._clock())
+        view = self.cluster_state.at(self.clock())
         if avoid:
             view = view.without(avoid)
         if chains is None:
@@ -227,7 +228,7 @@ class LivePlane:
         match = self.prefix_knowledge.match(chains)
         self._routed.total += 1
         request = self.prefix_knowledge.request(match, num_tokens, self._routed.total)
-        policy = self._policy if offload else self._local
+        policy = self.policy if offload else self._local
         decision = match.bound(policy.decide(request, view), num_tokens, view.kv)
         self._count(decision)
         if offload and not avoid and view.pools:
@@ -240,7 +241,7 @@ class LivePlane:
 
     def instance(self, name: str) -> Instance:
         """The instance called `name`."""
-        found = self._instances.get(name)
+        found = self.instances.get(name)
         return found if found is not None else self.deployment.instance(name)
 
     def admit(self, decision: Decision, chains: PromptChains) -> AbstractAsyncContextManager[Decision]:
@@ -283,7 +284,7 @@ class LivePlane:
 
     def observe(self, num_tokens: int, uncached_tokens: int) -> None:
         """One request as the scheduler's statistics should see it."""
-        self.window.add(min(uncached_tokens, num_tokens), self._clock())
+        self.window.add(min(uncached_tokens, num_tokens), self.clock())
 
     def suspect(self, name: str, reason: str, *, lost_cache: bool = False) -> None:
         """A request failed at `name`: out of routing until a probe is good."""
@@ -332,7 +333,7 @@ class LivePlane:
 
     def state(self) -> dict[str, Any]:
         """The deployment as it is now, ready for JSON."""
-        return state_of(self._overview, self._clock())
+        return state_of(self.overview, self.clock())
 
     async def run(self) -> None:
         """All loops, until cancelled."""
@@ -343,6 +344,7 @@ class LivePlane:
                 self.links,
                 self.budget,
                 self.compatibility,
+                self.rosters,
                 self.engines,
                 self.pools,
                 self.health,
@@ -356,8 +358,8 @@ class LivePlane:
     async def close(self) -> None:
         """Give back connections; after `run` has ended."""
         await self.links.close()
-        await self._copier.close()
-        ports = (port for ranks in self._kv_ports.values() for port in ranks)
+        await self.copier.close()
+        ports = (port for ranks in self.kv_ports.values() for port in ranks)
         await asyncio.gather(*(port.close() for port in ports), return_exceptions=True)
         await self._http.close()
 
@@ -379,7 +381,7 @@ class LivePlane:
 
     def _on_service(self, cluster: str, tokens: int, seconds: float) -> None:
         self.metrics.service_ratio.labels(cluster).observe(seconds / self._curves[cluster].seconds(tokens))
-        self._curves[cluster].add(tokens, seconds, self._clock())
+        self._curves[cluster].add(tokens, seconds, self.clock())
 
     def _on_health(self, name: str, healthy: bool) -> None:
         if not healthy:
@@ -414,7 +416,3 @@ class LivePlane:
         self.metrics.decisions.labels(str(decision.route), decision.reason).inc()
         if decision.cache_transfer is not None:
             self.metrics.cache_transfers.inc()
-
-
-def _seed(key: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(key, digest_size=8, person=b"prfaas-prefix").digest(), "little")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prfaas.core.deployment import Cluster, Deployment
+from prfaas.core.deployment import Cluster, Deployment, Instance
 from prfaas.core.deployment.source import read_source
 from prfaas.core.kv import ConfigError, KvModel, model_from_directory
 from prfaas.core.latency.service_curve import ServiceCurve
@@ -75,18 +75,7 @@ def view_of(
             cluster.name: ClusterView(
                 cluster.name,
                 cluster.kind,
-                [
-                    InstanceView(
-                        instance.name,
-                        cluster.name,
-                        prefills=instance.has_role("prefill"),
-                        decodes=instance.has_role("decode"),
-                        decode_slots=decode_slots(deployment, cluster) if cluster.kind == "pd" else 1,
-                        busy_until_s=now_s,
-                        seen_s=now_s,
-                    )
-                    for instance in cluster.instances
-                ],
+                [instance_view(deployment, cluster, instance, now_s) for instance in cluster.instances],
                 curves[cluster.name].seconds,
                 slot_s=_usual_slot_s(deployment, cluster) if cluster.kind == "pd" else 0.0,
                 instance_price_per_s=cluster.instance_price_per_hour / SECONDS_PER_HOUR,
@@ -108,6 +97,19 @@ def view_of(
         now_s=now_s,
         stale_after_s=deployment.control.stale_after_s,
         pools={node.name: PoolView(node.name, node.cluster, node.instances) for node in deployment.pools},
+    )
+
+
+def instance_view(deployment: Deployment, cluster: Cluster, instance: Instance, now_s: float) -> InstanceView:
+    """An instance at rest, by the file alone."""
+    return InstanceView(
+        instance.name,
+        cluster.name,
+        prefills=instance.has_role("prefill"),
+        decodes=instance.has_role("decode"),
+        decode_slots=decode_slots(deployment, cluster) if cluster.kind == "pd" else 1,
+        busy_until_s=now_s,
+        seen_s=now_s,
     )
 
 
@@ -206,6 +208,10 @@ class LiveFacts:
         self._curves = curves
         self._engines = engines
         self._kv_bytes: OfLength = KvSize(kv_model) if kv_model is not None else _no_bytes
+
+    def adopt(self, deployment: Deployment) -> None:
+        """The instances and prices of this file count from now on."""
+        self._deployment = deployment
 
     def problem(self, lengths: LengthDistribution, output_tokens: float | None = None) -> PlanProblem:
         """The problem for uncached `lengths` and answers of a mean length; None takes what was measured.

@@ -70,15 +70,22 @@ class PoolMonitor:
             pools: what policies see of them; they get the bandwidths that engines and daemons measure.
             clock: seconds that never go back.
         """
-        self.nodes = deployment.pools
         self._ports = ports
         self._views = pools
         self._promoted: dict[str, tuple[float, float]] = {}
-        self._pool_of = {name: pools[node.name] for node in self.nodes for name in node.instances}
+        self._pool_of: dict[str, PoolView] = {}
+        self.adopt(deployment)
         self._clock = clock
         self._newest: dict[str, PoolReading] = {}
         self.period_s = period_s(WANTED_S, len(self.nodes), MOST_ASKED_PER_S)
         self.failures = 0
+
+    def adopt(self, deployment: Deployment) -> None:
+        """The pools have these engines from now on; they are the same pools."""
+        self.nodes = deployment.pools
+        for node in self.nodes:
+            self._views[node.name].instances = node.instances
+        self._pool_of = {name: self._views[node.name] for node in self.nodes for name in node.instances}
 
     async def run(self) -> None:
         """Until cancelled."""

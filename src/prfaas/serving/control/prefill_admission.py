@@ -1,6 +1,7 @@
 """Admission of prefills: requests wait here until an instance of their cluster is free."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -37,7 +38,8 @@ class PrefillAdmission:
         self._pools: dict[str, PrefillPool[Admission]] = {
             name: PrefillPool(waits=cluster.waits) for name, cluster in cluster_state.view.clusters.items()
         }
-        self._at_work = dict.fromkeys(cluster_state.names, 0)
+        # Uncached tokens by instance.
+        self._at_work: Counter[str] = Counter()
         # Uncached tokens of those that wait.
         self._tokens: dict[Admission, int] = {}
 
@@ -73,6 +75,10 @@ class PrefillAdmission:
         now_s = self._clock()
         for each in instances:
             self._serve(each.name, now_s)
+
+    def is_working(self, name: str) -> bool:
+        """Whether an instance has been given a prefill that has not ended."""
+        return self._at_work[name] > 0
 
     def waiting(self, cluster: str) -> int:
         """Prefills that wait for any instance of a cluster."""

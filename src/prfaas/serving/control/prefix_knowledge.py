@@ -1,10 +1,12 @@
 """Which instance and which pool holds what of a prompt: by events, by what was just sent, by what was ever sent."""
 
+import hashlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from prfaas.core.deployment import Instance
+from prfaas.core.kv import KvModel
 from prfaas.core.prefix import (
     DEFAULT_BLOCK_TOKENS,
     NOTHING,
@@ -193,12 +195,15 @@ class PrefixKnowledge:
         self._with_events = frozenset(with_events)
         self._clock = clock
         self._memory_of = {name: f"{name}/memory" for name in cluster_state.view.pools}
-        self._pool_of = {
-            instance: pool.name for pool in cluster_state.view.pools.values() for instance in pool.instances
-        }
+        self._pool_of = self._pools_of_instances()
         self._pending = PendingPrefixes()
         self._record: PrefixRecord | None = None
         self._hasher: BlockHasher | None = None
+
+    def adopt(self, with_events: Collection[str]) -> None:
+        """Apply the events of these instances from now on; the view has its instances and pools already."""
+        self._with_events = frozenset(with_events)
+        self._pool_of = self._pools_of_instances()
 
     def chains(self, token_ids: Sequence[int], salt: str, adapter: str) -> PromptChains:
         """What a prompt is looked up by. May be called in a thread."""
@@ -323,12 +328,30 @@ class PrefixKnowledge:
                 pools[name] = PoolHit(every_tier, in_memory)
         return pools
 
+    def _pools_of_instances(self) -> dict[str, str]:
+        pools = self._cluster_state.view.pools.values()
+        return {instance: pool.name for pool in pools for instance in pool.instances}
+
     def _record_names(self) -> list[str]:
         return [name for name in self._cluster_state.names if name not in self._with_events]
 
     def _sent(self, name: str, held: PrefixHit) -> PrefixHit:
         has_states = not (self._is_hybrid and self._cluster_state.instance(name).decodes)
         return held if has_states else PrefixHit(0, held.attention_tokens)
+
+
+def seed_of(key: bytes) -> int:
+    """The seed of a deployment's block hashes, by its key: nobody else can make equal ones."""
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8, person=b"prfaas-prefix").digest(), "little")
+
+
+def empty_index(seed: int, kv_model: KvModel | None) -> GlobalIndex:
+    """An index for a model; None: nothing is known of its layers."""
+    return GlobalIndex(
+        seed=seed,
+        needs_states=kv_model is None or kv_model.has_linear_state,
+        needs_windows=kv_model is not None and kv_model.has_window,
+    )
 
 
 def _is_of_ssd(event: Event) -> bool:

@@ -10,6 +10,7 @@ from prfaas.serving.control.cluster_state import Clock
 from prfaas.serving.control.engine_monitor import EngineAccess
 from prfaas.serving.own_process import lacks_descriptors, on_time_timeout
 from prfaas.serving.transport.pacing import PaceOrder
+from prfaas.serving.transport.roster import Roster
 from prfaas.serving.transport.sockets import HandshakeError
 
 _ANSWER_S = 2.0
@@ -25,6 +26,8 @@ class KvPort(Protocol):
     async def stats(self) -> dict[str, Any]: ...
 
     async def pace(self, order: PaceOrder) -> None: ...
+
+    async def tell_roster(self, roster: Roster) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -58,11 +61,19 @@ class Pulse:
     ) -> None:
         """`on_health(instance, good)`: its /health was answered, or its HTTP port refused."""
         self._http = http
-        self._ask_s = ask_s
         self._clock = clock
         self._on_health = on_health
+        self._ways: dict[str, tuple[_Way, ...]] = {}
+        self.adopt(instances, kv_ports, ask_s)
+
+    def adopt(
+        self, instances: Iterable[Instance], kv_ports: Mapping[str, Sequence[KvPort]], ask_s: float
+    ) -> None:
+        """Ask these instances from now on; one that is new counts as heard now."""
+        self._ask_s = ask_s
         self._ways = {
-            instance.name: (
+            instance.name: self._ways.get(instance.name)
+            or (
                 self._way("HTTP server", self._asker(instance), _HEALTH_S),
                 *(
                     self._way(_port_label(rank, len(ports)), self._kv_asker(port), math.inf)
@@ -75,7 +86,8 @@ class Pulse:
 
     def heard_http(self, name: str) -> None:
         """The instance has answered over HTTP."""
-        self._ways[name][0].heard_s = self._clock()
+        if name in self._ways:
+            self._ways[name][0].heard_s = self._clock()
 
     def heard_kv(self, name: str, rank: int) -> None:
         """The KV port of a rank has answered. That of a pool says nothing of an engine."""
@@ -118,7 +130,8 @@ class Pulse:
                 healthy = await self._http.is_healthy(instance, _LONGEST_ANSWER_S)
             if healthy is None:
                 raise TimeoutError
-            self._on_health(instance.name, healthy)
+            if instance.name in self._ways:
+                self._on_health(instance.name, healthy)
 
         return ask
 

@@ -119,6 +119,15 @@ class RoleChanges:
             self._cluster_state.set_role(change.instance, change.to_role)
         self._on_end(change)
 
+    def give_up(self, name: str) -> None:
+        """An instance is not converted any more, if it is: it leaves, or an operator has given it its role."""
+        if self._current is None or self._current[0].instance != name:
+            return
+        change, drain = self._current
+        self._current = None
+        drain.instance.draining = False
+        change.outcome, change.drained_s = "abandoned", self._clock() - drain.since_s
+
     def state(self, now_s: float) -> list[dict[str, Any]]:
         """The last conversions, newest last, `age_s` instead of times."""
         return [
@@ -176,6 +185,11 @@ class RoleAllocation:
         self._outlook = Outlook(window, foresight_of(config.forecast_period_s))
         self._allocator = Allocator(cool_down_s=COOL_DOWN_PERIODS * config.allocation_period_s)
         self.last: dict[str, Any] = {}
+
+    def adopt(self, config: ControlConfig, policy: Policy) -> None:
+        """Evaluate as this file says from now on."""
+        self._config, self._policy = config, policy
+        self._allocator.cool_down_s = COOL_DOWN_PERIODS * config.allocation_period_s
 
     async def run(self) -> None:
         """Until cancelled."""

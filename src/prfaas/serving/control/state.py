@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from prfaas.core.deployment import Deployment, Instance, Link, PoolNode
+from prfaas.core.deployment import AppliedDeployment, Instance, Link, PoolNode
 from prfaas.core.scheduling import InstanceView, Route
 from prfaas.core.scheduling.decoders import slot_free_s
 from prfaas.core.scheduling.threshold import LengthWindow
@@ -21,6 +21,7 @@ from prfaas.serving.control.pool_monitor import SILENCE_S, TIERS, PoolMonitor
 from prfaas.serving.control.prefill_admission import PrefillAdmission
 from prfaas.serving.control.prefix_knowledge import PrefixKnowledge
 from prfaas.serving.control.role_allocation import RoleAllocation, RoleChanges
+from prfaas.serving.control.rosters import Rosters
 from prfaas.serving.control.thresholds import Thresholds, json_tokens
 
 Json = dict[str, Any]
@@ -34,11 +35,12 @@ class Routed:
     reasons: dict[Route, Counter[str]] = field(default_factory=lambda: {route: Counter() for route in Route})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Overview:
     """Everything that there is to be seen of a plane."""
 
-    deployment: Deployment
+    applied: AppliedDeployment
+    """What was taken on last."""
     started_s: float
     cluster_state: ClusterState
     prefix_knowledge: PrefixKnowledge
@@ -55,6 +57,7 @@ class Overview:
     role_allocation: RoleAllocation
     hot_prefixes: HotPrefixes
     routed: Routed
+    rosters: Rosters
 
 
 def state_of(plane: Overview, now_s: float) -> Json:
@@ -62,12 +65,17 @@ def state_of(plane: Overview, now_s: float) -> Json:
 
     No prompts, no keys, no addresses.
     """
-    cluster_state, deployment = plane.cluster_state, plane.deployment
+    cluster_state, deployment = plane.cluster_state, plane.applied.running
     event_feed = plane.event_feed.state()
     return {
         "deployment": deployment.name,
         "model": deployment.model.served_name,
         "policy": deployment.routing.policy,
+        "applied": {
+            "digest": plane.applied.digest,
+            "leaving": [instance.name for instance in plane.applied.leaving],
+            "rosters_behind": plane.rosters.behind,
+        },
         "up_s": round(now_s - plane.started_s, 3),
         "clusters": {
             cluster.name: {

@@ -77,6 +77,18 @@ class Thresholds:
         self.last: dict[str, Any] = {}
         self._begin()
 
+    def adopt(self, deployment: Deployment) -> None:
+        """Search as this file says from now on. A threshold that it configures otherwise counts at once."""
+        before, self._deployment = self._deployment.routing, deployment
+        after = deployment.routing
+        if after.threshold_tokens not in (None, before.threshold_tokens):
+            for cluster in deployment.pd_clusters:
+                tokens = float(after.threshold_tokens or 0)
+                self._set(ThresholdEntry(self._clock(), cluster.name, tokens, "configured"))
+                self._on_change(cluster.name, "configured")
+        self._has_searched = self._has_searched and after.policy == before.policy
+        self.ask("roles")
+
     def ask(self, reason: Reason) -> None:
         """Search soon: something changed that thresholds depend on."""
         self._asked = reason

@@ -5,10 +5,14 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
 
 from prfaas.core.deployment import Deployment, Instance, KvPeer
 from prfaas.core.kv import KvModel, model_from_directory
 from prfaas.core.units import GIB
+from prfaas.serving.secret_files import load_headers
+from prfaas.serving.tracing.collector import HEADERS_VARIABLE, PROTOCOL, PROTOCOL_VARIABLE, collector_of
 
 # Both ends of a transfer must lay state out alike, and vLLM would otherwise choose by the CPU's features.
 # "SD" is what the CPU kernels read in place; vLLM's mamba/ops/cpu/gdn_attention.py copies "DS" first.
@@ -30,10 +34,20 @@ class EngineCommand:
     argv: tuple[str, ...]
     env: Mapping[str, str]
     """What is added to the environment."""
+    trace_headers_file: Path | None = None
+    """Its secrets are added too, but only when the process is started."""
 
     def environment(self, base: Mapping[str, str] | None = None) -> dict[str, str]:
-        """`base` (default: this process's environment) with `env` laid over it."""
-        return {**(os.environ if base is None else base), **self.env}
+        """`base` (default: this process's environment) with `env` laid over it, and the headers for traces.
+
+        Raises:
+            TraceHeadersError: the file of these can't be used.
+        """
+        headers = {} if self.trace_headers_file is None else load_headers(self.trace_headers_file)
+        # As W3C's baggage: percent-encoded values between commas.
+        told = ",".join(f"{name}={quote(value, safe='')}" for name, value in headers.items())
+        secrets = {HEADERS_VARIABLE: told} if told else {}
+        return {**(os.environ if base is None else base), **secrets, **self.env}
 
 
 def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
@@ -43,6 +57,7 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
         ConfigError: the model's `config.json` is missing or of an unknown kind.
     """
     on_cpu = deployment.cluster_of(instance).hardware == "cpu"
+    collector = collector_of(deployment.gateway.tracing)
     kv_model = model_from_directory(deployment.model.path, name=deployment.model.served_name)
     engine = deployment.engine
     argv = [
@@ -65,6 +80,7 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
         *("--kv-transfer-config", json.dumps(kv_transfer_config(deployment, instance))),
         *_events(deployment, instance),
         *_adapters(deployment),
+        *(("--otlp-traces-endpoint", collector.endpoint) if collector is not None else ()),
         *engine.extra_args,
     ]
     env = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_SSM_CONV_STATE_LAYOUT": CONV_STATE_LAYOUT}
@@ -73,7 +89,10 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
     if on_cpu:
         env |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         env["VLLM_CPU_KVCACHE_SPACE"] = str(engine.kv_cache_gib)
-    return EngineCommand(tuple(argv), {**env, **engine.env})
+    if collector is not None:
+        env |= _tracing(deployment, instance)
+    headers_file = None if collector is None else collector.headers_file
+    return EngineCommand(tuple(argv), {**env, **engine.env}, headers_file)
 
 
 def synthetic_command(deployment: Deployment, names: Sequence[str]) -> EngineCommand:
@@ -133,6 +152,12 @@ def kv_transfer_config(deployment: Deployment, instance: Instance) -> dict[str, 
             "keepalive_s": limits.keepalive_s,
         },
     }
+
+
+def _tracing(deployment: Deployment, instance: Instance) -> dict[str, str]:
+    """What vLLM takes of its traces from the environment: it would speak gRPC, and call itself nothing."""
+    who = f"service.instance.id={instance.name},prfaas.cluster={instance.cluster},prfaas.deployment={deployment.name}"
+    return {PROTOCOL_VARIABLE: PROTOCOL, "OTEL_SERVICE_NAME": "vllm", "OTEL_RESOURCE_ATTRIBUTES": who}
 
 
 def _certificates(deployment: Deployment, instance: Instance) -> dict[str, object]:

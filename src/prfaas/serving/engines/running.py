@@ -136,6 +136,37 @@ class RunningEngines:
                 self.stop()
             raise
 
+    def check(self, deployment: Deployment, added: Collection[Instance]) -> None:
+        """Whether these instances of another deployment file could be started here.
+
+        Raises:
+            EngineError: a port is taken.
+            TlsFileError: a certificate can't be used.
+        """
+        for instance in added:
+            self._check_startable(instance)
+        ensure_certificates(deployment, [instance.name for instance in added])
+
+    def adopt(self, deployment: Deployment) -> None:
+        """Start and restart engines by this file from now on; nothing is started or ended here."""
+        self.deployment = deployment
+        self.names = tuple(instance.name for instance in deployment.instances)
+
+    def end(self, instance: Instance, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """End an engine that the file has no more, and that has no work: asked first, killed after `timeout_s`.
+
+        Others in its process go on.
+        """
+        group = self._groups.get(instance.name)
+        if group is None:
+            return
+        if not self._shares(instance.name):
+            group.ask_to_end()
+            group.wait(timeout_s)
+        self._kill(instance)
+        del self._groups[instance.name]
+        self._killed.discard(instance.name)
+
     def wait_ready(
         self,
         timeout_s: float = READY_TIMEOUT_S,
@@ -206,9 +237,18 @@ class RunningEngines:
         Raises:
             EngineError: they were not within some seconds.
         """
-        group, instance = self._group(name), self.deployment.instance(name)
+        self._kill(self.deployment.instance(name))
+
+    def _shares(self, name: str) -> bool:
+        """Whether others run in an engine's process."""
+        group = self._group(name)
         others = [each for each in self._groups if each != name and self._groups[each] is group]
-        if any(each not in self._killed for each in others):
+        return any(each not in self._killed for each in others)
+
+    def _kill(self, instance: Instance) -> None:
+        name = instance.name
+        group = self._group(name)
+        if self._shares(name):
             with contextlib.suppress(OSError, http.client.HTTPException):
                 self._ask(instance, "POST", "/synthetic/die")
             self._killed.add(name)

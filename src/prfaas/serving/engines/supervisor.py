@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 from prfaas.serving.engines import EngineError
 from prfaas.serving.secret_files import KeyFileError, TlsFileError
 
-_LOOK_EVERY_S = 1.0
+LOOK_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,8 @@ class _Watched(Generic[_N]):
     sound_s: float | None = None
     """When its restarts are forgotten."""
     given_up: bool = False
+    is_new: bool = False
+    """It has not been started yet, or has not answered since."""
 
 
 class Supervisor(Generic[_N]):
@@ -105,22 +107,31 @@ class Supervisor(Generic[_N]):
         """What is not started again any more."""
         return [name for name, each in self._watched.items() if each.given_up]
 
+    def watch(self, what: _N) -> None:
+        """Start one more, and watch it; nothing where it is watched already."""
+        if what.name not in self._watched:
+            self._watched[what.name] = _Watched(what, due_s=self._clock(), is_new=True)
+
+    def leave(self, name: str) -> None:
+        """Watch one no longer: it is to end."""
+        self._watched.pop(name, None)
+
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(LOOK_EVERY_S)
             await self.look()
 
     async def look(self) -> None:
         """See who has ended, start again who is due, and ask those that start whether they are ready."""
-        for name, each in self._watched.items():
+        for name, each in tuple(self._watched.items()):
             if each.due_s is None and not each.given_up and not self._running.is_running(name):
                 self._ended(name, each)
         now_s = self._clock()
         due = [name for name, each in self._watched.items() if each.due_s is not None and each.due_s <= now_s]
         if due:
             await self._start(due)
-        for name, each in self._watched.items():
+        for name, each in tuple(self._watched.items()):
             if each.started_s is not None and each.due_s is None:
                 await self._ask(name, each)
             elif each.sound_s is not None and self._clock() >= each.sound_s:
@@ -151,11 +162,18 @@ class Supervisor(Generic[_N]):
             await asyncio.to_thread(self._running.restart, due)
         except (EngineError, KeyFileError, TlsFileError, OSError) as error:
             self._tell(f"no restart of {', '.join(due)}: {error}")
+            for name in due:
+                # Of what has never run, nobody can say how it ended.
+                if name in self._watched and self._watched[name].is_new:
+                    self._watched[name].given_up = True
+                    self._watched[name].started_s = None
 
     async def _ask(self, name: str, each: _Watched[_N]) -> None:
         assert each.started_s is not None
         if await asyncio.to_thread(self._running.answers_health, each.what):
-            self._tell(f"{self._kind} {name} is ready again after {self._clock() - each.started_s:.0f} s")
+            again = "" if each.is_new else " again"
+            each.is_new = False
+            self._tell(f"{self._kind} {name} is ready{again} after {self._clock() - each.started_s:.0f} s")
             each.started_s, each.sound_s = None, self._clock() + self._limits.steady_s
         elif self._clock() - each.started_s > self._limits.ready_timeout_s and self._running.is_running(name):
             self._tell(

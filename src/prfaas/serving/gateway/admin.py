@@ -6,19 +6,23 @@ A page is added in `AdminRoutes.application`; the checks of who may ask stand be
 import hashlib
 import hmac
 import ipaddress
+from collections import deque
 from collections.abc import Collection
+from dataclasses import replace
 
 from aiohttp import web
 
-from prfaas.core.deployment import Deployment, is_loopback
+from prfaas.core.deployment import AppliedDeployment, Deployment, DeploymentError, Instance, is_loopback
 from prfaas.core.kv import KvModel
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.middleware import Handler, access, errors
 from prfaas.serving.gateway.request_log import RequestLog, explain
 from prfaas.serving.gateway.routes import instances_of
+from prfaas.serving.reloading import Reloader, ReloadRefusedError
 
 _SAFE_METHODS = ("GET", "HEAD")
+_MOST_LEFT = 1024
 
 
 class AdminRoutes:
@@ -31,16 +35,29 @@ class AdminRoutes:
         log: RequestLog,
         context: GatewayContext,
         token: str | None,
+        reloader: Reloader | None = None,
     ) -> None:
-        """`kv_model`: None where the size of the model's KV is unknown. `token`: None: none is asked for."""
-        self._deployment = deployment
+        """`kv_model`: None where the size of the model's KV is unknown. `token`: None: none is asked for. `reloader`:
+        None: the deployment does not change."""
+        self._applied = AppliedDeployment(deployment, "")
+        # Records of requests outlive the instances that they name.
+        self._left: deque[Instance] = deque(maxlen=_MOST_LEFT)
+        self._reloader = reloader
         self._kv_model = kv_model
         self._plane = context.plane
         self._metrics = context.metrics
         self._log = log
         self._host = deployment.gateway.admin.host
-        self._further_hosts = (*deployment.gateway.hosts, deployment.gateway.host)
+        self._further_hosts: tuple[str, ...] = ()
+        self.adopt(self._applied)
         self._token_hash = None if token is None else _hashed(token.encode())
+
+    def adopt(self, applied: AppliedDeployment) -> None:
+        """Answer for this deployment from now on."""
+        names = {instance.name for instance in applied.running.instances}
+        self._left += (each for each in self._applied.running.instances if each.name not in names)
+        self._applied = applied
+        self._further_hosts = (*applied.said.gateway.hosts, applied.said.gateway.host)
 
     def application(self) -> web.Application:
         """The aiohttp application with the operators' pages."""
@@ -54,6 +71,7 @@ class AdminRoutes:
         app.router.add_get("/metrics", self._get_metrics, allow_head=False)
         app.router.add_get("/prfaas/state", self._state, allow_head=False)
         app.router.add_get("/prfaas/requests/{request_id}", self._request, allow_head=False)
+        app.router.add_post("/prfaas/reload", self._reload)
         app.router.add_post("/prfaas/instances/{name}/drain", self._drain)
         app.router.add_post("/prfaas/instances/{name}/undrain", self._undrain)
         return app
@@ -97,6 +115,19 @@ class AdminRoutes:
     async def _state(self, _request: web.Request) -> web.Response:
         return web.json_response(self._plane.state())
 
+    async def _reload(self, request: web.Request) -> web.Response:
+        if self._reloader is None:
+            raise ApiError(409, "This gateway was started without a file that it could read again.")
+        try:
+            outcome = await self._reloader.reload(
+                apply=request.query.get("check") != "true", expected=request.query.get("digest")
+            )
+        except DeploymentError as error:
+            raise ApiError(400, f"{error}; nothing was changed") from None
+        except ReloadRefusedError as error:
+            raise ApiError(409, str(error)) from None
+        return web.json_response(outcome.to_json())
+
     async def _drain(self, request: web.Request) -> web.Response:
         return self._drained(request, wanted=True)
 
@@ -105,9 +136,11 @@ class AdminRoutes:
 
     def _drained(self, request: web.Request, *, wanted: bool) -> web.Response:
         name = request.match_info["name"]
-        names = [instance.name for instance in self._deployment.instances]
+        names = [instance.name for instance in self._applied.running.instances]
         if name not in names:
             raise ApiError(404, f"No instance is called {name[:64]}; there are {', '.join(names)}.")
+        if any(name == instance.name for instance in self._applied.leaving):
+            raise ApiError(409, f"{name} is about to leave; put it back into the deployment file and reload.")
         self._plane.drain(name, wanted=wanted)
         return web.json_response(instances_of(self._plane.state())[name])
 
@@ -116,7 +149,11 @@ class AdminRoutes:
         record = self._log.find(request_id)
         if record is None:
             raise ApiError(404, f"No request {request_id[:64]} is among the last {self._log.capacity}.")
-        return web.json_response(explain(record, self._deployment, self._kv_model))
+        known = {each.name: each for each in (*self._left, *self._applied.leaving)}
+        for instance in self._applied.said.instances:
+            known.pop(instance.name, None)
+        remembered = replace(self._applied, leaving=tuple(known.values())).running
+        return web.json_response(explain(record, remembered, self._kv_model))
 
 
 def _hashed(token: bytes) -> bytes:

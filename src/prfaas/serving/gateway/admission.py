@@ -98,6 +98,10 @@ class Admission:
         """The wait beyond which it is refused."""
         return self._limits.queue_s
 
+    def adopt(self, limits: GatewayLimits) -> None:
+        """Take on so much from now on; what is open goes on."""
+        self._limits = limits
+
     @contextmanager
     def admitted(self, tenant: str, headers: Headers, body_bytes: int | None) -> Iterator[AdmittedRequest]:
         """One request, from before its body is read to its end.

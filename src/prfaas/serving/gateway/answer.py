@@ -19,6 +19,7 @@ from prfaas.serving.gateway.engine_client import Blame, EngineCallError, failed_
 from prfaas.serving.gateway.http_exchange import EngineResponse
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request_log import RequestRecord
+from prfaas.serving.gateway.request_trace import finish_reasons
 
 EVENT_STREAM = "text/event-stream"
 # Events that are longer are passed on in pieces.
@@ -203,10 +204,12 @@ async def read_whole(response: EngineResponse, instance: str, record: RequestRec
 
 
 def note_answer_tokens(record: RequestRecord, piece: bytes) -> None:
-    """Record how many tokens were generated, if the last piece of an answer says so."""
+    """Record how many tokens were generated, if the last piece of an answer says so; and why it ended, for a trace."""
     found = _ANSWER_TOKENS.findall(piece, max(len(piece) - _USAGE_BYTES, 0))
     if found:
         record.answer_tokens = int(found[-1])
+    if record.trace is not None:
+        record.finish_reasons = finish_reasons(piece) or record.finish_reasons
 
 
 def cached_tokens_of(answer: bytes) -> int | None:
@@ -322,18 +325,18 @@ class ResponseWriter:
         """Pass a whole stream on.
 
         Returns:
-            The last two pieces, or less of the first of them: the usage stands before the mark at the end.
+            The last three pieces, or less of the first two: the reason of the end and the usage stand before the mark.
 
         Raises:
             DecodeFailedError: the engine has failed.
             ConnectionResetError: the client has left.
         """
-        before = b""
+        earlier = before = b""
         transport = self._http.transport
 
         def write_now(events: bytes) -> bool:
-            nonlocal before
-            before, self.latest = self.latest, events
+            nonlocal earlier, before
+            earlier, before, self.latest = before, self.latest, events
             self.kept.add(events)
             assert transport is not None
             transport.write(b"%x\r\n%b\r\n" % (len(events), events))
@@ -341,12 +344,12 @@ class ResponseWriter:
             return transport.get_write_buffer_size() < _UNSENT_BYTES and not transport.is_closing()
 
         while events := await stream.read():
-            before = self.latest
+            earlier, before = before, self.latest
             await self.write(events, content_type)
             assert self._response is not None
             if self._response.chunked and transport is not None and not transport.is_closing():
                 await stream.pump(write_now)
-        return before[-len(self.latest) - 1024 :] + self.latest
+        return earlier[-1024:] + before[-len(self.latest) - 1024 :] + self.latest
 
     async def end(self) -> web.StreamResponse:
         """End the stream."""
@@ -364,6 +367,8 @@ class ResponseWriter:
         ttft_s = time.perf_counter() - self._record.began_s
         self._record.steps_s["first_byte"] = ttft_s
         self._record.waits_for = None
+        if self._record.trace is not None:
+            self._record.trace.event("first_byte")
         # Without a route nothing was generated.
         if self._record.route_header is not None:
             self._metrics.ttft_seconds.labels(self._record.route).observe(ttft_s)

@@ -18,6 +18,17 @@ class PrefillWork(Protocol):
         ...
 
 
+class LinkWords(Protocol):
+    """What the senders of links have told of them lately."""
+
+    def resent_bytes(self, producer: str, consumer: str) -> int | None:
+        """Bytes that the kernels of `producer` have sent again on the link to `consumer`, all transfers' together.
+
+        None: both are in one cluster, or nothing is known.
+        """
+        ...
+
+
 class ControlPlane(Protocol):
     """The live control plane as the gateway uses it. All methods but `chains` belong to the event loop's thread."""
 
@@ -116,6 +127,11 @@ class ControlPlane(Protocol):
     @property
     def loop_clock(self) -> LoopClock:
         """Time in which the event loop is on time: what engines' answers are measured by."""
+        ...
+
+    @property
+    def links(self) -> LinkWords:
+        """The links between clusters."""
         ...
 
     def drain(self, name: str, *, wanted: bool) -> None:

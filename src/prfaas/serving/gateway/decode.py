@@ -1,7 +1,7 @@
 """The request to a decode engine, from its body to the last byte of its answer at the client."""
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from aiohttp import web
@@ -21,6 +21,7 @@ from prfaas.serving.gateway.engine_client import Blame, EngineCallError
 from prfaas.serving.gateway.http_exchange import EngineResponse
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.request import PreparedRequest, ServingRequest
+from prfaas.serving.gateway.request_trace import Attributes, engine_call
 
 logger = logging.getLogger(__name__)
 
@@ -89,9 +90,13 @@ class Decoder:
                 request.salt,
                 prepared.cached_tokens,
             )
-            with self._plane.decoding(prepared.decode, prepared.own_prefill_tokens):
-                answer = await self._ask(request, prepared, body)
+            with (
+                self._plane.decoding(prepared.decode, prepared.own_prefill_tokens),
+                engine_call(request.record.trace, "decode", request.headers, self._told(prepared)) as call,
+            ):
+                answer = await self._ask(request, prepared, body, call.headers)
                 try:
+                    call.tell({"http.response.status_code": answer.status})
                     if answer.status == 200:
                         self._prefill.delivered(prepared)
                     if answer.status == 200 and prepared.arriving is not None:
@@ -121,9 +126,19 @@ class Decoder:
         request.record.refused_status = status
         self._metrics.refused.labels("engine" if prepared.transfer is None else "engine-late").inc()
 
-    async def _ask(self, request: ServingRequest, prepared: PreparedRequest, body: bytes) -> EngineResponse:
+    def _told(self, prepared: PreparedRequest) -> Attributes:
+        """What the span of a decode tells."""
+        return {
+            "prfaas.instance": prepared.decode,
+            "prfaas.cluster": self._plane.instance(prepared.decode).cluster,
+            "prfaas.prefill_tokens": prepared.own_prefill_tokens,
+        }
+
+    async def _ask(
+        self, request: ServingRequest, prepared: PreparedRequest, body: bytes, headers: Mapping[str, str]
+    ) -> EngineResponse:
         instance = self._plane.instance(prepared.decode)
         try:
-            return await self._client.open(instance, request.endpoint.path, body, request.headers)
+            return await self._client.open(instance, request.endpoint.path, body, headers)
         except EngineCallError as error:
             raise DecodeFailedError.of_call(error) from error

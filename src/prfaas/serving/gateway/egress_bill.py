@@ -10,7 +10,12 @@ class EgressBill:
 
     def __init__(self, deployment: Deployment, metrics: Metrics) -> None:
         self._cost = metrics.egress_cost
-        self._cluster_of = {instance.name: instance.cluster for instance in deployment.instances}
+        self._cluster_of: dict[str, str] = {}
+        self.adopt(deployment)
+
+    def adopt(self, deployment: Deployment) -> None:
+        """Count by this file's prices from now on. What an instance sent that has left is counted still."""
+        self._cluster_of |= {instance.name: instance.cluster for instance in deployment.instances}
         self._cluster_of |= {pool.name: pool.cluster for pool in deployment.pools}
         self._prices = {
             (link.source, link.target): (link.name, link.egress_per_gb / GB)

@@ -25,6 +25,7 @@ from prfaas.serving.gateway.request import (
     TokenizedPrompt,
 )
 from prfaas.serving.gateway.request_log import RequestLog, RequestRecord
+from prfaas.serving.gateway.request_trace import decision_attributes
 from prfaas.serving.gateway.shadow import Shadow
 from prfaas.serving.gateway.stream_resume import StreamResume, can_resume
 from prfaas.serving.gateway.tokenization import Tokenization
@@ -53,9 +54,10 @@ class Generation:
         shadow: Shadow,
         log: RequestLog,
         detail: RouteDetail,
+        policy: str,
     ) -> None:
-        """`detail`: what the route header tells clients that are no named tenant."""
-        self._tells_all = detail == "full"
+        """`detail`: what the route header tells clients that are no named tenant. `policy`: its name, for traces."""
+        self.adopt(detail, policy)
         self._context = context
         self._tenants = tenants
         self._admission = admission
@@ -69,6 +71,11 @@ class Generation:
         self._log = log
         self._budget = KeepBudget(context.options.kept_answers_bytes)
 
+    def adopt(self, detail: RouteDetail, policy: str) -> None:
+        """Tell clients and traces so much from now on."""
+        self._tells_all = detail == "full"
+        self._policy = policy
+
     async def handle(self, http: web.Request, endpoint: Endpoint) -> web.StreamResponse:
         """Serve one request.
 
@@ -78,7 +85,7 @@ class Generation:
         Raises:
             ApiError: what the client is to read in place of an answer.
         """
-        with self._log.recording(str(endpoint)) as record, self._taken(http, record) as taken:
+        with self._log.recording(str(endpoint), http.headers) as record, self._taken(http, record) as taken:
             async with taken.in_time():
                 # 1. Parse and check: what the client wants, less what could steer an engine.
                 request = await self._parser.parse(http, endpoint, record, taken.tenant, taken.hold)
@@ -142,7 +149,9 @@ class Generation:
         record.prompt_tokens = num_tokens
         decision = plane.route(num_tokens, prompt.chains)
         plane.observe(num_tokens, decision.uncached_tokens)
-        record.since("decide", begun_s)
+        decided_s = record.since("decide", begun_s)
+        if record.trace is not None:
+            record.trace.step("decide", begun_s, decided_s, decision_attributes(decision, self._policy))
         return decision
 
     def _count_uncached(self, prepared: PreparedRequest) -> None:

@@ -115,6 +115,10 @@ class HttpPool:
         fresh = await self._connect(host, port, server_name)
         return await fresh.exchange(head, body)
 
+    def be_patient(self, first_byte_s: float, idle_s: float) -> None:
+        """Wait so long from now on, as the constructor's arguments of these names say."""
+        self._first_byte_s, self._idle_s = first_byte_s, idle_s
+
     def bar(self, host: str, port: int, reason: str | None) -> None:
         """The server is frozen: cut what is open there, and refuse what comes. None: it answers again."""
         peer = (host, port)

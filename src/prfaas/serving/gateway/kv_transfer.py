@@ -32,6 +32,8 @@ class TransferredBytes:
     total_bytes: int
     overlapped_bytes: int
     """Bytes that had arrived when the prefill ended."""
+    spared_bytes: int = 0
+    """By how many bytes compression made them less on the link."""
 
     @property
     def overlapped_fraction(self) -> float:
@@ -123,8 +125,23 @@ class KvTransfers:
 
     def __init__(self, watchers: Mapping[str, tuple[Watcher, ...]]) -> None:
         """`watchers`: decode instance name → one watcher per tensor-parallel rank."""
-        self._watchers = watchers
+        self._watchers = dict(watchers)
         self._consumers: set[str] = set()
+
+    def add(self, consumer: str, watchers: tuple[Watcher, ...]) -> None:
+        """One more instance; nothing where it is there already."""
+        self._watchers.setdefault(consumer, watchers)
+
+    async def forget(self, consumer: str) -> None:
+        """An instance has left: nothing waits for transfers there any more."""
+        self._consumers.discard(consumer)
+        for watcher in self._watchers.pop(consumer, ()):
+            await watcher.close()
+
+    @property
+    def consumers(self) -> set[str]:
+        """All instances that transfers can be waited for at."""
+        return set(self._watchers)
 
     async def wait(
         self,
@@ -154,7 +171,7 @@ class KvTransfers:
 
         if len(watchers) == 1:
             status = await self._wait(watchers[0], transfer_id, timeout_s, lead_s, soon)
-            return TransferredBytes(status.total_bytes, status.overlapped_bytes)
+            return TransferredBytes(status.total_bytes, status.overlapped_bytes, status.spared_bytes)
         try:
             async with asyncio.TaskGroup() as group:
                 waits = [
@@ -167,6 +184,7 @@ class KvTransfers:
         return TransferredBytes(
             total_bytes=sum(status.total_bytes for status in statuses),
             overlapped_bytes=sum(status.overlapped_bytes for status in statuses),
+            spared_bytes=sum(status.spared_bytes for status in statuses),
         )
 
     def announced(self, consumer: str, transfer_id: bytes) -> bool:
@@ -178,7 +196,7 @@ class KvTransfers:
 
         It does nothing when the engine has already taken the transfer.
         """
-        for watcher in self._watchers[consumer]:
+        for watcher in self._watchers.get(consumer, ()):
             try:
                 async with asyncio.timeout(timeout_s):
                     await watcher.abandon(transfer_id, reason)
@@ -206,7 +224,7 @@ class KvTransfers:
         used_bytes = total_bytes = 0
         try:
             async with asyncio.timeout(timeout_s):
-                for watcher in self._watchers[consumer]:
+                for watcher in self._watchers.get(consumer, ()):
                     told = await watcher.stats()
                     used_bytes += told["staging_used_blocks"] * told["staging_block_bytes"]
                     total_bytes += told["staging_total_blocks"] * told["staging_block_bytes"]

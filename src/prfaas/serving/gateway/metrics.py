@@ -257,6 +257,14 @@ class Metrics:
             ("certificate",),
             registry=registry,
         )
+        self.trace_spans = CachedLabels(
+            Counter(
+                "prfaas_gateway_trace_spans",
+                "Spans of traces, by what became of them (sent, failed, dropped).",
+                ("outcome",),
+                registry=registry,
+            )
+        )
         build = Gauge(
             "prfaas_build_info", "1; the labels say what runs.", ("version", "python"), registry=registry
         )

@@ -74,6 +74,8 @@ def _write_line(request: web.Request, status: int | None, duration_s: float) -> 
             "ttft_s": None if ttft_s is None else round(ttft_s, 6),
             "request_id": record.request_id,
         }
+        if record.trace_id is not None:
+            fields["trace_id"] = record.trace_id
     fields["duration_s"] = round(duration_s, 6)
     access_logger.info("answered" if status is not None else "left by its client", extra={"fields": fields})
 

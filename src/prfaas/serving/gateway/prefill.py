@@ -46,10 +46,15 @@ class PrefillOrchestrator:
     ) -> None:
         self._hop = hop
         self._prefixes = prefixes
-        self._lead_s = deployment.transfer.decode_lead_s
         self._plane = context.plane
         self._metrics = context.metrics
         self._bill = EgressBill(deployment, context.metrics)
+        self.adopt(deployment)
+
+    def adopt(self, deployment: Deployment) -> None:
+        """Prefill with these instances from now on."""
+        self._lead_s = deployment.transfer.decode_lead_s
+        self._bill.adopt(deployment)
         self._staging_bytes = {
             instance.name: deployment.engine.staging_bytes * instance.tensor_parallel
             for instance in deployment.instances
@@ -90,7 +95,8 @@ class PrefillOrchestrator:
             try:
                 prepared = await self._begin_remote(request, prompt, attempt)
             except HopFailedError as failure:
-                attempt.outcome = fallback = failure.reason
+                fallback = failure.reason
+                request.record.fell_back(attempt, fallback)
                 self._metrics.fallbacks.labels(fallback).inc()
                 if failure.hopeless:
                     break
@@ -134,7 +140,7 @@ class PrefillOrchestrator:
         try:
             prepared = replace(arriving.result(), fallback=prepared.fallback)
         except HopFailedError as failure:
-            attempt.outcome = failure.reason
+            request.record.fell_back(attempt, failure.reason)
             self._metrics.fallbacks.labels(failure.reason).inc()
             assert isinstance(prompt, TokenizedPrompt) and decision is not None
             return self._at_decode(request, prompt, decision, "fallback", failure.reason)

@@ -13,6 +13,7 @@ from prfaas.serving.gateway.answer import cached_tokens_of
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, prefill_body
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.engine_client import FROZEN, OWN_RESOURCES, Blame, EngineCallError
+from prfaas.serving.gateway.hop_trace import HopTrace
 from prfaas.serving.gateway.kv_transfer import (
     DROPPED,
     KvTransfers,
@@ -23,6 +24,7 @@ from prfaas.serving.gateway.kv_transfer import (
     TransferSpec,
 )
 from prfaas.serving.gateway.request import ServingRequest, Tenants
+from prfaas.serving.gateway.request_trace import CANCELLED
 from prfaas.serving.transport.ticket import Ticket, prompt_digest
 
 logger = logging.getLogger(__name__)
@@ -71,10 +73,7 @@ class PrefillHop:
         """`key` seals tickets."""
         self._key = key
         self._tenants = tenants
-        self._bandwidth_bits_per_s = {
-            (link.source, link.target): link.bandwidth_bits_per_s for link in deployment.links
-        }
-        self._lead_s = deployment.transfer.decode_lead_s
+        self.adopt(deployment)
         self._transfers = transfers
         self._plane = context.plane
         self._client = context.client
@@ -85,6 +84,13 @@ class PrefillHop:
         self._arriving: dict[asyncio.Task[TransferredBytes], TransferSpec] = {}
         self._frozen: dict[str, str] = {}
         self._silent: dict[asyncio.Task[TransferredBytes], str] = {}
+
+    def adopt(self, deployment: Deployment) -> None:
+        """Expect links to be as wide as this file says from now on."""
+        self._bandwidth_bits_per_s = {
+            (link.source, link.target): link.bandwidth_bits_per_s for link in deployment.links
+        }
+        self._lead_s = deployment.transfer.decode_lead_s
 
     def frozen(self, name: str, reason: str | None) -> None:
         """An instance is frozen: nothing waits any longer for what it was to send or to receive. None: not any more."""
@@ -121,19 +127,26 @@ class PrefillHop:
         ticket, sealed, body = await self._json_threads.run(
             len(spec.token_ids) * JSON_BYTES_PER_TOKEN, self._sealed_request, spec, request
         )
+        trace = request.record.trace
+        spans = None if trace is None else HopTrace(trace, spec, self._plane)
         done: TransferDone | None = None
         failure: EngineCallError | TransferFailedError | None = None
         try:
             with self._metrics.in_flight_transfers.track_inprogress():
                 try:
                     # 2. The producer prefills and sends; the consumer's ranks say when all bytes are there.
-                    done = await self._prefill_and_transfer(spec, ticket, sealed, body, request, on_soon)
+                    done = await self._prefill_and_transfer(
+                        spec, ticket, sealed, body, request, on_soon, spans
+                    )
                 except (EngineCallError, TransferFailedError) as error:
                     failure = error
         finally:
             # Also when the client has left: no request will load what has arrived.
             if done is None:
                 self.abandon(ticket, str(failure) if failure is not None else "the request was cancelled")
+                if spans is not None:
+                    word = CANCELLED if failure is None else failure.reason
+                    spans.failed(word, in_transfer=isinstance(failure, TransferFailedError))
         if done is None:
             assert failure is not None
             if failure.reason == INCOMPATIBLE:
@@ -185,6 +198,7 @@ class PrefillHop:
         body: bytes,
         request: ServingRequest,
         on_soon: Callable[[StartedTransfer], None] | None,
+        spans: HopTrace | None,
     ) -> TransferDone:
         """The request and the transfer at the same time; the first to fail ends the other."""
         clock = time.perf_counter
@@ -196,9 +210,10 @@ class PrefillHop:
 
         async def prefill() -> tuple[float, bytes]:
             producer = self._plane.instance(spec.producer)
-            answer = await self._client.call(
-                producer, "/v1/completions", body, request.headers, prefill_timeout_s
-            )
+            headers = request.headers if spans is None else spans.headers(request.headers)
+            answer = await self._client.call(producer, "/v1/completions", body, headers, prefill_timeout_s)
+            if spans is not None:
+                spans.prefilled(cached_tokens_of(answer))
             return clock() - start_s, answer
 
         def soon(cached_tokens: int) -> None:
@@ -213,6 +228,8 @@ class PrefillHop:
             self._transfers.wait(spec.consumer, ticket.transfer_id, prefill_timeout_s + late_s, lead_s, soon)
         )
         self._arriving[arrival] = spec
+        if spans is not None:
+            arrival.add_done_callback(spans.arrived)
         try:
             await asyncio.wait((prefilling, arrival), return_when=asyncio.FIRST_COMPLETED)
             if arrival.done():

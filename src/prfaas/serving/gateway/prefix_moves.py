@@ -10,6 +10,7 @@ from prfaas.serving.gateway.egress_bill import EgressBill
 from prfaas.serving.gateway.kv_transfer import MovedPrefix, TransferDone, TransferredBytes, TransferSpec
 from prfaas.serving.gateway.prefill_hop import HopFailedError, PrefillHop
 from prfaas.serving.gateway.request import ServingRequest, Tenants, TokenizedPrompt
+from prfaas.serving.gateway.request_trace import AttributeValue
 from prfaas.serving.pool.copier import PoolCopier
 from prfaas.serving.transport.requests import CopyResult
 
@@ -25,14 +26,20 @@ class PrefixMoves:
         tenants: Tenants,
         context: GatewayContext,
     ) -> None:
-        self._deployment = deployment
         self._hop = hop
         self._copier = copier
         self._tenants = tenants
         self._plane = context.plane
         self._metrics = context.metrics
         self._bill = EgressBill(deployment, context.metrics)
-        self._staging_bytes = {
+        self._staging_bytes: dict[str, int] = {}
+        self.adopt(deployment)
+
+    def adopt(self, deployment: Deployment) -> None:
+        """Move prefixes between these instances and pools from now on."""
+        self._deployment = deployment
+        self._bill.adopt(deployment)
+        self._staging_bytes |= {
             instance.name: deployment.engine.staging_bytes * instance.tensor_parallel
             for instance in deployment.instances
         }
@@ -82,7 +89,15 @@ class PrefixMoves:
             request.record.note(f"a prefix of pool {wanted.source} did not come whole: {result.reason}")
         self._note(request, result.outcome, result.copied_bytes)
         self._bill.add(wanted.source, pool.name, result.copied_bytes)
-        request.record.took("cache_transfer", time.perf_counter() - begun_s)
+        copied_s = request.record.since("cache_transfer", begun_s)
+        if request.record.trace is not None:
+            told: dict[str, AttributeValue] = {
+                "prfaas.kv.producer": wanted.source,
+                "prfaas.kv.consumer": pool.name,
+                "prfaas.kv.bytes": result.copied_bytes,
+                "prfaas.outcome": result.outcome,
+            }
+            request.record.trace.step("kv_copy", begun_s, copied_s, told)
         return result
 
     async def _sent(

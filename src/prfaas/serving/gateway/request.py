@@ -143,8 +143,12 @@ class Tenants:
             weights: parts of a link by the header's value; 1 for all others.
         """
         self._key = key
+        self.adopt(header, weights or {})
+
+    def adopt(self, header: str | None, weights: Mapping[str, int]) -> None:
+        """Tell tenants apart so from now on."""
         self._header = header
-        self._weights = {self._salt(name.encode()): weight for name, weight in (weights or {}).items()}
+        self._weights = {self._salt(name.encode()): weight for name, weight in weights.items()}
 
     def names(self, headers: Headers) -> bool:
         """Whether a request says whose it is. Those that don't are one tenant's together."""
@@ -189,6 +193,10 @@ class RequestParser:
         self._most_bytes = options.max_body_bytes
         self._json_threads = json_threads
 
+    def adopt(self, deployment: Deployment) -> None:
+        """Take bodies as large as this file says from now on."""
+        self._most_values = deployment.gateway.limits.body_values
+
     async def parse(
         self,
         http: web.Request,
@@ -224,7 +232,7 @@ class RequestParser:
             model=record.model,
             adapter=adapter,
             salt=salt if endpoint.generates else "",
-            headers=_engine_headers(http.headers, record.request_id),
+            headers=_engine_headers(http.headers, record),
             record=record,
         )
 
@@ -270,8 +278,10 @@ def _is_seeded(body: Json) -> bool:
     return body.get("seed") not in (None, -1) and body.get("temperature") != 0
 
 
-def _engine_headers(received: Mapping[str, str], request_id: str) -> dict[str, str]:
-    headers = {"Content-Type": "application/json", REQUEST_ID_HEADER: request_id}
+def _engine_headers(received: Mapping[str, str], record: RequestRecord) -> dict[str, str]:
+    headers = {"Content-Type": "application/json", REQUEST_ID_HEADER: record.request_id}
+    if record.trace_headers is not None:
+        return headers | dict(record.trace_headers)
     for name, form in _TRACE_HEADERS.items():
         value = received.get(name)
         if value is not None and form.fullmatch(value):

@@ -5,7 +5,7 @@ import math
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,6 +20,7 @@ from prfaas.core.scheduling import Decision, NoDecodeInstanceError
 from prfaas.serving.gateway.bodies import ApiError, Json
 from prfaas.serving.gateway.kv_transfer import TransferredBytes
 from prfaas.serving.gateway.metrics import Metrics
+from prfaas.serving.gateway.request_trace import STEP_NAMES, AttributeValue, RequestSpans, Tracing
 from prfaas.serving.logs import REQUEST_ID
 
 _REFUSALS = {
@@ -98,6 +99,14 @@ class RequestRecord:
     """The decode engine's status where it refused the request; a stream that says so has status 200 itself."""
     status: int | None = None
     outcome: str = "under way"
+    trace: RequestSpans | None = None
+    """Where the stages write their spans; None: it is not traced, or over."""
+    trace_id: str | None = None
+    """Of its trace; None: it is not traced."""
+    trace_headers: Mapping[str, str] | None = None
+    """What engines get of the trace; None: nothing is traced here, so they get what the client sent."""
+    finish_reasons: Sequence[str] = ()
+    """Why its answers ended; known of traced requests."""
 
     def start(self, decision: Decision, prompt_tokens: int) -> Attempt:
         """The request is sent the way of `decision` now."""
@@ -108,6 +117,15 @@ class RequestRecord:
     def note(self, sentence: str) -> None:
         """Something has happened that explains the request's way."""
         self.notes.append((time.perf_counter() - self.began_s, sentence))
+        if self.trace is not None:
+            self.trace.event("prfaas.note", {"prfaas.note": sentence})
+
+    def fell_back(self, attempt: Attempt, reason: str) -> None:
+        """An attempt has failed, and another way is taken."""
+        attempt.outcome = reason
+        if self.trace is not None:
+            prefill = attempt.decision.prefill
+            self.trace.event("prfaas.fallback", {"prfaas.reason": reason, "prfaas.prefill.instance": prefill})
 
     def took(self, step: str, taken_s: float) -> None:
         """A step is over. Steps of the same name add up."""
@@ -117,6 +135,8 @@ class RequestRecord:
         """A step that began at `begun_s` is over. Returns the time, at which the next one begins."""
         now_s = time.perf_counter()
         self.took(step, now_s - begun_s)
+        if self.trace is not None and step in STEP_NAMES:
+            self.trace.step(STEP_NAMES[step], begun_s, now_s)
         return now_s
 
     def sent(self, header: RouteHeader) -> None:
@@ -141,15 +161,19 @@ class RequestRecord:
 class RequestLog:
     """The latest requests by id; the oldest are dropped. Counts them when they end."""
 
-    def __init__(self, capacity: int, metrics: Metrics) -> None:
+    def __init__(self, capacity: int, metrics: Metrics, tracing: Tracing | None = None) -> None:
+        """`tracing`: None: no request is traced."""
         self.capacity = capacity
         self._metrics = metrics
+        self._tracing = tracing
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
         self._open: dict[str, RequestRecord] = {}
 
     @contextmanager
-    def recording(self, endpoint: str) -> Iterator[RequestRecord]:
+    def recording(self, endpoint: str, headers: Mapping[str, str] | None = None) -> Iterator[RequestRecord]:
         """One request from its arrival to its end, with the outcome that its exception tells.
+
+        `headers`: the client's, whose trace is continued.
 
         Raises:
             ApiError: 503 in place of NoDecodeInstanceError. Every other exception passes through.
@@ -159,6 +183,10 @@ class RequestLog:
         self._open[record.request_id] = record
         self._metrics.in_flight_requests.inc()
         request_id = REQUEST_ID.set(record.request_id)
+        if self._tracing is not None:
+            begun = self._tracing.begin(endpoint, headers or {}, record.at_s, record.began_s)
+            record.trace, record.trace_headers = begun.trace, begun.headers
+            record.trace_id = None if begun.trace is None else begun.trace.trace_id
         try:
             yield record
         except (ApiError, web.HTTPException) as error:
@@ -184,6 +212,8 @@ class RequestLog:
             self._metrics.in_flight_requests.dec()
             self._metrics.requests.labels(record.endpoint, record.route, record.outcome).inc()
             self._count(record, total_s)
+            if record.trace is not None:
+                _end_trace(record, record.trace, record.began_s + total_s)
 
     def _count(self, record: RequestRecord, total_s: float) -> None:
         """What the answer took, and how long it was."""
@@ -222,6 +252,54 @@ def _outcome(status: int) -> str:
     return "ok" if status < 400 else "client_error" if status < 500 else "engine_error"
 
 
+_OPERATIONS = {
+    "completions": "text_completion",
+    "chat": "chat",
+    "responses": "chat",
+    "messages": "chat",
+}
+"""Endpoint to what the GenAI semantic conventions call it."""
+
+
+def _end_trace(record: RequestRecord, trace: RequestSpans, ended_s: float) -> None:
+    error = None if record.outcome == "ok" else record.outcome
+    failed = error == "engine_error"
+    trace.end(_span_name(record), ended_s, _span_attributes(record), error, failed=failed)
+    # The record is kept for longer than its spans.
+    record.trace = None
+
+
+def _span_name(record: RequestRecord) -> str:
+    operation = _OPERATIONS.get(record.endpoint)
+    return record.endpoint if operation is None else f"{operation} {record.model}".rstrip()
+
+
+def _span_attributes(record: RequestRecord) -> dict[str, AttributeValue]:
+    """What a request's own span tells: numbers and words from fixed sets, and names of the deployment file."""
+    first_byte_s = record.steps_s.get("first_byte")
+    told: dict[str, AttributeValue | None] = {
+        "gen_ai.operation.name": _OPERATIONS.get(record.endpoint),
+        "gen_ai.provider.name": "prfaas",
+        "gen_ai.request.model": record.model or None,
+        "gen_ai.request.stream": record.streamed,
+        "gen_ai.request.id": record.request_id,
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "gen_ai.usage.output_tokens": record.answer_tokens,
+        "gen_ai.response.finish_reasons": record.finish_reasons or None,
+        "gen_ai.response.time_to_first_chunk": first_byte_s,
+        # As vLLM calls the same in its own spans.
+        "gen_ai.latency.time_to_first_token": first_byte_s,
+        "gen_ai.latency.e2e": record.steps_s.get("total"),
+        "http.request.method": "POST",
+        "http.response.status_code": record.status,
+        "prfaas.route": record.route,
+        "prfaas.outcome": record.outcome,
+        "prfaas.direct_reason": record.direct_reason,
+        "prfaas.attempts": len(record.attempts),
+    }
+    return {name: value for name, value in told.items() if value is not None}
+
+
 def explain(record: RequestRecord, deployment: Deployment, model: KvModel | None) -> Json:
     """One request's record with the numbers that decided, ready for JSON: `GET /prfaas/requests/{id}`.
 
@@ -230,6 +308,7 @@ def explain(record: RequestRecord, deployment: Deployment, model: KvModel | None
     """
     return {
         "request_id": record.request_id,
+        "trace_id": record.trace_id,
         "at": datetime.fromtimestamp(record.at_s, UTC).isoformat(timespec="milliseconds"),
         "endpoint": record.endpoint,
         "model": record.model,

@@ -7,11 +7,12 @@ side by side by bench/gateway.py. An ASGI stack with a second HTTP library costs
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from prfaas.core.deployment import GATEWAY, Deployment, Instance
+from prfaas.core.deployment import GATEWAY, AppliedDeployment, Deployment, Instance
 from prfaas.core.kv import KvModel
 from prfaas.serving.descriptors import DescriptorBudget, raise_descriptor_limit
 from prfaas.serving.gateway.admin import AdminRoutes
@@ -32,6 +33,7 @@ from prfaas.serving.gateway.prefill_hop import PrefillHop
 from prfaas.serving.gateway.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.request import RequestParser, Tenants
 from prfaas.serving.gateway.request_log import RequestLog
+from prfaas.serving.gateway.request_trace import Tracing
 from prfaas.serving.gateway.routes import Routes
 from prfaas.serving.gateway.shadow import Shadow, ShadowOptions
 from prfaas.serving.gateway.stream_resume import StreamResume
@@ -39,7 +41,9 @@ from prfaas.serving.gateway.tokenization import LocalTokenizer, Tokenization
 from prfaas.serving.gateway.transcript import AnswerText
 from prfaas.serving.gateway.validation import Validation
 from prfaas.serving.pool.copier import PoolCopier, pool_observers
+from prfaas.serving.reloading import Reloader
 from prfaas.serving.secret_files import load_token
+from prfaas.serving.tracing.collector import collector_of
 from prfaas.serving.transport.observer import Observer
 from prfaas.serving.transport.ticket import load_key
 from prfaas.serving.transport.tls_identity import TlsIdentity
@@ -68,30 +72,30 @@ class Gateway:
         registry: CollectorRegistry,
         draining: Draining,
         tls: TlsIdentity | None,
+        reloader: Reloader | None,
     ) -> None:
-        """Raises KeyFileError and AdminTokenError for a file that can't be used."""
+        """Raises KeyFileError, AdminTokenError and TraceHeadersError for a file that can't be used."""
         key = load_key(deployment.security.key_file)
         token_file = deployment.gateway.admin.token_file
         model = deployment.model
-        # An engine without the decode role may be busy with prefills, so it is asked last.
-        can_decode = (i for i in deployment.instances if deployment.can_decode(i))
-        self._decoders = sorted(can_decode, key=lambda i: not i.has_role("decode"))
+        self._decoders = _decoders(deployment)
         self._json_threads = ThreadOffload(1, options.inline_json_bytes)
         self._tokenizer_threads = ThreadOffload(options.tokenizer_threads, options.inline_text_chars)
         # Standard series: CPU time, memory, file descriptors.
         ProcessCollector(registry=registry)
-        self._client = EngineClient(
-            HttpPool(
-                connect_timeout_s=options.connect_timeout_s,
-                keepalive_s=options.engine_keepalive_s,
-                first_byte_s=deployment.gateway.first_byte_s,
-                idle_s=deployment.gateway.idle_s,
-                clock=plane.loop_clock,
-                tls=tls,
-                tls_keepalive_s=options.tls_engine_keepalive_s,
-            )
+        self._http = HttpPool(
+            connect_timeout_s=options.connect_timeout_s,
+            keepalive_s=options.engine_keepalive_s,
+            first_byte_s=deployment.gateway.first_byte_s,
+            idle_s=deployment.gateway.idle_s,
+            clock=plane.loop_clock,
+            tls=tls,
+            tls_keepalive_s=options.tls_engine_keepalive_s,
         )
-        self._transfers = _transfers(deployment.instances, key, tls, deployment.transfer.silence_s)
+        self._client = EngineClient(self._http)
+        self._watch = partial(_watchers, key=key, tls=tls, silence_s=deployment.transfer.silence_s)
+        self._transfers = KvTransfers({each.name: self._watch(each) for each in deployment.instances})
+        self._forgetting: set[asyncio.Task[None]] = set()
         self._metrics = Metrics(registry)
         self.certificates = CertificateWatch(deployment, self._metrics.certificate_expires)
         self.descriptors = DescriptorBudget(raise_descriptor_limit(), _reserved_descriptors(deployment))
@@ -109,23 +113,25 @@ class Gateway:
         local = LocalTokenizer.of_model(model.path, self._tokenizer_threads)
         self._tokenization = Tokenization(local, model.served_name, context)
         security = deployment.security
-        tenants = Tenants(key, security.tenant_header, security.tenant_weights)
+        self._tenants = tenants = Tenants(key, security.tenant_header, security.tenant_weights)
         self._hop = PrefillHop(deployment, key, self._transfers, tenants, context)
         plane.listen(lambda name, reason: self._client.bar(plane.instance(name), reason))
         plane.listen(self._hop.frozen)
         plane.listen_for_silence(self._hop.silent)
         self._copier = PoolCopier(deployment, key, pool_observers(deployment, GATEWAY, key, tls))
-        prefixes = PrefixMoves(deployment, self._hop, self._copier, tenants, context)
-        prefill = PrefillOrchestrator(deployment, self._hop, prefixes, context)
+        self._prefixes = PrefixMoves(deployment, self._hop, self._copier, tenants, context)
+        self._prefill = prefill = PrefillOrchestrator(deployment, self._hop, self._prefixes, context)
         decoder = Decoder(prefill, context)
         self._shadow = Shadow(ShadowOptions(deployment.gateway.shadow), context)
+        self._tracing = _tracing(deployment, self._metrics)
+        log = RequestLog(options.kept_records, context.metrics, self._tracing)
         self._admission = Admission(deployment.gateway.limits, plane)
-        log = RequestLog(options.kept_records, context.metrics)
-        generation = Generation(
+        self._parser = RequestParser(deployment, options, self._json_threads)
+        self._generation = generation = Generation(
             context,
             tenants=tenants,
             admission=self._admission,
-            parser=RequestParser(deployment, options, self._json_threads),
+            parser=self._parser,
             tokenization=self._tokenization,
             validation=Validation(context),
             prefill=prefill,
@@ -140,10 +146,33 @@ class Gateway:
             shadow=self._shadow,
             log=log,
             detail=deployment.gateway.route_header,
+            policy=deployment.routing.policy,
         )
         self.routes = Routes(deployment, generation, context)
         token = None if token_file is None else load_token(token_file)
-        self.admin_routes = AdminRoutes(deployment, kv_model, log, context, token)
+        self.admin_routes = AdminRoutes(deployment, kv_model, log, context, token, reloader)
+        if reloader is not None:
+            reloader.follow(self)
+
+    def adopt(self, applied: AppliedDeployment) -> None:
+        """Serve this deployment from now on. What is open goes on."""
+        running, config = applied.running, applied.said.gateway
+        self._decoders = _decoders(running)
+        self._http.be_patient(config.first_byte_s, config.idle_s)
+        for instance in running.instances:
+            self._transfers.add(instance.name, self._watch(instance))
+        for name in self._transfers.consumers.difference(instance.name for instance in running.instances):
+            task = asyncio.create_task(self._transfers.forget(name))
+            self._forgetting.add(task)
+            task.add_done_callback(self._forgetting.discard)
+        self.descriptors.reserved = _reserved_descriptors(running)
+        self._tenants.adopt(running.security.tenant_header, running.security.tenant_weights)
+        for part in (self._hop, self._copier, self._prefixes, self._prefill, self._parser):
+            part.adopt(running)
+        self._admission.adopt(config.limits)
+        self._generation.adopt(config.route_header, running.routing.policy)
+        self._shadow.adopt(config.shadow)
+        self.admin_routes.adopt(applied)
 
     async def introduce(self) -> None:
         """Ask a decode engine how it makes token ids, as soon as one answers; then do nothing."""
@@ -190,13 +219,37 @@ class Gateway:
 
     async def close(self) -> None:
         """Wait for the abandonments under way, and end connections and threads."""
+        await asyncio.gather(*self._forgetting, return_exceptions=True)
         await self._shadow.close()
         await self._hop.close()
         await self._copier.close()
         await self._transfers.close()
         await self._client.close()
+        if self._tracing is not None:
+            await self._tracing.close()
         self._json_threads.close()
         self._tokenizer_threads.close()
+
+
+def _tracing(deployment: Deployment, metrics: Metrics) -> Tracing | None:
+    """What makes traces, where there is a collector for them. Raises TraceHeadersError and ModuleNotFoundError."""
+    collector = collector_of(deployment.gateway.tracing)
+    if collector is None:
+        return None
+    try:
+        # Here, so that a gateway without traces neither needs nor loads OpenTelemetry.
+        from prfaas.serving.tracing.otel import OtelTracing
+    except ModuleNotFoundError as error:
+        if collector.is_demanded:
+            raise
+        logger.warning("no traces, whatever OTEL_* variables say: %s is not installed", error.name)
+        return None
+    logger.info("traces go to %s", collector.endpoint)
+    for outcome in ("sent", "failed", "dropped"):
+        metrics.trace_spans.labels(outcome)
+    return OtelTracing(
+        collector, deployment.name, lambda outcome, spans: metrics.trace_spans.labels(outcome).inc(spans)
+    )
 
 
 def _reserved_descriptors(deployment: Deployment) -> int:
@@ -205,26 +258,28 @@ def _reserved_descriptors(deployment: Deployment) -> int:
     return _OWN_DESCRIPTORS + _DESCRIPTORS_PER_RANK * ranks
 
 
-def _transfers(
-    instances: tuple[Instance, ...], key: bytes, tls: TlsIdentity | None, silence_s: float
-) -> KvTransfers:
-    """One observer per instance and rank, since any of them may be sent to. They connect when first used."""
-    return KvTransfers(
-        {
-            instance.name: tuple(
-                Observer(
-                    name=GATEWAY,
-                    key=key,
-                    host=instance.host,
-                    port=port,
-                    peer_name=f"{instance.name}/{rank}",
-                    tls=tls if instance.tls else None,
-                    silence_s=silence_s,
-                )
-                for rank, port in enumerate(instance.kv_ports)
-            )
-            for instance in instances
-        }
+def _decoders(deployment: Deployment) -> list[Instance]:
+    """Who is asked how prompts become token ids, in this order."""
+    # An engine without the decode role may be busy with prefills, so it is asked last.
+    can_decode = (i for i in deployment.instances if deployment.can_decode(i))
+    return sorted(can_decode, key=lambda i: not i.has_role("decode"))
+
+
+def _watchers(
+    instance: Instance, *, key: bytes, tls: TlsIdentity | None, silence_s: float
+) -> tuple[Observer, ...]:
+    """One observer per rank, since any instance may be sent to. They connect when first used."""
+    return tuple(
+        Observer(
+            name=GATEWAY,
+            key=key,
+            host=instance.host,
+            port=port,
+            peer_name=f"{instance.name}/{rank}",
+            tls=tls if instance.tls else None,
+            silence_s=silence_s,
+        )
+        for rank, port in enumerate(instance.kv_ports)
     )
 
 
@@ -239,6 +294,7 @@ async def serve_gateway(
     registry: CollectorRegistry | None = None,
     draining: Draining | None = None,
     tls: TlsIdentity | None = None,
+    reloader: Reloader | None = None,
 ) -> None:
     """Serve `deployment`'s gateway until cancelled. Engines may be started before or after.
 
@@ -250,6 +306,7 @@ async def serve_gateway(
         registry: what `GET /metrics` shows besides the gateway's own series.
         draining: lets the caller end the gateway without cutting what is open; None: it can only be cancelled.
         tls: who the gateway is, for instances that it speaks TLS with.
+        reloader: has the gateway follow the file; None: it stays as it is.
 
     Raises:
         KeyFileError: the deployment's key can't be read.
@@ -265,8 +322,9 @@ async def serve_gateway(
             registry or CollectorRegistry(),
             draining or Draining(),
             tls,
+            reloader,
         )
-        await _serve(deployment, plane, gateway, ready, admin_ready)
+        await _serve(deployment, plane, gateway, ready, admin_ready, reloader)
     finally:
         await plane.close()
 
@@ -277,6 +335,7 @@ async def _serve(
     gateway: Gateway,
     ready: Callable[[int], None] | None,
     admin_ready: Callable[[int], None] | None,
+    reloader: Reloader | None,
 ) -> None:
     clients, operators = _runner(gateway.routes.application()), _runner(gateway.admin_routes.application())
     background: list[asyncio.Task[None]] = []
@@ -297,6 +356,8 @@ async def _serve(
             asyncio.create_task(gateway.certificates.run()),
             asyncio.create_task(_close_idle_clients(server, gateway.descriptors)),
         ]
+        if reloader is not None:
+            background.append(asyncio.create_task(reloader.run()))
         if ready is not None:
             ready(port)
         # A loop that ends is a bug: raise it instead of serving without the loop.

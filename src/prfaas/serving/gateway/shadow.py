@@ -8,7 +8,7 @@ import logging
 import random
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import orjson
 
@@ -71,6 +71,10 @@ class Shadow:
         self._metrics = context.metrics
         self._draw = draw or random.Random()
         self._running: asyncio.Task[None] | None = None
+
+    def adopt(self, share: float) -> None:
+        """Compare this share from now on."""
+        self._options = replace(self._options, share=share)
 
     def wants(self, request: ServingRequest, prepared: PreparedRequest) -> bool:
         """Whether the answer to this request is to be kept for `compare`. Asked once per request."""

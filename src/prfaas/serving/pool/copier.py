@@ -49,6 +49,12 @@ class PoolCopier:
         }
         self._abandoning: set[asyncio.Task[None]] = set()
 
+    def adopt(self, deployment: Deployment) -> None:
+        """Expect links to be as wide as this file says from now on."""
+        self._bandwidth_bits_per_s = {
+            (link.source, link.target): link.bandwidth_bits_per_s for link in deployment.links
+        }
+
     async def copy(
         self,
         source: str,

@@ -118,6 +118,8 @@ class ChunkPlace:
     """None: the payload is of no use and must only be read off the socket."""
     pieces: list[memoryview] = field(default_factory=list)
     """The chunk's memory in staging, in order; empty without a transfer."""
+    spared_bytes: int = 0
+    """By how many bytes compression made the chunk less on the link."""
     answer: bytes = b""
     """Without a transfer: the frame to answer with (ACK of a doubled chunk, ABORT of a transfer that is over)."""
 
@@ -155,6 +157,7 @@ class IncomingTransfer:
         self._counted_regions = len(region_bytes) - uncounted_regions
         self._uncounted_bytes = sum(region_bytes[self._counted_regions :])
         self._received_uncounted_bytes = 0
+        self._spared_bytes = 0
         self.overlapped_bytes = 0
         """Those of them that the producer knew to be there when the prefill ended."""
         self.ended = False
@@ -186,6 +189,7 @@ class IncomingTransfer:
             soon=self._soon,
             cached_tokens=self._cached_tokens,
             dropped=self._dropped,
+            spared_bytes=self._spared_bytes,
         )
 
     def accept(self, lease: StagingLease, now_s: float) -> None:
@@ -340,6 +344,8 @@ class IncomingTransfer:
             self.received_bytes += new_bytes
             if region >= self._counted_regions:
                 self._received_uncounted_bytes += new_bytes
+            elif new_bytes:
+                self._spared_bytes += place.spared_bytes
             self.progressed_at_s = now_s
             self._tell_engine()
         if self.phase is TransferPhase.FAILED:

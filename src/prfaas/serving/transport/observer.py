@@ -12,22 +12,19 @@ from typing import Any, TypeVar
 from prfaas.serving.transport.handshake import ROLE_OBSERVER, ClientHello
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.requests import CopyOrder, PullOrder
-from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, Sealing
+from prfaas.serving.transport.roster import Roster
+from prfaas.serving.transport.sealing import Sealing, read_frame
 from prfaas.serving.transport.silence import LookClock, Silence, patience_s, ping_period_s
 from prfaas.serving.transport.sockets import HandshakeError, expedite, keep_alive, read_tcp_info
 from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.tls_stream import AsyncTlsStream, NotTlsError, tls_trouble
 from prfaas.serving.transport.wire import (
-    HEADER_BYTES,
     MAX_PROBE_BYTES,
     FrameType,
-    Header,
     TransferStatus,
     WireError,
     pack_control,
-    parse_control,
     ping,
-    unpack_header,
 )
 
 _T = TypeVar("_T")
@@ -170,8 +167,15 @@ class Observer:
         Raises:
             ConnectionError: the receiver is gone.
         """
-        await self.connect()
-        self._send(pack_control(FrameType.PACE, body=order.to_body()))
+        await self._tell(FrameType.PACE, order.to_body())
+
+    async def tell_roster(self, roster: Roster) -> None:
+        """Tell the rank whom it may send to, and who may send to it; `stats` says whether it has taken it.
+
+        Raises:
+            ConnectionError: the receiver is gone.
+        """
+        await self._tell(FrameType.ROSTER, roster.to_body())
 
     async def stats(self) -> dict[str, Any]:
         """The receiver's `stats()`.
@@ -195,9 +199,7 @@ class Observer:
         Raises:
             ConnectionError: the receiver is gone.
         """
-        await self.connect()
-        body = {"link": link, "bytes": min(nbytes, MAX_PROBE_BYTES)}
-        self._send(pack_control(FrameType.PROBE, body=body))
+        await self._tell(FrameType.PROBE, {"link": link, "bytes": min(nbytes, MAX_PROBE_BYTES)})
 
     async def request(
         self, transfer_id: bytes, order: CopyOrder | PullOrder, timeout_s: float
@@ -217,6 +219,10 @@ class Observer:
                 return await future
             finally:
                 self._requests.pop(transfer_id, None)
+
+    async def _tell(self, kind: FrameType, body: Mapping[str, Any]) -> None:
+        await self.connect()
+        self._send(pack_control(kind, body=body))
 
     async def _ask_stats(self, body: dict[str, Any]) -> dict[str, Any]:
         await self.connect()
@@ -273,16 +279,16 @@ class Observer:
         sealing: Sealing | None = None
         if self._tls is None:
             writer.write(hello.frame())
-            writer.write(hello.answer(*await _read_frame(reader)))
-            peer_session = hello.finish(*await _read_frame(reader))
+            writer.write(hello.answer(*await read_frame(reader)))
+            peer_session = hello.finish(*await read_frame(reader))
         else:
             try:
                 stream = await AsyncTlsStream.open(reader, writer, self._tls.client_context())
                 hello.check_certificate(stream.certificate())
                 stream.write(hello.frame())
-                stream.write(hello.answer(*await _read_frame(stream)))
-                peer_session = hello.finish(*await _read_frame(stream))
-                sealing = hello.keys(*await _read_frame(stream))
+                stream.write(hello.answer(*await read_frame(stream)))
+                peer_session = hello.finish(*await read_frame(stream))
+                sealing = hello.keys(*await read_frame(stream))
             except (ssl.SSLError, NotTlsError) as error:
                 raise tls_trouble(error, self.peer_name) from None
         self._sealing = sealing
@@ -351,7 +357,7 @@ class Observer:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while True:
-            header, body = await _read_frame(reader, self._sealing)
+            header, body = await read_frame(reader, self._sealing)
             if header.kind is FrameType.STATUS:
                 self._settle(header.transfer_id, TransferStatus.from_body(body))
             elif header.kind is FrameType.STATS:
@@ -399,19 +405,3 @@ class Observer:
 def _resolve(future: "asyncio.Future[_T]", value: _T) -> None:
     if not future.done():
         future.set_result(value)
-
-
-async def _read_frame(
-    reader: asyncio.StreamReader | AsyncTlsStream, sealing: Sealing | None = None
-) -> tuple[Header, Mapping[str, Any]]:
-    if sealing is None:
-        header = unpack_header(await reader.readexactly(HEADER_BYTES))
-    else:
-        header = unpack_header(sealing.opener.open_header(await reader.readexactly(SEALED_HEADER_BYTES)))
-    if header.kind is FrameType.DATA:
-        raise WireError("an observer gets no DATA")
-    if sealing is None or header.length_bytes == 0:
-        payload = await reader.readexactly(header.length_bytes)
-    else:
-        payload = sealing.opener.open_payload(await reader.readexactly(header.length_bytes + TAG_BYTES))
-    return header, parse_control(header, payload)

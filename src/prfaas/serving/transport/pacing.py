@@ -123,10 +123,12 @@ class LinkPacer:
             if self._expire():
                 self._divide()
 
-    def set_bandwidth(self, bits_per_s: float) -> None:
-        """A paced link carries at most that from now on, whatever is told."""
+    def set_bandwidth(self, bits_per_s: float, share_bits_per_s: float | None = None) -> None:
+        """A paced link carries at most that from now on, whatever is told; and another standing share, if given."""
         with self._lock:
             self.bandwidth_bits_per_s = bits_per_s
+            if share_bits_per_s is not None:
+                self.share_bits_per_s = share_bits_per_s
             self._divide()
 
     def _expire(self) -> bool:

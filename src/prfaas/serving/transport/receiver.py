@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from prfaas import __version__
+from prfaas.core.deployment import CONTROL
 from prfaas.serving.logs import PEER
 from prfaas.serving.transport.arrival import Arrival
 from prfaas.serving.transport.handshake import (
@@ -24,6 +25,7 @@ from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.receiver_connection import ReceiverConnection
 from prfaas.serving.transport.region_layout import TransferLayout
 from prfaas.serving.transport.requests import PeerRequest, refuse_request
+from prfaas.serving.transport.roster import Roster
 from prfaas.serving.transport.sealing import Sealing
 from prfaas.serving.transport.silence import LONGEST_LOOK_S, LookClock
 from prfaas.serving.transport.sockets import HandshakeError, shut, tune
@@ -31,7 +33,7 @@ from prfaas.serving.transport.staging import StagedTransfer, StagingArena
 from prfaas.serving.transport.strangers import Strangers
 from prfaas.serving.transport.tls_identity import TlsIdentity
 from prfaas.serving.transport.transfer_table import TransferTable
-from prfaas.serving.transport.wire import TransferStatus
+from prfaas.serving.transport.wire import TransferStatus, WireError
 
 log = logging.getLogger(__name__)
 
@@ -69,10 +71,12 @@ class Receiver:
         fingerprint: Fingerprint,
         options: ReceiverOptions | None = None,
         producers: Collection[str] | None = None,
+        roster: Roster | None = None,
         sender_telemetry: Callable[[], dict[str, Any]] | None = None,
         tls: TlsIdentity | None = None,
         plain_peers: Collection[str] = (),
         on_pace: Callable[[PaceOrder], None] = lambda _order: None,
+        on_roster: Callable[[Roster], None] = lambda _roster: None,
         on_probe: Callable[[str, int], None] = lambda _link, _nbytes: None,
         on_request: Callable[[PeerRequest], None] = refuse_request,
         more_stats: Callable[[], Mapping[str, Any]] = dict,
@@ -88,12 +92,15 @@ class Receiver:
             layout: the regions that this side expects of a transfer; or the transfers that it has asked for.
             fingerprint: the KV layout, compared field by field with each producer's.
             options: deadlines and limits.
-            producers: the only names that may send; None: all that have the key.
+            producers: the only names that may send; None: those of `roster`, or all that have the key.
+            roster: who this rank has to do with until the control plane tells it another one.
             sender_telemetry: what this engine's sender knows of its links; observers get it with `stats`.
             tls: takes encrypted connections too; None: all connections are plain.
             plain_peers: with `tls`, the only instances (of producers and observers) whose connections may be plain.
             on_probe: called with a link and the bytes of filler that an observer wants to see on it, as `on_pace` is.
             on_pace: called with what an observer orders this engine's sender; in the connection's thread.
+            on_roster: called with the control plane's roster, for this engine's sender; in the connection's thread. May
+                raise ValueError for one that it can't take: nothing changes then.
             on_request: called with what an observer asks of a pool; in the connection's thread.
             more_stats: what else observers get with `stats`; in the connection's thread.
         """
@@ -104,11 +111,18 @@ class Receiver:
         self._session = secrets.token_hex(8)
         self._fingerprint = dict(fingerprint)
         self._options = options or ReceiverOptions()
-        self._producers = None if producers is None else frozenset(producers)
+        allowed = roster.producers if producers is None and roster is not None else producers
+        self._producers = None if allowed is None else frozenset(allowed)
+        self._roster_told: dict[str, Any] = {
+            "digest": roster.digest if roster else "",
+            "told": False,
+            "trouble": "",
+        }
         self._sender_telemetry = sender_telemetry
         self._tls = tls
-        self._plain_peers = frozenset(plain_peers)
+        self._plain_peers = frozenset(plain_peers) if roster is None else roster.plain
         self._on_pace = on_pace
+        self._on_roster = on_roster
         self._on_probe = on_probe
         self._on_request = on_request
         self._more_stats = more_stats
@@ -207,6 +221,7 @@ class Receiver:
             "rejected": bounded_sentences(self._strangers.rejected),
             "thread_errors": self._thread_errors,
             "threads": threads,
+            "roster": self._roster_told,
             **self.telemetry(),
             **self._more_stats(),
         }
@@ -223,6 +238,30 @@ class Receiver:
 
     def _observed(self, of_links: bool) -> dict[str, Any]:
         return self.telemetry() if of_links else self.stats()
+
+    def _take_roster(self, teller: str, roster: Roster) -> None:
+        """Obey the control plane: others let nobody in."""
+        if teller != CONTROL:
+            raise WireError(f"a roster comes from {CONTROL}, not from {teller}")
+        told = {"digest": roster.digest, "told": True, "trouble": ""}
+        try:
+            self._on_roster(roster)
+        except ValueError as error:
+            log.warning("%s goes on with the roster it has: %s", self.name, error)
+            self._roster_told = self._roster_told | {"told": True, "trouble": str(error)}
+            return
+        with self._lock:
+            self._producers, self._plain_peers = roster.producers, roster.plain
+            gone = [
+                connection
+                for connection in self._connections
+                if (who := connection.identity) is not None
+                and who.role == ROLE_PRODUCER
+                and who.name not in roster.producers
+            ]
+            self._roster_told = told
+        for connection in gone:
+            connection.shut()
 
     def _arrivals(self) -> dict[str, dict[str, Any]]:
         with self._lock:
@@ -315,6 +354,7 @@ class Receiver:
             self._shake_hands,
             self._strangers.note,
             self._on_pace,
+            self._take_roster,
             self._on_probe,
             self._on_request,
             self._options,

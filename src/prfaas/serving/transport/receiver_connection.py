@@ -21,6 +21,7 @@ from prfaas.serving.transport.incoming import ProducerSession
 from prfaas.serving.transport.options import ReceiverOptions
 from prfaas.serving.transport.pacing import PaceOrder
 from prfaas.serving.transport.requests import REQUESTS, PeerRequest
+from prfaas.serving.transport.roster import Roster
 from prfaas.serving.transport.sealing import SEALED_HEADER_BYTES, TAG_BYTES, ForgedFrameError, Sealing
 from prfaas.serving.transport.silence import HEARTBEAT_BYTES, Silence, patience_s, ping_period_s
 from prfaas.serving.transport.sockets import (
@@ -77,6 +78,7 @@ class ReceiverConnection:
         shake_hands: Callable[["ReceiverConnection", socket.socket], tuple[PeerIdentity, Sealing | None]],
         on_stranger_failed: Callable[[str, str], None],
         on_pace: Callable[[PaceOrder], None],
+        on_roster: Callable[[str, Roster], None],
         on_probe: Callable[[str, int], None],
         on_request: Callable[[PeerRequest], None],
         options: ReceiverOptions,
@@ -90,6 +92,7 @@ class ReceiverConnection:
         self._shake_hands = shake_hands
         self._on_stranger_failed = on_stranger_failed
         self._on_pace = on_pace
+        self._on_roster = on_roster
         self._on_probe = on_probe
         self._on_request = on_request
         self._options = options
@@ -282,6 +285,8 @@ class ReceiverConnection:
                     self.post(pack_control(FrameType.STATS, body=self._stats(body.get("of") == "links")))
                 elif header.kind is FrameType.PACE:
                     self._on_pace(PaceOrder.from_body(body))
+                elif header.kind is FrameType.ROSTER:
+                    self._on_roster(identity.name, Roster.from_body(body))
                 elif header.kind is FrameType.PROBE:
                     nbytes = count_field(body, "bytes", MAX_PROBE_BYTES)
                     self._on_probe(text_field(body, "link", MAX_LINK_CHARS), nbytes)
@@ -393,6 +398,7 @@ class ReceiverConnection:
         place = self._table.place_chunk(
             session, self, replace(header, length_bytes=decoded_bytes(payload[:PREFIX_BYTES]))
         )
+        place.spared_bytes = max(place.header.length_bytes - len(payload), 0)
         try:
             verified = place.transfer is None or decode(payload, place.pieces)
         except BaseException:

@@ -5,16 +5,23 @@ a header is proved before anything is done on its word. The nonce is a counter, 
 altered, left out, repeated, moved or sent back to its maker does not open.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Protocol, Self
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
-from prfaas.serving.transport.wire import HEADER_BYTES, WireError
+from prfaas.serving.transport.wire import (
+    HEADER_BYTES,
+    FrameType,
+    Header,
+    WireError,
+    parse_control,
+    unpack_header,
+)
 
 SECRET_BYTES = 32
 TAG_BYTES = 16
@@ -197,3 +204,27 @@ def _directions(secret: bytes) -> tuple[bytes, bytes]:
 def _expand(secret: bytes, purpose: bytes, nbytes: int) -> bytes:
     # HKDF-Expand of RFC 5869; the secrets are uniform already, so there is nothing to extract.
     return HKDFExpand(algorithm=SHA256(), length=nbytes, info=purpose).derive(secret)
+
+
+class _AsyncBytes(Protocol):
+    async def readexactly(self, n: int, /) -> bytes: ...
+
+
+async def read_frame(reader: _AsyncBytes, sealing: Sealing | None = None) -> tuple[Header, Mapping[str, Any]]:
+    """The next control frame of an observer's connection; `sealing`: None where it is plain.
+
+    Raises:
+        WireError: it is none.
+        OSError, IncompleteReadError: the connection is lost.
+    """
+    if sealing is None:
+        header = unpack_header(await reader.readexactly(HEADER_BYTES))
+    else:
+        header = unpack_header(sealing.opener.open_header(await reader.readexactly(SEALED_HEADER_BYTES)))
+    if header.kind is FrameType.DATA:
+        raise WireError("an observer gets no DATA")
+    if sealing is None or header.length_bytes == 0:
+        payload = await reader.readexactly(header.length_bytes)
+    else:
+        payload = sealing.opener.open_payload(await reader.readexactly(header.length_bytes + TAG_BYTES))
+    return header, parse_control(header, payload)

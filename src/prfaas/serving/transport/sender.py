@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -61,15 +61,19 @@ class Sender:
         self._queues: dict[str, PeerQueue] = {}
         self._connections: dict[str, list[SenderConnection]] = {}
         self._starting = threading.Lock()
+        self._is_started = False
+        self._left: list[
+            SenderConnection
+        ] = []  # of peers that are none any more, until their threads have ended
         self._used: set[str] = set()  # peers that had work at the last look
         self._totals = KernelTotals()
         self._reporting = threading.Lock()
-        for peer_key, peer in peers.items():
-            self._add(peer_key, peer)
+        self.adopt(peers)
         self._supervisor = threading.Thread(target=self._supervise, name=f"prfaas-send-{name}", daemon=True)
 
     def start(self) -> None:
         """Open the connections to all peers but those on demand, in the background; returns at once."""
+        self._is_started = True
         for peer_key, queue in self._queues.items():
             if not queue.peer.on_demand:
                 self._connect(peer_key)
@@ -83,7 +87,7 @@ class Sender:
         for connection in self._started():
             connection.close()
         self._wake.set()
-        for connection in self._started():
+        for connection in (*self._started(), *self._left):
             connection.join()
         if self._supervisor.ident is not None:
             self._supervisor.join()
@@ -142,6 +146,43 @@ class Sender:
         """
         self._pacers[link].set_bandwidth(bits_per_s)
 
+    def adopt(self, peers: Mapping[str, Peer]) -> None:
+        """Have these peers from now on: connect to new ones, leave those that are missing, pace links as they say.
+
+        What is open to a peer that stays goes on. Who rejected this side is asked again at once.
+
+        Raises:
+            ValueError: peers of one link name different bandwidths, or one is encrypted and there is no TLS identity,
+                or a link that is encrypted would not be any more. Nothing has changed then.
+        """
+        with self._reporting:
+            self._check(peers)
+            stay = {
+                key: queue
+                for key, queue in self._queues.items()
+                # Who rejected this side may have been told of it by now, and would be asked again only rarely.
+                if key in peers and _is_same_way(queue.peer, peers[key]) and not queue.rejection
+            }
+            gone = {key: queue for key, queue in self._queues.items() if key not in stay}
+            pacers = {
+                peer.link: self._pacers.get(peer.link)
+                or LinkPacer(peer.bandwidth_bits_per_s, peer.share_bits_per_s)
+                for peer in peers.values()
+            }
+            for peer in peers.values():
+                if peer.bandwidth_bits_per_s is not None:
+                    pacers[peer.link].set_bandwidth(peer.bandwidth_bits_per_s, peer.share_bits_per_s)
+            self._pacers = pacers
+            self._queues = {
+                key: stay.get(key) or PeerQueue(peer, self._options, pacers[peer.link], self._wake.set)
+                for key, peer in peers.items()
+            }
+        self._leave(gone)
+        if self._is_started:
+            for key, peer in peers.items():
+                if not peer.on_demand:
+                    self._connect(key)
+
     def pace(self, order: PaceOrder) -> None:
         """Obey the control plane; links that this sender does not know, or that are not paced, are ignored."""
         for link, bits_per_s in order.bits_per_s.items():
@@ -184,20 +225,36 @@ class Sender:
         for queue in queues:
             queue.fill(nbytes // len(queues))
 
-    def _add(self, peer_key: str, peer: Peer) -> None:
-        if peer.encrypted and self._tls is None:
-            raise ValueError(f"peer {peer.name} is encrypted, and {self.name} has no TLS identity")
-        pacer = LinkPacer(peer.bandwidth_bits_per_s, peer.share_bits_per_s)
-        pacer = self._pacers.setdefault(peer.link, pacer)
-        if pacer.bandwidth_bits_per_s != peer.bandwidth_bits_per_s:
-            raise ValueError(f"peers of link {peer.link!r} name different bandwidths")
-        self._queues[peer_key] = PeerQueue(peer, self._options, pacer, self._wake.set)
+    def _check(self, peers: Mapping[str, Peer]) -> None:
+        bandwidths: dict[str, float | None] = {}
+        encrypted = {queue.peer.link for queue in self._queues.values() if queue.peer.encrypted}
+        for peer in peers.values():
+            if peer.encrypted and self._tls is None:
+                raise ValueError(f"peer {peer.name} is encrypted, and {self.name} has no TLS identity")
+            if peer.link in encrypted and not peer.encrypted:
+                raise ValueError(f"link {peer.link!r} is encrypted, and would not be to {peer.name}")
+            before = self._pacers.get(peer.link)
+            was_paced = before is not None and before.bandwidth_bits_per_s is not None
+            if before is not None and was_paced != (peer.bandwidth_bits_per_s is not None):
+                raise ValueError(f"link {peer.link!r} is paced in one roster and not in the other")
+            if bandwidths.setdefault(peer.link, peer.bandwidth_bits_per_s) != peer.bandwidth_bits_per_s:
+                raise ValueError(f"peers of link {peer.link!r} name different bandwidths")
+
+    def _leave(self, gone: Mapping[str, PeerQueue]) -> None:
+        leaving: list[SenderConnection] = []
+        for key, queue in gone.items():
+            queue.close()
+            with self._starting:
+                leaving += self._connections.pop(key, ())
+        for connection in leaving:
+            connection.close()
+        self._left = [connection for connection in (*self._left, *leaving) if connection.alive]
 
     def _connect(self, peer_key: str) -> None:
         with self._starting:
-            if peer_key in self._connections or self._closing:
+            queue = self._queues.get(peer_key)
+            if queue is None or peer_key in self._connections or self._closing:
                 return
-            queue = self._queues[peer_key]
             hello = partial(self._hello, queue.peer.name)
             tls = self._tls if queue.peer.encrypted else None
             self._connections[peer_key] = [
@@ -237,7 +294,8 @@ class Sender:
             self._renew_idle()
 
     def _renew_idle(self) -> None:
-        for peer_key in [key for key in self._used if not self._queues[key].busy]:
+        queues = self._queues
+        for peer_key in [key for key in self._used if key not in queues or not queues[key].busy]:
             self._used.discard(peer_key)
             for connection in self._connections.get(peer_key, ()):
                 connection.renew_if_spoiled()
@@ -260,6 +318,16 @@ class Sender:
             for silent, why in queue.apply_deadlines(now_s, infos).items():
                 log.warning("connection %d to %s is closed: %s", silent.number, queue.peer.name, why)
                 silent.shut()
+
+
+def _is_same_way(before: Peer, after: Peer) -> bool:
+    """Whether connections to a peer can stay as they are."""
+    return before == replace(
+        after,
+        bandwidth_bits_per_s=before.bandwidth_bits_per_s,
+        share_bits_per_s=before.share_bits_per_s,
+        on_demand=before.on_demand,
+    )
 
 
 def _coding(connections: Sequence[SenderConnection]) -> dict[str, float] | None:

@@ -73,6 +73,7 @@ class FrameType(enum.IntEnum):
     ABANDON = 34
     STATS = 35
     PACE = 36
+    ROSTER = 37
     PROBE = 38
     PULL = 39
     PULLED = 40
@@ -84,6 +85,7 @@ _TYPES = {int(kind): kind for kind in FrameType}
 _LIMITS = dict.fromkeys(FrameType, MAX_CONTROL_BYTES) | {
     FrameType.OPEN: MAX_OPEN_BYTES,
     FrameType.PULLED: MAX_OPEN_BYTES,
+    FrameType.ROSTER: MAX_OPEN_BYTES,
     FrameType.COPY: MAX_COPY_BYTES,
     FrameType.DATA: MAX_DATA_BYTES,
 }
@@ -343,6 +345,8 @@ class TransferStatus:
     """Tokens that the producer had cached, where its OPEN said so."""
     dropped: bool = False
     """It FAILED since the consumer's engine, or an observer, had no use for it: no fault of the producer."""
+    spared_bytes: int = 0
+    """By how many bytes compression has made `received_bytes` less on the link."""
 
     @classmethod
     def refused(cls, reason: str, *, dropped: bool = False) -> Self:
@@ -363,6 +367,7 @@ class TransferStatus:
             "soon": self.soon,
             "cached_tokens": self.cached_tokens,
             "dropped": self.dropped,
+            "spared_bytes": self.spared_bytes,
         }
 
     @classmethod
@@ -388,4 +393,6 @@ class TransferStatus:
             soon=body.get("soon") is True,
             cached_tokens=cached_tokens_of(body),
             dropped=body.get("dropped") is True,
+            # Consumers of an earlier version do not tell it.
+            spared_bytes=count_field({"spared_bytes": 0} | dict(body), "spared_bytes", MAX_TRANSFER_BYTES),
         )

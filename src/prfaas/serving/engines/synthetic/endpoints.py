@@ -21,9 +21,10 @@ from prfaas.serving.engines.synthetic.content import (
 )
 from prfaas.serving.engines.synthetic.layout import SyntheticGroup, SyntheticLayout, SyntheticRegion
 from prfaas.serving.engines.synthetic.stats import TransferCounts
-from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
+from prfaas.serving.transport.options import ReceiverOptions, SenderOptions
 from prfaas.serving.transport.outgoing import OutgoingTransfer, SendPhase
 from prfaas.serving.transport.receiver import Receiver
+from prfaas.serving.transport.roster import ranked, roster_of
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.staging import StagedTransfer, StagingArena
 from prfaas.serving.transport.ticket import Ticket
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 _CHUNK_BYTES = 256 << 10
 _POLL_S = 0.01
 _SWEEP_S = 0.1
+# Stand-ins have no others.
+_RANK = 0
 
 
 class PrefillSend:
@@ -127,24 +130,11 @@ class Endpoints:
         self._has_sends = asyncio.Event()
         marks = layout.fingerprint(deployment.model.served_name, page_digests=limits.page_digests)
         self._digest_plan = layout.digest_plan() if limits.page_digests else None
+        roster, name = roster_of(deployment, instance, _RANK), ranked(instance.name, _RANK)
         self.sender = Sender(
-            name=_ranked(instance.name),
+            name=name,
             key=key,
-            peers={
-                _ranked(peer.instance.name): Peer(
-                    name=_ranked(peer.instance.name),
-                    host=peer.instance.host,
-                    port=peer.instance.kv_port,
-                    link=peer.link,
-                    connections=peer.connections,
-                    bandwidth_bits_per_s=peer.bandwidth_bits_per_s,
-                    on_demand=peer.on_demand,
-                    encrypted=peer.encrypted,
-                    compressed=peer.compressed,
-                    share_bits_per_s=peer.share_bits_per_s,
-                )
-                for peer in deployment.peers_of(instance)
-            },
+            peers=roster.peers,
             fingerprint=marks,
             options=SenderOptions(
                 silence_s=limits.silence_s,
@@ -160,14 +150,14 @@ class Endpoints:
         )
         self.arena = StagingArena(deployment.engine.staging_bytes, deployment.engine.transfer_block_bytes)
         self.receiver = Receiver(
-            name=_ranked(instance.name),
+            name=name,
             key=key,
             host=instance.host,
             port=instance.kv_port,
             arena=self.arena,
             layout=self._digest_plan or layout,
             fingerprint=marks,
-            producers=[_ranked(producer.name) for producer in deployment.producers_for(instance)],
+            roster=roster,
             options=ReceiverOptions(
                 staging_wait_s=limits.staging_wait_s,
                 ttl_s=limits.staging_ttl_s,
@@ -180,7 +170,7 @@ class Endpoints:
             ),
             sender_telemetry=self.sender.telemetry,
             tls=tls,
-            plain_peers=deployment.plain_peers_of(instance),
+            on_roster=lambda told: self.sender.adopt(told.peers),
             on_probe=self.sender.probe,
             on_pace=self.sender.pace,
         )
@@ -329,7 +319,3 @@ def _page_digests(region: SyntheticRegion, context: Context, blocks: Sequence[in
         if held is not None:
             digests[position] ^= np.uint64(held[region.position])
     return digests
-
-
-def _ranked(name: str) -> str:
-    return f"{name}/0"

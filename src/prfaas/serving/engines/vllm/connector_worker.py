@@ -20,17 +20,13 @@ from prfaas.serving.engines.vllm.producer import KvProducer
 from prfaas.serving.engines.vllm.rank_pages import pool_geometry
 from prfaas.serving.engines.vllm.settings import ConnectorSettings
 from prfaas.serving.engines.vllm.stats import ConnectorStats
-from prfaas.serving.transport.options import Peer, ReceiverOptions, SenderOptions
+from prfaas.serving.transport.options import ReceiverOptions, SenderOptions
 from prfaas.serving.transport.receiver import Receiver
+from prfaas.serving.transport.roster import ranked
 from prfaas.serving.transport.sender import Sender
 from prfaas.serving.transport.staging import StagingArena
 
 logger = logging.getLogger(__name__)
-
-
-def ranked(name: str, rank: int) -> str:
-    """The name of one tensor-parallel rank of an instance on the wire."""
-    return f"{name}/{rank}"
 
 
 class _Joined:
@@ -127,26 +123,11 @@ class ConnectorWorker:
             settings.transfer_block_bytes,
             _pinned(settings.staging_bytes) if on_device else None,
         )
-        peers = {
-            ranked(name, rank): Peer(
-                name=ranked(name, rank),
-                host=peer.host,
-                port=peer.kv_port + rank,
-                link=peer.link,
-                connections=peer.connections,
-                bandwidth_bits_per_s=peer.bandwidth_bits_per_s,
-                on_demand=peer.on_demand,
-                encrypted=peer.encrypted,
-                compressed=peer.compressed,
-                share_bits_per_s=peer.share_bits_per_s,
-            )
-            for name, peer in settings.peers.items()
-        }
-        tls = settings.tls
+        roster, tls = settings.roster(rank), settings.tls
         sender = Sender(
             name=ranked(settings.name, rank),
             key=key,
-            peers=peers,
+            peers=roster.peers,
             fingerprint=marks,
             options=SenderOptions(
                 silence_s=settings.silence_s,
@@ -168,7 +149,7 @@ class ConnectorWorker:
             arena=arena,
             layout=digest_plan or layout,
             fingerprint=marks,
-            producers=[ranked(name, rank) for name in settings.producers],
+            roster=roster,
             options=ReceiverOptions(
                 staging_wait_s=settings.staging_wait_s,
                 ttl_s=settings.staging_ttl_s,
@@ -181,7 +162,7 @@ class ConnectorWorker:
             ),
             sender_telemetry=sender.telemetry,
             tls=tls,
-            plain_peers=settings.plain_peers,
+            on_roster=lambda told: sender.adopt(told.peers),
             on_probe=sender.probe,
             on_pace=sender.pace,
         )

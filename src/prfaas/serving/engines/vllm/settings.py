@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prfaas.serving.transport.options import Peer
+from prfaas.serving.transport.roster import Roster, ranked
 from prfaas.serving.transport.tls_identity import TlsIdentity
 
 MEBI = 1024 * 1024
@@ -45,9 +47,9 @@ class ConnectorSettings:
     kv_port: int
     key_file: Path
     peers: Mapping[str, PeerSettings]
-    """The only instances that this engine sends to, by name."""
+    """The only instances that this engine sends to, by name, until the control plane tells others."""
     producers: frozenset[str]
-    """The only instances that may send to this engine."""
+    """The only instances that may send to this engine, until then."""
     staging_bytes: int
     """Host memory for incoming transfers."""
     transfer_block_bytes: int = MEBI
@@ -86,6 +88,26 @@ class ConnectorSettings:
     """Beside prompt ends and junctions, a linear state goes into the pool every so many tokens."""
     pool_timeout_s: float = 2.0
     """A call of the pool daemon that has no answer for that long has failed."""
+
+    def roster(self, rank: int) -> Roster:
+        """Who one tensor-parallel rank has to do with, until the control plane tells it."""
+        peers = [
+            Peer(
+                name=ranked(name, rank),
+                host=peer.host,
+                port=peer.kv_port + rank,
+                link=peer.link,
+                connections=peer.connections,
+                bandwidth_bits_per_s=peer.bandwidth_bits_per_s,
+                on_demand=peer.on_demand,
+                encrypted=peer.encrypted,
+                compressed=peer.compressed,
+                share_bits_per_s=peer.share_bits_per_s,
+            )
+            for name, peer in self.peers.items()
+        ]
+        producers = frozenset(ranked(name, rank) for name in self.producers)
+        return Roster({peer.name: peer for peer in peers}, producers, self.plain_peers)
 
     @property
     def tls(self) -> TlsIdentity | None:

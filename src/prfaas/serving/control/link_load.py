@@ -1,0 +1,47 @@
+"""The bytes of one link, as predicted and as measured."""
+
+from itertools import count
+
+_ids = count()
+
+
+class LinkLoad:
+    """Bytes of the open transfers of one link, accepted by prediction, sent by measurement.
+
+    Bytes that the link is measured to deliver come off the oldest promises, and a transfer that ends takes its
+    own with it. So nothing is left when nothing is open, however wrong the predictions were.
+    """
+
+    __slots__ = ("_measured_bytes", "_open", "_open_bytes", "_unsent_bytes")
+
+    def __init__(self) -> None:
+        self._open: dict[int, int] = {}
+        self._open_bytes = 0
+        self._unsent_bytes = 0
+        self._measured_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def accept(self, nbytes: int) -> int:
+        """Open a transfer of `nbytes` >= 0. Returns the number that `finish` takes."""
+        transfer = next(_ids)
+        self._open[transfer] = nbytes
+        self._open_bytes += nbytes
+        self._unsent_bytes += nbytes
+        return transfer
+
+    def finish(self, transfer: int) -> None:
+        """The transfer is complete, or given up."""
+        self._open_bytes -= self._open.pop(transfer)
+        self._unsent_bytes = min(self._unsent_bytes, self._open_bytes)
+
+    def delivered(self, nbytes: int, measured_bytes: int) -> None:
+        """Note that the link delivered `nbytes` more, and that by its producers `measured_bytes` are still to leave."""
+        self._unsent_bytes = max(self._unsent_bytes - nbytes, 0)
+        self._measured_bytes = measured_bytes
+
+    @property
+    def residual_bytes(self) -> int:
+        """Still to leave: what was promised here, or what its producers report, if that is more."""
+        return max(self._unsent_bytes, self._measured_bytes)

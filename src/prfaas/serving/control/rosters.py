@@ -1,0 +1,117 @@
+"""Tells every rank of the engines whom it may send KV to and take it from, by the deployment that runs now."""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+
+from prfaas.core.deployment import Deployment
+from prfaas.serving.control.engine_monitor import period_s
+from prfaas.serving.control.pulse import KvPort
+from prfaas.serving.transport.roster import Roster, roster_of
+
+logger = logging.getLogger(__name__)
+
+WANTED_S = 1.0
+MOST_ASKED_PER_S = 50.0
+_ANSWER_S = 2.0
+
+Rank = tuple[str, int]
+"""An instance's name and the number of its rank."""
+
+
+class Rosters:
+    """Asks every rank once a second which roster it has, and tells it where that is another one.
+
+    An engine that has started has the roster of its command line, and is told at once. One that another control plane
+    has told otherwise is left alone: of two gateways with different files the one that was reloaded last decides.
+    """
+
+    def __init__(self, deployment: Deployment, kv_ports: Mapping[str, Sequence[KvPort]]) -> None:
+        """`kv_ports`: instance name → the KV ports of its ranks; whoever made them keeps them up to date."""
+        self._kv_ports = kv_ports
+        self._wanted: dict[Rank, Roster] = {}
+        self._digests: dict[Rank, str] = {}
+        # Which wanted roster a rank has had, or was told.
+        self._settled: dict[Rank, str] = {}
+        self._has: dict[Rank, str] = {}
+        self._announcing: asyncio.Task[None] | None = None
+        self.adopt(deployment)
+
+    def adopt(self, deployment: Deployment) -> None:
+        """Want the rosters of this deployment from now on."""
+        self._wanted = {
+            (instance.name, rank): roster_of(deployment, instance, rank)
+            for instance in deployment.instances
+            for rank in range(instance.tensor_parallel)
+        }
+        self._digests = {rank: roster.digest for rank, roster in self._wanted.items()}
+        self._has = {rank: digest for rank, digest in self._has.items() if rank in self._wanted}
+        self.period_s = period_s(WANTED_S, len(self._wanted), MOST_ASKED_PER_S)
+
+    def announce(self) -> None:
+        """Tell all now, in the background: twice, since who is new is let in only by those that were told before."""
+
+        async def announce() -> None:
+            for _ in range(2):
+                await asyncio.gather(*(self._tell(rank) for rank in tuple(self._wanted)))
+
+        if self._announcing is not None:
+            self._announcing.cancel()
+        self._announcing = asyncio.get_running_loop().create_task(announce())
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                await asyncio.gather(self.look(), asyncio.sleep(self.period_s))
+        finally:
+            if self._announcing is not None:
+                self._announcing.cancel()
+
+    async def look(self) -> None:
+        """Ask every rank once, and tell those that have another roster."""
+        await asyncio.gather(*(self._look(rank) for rank in tuple(self._wanted)))
+
+    @property
+    def behind(self) -> list[str]:
+        """Ranks that have answered and do not have what is wanted, as "instance/rank"."""
+        return [
+            f"{name}/{number}"
+            for (name, number), has in self._has.items()
+            if has != self._digests[name, number]
+        ]
+
+    async def _look(self, rank: Rank) -> None:
+        name, number = rank
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                answer = await self._kv_ports[name][number].stats()
+            roster = answer["roster"]
+            has, told, trouble = str(roster["digest"]), bool(roster["told"]), str(roster["trouble"])
+        except (OSError, TimeoutError, KeyError, TypeError, ValueError) as error:
+            # Also an engine of a version that knows only its command line.
+            logger.debug("%s/%d does not say which roster it has: %s", name, number, error)
+            return
+        wanted = self._digests.get(rank)
+        if wanted is None:
+            return
+        if self._has.get(rank) != has and has != wanted and trouble:
+            logger.warning("%s/%d keeps the roster that it has: %s", name, number, trouble)
+        self._has[rank] = has
+        if has == wanted:
+            self._settled[rank] = wanted
+        elif not told or self._settled.get(rank) != wanted:
+            await self._tell(rank)
+
+    async def _tell(self, rank: Rank) -> None:
+        name, number = rank
+        roster, digest = self._wanted.get(rank), self._digests.get(rank)
+        if roster is None or digest is None or name not in self._kv_ports:
+            return
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                await self._kv_ports[name][number].tell_roster(roster)
+        except (OSError, TimeoutError) as error:
+            logger.debug("%s/%d can't be told its roster: %s", name, number, error)
+            return
+        self._settled[rank] = digest

@@ -1,0 +1,76 @@
+"""The engine processes of one machine follow the deployment file while the deployment runs."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from prfaas.core.deployment import AppliedDeployment, Deployment, DeploymentDifference, Instance
+from prfaas.serving.engines import EngineError
+from prfaas.serving.engines.running import RunningEngines
+from prfaas.serving.engines.supervisor import LOOK_EVERY_S, Supervisor
+from prfaas.serving.reloading import ReloadRefusedError
+from prfaas.serving.secret_files import KeyFileError, TlsFileError
+
+
+class FollowingEngines:
+    """Has the engines that a file adds started, and ends those that have left. It belongs to one event loop."""
+
+    def __init__(
+        self,
+        engines: RunningEngines,
+        supervisor: Supervisor[Instance],
+        tell: Callable[[str], None],
+        runs_here: Callable[[Instance], bool] = lambda _: True,
+    ) -> None:
+        """
+        Args:
+            engines: of this machine.
+            supervisor: starts them; nobody else runs it.
+            tell: called with every sentence that an operator should read.
+            runs_here: whether an instance is one to start and end here.
+        """
+        self._engines = engines
+        self._supervisor = supervisor
+        self._tell = tell
+        self._runs_here = runs_here
+        self._left: deque[Instance] = deque()
+
+    def check(self, said: Deployment, difference: DeploymentDifference) -> None:
+        """Whether the engines that a file adds can be started on this machine.
+
+        Raises:
+            ReloadRefusedError: a port is taken, or a certificate can't be used.
+        """
+        added = filter(self._runs_here, difference.added)
+        new = [each for each in added if not self._engines.is_running(each.name)]
+        try:
+            self._engines.check(said, new)
+        except (EngineError, KeyFileError, TlsFileError) as error:
+            raise ReloadRefusedError(f"nothing was changed: {error}") from None
+
+    def adopt(self, applied: AppliedDeployment) -> None:
+        """Have what is new started, soon."""
+        self._engines.adopt(applied.running)
+        for instance in filter(self._runs_here, applied.said.instances):
+            self._supervisor.watch(instance)
+
+    def left(self, instance: Instance) -> None:
+        """Have the engine of an instance that has left ended, soon."""
+        if self._runs_here(instance):
+            self._supervisor.leave(instance.name)
+            self._left.append(instance)
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            # One after the other: engines are started and ended by one thread at a time.
+            while self._left:
+                instance = self._left.popleft()
+                try:
+                    await asyncio.to_thread(self._engines.end, instance)
+                except EngineError as error:
+                    self._tell(str(error))
+                else:
+                    self._tell(f"engine {instance.name} has left the deployment file and was ended")
+            await self._supervisor.look()

@@ -1,0 +1,241 @@
+"""What one deployment says other than another: every field has a rule, none is overlooked, none is made up."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.core.deployment import AppliedDeployment, Deployment, Instance, difference, load_deployment
+from prfaas.core.deployment.difference import RULES, FieldPath
+from prfaas.core.deployment.examples import example_path
+from prfaas.core.deployment.pool import PoolSpace
+
+TEXT = """
+name: two
+model: {served_name: m, path: models/m, max_model_len: 32768, adapters: {a: adapters/a}}
+clusters:
+  - name: far
+    kind: prfaas
+    hardware: h200
+    profile: internal-1t-h200
+    instances:
+      - {name: far-0, roles: [prefill], host: 10.0.0.1, http_port: 8100, kv_port: 8200}
+      - {name: far-1, roles: [prefill], host: 10.0.0.2, http_port: 8100, kv_port: 8200}
+  - name: home
+    kind: pd
+    hardware: h20
+    profile: internal-1t-h20
+    instances:
+      - {name: home-p, roles: [prefill], host: 10.1.0.1, http_port: 8100, kv_port: 8200}
+      - {name: home-d, roles: [decode], host: 10.1.0.2, http_port: 8100, kv_port: 8200}
+links:
+  - {source: far, target: home, bandwidth: 10 Gbit/s}
+  - {source: home, target: far, bandwidth: 10 Gbit/s}
+routing: {policy: tilted, params: {patience: 2.0}}
+security: {tenant_header: x-tenant, tenant_weights: {a: 2}}
+engine: {env: {A: b}}
+"""
+
+
+def loaded(folder: Path, text: str = TEXT) -> Deployment:
+    path = folder / "deployment.yaml"
+    path.write_text(text)
+    return load_deployment(path, state_dir=folder / "state")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Deployment:
+    text = TEXT.replace(", params: {patience: 2.0}", "")
+    found = loaded(tmp_path_factory.mktemp("two"), text)
+    return replace(found, routing=replace(found.routing, params={"patience": 2.0}))
+
+
+def reachable(kind: Any, path: FieldPath) -> Iterator[FieldPath]:
+    """The places of all fields below a type, `*` for names, as deep as there are rules."""
+    if path in RULES:
+        yield path
+    elif is_dataclass(kind):
+        hints = get_type_hints(kind)
+        for field in fields(kind):
+            # What says where an element is, is its name.
+            if field.name not in ("name", "cluster", "source", "target") or path in ((), ("gateway",)):
+                yield from reachable(hints[field.name], (*path, field.name))
+    elif getattr(kind, "__origin__", None) in (tuple, Mapping) and path[-1:] != ("hosts",):
+        inner = get_args(kind)[0 if kind.__origin__ is tuple else 1]
+        yield from reachable(inner, (*path, "*"))
+    else:
+        yield path
+
+
+def test_every_field_has_a_rule_and_every_rule_a_field() -> None:
+    assert set(reachable(Deployment, ())) == set(RULES)
+
+
+def other(value: Any, path: FieldPath) -> Any:
+    """Another value of the same kind."""
+    if path[-1] == "pool":
+        return PoolSpace(1 << 30)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    if isinstance(value, Path):
+        return value / "other"
+    if isinstance(value, tuple):
+        return (*value, "other")
+    return 7 if value is None else f"{value}-other"
+
+
+def changed(value: Any, rule: FieldPath, path: FieldPath = ()) -> Any:
+    """`value` with another one at the place of a rule; the first element where the rule has a name."""
+    if not rule:
+        return other(value, path)
+    head, rest = rule[0], rule[1:]
+    if isinstance(value, tuple):
+        return (changed(value[0], rest, path), *value[1:])
+    if isinstance(value, Mapping):
+        name = next(iter(value))
+        return {**value, name: changed(value[name], rest, path)}
+    return replace(value, **{head: changed(getattr(value, head), rest, (*path, head))})
+
+
+@pytest.mark.parametrize("rule", RULES, ids=".".join)
+def test_a_change_of_any_field_is_seen_once_and_by_its_rule(base: Deployment, rule: FieldPath) -> None:
+    after = changed(base, rule)
+    for found in (difference(base, after), difference(after, base)):
+        (change,) = found.changes
+        assert change.needs == RULES[rule].needs
+        assert bool(found.live) == (RULES[rule].needs is None)
+        assert not found.added and not found.removed
+
+
+@given(st.sets(st.sampled_from(sorted(RULES))))
+def test_many_changes_are_all_seen(base: Deployment, rules: set[FieldPath]) -> None:
+    after = base
+    for rule in rules:
+        after = changed(after, rule)
+    found = difference(base, after)
+    assert len(found.changes) == len(rules)
+    assert sorted(str(change.needs) for change in found.changes) == sorted(str(RULES[r].needs) for r in rules)
+    assert not difference(after, after)
+
+
+def test_nothing_changes_in_a_file_read_twice(tmp_path: Path) -> None:
+    for name in ("local.yaml", "synthetic.yaml"):
+        one, two = (load_deployment(example_path(name), state_dir=tmp_path) for _ in range(2))
+        assert not difference(one, two)
+
+
+def test_sentences_name_fields_as_the_file_does(tmp_path: Path) -> None:
+    text = TEXT.replace(", params: {patience: 2.0}", "")
+    before = loaded(tmp_path, text)
+    after = loaded(
+        tmp_path,
+        text.replace("target: home, bandwidth: 10 Gbit/s", "target: home, bandwidth: 40 Gbit/s")
+        .replace("{name: home-d, roles: [decode]", "{name: home-d, roles: [prefill, decode]")
+        .replace("{a: 2}", "{b: 3}"),
+    )
+    assert [change.sentence for change in difference(before, after).changes] == [
+        "clusters[home].instances[home-d].roles is now prefill, decode; it was decode",
+        "links[far->home].bandwidth is now 40 Gbit/s; it was 10 Gbit/s",
+        "security.tenant_weights[a] is left out; it was 2",
+        "security.tenant_weights[b] is now 3",
+    ]
+
+
+NEW = "      - {name: home-new, roles: [decode], host: 10.1.0.3, http_port: 8100, kv_port: 8200}\n"
+
+
+def test_instances_join_leave_and_move(tmp_path: Path) -> None:
+    text = TEXT.replace(", params: {patience: 2.0}", "")
+    before, after = loaded(tmp_path, text), loaded(tmp_path, text.replace("links:", f"{NEW}links:"))
+    found = difference(before, after)
+    assert [change.sentence for change in found.changes] == [
+        "instance home-new joins home (decode, 10.1.0.3:8100)"
+    ]
+    assert [instance.name for instance in found.added] == ["home-new"] and not found.refused
+    back = difference(after, before)
+    assert [change.sentence for change in back.changes] == [
+        "instance home-new leaves home when its work has ended"
+    ]
+    assert [instance.name for instance in back.removed] == ["home-new"]
+    far = NEW.replace("decode", "prefill")
+    moved = difference(after, loaded(tmp_path, text.replace("  - name: home", f"{far}  - name: home", 1)))
+    assert [change.sentence for change in moved.refused] == [
+        "instance home-new is in far now; it was in home"
+    ]
+
+
+def test_clusters_and_links_need_a_restart(base: Deployment) -> None:
+    without = replace(base, links=base.links[:1])
+    assert [change.field for change in difference(base, without).refused] == ["links[home->far]"]
+    assert [change.field for change in difference(without, base).refused] == ["links[home->far]"]
+    fewer = replace(base, clusters=base.clusters[1:], links=())
+    assert "clusters[far]" in [change.field for change in difference(base, fewer).refused]
+
+
+def test_a_machine_more_would_need_other_pools(tmp_path: Path) -> None:
+    text = TEXT.replace(", params: {patience: 2.0}", "").replace(
+        "hardware: h20\n", "hardware: h20\n    pool: {memory: 1 GiB, kv_port: 9000}\n"
+    )
+    before = loaded(tmp_path, text)
+    elsewhere = difference(before, loaded(tmp_path, text.replace("links:", f"{NEW}links:")))
+    assert [change.field for change in elsewhere.refused] == ["clusters[home].pool"]
+    beside = NEW.replace("10.1.0.3", "10.1.0.2").replace("8100", "8101").replace("8200", "8201")
+    here = difference(before, loaded(tmp_path, text.replace("links:", f"{beside}links:")))
+    assert not here.refused and len(here.added) == 1
+
+
+def test_the_order_decides_little(base: Deployment) -> None:
+    turned = replace(base, links=base.links[::-1])
+    assert [change.sentence for change in difference(base, turned).changes] == [
+        "the links are in another order"
+    ]
+
+
+def with_instances(base: Deployment, names: list[str]) -> Deployment:
+    """A deployment whose home has these instances."""
+    far, home = base.clusters
+    instances = tuple(replace(home.instances[1], name=name) for name in names)
+    return replace(base, clusters=(far, replace(home, instances=instances)))
+
+
+names = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=5, unique=True)
+
+
+@given(st.lists(st.tuples(names, st.integers(0, 3)), min_size=1, max_size=6))
+def test_what_runs_is_what_was_said_and_what_leaves(
+    base: Deployment, steps: list[tuple[list[str], int]]
+) -> None:
+    """Nobody is forgotten before it has left, and in the end exactly what the file says runs."""
+    applied = AppliedDeployment(with_instances(base, ["a"]), "0")
+    for number, (wanted, left) in enumerate(steps):
+        was = {instance.name for instance in applied.running.instances}
+        applied = applied.taking_on(with_instances(base, wanted), str(number))
+        running = [instance.name for instance in applied.running.instances]
+        assert len(running) == len(set(running))
+        assert set(running) == was | {instance.name for instance in applied.said.instances}
+        assert {instance.name for instance in applied.leaving} == set(running) - {
+            instance.name for instance in applied.said.instances
+        }
+        for instance in applied.leaving[:left]:
+            applied = applied.without(instance.name)
+    for instance in applied.leaving:
+        applied = applied.without(instance.name)
+    assert applied.running == applied.said
+
+
+def test_who_comes_back_while_it_leaves_is_the_same(base: Deployment) -> None:
+    applied = AppliedDeployment(with_instances(base, ["a", "b"]), "0")
+    applied = applied.taking_on(with_instances(base, ["a"]), "1")
+    assert not applied.difference(with_instances(base, ["a", "b"])).refused
+    moved = with_instances(base, ["a", "b"])
+    far, home = moved.clusters
+    changed_b: Instance = replace(home.instances[1], http_port=9)
+    moved = replace(moved, clusters=(far, replace(home, instances=(home.instances[0], changed_b))))
+    (refused,) = applied.difference(moved).refused
+    assert refused.sentence == "instance b still leaves, and comes back as another one"

@@ -1,0 +1,101 @@
+"""Whom the control plane tells a roster, and whom it leaves alone."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from prfaas.core.deployment import Deployment
+from prfaas.serving.control.rosters import Rosters
+from prfaas.serving.transport.roster import roster_of
+
+from .world import FILE, FakeSender, deployment_of
+
+
+class Told:
+    """The ports of all instances, with the rosters of a deployment's command lines."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self.ports = {instance.name: (FakeSender(),) for instance in deployment.instances}
+        for instance in deployment.instances:
+            digest = roster_of(deployment, instance, 0).digest
+            self.ports[instance.name][0].roster = {"digest": digest, "told": False, "trouble": ""}
+
+    def counts(self) -> dict[str, int]:
+        return {name: len(ports[0].rosters) for name, ports in self.ports.items() if ports[0].rosters}
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Deployment:
+    return deployment_of(tmp_path)
+
+
+def wider(folder: Path) -> Deployment:
+    return deployment_of(folder, text=FILE.replace("1 Gbit/s", "2 Gbit/s"))
+
+
+def test_who_has_its_roster_is_told_nothing(deployment: Deployment) -> None:
+    told = Told(deployment)
+    rosters = Rosters(deployment, told.ports)
+    asyncio.run(rosters.look())
+    assert told.counts() == {} and rosters.behind == []
+
+
+def test_who_has_started_with_another_is_told_once(deployment: Deployment, tmp_path: Path) -> None:
+    told = Told(deployment)
+    rosters = Rosters(wider(tmp_path), told.ports)
+    asyncio.run(rosters.look())
+    # Only those whose way is over the link have another roster.
+    assert told.counts() == {"far-0": 1, "far-1": 1}
+    assert rosters.behind == ["far-0/0", "far-1/0"]
+    asyncio.run(rosters.look())
+    assert told.counts() == {"far-0": 1, "far-1": 1} and rosters.behind == []
+
+
+def test_who_was_told_otherwise_by_another_is_left_alone(deployment: Deployment) -> None:
+    told = Told(deployment)
+    rosters = Rosters(deployment, told.ports)
+    asyncio.run(rosters.look())
+    told.ports["far-0"][0].roster = {"digest": "another", "told": True, "trouble": ""}
+    asyncio.run(rosters.look())
+    assert told.counts() == {} and rosters.behind == ["far-0/0"]
+    # Until it starts again, or this deployment changes.
+    told.ports["far-0"][0].roster = {"digest": "older", "told": False, "trouble": ""}
+    asyncio.run(rosters.look())
+    assert told.counts() == {"far-0": 1}
+
+
+def test_who_refuses_is_not_asked_for_ever(deployment: Deployment, tmp_path: Path) -> None:
+    told = Told(deployment)
+    rosters = Rosters(deployment, told.ports)
+    told.ports["far-0"][0].takes_rosters = False
+    rosters.adopt(wider(tmp_path))
+    for _ in range(2):
+        asyncio.run(rosters.look())
+        told.ports["far-0"][0].roster = {"digest": "old", "told": True, "trouble": "it can't"}
+    asyncio.run(rosters.look())
+    assert told.counts()["far-0"] == 1 and rosters.behind == ["far-0/0"]
+
+
+def test_who_does_not_answer_or_does_not_know_is_passed_over(deployment: Deployment, tmp_path: Path) -> None:
+    told = Told(deployment)
+    told.ports["far-0"][0].links = None
+    told.ports["far-1"][0].roster = None
+    rosters = Rosters(wider(tmp_path), told.ports)
+    asyncio.run(rosters.look())
+    assert told.counts() == {} and rosters.behind == []
+
+
+def test_all_are_told_twice_after_a_change(deployment: Deployment, tmp_path: Path) -> None:
+    async def main() -> dict[str, int]:
+        told = Told(deployment)
+        told.ports["home-d0"][0].links = None
+        rosters = Rosters(deployment, told.ports)
+        rosters.adopt(wider(tmp_path))
+        rosters.announce()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        return told.counts()
+
+    names = ["far-0", "far-1", "home-p0", "home-p1", "home-d1"]
+    assert asyncio.run(main()) == dict.fromkeys(names, 2)

@@ -1,0 +1,251 @@
+"""Rosters: on the wire, in a sender that goes on sending, and at a receiver that lets nobody else in."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prfaas.core.deployment import CONTROL, TOOLS, load_deployment
+from prfaas.core.deployment.examples import example_path
+from prfaas.serving.engines.command import kv_transfer_config
+from prfaas.serving.engines.vllm.settings import ConnectorSettings
+from prfaas.serving.transport import Observer, Peer, Receiver, Sender, StagingArena
+from prfaas.serving.transport.roster import Roster, roster_of
+from prfaas.serving.transport.wire import WireError
+
+from .harness import FAST_RECEIVER, FAST_SENDER, FINGERPRINT, KEY, SizesByTokens
+
+rates = st.one_of(st.none(), st.integers(1, 10**13).map(float))
+texts = st.text(max_size=30)
+peers = st.builds(
+    Peer,
+    name=texts,
+    host=texts,
+    port=st.integers(1, 65535),
+    link=texts,
+    connections=st.integers(1, 64),
+    bandwidth_bits_per_s=rates,
+    on_demand=st.booleans(),
+    encrypted=st.booleans(),
+    compressed=st.booleans(),
+    share_bits_per_s=rates,
+)
+rosters = st.builds(
+    lambda found, producers, plain: Roster({peer.name: peer for peer in found}, producers, plain),
+    st.lists(peers, max_size=5),
+    st.frozensets(texts, max_size=5),
+    st.frozensets(texts, max_size=5),
+)
+
+
+@given(rosters)
+def test_a_roster_comes_as_it_was_sent(roster: Roster) -> None:
+    came = Roster.from_body(json.loads(json.dumps(roster.to_body())))
+    assert came == roster
+    assert came.digest == roster.digest
+
+
+@given(rosters, rosters)
+def test_digests_tell_rosters_apart(one: Roster, other: Roster) -> None:
+    assert (one.digest == other.digest) == (one == other)
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda body: body.pop("peers"),
+        lambda body: body.update(peers={}),
+        lambda body: body.update(peers=[7]),
+        lambda body: body.update(peers=body["peers"] * 2),
+        lambda body: body["peers"][0].update(port=0),
+        lambda body: body["peers"][0].update(port=1 << 20),
+        lambda body: body["peers"][0].update(connections=65),
+        lambda body: body["peers"][0].update(bits_per_s=-1),
+        lambda body: body["peers"][0].update(bits_per_s=0),
+        lambda body: body["peers"][0].update(name=None),
+        lambda body: body.update(producers=[1]),
+        lambda body: body.update(producers=["x"] * 5000),
+        lambda body: body.pop("plain"),
+    ],
+)
+def test_absurd_rosters_are_refused(break_it: Callable[[dict[str, object]], object]) -> None:
+    body = Roster({"c/0": Peer("c/0", "h", 1, "l", 1, 1e9)}, frozenset({"p/0"})).to_body()
+    break_it(body)
+    with pytest.raises(WireError):
+        Roster.from_body(body)
+
+
+@pytest.mark.parametrize("example", ["local.yaml", "local-wide.yaml", "synthetic.yaml"])
+def test_the_command_line_and_the_control_plane_say_the_same(example: str, tmp_path: Path) -> None:
+    """An engine whose file is the gateway's is not told anything."""
+    deployment = load_deployment(example_path(example), state_dir=tmp_path)
+    for instance in deployment.instances:
+        config = kv_transfer_config(deployment, instance)["kv_connector_extra_config"]
+        assert isinstance(config, dict)
+        settings = ConnectorSettings.parse(json.loads(json.dumps(config)))
+        for rank in range(instance.tensor_parallel):
+            assert settings.roster(rank).digest == roster_of(deployment, instance, rank).digest
+
+
+def receiver(name: str, roster: Roster | None = None, **more: object) -> Receiver:
+    made = Receiver(
+        name=name,
+        key=KEY,
+        host="127.0.0.1",
+        port=0,
+        arena=StagingArena(1 << 20, 1 << 16),
+        layout=SizesByTokens(),
+        fingerprint=FINGERPRINT,
+        options=FAST_RECEIVER,
+        roster=roster,
+        **more,  # type: ignore[arg-type]
+    )
+    made.start()
+    return made
+
+
+def peer_of(to: Receiver, **changes: object) -> Peer:
+    peer = Peer(to.name, "127.0.0.1", to.port, "a->b", 1, 1e9)
+    return replace(peer, **changes)  # type: ignore[arg-type]
+
+
+def await_true(what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def connections(sender: Sender) -> dict[str, int]:
+    return {name: told["connections"] for name, told in sender.stats()["peers"].items()}
+
+
+def test_a_sender_meets_new_peers_and_leaves_others() -> None:
+    one, two = receiver("one/0"), receiver("two/0")
+    sender = Sender(name="p/0", key=KEY, peers={}, fingerprint=FINGERPRINT, options=FAST_SENDER)
+    try:
+        sender.start()
+        sender.adopt({"one/0": peer_of(one)})
+        await_true(lambda: connections(sender) == {"one/0": 1})
+        sender.adopt({"one/0": peer_of(one), "two/0": peer_of(two)})
+        await_true(lambda: connections(sender) == {"one/0": 1, "two/0": 1})
+        assert sender.stats()["peers"]["one/0"]["connects"] == 1, "the old connection was made anew"
+        # Another bandwidth is no other way.
+        wider = {each.name: peer_of(each, bandwidth_bits_per_s=2e9) for each in (one, two)}
+        sender.adopt(wider)
+        assert {told["connects"] for told in sender.stats()["peers"].values()} == {1}
+        sender.adopt({"two/0": peer_of(two)})
+        await_true(lambda: one.stats()["producer_connections"] == 0)
+        assert connections(sender) == {"two/0": 1}
+        # More connections are another way.
+        sender.adopt({"two/0": peer_of(two, connections=3)})
+        await_true(lambda: connections(sender) == {"two/0": 3})
+    finally:
+        for each in (sender, one, two):
+            each.close()
+    assert sender.stats()["threads"] == 0
+
+
+def test_a_sender_refuses_what_it_cannot_be() -> None:
+    sender = Sender(name="p/0", key=KEY, peers={}, fingerprint=FINGERPRINT, options=FAST_SENDER)
+    there = Peer("c/0", "127.0.0.1", 9, "a->b", 1, 1e9, on_demand=True)
+    sender.adopt({"c/0": there})
+    for wrong, why in (
+        ({"c/0": replace(there, encrypted=True)}, "no TLS identity"),
+        ({"c/0": there, "d/0": replace(there, name="d/0", bandwidth_bits_per_s=2e9)}, "different bandwidths"),
+        ({"c/0": replace(there, bandwidth_bits_per_s=None)}, "is paced in one roster"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            sender.adopt(wrong)
+        assert sender.stats()["peers"].keys() == {"c/0"}
+    sender.close()
+
+
+def test_a_link_takes_another_bandwidth_and_share() -> None:
+    sender = Sender(name="p/0", key=KEY, peers={}, fingerprint=FINGERPRINT, options=FAST_SENDER)
+    there = Peer("c/0", "127.0.0.1", 9, "a->b", 1, 1e9, on_demand=True, share_bits_per_s=5e8)
+    sender.adopt({"c/0": there})
+    assert sender.telemetry()["links"]["a->b"]["pace_bits_per_s"] == 5e8
+    sender.adopt({"c/0": replace(there, bandwidth_bits_per_s=4e9, share_bits_per_s=2e9)})
+    assert sender.telemetry()["links"]["a->b"]["pace_bits_per_s"] == 2e9
+    sender.close()
+
+
+def told(name: str, to: Receiver, roster: Roster) -> dict[str, object]:
+    """What a receiver says of its roster after somebody has told it one."""
+
+    async def tell() -> dict[str, object]:
+        observer = Observer(name, KEY, "127.0.0.1", to.port, to.name)
+        try:
+            await observer.tell_roster(roster)
+            found: dict[str, object] = (await observer.stats())["roster"]
+            return found
+        finally:
+            await observer.close()
+
+    return asyncio.run(tell())
+
+
+def test_a_receiver_lets_in_whom_its_roster_names() -> None:
+    start = Roster({}, frozenset({"old/0"}))
+    heard: list[Roster] = []
+    here = receiver("here/0", start, on_roster=heard.append)
+    senders = {
+        name: Sender(
+            name=name, key=KEY, peers={"here/0": peer_of(here)}, fingerprint=FINGERPRINT, options=FAST_SENDER
+        )
+        for name in ("old/0", "new/0")
+    }
+    try:
+        for sender in senders.values():
+            sender.start()
+        await_true(lambda: connections(senders["old/0"])["here/0"] == 1)
+        await_true(
+            lambda: "not among its producers" in senders["new/0"].telemetry()["rejected"].get("here/0", "")
+        )
+        new = Roster({}, frozenset({"new/0"}))
+        assert here.stats()["roster"] == {"digest": start.digest, "told": False, "trouble": ""}
+        assert told(CONTROL, here, new) == {"digest": new.digest, "told": True, "trouble": ""}
+        assert heard == [new]
+        await_true(lambda: connections(senders["old/0"])["here/0"] == 0)
+        # Who was rejected asks again at once when it is told itself.
+        senders["new/0"].adopt({"here/0": peer_of(here)})
+        await_true(lambda: connections(senders["new/0"])["here/0"] == 1)
+        await_true(lambda: "here/0" in senders["old/0"].telemetry()["rejected"])
+    finally:
+        for each in (*senders.values(), here):
+            each.close()
+
+
+def test_only_the_control_plane_tells_a_roster() -> None:
+    start = Roster({}, frozenset({"old/0"}))
+    here = receiver("here/0", start)
+    try:
+        with pytest.raises(ConnectionError):
+            told(TOOLS, here, Roster({}, frozenset({"new/0"})))
+        assert here.stats()["roster"]["digest"] == start.digest
+    finally:
+        here.close()
+
+
+def test_a_roster_that_the_sender_refuses_changes_nothing() -> None:
+    start = Roster({}, frozenset({"old/0"}))
+
+    def refuse(_roster: Roster) -> None:
+        raise ValueError("it can't")
+
+    here = receiver("here/0", start, on_roster=refuse)
+    try:
+        assert told(CONTROL, here, Roster({}, frozenset({"new/0"}))) == {
+            "digest": start.digest,
+            "told": True,
+            "trouble": "it can't",
+        }
+    finally:
+        here.close()
