@@ -3,12 +3,13 @@
 Only the ports are others, so that it can run beside another deployment.
 """
 
+import importlib.util
+import json
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from tests.ports import free_ports
@@ -67,17 +68,18 @@ def test_programs_print_what_the_page_says(page: Page, program: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(READY_S + 600)
-def test_vllm_s_load_test_runs_alone_and_with_ours(page: Page) -> None:
-    vllm = Path(sys.executable).with_name("vllm")
-    if not vllm.exists():
+@pytest.mark.timeout(READY_S + 900)
+def test_vllm_s_load_test_and_our_counts(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed here")
-    _, alone, wrapped = page.shell
-    printed = page.run(f'vllm() {{ "{vllm}" "$@"; }}\n{alone}')
-    assert re.search(r"Successful requests:\s+20\b", printed)
-    printed = page.run(wrapped)
-    assert re.search(r"^ ?│? ?offload +│? +\d+", printed, re.MULTILINE), printed
-    assert "refused" not in printed
+    # To import vLLM alone takes a busy machine minutes.
+    monkeypatch.setattr("tests.test_own_policy_page.LIMIT_S", 600.0)
+    (command,) = [each for each in page.shell if "prfaas bench" in each]
+    document = json.loads(page.run(command.replace("prfaas bench", "prfaas bench --json")))
+    assert document["vllm"]["completed"] == 20
+    routes = document["gateway"]["routes"]
+    assert sum(route["requests"] for route in routes.values()) == 20
+    assert routes["offload"]["kv_bytes"] > 0 and document["gateway"]["refused"] == {}
 
 
 def test_the_page_has_an_output_for_every_program() -> None:

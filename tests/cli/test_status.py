@@ -330,6 +330,10 @@ def test_explain_says_it_in_plain_words(
 def test_other_ways_are_told_too(deployment: Deployment) -> None:
     direct = RequestRecord(ID, "chat", 0.0, 0.0, direct_reason="media", outcome="cancelled")
     text = "\n".join(sentences(page(direct, deployment)))
+    assert "trace" not in text
+    direct.trace_id = "5" * 32
+    text = "\n".join(sentences(page(direct, deployment)))
+    assert f"Its trace: {direct.trace_id}" in text
     assert "was left by its client" in text and "not looked at (media)" in text and "No KVCache moved" in text
     own = RequestRecord(ID, "chat", 0.0, 0.0, prompt_tokens=9000)
     numbers = {"prefill": "home-decode-0", "threshold_tokens": math.inf, "predicted_ttft_s": math.nan}
