@@ -381,6 +381,16 @@ CASES: dict[str, tuple[Case, ...]] = {
         ),
         Case({series("prfaas_control_incompatible_pairs"): "0x30"}, 10),
     ),
+    "PrfaasSpansLost": (
+        Case(
+            {series("prfaas_gateway_trace_spans_total", outcome="failed"): "0+5x30"},
+            20,
+            GATEWAY,
+            "Spans of traces of the gateway gateway:8001 do not reach the collector.",
+        ),
+        Case({series("prfaas_gateway_trace_spans_total", outcome="sent"): "0+5x30"}, 20),
+        Case({series("prfaas_gateway_trace_spans_total", outcome="failed"): "0x8 3x22"}, 20),
+    ),
     "PrfaasPolicyFails": (
         Case(
             {series("prfaas_control_policy_failures_total"): "0x5 4x20"},

@@ -278,6 +278,14 @@ ALERTS = (
         "`prfaas status` names them; give both the same version and the same engine options.",
     ),
     Alert(
+        "PrfaasSpansLost",
+        _rate('prfaas_gateway_trace_spans_total{outcome=~"failed|dropped"}', *_BY_GATEWAY) + " > 0",
+        10 * _MINUTE_S,
+        "warning",
+        "Spans of traces of the gateway {{ $labels.instance }} do not reach the collector.",
+        "Look at the collector, and at the network to it. Requests are served as before.",
+    ),
+    Alert(
         "PrfaasPolicyFails",
         "sum by (deployment) (increase(prfaas_control_policy_failures_total[15m])) > 0",
         0,

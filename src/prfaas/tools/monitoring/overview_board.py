@@ -275,6 +275,12 @@ def _gateways() -> ChartRow:
                 SECONDS,
             ),
             Chart(
+                "Spans of traces",
+                "Spans by what became of them. failed: the collector did not take them; dropped: there was no room.",
+                rates("prfaas_gateway_trace_spans_total", "outcome"),
+                PER_S,
+            ),
+            Chart(
                 "Compared answers",
                 "Answers compared with the plain path's. A mismatch is an answer that KV transfer changed.",
                 rates("prfaas_gateway_shadows_total", "outcome"),
