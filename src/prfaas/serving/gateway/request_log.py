@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
+from itertools import islice
 
 from aiohttp import web
 
@@ -91,6 +92,8 @@ class RequestRecord:
     """What became of the cache transfer before the prefill."""
     steps_s: dict[str, float] = field(default_factory=dict)
     """Step's name to its duration."""
+    starts_s: dict[str, float] = field(default_factory=dict)
+    """Step's name to the seconds from the arrival until it first began."""
     notes: list[tuple[float, str]] = field(default_factory=list)
     """What went wrong, with the seconds since the arrival."""
     broken: bool = False
@@ -107,6 +110,14 @@ class RequestRecord:
     """What engines get of the trace; None: nothing is traced here, so they get what the client sent."""
     finish_reasons: Sequence[str] = ()
     """Why its answers ended; known of traced requests."""
+
+    @property
+    def generated_tokens(self) -> int | None:
+        """The length of its answer, told or counted; None: not known (yet)."""
+        if self.answer_tokens is None and self.answer_events:
+            # Not the mark at the end; a conversation begins with an event of its own.
+            return max(self.answer_events - 1 - (self.endpoint == "chat"), 0)
+        return self.answer_tokens
 
     def start(self, decision: Decision, prompt_tokens: int) -> Attempt:
         """The request is sent the way of `decision` now."""
@@ -127,14 +138,16 @@ class RequestRecord:
             prefill = attempt.decision.prefill
             self.trace.event("prfaas.fallback", {"prfaas.reason": reason, "prfaas.prefill.instance": prefill})
 
-    def took(self, step: str, taken_s: float) -> None:
-        """A step is over. Steps of the same name add up."""
+    def took(self, step: str, taken_s: float, begun_s: float | None = None) -> None:
+        """A step is over. Steps of the same name add up. `begun_s`: None: it ends now."""
+        begun_s = time.perf_counter() - taken_s if begun_s is None else begun_s
+        self.starts_s.setdefault(step, max(begun_s - self.began_s, 0.0))
         self.steps_s[step] = self.steps_s.get(step, 0.0) + taken_s
 
     def since(self, step: str, begun_s: float) -> float:
         """A step that began at `begun_s` is over. Returns the time, at which the next one begins."""
         now_s = time.perf_counter()
-        self.took(step, now_s - begun_s)
+        self.took(step, now_s - begun_s, begun_s)
         if self.trace is not None and step in STEP_NAMES:
             self.trace.step(STEP_NAMES[step], begun_s, now_s)
         return now_s
@@ -219,10 +232,7 @@ class RequestLog:
         """What the answer took, and how long it was."""
         metrics = self._metrics
         metrics.request_seconds.labels(record.route).observe(total_s)
-        tokens = record.answer_tokens
-        if tokens is None and record.answer_events:
-            # Not the mark at the end; a conversation begins with an event of its own.
-            tokens = max(record.answer_events - 1 - (record.endpoint == "chat"), 0)
+        tokens = record.generated_tokens
         if not tokens:
             return
         metrics.answer_tokens.labels(record.route).inc(tokens)
@@ -243,6 +253,10 @@ class RequestLog:
 
     def find(self, request_id: str) -> RequestRecord | None:
         return self._records.get(request_id)
+
+    def latest(self, limit: int) -> list[RequestRecord]:
+        """The newest records, newest first; `limit` at most."""
+        return list(islice(reversed(self._records.values()), limit))
 
     def __len__(self) -> int:
         return len(self._records)
@@ -324,6 +338,36 @@ def explain(record: RequestRecord, deployment: Deployment, model: KvModel | None
         else {"outcome": record.prefix_outcome} | _moved(record.prefix_moved),
         "steps_s": {step: round(taken_s, 6) for step, taken_s in record.steps_s.items()},
         "notes": [{"after_s": round(after_s, 6), "what": what} for after_s, what in record.notes],
+        "status": record.status,
+        "outcome": record.outcome,
+    }
+
+
+def summary(record: RequestRecord) -> Json:
+    """One line of the list of requests, ready for JSON: `GET /prfaas/requests`."""
+    decision = record.attempts[-1].decision if record.attempts else None
+    return {
+        "request_id": record.request_id,
+        "at_s": round(record.at_s, 3),
+        "endpoint": record.endpoint,
+        "model": record.model,
+        "streamed": record.streamed,
+        "prompt_tokens": record.prompt_tokens,
+        "answer_tokens": record.generated_tokens,
+        "route": None if decision is None else str(decision.route),
+        "reason": record.direct_reason if decision is None else decision.reason,
+        "prefill": None if decision is None else decision.prefill,
+        "decode": None if decision is None else decision.decode,
+        "uncached_tokens": None if decision is None else decision.uncached_tokens,
+        "threshold_tokens": None if decision is None else _finite(decision.threshold_tokens),
+        "attempts": len(record.attempts),
+        "steps": {
+            step: {"after_s": round(record.starts_s.get(step, 0.0), 6), "took_s": round(taken_s, 6)}
+            for step, taken_s in record.steps_s.items()
+        },
+        "waits_for": None
+        if record.outcome != "under way" or record.waits_for is None
+        else str(record.waits_for),
         "status": record.status,
         "outcome": record.outcome,
     }
