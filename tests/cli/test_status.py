@@ -27,7 +27,8 @@ from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of
 from prfaas.serving.control.pool_monitor import PoolReading
 from prfaas.serving.gateway.kv_transfer import TransferredBytes
-from prfaas.serving.gateway.request_log import RequestRecord, explain
+from prfaas.serving.gateway.request_log import RequestRecord
+from prfaas.serving.gateway.told_requests import explain
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "local.yaml"
 REJECTION = "KV layout differs in 'block_tokens': home-decode-0/0 has '16', east-prefill-0/0 has '32'"
@@ -74,7 +75,7 @@ def state(deployment: Deployment) -> dict[str, Any]:
             plane.compatibility._rejected["east-prefill-0", 0] = {"home-decode-0": REJECTION}
             plane.compatibility._conclude()
             plane.drain("home-decode-0", wanted=True)
-            plane.pools._newest["home-pool"] = PoolReading(plane._clock(), DAEMON)
+            plane.pools._newest["home-pool"] = PoolReading(plane.clock(), DAEMON)
             told: dict[str, Any] = json.loads(json.dumps(plane.state()))
             return told
         finally:
