@@ -243,6 +243,22 @@ ALERTS = (
         "Raise its limit of open files, or run another gateway.",
     ),
     Alert(
+        "PrfaasFleetCut",
+        _most("prfaas_control_fleet_connected", *_BY_GATEWAY) + " == 0",
+        _MINUTE_S,
+        "warning",
+        "The gateway {{ $labels.instance }} is cut off from etcd and goes on with what it knows.",
+        "Look at etcd, and at the network to it.",
+    ),
+    Alert(
+        "PrfaasNoLeader",
+        "sum by (deployment) (prfaas_control_fleet_leads) == 0",
+        _MINUTE_S,
+        "warning",
+        "No gateway leads, so thresholds and roles stay as they are.",
+        "Look at etcd, and at the gateways' logs.",
+    ),
+    Alert(
         "PrfaasBlind",
         _rate("prfaas_control_telemetry_failures_total", *_BY_GATEWAY, "kind") + " > 0.2",
         5 * _MINUTE_S,
