@@ -198,6 +198,15 @@ def test_prometheus_shows_what_it_must() -> None:
     assert east["scheme"] == "https" and east["tlsConfig"]["serverName"] == "east-0"
     (home,) = found["PodMonitor", "home-0"]["spec"]["podMetricsEndpoints"]
     assert "tlsConfig" not in home
+    # The labels that dashboards choose by, as `prfaas monitoring scrape` gives them.
+    labels = [
+        {each["targetLabel"]: each["replacement"] for each in told["relabelings"]} for told in (gateway, east)
+    ]
+    name = example()["name"]
+    assert labels == [
+        {"deployment": name},
+        {"deployment": name, "cluster": "east", "instance": "east-0"},
+    ]
     without = objects(example(containers={"pod_monitor": False}))
     assert not any(kind == "PodMonitor" for kind, _ in without)
     fields = example()

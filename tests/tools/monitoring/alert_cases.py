@@ -340,6 +340,37 @@ CASES: dict[str, tuple[Case, ...]] = {
         ),
         Case({series("process_open_fds"): "500x30", series("process_max_fds"): "1000x30", BUILD: "1x30"}, 10),
     ),
+    "PrfaasFleetCut": (
+        Case(
+            {
+                series("prfaas_control_fleet_connected"): "1x5 0x20",
+                series("prfaas_control_fleet_connected", OTHER_GATEWAY): "1x30",
+            },
+            10,
+            GATEWAY,
+            "The gateway gateway:8001 is cut off from etcd and goes on with what it knows.",
+        ),
+        Case({series("prfaas_control_fleet_connected"): "1x30"}, 10),
+    ),
+    "PrfaasNoLeader": (
+        Case(
+            {
+                series("prfaas_control_fleet_leads"): "1x5 0x20",
+                series("prfaas_control_fleet_leads", OTHER_GATEWAY): "0x30",
+            },
+            10,
+            D,
+            "No gateway leads, so thresholds and roles stay as they are.",
+        ),
+        # The next one took over.
+        Case(
+            {
+                series("prfaas_control_fleet_leads"): "1x5 0x20",
+                series("prfaas_control_fleet_leads", OTHER_GATEWAY): "0x5 1x20",
+            },
+            10,
+        ),
+    ),
     "PrfaasBlind": (
         Case(
             {series("prfaas_control_telemetry_failures_total", kind="links"): "0+60x30"},
@@ -380,6 +411,16 @@ CASES: dict[str, tuple[Case, ...]] = {
             "2 pairs of engines exchange no KV, since their set-ups differ.",
         ),
         Case({series("prfaas_control_incompatible_pairs"): "0x30"}, 10),
+    ),
+    "PrfaasSpansLost": (
+        Case(
+            {series("prfaas_gateway_trace_spans_total", outcome="failed"): "0+5x30"},
+            20,
+            GATEWAY,
+            "Spans of traces of the gateway gateway:8001 do not reach the collector.",
+        ),
+        Case({series("prfaas_gateway_trace_spans_total", outcome="sent"): "0+5x30"}, 20),
+        Case({series("prfaas_gateway_trace_spans_total", outcome="failed"): "0x8 3x22"}, 20),
     ),
     "PrfaasPolicyFails": (
         Case(

@@ -20,9 +20,24 @@ def pod_monitors(blueprint: Blueprint, plans: tuple[PodPlan, ...]) -> Iterator[F
                 "metadata": {"name": plan.name},
                 "spec": {
                     "selector": {"matchLabels": {MEMBER_LABEL: plan.name}},
-                    "podMetricsEndpoints": [{"path": "/metrics", "interval": "15s", **endpoint}],
+                    "podMetricsEndpoints": [
+                        {
+                            "path": "/metrics",
+                            "interval": "15s",
+                            "relabelings": _labels(blueprint, plan),
+                            **endpoint,
+                        }
+                    ],
                 },
             }
+
+
+def _labels(blueprint: Blueprint, plan: PodPlan) -> list[Fields]:
+    """What dashboards choose by, as `prfaas monitoring scrape` gives it."""
+    labels = {"deployment": blueprint.deployment.name}
+    if plan.instance is not None:
+        labels |= {"cluster": plan.instance.cluster, "instance": plan.instance.name}
+    return [{"targetLabel": label, "replacement": value} for label, value in labels.items()]
 
 
 def needs_tools_certificate(plans: tuple[PodPlan, ...]) -> bool:

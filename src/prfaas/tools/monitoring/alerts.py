@@ -243,6 +243,22 @@ ALERTS = (
         "Raise its limit of open files, or run another gateway.",
     ),
     Alert(
+        "PrfaasFleetCut",
+        _most("prfaas_control_fleet_connected", *_BY_GATEWAY) + " == 0",
+        _MINUTE_S,
+        "warning",
+        "The gateway {{ $labels.instance }} is cut off from etcd and goes on with what it knows.",
+        "Look at etcd, and at the network to it.",
+    ),
+    Alert(
+        "PrfaasNoLeader",
+        "sum by (deployment) (prfaas_control_fleet_leads) == 0",
+        _MINUTE_S,
+        "warning",
+        "No gateway leads, so thresholds and roles stay as they are.",
+        "Look at etcd, and at the gateways' logs.",
+    ),
+    Alert(
         "PrfaasBlind",
         _rate("prfaas_control_telemetry_failures_total", *_BY_GATEWAY, "kind") + " > 0.2",
         5 * _MINUTE_S,
@@ -276,6 +292,14 @@ ALERTS = (
         "warning",
         "{{ $value }} pairs of engines exchange no KV, since their set-ups differ.",
         "`prfaas status` names them; give both the same version and the same engine options.",
+    ),
+    Alert(
+        "PrfaasSpansLost",
+        _rate('prfaas_gateway_trace_spans_total{outcome=~"failed|dropped"}', *_BY_GATEWAY) + " > 0",
+        10 * _MINUTE_S,
+        "warning",
+        "Spans of traces of the gateway {{ $labels.instance }} do not reach the collector.",
+        "Look at the collector, and at the network to it. Requests are served as before.",
     ),
     Alert(
         "PrfaasPolicyFails",

@@ -275,6 +275,20 @@ def _gateways() -> ChartRow:
                 SECONDS,
             ),
             Chart(
+                "Gateways of the fleet",
+                "Members as each gateway sees them, and who leads. Empty with one gateway alone.",
+                (
+                    PanelQuery("max by (instance) (prfaas_control_fleet_members)", "{{instance}} sees"),
+                    PanelQuery("max by (instance) (prfaas_control_fleet_leads)", "{{instance}} leads"),
+                ),
+            ),
+            Chart(
+                "Spans of traces",
+                "Spans by what became of them. failed: the collector did not take them; dropped: there was no room.",
+                rates("prfaas_gateway_trace_spans_total", "outcome"),
+                PER_S,
+            ),
+            Chart(
                 "Compared answers",
                 "Answers compared with the plain path's. A mismatch is an answer that KV transfer changed.",
                 rates("prfaas_gateway_shadows_total", "outcome"),
