@@ -185,6 +185,26 @@ def test_secrets_come_to_lie_where_prfaas_takes_them(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in home.rglob("*") if path.is_file()} == {0o600}
 
 
+def test_several_gateways_share_an_etcd() -> None:
+    assert objects(example())["Deployment", "prfaas-gateway"]["spec"]["replicas"] == 1
+    fleet = {
+        "etcd": ["https://etcd.example:2379"],
+        "ca_file": "etcd/ca.crt",
+        "certificate_file": "etcd/own.pem",
+    }
+    gateways = objects(example(fleet=fleet))["Deployment", "prfaas-gateway"]["spec"]
+    assert gateways["replicas"] == 2
+    spec = gateways["template"]["spec"]
+    sources = next(volume for volume in spec["volumes"] if volume["name"] == "secrets")["projected"][
+        "sources"
+    ]
+    assert {"prfaas-etcd-ca", "prfaas-etcd-client"} <= {each["secret"]["name"] for each in sources}
+    script = spec["initContainers"][0]["command"][-1]
+    assert "/run/prfaas-secrets/etcd-client /var/lib/prfaas/two-datacenters/etcd/own.pem" in script
+    named = objects(example(fleet={**fleet, "name": "one"}))["Deployment", "prfaas-gateway"]["spec"]
+    assert named["replicas"] == 1
+
+
 def test_engines_are_replaced_one_at_a_time() -> None:
     found = objects(example())
     assert found["StatefulSet", "east-0"]["spec"]["updateStrategy"] == {"type": "OnDelete"}
