@@ -1,5 +1,7 @@
 """What `prfaas up --site` starts on a machine."""
 
+from dataclasses import replace
+
 import pytest
 
 from prfaas.cli.common import CliError
@@ -50,6 +52,14 @@ def test_only_what_has_an_address_of_this_machine(on: set[str]) -> None:
     on.remove("198.51.100.11")
     # A machine for the gateway alone.
     assert share_of(TWO, "home", True).instances == ()
+
+
+def test_a_gateway_at_an_address_is_started_there(on: set[str]) -> None:
+    on |= {"198.51.100.10", "198.51.100.11"}
+    elsewhere = replace(TWO, gateway=replace(TWO.gateway, host="198.51.100.12"))
+    assert not share_of(elsewhere, "home", True).has_gateway
+    on.add("198.51.100.12")
+    assert share_of(elsewhere, "home", True).has_gateway
 
 
 def test_an_unknown_site() -> None:

@@ -15,6 +15,8 @@ from tests.tools.emit.test_emitted import made, objects_of
 
 from prfaas.core.deployment import DeploymentError
 from prfaas.core.deployment.examples import example_path
+from prfaas.serving.secret_files import load_token
+from prfaas.serving.transport.ticket import create_key, load_key
 from prfaas.tools.emit.blueprint import read_blueprint
 from prfaas.tools.emit.kubernetes import kubernetes_files
 from prfaas.tools.emit.writing import write_files
@@ -144,6 +146,63 @@ def test_roles_are_labels_of_llm_d() -> None:
         "home-2": "decode",
         "prfaas-gateway": None,
     }
+
+
+def test_pods_on_their_machines_network_are_known_by_its_address() -> None:
+    rules = objects(example())["NetworkPolicy", "home-1"]["spec"]["ingress"]
+    (kv,) = (rule for rule in rules if rule["ports"][0]["port"] == 8200)
+    assert {"ipBlock": {"cidr": "198.51.100.12/32"}} in kv["from"]
+    assert {"podSelector": {"matchLabels": {"prfaas/member": "home-2"}}} in kv["from"]
+    assert {"podSelector": {"matchLabels": {"prfaas/member": "prfaas-gateway"}}} in kv["from"]
+
+
+def test_secrets_come_to_lie_where_prfaas_takes_them(tmp_path: Path) -> None:
+    """The script of the first container, with its folders moved."""
+    (secrets,) = pod(example(), "prfaas-gateway")["initContainers"]
+    shell, option, script = secrets["command"]
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    create_key(tmp_path / "key")
+    for name, text in (
+        ("key", (tmp_path / "key").read_text()),
+        ("admin-token", "t" * 32),
+        *((name, name) for name in ("ca.crt", "gateway.pem", "tools.pem")),
+    ):
+        (mounted / name).write_text(text)
+        # As the kubelet leaves files of a Secret for a pod with a group of its own.
+        (mounted / name).chmod(0o440)
+    moved = script.replace("/run/prfaas-secrets", str(mounted)).replace(
+        "/var/lib/prfaas", str(tmp_path / "state")
+    )
+    for _ in range(2):
+        subprocess.run([shell, option, moved], check=True, timeout=60)
+    home = tmp_path / "state" / "two-datacenters"
+    assert load_key(home / "key")
+    assert load_token(home / "admin-token") == "t" * 32
+    files = {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()}
+    certificates = {f"certificates/{name}" for name in ("ca.crt", "gateway.pem", "tools.pem")}
+    assert files == {"key", "admin-token"} | certificates
+    assert {path.stat().st_mode & 0o777 for path in home.rglob("*") if path.is_file()} == {0o600}
+
+
+def test_several_gateways_share_an_etcd() -> None:
+    assert objects(example())["Deployment", "prfaas-gateway"]["spec"]["replicas"] == 1
+    fleet = {
+        "etcd": ["https://etcd.example:2379"],
+        "ca_file": "etcd/ca.crt",
+        "certificate_file": "etcd/own.pem",
+    }
+    gateways = objects(example(fleet=fleet))["Deployment", "prfaas-gateway"]["spec"]
+    assert gateways["replicas"] == 2
+    spec = gateways["template"]["spec"]
+    sources = next(volume for volume in spec["volumes"] if volume["name"] == "secrets")["projected"][
+        "sources"
+    ]
+    assert {"prfaas-etcd-ca", "prfaas-etcd-client"} <= {each["secret"]["name"] for each in sources}
+    script = spec["initContainers"][0]["command"][-1]
+    assert "/run/prfaas-secrets/etcd-client /var/lib/prfaas/two-datacenters/etcd/own.pem" in script
+    named = objects(example(fleet={**fleet, "name": "one"}))["Deployment", "prfaas-gateway"]["spec"]
+    assert named["replicas"] == 1
 
 
 def test_engines_are_replaced_one_at_a_time() -> None:

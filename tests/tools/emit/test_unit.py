@@ -97,6 +97,7 @@ def test_a_unit_waits_for_what_it_needs() -> None:
         f"{home}/admin-token",
     ]
     assert int(gateway["TimeoutStopSec"][0]) > 30, "requests that are open may go on for 30 s"
+    assert gateway["ExecReload"] == ["/bin/kill -HUP $MAINPID"]
     local = emitted(example_path("local"))
     engine = unit(local, "home/127.0.0.1/prfaas-engine-home-decode-0.service")
     # On one machine key and certificates are made on first use.

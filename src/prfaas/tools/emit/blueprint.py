@@ -98,6 +98,15 @@ class Blueprint:
         model = self.deployment.model
         return () if model.tiny is not None else (model.path, *model.adapters.values())
 
+    @property
+    def etcd_files(self) -> tuple[tuple[str, Path], ...]:
+        """What a gateway shows etcd and trusts of it: what each is, and where the deployment file has it."""
+        fleet = self.deployment.fleet
+        if fleet is None:
+            return ()
+        files = (("etcd-ca", fleet.ca_file), ("etcd-client", fleet.certificate_file))
+        return tuple((name, path) for name, path in files if path is not None)
+
     def placed(self, name: str) -> Instance | PoolNode:
         """An instance or a pool by name.
 

@@ -113,7 +113,12 @@ def _workload(blueprint: Blueprint, plan: PodPlan) -> Fields:
             "apiVersion": "apps/v1",
             "kind": "Deployment",
             "metadata": {"name": plan.name, "labels": labels},
-            "spec": {"replicas": 1, "selector": selector, "strategy": strategy, "template": template},
+            "spec": {
+                "replicas": _gateways(blueprint, plan),
+                "selector": selector,
+                "strategy": strategy,
+                "template": template,
+            },
         }
     template["spec"]["terminationGracePeriodSeconds"] = ENGINE_STOP_S
     return {
@@ -129,6 +134,12 @@ def _workload(blueprint: Blueprint, plan: PodPlan) -> Fields:
             "template": template,
         },
     }
+
+
+def _gateways(blueprint: Blueprint, plan: PodPlan) -> int:
+    """Two where they can share what they know, each under a name of its own."""
+    fleet = blueprint.deployment.fleet
+    return 2 if fleet is not None and fleet.name is None and plan.host is None else 1
 
 
 def _service(blueprint: Blueprint, plan: PodPlan) -> Fields:

@@ -137,7 +137,7 @@ def _gateway(blueprint: Blueprint, program: str) -> str:
         "gateway",
         f"{program} serve {CONFIG_FILE}",
         members=tuple(CERTIFICATE_NAMES),
-        settings=(f"TimeoutStopSec={GATEWAY_STOP_S}",),
+        settings=("ExecReload=/bin/kill -HUP $MAINPID", f"TimeoutStopSec={GATEWAY_STOP_S}"),
         hardening=_HARDENING + _WITHOUT_DEVICES,
     )
 
@@ -195,6 +195,7 @@ def _secrets(blueprint: Blueprint, members: Sequence[str]) -> tuple[Path, ...]:
         *((security.ca_file,) if own else ()),
         *own,
         *((token,) if token is not None else ()),
+        *((path for _, path in blueprint.etcd_files) if GATEWAY in members else ()),
     )
 
 

@@ -27,6 +27,7 @@ def secret_of(blueprint: Blueprint, member: str) -> str:
 def secret_name(blueprint: Blueprint, file: str) -> str:
     """The name of the Secret that has a file, whose name is also the key there."""
     shared = {"key": KEY_SECRET, "ca.crt": CA_SECRET, "admin-token": TOKEN_SECRET}
+    shared |= {"etcd-ca": "prfaas-etcd-ca", "etcd-client": "prfaas-etcd-client"}
     return shared.get(file) or secret_of(blueprint, file.removesuffix(".pem"))
 
 
@@ -61,6 +62,8 @@ def secret_files(blueprint: Blueprint, plan: PodPlan) -> Iterator[tuple[str, Pat
     token_file = deployment.gateway.admin.token_file
     if plan.component == GATEWAY and token_file is not None:
         found.append(("gateway.admin.token_file", "admin-token", token_file))
+    if plan.component == GATEWAY:
+        found += [("fleet", name, path) for name, path in blueprint.etcd_files]
     for field, name, target in found:
         if not target.is_relative_to(STATE_DIR):
             raise bad_field(
