@@ -18,16 +18,17 @@ from prometheus_client import CollectorRegistry
 from rich.console import Console
 
 from prfaas.cli import main as cli
-from prfaas.cli.explain import sentences
 from prfaas.cli.status_tables import _condition, _copies, tables
 from prfaas.core.deployment import Deployment, load_deployment
+from prfaas.core.explanation import sentences
 from prfaas.core.kv import FullAttention, KvModel
 from prfaas.core.scheduling import CacheTransfer, Decision, HitTokens, PoolHit, PrefixHit, Route
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of
 from prfaas.serving.control.pool_monitor import PoolReading
 from prfaas.serving.gateway.kv_transfer import TransferredBytes
-from prfaas.serving.gateway.request_log import RequestRecord, explain
+from prfaas.serving.gateway.request_log import RequestRecord
+from prfaas.serving.gateway.told_requests import explain
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "local.yaml"
 REJECTION = "KV layout differs in 'block_tokens': home-decode-0/0 has '16', east-prefill-0/0 has '32'"
@@ -74,7 +75,7 @@ def state(deployment: Deployment) -> dict[str, Any]:
             plane.compatibility._rejected["east-prefill-0", 0] = {"home-decode-0": REJECTION}
             plane.compatibility._conclude()
             plane.drain("home-decode-0", wanted=True)
-            plane.pools._newest["home-pool"] = PoolReading(plane._clock(), DAEMON)
+            plane.pools._newest["home-pool"] = PoolReading(plane.clock(), DAEMON)
             told: dict[str, Any] = json.loads(json.dumps(plane.state()))
             return told
         finally:
@@ -197,6 +198,34 @@ def test_status_shows_all_there_is(
     assert apart in " ".join(shown.split())
     for word in ("prfaas-east->home", "60 Mbit/s", "offload", "long", "67%", "33%"):
         assert word in shown
+
+
+def test_status_says_who_leads_and_what_is_wrong(deployment: Deployment) -> None:
+    told = state(deployment)
+    fleet = {
+        "name": "a",
+        "leader": "b",
+        "connected": True,
+        "problem": None,
+        "silent_s": 0.0,
+        "members": {"a": {"same_file": True}, "b": {"same_file": True}},
+        "unwritten_drains": [],
+    }
+
+    def shown(**changed: object) -> list[str]:
+        out = Console(file=StringIO(), width=170)
+        out.print(tables(told | {"fleet": fleet | changed}))
+        return [line.strip() for line in out.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+
+    assert told["fleet"] is None
+    assert shown()[1] == "gateway a of a, b; b leads"
+    assert not any("fleet" in line or "runs another" in line for line in shown())
+    gone = shown(connected=False, problem="etcd does not answer: refused", silent_s=12.0)
+    assert "no member of the fleet for 12 s (goes on by what it knows): etcd does not answer: refused" in gone
+    assert shown(leader=None, members={"a": {"same_file": True}})[1] == "gateway a of a; nobody leads"
+    other = shown(members={"a": {"same_file": True}, "b": {"same_file": False}}, unwritten_drains=["x"])
+    assert "gateway b runs another deployment file than a" in other
+    assert "the other gateways do not know yet whether x drains" in other
 
 
 def test_status_shows_pools(
@@ -330,6 +359,10 @@ def test_explain_says_it_in_plain_words(
 def test_other_ways_are_told_too(deployment: Deployment) -> None:
     direct = RequestRecord(ID, "chat", 0.0, 0.0, direct_reason="media", outcome="cancelled")
     text = "\n".join(sentences(page(direct, deployment)))
+    assert "trace" not in text
+    direct.trace_id = "5" * 32
+    text = "\n".join(sentences(page(direct, deployment)))
+    assert f"Its trace: {direct.trace_id}" in text
     assert "was left by its client" in text and "not looked at (media)" in text and "No KVCache moved" in text
     own = RequestRecord(ID, "chat", 0.0, 0.0, prompt_tokens=9000)
     numbers = {"prefill": "home-decode-0", "threshold_tokens": math.inf, "predicted_ttft_s": math.nan}

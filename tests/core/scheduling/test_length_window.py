@@ -117,3 +117,18 @@ def test_what_the_planner_asks_is_close_to_the_true_distribution() -> None:
 def test_a_window_without_time_is_an_error() -> None:
     with pytest.raises(ValueError, match="above 0"):
         LengthWindow(0)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(1, 1 << 21), max_size=100))
+def test_the_histogram_counts_each_length_in_its_half_octave(lengths: list[int]) -> None:
+    window = LengthWindow(60)
+    for length in lengths:
+        window.add(length, 5.0)
+    counts = window.histogram(5.0)
+    assert len(counts) == 44 and sum(counts) == len(lengths)
+    for place in range(0, 44, 2):
+        # Whole octaves begin at powers of two, which floating point knows exactly.
+        low, high = 2 ** (place // 2), 2 ** (place // 2 + 1)
+        assert counts[place] + counts[place + 1] == sum(low <= length < high for length in lengths)
+    assert window.histogram(500.0) == [0] * 44

@@ -224,6 +224,9 @@ class FixedPlane:
     def drain(self, name: str, *, wanted: bool) -> None:
         self.drained.append((name, wanted))
 
+    def hold_threshold(self, cluster: str, tokens: float | None) -> None:
+        raise ValueError("this one is fixed")
+
     def incompatible(self, producer: str, consumer: str) -> str | None:
         # What only a producer knows yet is not known here before it was asked.
         return self.rejections.get((producer, consumer)) if (producer, consumer) in self.asked else None

@@ -453,6 +453,7 @@ class StandInEngine:
         if usage:
             told = {"prompt_tokens": len(ids), "completion_tokens": count, "total_tokens": len(ids) + count}
             await say([], usage=told)
+            await asyncio.sleep(self.chunk_s)
         await response.write(b"data: [DONE]\n\n")
         return response
 

@@ -100,6 +100,14 @@ class LengthWindow:
         oldest = (int(now_s // self._slot_s) - len(self._ring) + 1) * self._slot_s
         return count / max(now_s - max(oldest, self._first_s), _LEAST_SPAN_S)
 
+    def histogram(self, now_s: float) -> list[int]:
+        """How many lengths of the window lie in each half octave: from 1, from √2, from 2 tokens on, and so on."""
+        import numpy as np
+
+        counts = np.frombuffer(self._counts, dtype=np.uint32).reshape(-1, _BINS)[self._live(now_s)]
+        halves = counts.sum(axis=0, dtype=np.int64).reshape(-1, _BINS_PER_OCTAVE // 2).sum(axis=1)
+        return [int(count) for count in halves]
+
     def lengths(self, now_s: float) -> Empirical | None:
         """The distribution of the window's lengths, one atom per bin at its mean; None below `min_count`."""
         import numpy as np

@@ -298,11 +298,6 @@ class LivePlane:
         """Have `listener` told which paths were given up. See `gateway.control_plane`."""
         self._silence_listeners.append(listener)
 
-    @property
-    def loop_lag_s(self) -> float:
-        """How late the event loop has been lately, at worst."""
-        return self.loop_clock.lag_s
-
     def drain(self, name: str, *, wanted: bool) -> None:
         """Let nothing new go to an instance from now on, or let it take part again."""
         instance = self.cluster_state.instance(name)
@@ -310,6 +305,10 @@ class LivePlane:
             instance.closed = wanted
             self.prefill_admission.changed(name)
             self.thresholds.ask("roles")
+
+    def hold_threshold(self, cluster: str, tokens: float | None) -> None:
+        """An operator's threshold. See `gateway.control_plane`."""
+        self.thresholds.hold(cluster, tokens)
 
     def incompatible(self, producer: str, consumer: str) -> str | None:
         """Why one takes no KV from the other, as far as it is known. See `gateway.control_plane`."""
@@ -322,10 +321,8 @@ class LivePlane:
 
     def idle_decode_instance(self) -> str | None:
         """A healthy instance that decodes and has nothing to do; None if there is none."""
-        for name in self.cluster_state.names:
-            if self.cluster_state.instance(name).takes_decodes and not self.is_used(name):
-                return name
-        return None
+        takes_decodes = (n for n in self.cluster_state.names if self.cluster_state.instance(n).takes_decodes)
+        return next((name for name in takes_decodes if not self.is_used(name)), None)
 
     def is_used(self, name: str) -> bool:
         """Whether a request is open at the instance, or on its way there."""

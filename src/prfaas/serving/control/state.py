@@ -82,6 +82,7 @@ def state_of(plane: Overview, now_s: float) -> Json:
                 "kind": cluster.kind,
                 "hardware": cluster.hardware,
                 "threshold_tokens": _threshold(cluster_state, cluster.name),
+                "threshold_held": cluster.name in plane.thresholds.held,
                 "slot_s": _slot_s(cluster_state, cluster.name),
                 "waiting_prefills": plane.prefill_admission.waiting(cluster.name),
                 "instances": {
@@ -103,6 +104,7 @@ def state_of(plane: Overview, now_s: float) -> Json:
             "routed": plane.routed.total,
             "in_window": plane.window.count(now_s),
             "per_s": round(plane.window.rate_per_s(now_s), 4),
+            "uncached_lengths": plane.window.histogram(now_s),
         },
         "routes": {str(route): dict(reasons) for route, reasons in plane.routed.reasons.items()},
         "index": asdict(plane.prefix_knowledge.index.stats())
@@ -113,6 +115,7 @@ def state_of(plane: Overview, now_s: float) -> Json:
             "expected_blocks": plane.prefix_knowledge.pending_blocks,
         },
         "rebalancing": plane.hot_prefixes.state(now_s),
+        "fleet": None,
     }
 
 
@@ -229,6 +232,8 @@ def _link(plane: Overview, link: Link, now_s: float) -> Json:
     view = plane.cluster_state.view.links[pair]
     meter = plane.links.meters[pair]
     return {
+        "source": link.source,
+        "target": link.target,
         "up": view.up,
         "configured_bits_per_s": link.bandwidth_bits_per_s,
         "capacity_bits_per_s": round(view.capacity_bits_per_s),

@@ -73,6 +73,10 @@ class Thresholds:
         self._asked: Reason | None = None
         self._wake = asyncio.Event()
         self._has_searched = False
+        self.held: set[str] = set()
+        """Clusters whose threshold an operator has set: no search moves it."""
+        self._is_paused = False
+        self._next_search_s = -math.inf
         self.history: deque[ThresholdEntry] = deque(maxlen=_HISTORY)
         self.last: dict[str, Any] = {}
         self._begin()
@@ -99,6 +103,48 @@ class Thresholds:
         logger.debug("thresholds are searched because of link %s", link)
         self.ask("link")
 
+    def hold(self, cluster: str, tokens: float | None) -> None:
+        """Set a PD cluster's threshold until told otherwise; None: let it be searched again.
+
+        Raises:
+            ValueError: the policy does not read this threshold, or another gateway decides it.
+        """
+        if self._is_paused:
+            raise ValueError(
+                "thresholds are set at the gateway that leads, while etcd answers; `prfaas status` names it"
+            )
+        if self._deployment.routing.policy == "static_threshold":
+            raise ValueError(
+                "the policy static_threshold keeps routing.threshold_tokens of the deployment file; "
+                "a threshold can be set for policies that search it"
+            )
+        if tokens is None:
+            self.held.discard(cluster)
+            self.ask("policy")
+            return
+        self.held.add(cluster)
+        entry = ThresholdEntry(self._clock(), cluster, float(tokens), "operator")
+        self._set(entry)
+        self._on_change(cluster, entry.reason)
+        logger.info("threshold of %s: %.0f tokens, by an operator", cluster, entry.tokens)
+
+    def pause(self, paused: bool) -> None:
+        """Whether another gateway decides. After a pause the first search comes a period later."""
+        if self._is_paused and not paused:
+            self._next_search_s = self._clock() + self._deployment.control.threshold_period_s
+        self._is_paused = paused
+
+    def follow(self, cluster: str, tokens: float, leader: str, *, is_held: bool = False) -> None:
+        """Another gateway has decided a threshold. `is_held`: an operator has set it there."""
+        before = self._cluster_state.view.threshold_tokens
+        if cluster not in before:
+            return
+        (self.held.add if is_held else self.held.discard)(cluster)
+        if before[cluster] != tokens:
+            self._set(ThresholdEntry(self._clock(), cluster, tokens, f"decided by {leader}"))
+            logger.info("threshold of %s: %.0f tokens, decided by %s", cluster, tokens, leader)
+        self._has_searched = True
+
     async def run(self) -> None:
         """Until cancelled."""
         while True:
@@ -109,7 +155,8 @@ class Thresholds:
             except TimeoutError:
                 pass
             self._wake.clear()
-            await self.search()
+            if not self._is_paused and self._clock() >= self._next_search_s:
+                await self.search()
 
     async def search(self) -> None:
         """Search once with what is known now; the planner works in a thread."""
@@ -191,7 +238,7 @@ class Thresholds:
     def _adopt(self, change: ThresholdChange) -> None:
         for cluster, tokens in change.tokens.items():
             before = self._cluster_state.view.threshold_tokens.get(cluster)
-            if tokens != before:
+            if tokens != before and cluster not in self.held:
                 entry = ThresholdEntry(
                     self._clock(), cluster, tokens, change.reason, change.rate_before, change.rate_after
                 )

@@ -13,12 +13,16 @@ from dataclasses import replace
 from aiohttp import web
 
 from prfaas.core.deployment import AppliedDeployment, Deployment, DeploymentError, Instance, is_loopback
+from prfaas.core.explanation import sentences
 from prfaas.core.kv import KvModel
+from prfaas.serving.control.history import StateHistory
 from prfaas.serving.gateway.bodies import ApiError
+from prfaas.serving.gateway.console import PAGE_PATH, Console
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.middleware import Handler, access, errors
-from prfaas.serving.gateway.request_log import RequestLog, explain
+from prfaas.serving.gateway.request_log import RequestLog
 from prfaas.serving.gateway.routes import instances_of
+from prfaas.serving.gateway.told_requests import explain
 from prfaas.serving.reloading import Reloader, ReloadRefusedError
 
 _SAFE_METHODS = ("GET", "HEAD")
@@ -34,6 +38,7 @@ class AdminRoutes:
         kv_model: KvModel | None,
         log: RequestLog,
         context: GatewayContext,
+        history: StateHistory,
         token: str | None,
         reloader: Reloader | None = None,
     ) -> None:
@@ -49,6 +54,7 @@ class AdminRoutes:
         self._log = log
         self._host = deployment.gateway.admin.host
         self._further_hosts: tuple[str, ...] = ()
+        self._console = Console(deployment, context.plane, history, log, may_change=token is not None)
         self.adopt(self._applied)
         self._token_hash = None if token is None else _hashed(token.encode())
 
@@ -58,6 +64,7 @@ class AdminRoutes:
         self._left += (each for each in self._applied.running.instances if each.name not in names)
         self._applied = applied
         self._further_hosts = (*applied.said.gateway.hosts, applied.said.gateway.host)
+        self._console.adopt(applied.said)
 
     def application(self) -> web.Application:
         """The aiohttp application with the operators' pages."""
@@ -74,6 +81,7 @@ class AdminRoutes:
         app.router.add_post("/prfaas/reload", self._reload)
         app.router.add_post("/prfaas/instances/{name}/drain", self._drain)
         app.router.add_post("/prfaas/instances/{name}/undrain", self._undrain)
+        self._console.add_to(app.router)
         return app
 
     def _check(self, request: web.Request) -> None:
@@ -85,15 +93,30 @@ class AdminRoutes:
                 "These pages answer only to addresses of this machine and to the names in gateway.host, "
                 "gateway.admin.host and gateway.hosts.",
             )
-        # A web page may send what changes something without being able to read the answer.
-        if request.method not in _SAFE_METHODS and "Origin" in request.headers:
-            raise ApiError(403, "A web page must not change the deployment.")
+        # A web page may send what changes something without being able to read the answer. Only the console may, and
+        # only with the token, which no other page can know.
+        if (
+            request.method not in _SAFE_METHODS
+            and "Origin" in request.headers
+            and not self._is_console(request)
+        ):
+            raise ApiError(
+                403,
+                "A web page must not change the deployment. The console may where gateway.admin.token_file is set.",
+            )
+        if request.method in _SAFE_METHODS and f"{request.path}/".startswith(f"{PAGE_PATH}/"):
+            return
         if self._token_hash is not None and not self._has_token(request):
             raise ApiError(
                 401,
                 "These pages need the header `Authorization: Bearer TOKEN` with the token in the file that "
                 "gateway.admin.token_file names.",
             )
+
+    def _is_console(self, request: web.Request) -> bool:
+        host = request.host.lower()
+        given = [origin.lower() for origin in request.headers.getall("Origin")]
+        return self._token_hash is not None and given in ([f"http://{host}"], [f"https://{host}"])
 
     def _has_token(self, request: web.Request) -> bool:
         given = request.headers.getall("Authorization", [])
@@ -153,7 +176,8 @@ class AdminRoutes:
         for instance in self._applied.said.instances:
             known.pop(instance.name, None)
         remembered = replace(self._applied, leaving=tuple(known.values())).running
-        return web.json_response(explain(record, remembered, self._kv_model))
+        told = explain(record, remembered, self._kv_model)
+        return web.json_response(told | {"text": list(sentences(told))})
 
 
 def _hashed(token: bytes) -> bytes:

@@ -138,6 +138,14 @@ class ControlPlane(Protocol):
         """Let nothing new go to the instance called `name`, which the deployment has; or let it take part again."""
         ...
 
+    def hold_threshold(self, cluster: str, tokens: float | None) -> None:
+        """Set a PD cluster's threshold until told otherwise; None: let it be searched again.
+
+        Raises:
+            ValueError: the policy reads no such threshold; the text says what it does instead.
+        """
+        ...
+
     def incompatible(self, producer: str, consumer: str) -> str | None:
         """Why `consumer` takes no KV from `producer`, in the words of its rejection; None where none is known.
 

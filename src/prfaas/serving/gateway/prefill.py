@@ -300,8 +300,10 @@ class PrefillOrchestrator:
         metrics.transferred_bytes.labels(route).inc(done.moved.total_bytes)
         self._bill.add(decision.prefill, decision.decode, done.moved.total_bytes)
         metrics.overlapped_bytes.labels(route).inc(done.moved.overlapped_bytes)
-        request.record.took("prefill", done.prefill_s)
-        request.record.took("transfer", done.transfer_s)
+        # Both begin at once, and the transfer has just ended.
+        begun_s = time.perf_counter() - done.transfer_s
+        request.record.took("prefill", done.prefill_s, begun_s)
+        request.record.took("transfer", done.transfer_s, begun_s)
 
 
 def _prepared(

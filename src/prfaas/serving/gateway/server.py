@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from prfaas.core.deployment import GATEWAY, AppliedDeployment, Deployment, Instance
 from prfaas.core.kv import KvModel
+from prfaas.serving.control.history import StateHistory
 from prfaas.serving.descriptors import DescriptorBudget, raise_descriptor_limit
 from prfaas.serving.gateway.admin import AdminRoutes
 from prfaas.serving.gateway.admission import Admission
@@ -150,7 +151,8 @@ class Gateway:
         )
         self.routes = Routes(deployment, generation, context)
         token = None if token_file is None else load_token(token_file)
-        self.admin_routes = AdminRoutes(deployment, kv_model, log, context, token, reloader)
+        self.history = StateHistory(plane.state)
+        self.admin_routes = AdminRoutes(deployment, kv_model, log, context, self.history, token, reloader)
         if reloader is not None:
             reloader.follow(self)
 
@@ -352,6 +354,7 @@ async def _serve(
             asyncio.create_task(gateway.introduce()),
             asyncio.create_task(gateway.watch_loop()),
             asyncio.create_task(gateway.watch_staging()),
+            asyncio.create_task(gateway.history.run()),
             asyncio.create_task(gateway.watch_queue()),
             asyncio.create_task(gateway.certificates.run()),
             asyncio.create_task(_close_idle_clients(server, gateway.descriptors)),

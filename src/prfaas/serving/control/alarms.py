@@ -1,0 +1,92 @@
+"""What an operator should look at, by one frame of the console."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from prfaas.serving.control.frames import instances_in
+
+Severity = Literal["critical", "warning"]
+
+WELL = ("clear", "busy")
+"""Conditions of a link that nobody needs to look at."""
+
+_CONDITIONS = {
+    "congested": "is congested: its queues build up, or it loses packets",
+    "slow": "carries less than the deployment file says",
+    "slow-sender": "waits for its senders",
+    "slow-receiver": "waits for its receivers",
+    "unheard": "is not heard of",
+    "down": "has no connections",
+}
+_SILENT_S = 5.0
+_FULL_KV = 0.95
+_LONG_DRAIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """One thing that is wrong. Two alarms with the same `kind` and `about` are the same alarm."""
+
+    severity: Severity
+    kind: str
+    about: str
+    """The instance, link or pool; the whole deployment where it is empty."""
+    what: str
+    """A sentence."""
+
+
+def alarms_of(frame: Mapping[str, Any]) -> list[Alarm]:
+    """All alarms of a frame, the critical ones first."""
+    found = [*_service(frame), *_instances(frame), *_links(frame), *_pools(frame), *_pairs(frame)]
+    return sorted(found, key=lambda alarm: alarm.severity != "critical")
+
+
+def _service(frame: Mapping[str, Any]) -> Iterator[Alarm]:
+    if not any(
+        "decode" in instance["role"] and instance["healthy"] and instance["drain"] is None
+        for instance in instances_in(frame).values()
+    ):
+        yield Alarm("critical", "no-decode", "", "No instance can decode: requests are refused.")
+
+
+def _instances(frame: Mapping[str, Any]) -> Iterator[Alarm]:
+    for name, instance in instances_in(frame).items():
+        if not instance["healthy"]:
+            why = instance.get("suspicion")
+            yield Alarm("critical", "down", name, f"{name} is out of routing{f': {why}' if why else ''}.")
+        elif instance.get("age_s", 0.0) > _SILENT_S:
+            yield Alarm("warning", "silent", name, f"{name} was last heard of {instance['age_s']:.0f} s ago.")
+        if instance.get("kv_usage", 0.0) > _FULL_KV:
+            yield Alarm(
+                "warning", "kv-full", name, f"The KVCache of {name} is {instance['kv_usage']:.0%} full."
+            )
+
+
+def _links(frame: Mapping[str, Any]) -> Iterator[Alarm]:
+    for name, link in frame["links"].items():
+        if not link["up"]:
+            yield Alarm("critical", "link-down", name, f"The link {name} is not used.")
+            continue
+        if link["condition"] not in WELL:
+            yield Alarm(
+                "warning", "link-condition", name, f"The link {name} {_CONDITIONS[link['condition']]}."
+            )
+        if link["drain_s"] > _LONG_DRAIN_S:
+            text = f"The bytes accepted for the link {name} need {link['drain_s']:.0f} s more."
+            yield Alarm("warning", "link-queue", name, text)
+
+
+def _pools(frame: Mapping[str, Any]) -> Iterator[Alarm]:
+    for name, pool in frame["pools"].items():
+        if not pool["up"]:
+            yield Alarm("warning", "pool-down", name, f"The pool {name} does not answer.")
+        if pool.get("wrong_pages", 0):
+            text = f"{pool['wrong_pages']} pages of the pool {name} had wrong bytes. They were not used."
+            yield Alarm("warning", "wrong-pages", name, text)
+
+
+def _pairs(frame: Mapping[str, Any]) -> Iterator[Alarm]:
+    for pair in frame["incompatible"]:
+        names = f"{pair['producer']} and {pair['consumer']}"
+        yield Alarm("warning", "incompatible", names, f"{names} exchange no KVCache: {pair['reason']}.")

@@ -1,0 +1,206 @@
+"""The console: one page on the operators' port, and what it reads there.
+
+The page and its scripts hold no data, so they are given without a token; everything that they fetch needs it.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+
+from aiohttp import web
+
+from prfaas import __version__
+from prfaas.core.deployment import Deployment
+from prfaas.serving.control.history import StateHistory
+from prfaas.serving.gateway.bodies import ApiError
+from prfaas.serving.gateway.control_plane import ControlPlane
+from prfaas.serving.gateway.request_log import RequestLog
+from prfaas.serving.gateway.scenario import scenario_of
+from prfaas.serving.gateway.told_requests import summary
+
+PAGE_PATH = "/console"
+_KINDS = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain",
+}
+_HEADERS = {
+    # Nothing from elsewhere, nothing inline, and nobody may show the page in a frame of theirs.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    # Another version's scripts must not meet this one's answers.
+    "Cache-Control": "no-cache",
+}
+_MOST_STREAMS = 16
+_MOST_REQUESTS, _USUAL_REQUESTS = 1000, 100
+_MOST_TOKENS = 1e9
+
+
+class Console:
+    """Handlers of the page, of its histories, and of the threshold that it may set."""
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        plane: ControlPlane,
+        history: StateHistory,
+        log: RequestLog,
+        *,
+        may_change: bool,
+    ) -> None:
+        """`may_change`: whether the page may drain instances and set thresholds: only where a token is asked for."""
+        self._deployment = deployment
+        self._plane = plane
+        self._history = history
+        self._log = log
+        self._may_change = may_change
+        self._files = _page_files()
+        self._open_streams = 0
+
+    def adopt(self, deployment: Deployment) -> None:
+        """Tell of this deployment from now on."""
+        self._deployment = deployment
+
+    def add_to(self, router: web.UrlDispatcher) -> None:
+        """Add the console's routes."""
+        router.add_get(PAGE_PATH, self._page, allow_head=False)
+        router.add_get(PAGE_PATH + "/{file:.+}", self._file, allow_head=False)
+        router.add_get("/prfaas/console", self._facts, allow_head=False)
+        router.add_get("/prfaas/history", self._get_history, allow_head=False)
+        router.add_get("/prfaas/events", self._events, allow_head=False)
+        router.add_get("/prfaas/requests", self._requests, allow_head=False)
+        router.add_get("/prfaas/scenario", self._scenario, allow_head=False)
+        router.add_post("/prfaas/clusters/{name}/threshold", self._threshold)
+
+    async def _page(self, _request: web.Request) -> web.Response:
+        return self._answer("index.html")
+
+    async def _file(self, request: web.Request) -> web.Response:
+        return self._answer(request.match_info["file"])
+
+    def _answer(self, name: str) -> web.Response:
+        found = self._files.get(name)
+        if found is None:
+            raise ApiError(404, f"The console has no file {name[:64]}.")
+        kind = _KINDS[name[name.rindex(".") :]]
+        return web.Response(body=found, content_type=kind, charset="utf-8", headers=_HEADERS)
+
+    async def _facts(self, _request: web.Request) -> web.Response:
+        """What the page must know before it draws anything."""
+        return web.json_response(
+            {
+                "version": __version__,
+                "deployment": self._deployment.name,
+                "model": self._deployment.model.served_name,
+                "policy": self._deployment.routing.policy,
+                "may_change": self._may_change,
+                "kept_requests": self._log.capacity,
+            }
+        )
+
+    async def _get_history(self, request: web.Request) -> web.Response:
+        after, step = _whole(request, "after", 0, 0), _whole(request, "step", 1, 1)
+        return web.Response(
+            body=self._history.document(after=after, step=step),
+            content_type="application/json",
+            charset="utf-8",
+        )
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        """Frames as server-sent events, from the one after `Last-Event-ID` (or `after`) on."""
+        after = _whole(request, "after", self._history.newest, 0)
+        last = request.headers.get("Last-Event-ID", "")
+        if last.isascii() and last.isdigit():
+            after = int(last[:18])
+        if self._open_streams >= _MOST_STREAMS:
+            raise ApiError(
+                503, f"{_MOST_STREAMS} streams of events are open; close a console.", retry_after_s=5
+            )
+        self._open_streams += 1
+        try:
+            response = web.StreamResponse(
+                headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-store"}
+            )
+            await response.prepare(request)
+            # A number of another run of the gateway would never come.
+            async for entry in self._history.follow(min(after, self._history.newest)):
+                await response.write(b"id: %d\nevent: frame\ndata: %b\n\n" % (entry.number, entry.data))
+            return response
+        finally:
+            self._open_streams -= 1
+
+    async def _requests(self, request: web.Request) -> web.Response:
+        limit = _whole(request, "limit", _USUAL_REQUESTS, 1)
+        if limit > _MOST_REQUESTS:
+            raise ApiError(400, f"limit must be at most {_MOST_REQUESTS}, not {limit}.", param="limit")
+        return web.json_response({"requests": [summary(record) for record in self._log.latest(limit)]})
+
+    async def _scenario(self, _request: web.Request) -> web.Response:
+        records = self._log.latest(self._log.capacity)
+        scenario = scenario_of(records, self._plane.state(), self._deployment)
+        if scenario is None:
+            raise ApiError(
+                409, "No request has told the length of its prompt yet: there is nothing to simulate."
+            )
+        return web.json_response(scenario)
+
+    async def _threshold(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        names = [cluster.name for cluster in self._deployment.pd_clusters]
+        if name not in names:
+            raise ApiError(404, f"No PD cluster is called {name[:64]}; there are {', '.join(names)}.")
+        try:
+            self._plane.hold_threshold(name, _tokens(await _object(request)))
+        except ValueError as error:
+            raise ApiError(409, f"The threshold of {name} can't be set: {error}.") from None
+        cluster = self._plane.state()["clusters"][name]
+        return web.json_response(
+            {"threshold_tokens": cluster["threshold_tokens"], "threshold_held": cluster["threshold_held"]}
+        )
+
+
+def _page_files() -> Mapping[str, bytes]:
+    """Path below `console_page` → content: only these are ever given out."""
+    root = files("prfaas.serving.gateway").joinpath("console_page")
+    found = {entry.name: entry for entry in root.iterdir() if entry.is_file()}
+    found |= {f"vendor/{entry.name}": entry for entry in root.joinpath("vendor").iterdir()}
+    return {name: entry.read_bytes() for name, entry in found.items() if name[name.rfind(".") :] in _KINDS}
+
+
+def _whole(request: web.Request, name: str, usual: int, least: int) -> int:
+    """A whole number of the query. Raises ApiError."""
+    text = request.query.get(name)
+    if text is None:
+        return usual
+    if not (text.isascii() and text.isdigit() and len(text) <= 18 and int(text) >= least):
+        raise ApiError(400, f"{name} must be a whole number from {least} on, not {text[:32]!r}.", param=name)
+    return int(text)
+
+
+async def _object(request: web.Request) -> Mapping[str, Any]:
+    try:
+        body = json.loads(await request.read())
+    except (ValueError, RecursionError):
+        raise ApiError(400, 'The body must be JSON: {"tokens": 8192}, or null for a searched one.') from None
+    if not isinstance(body, dict) or "tokens" not in body:
+        raise ApiError(400, 'The body must be {"tokens": 8192}, or null for a searched one.', param="tokens")
+    return body
+
+
+def _tokens(body: Mapping[str, Any]) -> float | None:
+    """The threshold that the body sets; None: it is to be searched again. Raises ApiError."""
+    tokens = body["tokens"]
+    if tokens is None:
+        return None
+    is_number = isinstance(tokens, int | float) and not isinstance(tokens, bool)
+    if not is_number or not math.isfinite(tokens) or not 1 <= tokens <= _MOST_TOKENS:
+        raise ApiError(400, f"tokens must be a number from 1 to {_MOST_TOKENS:.0f}, or null.", param="tokens")
+    return float(tokens)
