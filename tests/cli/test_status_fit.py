@@ -193,6 +193,14 @@ def test_every_table_fits_and_keeps_its_first_column(table: StatusTable, width: 
     )
 
 
+def test_a_long_name_folds_and_loses_nothing() -> None:
+    name = "".join(chr(97 + place % 26) for place in range(100))
+    columns = (StatusColumn("name", is_number=False), StatusColumn("open"))
+    table = StatusTable("title", columns, (StatusRow((Text(name), Text("7"))),))
+    _, _, _, _, *rows = shown(StatusPage((), (table,), ()), 60).splitlines()
+    assert "".join(row.split()[0] for row in rows) == name
+
+
 @given(st.lists(TABLE, min_size=1, max_size=4).map(tuple), st.integers(60, 120), st.integers(12, 60))
 @settings(max_examples=50)
 def test_a_screen_is_never_too_low(tables_: tuple[StatusTable, ...], width: int, height: int) -> None:
