@@ -74,7 +74,7 @@ def state(deployment: Deployment) -> dict[str, Any]:
             plane.compatibility._rejected["east-prefill-0", 0] = {"home-decode-0": REJECTION}
             plane.compatibility._conclude()
             plane.drain("home-decode-0", wanted=True)
-            plane.pools._newest["home-pool"] = PoolReading(plane._clock(), DAEMON)
+            plane.pools._newest["home-pool"] = PoolReading(plane.clock(), DAEMON)
             told: dict[str, Any] = json.loads(json.dumps(plane.state()))
             return told
         finally:
