@@ -199,6 +199,34 @@ def test_status_shows_all_there_is(
         assert word in shown
 
 
+def test_status_says_who_leads_and_what_is_wrong(deployment: Deployment) -> None:
+    told = state(deployment)
+    fleet = {
+        "name": "a",
+        "leader": "b",
+        "connected": True,
+        "problem": None,
+        "silent_s": 0.0,
+        "members": {"a": {"same_file": True}, "b": {"same_file": True}},
+        "unwritten_drains": [],
+    }
+
+    def shown(**changed: object) -> list[str]:
+        out = Console(file=StringIO(), width=170)
+        out.print(tables(told | {"fleet": fleet | changed}))
+        return [line.strip() for line in out.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+
+    assert told["fleet"] is None
+    assert shown()[1] == "gateway a of a, b; b leads"
+    assert not any("fleet" in line or "runs another" in line for line in shown())
+    gone = shown(connected=False, problem="etcd does not answer: refused", silent_s=12.0)
+    assert "no member of the fleet for 12 s (goes on by what it knows): etcd does not answer: refused" in gone
+    assert shown(leader=None, members={"a": {"same_file": True}})[1] == "gateway a of a; nobody leads"
+    other = shown(members={"a": {"same_file": True}, "b": {"same_file": False}}, unwritten_drains=["x"])
+    assert "gateway b runs another deployment file than a" in other
+    assert "the other gateways do not know yet whether x drains" in other
+
+
 def test_status_shows_pools(
     url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

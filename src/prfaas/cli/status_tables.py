@@ -23,7 +23,8 @@ def tables(state: Json, note: str = "") -> StatusPage:
         note: Stands above everything.
     """
     above = [Text(note, style="bold yellow")] if note else []
-    above += [_headline(state), *_suspicions(state), *_incompatible(state), *_narrowed(state)]
+    above += [_headline(state), *_fleet(state.get("fleet"))]
+    above += [*_suspicions(state), *_incompatible(state), *_narrowed(state)]
     found = [_instances(name, cluster) for name, cluster in state["clusters"].items()]
     if state["pools"]:
         found.append(_pools(state["pools"]))
@@ -41,6 +42,25 @@ def _headline(state: Json) -> Text:
         f"{index['blocks']:,} KV blocks indexed"
     )
     return text.append(told, style="not bold")
+
+
+def _fleet(fleet: Json | None) -> Iterable[Text]:
+    """Which gateway this is, who leads, and what is wrong between them."""
+    if fleet is None:
+        return
+    yield Text(
+        f"gateway {fleet['name']} of {', '.join(fleet['members'])}; {fleet['leader'] or 'nobody'} leads"
+    )
+    if not fleet["connected"]:
+        silent = f"for {format_s(fleet['silent_s'])} " if fleet["silent_s"] else ""
+        yield Text(
+            f"no member of the fleet {silent}(goes on by what it knows): {fleet['problem']}", style="red"
+        )
+    for name, member in fleet["members"].items():
+        if not member["same_file"]:
+            yield Text(f"gateway {name} runs another deployment file than {fleet['name']}", style="yellow")
+    for name in fleet["unwritten_drains"]:
+        yield Text(f"the other gateways do not know yet whether {name} drains", style="yellow")
 
 
 def _words(*headings: str) -> tuple[StatusColumn, ...]:

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from prfaas.core.deployment import GATEWAY, Deployment
 from prfaas.serving.certificates import identity_of
+from prfaas.serving.control.fleet_plane import FleetPlane
 from prfaas.serving.control.membership import Membership
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of, policy_of
@@ -34,7 +35,7 @@ async def serve_live(
 
     Raises:
         KeyFileError: the deployment's key can't be read.
-        TlsFileError: the gateway's certificate can't be used.
+        TlsFileError: the gateway's certificate, or one of its fleet, can't be used.
         AdminTokenError: the operators' token can't be read.
         OSError: an address of the gateway can't be bound.
     """
@@ -44,11 +45,18 @@ async def serve_live(
     kv_model = kv_model_of(deployment)
     registry = CollectorRegistry()
     tls = identity_of(deployment, GATEWAY)
-    plane = LivePlane(deployment, load_key(deployment.security.key_file), registry, kv_model, tls=tls)
+    key = load_key(deployment.security.key_file)
+    if deployment.fleet is None:
+        plane = LivePlane(deployment, key, registry, kv_model, tls=tls)
+    else:
+        plane = FleetPlane(deployment, deployment.fleet, key, registry, kv_model, tls=tls)
     reloader = reloader or Reloader(deployment)
     membership = Membership(plane)
     plane.overview.applied = reloader.applied
     reloader.follow(membership)
+    if isinstance(plane, FleetPlane):
+        reloader.follow(plane.fleet)
+        plane.fleet.reload = reloader.reload
     reloader.wait_for(membership.is_idle)
     reloader.check(lambda said, _: _check_policy(said))
     reloader.check(lambda said, _: _check_identity(said, tls))

@@ -355,6 +355,25 @@ BAD = {
         GOOD + "engine:\n  extra_args: [--kv-transfer-con, '{}']\n",
         "41: engine.extra_args[0]: '--kv-transfer-con' can't be given here; it is made from clusters",
     ),
+    "etcd without a port": (
+        GOOD + "fleet: {etcd: [http://etcd]}\n",
+        "40: fleet.etcd[0]: 'http://etcd' is no address of etcd; write \"https://HOST:2379\"",
+    ),
+    "a fleet without etcd": (GOOD + "fleet: {name: a}\n", "40: fleet.etcd: is missing"),
+    "a fleet of nobody": (GOOD + "fleet: {etcd: []}\n", "fleet.etcd: must have at least one entry"),
+    "a fleet that is empty": (GOOD + "fleet:\n", "40: fleet: must be a mapping"),
+    "a gateway's name with a slash": (
+        GOOD + "fleet: {etcd: [http://e:1], name: a/b}\n",
+        "fleet.name: must be letters",
+    ),
+    "a lease that is too short": (
+        GOOD + "fleet: {etcd: [http://e:1], lease_s: 1}\n",
+        "fleet.lease_s: must be at least 2, not 1",
+    ),
+    "certificates for an etcd without TLS": (
+        GOOD + "fleet:\n  etcd: [https://e:1, http://f:1]\n  ca_file: ca.crt\n",
+        "42: fleet.ca_file: is for TLS; write https:// before every address in etcd",
+    ),
     "not a mapping": ("- a\n", "must be a mapping of fields"),
     "empty": ("", "must be a mapping of fields"),
     "no YAML": ("name: [\n", "2: is no valid YAML"),
@@ -484,6 +503,24 @@ def test_where_operators_connect(tmp_path: Path) -> None:
     gateway = load(tmp_path, GOOD + named).gateway
     assert gateway.admin.url == "http://127.0.0.1:9000" and gateway.hosts == ("prfaas.llm.svc",)
     assert gateway.admin.token_file == tmp_path / "state" / "two-sites" / "token"
+
+
+def test_which_etcd_gateways_share(tmp_path: Path) -> None:
+    assert load(tmp_path, GOOD).fleet is None
+    fleet = load(tmp_path, GOOD + "fleet: {etcd: [http://127.0.0.1:2379/, 'http://[::1]:2379']}\n").fleet
+    assert fleet is not None and fleet.etcd == ("http://127.0.0.1:2379", "http://[::1]:2379")
+    assert (fleet.name, fleet.lease_s, fleet.period_s, fleet.is_plain, fleet.is_local) == (
+        None,
+        3,
+        0.1,
+        True,
+        True,
+    )
+    named = "fleet: {etcd: [https://etcd-0.x:2379], name: edge-1, ca_file: certificates/etcd.crt}\n"
+    fleet = load(tmp_path, GOOD + named).fleet
+    assert fleet is not None and (fleet.name, fleet.is_plain, fleet.is_local) == ("edge-1", False, False)
+    home = tmp_path / "state" / "two-sites"
+    assert (fleet.ca_file, fleet.certificate_file) == (home / "certificates" / "etcd.crt", None)
 
 
 def test_logs_of_engines(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from prfaas.core.deployment.applied import AppliedDeployment
 from prfaas.core.deployment.containers import ContainerSettings, load_containers
 from prfaas.core.deployment.difference import DeploymentDifference, FieldChange, difference
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
+from prfaas.core.deployment.fleet import FleetConfig
 from prfaas.core.deployment.gateway import (
     AdminConfig,
     GatewayConfig,
@@ -82,6 +83,7 @@ __all__ = [
     "EvictionName",
     "FieldChange",
     "FixedLengths",
+    "FleetConfig",
     "GatewayConfig",
     "GatewayLimits",
     "Instance",

@@ -82,6 +82,7 @@ RULES: Mapping[FieldPath, FieldRule] = {
     ("gateway", "limits", "body_values"): FieldRule("gateway.limits.body_values"),
     ("gateway", "tracing"): FieldRule("gateway.tracing", _EVERYTHING),
     ("gateway", "cluster"): FieldRule("gateway.cluster", _GATEWAY),
+    ("fleet",): FieldRule("fleet", _GATEWAY),
     ("security", "key_file"): FieldRule("security.key_file", _EVERYTHING),
     ("security", "tenant_header"): FieldRule("security.tenant_header"),
     ("security", "tenant_weights", "*"): FieldRule("security.tenant_weights"),
@@ -228,7 +229,7 @@ def _where(path: FieldPath) -> str:
 
 def _change(path: FieldPath, old: Any, new: Any) -> FieldChange:
     where, rule = _where(path), RULES[_pattern(path)]
-    if path[-1] == "profile" or (path[0] == "clusters" and path[-1] == "pool"):
+    if path[-1] in ("profile", "fleet") or (path[0] == "clusters" and path[-1] == "pool"):
         # Too much to be shown in a sentence.
         return FieldChange(where, f"{where} is another one", rule.needs)
     if old is _ABSENT:

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from prfaas.core.deployment.checks import admin_port, check_to_plan, check_to_run
 from prfaas.core.deployment.encryption import gateway_cluster, speaks_tls
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
+from prfaas.core.deployment.fleet_section import fleet_of
 from prfaas.core.deployment.gateway import AdminConfig, GatewayConfig, GatewayLimits, TracingConfig
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
@@ -138,6 +139,7 @@ def _frozen(source: YamlSource, file: DeploymentFile, state_dir: Path) -> Deploy
         transfer=TransferLimits(**file.transfer.model_dump()),
         control=ControlConfig(**file.control.model_dump()),
         pool=_pool_settings(file),
+        fleet=fleet_of(source, file.fleet, home),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
 from prfaas.core.deployment.addresses import traces_url
+from prfaas.core.deployment.fleet_section import FleetSection
 from prfaas.core.deployment.gateway import RouteDetail
 from prfaas.core.deployment.pool import EvictionName
 from prfaas.core.deployment.security import EngineTls
@@ -401,6 +402,7 @@ class DeploymentFile(_Section):
     workload: Annotated[WorkloadSection | None, _SECTION] = None
     prices: PricesSection = PricesSection()
     gateway: GatewaySection = GatewaySection()
+    fleet: Annotated[FleetSection | None, _SECTION] = None
     security: SecuritySection = SecuritySection()
     engine: EngineSection = EngineSection()
     transfer: TransferSection = TransferSection()

@@ -14,6 +14,7 @@ from prfaas.core.deployment.addresses import (
     tcp_endpoint,
 )
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
+from prfaas.core.deployment.fleet import FleetConfig
 from prfaas.core.deployment.gateway import GatewayConfig
 from prfaas.core.deployment.pool import PoolNode, PoolSettings, PoolSpace, pool_nodes
 from prfaas.core.deployment.security import CERTIFICATE_NAMES, OBSERVERS, Security
@@ -232,6 +233,7 @@ class Deployment:
     transfer: TransferLimits
     control: ControlConfig = ControlConfig()
     pool: PoolSettings = field(default_factory=PoolSettings)
+    fleet: FleetConfig | None = None
 
     @property
     def home(self) -> Path:

@@ -1,5 +1,6 @@
 """Prefills that wait for whichever instance of their cluster is free first."""
 
+from collections import Counter
 from collections.abc import Hashable
 from heapq import heappop, heappush
 from typing import Generic, TypeVar
@@ -40,6 +41,10 @@ class PrefillPool(Generic[T]):
 
     def __contains__(self, item: object) -> bool:
         return item in self._work
+
+    def bound(self) -> Counter[str]:
+        """How many wait for each instance only."""
+        return Counter(only for _, only, _ in self._work.values() if only is not None)
 
     def offer(
         self, item: T, urgency_s: float, work_s: float, only: str | None = None, *, now_s: float

@@ -1,108 +1,14 @@
-"""The state of all clusters as this gateway knows it: one `View`, kept right by everything that happens here.
+"""The state of all clusters as this gateway knows it: one `View`, kept right by everything that happens here."""
 
-`PrefillQueue` is the prefill work of one instance, as predicted.
-"""
-
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import count
 
 from prfaas.core.deployment import Role
 from prfaas.core.scheduling import ClusterView, Decision, InstanceView, View
+from prfaas.core.scheduling.gateway_share import NOTHING_AT_INSTANCE, GatewayShare, InstanceShare
 from prfaas.serving.control.link_load import LinkLoad
-
-_ids = count()
-
-
-@dataclass(slots=True)
-class _Work:
-    predicted_s: float
-    timed: bool
-
-
-class PrefillQueue:
-    """First in, first out, one at a time: the paper's model of a prefill instance.
-
-    The work at the head runs since the later of its acceptance and the end of the work before it; the rest waits.
-    Work that overruns its prediction counts as done in this moment, so `busy_until_s` is never in the past while
-    anything is open. The end of a decode instance's own prefill is not seen: such work is accepted with `timed=True`
-    and leaves when its prediction is over. Times are seconds of one clock that does not go back.
-    """
-
-    __slots__ = ("_busy_s", "_head_start_s", "_open", "_waiting_s")
-
-    def __init__(self) -> None:
-        self._open: dict[int, _Work] = {}
-        self._head_start_s = 0.0
-        self._waiting_s = 0.0
-        self._busy_s = 0.0
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def add(self, now_s: float, predicted_s: float, *, timed: bool = False) -> int:
-        """Accept work of `predicted_s` >= 0 seconds. Returns the number that `remove` takes."""
-        self._expire(now_s)
-        work = next(_ids)
-        if self._open:
-            self._waiting_s += predicted_s
-        else:
-            self._head_start_s = now_s
-        self._open[work] = _Work(predicted_s, timed)
-        return work
-
-    def remove(self, now_s: float, work: int) -> float | None:
-        """End `work`; nothing happens if it has left already.
-
-        Returns:
-            Its service time in seconds: end − the later of acceptance and the end of the work before it. None for
-            work that ends before earlier work: they shared the instance, so its time is not its own.
-        """
-        self._expire(now_s)
-        if work not in self._open:
-            return None
-        if work != next(iter(self._open)):
-            self._waiting_s -= self._open.pop(work).predicted_s
-            self._settle()
-            return None
-        start_s = self._head_start_s
-        self._pop_head(now_s)
-        return now_s - start_s
-
-    def busy_until_s(self, now_s: float) -> float:
-        """When all open work will be done; never before `now_s` while there is any, else when the last ended."""
-        self._expire(now_s)
-        if not self._open:
-            return self._head_start_s
-        head = next(iter(self._open.values()))
-        return max(now_s, self._head_start_s + head.predicted_s) + self._waiting_s
-
-    def busy_s(self, now_s: float) -> float:
-        """Seconds in which anything was open, since the beginning."""
-        self._expire(now_s)
-        return self._busy_s + (now_s - self._head_start_s if self._open else 0.0)
-
-    def _expire(self, now_s: float) -> None:
-        while self._open:
-            head = next(iter(self._open.values()))
-            end_s = self._head_start_s + head.predicted_s
-            if not head.timed or end_s > now_s:
-                return
-            self._pop_head(end_s)
-
-    def _pop_head(self, end_s: float) -> None:
-        self._open.pop(next(iter(self._open)))
-        self._busy_s += end_s - self._head_start_s
-        self._head_start_s = end_s
-        if self._open:
-            self._waiting_s -= next(iter(self._open.values())).predicted_s
-        self._settle()
-
-    def _settle(self) -> None:
-        # Differences of sums drift: with at most one open, nothing waits for certain.
-        self._waiting_s = max(self._waiting_s, 0.0) if len(self._open) > 1 else 0.0
-
+from prfaas.serving.control.prefill_queue import PrefillQueue
 
 Clock = Callable[[], float]
 OnService = Callable[[str, int, float], None]
@@ -131,6 +37,12 @@ class _Load:
     """As many as the newest look saw."""
     typical_s: float = 0.0
     """Mean of the latest predicted prefills."""
+    others: InstanceShare = NOTHING_AT_INSTANCE
+    """What the other gateways of a fleet have told of it, summed."""
+    others_at_s: float = 0.0
+    """When they told it."""
+    others_busy_s: float = 0.0
+    """Seconds in which only they had prefills open there."""
 
 
 class OpenPrefill:
@@ -150,8 +62,9 @@ class ClusterState:
     """Owns the `View`. All counts are of work that is open here: with nothing open, every count is zero.
 
     Waits: `busy_until_s` = now + what the open prefills there have left by prediction; `drained_s` = now + the bytes
-    that are still to leave over the capacity. Both are corrected when the work ends. Requests that an engine reports
-    beyond those open here (another gateway's) count as well, each for as long as a typical prefill of that cluster.
+    that are still to leave over the capacity. Both are corrected when the work ends. What the other gateways of a fleet
+    tell (`set_others`) counts as their own does. Requests that an engine reports beyond all these count as well, each
+    for as long as a typical prefill of that cluster.
     """
 
     def __init__(self, view: View, *, clock: Clock, on_service: OnService) -> None:
@@ -201,12 +114,14 @@ class ClusterState:
         load.cluster.instances[:] = [each for each in load.cluster.instances if each is not load.view]
 
     def open_prefills(self, name: str) -> int:
-        """Prefills accepted there, the one at work included."""
-        return len(self._loads[name].queue)
+        """Prefills accepted there by all gateways, the one at work included."""
+        load = self._loads[name]
+        return len(load.queue) + load.others.prefills
 
     def prefill_busy_s(self, name: str) -> float:
         """Seconds in which a prefill was open there, since the start."""
-        return self._loads[name].queue.busy_s(self._clock())
+        load = self._loads[name]
+        return load.queue.busy_s(self._clock()) + load.others_busy_s
 
     def decoding_s(self, name: str) -> float:
         """Request-seconds of decode there, since the start: it grows by the batch, second by second."""
@@ -220,6 +135,16 @@ class ClusterState:
     def residual_bytes(self, pair: tuple[str, str]) -> int:
         return self._links[pair].residual_bytes
 
+    def follow_roles(self, name: str, *, prefills: bool, decodes: bool, draining: bool) -> bool:
+        """The instance has these roles, as another gateway has decided. Returns whether that is a change."""
+        view = self._loads[name].view
+        if (view.prefills, view.decodes, view.draining) == (prefills, decodes, draining):
+            return False
+        has: Mapping[Role, bool] = {"prefill": prefills, "decode": decodes}
+        self.set_roles(name, [role for role in has if has[role]])
+        view.draining = draining
+        return True
+
     def set_roles(self, name: str, roles: Collection[Role]) -> None:
         """The instance has these roles from now on."""
         load = self._loads[name]
@@ -230,6 +155,49 @@ class ClusterState:
     def set_role(self, name: str, role: Role) -> None:
         """The instance has this one role from now on."""
         self.set_roles(name, (role,))
+
+    def own_share(self) -> GatewayShare:
+        """What is open here and nowhere else, for the other gateways of a fleet."""
+        now_s = self._clock()
+        instances = {
+            name: InstanceShare(
+                requests=load.view.in_flight - load.others.requests,
+                decoding=load.own_decoding,
+                arriving=load.on_the_way,
+                prefills=len(load.queue),
+                prefill_s=max(load.queue.busy_until_s(now_s) - now_s, 0.0),
+            )
+            for name, load in self._loads.items()
+        }
+        return GatewayShare(
+            instances={name: share for name, share in instances.items() if share != NOTHING_AT_INSTANCE},
+            links={
+                "->".join(pair): load.promised_bytes
+                for pair, load in self._links.items()
+                if load.promised_bytes
+            },
+        )
+
+    def set_others(self, others: GatewayShare) -> None:
+        """What the other gateways of a fleet have open, all together, from now on."""
+        now_s = self._clock()
+        for name, load in self._loads.items():
+            now, before = others.instances.get(name, NOTHING_AT_INSTANCE), load.others
+            if before.prefills and not len(load.queue):
+                load.others_busy_s += now_s - load.others_at_s
+            load.others_at_s = now_s
+            if now is before is NOTHING_AT_INSTANCE:
+                continue
+            self._count(load, now_s)
+            load.others = now
+            load.view.in_flight += now.requests - before.requests
+            # What a gateway tells of itself needs no guess any more.
+            load.foreign = max(load.foreign - max(now.requests - before.requests, 0), 0)
+            self._update_decoding(load)
+            self._predict(load, now_s)
+        for pair, link in self._links.items():
+            link.others_bytes = others.links.get("->".join(pair), 0)
+            self.view.links[pair].drained_s = self._drained_s(pair, now_s)
 
     def set_blocked(self, pairs: Iterable[tuple[str, str]]) -> None:
         """These pairs (producer, consumer) are incompatible, and no others."""
@@ -373,10 +341,11 @@ class ClusterState:
 
     def _update_decoding(self, load: _Load) -> None:
         foreign = load.foreign if load.view.decodes else 0
-        load.view.decoding = load.own_decoding + load.on_the_way + foreign
+        others = load.others.decoding + load.others.arriving
+        load.view.decoding = load.own_decoding + load.on_the_way + foreign + others
 
     def _count(self, load: _Load, now_s: float) -> None:
-        batch = load.view.decoding - load.on_the_way
+        batch = load.view.decoding - load.on_the_way - load.others.arriving
         load.decoding_s += batch * (now_s - load.counted_s)
         load.counted_s = now_s
 
@@ -384,6 +353,9 @@ class ClusterState:
         until_s = load.queue.busy_until_s(now_s)
         if load.foreign and not load.view.decodes:
             until_s = max(until_s, now_s) + load.foreign * load.typical_s
+        others_left_s = load.others_at_s + load.others.prefill_s - now_s
+        if load.others.prefill_s and others_left_s > 0:
+            until_s = max(until_s, now_s) + others_left_s
         load.view.busy_until_s = until_s
 
     def _drained_s(self, pair: tuple[str, str], now_s: float) -> float:

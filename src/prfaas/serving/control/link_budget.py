@@ -86,6 +86,8 @@ class LinkBudget:
         self._links = links
         self._samples = samples
         self._clock = clock
+        self.paused = False
+        """Whether another gateway tells the senders."""
         self._productions: dict[tuple[tuple[str, str], str], _Production] = {}
         self._paces: dict[str, dict[str, float]] = {}
         self._told: dict[str, _Told] = {}
@@ -104,9 +106,10 @@ class LinkBudget:
         """Until cancelled; at once over where there is no link."""
         try:
             while self._configured:
-                self.divide()
-                for sender, order in self.orders():
-                    self._tell(sender, order)
+                if not self.paused:
+                    self.divide()
+                    for sender, order in self.orders():
+                        self._tell(sender, order)
                 await asyncio.sleep(PERIOD_S)
         finally:
             for task in self._telling.values():

@@ -8,7 +8,16 @@ from dataclasses import replace
 
 from prfaas.core.prefix import PromptChains
 from prfaas.core.scheduling import Decision
+from prfaas.core.scheduling.gateway_share import (
+    NOTHING_AT_CLUSTER,
+    NOTHING_AT_INSTANCE,
+    ClusterShare,
+    GatewayShare,
+    InstanceShare,
+    OtherGateways,
+)
 from prfaas.core.scheduling.prefill_pool import PrefillPool
+from prfaas.core.scheduling.prefill_turns import PATIENCE_S, ServedWork, goes_first
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 
 Admission = asyncio.Future[str | None]
@@ -20,6 +29,10 @@ class PrefillAdmission:
     An instance is free while fewer than `batch_tokens` uncached tokens are at work there: what its engine takes
     into one step anyway. So short prompts share steps, and a long one has its instance for itself. Belongs to the
     event loop's thread.
+
+    Several gateways share the instances: what the others have at work counts as what this one has (`set_others`), and
+    who has had less of a cluster goes first (`core.scheduling.prefill_turns`). What two see free at the same moment
+    both take: then an engine's queue has one prefill more for a moment.
     """
 
     def __init__(
@@ -42,6 +55,11 @@ class PrefillAdmission:
         self._at_work: Counter[str] = Counter()
         # Uncached tokens of those that wait.
         self._tokens: dict[Admission, int] = {}
+        self._others = OtherGateways()
+        self._others_total = GatewayShare()
+        self._served = {name: ServedWork() for name in self._pools}
+        # Since when an instance has had room that this gateway has left to another one.
+        self._left_s: dict[str, float] = {}
 
     @asynccontextmanager
     async def admit(self, decision: Decision, chains: PromptChains) -> AsyncIterator[Decision]:
@@ -81,8 +99,42 @@ class PrefillAdmission:
         return self._at_work[name] > 0
 
     def waiting(self, cluster: str) -> int:
-        """Prefills that wait for any instance of a cluster."""
-        return len(self._pools[cluster])
+        """Prefills of all gateways that wait for any instance of a cluster."""
+        return (
+            len(self._pools[cluster]) + self._others_total.clusters.get(cluster, NOTHING_AT_CLUSTER).waiting
+        )
+
+    def own_share(self) -> GatewayShare:
+        """What waits here and what has its turn, for the other gateways of a fleet."""
+        now_s = self._clock()
+        bound = Counter[str]()
+        clusters = {}
+        for cluster, pool in self._pools.items():
+            bound_here = pool.bound()
+            bound += bound_here
+            waiting = len(pool) - bound_here.total()
+            # Rounded, for what is forgotten slowly is no news.
+            served_s = round(self._served[cluster].at(now_s), 1)
+            clusters[cluster] = ClusterShare(waiting, pool.waiting_s, served_s)
+        instances = {
+            name: InstanceShare(prefill_tokens=self._at_work[name], waiting=bound[name])
+            for name in self._cluster_state.names
+            if self._at_work[name] or bound[name]
+        }
+        return GatewayShare(
+            instances=instances,
+            clusters={name: share for name, share in clusters.items() if share != NOTHING_AT_CLUSTER},
+        )
+
+    def set_others(self, others: OtherGateways) -> None:
+        """What the other gateways of a fleet have at work and waiting, from now on. Call it often: room that others
+        leave is noticed only here."""
+        self._others, self._others_total = others, others.total()
+        now_s = self._clock()
+        for name in self._cluster_state.names:
+            self._serve(name, now_s)
+        for cluster in self._pools:
+            self._show_waiting(cluster)
 
     async def _wait_for_instance(self, decision: Decision) -> str:
         assert decision.urgency_s is not None
@@ -99,7 +151,7 @@ class PrefillAdmission:
         only, now_s = decision.prefill if is_bound else None, self._clock()
         pool.offer(admission, decision.urgency_s, work_s, only, now_s=now_s)
         self._tokens[admission] = decision.prefill_tokens
-        cluster.waiting_s = pool.waiting_s
+        self._show_waiting(cluster.name)
         for each in cluster.instances:
             self._serve(each.name, now_s)
         try:
@@ -112,7 +164,7 @@ class PrefillAdmission:
             raise
         finally:
             self._tokens.pop(admission, None)
-            cluster.waiting_s = pool.waiting_s
+            self._show_waiting(cluster.name)
         if name is None:
             name = decision.prefill
             self._at_work[name] += decision.prefill_tokens
@@ -129,20 +181,40 @@ class PrefillAdmission:
         """Give an instance what it can take."""
         instance = self._cluster_state.instance(name)
         pool = self._pools[instance.cluster]
-        while len(pool) and self._is_free(name) and instance.takes_prefills:
+        if not len(pool) or not self._is_free(name):
+            self._left_s.pop(name, None)
+        while len(pool) and instance.takes_prefills and self._is_free(name) and self._is_next(name, now_s):
             admission = pool.take(name, now_s=now_s)
             if admission is None:
                 break
-            self._at_work[name] += self._tokens[admission]
+            tokens = self._tokens[admission]
+            self._at_work[name] += tokens
+            work_s = self._cluster_state.view.clusters[instance.cluster].prefill_s(tokens)
+            self._served[instance.cluster].add(work_s, now_s)
             admission.set_result(name)
-        self._cluster_state.view.clusters[instance.cluster].waiting_s = pool.waiting_s
+        self._show_waiting(instance.cluster)
 
     def _give_up(self, cluster: str) -> None:
         for admission in _drained(self._pools[cluster], self._clock()):
             admission.set_result(None)
 
     def _is_free(self, name: str) -> bool:
-        return self._at_work[name] < self._batch_tokens
+        others = self._others_total.instances.get(name, NOTHING_AT_INSTANCE)
+        return self._at_work[name] + others.prefill_tokens < self._batch_tokens
+
+    def _is_next(self, name: str, now_s: float) -> bool:
+        """Whether no other gateway is to take the room at an instance before this one."""
+        cluster = self._cluster_state.instance(name).cluster
+        if goes_first(self._served[cluster].at(now_s), cluster, name, self._others.each.values()):
+            self._left_s.pop(name, None)
+            return True
+        return now_s - self._left_s.setdefault(name, now_s) >= PATIENCE_S
+
+    def _show_waiting(self, cluster: str) -> None:
+        others = self._others_total.clusters.get(cluster, NOTHING_AT_CLUSTER)
+        self._cluster_state.view.clusters[cluster].waiting_s = (
+            self._pools[cluster].waiting_s + others.waiting_s
+        )
 
 
 def _drained(pool: PrefillPool[Admission], now_s: float) -> Iterable[Admission]:

@@ -44,7 +44,7 @@ class RoleChange:
     to_role: Role
     reason: str
     at_s: float
-    outcome: DrainResult | Literal["draining"] = "draining"
+    outcome: DrainResult | Literal["draining", "handed-over"] = "draining"
     drained_s: float | None = None
 
 
@@ -64,6 +64,8 @@ class RoleChanges:
         on_begin: Callable[[str], None] = lambda _instance: None,
     ) -> None:
         """`on_begin` is called with every instance that starts to drain, `on_end` with every conversion that ends."""
+        self.knows_all: Callable[[], bool] = lambda: True
+        """Whether every gateway of a fleet knows of the conversion under way: then nothing more can come."""
         self._cluster_state = cluster_state
         self._clock = clock
         self._on_begin = on_begin
@@ -74,6 +76,11 @@ class RoleChanges:
     @property
     def is_busy(self) -> bool:
         return self._current is not None
+
+    @property
+    def converting(self) -> tuple[str, Role] | None:
+        """The instance that drains, and for which role; None if none does."""
+        return None if self._current is None else (self._current[0].instance, self._current[0].to_role)
 
     @property
     def drain_s(self) -> float:
@@ -103,6 +110,8 @@ class RoleChanges:
             return
         change, drain = self._current
         now_s = self._clock()
+        if now_s - drain.since_s < DRAIN_LIMIT_S and not self.knows_all():
+            return
         result = drain.conclude(now_s)
         if result is None:
             return
@@ -118,6 +127,11 @@ class RoleChanges:
         if result != "abandoned":
             self._cluster_state.set_role(change.instance, change.to_role)
         self._on_end(change)
+
+    def hand_over(self) -> None:
+        """Another gateway sees the conversion under way through."""
+        if self._current is not None:
+            self._current[0].outcome, self._current = "handed-over", None
 
     def give_up(self, name: str) -> None:
         """An instance is not converted any more, if it is: it leaves, or an operator has given it its role."""
@@ -184,6 +198,8 @@ class RoleAllocation:
         self._policy = policy
         self._outlook = Outlook(window, foresight_of(config.forecast_period_s))
         self._allocator = Allocator(cool_down_s=COOL_DOWN_PERIODS * config.allocation_period_s)
+        self.paused = False
+        """Whether another gateway decides. After a pause the first evaluation comes a period later."""
         self.last: dict[str, Any] = {}
 
     def adopt(self, config: ControlConfig, policy: Policy) -> None:
@@ -197,7 +213,9 @@ class RoleAllocation:
         while True:
             await asyncio.sleep(DRAIN_CHECK_S)
             self._changes.tick()
-            if self._clock() >= next_s:
+            if self.paused:
+                next_s = self._clock() + self._config.allocation_period_s
+            elif self._clock() >= next_s:
                 next_s = self._clock() + self._config.allocation_period_s
                 if self._config.allocation:
                     await self.evaluate()

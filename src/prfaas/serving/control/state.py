@@ -115,6 +115,7 @@ def state_of(plane: Overview, now_s: float) -> Json:
             "expected_blocks": plane.prefix_knowledge.pending_blocks,
         },
         "rebalancing": plane.hot_prefixes.state(now_s),
+        "fleet": None,
     }
 
 

@@ -75,6 +75,8 @@ class Thresholds:
         self._has_searched = False
         self.held: set[str] = set()
         """Clusters whose threshold an operator has set: no search moves it."""
+        self._is_paused = False
+        self._next_search_s = -math.inf
         self.history: deque[ThresholdEntry] = deque(maxlen=_HISTORY)
         self.last: dict[str, Any] = {}
         self._begin()
@@ -105,8 +107,12 @@ class Thresholds:
         """Set a PD cluster's threshold until told otherwise; None: let it be searched again.
 
         Raises:
-            ValueError: the policy does not read this threshold.
+            ValueError: the policy does not read this threshold, or another gateway decides it.
         """
+        if self._is_paused:
+            raise ValueError(
+                "another gateway leads and decides the thresholds; `prfaas status` names it, set it there"
+            )
         if self._deployment.routing.policy == "static_threshold":
             raise ValueError(
                 "the policy static_threshold keeps routing.threshold_tokens of the deployment file; "
@@ -122,6 +128,19 @@ class Thresholds:
         self._on_change(cluster, entry.reason)
         logger.info("threshold of %s: %.0f tokens, by an operator", cluster, entry.tokens)
 
+    def pause(self, paused: bool) -> None:
+        """Whether another gateway decides. After a pause the first search comes a period later."""
+        if self._is_paused and not paused:
+            self._next_search_s = self._clock() + self._deployment.control.threshold_period_s
+        self._is_paused = paused
+
+    def follow(self, cluster: str, tokens: float, leader: str) -> None:
+        """Another gateway has decided a threshold."""
+        if self._cluster_state.view.threshold_tokens.get(cluster, tokens) != tokens:
+            self._set(ThresholdEntry(self._clock(), cluster, tokens, f"decided by {leader}"))
+            logger.info("threshold of %s: %.0f tokens, decided by %s", cluster, tokens, leader)
+        self._has_searched = True
+
     async def run(self) -> None:
         """Until cancelled."""
         while True:
@@ -132,7 +151,8 @@ class Thresholds:
             except TimeoutError:
                 pass
             self._wake.clear()
-            await self.search()
+            if not self._is_paused and self._clock() >= self._next_search_s:
+                await self.search()
 
     async def search(self) -> None:
         """Search once with what is known now; the planner works in a thread."""

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from prfaas.serving.control.fleet_metrics import FleetMetrics
 from prfaas.serving.control.metrics import ControlMetrics
 from prfaas.serving.engines.transfer_counters import COUNTERS, POOL_COUNTERS
 from prfaas.serving.gateway.metrics import Metrics
@@ -105,6 +106,7 @@ def _of_the_gateway() -> Iterator[Series]:
     declared = _Declared()
     Metrics(declared)
     ControlMetrics(declared)
+    FleetMetrics(declared)
     for family in declared.families:
         (told,) = family.describe()
         # The library has no public way to a family's labels.

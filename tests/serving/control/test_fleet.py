@@ -1,0 +1,519 @@
+"""Several control planes over one store: one decides, all do it, and nothing flaps when the one goes."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+from tests.serving.fleet.memory_store import MemoryEtcd, MemoryStore
+
+from prfaas.core.deployment import AppliedDeployment, Deployment, FleetConfig
+from prfaas.serving.control.fleet_plane import FleetPlane, default_name
+from prfaas.serving.fleet.messages import Announcement, Decisions, RoleDecision, file_digest
+
+from .world import KEY, LINK, FakeClock, FakeHttp, FakeSender, decision, deployment_of, report
+
+LIMIT_S = 30.0
+PREFIX = "/prfaas/test/"
+
+
+class Node:
+    """A gateway's plane of which only the fleet's loops run."""
+
+    def __init__(self, deployment: Deployment, etcd: MemoryEtcd, name: str, clock: FakeClock) -> None:
+        self.store = MemoryStore(etcd)
+        self.registry = CollectorRegistry()
+        self.plane = FleetPlane(
+            deployment,
+            FleetConfig(("http://127.0.0.1:1",), name, lease_s=3, period_s=0.01),
+            KEY,
+            self.registry,
+            None,
+            store=self.store,
+            clock=clock,
+            http=FakeHttp(),
+            sender_of=lambda *_: self._sender(),
+        )
+        self.task: asyncio.Task[None] | None = None
+
+    def _sender(self) -> FakeSender:
+        sender = FakeSender()
+        sender.links = {"far->home": report()}
+        return sender
+
+    @property
+    def name(self) -> str:
+        return self.plane.fleet.member.name
+
+    @property
+    def threshold(self) -> float:
+        return self.plane.cluster_state.view.threshold_tokens["home"]
+
+    def roles(self) -> dict[str, tuple[bool, bool, bool]]:
+        views = self.plane.cluster_state.view.clusters["home"].instances
+        return {view.name: (view.prefills, view.decodes, view.draining) for view in views}
+
+    async def join(self) -> "Node":
+        self.task = asyncio.create_task(self.plane.fleet.run())
+        await until(lambda: self.plane.fleet.member.is_connected)
+        return self
+
+    async def die(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.gather(self.task, return_exceptions=True)
+            self.task = None
+
+    def metric(self, name: str) -> float | None:
+        return self.registry.get_sample_value(f"prfaas_control_fleet_{name}")
+
+
+class Stage:
+    def __init__(self, deployment: Deployment, clock: FakeClock) -> None:
+        self.deployment, self.clock = deployment, clock
+        self.etcd = MemoryEtcd(clock)
+        self.nodes: list[Node] = []
+
+    async def join(self, *names: str, deployment: Deployment | None = None) -> list[Node]:
+        for name in names:
+            node = Node(deployment or self.deployment, self.etcd, name, self.clock)
+            self.nodes.append(node)
+            await node.join()
+        await until(lambda: all(len(n.plane.fleet.member.members) >= len(self.alive) for n in self.alive))
+        return self.nodes[-len(names) :]
+
+    @property
+    def alive(self) -> list[Node]:
+        return [node for node in self.nodes if node.task is not None]
+
+    async def kill(self, node: Node) -> None:
+        """The process is gone; then its lease ends."""
+        await node.die()
+        self.etcd.end(self.etcd.holders[f"{PREFIX}gateways/{node.name}"])
+
+    def decisions(self) -> Decisions:
+        return msgspec.json.decode(self.etcd.entries[PREFIX + "decisions"].value, type=Decisions)
+
+
+async def until(what: Callable[[], object]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not what():
+            await asyncio.sleep(0.005)
+
+
+async def told() -> None:
+    """Time enough for everybody to have heard everything, some periods long."""
+    await asyncio.sleep(0.15)
+
+
+def play(deployment: Deployment, clock: FakeClock, scene: Callable[[Stage], Awaitable[None]]) -> None:
+    async def main() -> None:
+        stage = Stage(deployment, clock)
+        try:
+            await scene(stage)
+        finally:
+            for node in stage.nodes:
+                await node.die()
+                await node.plane.close()
+
+    asyncio.run(main())
+
+
+def test_what_one_has_open_all_count_until_it_dies(deployment: Deployment, clock: FakeClock) -> None:
+    async def scene(stage: Stage) -> None:
+        a, b, c = await stage.join("a", "b", "c")
+        with (
+            a.plane.cluster_state.prefilling(decision("far-0", "home-d0", prefill_tokens=3000)),
+            b.plane.cluster_state.decoding("home-d0", 0),
+        ):
+            await until(
+                lambda: {n.plane.cluster_state.instance("home-d0").decoding for n in stage.nodes} == {2}
+            )
+            await until(
+                lambda: {n.plane.cluster_state.residual_bytes(LINK) for n in stage.nodes} == {3_000_000}
+            )
+            assert c.plane.cluster_state.view.clusters["far"].instances[0].in_flight == 1
+            assert c.plane.state()["fleet"]["members"]["a"] == {"requests": 2, "same_file": True}
+            await stage.kill(a)
+            await until(lambda: c.plane.cluster_state.residual_bytes(LINK) == 0)
+            assert c.plane.cluster_state.instance("home-d0").decoding == 1
+            assert b.plane.cluster_state.instance("far-0").in_flight == 0
+
+    play(deployment, clock, scene)
+
+
+def test_all_observe_the_traffic_of_all(deployment: Deployment, clock: FakeClock) -> None:
+    async def scene(stage: Stage) -> None:
+        a, b = await stage.join("a", "b")
+        for tokens in range(100, 130):
+            a.plane.observe(2 * tokens, tokens)
+        b.plane.observe(700, 900)
+        await until(lambda: a.plane.window.count(clock()) == b.plane.window.count(clock()) == 31)
+        clock.now_s += 10.0
+        await told()
+        assert b.plane.window.count(clock()) == 31
+        (late,) = await stage.join("late")
+        await told()
+        assert late.plane.window.count(clock()) == 0
+
+    play(deployment, clock, scene)
+
+
+def test_the_leader_decides_and_the_others_follow(deployment: Deployment, clock: FakeClock) -> None:
+    async def scene(stage: Stage) -> None:
+        a, b = await stage.join("a", "b")
+        await until(lambda: PREFIX + "decisions" in stage.etcd.entries)
+        assert stage.decisions().thresholds == {"home": 4000.0}
+        assert a.plane.budget.paused is False
+        assert b.plane.budget.paused is True
+        assert not a.plane.role_allocation.paused and b.plane.role_allocation.paused
+        a.plane.cluster_state.view.threshold_tokens["home"] = 6500.5
+        await until(lambda: b.threshold == 6500.5)
+        assert b.plane.state()["thresholds"]["history"][-1]["reason"] == "decided by a"
+        a.plane.cluster_state.view.threshold_tokens["home"] = float("inf")
+        await until(lambda: b.threshold == float("inf"))
+        # What a follower thinks is nobody's decision.
+        b.plane.cluster_state.view.threshold_tokens["home"] = 1.0
+        await told()
+        assert stage.decisions().thresholds == {"home": None}
+        written = [each.entry for each in stage.etcd.history if each.key == PREFIX + "decisions"]
+        leaders = {
+            msgspec.json.decode(each.value, type=Decisions).leader for each in written if each is not None
+        }
+        assert leaders == {"a"}
+
+    play(deployment, clock, scene)
+
+
+def test_a_new_leader_goes_on_from_what_is_written_and_waits(
+    deployment: Deployment, clock: FakeClock
+) -> None:
+    async def scene(stage: Stage) -> None:
+        a, b, c = await stage.join("a", "b", "c")
+        a.plane.cluster_state.view.threshold_tokens["home"] = 7000.0
+        a.plane.cluster_state.set_role("home-d1", "prefill")
+        await until(lambda: b.threshold == c.threshold == 7000.0)
+        await until(lambda: a.roles() == b.roles() == c.roles())
+        roles, written = a.roles(), stage.etcd.entries[PREFIX + "decisions"].value
+        searched: list[str] = []
+        for node in (b, c):
+            node.plane.thresholds.search = lambda node=node: _noted(searched, node.name)  # type: ignore
+            node.task_of_thresholds = asyncio.create_task(node.plane.thresholds.run())  # type: ignore
+        await stage.kill(a)
+        await until(lambda: b.plane.fleet.state()["leads"] and not b.plane.role_allocation.paused)
+        await until(lambda: c.plane.fleet.state()["leader"] == "b")
+        await until(lambda: stage.decisions().leader == "b")
+        for node in (b, c):
+            assert (node.roles(), node.threshold) == (roles, 7000.0)
+        before = msgspec.json.decode(written, type=Decisions)
+        assert stage.decisions() == msgspec.structs.replace(before, leader="b")
+        # A search that is asked for now is not made; one that comes a period later is.
+        b.plane.thresholds.ask("roles")
+        await asyncio.sleep(1.2)
+        assert searched == []
+        clock.now_s += 30.0
+        for node in (b, c):
+            node.plane.thresholds.ask("roles")
+        await until(lambda: searched)
+        assert set(searched) == {"b"}
+        for node in (b, c):
+            node.task_of_thresholds.cancel()  # type: ignore
+            await asyncio.gather(node.task_of_thresholds, return_exceptions=True)  # type: ignore
+
+    play(deployment, clock, scene)
+
+
+async def _noted(searched: list[str], name: str) -> None:
+    searched.append(name)
+
+
+def test_a_conversion_waits_for_the_work_of_all_and_for_all_to_know(
+    deployment: Deployment, clock: FakeClock
+) -> None:
+    async def scene(stage: Stage) -> None:
+        a, b = await stage.join("a", "b")
+        await told()
+        changes = a.plane.role_changes
+        with b.plane.cluster_state.decoding("home-d1", 0):
+            assert changes.begin("home-d1", "prefill", "a test")
+            # Nobody else knows yet.
+            changes.tick()
+            assert changes.is_busy
+            await until(lambda: b.roles()["home-d1"] == (False, True, True))
+            await told()
+            changes.tick()
+            assert changes.is_busy
+        await until(lambda: not a.plane.cluster_state.instance("home-d1").in_flight)
+        changes.tick()
+        assert not changes.is_busy
+        assert changes.history[-1].outcome == "done"
+        await until(lambda: b.roles()["home-d1"] == (True, False, False))
+        assert a.roles() == b.roles()
+
+    play(deployment, clock, scene)
+
+
+def test_a_conversion_whose_leader_dies_is_seen_through_by_the_next(
+    deployment: Deployment, clock: FakeClock
+) -> None:
+    async def scene(stage: Stage) -> None:
+        a, b, c = await stage.join("a", "b", "c")
+        with c.plane.cluster_state.decoding("home-d1", 0):
+            assert a.plane.role_changes.begin("home-d1", "prefill", "a test")
+            await until(lambda: b.roles()["home-d1"][2] and c.roles()["home-d1"][2])
+            await stage.kill(a)
+            await until(lambda: b.plane.role_changes.converting == ("home-d1", "prefill"))
+            assert b.roles()["home-d1"] == c.roles()["home-d1"] == (False, True, True)
+            assert not c.plane.role_changes.is_busy
+        await until(lambda: not b.plane.cluster_state.instance("home-d1").in_flight)
+        await until(lambda: b.plane.role_changes.knows_all())
+        b.plane.role_changes.tick()
+        await until(lambda: c.roles()["home-d1"] == (True, False, False))
+        assert b.plane.role_changes.history[-1].reason == "begun by a"
+
+    play(deployment, clock, scene)
+
+
+def test_who_leads_no_more_hands_its_conversion_over(deployment: Deployment, clock: FakeClock) -> None:
+    async def scene(stage: Stage) -> None:
+        a, b = await stage.join("a", "b")
+        await told()
+        assert a.plane.role_changes.begin("home-d1", "prefill", "a test")
+        await until(lambda: b.roles()["home-d1"][2])
+        a.store.cut = True
+        stage.etcd.end(stage.etcd.holders[f"{PREFIX}gateways/a"])
+        await until(lambda: b.plane.role_changes.is_busy)
+        b.plane.role_changes.tick()
+        await until(lambda: stage.decisions().roles["home-d1"] == RoleDecision(prefills=True))
+        a.store.cut = False
+        await until(lambda: a.plane.fleet.state()["leader"] == "b" and a.plane.fleet.state()["connected"])
+        await until(lambda: a.roles() == b.roles())
+        assert not a.plane.role_changes.is_busy
+        assert a.plane.role_changes.history[-1].outcome == "handed-over"
+
+    play(deployment, clock, scene)
+
+
+def test_a_drain_mark_holds_in_all_gateways_and_in_later_ones(
+    deployment: Deployment, clock: FakeClock
+) -> None:
+    async def scene(stage: Stage) -> None:
+        def drain_of(node: Node, name: str = "home-d0") -> object:
+            return node.plane.state()["clusters"]["home"]["instances"][name]["drain"]
+
+        a, b = await stage.join("a", "b")
+        b.plane.drain("home-d0", wanted=True)
+        # Not before all know it.
+        assert drain_of(b) == "draining"
+        await until(lambda: a.plane.cluster_state.instance("home-d0").closed)
+        await until(lambda: drain_of(a) == drain_of(b) == "drained")
+        (late,) = await stage.join("late")
+        assert late.plane.cluster_state.instance("home-d0").closed
+        with late.plane.cluster_state.decoding("home-d0", 0):
+            await until(lambda: drain_of(a) == "draining")
+        a.plane.drain("home-d0", wanted=False)
+        await until(lambda: not any(n.plane.cluster_state.instance("home-d0").closed for n in stage.nodes))
+        assert drain_of(b) is None
+
+    play(deployment, clock, scene)
+
+
+def test_without_etcd_all_go_on_and_a_mark_is_written_later(deployment: Deployment, clock: FakeClock) -> None:
+    async def scene(stage: Stage) -> None:
+        a, b = await stage.join("a", "b")
+        a.plane.cluster_state.view.threshold_tokens["home"] = 7000.0
+        await until(lambda: b.threshold == 7000.0)
+        held = b.plane.cluster_state.decoding("home-d0", 0)
+        held.__enter__()
+        await until(lambda: a.plane.cluster_state.instance("home-d0").decoding == 1)
+        stage.etcd.stop()
+        await until(lambda: not a.plane.fleet.member.is_connected and not b.plane.fleet.member.is_connected)
+        # Links are still told their paces by the one that led; nothing new is decided.
+        assert (a.plane.budget.paused, b.plane.budget.paused) == (False, True)
+        await until(lambda: a.plane.role_allocation.paused)
+        assert a.plane.cluster_state.instance("home-d0").decoding == 1
+        a.plane.drain("home-d1", wanted=True)
+        state = a.plane.state()
+        assert state["fleet"]["problem"] == "etcd does not answer: it is stopped"
+        assert state["fleet"]["unwritten_drains"] == ["home-d1"]
+        # The other gateway does not know it.
+        assert state["clusters"]["home"]["instances"]["home-d1"]["drain"] == "draining"
+        clock.now_s += 3.5
+        # What b told is too old to count.
+        await until(lambda: a.plane.cluster_state.instance("home-d0").decoding == 0)
+        assert b.plane.cluster_state.instance("home-d0").decoding == 1
+        assert (a.threshold, b.threshold) == (7000.0, 7000.0)
+        stage.etcd.start()
+        await until(lambda: a.plane.cluster_state.instance("home-d0").decoding == 1)
+        await until(lambda: b.plane.cluster_state.instance("home-d1").closed)
+        held.__exit__(None, None, None)
+        await until(lambda: a.plane.state()["fleet"]["unwritten_drains"] == [])
+        assert a.plane.state()["fleet"]["leads"]
+        await until(lambda: not a.plane.role_allocation.paused)
+        assert a.metric("losses_total") == 1.0
+        assert (a.metric("members"), a.metric("leads"), b.metric("leads")) == (2.0, 1.0, 0.0)
+        assert b.metric("leader_changes_total") == 0.0
+
+    play(deployment, clock, scene)
+
+
+def test_what_an_earlier_fleet_wrote_counts_only_for_the_same_file(
+    deployment: Deployment, clock: FakeClock, tmp_path: Path
+) -> None:
+    async def scene(stage: Stage) -> None:
+        (a,) = await stage.join("a")
+        a.plane.cluster_state.view.threshold_tokens["home"] = 7000.0
+        a.plane.cluster_state.set_role("home-d1", "prefill")
+        await until(lambda: stage.decisions().thresholds == {"home": 7000.0})
+        await stage.kill(a)
+        (again,) = await stage.join("again")
+        assert again.threshold == 7000.0
+        assert again.roles()["home-d1"] == (True, False, False)
+        await stage.kill(again)
+        folder = tmp_path / "other"
+        folder.mkdir()
+        other = deployment_of(folder, rate="bandwidth: 1 Gbit/s -> bandwidth: 2 Gbit/s")
+        (new,) = await stage.join("new", deployment=other)
+        assert new.threshold == 4000.0
+        assert new.roles()["home-d1"] == (False, True, False)
+        # Beside one that is there, its decisions count, and the difference is told.
+        (beside,) = await stage.join("beside")
+        new.plane.cluster_state.view.threshold_tokens["home"] = 8000.0
+        await until(lambda: beside.threshold == 8000.0)
+        assert beside.plane.state()["fleet"]["members"]["new"]["same_file"] is False
+
+    play(deployment, clock, scene)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"{",
+        b'{"leader": "x", "file": "y", "thresholds": {"home": -1}}',
+        b'{"leader": "x", "file": "y", "roles": {"home-d0": {"to_role": "king"}}}',
+    ],
+)
+def test_what_nobody_of_us_wrote_changes_nothing(
+    deployment: Deployment, clock: FakeClock, value: bytes
+) -> None:
+    async def scene(stage: Stage) -> None:
+        a, b = await stage.join("a", "b")
+        before = (b.threshold, b.roles())
+        stage.etcd.set(PREFIX + "decisions", value)
+        stage.etcd.set(PREFIX + "gateways/zz", value)
+        stage.etcd.set(PREFIX + "drained/nobody", b"")
+        await until(lambda: b.metric("unreadable_values_total"))
+        await until(lambda: "zz" in b.plane.fleet.member.members)
+        assert (b.threshold, b.roles()) == before
+        assert b.plane.state()["fleet"]["members"]["zz"] == {"requests": 0, "same_file": False}
+        a.plane.cluster_state.view.threshold_tokens["home"] = 5000.0
+        await until(lambda: b.threshold == 5000.0)
+
+    play(deployment, clock, scene)
+
+
+def test_roles_that_would_lose_an_instance_are_not_followed(deployment: Deployment, clock: FakeClock) -> None:
+    async def scene(stage: Stage) -> None:
+        a, b = await stage.join("a", "b")
+        await told()
+        before = b.roles()
+        # It would write its own word again at once.
+        a.store.cut = True
+        wrong = Decisions(
+            "a",
+            "",
+            {"nowhere": 5.0},
+            {"home-d0": RoleDecision(), "far-0": RoleDecision(decodes=True), "nobody": RoleDecision(True)},
+        )
+        stage.etcd.set(PREFIX + "decisions", msgspec.json.encode(wrong))
+        await until(lambda: b.plane.fleet._followed == wrong)
+        assert b.roles() == before
+        assert not b.plane.cluster_state.instance("far-0").decodes
+        assert "nowhere" not in b.plane.cluster_state.view.threshold_tokens
+
+    play(deployment, clock, scene)
+
+
+def test_an_announcement_is_small_and_an_idle_gateway_has_no_news(
+    deployment: Deployment, clock: FakeClock
+) -> None:
+    async def scene(stage: Stage) -> None:
+        (a,) = await stage.join("a")
+        await told()
+        fleet = a.plane.fleet
+        first = fleet.announcement()
+        assert len(first) < 200
+        for _ in range(1000):
+            a.plane.observe(5000, 5000)
+        assert len(fleet.announcement()) < 4000
+        clock.now_s += 5.0
+        assert len(fleet.announcement()) < 200
+        assert fleet.announcement() == fleet.announcement()
+        read = msgspec.json.decode(fleet.announcement(), type=Announcement)
+        assert (read.file, read.share.lengths_total) == (file_digest(deployment), 1000)
+
+    play(deployment, clock, scene)
+
+
+def test_a_reload_at_one_has_the_others_look_at_their_files(
+    deployment: Deployment, clock: FakeClock, tmp_path: Path
+) -> None:
+    async def scene(stage: Stage) -> None:
+        a, b, c = await stage.join("a", "b", "c")
+        folder = tmp_path / "new"
+        folder.mkdir()
+        new = AppliedDeployment(deployment_of(folder, rate="1 Gbit/s -> 2 Gbit/s"), "")
+        looked: list[str] = []
+
+        def look(node: Node, *, has_new_file: bool) -> None:
+            async def reload() -> None:
+                looked.append(node.name)
+                if not has_new_file:
+                    raise ValueError("a mistake")
+                node.plane.fleet.adopt(new)
+
+            node.plane.fleet.reload = reload
+
+        look(a, has_new_file=True)
+        look(b, has_new_file=True)
+        look(c, has_new_file=False)
+        a.plane.fleet.adopt(new)
+        await until(lambda: len(looked) == 2)
+        await told()
+        # Once each; who was told does not tell it on.
+        assert sorted(looked) == ["b", "c"]
+        members = a.plane.state()["fleet"]["members"]
+        assert {name: each["same_file"] for name, each in members.items()} == {
+            "a": True,
+            "b": True,
+            "c": False,
+        }
+        (late,) = await stage.join("late", deployment=new.said)
+        look(late, has_new_file=True)
+        await told()
+        assert sorted(looked) == ["b", "c"]
+        # What is told while etcd is away is told afterwards.
+        stage.etcd.stop()
+        await until(lambda: not a.plane.fleet.member.is_connected)
+        a.plane.fleet.adopt(AppliedDeployment(deployment, ""))
+        stage.etcd.start()
+        await until(lambda: {"b", "late"} <= set(looked[2:]))
+
+    play(deployment, clock, scene)
+
+
+def test_the_digest_is_of_what_gateways_share(deployment: Deployment, tmp_path: Path) -> None:
+    folder = tmp_path / "other"
+    folder.mkdir()
+    same = deployment_of(folder)
+    assert file_digest(same) == file_digest(deployment)
+    assert default_name(deployment).endswith("-8000")
+    for change in (
+        "home-d1, roles: [decode] -> home-d1, roles: [prefill]",
+        "1 Gbit/s -> 2 Gbit/s",
+        "policy: paper -> policy: tilted",
+        "allocation_period_s: 60 -> allocation_period_s: 61",
+    ):
+        assert file_digest(deployment_of(folder, change=change)) != file_digest(deployment)
