@@ -1,24 +1,20 @@
 """What became of each of the latest requests, for `prfaas explain`. It holds no prompt, no answer and no secret."""
 
 import asyncio
-import math
 import time
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from enum import StrEnum
 from itertools import islice
 
 from aiohttp import web
 
-from prfaas.core.deployment import Deployment
-from prfaas.core.kv import KvModel
 from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeader
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError
-from prfaas.serving.gateway.bodies import ApiError, Json
+from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.kv_transfer import TransferredBytes
 from prfaas.serving.gateway.metrics import Metrics
 from prfaas.serving.gateway.request_trace import STEP_NAMES, AttributeValue, RequestSpans, Tracing
@@ -312,144 +308,3 @@ def _span_attributes(record: RequestRecord) -> dict[str, AttributeValue]:
         "prfaas.attempts": len(record.attempts),
     }
     return {name: value for name, value in told.items() if value is not None}
-
-
-def explain(record: RequestRecord, deployment: Deployment, model: KvModel | None) -> Json:
-    """One request's record with the numbers that decided, ready for JSON: `GET /prfaas/requests/{id}`.
-
-    `saved_bytes` in it is what was not sent because the decode instance held it. It is None where the size of the
-    model's KV is unknown.
-    """
-    return {
-        "request_id": record.request_id,
-        "trace_id": record.trace_id,
-        "at": datetime.fromtimestamp(record.at_s, UTC).isoformat(timespec="milliseconds"),
-        "endpoint": record.endpoint,
-        "model": record.model,
-        "streamed": record.streamed,
-        "prompt_tokens": record.prompt_tokens,
-        "answer_tokens": record.answer_tokens,
-        "route": record.route_header,
-        "direct_reason": record.direct_reason,
-        "attempts": [_attempt(attempt, deployment) for attempt in record.attempts],
-        "transfer": _moved(_sum(record.attempts)) | {"saved_bytes": _saved_bytes(record.attempts, model)},
-        "cache_transfer": None
-        if record.prefix_outcome is None
-        else {"outcome": record.prefix_outcome} | _moved(record.prefix_moved),
-        "steps_s": {step: round(taken_s, 6) for step, taken_s in record.steps_s.items()},
-        "notes": [{"after_s": round(after_s, 6), "what": what} for after_s, what in record.notes],
-        "status": record.status,
-        "outcome": record.outcome,
-    }
-
-
-def summary(record: RequestRecord) -> Json:
-    """One line of the list of requests, ready for JSON: `GET /prfaas/requests`."""
-    decision = record.attempts[-1].decision if record.attempts else None
-    return {
-        "request_id": record.request_id,
-        "at_s": round(record.at_s, 3),
-        "endpoint": record.endpoint,
-        "model": record.model,
-        "streamed": record.streamed,
-        "prompt_tokens": record.prompt_tokens,
-        "answer_tokens": record.generated_tokens,
-        "route": None if decision is None else str(decision.route),
-        "reason": record.direct_reason if decision is None else decision.reason,
-        "prefill": None if decision is None else decision.prefill,
-        "decode": None if decision is None else decision.decode,
-        "uncached_tokens": None if decision is None else decision.uncached_tokens,
-        "threshold_tokens": None if decision is None else _finite(decision.threshold_tokens),
-        "attempts": len(record.attempts),
-        "steps": {
-            step: {"after_s": round(record.starts_s.get(step, 0.0), 6), "took_s": round(taken_s, 6)}
-            for step, taken_s in record.steps_s.items()
-        },
-        "waits_for": None
-        if record.outcome != "under way" or record.waits_for is None
-        else str(record.waits_for),
-        "status": record.status,
-        "outcome": record.outcome,
-    }
-
-
-def _attempt(attempt: Attempt, deployment: Deployment) -> Json:
-    decision = attempt.decision
-    transfer = decision.cache_transfer
-    return {
-        "route": str(decision.route),
-        "prefill": decision.prefill,
-        "decode": decision.decode,
-        "reason": decision.reason,
-        "outcome": attempt.outcome,
-        "prompt_tokens": attempt.prompt_tokens,
-        "uncached_tokens": decision.uncached_tokens,
-        "threshold_tokens": _finite(decision.threshold_tokens),
-        "prefill_tokens": decision.prefill_tokens,
-        "skip_tokens": decision.skip_tokens,
-        "held_tokens": _held_tokens(decision, attempt.prompt_tokens, deployment),
-        "predicted_ttft_s": _finite(decision.predicted_ttft_s),
-        "decode_wait_s": decision.decode_wait_s,
-        "cache_transfer": None
-        if transfer is None
-        else {
-            "source": transfer.source,
-            "from_pool": transfer.from_pool,
-            "num_tokens": transfer.num_tokens,
-            "skip_tokens": transfer.skip_tokens,
-        },
-        "pools": {
-            name: {
-                "tokens": hit.every_tier.reusable_tokens,
-                "attention_tokens": hit.every_tier.attention_tokens,
-                "memory_tokens": hit.in_memory.attention_tokens,
-            }
-            for name, hit in (decision.pools or {}).items()
-        },
-        "hit_tokens": None if decision.hit is None else decision.hit._asdict(),
-        "cached_tokens": attempt.cached_tokens,
-        "load_s": round(decision.load_s, 6),
-    }
-
-
-def _held_tokens(decision: Decision, prompt_tokens: int, deployment: Deployment) -> Json:
-    """Cluster → tokens of the prompt that it could reuse, as the decision's numbers say."""
-    held = {deployment.instance(decision.decode).cluster: prompt_tokens - decision.uncached_tokens}
-    sender = deployment.instance(decision.prefill).cluster
-    held.setdefault(sender, max(prompt_tokens - decision.prefill_tokens, 0))
-    return held
-
-
-def _moved(moved: TransferredBytes | None) -> Json:
-    if moved is None:
-        return {"bytes": 0, "hidden_bytes": 0, "hidden": None}
-    return {
-        "bytes": moved.total_bytes,
-        "hidden_bytes": moved.overlapped_bytes,
-        "hidden": moved.overlapped_fraction,
-    }
-
-
-def _sum(attempts: Sequence[Attempt]) -> TransferredBytes | None:
-    """All transfers to decode instances together: one, unless an engine has failed."""
-    moved = [attempt.moved for attempt in attempts if attempt.moved is not None]
-    if not moved:
-        return None
-    return TransferredBytes(sum(m.total_bytes for m in moved), sum(m.overlapped_bytes for m in moved))
-
-
-def _saved_bytes(attempts: Sequence[Attempt], model: KvModel | None) -> int | None:
-    if model is None:
-        return None
-    saved_bytes = 0
-    for attempt in attempts:
-        if attempt.moved is not None:
-            sent_tokens = attempt.prompt_tokens - 1
-            saved_bytes += model.bytes_to_move(sent_tokens)
-            saved_bytes -= model.bytes_to_move(sent_tokens, attempt.decision.skip_tokens)
-    return saved_bytes
-
-
-def _finite(value: float) -> float | None:
-    """JSON knows no infinity: null stands for it."""
-    return value if math.isfinite(value) else None
