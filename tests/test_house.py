@@ -17,10 +17,9 @@ SOURCE = Path(__file__).parents[1] / "src"
 # complete, the demo's form, vLLM's load test and a gateway's counts beside it, and values for llm-d.
 # Then traces: their collector, their spans, the queue of these, a request's trace, and a hop's. Then changes while
 # everything runs: difference, what is applied, rosters on the wire and of the control plane, membership, reloading,
-# engines that follow, the load of a link. Then the console: a ring, frames, changes, alarms, their history, the
-# page's answers, scenarios, explanations in words, and records as they are told. Then a fleet of gateways: its store,
-# etcd, members, messages, shares, turns, metrics, its section of the file, the control plane that leads or follows;
-# prefill queues for themselves.
+# engines that follow, the load of a link. Then the console: a ring, frames, changes, alarms, their history, the page's
+# answers, scenarios, and explanations in words. Then a fleet of gateways: its store, etcd, members, messages, shares,
+# turns, metrics, its section of the file, the control plane that leads or follows; prefill queues for themselves.
 MOST_FILES = 491
 MOST_LINES = 420
 

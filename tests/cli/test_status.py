@@ -26,9 +26,9 @@ from prfaas.core.scheduling import CacheTransfer, Decision, HitTokens, PoolHit, 
 from prfaas.serving.control.plane import LivePlane
 from prfaas.serving.control.planning_inputs import kv_model_of
 from prfaas.serving.control.pool_monitor import PoolReading
-from prfaas.serving.gateway.explanation import explain
 from prfaas.serving.gateway.kv_transfer import TransferredBytes
 from prfaas.serving.gateway.request_log import RequestRecord
+from prfaas.serving.gateway.told_requests import explain
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "local.yaml"
 REJECTION = "KV layout differs in 'block_tokens': home-decode-0/0 has '16', east-prefill-0/0 has '32'"

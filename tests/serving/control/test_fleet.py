@@ -174,10 +174,17 @@ def test_the_leader_decides_and_the_others_follow(deployment: Deployment, clock:
         assert b.plane.state()["thresholds"]["history"][-1]["reason"] == "decided by a"
         a.plane.cluster_state.view.threshold_tokens["home"] = float("inf")
         await until(lambda: b.threshold == float("inf"))
+        # An operator sets it at the leader, and it stays set when another one leads.
+        with pytest.raises(ValueError, match="at the gateway that leads"):
+            b.plane.thresholds.hold("home", 1234)
+        a.plane.thresholds.hold("home", 1234)
+        await until(lambda: b.threshold == 1234.0 and b.plane.thresholds.held == {"home"})
+        a.plane.thresholds.hold("home", None)
+        await until(lambda: not b.plane.thresholds.held)
         # What a follower thinks is nobody's decision.
         b.plane.cluster_state.view.threshold_tokens["home"] = 1.0
         await told()
-        assert stage.decisions().thresholds == {"home": None}
+        assert stage.decisions().thresholds == {"home": 1234.0}
         written = [each.entry for each in stage.etcd.history if each.key == PREFIX + "decisions"]
         leaders = {
             msgspec.json.decode(each.value, type=Decisions).leader for each in written if each is not None

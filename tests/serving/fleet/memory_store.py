@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from prfaas.serving.fleet.store import Change, Entry, StoreError
+from prfaas.serving.fleet.store import Entry, StoreChange, StoreError
 
 
 @dataclass
@@ -18,7 +18,7 @@ class MemoryEtcd:
     leases: dict[int, float] = field(default_factory=dict)
     lengths_s: dict[int, int] = field(default_factory=dict)
     holders: dict[str, int] = field(default_factory=dict)
-    history: list[Change] = field(default_factory=list)
+    history: list[StoreChange] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def stop(self) -> None:
@@ -48,13 +48,13 @@ class MemoryEtcd:
         if value is None:
             self.entries.pop(key, None)
             self.holders.pop(key, None)
-            self.history.append(Change(key, None, self.revision))
+            self.history.append(StoreChange(key, None, self.revision))
         else:
             created = self.revision if before is None else before.created
             entry = self.entries[key] = Entry(key, value, created, self.revision)
             if lease is not None:
                 self.holders[key] = lease
-            self.history.append(Change(key, replace(entry), self.revision))
+            self.history.append(StoreChange(key, replace(entry), self.revision))
         self._wake()
         return self.revision
 
@@ -116,7 +116,7 @@ class MemoryStore:
             return None
         return self.etcd.set(key, value)
 
-    async def watch(self, prefix: str, first_revision: int) -> AsyncIterator[Sequence[Change]]:
+    async def watch(self, prefix: str, first_revision: int) -> AsyncIterator[Sequence[StoreChange]]:
         while True:
             self._check()
             changed = self.etcd.changed

@@ -10,7 +10,7 @@ import pytest
 
 from prfaas.core.deployment import FleetConfig
 from prfaas.serving.fleet.etcd import EtcdStore
-from prfaas.serving.fleet.store import Change, Store, StoreError
+from prfaas.serving.fleet.store import Store, StoreChange, StoreError
 from prfaas.serving.issuing import certificate_pem, new_authority, new_certificate
 from prfaas.serving.secret_files import TlsFileError
 
@@ -75,7 +75,7 @@ async def tells_all_changes_in_order(one: Store, other: Store) -> None:
     lease = await one.grant(30)
     await one.create("/f/drained/x", b"1", lease)
     await one.create("/other/y", b"not of this fleet", lease)
-    told: list[Change] = []
+    told: list[StoreChange] = []
 
     async def follow() -> None:
         async for changes in other.watch("/f/", revision + 1):

@@ -91,6 +91,7 @@ class FleetControl:
         self._metrics = FleetMetrics(registry)
         self._digest = self._told_digest = file_digest(deployment)
         self._reloading: asyncio.Task[None] | None = None
+        self._reload_revision = 0
         self._lengths: deque[tuple[float, int]] = deque(maxlen=MOST_LENGTHS)
         self._lengths_total = 0
         self._seen_lengths: dict[str, int] = {}
@@ -279,6 +280,7 @@ class FleetControl:
                 if cluster.kind == "pd"
                 for each in cluster.instances
             },
+            sorted(self._thresholds.held),
         )
 
     def _begin_to_lead(self) -> None:
@@ -300,7 +302,8 @@ class FleetControl:
             return
         self._followed = known
         for cluster, tokens in known.thresholds.items():
-            self._thresholds.follow(cluster, math.inf if tokens is None else tokens, known.leader)
+            threshold = math.inf if tokens is None else tokens
+            self._thresholds.follow(cluster, threshold, known.leader, is_held=cluster in known.held)
         names = self._names()
         for name, role in known.roles.items():
             # An instance without a role would be lost; one that is not in this gateway's file is not known here.
@@ -331,9 +334,11 @@ class FleetControl:
             if value is not None and not self._is_leading:
                 self.steer()
         elif key == RELOADED:
+            is_news = revision > self._reload_revision
+            self._reload_revision = max(self._reload_revision, revision)
             told = None if value is None else self._read(value, Reloaded)
             # What was told before this gateway began is older than the file that it has read.
-            if told is not None and self.member.has_joined:
+            if told is not None and is_news and self.member.has_joined:
                 self._reload_as(told)
         elif key.startswith(DRAINED):
             name = key.removeprefix(DRAINED)

@@ -111,7 +111,7 @@ class Thresholds:
         """
         if self._is_paused:
             raise ValueError(
-                "another gateway leads and decides the thresholds; `prfaas status` names it, set it there"
+                "thresholds are set at the gateway that leads, while etcd answers; `prfaas status` names it"
             )
         if self._deployment.routing.policy == "static_threshold":
             raise ValueError(
@@ -134,9 +134,13 @@ class Thresholds:
             self._next_search_s = self._clock() + self._deployment.control.threshold_period_s
         self._is_paused = paused
 
-    def follow(self, cluster: str, tokens: float, leader: str) -> None:
-        """Another gateway has decided a threshold."""
-        if self._cluster_state.view.threshold_tokens.get(cluster, tokens) != tokens:
+    def follow(self, cluster: str, tokens: float, leader: str, *, is_held: bool = False) -> None:
+        """Another gateway has decided a threshold. `is_held`: an operator has set it there."""
+        before = self._cluster_state.view.threshold_tokens
+        if cluster not in before:
+            return
+        (self.held.add if is_held else self.held.discard)(cluster)
+        if before[cluster] != tokens:
             self._set(ThresholdEntry(self._clock(), cluster, tokens, f"decided by {leader}"))
             logger.info("threshold of %s: %.0f tokens, decided by %s", cluster, tokens, leader)
         self._has_searched = True

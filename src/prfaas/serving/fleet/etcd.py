@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 
 from prfaas.core.deployment import FleetConfig
-from prfaas.serving.fleet.store import Change, CompactedError, Entry, StoreError
+from prfaas.serving.fleet.store import CompactedError, Entry, StoreChange, StoreError
 from prfaas.serving.secret_files import TlsFileError
 
 _ANSWER_S = 1.0
@@ -80,7 +80,7 @@ class EtcdStore:
         )
         return await self._if_created(holder, created, change)
 
-    async def watch(self, prefix: str, first_revision: int) -> AsyncIterator[Sequence[Change]]:
+    async def watch(self, prefix: str, first_revision: int) -> AsyncIterator[Sequence[StoreChange]]:
         """See `Store`."""
         body = {"create_request": _range(prefix) | {"start_revision": str(first_revision)}}
         try:
@@ -174,11 +174,11 @@ def _decoded(text: bytes) -> Mapping[str, Any]:
     return answer
 
 
-def _change(event: object) -> Change:
+def _change(event: object) -> StoreChange:
     told = _mapping(event)
     entry = _entry(told.get("kv"))
     # What is 0 in etcd's messages, as PUT is among the kinds of events, is left out.
-    return Change(entry.key, None if told.get("type") == "DELETE" else entry, entry.changed)
+    return StoreChange(entry.key, None if told.get("type") == "DELETE" else entry, entry.changed)
 
 
 def _entry(told: object) -> Entry:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from prfaas.serving.fleet.store import Change, CompactedError, Entry, Store, StoreError
+from prfaas.serving.fleet.store import CompactedError, Entry, Store, StoreChange, StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +220,7 @@ class FleetMember:
             logger.info("etcd has dropped changes that were not seen: everything is read again")
             raise
 
-    def _take(self, change: Change) -> None:
+    def _take(self, change: StoreChange) -> None:
         key = change.key.removeprefix(self._prefix)
         self._next_revision = max(self._next_revision, change.revision + 1)
         if not key.startswith(GATEWAYS):

@@ -42,6 +42,8 @@ class Decisions(msgspec.Struct, frozen=True, omit_defaults=True):
     """Tokens by pd cluster; None: it never offloads."""
     roles: dict[_Name, RoleDecision] = {}
     """By instance of a pd cluster."""
+    held: list[_Name] = []
+    """The pd clusters whose threshold an operator has set: no search moves it."""
 
 
 class Reloaded(msgspec.Struct, frozen=True):

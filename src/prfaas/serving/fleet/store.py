@@ -26,7 +26,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class StoreChange:
     """A key that got a value, or went."""
 
     key: str
@@ -69,7 +69,7 @@ class Store(Protocol):
         """
         ...
 
-    def watch(self, prefix: str, first_revision: int) -> AsyncIterator[Sequence[Change]]:
+    def watch(self, prefix: str, first_revision: int) -> AsyncIterator[Sequence[StoreChange]]:
         """All changes of what begins with `prefix`, from a revision on, in order; raises CompactedError."""
         ...
 

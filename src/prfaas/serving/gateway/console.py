@@ -16,9 +16,9 @@ from prfaas.core.deployment import Deployment
 from prfaas.serving.control.history import StateHistory
 from prfaas.serving.gateway.bodies import ApiError
 from prfaas.serving.gateway.control_plane import ControlPlane
-from prfaas.serving.gateway.explanation import summary
 from prfaas.serving.gateway.request_log import RequestLog
 from prfaas.serving.gateway.scenario import scenario_of
+from prfaas.serving.gateway.told_requests import summary
 
 PAGE_PATH = "/console"
 _KINDS = {

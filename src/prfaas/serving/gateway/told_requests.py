@@ -1,4 +1,4 @@
-"""One request's record as it is told: in full for `prfaas explain`, and in short for the console."""
+"""What operators are told of a request: its record as JSON, in full and in short."""
 
 import math
 from collections.abc import Sequence
