@@ -346,7 +346,9 @@ def test_what_a_producer_has_sent_again(
         await links.round()
         assert links.telemetry.resent_bytes("far-0", "home-p0") == 5000
         assert links.telemetry.resent_bytes("far-1", "home-p1") == 70
-        # Inside of a cluster there is no link.
+        # Who has left the deployment is on no link, and inside of a cluster there is none.
+        assert links.telemetry.resent_bytes("far-0", "gone") is None
+        assert links.telemetry.resent_bytes("gone", "home-p0") is None
         assert links.telemetry.resent_bytes("home-p0", "home-p1") is None
         await links.telemetry.close()
 

@@ -206,7 +206,8 @@ class LinkMonitor:
         They are all transfers' together, and start again with the process. None: both are in one cluster, or the
         producer has said nothing lately.
         """
-        pair = (self._clusters[producer], self._clusters[consumer])
+        # Either may have left the deployment while a request of theirs goes on.
+        pair = (self._clusters.get(producer, ""), self._clusters.get(consumer, ""))
         told = [
             sample.resent_bytes_total
             for name, sample in self._samples.get(pair, {}).items()
