@@ -33,8 +33,9 @@ def test_answers_are_those_of_a_plain_engine_with_the_same_split(stack: Stack, t
     stack.check_answer(answer, stack.plain(ids) if tiny else stack.reference(ids))
 
 
-def test_five_tokens_move_nothing(stack: Stack) -> None:
-    answer = stack.complete(prompt(5, 5))
+def test_two_tokens_move_nothing(stack: Stack) -> None:
+    """However slow the machine is: a hop spares the decode engine one of them, and the profile is flat there."""
+    answer = stack.complete(prompt(5, 2))
     assert (answer.route["reason"], answer.route["bytes"]) == ("tiny", "0")
     assert answer.route["prefill"] == answer.route["decode"]
 
