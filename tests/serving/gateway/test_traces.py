@@ -399,17 +399,18 @@ def test_a_dead_collector_fails_no_request(
     asyncio.run(bounded())
 
 
-def test_the_log_has_the_trace(in_traced: InTraced, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_the_trace(
+    in_traced: InTraced, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def body(world: World, collector: Collector) -> None:
         response, _ = await world.post("/v1/completions", {"prompt": SHORT})
         trace_id = await traced_id(world, response)
-        (record,) = [
-            each for each in caplog.records if getattr(each, "fields", {}).get("path") == "/v1/completions"
-        ]
-        assert record.fields["trace_id"] == trace_id  # type: ignore[attr-defined]
+        lines = [getattr(each, "fields", {}) for each in caplog.records]
+        # More than one handler may take the same line.
+        assert {each["trace_id"] for each in lines if each.get("path") == "/v1/completions"} == {trace_id}
 
     caplog.set_level(logging.INFO, logger="prfaas.access")
-    logging.getLogger("prfaas").propagate = True
+    monkeypatch.setattr(logging.getLogger("prfaas"), "propagate", True)
     in_traced(body)
 
 
