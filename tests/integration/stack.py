@@ -92,6 +92,8 @@ def write_deployment(
             "port": ports[6],
             "admin": {"port": ports[7]},
             "route_header": "full",
+            # Where a prefill takes half a minute, six of them are no overload.
+            "limits": {"queue_s": 600},
         },
         "engine": {
             "max_num_batched_tokens": 1024,
