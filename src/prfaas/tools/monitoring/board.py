@@ -79,3 +79,11 @@ def rates(series: str, label: str) -> tuple[PanelQuery, ...]:
 def largest(series: str, label: str) -> tuple[PanelQuery, ...]:
     """A gauge by one of its labels: the largest value that any gateway tells."""
     return (PanelQuery(f"max by ({label}) ({series})", f"{{{{{label}}}}}"),)
+
+
+def engine_rates(prefix: str, *names: str) -> tuple[PanelQuery, ...]:
+    """How fast counters of all engines together grow; each is called by its name behind the prefix."""
+    return tuple(
+        PanelQuery(f"sum(rate(vllm:prfaas_{prefix}{name}_total[{RATE}]))", name.replace("_", " "))
+        for name in names
+    )

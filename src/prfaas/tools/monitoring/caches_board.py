@@ -12,6 +12,7 @@ from prfaas.tools.monitoring.board import (
     Chart,
     ChartRow,
     PanelQuery,
+    engine_rates,
     largest,
     quantiles,
     rates,
@@ -248,19 +249,13 @@ def _pool_traffic() -> ChartRow:
             Chart(
                 "Loads of engines",
                 "Prefixes that engines loaded from their pool, and could not load. Needs the engines' own metrics.",
-                tuple(
-                    PanelQuery(f"sum(rate(vllm:prfaas_pool_loads_{what}_total[{RATE}]))", what)
-                    for what in ("completed", "failed")
-                ),
+                engine_rates("pool_loads_", "completed", "failed"),
                 PER_S,
             ),
             Chart(
                 "Bytes between engines and pools",
                 "Loaded from pools and stored into them. Needs the engines' own metrics.",
-                tuple(
-                    PanelQuery(f"sum(rate(vllm:prfaas_pool_bytes_{what}_total[{RATE}]))", what)
-                    for what in ("loaded", "stored")
-                ),
+                engine_rates("pool_bytes_", "loaded", "stored"),
                 BYTES_PER_S,
             ),
             Chart(

@@ -12,6 +12,7 @@ from prfaas.tools.monitoring.board import (
     Chart,
     ChartRow,
     PanelQuery,
+    engine_rates,
     largest,
     quantiles,
     rates,
@@ -156,28 +157,19 @@ def _transfers() -> ChartRow:
             Chart(
                 "Transfers that failed",
                 "As the engines count them, per second. Their requests are prefilled locally.",
-                tuple(
-                    PanelQuery(f"sum(rate(vllm:prfaas_{name}_total[{RATE}]))", name.replace("_", " "))
-                    for name in ("sends_failed", "leases_expired", "loads_failed", "digest_mismatches")
-                ),
+                engine_rates("", "sends_failed", "leases_expired", "loads_failed", "digest_mismatches"),
                 PER_S,
             ),
             Chart(
                 "Transfers that were completed",
                 "As the engines count them, per second.",
-                tuple(
-                    PanelQuery(f"sum(rate(vllm:prfaas_{name}_total[{RATE}]))", name.replace("_", " "))
-                    for name in ("sends_completed", "loads_completed")
-                ),
+                engine_rates("", "sends_completed", "loads_completed"),
                 PER_S,
             ),
             Chart(
                 "Bytes at the engines",
                 "KV bytes that engines sent, and that they loaded into their blocks.",
-                tuple(
-                    PanelQuery(f"sum(rate(vllm:prfaas_{name}_total[{RATE}]))", name.replace("_", " "))
-                    for name in ("bytes_sent", "bytes_loaded")
-                ),
+                engine_rates("", "bytes_sent", "bytes_loaded"),
                 BYTES_PER_S,
             ),
         ),
