@@ -127,22 +127,23 @@ def _network_within_target(problem: PlanProblem, service: ServiceModel) -> Opera
     best = around = _of_network(problem, best_network(problem, service))
     if best.keeps_target:
         return best
-    seen = {around.point.roles: around}
+    seen = {around.point.roles}
+    fastest = best.slowed()
     for _ in range(_ROLE_ROUNDS):
         near = []
         for roles in _neighbours(around.point):
             try:
-                found = _of_network(problem, best_network(problem, service, roles))
+                network = best_network(problem, service, roles)
             except PlanError:
                 continue
-            if found.point.roles not in seen:
-                seen[found.point.roles] = found
-                near.append(found)
+            if network.point.roles not in seen:
+                seen.add(network.point.roles)
+                near.append(_of_network(problem, network).slowed())
         if not near:
             break
-        around = max(near, key=lambda each: each.comparable_rate)
-    fastest = max(seen.values(), key=lambda each: each.comparable_rate)
-    return fastest.slowed() if fastest.comparable_rate > 0 else best
+        around = max(near, key=lambda each: each.point.lambda_max)
+        fastest = max(fastest, around, key=lambda each: each.point.lambda_max)
+    return fastest if fastest.point.lambda_max > 0 else best
 
 
 def _of_network(problem: PlanProblem, network: NetworkPlan) -> Operation:
@@ -266,9 +267,9 @@ def _most(keeps: Callable[[float], bool], high: float, low: float = 0.0) -> floa
 
 def _at_rate(point: OperatingPoint, rate: float) -> OperatingPoint:
     """The same roles and routes at another rate."""
-    share = rate / point.lambda_max
-    if share == 1.0:
+    if rate == point.lambda_max:
         return point
+    share = rate / point.lambda_max
     return replace(
         point,
         lambda_max=rate,
