@@ -16,10 +16,9 @@ from prfaas.serving.certificates import CertificateFolder, https_options, identi
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.live import serve_live
 
-from .stack import MODEL, PATIENCE_S, write_deployment
-from .test_chain import prompt
+from .stack import MODEL, PATIENCE_S, prompt, write_deployment
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("tls"), pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
