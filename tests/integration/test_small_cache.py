@@ -7,7 +7,7 @@ import pytest
 
 from .stack import Stack, prompt, running, write_deployment
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("small_cache"), pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")

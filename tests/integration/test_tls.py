@@ -18,7 +18,7 @@ from prfaas.serving.live import serve_live
 
 from .stack import MODEL, PATIENCE_S, prompt, write_deployment
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("tls"), pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 
 from ..stack import MODEL, TENANT_HEADER, DemoAnswer, Stack, call
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("one_stack"), pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 TOKENS = 20
 LOADED = "vllm:prfaas_bytes_loaded_total"

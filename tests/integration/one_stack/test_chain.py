@@ -22,7 +22,7 @@ from ..stack import (
     prompt,
 )
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("one_stack"), pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 255, 256, 257, 258, 1025, 2001, 2002, 3073, 5000])

@@ -17,7 +17,7 @@ from ..stack import PATIENCE_S, DemoAnswer, Stack, call, completion_body, prompt
 # More than any machine decodes while a test looks once.
 ANSWER_TOKENS = 4000
 
-pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("one_stack"), pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 
 def abort_after(stack: Stack, ids: list[int], delay_s: float) -> None:
