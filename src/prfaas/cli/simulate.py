@@ -248,6 +248,9 @@ def _simulated(
     from rich.console import Console
     from rich.progress import Progress
 
+    from prfaas.cli.common import CliError
+    from prfaas.core.scheduling import NoDecodeInstanceError
+    from prfaas.core.scheduling.checked_policy import UnsoundDecisionError
     from prfaas.lab.simulator import simulate as run
 
     expected = requests if requests is not None else round((duration_s or 0.0) * traffic.traffic.mean_per_s)
@@ -261,14 +264,17 @@ def _simulated(
                 progress.update(task, completed=done)
 
             started_s = time.perf_counter()
-            result = run(
-                scenario,
-                traffic.traffic.chunks(np.random.default_rng(seed)),
-                seed=seed,
-                requests=requests,
-                duration_s=duration_s,
-                progress=advance,
-            )
+            try:
+                result = run(
+                    scenario,
+                    traffic.traffic.chunks(np.random.default_rng(seed)),
+                    seed=seed,
+                    requests=requests,
+                    duration_s=duration_s,
+                    progress=advance,
+                )
+            except (NoDecodeInstanceError, UnsoundDecisionError) as error:
+                raise CliError(f"policy {scenario.policy}: {error}") from error
             took_s = time.perf_counter() - started_s
             results[scenario.policy] = result
             progress.update(task, completed=expected)
