@@ -282,6 +282,7 @@ BAD = {
     "fluctuation of nothing": (["--link-fluctuation", "0:5"], "must be SD:CORRELATION_S"),
     "fluctuation for ever": (["--link-fluctuation", "0.3:inf"], "must be SD:CORRELATION_S"),
     "memory": (["--caches", "--cache-memory", "lots"], "--cache-memory: 'lots' is no size"),
+    "memory of no caches": (["--cache-memory", "5 GiB"], "there are none: give --caches, too"),
     "trace and bursts": (
         ["--trace", str(BURST), "--bursts"],
         "--bursts makes up arrivals; a --trace has its own",

@@ -98,9 +98,13 @@ def simulate(
         ),
     ] = None,
     cache_memory: Annotated[
-        str,
-        typer.Option(metavar="SIZE", help="Of one instance, for its prefix cache.", rich_help_panel=_WORLD),
-    ] = "64 GiB",
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Of one instance, for its prefix cache. Default: 64 GiB.",
+            rich_help_panel=_WORLD,
+        ),
+    ] = None,
     pool: PoolMemory = None,
     pool_ssd: PoolSsd = None,
     pool_rate: PoolRates = None,
@@ -192,6 +196,8 @@ def simulate(
     options = None
     if caches or (caches is None and trace is not None):
         options = cache_options(planned.kv_model, cache_memory)
+    elif cache_memory is not None:
+        _refuse("--cache-memory is for prefix caches, and there are none: give --caches, too")
     pools = pools_asked(planned, PoolsAsked(pool, pool_ssd, tuple(pool_rate or ())))
     if trace is None or recorded_trace is None:
         traffic = made_up(problem, rate_rps, bursts=bursts)
