@@ -52,7 +52,7 @@ class FleetReloads:
         """Tell what is not told yet. `put` returns None, or raises StoreError, where it is not written."""
         if not self._has_news or self._is_looking:
             return
-        said = self._said
+        said, self._has_news = self._said, False
         if await put(Reloaded(self._name, self.digest)) is not None:
             self._has_news = self._said is not said
 
