@@ -636,6 +636,50 @@ def test_who_joins_has_the_role_that_the_leader_has_decided(
     play(deployment, clock, scene)
 
 
+def test_an_etcd_that_has_lost_its_data_is_told_everything_again(
+    deployment: Deployment, clock: FakeClock, tmp_path: Path
+) -> None:
+    async def scene(stage: Stage) -> None:
+        a, b = await stage.join("a", "b")
+        looked = asyncio.Event()
+
+        async def reload() -> None:
+            looked.set()
+
+        b.plane.fleet.reloads.reload = reload
+        a.plane.fleet.adopt(
+            AppliedDeployment(replace(deployment, gateway=replace(deployment.gateway, shadow=0.5)), "")
+        )
+        await until(looked.is_set)
+        looked.clear()
+        a.plane.drain("home-d0", wanted=True)
+        a.plane.cluster_state.view.threshold_tokens["home"] = 7000.0
+        await until(lambda: b.threshold == 7000.0 and b.plane.cluster_state.instance("home-d0").closed)
+        for _ in range(100):
+            stage.etcd.set(PREFIX + "nothing", b"")
+        stage.etcd.stop()
+        await until(lambda: not any(node.plane.fleet.member.is_connected for node in stage.nodes))
+        stage.etcd.lose()
+        stage.etcd.start()
+        await until(lambda: {PREFIX + "decisions", PREFIX + "drained/home-d0"} <= stage.etcd.entries.keys())
+        assert stage.decisions().thresholds["home"] == 7000.0
+        await until(lambda: all(node.plane.fleet.member.is_connected for node in stage.nodes))
+        await told()
+        assert all(node.plane.cluster_state.instance("home-d0").closed for node in stage.nodes)
+        # Words with lower revisions than those before are heard.
+        a.plane.fleet.adopt(AppliedDeployment(deployment, ""))
+        await until(looked.is_set)
+        a.plane.drain("home-d0", wanted=False)
+        await until(lambda: not b.plane.cluster_state.instance("home-d0").closed)
+        (late,) = await stage.join("late")
+        assert not late.plane.cluster_state.instance("home-d0").closed
+        stage.nodes[0].plane.cluster_state.view.threshold_tokens["home"] = 6000.0
+        stage.nodes[1].plane.cluster_state.view.threshold_tokens["home"] = 6000.0
+        await until(lambda: late.threshold == 6000.0)
+
+    play(deployment, clock, scene)
+
+
 def test_the_digest_is_of_what_gateways_share(deployment: Deployment, tmp_path: Path) -> None:
     folder = tmp_path / "other"
     folder.mkdir()

@@ -114,6 +114,7 @@ class FleetControl:
             tell=self.announcement,
             on_value=self._on_value,
             on_joined=self.steer,
+            on_store_lost=self._on_store_lost,
         )
         role_changes.knows_all = self._knows_all
         self._pause()
@@ -344,6 +345,14 @@ class FleetControl:
             # Who leaves gets nothing new, whatever a gateway says that does not know it yet.
             if name in self._cluster_state.names and name not in self._leaving | self._wanted_marks.keys():
                 self._drain(name, value is not None)
+
+    def _on_store_lost(self) -> None:
+        """Write marks and decisions again; the store's revisions begin anew."""
+        self._wanted_marks = dict.fromkeys(self._marked, True) | self._wanted_marks
+        self._mark_revisions.clear()
+        self._known = self._followed = None
+        self._decided_revision = self._applied = 0
+        self.reloads.count_anew()
 
     def _note_mark(self, name: str, wanted: bool, revision: int) -> None:
         if revision >= self._mark_revisions.get(name, 0):

@@ -48,11 +48,15 @@ class FleetReloads:
         before, self._newest_revision = self._newest_revision, max(self._newest_revision, revision)
         return revision > before
 
+    def count_anew(self) -> None:
+        """The store's revisions begin anew."""
+        self._newest_revision = 0
+
     async def tell(self, put: Callable[[Reloaded], Awaitable[int | None]]) -> None:
         """Tell what is not told yet. `put` returns None, or raises StoreError, where it is not written."""
         if not self._has_news or self._is_looking:
             return
-        said, self._has_news = self._said, False
+        said = self._said
         if await put(Reloaded(self._name, self.digest)) is not None:
             self._has_news = self._said is not said
 
