@@ -108,7 +108,8 @@ def estimate(plan: EstimatePlan) -> Estimate:
             f"{model} on {plan.ranks} {bound.gpu.name} has memory for {room} requests of {plan.context_tokens} tokens, "
             f"not for a batch of {batches[-1]}"
         )
-    notes, kept_in = [], plan.dtypes.of_kv
+    notes = []
+    kept_in = plan.dtypes.of_kv
     times: EngineTimes = bound
     source = f"the roofline of prfaas, with the peaks of {bound.gpu.source}"
     bands = (roofline.PREFILL_BAND, roofline.DECODE_BAND)
