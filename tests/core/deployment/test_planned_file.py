@@ -173,10 +173,11 @@ def test_a_file_to_run_can_be_planned_too(tmp_path: Path) -> None:
     assert load_deployment(tmp_path / "plan.yaml").slo.tpot_s == 0.025
 
 
-@pytest.mark.parametrize("config", ["m/config.json", "m"])
+@pytest.mark.parametrize("config", ["m/config.json", "m", "m/qwen3.json"])
 def test_a_users_own_config(tmp_path: Path, config: str) -> None:
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "config.json").write_text(
+    file = tmp_path / (config if config != "m" else "m/config.json")
+    file.parent.mkdir()
+    file.write_text(
         '{"model_type": "qwen3", "num_hidden_layers": 3, "num_attention_heads": 2, "head_dim": 32}'
     )
     text = replaced("published: internal-1t", f"config: {config}")

@@ -10,6 +10,7 @@ from prfaas.core.kv import (
     ConfigError,
     KvModel,
     model_from_directory,
+    model_from_file,
     published_model,
 )
 
@@ -31,8 +32,8 @@ def planned_kv_model(source: YamlSource, model: ModelSection) -> KvModel:
             return published_model(model.published).kept_in(dtypes)
         if model.config is not None:
             config = folder / Path(model.config).expanduser()
-            directory = config.parent if config.name == "config.json" else config
-            return model_from_directory(directory, name=model.served_name, dtypes=dtypes)
+            read = model_from_file if config.suffix == ".json" else model_from_directory
+            return read(config, name=model.served_name, dtypes=dtypes)
         if model.path is not None:
             directory = folder / Path(model.path).expanduser()
             return model_from_directory(directory, name=model.served_name, dtypes=dtypes)
