@@ -67,6 +67,7 @@ def test_keys_are_unique(runs: Mapping[str, list[StudyRun]], name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("name", STUDIES)
 @pytest.mark.parametrize("kind", ["nothing done", "noise", "too short"])
 def test_every_outcome_can_be_told(

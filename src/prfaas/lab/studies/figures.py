@@ -171,7 +171,7 @@ class Panel:
     curves: Sequence[PlotCurve]
     is_log: bool = False
     mark: tuple[float, str] | None = None
-    """Where a vertical line stands, and its text."""
+    """Where a vertical line stands, and its text; there is none where no curve has a point."""
     is_stepped: bool = False
 
 
@@ -238,7 +238,8 @@ def _fill(axes: "Axes", panel: Panel, *, x_log: bool) -> None:
             axis.set_major_formatter(shown)
     if not panel.is_log:
         axes.set_ylim(bottom=0)
-    if panel.mark is not None:
+    # Without a point the axis has no range, and matplotlib divides by its width.
+    if panel.mark is not None and any(value is not None for curve in panel.curves for value in curve.y):
         at, text = panel.mark
         axes.axvline(at, color=MUTED, linewidth=0.8, linestyle=":")
         axes.annotate(
