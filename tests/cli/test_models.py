@@ -85,7 +85,7 @@ def test_mistakes_are_one_sentence(
     for args, message in (
         (("kimi-q2",), 'no published model "kimi-q2"; did you mean "kimi-k2"?'),
         ((path,), f'{path}: the KVCache of model_type "brand_new" is not known, and it has no layer_types'),
-        ((tmp_path / "gone.json",), "gone.json: can't be read as JSON"),
+        ((tmp_path / "gone.json",), "gone.json: there is no such file; name the directory of"),
         ((path, "--sources"), "only published models have sources"),
         (("kimi-k2", "--kv-dtype", "fp8"), "go with a config.json"),
         (("minimax-m2.5", "--tensor-parallel", 3), "8 KV heads can't be divided among 3 ranks"),

@@ -267,7 +267,7 @@ BAD = {
     ),
     "config that is not there": (
         replaced("published: internal-1t", "config: nowhere"),
-        "nowhere/config.json: can't be read",
+        "nowhere/config.json: there is no such file",
     ),
     "no workload": (
         GOOD[: GOOD.index("workload:")] + GOOD[GOOD.index("slo:") :],

@@ -11,7 +11,7 @@ from opentelemetry.util.re import parse_env_headers
 from prfaas.core.deployment import Deployment, PoolSpace, TracingConfig, load_deployment
 from prfaas.core.kv import ConfigError
 from prfaas.serving.certificates import CertificateFolder
-from prfaas.serving.engines.command import EngineCommand, vllm_command
+from prfaas.serving.engines.command import CPU_EXECUTOR, EngineCommand, vllm_command
 from prfaas.serving.gateway import GatewayOptions
 from prfaas.serving.secret_files import TlsFileError
 
@@ -73,6 +73,7 @@ def test_a_server_on_cpu(tmp_path: Path) -> None:
     assert value(built, "--max-num-seqs") == "16"
     assert "--enforce-eager" in built.argv
     assert "--tensor-parallel-size" not in built.argv
+    assert value(built, "--distributed-executor-backend") == CPU_EXECUTOR
     assert built.env["VLLM_CPU_KVCACHE_SPACE"] == "1"
     assert built.env["VLLM_SSM_CONV_STATE_LAYOUT"] == "SD"
     assert "PYTHONPATH" not in built.env
@@ -87,6 +88,7 @@ def test_other_hardware_finds_its_own_settings(tmp_path: Path) -> None:
     )
     built = command(deployment)
     assert "--enforce-eager" not in built.argv
+    assert "--distributed-executor-backend" not in built.argv
     assert "--prefix-cache-retention-interval" not in built.argv
     assert value(built, "--tensor-parallel-size") == "2"
     peer = extra(built)["peers"]["home-decode-0"]

@@ -70,6 +70,10 @@ def model_from_file(
     """
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(
+            f"{path}: there is no such file; name the directory of a Hugging Face checkpoint, or its config.json"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path}: can't be read as JSON ({error}); name a Hugging Face checkpoint"

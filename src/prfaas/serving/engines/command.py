@@ -23,6 +23,10 @@ STATE_DTYPE = "float32"
 
 CPU_RETENTION_TOKENS = 256
 
+# By its path, since vLLM's platforms/cpu.py takes "uni" for "mp". That is there to pin OpenMP's threads, which these
+# engines have one of; a process less starts in two thirds of the time, and waits for nobody by spinning.
+CPU_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+
 TLS_KEEPALIVE_S = 40
 """An engine keeps an idle connection with TLS for longer than the gateway does, so that no request meets its end."""
 
@@ -76,7 +80,7 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
         *("--no-enable-log-requests", "--disable-uvicorn-access-log"),
         *(("--enforce-eager",) if on_cpu else ()),
         *_kv_memory(deployment, on_cpu),
-        *_tensor_parallel(instance),
+        *_ranks(instance, on_cpu),
         *("--kv-transfer-config", json.dumps(kv_transfer_config(deployment, instance))),
         *_events(deployment, instance),
         *_adapters(deployment),
@@ -218,9 +222,9 @@ def _kv_memory(deployment: Deployment, on_cpu: bool) -> tuple[str, ...]:
     return ("--kv-cache-memory-bytes", str(gib * GIB))
 
 
-def _tensor_parallel(instance: Instance) -> tuple[str, ...]:
+def _ranks(instance: Instance, on_cpu: bool) -> tuple[str, ...]:
     if instance.tensor_parallel == 1:
-        return ()
+        return ("--distributed-executor-backend", CPU_EXECUTOR) if on_cpu else ()
     return ("--tensor-parallel-size", str(instance.tensor_parallel))
 
 
