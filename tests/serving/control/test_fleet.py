@@ -404,6 +404,7 @@ def test_what_an_earlier_fleet_wrote_counts_only_for_the_same_file(
         b"{",
         b'{"leader": "x", "file": "y", "thresholds": {"home": -1}}',
         b'{"leader": "x", "file": "y", "roles": {"home-d0": {"to_role": "king"}}}',
+        pytest.param(b'{"x":' + b"[" * 100_000, id="nested"),
     ],
 )
 def test_what_nobody_of_us_wrote_changes_nothing(
