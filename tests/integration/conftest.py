@@ -7,5 +7,5 @@ import pytest
 def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Models, keys and logs of tests stay out of the user's own folder."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PRFAAS_HOME", str(tmp_path_factory.mktemp("prfaas-home")))
+        patch.setenv("PRFAAS_HOME", str(tmp_path_factory.mktemp("home")))
         yield

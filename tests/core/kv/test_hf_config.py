@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from prfaas.core.kv import (
+    CacheDtypes,
     ConfigError,
     FullAttention,
     LinearState,
@@ -170,7 +171,7 @@ def test_heads_default_to_attention_heads_and_size_to_the_hidden_size() -> None:
 
 
 def test_an_fp8_cache_is_half() -> None:
-    assert 2 * model_from_config(QWEN3_235B, kv_dtype_bytes=1).kv_bytes(100) == model_from_config(
+    assert 2 * model_from_config(QWEN3_235B, dtypes=CacheDtypes("fp8")).kv_bytes(100) == model_from_config(
         QWEN3_235B
     ).kv_bytes(100)
 

@@ -199,6 +199,27 @@ def test_options_that_only_some_models_take(
         assert (value(built, option) if option in built.argv else None) == expected
 
 
+def test_dtypes_are_vllm_s_own_unless_the_file_names_them(tmp_path: Path) -> None:
+    built = command(make(tmp_path, STATES))
+    assert not [word for word in built.argv if word in ("--dtype", "--kv-cache-dtype")]
+
+
+def test_dtypes_of_the_file(tmp_path: Path) -> None:
+    named = ("path: model", "path: model\n  dtype: float32\n  kv_cache_dtype: fp8_e5m2")
+    built = command(make(tmp_path, STATES, a=named))
+    assert value(built, "--dtype") == "float32"
+    assert value(built, "--kv-cache-dtype") == "fp8_e5m2"
+    assert value(built, "--mamba-ssm-cache-dtype") == "float32"
+
+
+def test_a_cache_that_the_model_does_not_have_starts_no_engine(tmp_path: Path) -> None:
+    deployment = make(tmp_path, DENSE, a=("path: model", "path: model\n  kv_cache_dtype: fp8_ds_mla"))
+    with pytest.raises(
+        ConfigError, match=r'fp8_ds_mla is a layout of sparse MLA .*, not of model_type "qwen3"'
+    ):
+        command(deployment)
+
+
 def test_the_file_s_own_options_come_last(tmp_path: Path) -> None:
     deployment = make(
         tmp_path,

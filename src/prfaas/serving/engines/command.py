@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from prfaas.core.deployment import Deployment, Instance, KvPeer
-from prfaas.core.kv import KvModel, model_from_directory
+from prfaas.core.deployment import Deployment, Instance, KvPeer, ModelRef
+from prfaas.core.kv import KvModel
 from prfaas.core.units import GIB
 from prfaas.serving.secret_files import load_headers
 from prfaas.serving.tracing.collector import HEADERS_VARIABLE, PROTOCOL, PROTOCOL_VARIABLE, collector_of
@@ -62,7 +62,7 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
     """
     on_cpu = deployment.cluster_of(instance).hardware == "cpu"
     collector = collector_of(deployment.gateway.tracing)
-    kv_model = model_from_directory(deployment.model.path, name=deployment.model.served_name)
+    kv_model = deployment.model.kv_model()
     engine = deployment.engine
     argv = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
@@ -76,6 +76,7 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
         "--enable-prefix-caching",
         "--enable-prompt-tokens-details",
         *_retention(deployment, kv_model, on_cpu),
+        *_dtypes(deployment.model),
         *(("--mamba-ssm-cache-dtype", STATE_DTYPE) if kv_model.has_linear_state else ()),
         *("--no-enable-log-requests", "--disable-uvicorn-access-log"),
         *(("--enforce-eager",) if on_cpu else ()),
@@ -213,6 +214,11 @@ def _retention(deployment: Deployment, kv_model: KvModel, on_cpu: bool) -> tuple
     if tokens is None or not kv_model.is_hybrid:
         return ()
     return ("--prefix-cache-retention-interval", str(tokens))
+
+
+def _dtypes(model: ModelRef) -> tuple[str, ...]:
+    given = {"--dtype": model.dtype, "--kv-cache-dtype": model.kv_cache_dtype}
+    return tuple(word for option, dtype in given.items() if dtype != "auto" for word in (option, dtype))
 
 
 def _kv_memory(deployment: Deployment, on_cpu: bool) -> tuple[str, ...]:
