@@ -168,6 +168,9 @@ async def _reload(reloader: "Reloader") -> None:
         outcome = await reloader.reload()
     except (DeploymentError, ReloadRefusedError) as error:
         typer.echo(f"not reloaded: {error}", err=True)
+    except Exception as error:
+        # Nobody waits for this task: the old file would go on without a word.
+        typer.echo(f"not reloaded, which is a fault of prfaas: {error!r}", err=True)
     else:
         sentences = [change.sentence for change in outcome.difference.changes] or ["nothing has changed"]
         for sentence in sentences:

@@ -112,6 +112,13 @@ async def told() -> None:
     await asyncio.sleep(0.15)
 
 
+async def heard(stage: Stage, node: Node, key: str) -> None:
+    """Until a gateway has carried out the newest word of a key, which is written."""
+    revision = next(each.revision for each in reversed(stage.etcd.history) if each.key == PREFIX + key)
+    fleet = node.plane.fleet
+    await until(lambda: msgspec.json.decode(fleet.announcement(), type=Announcement).applied >= revision)
+
+
 def play(deployment: Deployment, clock: FakeClock, scene: Callable[[Stage], Awaitable[None]]) -> None:
     async def main() -> None:
         stage = Stage(deployment, clock)
@@ -404,6 +411,7 @@ def test_what_an_earlier_fleet_wrote_counts_only_for_the_same_file(
         b"{",
         b'{"leader": "x", "file": "y", "thresholds": {"home": -1}}',
         b'{"leader": "x", "file": "y", "roles": {"home-d0": {"to_role": "king"}}}',
+        pytest.param(b'{"x":' + b"[" * 100_000, id="nested"),
     ],
 )
 def test_what_nobody_of_us_wrote_changes_nothing(
@@ -601,12 +609,12 @@ def test_who_joins_is_drained_where_a_mark_says_so_and_who_leaves_is_not_undrain
         # The other gateway has not read its file yet, and takes the mark back, and sets it again.
         a.plane.drain("home-d1", wanted=False)
         await until(lambda: PREFIX + "drained/home-d1" not in stage.etcd.entries)
-        await told()
+        await heard(stage, b, "drained/home-d1")
         assert is_closed(b)
         take_on(AppliedDeployment(less, ""))
         a.plane.drain("home-d1", wanted=True)
         await until(lambda: PREFIX + "drained/home-d1" in stage.etcd.entries)
-        await told()
+        await heard(stage, b, "drained/home-d1")
         take_on(AppliedDeployment(deployment, ""))
         assert is_closed(b)
         a.plane.drain("home-d1", wanted=False)
@@ -626,7 +634,7 @@ def test_who_joins_has_the_role_that_the_leader_has_decided(
         (b,) = await stage.join("b", deployment=less)
         a.plane.cluster_state.set_roles("home-d1", ["prefill"])
         await until(lambda: stage.decisions().roles["home-d1"].prefills)
-        await told()
+        await heard(stage, b, "decisions")
         membership, whole = Membership(b.plane), AppliedDeployment(deployment, "")
         membership.adopt(whole)
         b.plane.fleet.adopt(whole)

@@ -177,6 +177,53 @@ def test_who_leaves_ends_its_work_first(in_change: InChange) -> None:
     in_change(body)
 
 
+def test_who_leaves_is_kept_while_a_decision_for_it_is_not_carried_out(in_change: InChange) -> None:
+    async def body(changing: Changing) -> None:
+        changing.http.texts["home-d1"] = IDLE
+        with (
+            changing.plane.planned(decision("home-p0", "home-d1")),
+            changing.plane.planned(decision("home-p0", "home-d1")),
+        ):
+            changing.take_on(WITHOUT_D1)
+            changing.clock.now_s += 1
+            await changing.plane.engines.ask(changing.plane.instance("home-d1"))
+            assert not changing.membership.is_idle("home-d1")
+        assert changing.membership.is_idle("home-d1")
+        assert not changing.plane.cluster_state.is_planned("home-p0")
+
+    in_change(body)
+
+
+def test_who_leaves_frozen_leaves_its_address_to_others(in_change: InChange) -> None:
+    async def body(changing: Changing) -> None:
+        plane, told = changing.plane, list[tuple[int, bool]]()
+        plane.listen(lambda name, reason: told.append((plane.instance(name).http_port, reason is not None)))
+        port = plane.instance("home-d1").http_port
+        changing.http.texts["home-d1"] = BUSY
+        for _ in range(2):
+            await plane.engines.ask(plane.instance("home-d1"))
+            changing.clock.now_s += 1000
+        plane.health.judge()
+        assert told == [(port, True)]
+        changing.take_on(WITHOUT_D1)
+        assert changing.membership.is_idle("home-d1")
+        changing.leave("home-d1")
+        assert told == [(port, True), (port, False)]
+
+    in_change(body)
+
+
+def test_an_instance_that_has_left_is_not_converted(in_change: InChange) -> None:
+    async def body(changing: Changing) -> None:
+        changing.take_on(WITHOUT_D1)
+        changing.leave("home-d1")
+        assert not changing.plane.role_changes.begin(
+            "home-d1", "prefill", "it was there when this was planned"
+        )
+
+    in_change(body)
+
+
 def test_an_old_reading_does_not_say_that_it_is_idle(in_change: InChange) -> None:
     async def body(changing: Changing) -> None:
         changing.http.texts["home-d1"] = IDLE

@@ -4,13 +4,14 @@ import asyncio
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from prfaas.core.deployment import Deployment
 from prfaas.core.planner.two_clusters import best_threshold
 from prfaas.core.scheduling import Decision
-from prfaas.core.scheduling.threshold import LengthWindow
+from prfaas.core.scheduling.threshold import LengthWindow, ThresholdOptimiser
 from prfaas.serving.control.engine_monitor import EngineMeter, read_exposition
 from prfaas.serving.control.planning_inputs import (
     DEFAULT_OUTPUT_TOKENS,
@@ -118,6 +119,22 @@ def test_it_moves_to_the_planners_optimum_and_stays(deployment: Deployment, cloc
     slow.search()
     assert slow.threshold == before
     assert slow.thresholds.last["result"] == "kept"
+
+
+def test_what_was_searched_while_another_gateway_took_over_is_dropped(
+    deployment: Deployment, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(deployment, clock)
+    slow.observe(mean_log=9.0)
+    propose = ThresholdOptimiser.propose
+
+    def late(*args: Any, **options: Any) -> Any:
+        slow.thresholds.pause(True)
+        return propose(*args, **options)
+
+    monkeypatch.setattr(ThresholdOptimiser, "propose", late)
+    slow.search()
+    assert (slow.threshold, slow.thresholds.last["result"]) == (4000.0, "another gateway decides now")
 
 
 def test_a_link_that_goes_down_ends_offloading_and_comes_back(

@@ -181,6 +181,24 @@ def test_one_more_is_started_and_one_that_leaves_is_let_go() -> None:
     asyncio.run(check())
 
 
+def test_what_fails_unexpectedly_ends_no_supervision() -> None:
+    async def check() -> None:
+        world = World(RestartLimits())
+        starts = world.restart
+
+        def broken(_names: Collection[str]) -> None:
+            world.restart = starts  # type: ignore[method-assign]
+            raise KeyError("a")
+
+        world.restart = broken  # type: ignore[method-assign]
+        world.end("a")
+        await world.pass_s(10)
+        assert world.running == {"a", "b"}
+        assert world.told[0] == "engine a has ended (signal 9); restart 1 of 5 in 1 s"
+
+    asyncio.run(check())
+
+
 def test_one_more_that_cannot_be_started_is_given_up() -> None:
     async def check() -> None:
         world = World(RestartLimits(most=2))

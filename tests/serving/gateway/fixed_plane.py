@@ -68,6 +68,7 @@ class FixedPlane:
         self.prefers: str | None = None
         self.edit: Callable[[Decision], Decision] = lambda decision: decision
         self.open: Counter[str] = Counter()
+        self.planned_for: list[tuple[str, str]] = []
         self.observed: list[tuple[int, int]] = []
         self.measured: list[str] = []
         self.suspected: list[tuple[str, bool]] = []
@@ -185,6 +186,12 @@ class FixedPlane:
     @asynccontextmanager
     async def admit(self, decision: Decision, chains: Chains) -> AsyncIterator[Decision]:
         yield decision
+
+    @contextmanager
+    def planned(self, decision: Decision) -> Iterator[None]:
+        self.planned_for.append((decision.prefill, decision.decode))
+        yield
+        self.planned_for.remove((decision.prefill, decision.decode))
 
     @contextmanager
     def prefilling(self, decision: Decision) -> Iterator[FixedWork]:

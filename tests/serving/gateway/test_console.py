@@ -4,7 +4,8 @@ import asyncio
 import json
 import re
 import shlex
-from collections.abc import Callable
+import threading
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import pytest
 import yaml
 
 from prfaas.cli import main as cli
+from prfaas.core.byte_ring import RingEntry
 from prfaas.core.deployment import AdminConfig, GatewayConfig, Routing, load_deployment
 from prfaas.core.workload import read_requests
 from prfaas.serving.control.history import StateHistory
+from prfaas.serving.gateway import console
 from prfaas.serving.gateway.scenario import scenario_of
 
 from .records import record_of
@@ -256,6 +259,25 @@ def test_streams_of_events_are_limited_and_given_back(in_world: InWorld) -> None
     in_world(body)
 
 
+def test_a_stream_that_nobody_reads_is_given_back(in_world: InWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def follow(_history: StateHistory, _after: int) -> AsyncIterator[RingEntry]:
+        while True:
+            yield RingEntry(1, b" " * (8 << 20))
+
+    monkeypatch.setattr(console, "_SLOWEST_S", 0.2)
+    monkeypatch.setattr(StateHistory, "follow", follow)
+
+    async def body(world: World) -> None:
+        async with world.admin.get("/prfaas/events") as stream:
+            assert stream.status == 200
+            await asyncio.sleep(1.0)
+            with pytest.raises(aiohttp.ClientError):
+                async with asyncio.timeout(20):
+                    await stream.read()
+
+    in_world(body)
+
+
 def test_a_threshold_is_held_and_searched_again(in_world: InWorld, tmp_path: Path) -> None:
     async def body(world: World) -> None:
         world.admin.headers["Authorization"] = f"Bearer {TOKEN}"
@@ -300,12 +322,23 @@ def test_thresholds_that_can_not_be_set(in_world: InWorld, path: str, data: byte
     in_world(body)
 
 
-def test_the_scenario_is_a_trace_that_the_simulator_reads(in_world: InWorld, tmp_path: Path) -> None:
+def test_the_scenario_is_a_trace_that_the_simulator_reads(
+    in_world: InWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def body(world: World) -> None:
         assert "nothing to simulate" in (await read(world, "/prfaas/scenario", 409))["error"]["message"]
         for prompt in (SHORT, LONG * 3, LONG * 3):
             await world.complete(prompt, max_tokens=5)
+        threads: list[int] = []
+
+        def noted(*parts: Any) -> Any:
+            threads.append(threading.get_ident())
+            return scenario_of(*parts)
+
+        monkeypatch.setattr(console, "scenario_of", noted)
         scenario = await read(world, "/prfaas/scenario")
+        # Requests go on meanwhile.
+        assert threads and threading.get_ident() not in threads
         file = tmp_path / scenario["trace_name"]
         file.write_text(scenario["trace"])
         requests = read_requests(file).requests

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from prfaas.serving.gateway.engine_client import EngineClient
 from prfaas.serving.gateway.validation import unusual_fields
 
 from .world import World, route_of
@@ -92,6 +93,23 @@ def test_of_a_chat_the_tools_are_asked_about_and_not_its_messages(in_world: InWo
         assert question.body["tools"] == asked["tools"]
         assert len(question.body["kv_transfer_params"]["prompt_token_ids"]) == 2
         assert len(str(question.body["messages"])) < 60
+
+    in_world(body)
+
+
+def test_who_leaves_is_kept_while_the_question_is_asked(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        call, planned = EngineClient.call, world.plane.planned_for
+
+        async def noted(client: EngineClient, *parts: Any) -> Any:
+            seen.append(tuple(planned))
+            return await call(client, *parts)
+
+        seen: list[tuple[tuple[str, str], ...]] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(EngineClient, "call", noted)
+            await world.complete(LONG, structured_outputs={"regex": "[a-z]+"})
+        assert seen[0] == (("remote", "decode"),) and not planned
 
     in_world(body)
 

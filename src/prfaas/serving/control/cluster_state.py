@@ -1,5 +1,6 @@
 """The state of all clusters as this gateway knows it: one `View`, kept right by everything that happens here."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -84,6 +85,7 @@ class ClusterState:
             for instance in cluster.instances
         }
         self._links = {pair: LinkLoad() for pair in view.links}
+        self._planned: Counter[str] = Counter()
 
     def at(self, now_s: float) -> View:
         """The view with its clock at `now_s`; work that overruns its prediction ends now in it."""
@@ -112,6 +114,10 @@ class ClusterState:
         """The instance is none any more; nothing is open there."""
         load = self._loads.pop(name)
         load.cluster.instances[:] = [each for each in load.cluster.instances if each is not load.view]
+
+    def is_planned(self, name: str) -> bool:
+        """Whether a decision for it is about to be carried out."""
+        return self._planned[name] > 0
 
     def open_prefills(self, name: str) -> int:
         """Prefills accepted there by all gateways, the one at work included."""
@@ -268,6 +274,19 @@ class ClusterState:
                 self._predict(load, end_s)
                 if prefill.is_measured and service_s and link_done_s <= end_s - (1 - _LINK_SHARE) * service_s:
                     self._on_service(load.cluster.name, decision.prefill_tokens, service_s)
+
+    @contextmanager
+    def planned(self, decision: Decision) -> Iterator[None]:
+        """A decision is about to be carried out. Nothing is counted yet, but who leaves is waited for."""
+        names = {decision.prefill, decision.decode}
+        self._planned.update(names)
+        try:
+            yield
+        finally:
+            self._planned.subtract(names)
+            for name in names:
+                if not self._planned[name]:
+                    del self._planned[name]
 
     @contextmanager
     def awaiting_prefill(self, decision: Decision) -> Iterator[None]:

@@ -369,7 +369,7 @@ class FleetControl:
     def _read(self, value: bytes, form: type[_Message]) -> _Message | None:
         try:
             return msgspec.json.decode(value, type=form)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             self._metrics.unreadable.inc()
             logger.warning("a value in etcd is no %s: %s", form.__name__, error)
             return None

@@ -108,7 +108,10 @@ class HealthWatch:
         self._silence_s, self._stall_s = control.silence_s, control.stall_s
         self.pulse.adopt(deployment.instances, self._kv_ports, self._ask_s)
         for name in before.difference(self._names):
-            self._suspects.pop(name, None)
+            gone = self._suspects.pop(name, None)
+            if gone is not None and gone.kind is _Kind.FROZEN:
+                # Its name, or its address, may be another engine's next.
+                self._on_frozen(name, None)
         for name in self._names:
             if name not in before:
                 self._suspects[name] = _Suspicion(_Kind.FAILED, "it has joined and has not answered yet", 0.0)

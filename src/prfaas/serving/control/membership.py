@@ -58,7 +58,7 @@ class Membership:
     def is_idle(self, name: str) -> bool:
         """Whether nothing is left of the work of an instance that leaves; an engine that does not answer has none."""
         plane, view = self._plane, self._plane.cluster_state.instance(name)
-        if view.in_flight or plane.prefill_admission.is_working(name):
+        if view.in_flight or plane.cluster_state.is_planned(name) or plane.prefill_admission.is_working(name):
             return False
         newest = plane.engines.meters[name].newest
         if not view.healthy or newest is None:

@@ -248,6 +248,10 @@ class LivePlane:
         """Until an instance is free for the prefill, and while it has it. See `gateway.control_plane`."""
         return self.prefill_admission.admit(decision, chains)
 
+    def planned(self, decision: Decision) -> AbstractContextManager[None]:
+        """While a decision is about to be carried out. See `gateway.control_plane`."""
+        return self.cluster_state.planned(decision)
+
     @contextmanager
     def prefilling(self, decision: Decision) -> Iterator[OpenPrefill]:
         """While a prefill elsewhere and its transfer are under way. See `gateway.control_plane`."""

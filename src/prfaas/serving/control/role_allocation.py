@@ -90,7 +90,9 @@ class RoleChanges:
         return drains[-1] if drains else DRAIN_LIMIT_S
 
     def begin(self, instance: str, to_role: Role, reason: str) -> bool:
-        """Start to convert; False if another conversion is under way or the instance has that role already."""
+        """Start to convert; False if another conversion is under way, or the instance has that role or has left."""
+        if instance not in self._cluster_state.names:
+            return False
         view = self._cluster_state.instance(instance)
         has_role = (view.prefills, view.decodes) == (to_role == "prefill", to_role == "decode")
         if self._current is not None or has_role:
@@ -256,7 +258,9 @@ class RoleAllocation:
             "expected": asdict(means) | {"is_forecast": expected.is_forecast},
             "predicted": _told(self._allocator.outlook),
         }
-        if conversion is not None:
+        if conversion is not None and self.paused:
+            self.last["result"] = "another gateway decides now"
+        elif conversion is not None:
             self.last |= {
                 "reason": conversion.reason,
                 "rate_before": conversion.rate_before,

@@ -184,6 +184,9 @@ class Thresholds:
             sample_count=self._window.count(now_s),
             reason=reason,
         )
+        if self._is_paused:
+            self.last = {"result": "another gateway decides now", "reason": reason}
+            return
         self.last = {"result": "kept" if change is None else "moved", "reason": reason}
         if change is not None:
             self.last |= {"rate_before": change.rate_before, "rate_after": change.rate_after}

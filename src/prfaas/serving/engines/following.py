@@ -69,8 +69,10 @@ class FollowingEngines:
                 instance = self._left.popleft()
                 try:
                     await asyncio.to_thread(self._engines.end, instance)
-                except EngineError as error:
-                    self._tell(str(error))
+                except (EngineError, OSError) as error:
+                    self._tell(
+                        f"engine {instance.name} has left the deployment file and was not ended: {error}"
+                    )
                 else:
                     self._tell(f"engine {instance.name} has left the deployment file and was ended")
             await self._supervisor.look()

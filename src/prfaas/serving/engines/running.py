@@ -277,6 +277,8 @@ class RunningEngines:
 
     def ended_how(self, name: str) -> str:
         """How an engine that has ended did so, and where to read more."""
+        if name not in self._groups:
+            return f"it could not be started; see {self.log_path(name)}"
         status = self.exit_status(name)
         how = f"signal {-status}" if status is not None and status < 0 else f"exit code {status}"
         return f"{how}; see {self.log_path(name)}"

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from typing import Generic, Protocol, TypeVar
 
 from prfaas.serving.engines import EngineError
 from prfaas.serving.secret_files import KeyFileError, TlsFileError
+
+logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 
@@ -123,7 +126,16 @@ class Supervisor(Generic[_N]):
             await self.look()
 
     async def look(self) -> None:
-        """See who has ended, start again who is due, and ask those that start whether they are ready."""
+        """See who has ended, start again who is due, and ask those that start whether they are ready.
+
+        What fails unexpectedly is logged: whoever else ends later must still be started again.
+        """
+        try:
+            await self._look()
+        except Exception:
+            logger.exception("watching each %s failed, and goes on", self._kind)
+
+    async def _look(self) -> None:
         for name, each in tuple(self._watched.items()):
             if each.due_s is None and not each.given_up and not self._running.is_running(name):
                 self._ended(name, each)

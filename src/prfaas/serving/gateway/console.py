@@ -3,12 +3,14 @@
 The page and its scripts hold no data, so they are given without a token; everything that they fetch needs it.
 """
 
+import asyncio
 import json
 import math
 from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
+import orjson
 from aiohttp import web
 
 from prfaas import __version__
@@ -40,6 +42,8 @@ _HEADERS = {
     "Cache-Control": "no-cache",
 }
 _MOST_STREAMS = 16
+# Who reads nothing for so long has no place among them.
+_SLOWEST_S = 30.0
 _MOST_REQUESTS, _USUAL_REQUESTS = 1000, 100
 _MOST_TOKENS = 1e9
 
@@ -132,8 +136,13 @@ class Console:
             await response.prepare(request)
             # A number of another run of the gateway would never come.
             async for entry in self._history.follow(min(after, self._history.newest)):
-                await response.write(b"id: %d\nevent: frame\ndata: %b\n\n" % (entry.number, entry.data))
+                async with asyncio.timeout(_SLOWEST_S):
+                    await response.write(b"id: %d\nevent: frame\ndata: %b\n\n" % (entry.number, entry.data))
             return response
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError("a console reads nothing") from None
         finally:
             self._open_streams -= 1
 
@@ -144,13 +153,23 @@ class Console:
         return web.json_response({"requests": [summary(record) for record in self._log.latest(limit)]})
 
     async def _scenario(self, _request: web.Request) -> web.Response:
-        records = self._log.latest(self._log.capacity)
-        scenario = scenario_of(records, self._plane.state(), self._deployment)
-        if scenario is None:
+        records, state, deployment = (
+            self._log.latest(self._log.capacity),
+            self._plane.state(),
+            self._deployment,
+        )
+
+        def made() -> bytes | None:
+            scenario = scenario_of(records, state, deployment)
+            return None if scenario is None else orjson.dumps(scenario)
+
+        # In a thread: the trace of many long prompts has millions of blocks, and requests must not wait for it.
+        body = await asyncio.to_thread(made)
+        if body is None:
             raise ApiError(
                 409, "No request has told the length of its prompt yet: there is nothing to simulate."
             )
-        return web.json_response(scenario)
+        return web.Response(body=body, content_type="application/json", charset="utf-8")
 
     async def _threshold(self, request: web.Request) -> web.Response:
         name = request.match_info["name"]

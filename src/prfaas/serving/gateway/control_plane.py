@@ -82,6 +82,10 @@ class ControlPlane(Protocol):
         """
         ...
 
+    def planned(self, decision: Decision) -> AbstractContextManager[None]:
+        """While a decision is about to be carried out, and something else is waited for: its instances must stay."""
+        ...
+
     def prefilling(self, decision: Decision) -> AbstractContextManager[PrefillWork]:
         """While a prefill elsewhere and its transfers are under way.
 

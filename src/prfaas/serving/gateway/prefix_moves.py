@@ -76,15 +76,16 @@ class PrefixMoves:
             # Only an abundant link is worth a cache transfer (section 3.4.3). Inside a cluster nothing is held up.
             background=source.cluster != pool.cluster,
         )
-        result = await self._copier.copy(
-            wanted.source,
-            pool.name,
-            prompt.token_ids[: wanted.num_tokens],
-            request.salt,
-            request.adapter,
-            service,
-            kv_bytes=wanted.kv_bytes,
-        )
+        with self._plane.planned(decision):
+            result = await self._copier.copy(
+                wanted.source,
+                pool.name,
+                prompt.token_ids[: wanted.num_tokens],
+                request.salt,
+                request.adapter,
+                service,
+                kv_bytes=wanted.kv_bytes,
+            )
         if result.reason:
             request.record.note(f"a prefix of pool {wanted.source} did not come whole: {result.reason}")
         self._note(request, result.outcome, result.copied_bytes)

@@ -117,7 +117,7 @@ class Validation:
         key = _fingerprint(request, unusual)
         taken = self._words.get(key)
         if taken is None:
-            taken = await self._ask(request, prompt, decision.decode)
+            taken = await self._ask(request, prompt, decision)
             if taken is None:
                 return prompt
             self._words[key] = taken
@@ -127,12 +127,13 @@ class Validation:
             self._words.move_to_end(key)
         return prompt if taken else DirectPrompt("refused")
 
-    async def _ask(self, request: ServingRequest, prompt: TokenizedPrompt, decode: str) -> bool | None:
+    async def _ask(self, request: ServingRequest, prompt: TokenizedPrompt, decision: Decision) -> bool | None:
         """Whether the engine takes the fields of `request`; None when it does not say."""
-        engine = self._plane.instance(decode)
+        engine = self._plane.instance(decision.decode)
         try:
             body = question(request, prompt)
-            await self._client.call(engine, request.endpoint.path, body, request.headers, _PATIENCE_S)
+            with self._plane.planned(decision):
+                await self._client.call(engine, request.endpoint.path, body, request.headers, _PATIENCE_S)
         except ApiError:
             return False
         except EngineCallError as error:

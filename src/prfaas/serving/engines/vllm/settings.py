@@ -1,7 +1,7 @@
 """The settings of one engine's connector, as its command line gives them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,21 +91,7 @@ class ConnectorSettings:
 
     def roster(self, rank: int) -> Roster:
         """Who one tensor-parallel rank has to do with, until the control plane tells it."""
-        peers = [
-            Peer(
-                name=ranked(name, rank),
-                host=peer.host,
-                port=peer.kv_port + rank,
-                link=peer.link,
-                connections=peer.connections,
-                bandwidth_bits_per_s=peer.bandwidth_bits_per_s,
-                on_demand=peer.on_demand,
-                encrypted=peer.encrypted,
-                compressed=peer.compressed,
-                share_bits_per_s=peer.share_bits_per_s,
-            )
-            for name, peer in self.peers.items()
-        ]
+        peers = [_at_rank(name, peer, rank) for name, peer in self.peers.items()]
         producers = frozenset(ranked(name, rank) for name in self.producers)
         return Roster({peer.name: peer for peer in peers}, producers, self.plain_peers)
 
@@ -142,3 +128,8 @@ class ConnectorSettings:
             raise SettingsError(
                 f"kv_connector_extra_config: {error}; take it from `prfaas engine DEPLOYMENT NAME --print`"
             ) from error
+
+
+def _at_rank(name: str, peer: PeerSettings, rank: int) -> Peer:
+    fields = asdict(peer)
+    return Peer(name=ranked(name, rank), port=fields.pop("kv_port") + rank, **fields)
