@@ -41,9 +41,7 @@ async def asked_once(session: aiohttp.ClientSession, url: str, body: dict[str, A
         return {"failed": f"no answer in {LIMIT_S:g} s"}
 
 
-async def asked(
-    session: aiohttp.ClientSession, urls: list[str], number: int, out: TextIO
-) -> None:
+async def asked(session: aiohttp.ClientSession, urls: list[str], number: int, out: TextIO) -> None:
     """One request, at one gateway and then at the other."""
     length = SHORT_TOKENS if number % LONG_EVERY else LONG_TOKENS
     ids = random.Random(number).choices(range(10, 250), k=length)

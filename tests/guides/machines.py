@@ -80,7 +80,9 @@ class Machine:
 
     def told(self) -> str:
         """How what its services have said ends."""
-        return "\n".join(f"{path.name}: {path.read_text()[-3000:]}" for path in sorted(self.journals.iterdir()))
+        return "\n".join(
+            f"{path.name}: {path.read_text()[-3000:]}" for path in sorted(self.journals.iterdir())
+        )
 
     def _command(self, shell: str, home: Path | None) -> list[str]:
         given = [f"PATH={self.path}", *([] if home is None else [f"HOME={home}"])]

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class Guide:
     """A page of docs/guides."""
 
     text: str

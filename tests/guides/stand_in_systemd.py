@@ -88,7 +88,9 @@ class Service:
             raise RefusedError(f"Job for {self.name} failed.")
 
     async def _spawn(self) -> None:
-        environment = dict(pair.split("=", 1) for line in self._service["Environment"] for pair in line.split())
+        environment = dict(
+            pair.split("=", 1) for line in self._service["Environment"] for pair in line.split()
+        )
         # A container's root may not raise it.
         limit = min(int(self.last("LimitNOFILE")), resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 
@@ -176,7 +178,9 @@ class Supervisor:
             await service.reload()
         elif verb == "kill":
             assert service.process is not None
-            number = next((each.partition("=")[2] for each in options if each.startswith("--signal=")), "SIGTERM")
+            number = next(
+                (each.partition("=")[2] for each in options if each.startswith("--signal=")), "SIGTERM"
+            )
             service.process.send_signal(signal.Signals[number])
         else:
             raise RefusedError(f"Unknown command verb {verb}.")
