@@ -1,8 +1,8 @@
 """Clients of several gateways: `load.py OUT RATE URL...` asks until OUT.stop is there, then ends its open requests.
 
-Arrivals do not wait for answers. Requests go to the gateways in turn, as a load balancer leads them. One whose connection
-is refused or cut is sent again as a whole, to the next gateway: docs/guides/several-gateways.md asks that of clients.
-Each request is a line of JSON in OUT when it has ended.
+Arrivals do not wait for answers. Requests go to the gateways in turn, as a load balancer leads them. One whose
+connection is refused or cut is sent again as a whole, to the next gateway: docs/guides/several-gateways.md asks that of
+clients. Each request is a line of JSON in OUT when it has ended.
 """
 
 import asyncio

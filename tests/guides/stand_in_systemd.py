@@ -6,6 +6,7 @@ lines in another test.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -121,10 +122,8 @@ class Service:
 
     def _kill_all(self) -> None:
         assert self.process is not None
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 class Supervisor:

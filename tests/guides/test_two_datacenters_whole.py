@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests.guides.load import LONG_EVERY
 from tests.guides.machines import Country, Machine, missing
 from tests.guides.page import ROOT, Guide
