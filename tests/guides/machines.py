@@ -63,7 +63,7 @@ class Machine:
     path: str
     """Where its shells look for commands."""
 
-    def typed(self, shell: str, *, home: Path | None = None, limit_s: float = 240.0) -> str:
+    def typed(self, shell: str, *, home: Path | None = None, limit_s: float = 600.0) -> str:
         """What commands print. They must end well; the first that does not ends them."""
         done = subprocess.run(
             self._command(shell, home), capture_output=True, text=True, timeout=limit_s, check=False

@@ -23,7 +23,7 @@ PAGE = Guide.read("two-datacenters")
 PROBLEM = missing() or (
     None if shutil.which("etcd") else "there is no etcd; install the Debian package etcd-server"
 )
-LIMIT_S = 240.0
+LIMIT_S = 600.0
 RATE_PER_S = 3.0
 GATEWAYS = {"gateway-a": "198.51.100.20", "gateway-b": "198.51.100.21"}
 ENGINES = {
