@@ -19,9 +19,10 @@ SOURCE = Path(__file__).parents[1] / "src"
 # everything runs: difference, what is applied, rosters on the wire and of the control plane, membership, reloading,
 # engines that follow, the load of a link. Then the console: a ring, frames, changes, alarms, their history, the page's
 # answers, scenarios, and explanations in words. Then a fleet of gateways: its store, etcd, members, messages, shares,
-# turns, metrics, its section of the file, the control plane that leads or follows; prefill queues for themselves.
-# Then what a link has cost.
-MOST_FILES = 492
+# turns, metrics, its section of the file, the control plane that leads or follows, reloads that are told; prefill
+# queues for themselves. Then dtypes of caches, their options, the model of a deployment and the one it is planned with,
+# options of engines. Then what a link has cost.
+MOST_FILES = 498
 MOST_LINES = 420
 
 
