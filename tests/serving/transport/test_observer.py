@@ -266,7 +266,6 @@ def test_a_question_on_a_connection_that_has_just_ended_is_a_lost_connection(wor
         assert writer is not None
         writer.transport.abort()
         # It has ended, and its reader has not been told.
-        await asyncio.sleep(0)
         with pytest.raises(ConnectionError):
             await asyncio.wait_for(observer.stats(), 30)
         await observer.close()
