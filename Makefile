@@ -21,13 +21,14 @@ DOCS_STAMP := $(DOCS_VENV)/.docs-setup
 
 DEBIAN := requirements/debian.txt
 
-.PHONY: help setup system fast machine demo check test test-fast test-explore test-extras bench docs clean
+.PHONY: help setup system fast machine demo check test test-fast test-docs test-explore test-extras bench docs clean
 
 help:
 	@echo "make demo   one long and several short prompts through two clusters on this machine, compared with plain vLLM"
 	@echo "make test   every test (starts real vLLM engines; about three quarters of an hour on two cores)"
 	@echo "make test-explore  property tests with new random examples, ten times as many (SEED=… repeats a run)"
 	@echo "make test-fast    the tests that start no engine and are not slow, on two cores (about a minute and a half)"
+	@echo "make test-docs    the guides' commands and programs as written; as root also a whole guide on machines of its own (minutes)"
 	@echo "make test-extras  each extra of the wheel in an environment of its own (downloads packages; minutes)"
 	@echo "make check  formatting, lint, types, import arrows"
 	@echo "make bench  every benchmark (about an hour)"
@@ -74,7 +75,7 @@ check: setup
 # Two at a time. Of the tests with engines two files: what shares engines is in one, or in one folder.
 # 5: TEST_ARGS chose none of that kind.
 test: setup system
-	$(BIN)/python -m pytest -n 2 -m "not engine" $(TEST_ARGS) || [ $$? = 5 ]
+	$(BIN)/python -m pytest -n 2 -m "not engine and not newcomer" $(TEST_ARGS) || [ $$? = 5 ]
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m engine $(TEST_ARGS) || [ $$? = 5 ]
 
 # The seed is printed first: whatever fails, fails again with `make test-explore SEED=...`.
@@ -88,6 +89,10 @@ test-explore: setup
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 --ignore tests/integration --ignore tests/serving/engines/vllm \
 		-m "not slow and not engine" $(TEST_ARGS)
+
+# One after the other: each starts processes enough for all cores.
+test-docs: setup system
+	$(BIN)/python -m pytest -m docs $(TEST_ARGS)
 
 test-extras: setup
 	$(BIN)/python tests/extras/install.py $(EXTRAS)

@@ -7,6 +7,8 @@ from tests.test_own_policy_page import ROOT, Page, fences
 
 PAGE = ROOT / "docs" / "guides" / "before-you-buy.md"
 
+pytestmark = pytest.mark.docs
+
 
 @pytest.fixture
 def page(tmp_path: Path) -> Page:

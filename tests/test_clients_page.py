@@ -20,6 +20,8 @@ SYNTHETIC = ROOT / "examples" / "synthetic.yaml"
 READY_S = 300
 PROGRAMS = ("sync.py", "stream.py", "responses.py")
 
+pytestmark = pytest.mark.docs
+
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:

@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "guides" / "own-policy.md"
 LIMIT_S = 300.0
 
+pytestmark = pytest.mark.docs
+
 
 @dataclass(frozen=True)
 class Fence:

@@ -16,6 +16,8 @@ from tests.test_own_policy_page import LIMIT_S, PAGE, ROOT, Page, fences
 QUESTION = ROOT / "docs" / "guides" / "own-question.md"
 NOTEBOOK = ROOT / "examples" / "notebooks" / "own_question.ipynb"
 
+pytestmark = pytest.mark.docs
+
 
 @pytest.fixture
 def page(tmp_path: Path) -> Page:

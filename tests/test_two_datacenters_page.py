@@ -13,26 +13,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.guides.page import ROOT, Guide
 from tests.ports import free_ports
 
 from prfaas.core.deployment import load_deployment
 
-ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs/guides/two-datacenters.md").read_text(encoding="utf-8")
+PAGE = Guide.read("two-datacenters")
 READY_S = 600.0
 
-
-def section(title: str) -> str:
-    """The text below a heading that begins with `title`, up to the next one."""
-    found = re.search(rf"(?ms)^##+ {re.escape(title)}[^\n]*\n(.*?)(?=^##+ |\Z)", PAGE)
-    assert found is not None, title
-    return found[1]
-
-
-def commands(title: str) -> list[str]:
-    """The commands of a section's shell blocks, in their order."""
-    blocks = re.findall(r"(?ms)^```sh\n(.*?)^```", section(title))
-    return [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines() if line]
+pytestmark = pytest.mark.docs
 
 
 @pytest.fixture
@@ -99,7 +88,7 @@ def with_free_ports(path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_trial(shell: Path) -> None:
-    init, up_east, up_home, doctor, *emits = commands("1. Try it on one machine")
+    init, up_east, up_home, doctor, *emits = PAGE.commands("1. Try it on one machine")
     assert [each.split()[:2] for each in (init, up_east, up_home, doctor)] == [
         ["prfaas", "init"],
         ["prfaas", "up"],
@@ -122,37 +111,37 @@ def test_the_trial(shell: Path) -> None:
 
 
 def test_the_files_of_a_real_one(shell: Path) -> None:
-    (init,) = commands("2. Write the file")
+    (init,) = PAGE.commands("2. Write the file")
     typed(init, shell)
     deployment = load_deployment(shell / "llm.yaml")
-    for name in re.findall(r"\| `([\w/-]+)` \|$", section("2. Write the file"), re.MULTILINE):
+    for name in re.findall(r"\| `([\w/-]+)` \|$", PAGE.section("2. Write the file"), re.MULTILINE):
         assert (deployment.home / name).exists()
-    (emit,) = commands("3. Emit")
+    (emit,) = PAGE.commands("3. Emit")
     typed(emit, shell)
-    for folder in re.findall(r"`(machines/[\w./]+)`", section("3. Emit")):
+    for folder in re.findall(r"`(machines/[\w./]+)`", PAGE.section("3. Emit")):
         assert (shell / folder).is_dir()
-    typed(commands("With Compose")[0], shell)
+    typed(PAGE.commands("With Compose")[0], shell)
     assert (shell / "compose/home/gateway/compose.yaml").is_file()
-    shown = re.search(r"(?ms)^```\n(port .*?)^```", section("5. Open the ports"))
+    shown = re.search(r"(?ms)^```\n(port .*?)^```", PAGE.section("5. Open the ports"))
     assert shown is not None
     assert (shell / "machines/east/192.0.2.10/ports.txt").read_text() == shown[1]
     units = {path.stem for path in shell.rglob("machines/**/*.service")}
-    assert set(re.findall(r"prfaas-(?:engine|gateway)[\w-]*", PAGE)) - {"prfaas-engine"} <= units
+    assert set(re.findall(r"prfaas-(?:engine|gateway)[\w-]*", PAGE.text)) - {"prfaas-engine"} <= units
 
 
 def test_the_manifests(shell: Path) -> None:
-    (emit,) = commands("With Kubernetes")
+    (emit,) = PAGE.commands("With Kubernetes")
     typed(emit, shell)
     kinds = {
         each["kind"]
         for path in (shell / "kubernetes").rglob("*.yaml")
         for each in yaml.safe_load_all(path.read_text())
     }
-    table = re.findall(r"^\| ([A-Z]\w+(?: and \w+)?) \|", section("With Kubernetes"), re.MULTILINE)
+    table = re.findall(r"^\| ([A-Z]\w+(?: and \w+)?) \|", PAGE.section("With Kubernetes"), re.MULTILINE)
     assert {kind for row in table for kind in row.split(" and ")} <= kinds
-    for path in re.findall(r"(kubernetes/[\w./-]+)", section("With Kubernetes")):
+    for path in re.findall(r"(kubernetes/[\w./-]+)", PAGE.section("With Kubernetes")):
         assert (shell / path).exists()
-    given = re.search(r"(?ms)^```yaml\n(.*?)^```", section("With Kubernetes"))
+    given = re.search(r"(?ms)^```yaml\n(.*?)^```", PAGE.section("With Kubernetes"))
     assert given is not None
     example = yaml.safe_load((ROOT / "examples/two-datacenters.yaml").read_text())
     assert yaml.safe_load(given[1])["containers"]["networks"] == example["containers"]["networks"]

@@ -149,7 +149,9 @@ async def _serve(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-    loop.add_signal_handler(signal.SIGHUP, lambda: others.append(asyncio.create_task(_reload(reloader))))
+    loop.add_signal_handler(
+        signal.SIGHUP, lambda: others.append(asyncio.create_task(reload_and_tell(reloader)))
+    )
     try:
         with contextlib.suppress(asyncio.CancelledError):
             await gateway
@@ -159,7 +161,7 @@ async def _serve(
         await asyncio.gather(*others, return_exceptions=True)
 
 
-async def _reload(reloader: "Reloader") -> None:
+async def reload_and_tell(reloader: "Reloader") -> None:
     """Take the file on again, and say on stderr what became of it."""
     from prfaas.core.deployment import DeploymentError
     from prfaas.serving.reloading import ReloadRefusedError

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
+    from prfaas.core.deployment import Deployment
+    from prfaas.serving.engines.following import FollowingEngines
     from prfaas.serving.engines.running import EngineProgress, RunningEngines
 
 
@@ -55,7 +57,8 @@ def up(
     Each engine's and pool's output is in a log of its own, whose place is shown. "ready: URL" on stdout says that
     clients can connect. What ends is started again after 1 s, 2 s, 4 s and so on. SIGTERM or Ctrl-C lets running
     requests end first; a second one ends them at once. SIGHUP takes the file on again, as `prfaas reload` does:
-    engines that it adds are started, and those that it lacks end when their work has.
+    engines that it adds are started, and those that it lacks end when their work has. At a site without the gateway
+    it only starts those that the file adds.
 
     Examples: prfaas up examples/local.yaml; prfaas up examples/two-datacenters.yaml --site east
     """
@@ -93,8 +96,8 @@ def up(
             limits = RestartLimits(most=restarts, ready_timeout_s=timeout_s)
             engine_supervisor = Supervisor(engines, share.instances, limits, _tell)
             pool_supervisor = Supervisor(pools, share.pools, limits, _tell, kind="pool")
+            following = FollowingEngines(engines, engine_supervisor, _tell, partial(runs_here, site))
             if share.has_gateway:
-                following = FollowingEngines(engines, engine_supervisor, _tell, partial(runs_here, site))
                 run_gateway(
                     loaded,
                     ready=lambda _port: typer.echo(f"ready: {loaded.gateway.url}/v1"),
@@ -104,7 +107,7 @@ def up(
                 )
             else:
                 typer.echo(f"ready: site {site} without gateway")
-                _watch([engine_supervisor.run, pool_supervisor.run])
+                _follow_file(loaded, following, [following.run, pool_supervisor.run])
             typer.echo("stopping", err=True)
     except KeyboardInterrupt:
         typer.echo("stopped before it was ready", err=True)
@@ -113,22 +116,36 @@ def up(
         signal.signal(signal.SIGTERM, before)
 
 
-_NO_RELOAD = (
-    "not reloaded: the gateway is elsewhere; start new engines with `prfaas engine`, and reload the gateway"
-)
-
-
-def _watch(beside: "Sequence[Callable[[], Coroutine[None, None, None]]]") -> None:
-    """Run supervisors until SIGINT or SIGTERM."""
+def _follow_file(
+    deployment: "Deployment",
+    following: "FollowingEngines",
+    beside: "Sequence[Callable[[], Coroutine[None, None, None]]]",
+) -> None:
+    """Run what is beside until SIGINT or SIGTERM. SIGHUP: start the engines that the file adds."""
     import asyncio
 
+    from prfaas.cli.serve import reload_and_tell
+    from prfaas.serving.reloading import Reloader
+
     async def until_a_signal() -> None:
+        reloader = Reloader(deployment)
+        reloader.check(following.check)
+        reloader.follow(following)
+
+        async def reload() -> None:
+            await reload_and_tell(reloader)
+            for instance in filter(following.runs_here, reloader.applied.leaving):
+                # Only the gateway knows when its work has ended.
+                _tell(
+                    f"engine {instance.name} is not in the file any more; it goes on until this command ends"
+                )
+
         ended = asyncio.Event()
+        loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, ended.set)
-        # Without a handler it would end this process, and the engines with it.
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, _tell, _NO_RELOAD)
+            loop.add_signal_handler(number, ended.set)
         tasks = [asyncio.create_task(make()) for make in beside]
+        loop.add_signal_handler(signal.SIGHUP, lambda: tasks.append(asyncio.create_task(reload())))
         await ended.wait()
         for task in tasks:
             task.cancel()

@@ -1,6 +1,7 @@
 """From the senders' reports to the cluster_state's links, and from /metrics to its instances."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -303,6 +304,25 @@ def test_metrics_reach_the_board(
     assert restarted == ["far-0"]
     assert telemetry.failures == 1
     assert cluster_state.instance("far-0").seen_s == clock.now_s - 1
+
+
+def test_a_new_price_is_not_for_what_was_carried_before(
+    deployment: Deployment, cluster_state: ClusterState, clock: FakeClock
+) -> None:
+    def priced(egress_per_gb: float) -> Deployment:
+        links = tuple(replace(link, egress_per_gb=egress_per_gb) for link in deployment.links)
+        return replace(deployment, links=links)
+
+    monitor = Links(priced(0.5), cluster_state, clock).telemetry
+    meter, cost = monitor.meters[LINK], monitor.costs[LINK]
+    meter.carried_bytes = 4 * 10**9
+    assert cost.total(meter.carried_bytes) == 2.0
+    monitor.adopt(priced(0.0))
+    meter.carried_bytes = 5 * 10**9
+    assert cost.total(meter.carried_bytes) == 2.0
+    monitor.adopt(priced(1.0))
+    meter.carried_bytes = 6 * 10**9
+    assert cost.total(meter.carried_bytes) == 3.0
 
 
 def test_a_deployment_without_links_is_not_watched(tmp_path: Path, clock: FakeClock) -> None:

@@ -17,7 +17,7 @@ from synthetic_world import MODEL, random_ids, write_deployment
 from test_up import Up, running_up
 from tests.ports import free_ports
 
-from prfaas.core.deployment import Deployment
+from prfaas.core.deployment import Deployment, Instance, load_deployment
 
 
 @pytest.fixture
@@ -233,3 +233,42 @@ def test_a_bad_file_leaves_everything_as_it_was(deployment: Deployment) -> None:
         assert state(up)["applied"] == before
         same = prfaas(up, "reload", str(deployment.path))
         assert (same.returncode, same.stdout) == (0, "nothing changes\n")
+
+
+def answers(instance: Instance) -> bool:
+    try:
+        with socket.create_connection((instance.host, instance.http_port), timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_a_site_without_the_gateway_starts_what_the_file_adds_and_ends_nothing(
+    deployment: Deployment,
+) -> None:
+    with running_up(deployment, "--site", "far") as up:
+        pids = engine_pids(up)
+
+        def change(document: dict[str, Any]) -> None:
+            http_port, kv_port = free_ports(2)
+            far = document["clusters"][0]["instances"]
+            left = far.pop(0)
+            far.append({**left, "name": "far-9", "http_port": http_port, "kv_port": kv_port})
+            # Of another site.
+            add_home_2(document)
+
+        edit(up, change)
+        changed = load_deployment(deployment.path, state_dir=deployment.state_dir)
+        gone = deployment.clusters[0].instances[0]
+        up.process.send_signal(signal.SIGHUP)
+        up.await_true(lambda: f"reloaded: instance {gone.name} leaves far" in up.told())
+        up.await_true(lambda: f"engine {gone.name} is not in the file any more; it goes on" in up.told())
+        up.await_true(lambda: answers(changed.instance("far-9")))
+        assert answers(gone)
+        assert not answers(changed.instance("home-2"))
+        assert pids < engine_pids(up)
+        up.deployment.path.write_text("no deployment")
+        up.process.send_signal(signal.SIGHUP)
+        up.await_true(lambda: "not reloaded: " in up.told())
+        assert answers(gone) and answers(changed.instance("far-9"))

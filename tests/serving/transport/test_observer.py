@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+import uvloop
 
 from prfaas.serving.transport import (
     BytesSource,
@@ -253,3 +254,20 @@ def test_a_watcher_that_comes_late_is_told_at_once(world: World) -> None:
 
     asyncio.run(main())
     world.await_clean()
+
+
+def test_a_question_on_a_connection_that_has_just_ended_is_a_lost_connection(world: World) -> None:
+    """uvloop, which the gateway uses, raises RuntimeError for a write to it: that would end the gateway."""
+
+    async def main() -> None:
+        observer = observer_of(world)
+        assert "completed" in await observer.stats()
+        writer = observer._writer
+        assert writer is not None
+        writer.transport.abort()
+        # It has ended, and its reader has not been told.
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(observer.stats(), 30)
+        await observer.close()
+
+    uvloop.run(main())

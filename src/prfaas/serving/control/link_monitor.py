@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from prfaas.core.deployment import CONTROL, Deployment, Instance
 from prfaas.core.link.announced import AnnouncedLink
+from prfaas.core.link.cost import LinkCost
 from prfaas.core.link.meter import LinkMeter
 from prfaas.core.link.samples import ArrivalSample, SenderSample
 from prfaas.core.scheduling.view import show
@@ -126,6 +127,7 @@ class LinkMonitor:
             for link in deployment.links
         }
         self.breakers = {pair: LinkBreaker() for pair in self.meters}
+        self.costs = {(link.source, link.target): LinkCost(link.egress_per_gb) for link in deployment.links}
         self._pairs = {f"{source}->{target}": (source, target) for source, target in self.meters}
         self._announced = {
             pair: AnnouncedLink(meter.capacity_bits_per_s) for pair, meter in self.meters.items()
@@ -141,7 +143,7 @@ class LinkMonitor:
         self.failures = 0
 
     def adopt(self, deployment: Deployment) -> None:
-        """Ask these ranks from now on, and take the links for as wide as this file says."""
+        """Ask these ranks from now on, and take the links for as wide and as dear as this file says."""
         self._clusters = {instance.name: instance.cluster for instance in deployment.instances}
         self._clusters |= {pool.name: pool.cluster for pool in deployment.pools}
         ends = {cluster for pair in self.meters for cluster in pair}
@@ -162,7 +164,9 @@ class LinkMonitor:
             for pool in pools
         }
         for link in deployment.links:
-            self.meters[link.source, link.target].reconfigure(link.bandwidth_bits_per_s)
+            meter = self.meters[link.source, link.target]
+            meter.reconfigure(link.bandwidth_bits_per_s)
+            self.costs[link.source, link.target].reprice(link.egress_per_gb, meter.carried_bytes)
         self.period_s = period_s(WANTED_S, len(self._ranks), MOST_ASKED_PER_S)
 
     async def run(self) -> None:

@@ -9,7 +9,6 @@ from prfaas.core.deployment import AppliedDeployment, Instance, Link, PoolNode
 from prfaas.core.scheduling import InstanceView, Route
 from prfaas.core.scheduling.decoders import slot_free_s
 from prfaas.core.scheduling.threshold import LengthWindow
-from prfaas.core.units import GB
 from prfaas.serving.control.cluster_state import ClusterState
 from prfaas.serving.control.compatibility import Compatibility
 from prfaas.serving.control.engine_monitor import EngineMeter, EngineMonitor
@@ -249,7 +248,7 @@ def _link(plane: Overview, link: Link, now_s: float) -> Json:
         "connections_up": meter.connections_up,
         "carried_bytes": meter.carried_bytes,
         "egress_per_gb": link.egress_per_gb,
-        "egress_cost": round(meter.carried_bytes / GB * link.egress_per_gb, 6),
+        "egress_cost": round(plane.links.costs[pair].total(meter.carried_bytes), 6),
         "congestion": round(view.congestion, 4),
         "condition": view.condition,
         "queue_rtt_s": round(meter.network.rtt_s, 6),

@@ -32,7 +32,7 @@ class FollowingEngines:
         self._engines = engines
         self._supervisor = supervisor
         self._tell = tell
-        self._runs_here = runs_here
+        self.runs_here = runs_here
         self._left: deque[Instance] = deque()
 
     def check(self, said: Deployment, difference: DeploymentDifference) -> None:
@@ -41,7 +41,7 @@ class FollowingEngines:
         Raises:
             ReloadRefusedError: a port is taken, or a certificate can't be used.
         """
-        added = filter(self._runs_here, difference.added)
+        added = filter(self.runs_here, difference.added)
         new = [each for each in added if not self._engines.is_running(each.name)]
         try:
             self._engines.check(said, new)
@@ -51,12 +51,12 @@ class FollowingEngines:
     def adopt(self, applied: AppliedDeployment) -> None:
         """Have what is new started, soon."""
         self._engines.adopt(applied.running)
-        for instance in filter(self._runs_here, applied.said.instances):
+        for instance in filter(self.runs_here, applied.said.instances):
             self._supervisor.watch(instance)
 
     def left(self, instance: Instance) -> None:
         """Have the engine of an instance that has left ended, soon."""
-        if self._runs_here(instance):
+        if self.runs_here(instance):
             self._supervisor.leave(instance.name)
             self._left.append(instance)
 

@@ -158,7 +158,7 @@ class Observer:
         """
         await self.connect()
         self._send(pack_control(FrameType.ABANDON, transfer_id, {"reason": reason[:4096]}))
-        if self._writer is None:
+        if self._writer is None or self._writer.is_closing():
             raise ConnectionError(f"connection to {self.peer_name} is lost")
 
     async def pace(self, order: PaceOrder) -> None:
@@ -237,8 +237,9 @@ class Observer:
         self._send(pack_control(FrameType.WATCH, transfer_id, body))
 
     def _send(self, frame: bytes) -> None:
-        # While reconnecting there is no writer: what still waits is asked again once the connection is back.
-        if self._writer is not None:
+        # While reconnecting there is no writer: what still waits is asked again once the connection is back. One that
+        # has ended may not be known to have: uvloop's raises RuntimeError for a write then, which would end the gateway.
+        if self._writer is not None and not self._writer.is_closing():
             self._writer.write(frame if self._sealing is None else self._sealing.sealer.seal(frame))
 
     async def _open_connection(self) -> asyncio.StreamReader:
