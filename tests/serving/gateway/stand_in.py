@@ -478,7 +478,7 @@ class StandInEngine:
                 {"index": 0, "text": text, "message": {"role": "assistant", "content": text}, **ended}
                 | (
                     {"logprobs": _logprobs(text, answer.token_ids)}
-                    if body.get("logprobs") not in (None, False)
+                    if body.get("logprobs") is not None and body["logprobs"] is not False
                     else {}
                 )
             ],

@@ -115,7 +115,8 @@ class FirstTokenAnswers:
         details = begun.first.prompt_details
         for event in begun.transcript.closing_events(len(begun.prompt_ids), 1, usage=usage, details=details):
             await begun.sink.write(event)
-        begun.request.record.answer_tokens = 1
+        record = begun.request.record
+        record.answer_tokens, record.attempts[-1].outcome = 1, "done"
 
     async def _fail(
         self, begun: BegunAnswer, error: CannotResumeError, writer: ResponseWriter | None
