@@ -165,7 +165,8 @@ class StreamTranscript:
 
     def _choice(self, text: str, finish_reason: str | None, stop_reason: Any) -> Json:
         choice: Json = {**self.choice, "finish_reason": finish_reason}
-        if "stop_reason" in choice or stop_reason is not None:
+        # As in vLLM, whose chats tell it at the end alone.
+        if "stop_reason" in choice or finish_reason is not None:
             choice["stop_reason"] = stop_reason
         if self.endpoint is Endpoint.CHAT:
             choice["delta"] = {"content": text}
