@@ -71,10 +71,11 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Two at a time, but one engine's test after the other: engines take all cores. 5: TEST_ARGS chose none of that kind.
+# Two at a time. Of the tests with engines two files: what shares engines is in one, or in one folder.
+# 5: TEST_ARGS chose none of that kind.
 test: setup system
 	$(BIN)/python -m pytest -n 2 -m "not engine" $(TEST_ARGS) || [ $$? = 5 ]
-	$(BIN)/python -m pytest -m engine $(TEST_ARGS) || [ $$? = 5 ]
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m engine $(TEST_ARGS) || [ $$? = 5 ]
 
 # The seed is printed first: whatever fails, fails again with `make test-explore SEED=...`.
 test-explore: setup

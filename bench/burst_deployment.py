@@ -10,7 +10,6 @@ from pathlib import Path
 import yaml
 
 from prfaas.core.deployment import Deployment
-from prfaas.core.kv import model_from_directory
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import KvSize, PlanProblem, best_operation
 from prfaas.core.scheduling.threshold import ClusterFacts, LinkFacts, problem_now
@@ -86,7 +85,7 @@ def problem_of(
         LinkFacts(link.source, link.target, link.bandwidth_bits_per_s * link_factors.get(link.name, 1.0))
         for link in deployment.links
     ]
-    model = model_from_directory(deployment.model.path, name=deployment.model.served_name)
+    model = deployment.model.kv_model()
     return problem_now(clusters, links, lengths, output_tokens, KvSize(model))
 
 

@@ -38,7 +38,7 @@ from fidelity import (
     unshared,
 )
 from fidelity_live import Depth, profile_files
-from fidelity_stack import EAST, wider_model
+from fidelity_stack import EAST, HIDDEN_SIZE, wider_model
 from fidelity_traffic import BLOCK_TOKENS
 from prfaas.core.deployment import ControlConfig, PlannedDeployment
 from prfaas.core.deployment.gateway import GatewayLimits
@@ -68,7 +68,8 @@ def run(document: dict[str, Any], options: argparse.Namespace, path: Path) -> No
     with tempfile.TemporaryDirectory(prefix="prfaas-falsification-") as name:
         directory = options.keep or Path(name)
         directory.mkdir(parents=True, exist_ok=True)
-        with running(directory, bandwidth_bits_per_s, stand_ins=options.engines == "synthetic") as stack:
+        stand_ins = options.engines == "synthetic"
+        with running(directory, bandwidth_bits_per_s, options.hidden_size, stand_ins=stand_ins) as stack:
             if "measured" not in document:
                 document["measured"] = measured(stack, QUICK if options.quick else Depth())
             document["engines"] = options.engines
@@ -103,11 +104,12 @@ def plan(document: dict[str, Any], options: argparse.Namespace, directory: Path)
         "start_s": options.start,
         "phase_s": options.seconds,
         "phases": [asdict(each) for each in options.phases],
+        "mean_tokens": options.mean_tokens,
     }
     # A run that was broken off goes on; one with other settings begins anew.
     drives = document.get("drives", {}) if document.get("settings") == settings else {}
     lasts_s = options.seconds * len(options.phases)
-    traffic = {"start_s": options.start, "lasts_s": lasts_s, "mean_tokens": MEAN_TOKENS, "seed": SEED}
+    traffic = {"start_s": options.start, "lasts_s": lasts_s, "mean_tokens": options.mean_tokens, "seed": SEED}
     cut = TraceSlice.of(read_requests(TRACE), **traffic)
     document["planning"] = {
         "workload": {
@@ -257,6 +259,10 @@ def main() -> int:
     parser.add_argument("--phases", type=_phases, default=PHASES, help="with commas; see above")
     parser.add_argument("--load", type=float, default=0.5, help="of the planner's capacity with --bandwidth")
     parser.add_argument("--bandwidth", default="60 Mbit/s", help="of the link in the deployment file")
+    parser.add_argument("--mean-tokens", type=int, default=MEAN_TOKENS, help="of a prompt")
+    parser.add_argument(
+        "--hidden-size", type=int, default=HIDDEN_SIZE, help="of the model; 128 where the CPU has no AVX-512"
+    )
     parser.add_argument("--start", type=float, default=600.0, help="of the slice, in the trace's seconds")
     parser.add_argument(
         "--quick", action="store_true", help="fewer points and repeats of the profile, to try it"

@@ -44,7 +44,6 @@ THRESHOLD_PERIOD_S = 15.0
 _READ_S = 0.5
 _STAND_IN_PREFILL_S = ((512.0, 0.15), (2048.0, 0.6), (6144.0, 1.9), (12288.0, 4.2))
 _STAND_IN_STEP_S = ((1.0, 0.01), (8.0, 0.015))
-_ONLY_REAL = ("extra_args", "env")
 _NAMES = {EAST_PREFILL: "far-prefill-0", HOME_PREFILL: "home-0", HOME_DECODE: "home-1"}
 
 
@@ -76,12 +75,15 @@ class LineStack:
 
 
 @contextlib.contextmanager
-def running(directory: Path, bandwidth_bits_per_s: float, *, stand_ins: bool) -> Iterator[LineStack]:
+def running(
+    directory: Path, bandwidth_bits_per_s: float, hidden_size: int, *, stand_ins: bool
+) -> Iterator[LineStack]:
     """Engines and gateway, ready; each real prefill engine with a part of a core of its own, as in `fidelity_stack`.
 
     Args:
         directory: For all files.
         bandwidth_bits_per_s: Payload that the line carries at first, and what the deployment file says.
+        hidden_size: Of the real engines' model; its KVCache does not depend on it.
         stand_ins: Engines that wait in place of computing, and send real bytes.
     """
     line = LineSettings.of_round_trip(bandwidth_bits_per_s / GOODPUT_SHARE, RTT_S)
@@ -97,7 +99,7 @@ def running(directory: Path, bandwidth_bits_per_s: float, *, stand_ins: bool) ->
             routing={"policy": "static_threshold", "threshold_tokens": OFFLOADED_ABOVE},
             # An engine that starves on a busy machine is slow, not frozen.
             control={"threshold_period_s": THRESHOLD_PERIOD_S, "allocation": False, "silence_s": 60},
-            **(_stand_ins(directory) if stand_ins else _real_engines(directory)),
+            **(_stand_ins(directory) if stand_ins else _real_engines(directory, hidden_size)),
         )
         wan = WanStack(laboratory, deployment, engines)
         with wan.started():
@@ -106,9 +108,9 @@ def running(directory: Path, bandwidth_bits_per_s: float, *, stand_ins: bool) ->
                 yield LineStack(wan)
 
 
-def _real_engines(directory: Path) -> dict[str, Any]:
+def _real_engines(directory: Path, hidden_size: int) -> dict[str, Any]:
     return {
-        "model": wider_model(directory / "model", with_weights=True),
+        "model": wider_model(directory / "model", hidden_size, with_weights=True),
         "clusters": {FAR: {"hardware": "cpu"}, HOME: {"hardware": "cpu"}},
         "engine": engine_section(CHUNK_TOKENS),
     }
@@ -121,11 +123,10 @@ def _stand_ins(directory: Path) -> dict[str, Any]:
     profile = directory / "stand-in.yaml"
     profile.write_text(profile_text(LatencyProfile("stand-in", "cpu", "tiny", 1, prefill, decode, "made up")))
     cluster = {"hardware": "synthetic", "profile": str(profile.resolve()), "speedup": 1}
-    engine = {name: value for name, value in engine_section(CHUNK_TOKENS).items() if name not in _ONLY_REAL}
     return {
         "model": synthetic_model(directory / "model"),
         "clusters": {FAR: cluster, HOME: cluster},
-        "engine": engine,
+        "engine": engine_section(CHUNK_TOKENS),
     }
 
 

@@ -13,7 +13,6 @@ import orjson
 
 from faults_stack import MODEL, FaultStack
 from prfaas.core.deployment import Deployment
-from prfaas.core.kv import model_from_directory
 from prfaas.core.sse import SseParser
 from prfaas.serving.engines.synthetic.content import TokenChain
 from prfaas.serving.engines.synthetic.layout import SyntheticLayout
@@ -53,7 +52,7 @@ class Answers:
     """What a stand-in says to a prompt when nothing went wrong: a function of the prompt alone."""
 
     def __init__(self, deployment: Deployment) -> None:
-        model = model_from_directory(deployment.model.path, name=deployment.model.served_name)
+        model = deployment.model.kv_model()
         self._block_tokens = SyntheticLayout.of_model(model).block_tokens
         self._text = Text(deployment.model.path)
         self._vocabulary = self._text.vocabulary

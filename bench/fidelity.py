@@ -43,7 +43,7 @@ from fidelity_live import (
     profiled,
 )
 from fidelity_recorded import compared, errors_of, limits_of, table_of
-from fidelity_stack import HOME, KV_CACHE_GIB, NEVER_S, running, write_deployment
+from fidelity_stack import HIDDEN_SIZE, HOME, KV_CACHE_GIB, NEVER_S, running, write_deployment
 from fidelity_traffic import (
     BLOCK_TOKENS,
     HIGH_ANSWER,
@@ -83,6 +83,7 @@ def profile(document: dict[str, Any], options: argparse.Namespace) -> None:
             bandwidth=options.bandwidth,
             policy="static_threshold",
             threshold_tokens=OFFLOADED_ABOVE,
+            hidden_size=options.hidden_size,
         )
         with running(path, directory) as stack:
             document["measured"] = asyncio.run(profiled(stack, QUICK if options.quick else Depth()))
@@ -112,6 +113,7 @@ def _drive(document: dict[str, Any], options: argparse.Namespace, kind: Kind, di
         threshold_tokens=threshold,
         threshold_period_s=THRESHOLD_PERIOD_S[kind],
         profiles=profile_files(document["measured"]["profiles"], directory),
+        hidden_size=options.hidden_size,
         **_to_plan(kind),
     )
     with running(path, directory) as stack:
@@ -331,6 +333,9 @@ def main() -> int:
     parser.add_argument("--duration-s", type=float, default=180.0, help="of the arrivals at each load")
     parser.add_argument("--bandwidth", default="100 Mbit/s", help="of the link")
     parser.add_argument("--policy", default="paper")
+    parser.add_argument(
+        "--hidden-size", type=int, default=HIDDEN_SIZE, help="of the model; 128 where the CPU has no AVX-512"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer points and repeats, to try it")
     parser.add_argument("--json", action="store_true", help="the report as JSON")
     options = parser.parse_args()

@@ -29,16 +29,8 @@ EAST_PREFILL, HOME_PREFILL, HOME_DECODE = "east-prefill-0", "home-prefill-0", "h
 PREFILL_ENGINES = (EAST_PREFILL, HOME_PREFILL)
 SERVED_NAME = "tiny"
 
-WIDER: dict[str, Any] = {
-    "hidden_size": 768,
-    "moe_intermediate_size": 768,
-    "shared_expert_intermediate_size": 768,
-    "num_experts_per_tok": 4,
-}
-
-# On CPUs vLLM puts the worker into a process of its own, and both ends of the pipe between them poll for a second after
-# every message: an engine without work would take half of a core from those that have some.
-IDLE_WHEN_IDLE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+HIDDEN_SIZE = 768
+"""Of the measured model where the CPU has AVX-512. Without it bf16 takes so long that 128 is wide enough."""
 
 # Decode, gateway and client stand for machines of their own. Prefill comes before them on its core, up to a limit: it
 # always gets the same, whatever they do at the moment, and what is left is more than they use.
@@ -112,6 +104,7 @@ def write_deployment(
     workload: Mapping[str, Any] | None = None,
     step_limit_s: float | None = None,
     threshold_period_s: float = NEVER_S,
+    hidden_size: int = HIDDEN_SIZE,
     to_run: bool = True,
 ) -> Path:
     """One PrfaaS prefill, one PD prefill and one PD decode engine on free ports of this machine.
@@ -134,7 +127,7 @@ def write_deployment(
     def profile(cluster: str) -> dict[str, str]:
         return {} if profiles is None else {"profile": str(profiles[cluster].resolve())}
 
-    path = wider_model(directory.resolve() / "model", with_weights=to_run)
+    path = wider_model(directory.resolve() / "model", hidden_size, with_weights=to_run)
     document: dict[str, Any] = {
         "name": "fidelity",
         "model": {"served_name": SERVED_NAME, "path": str(path), "max_model_len": max_model_len},
@@ -172,21 +165,20 @@ def write_deployment(
 
 
 def engine_section(chunk_tokens: int) -> dict[str, Any]:
-    """How a deployment file starts these engines: idle when they have no work."""
+    """How a deployment file starts these engines."""
     return {
         "max_num_batched_tokens": chunk_tokens,
         "max_num_seqs": 16,
         "kv_cache_gib": KV_CACHE_GIB,
         "staging": "256 MiB",
-        "extra_args": ["--distributed-executor-backend", "uni"],
-        "env": IDLE_WHEN_IDLE,
     }
 
 
-def wider_model(directory: Path, *, with_weights: bool) -> Path:
+def wider_model(directory: Path, hidden_size: int = HIDDEN_SIZE, *, with_weights: bool) -> Path:
     """The tiny Qwen3-Next with wider layers: the same KVCache, several times the prefill work, so that what its
     transfer and the HTTP around it cost weighs as little beside prefill as it does on real machines."""
-    config = tiny_config("qwen3-next") | WIDER
+    inner = dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), hidden_size)
+    config = tiny_config("qwen3-next") | inner | {"hidden_size": hidden_size, "num_experts_per_tok": 4}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     if with_weights and not (directory / "model.safetensors").exists():

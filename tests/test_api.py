@@ -116,7 +116,7 @@ def test_a_kv_model_by_name_file_and_directory(tmp_path: Path) -> None:
     by_directory, by_file = api.kv_model(tmp_path), api.kv_model(str(tmp_path / "config.json"))
     assert by_directory == by_file
     assert by_file.token_bytes == 2 * 2 * (8 + 8) * 2
-    assert api.kv_model(tmp_path, kv_dtype_bytes=1).token_bytes == by_file.token_bytes // 2
+    assert api.kv_model(tmp_path, kv_cache_dtype="fp8").token_bytes == by_file.token_bytes // 2
     assert api.kv_model("kimi-k2").name == "kimi-k2"
     with pytest.raises(api.ConfigError, match="no published model"):
         api.kv_model("nothing")

@@ -19,9 +19,11 @@ SOURCE = Path(__file__).parents[1] / "src"
 # everything runs: difference, what is applied, rosters on the wire and of the control plane, membership, reloading,
 # engines that follow, the load of a link. Then the console: a ring, frames, changes, alarms, their history, the page's
 # answers, scenarios, and explanations in words. Then a fleet of gateways: its store, etcd, members, messages, shares,
-# turns, metrics, its section of the file, the control plane that leads or follows; prefill queues for themselves.
-# Then first tokens from the prefill: the token, who may have it, the answer that begins with it; prefills elsewhere.
-MOST_FILES = 495
+# turns, metrics, its section of the file, the control plane that leads or follows, reloads that are told; prefill
+# queues for themselves. Then dtypes of caches, their options, the model of a deployment and the one it is planned with,
+# options of engines. Then first tokens from the prefill: the token, who may have it, the answer that begins with it;
+# prefills elsewhere.
+MOST_FILES = 501
 MOST_LINES = 420
 
 

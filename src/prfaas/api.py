@@ -36,10 +36,13 @@ if TYPE_CHECKING:
         ChunkedWindow,
         ConfigError,
         FullAttention,
+        KvCacheDtype,
         KvModel,
         LinearState,
+        ModelDtype,
         PublishedModel,
         SlidingWindow,
+        StateDtype,
         published_models,
     )
     from prfaas.core.latency import LatencyProfile, ProfileError, load_profile
@@ -89,12 +92,14 @@ __all__ = [
     "FullAttention",
     "Instance",
     "InstanceView",
+    "KvCacheDtype",
     "KvFacts",
     "KvModel",
     "LatencyProfile",
     "LinearState",
     "Link",
     "LinkView",
+    "ModelDtype",
     "NoDecodeInstanceError",
     "OperatingPoint",
     "Parameter",
@@ -116,6 +121,7 @@ __all__ = [
     "ShadowPrice",
     "SlidingWindow",
     "Slo",
+    "StateDtype",
     "TtftEstimate",
     "View",
     "WorkloadError",
@@ -142,8 +148,8 @@ _SOURCES = {
     ),
     "prfaas.core.deployment.examples": "example_files example_path",
     "prfaas.core.kv": (
-        "ChunkedWindow ConfigError FullAttention KvModel LinearState PublishedModel SlidingWindow "
-        "published_models"
+        "ChunkedWindow ConfigError FullAttention KvCacheDtype KvModel LinearState ModelDtype PublishedModel "
+        "SlidingWindow StateDtype published_models"
     ),
     "prfaas.core.latency": "LatencyProfile ProfileError load_profile",
     "prfaas.core.planner": "Baseline Cost OperatingPoint Plan PlanError ShadowPrice TtftEstimate",
@@ -172,19 +178,24 @@ def __dir__() -> list[str]:
 
 
 def kv_model(
-    model: Path | str, *, kv_dtype_bytes: int = 2, state_dtype_bytes: int = 4, fp8_layout: str | None = None
+    model: Path | str,
+    *,
+    kv_cache_dtype: "KvCacheDtype" = "auto",
+    dtype: "ModelDtype" = "auto",
+    state_dtype: "StateDtype" = "float32",
 ) -> "KvModel":
     """What one request's KVCache is made of: its layers by kind, and its bytes at every length.
 
     Args:
         model: the name of a published model (`published_models` lists them), a `config.json` of Hugging Face, or
             the directory of a checkpoint.
-        kv_dtype_bytes: bytes of one element of K and V, for a file or a directory; 1 for an fp8 cache.
-        state_dtype_bytes: bytes of one element of recurrent state, for a file or a directory.
-        fp8_layout: "fp8_ds_mla" or "fp8_e4m3": what an fp8 cache of sparse MLA looks like, which must be said.
+        kv_cache_dtype: what engines keep K and V in, as vLLM's `--kv-cache-dtype`: for example "fp8". Sparse MLA has
+            two layouts of an fp8 cache, so it needs "fp8_ds_mla" or "fp8_e4m3".
+        dtype: what engines compute in, as vLLM's `--dtype`: for example "float32".
+        state_dtype: of recurrent states, as vLLM's `--mamba-ssm-cache-dtype`.
 
     Raises:
-        ConfigError: no such model, an unreadable file, or a model whose KVCache is not known.
+        ConfigError: no such model, an unreadable file, a model whose KVCache is not known, or no such dtype.
 
     Example:
         >>> model = kv_model("internal-1t")
@@ -192,25 +203,17 @@ def kv_model(
         (True, 17280)
         >>> model.bytes_to_move(num_tokens=32_768, skip_tokens=16_384) < model.kv_bytes(32_768)
         True
+        >>> 2 * kv_model("minimax-m2.5", kv_cache_dtype="fp8").token_bytes == kv_model("minimax-m2.5").token_bytes
+        True
     """
-    from prfaas.core.kv import model_from_directory, model_from_file, published_model
+    from prfaas.core.kv import CacheDtypes, model_from_directory, model_from_file, published_model
 
-    path = Path(model)
+    path, dtypes = Path(model), CacheDtypes(kv_cache_dtype, dtype, state_dtype)
     if path.is_dir():
-        return model_from_directory(
-            path,
-            kv_dtype_bytes=kv_dtype_bytes,
-            state_dtype_bytes=state_dtype_bytes,
-            fp8_layout=fp8_layout,
-        )
+        return model_from_directory(path, dtypes=dtypes)
     if isinstance(model, Path) or path.suffix == ".json":
-        return model_from_file(
-            path,
-            kv_dtype_bytes=kv_dtype_bytes,
-            state_dtype_bytes=state_dtype_bytes,
-            fp8_layout=fp8_layout,
-        )
-    return published_model(model).kv_model
+        return model_from_file(path, dtypes=dtypes)
+    return published_model(model).kept_in(dtypes)
 
 
 def plan(deployment: "PlannedDeployment | Path | str") -> "Plan":

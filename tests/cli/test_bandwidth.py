@@ -30,6 +30,20 @@ def test_512_gpus_at_32k(
     assert document["mean_tokens"] == 32768
 
 
+def test_an_fp8_cache_needs_half(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    dense = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps(dense))
+    for model in ("minimax-m2.5", tmp_path / "config.json", tmp_path):
+        rates = []
+        for dtype in ("bf16", "fp8"):
+            options = ("--gpus", 512, "--profile", "minimax-m2.5-h200", "--kv-dtype", dtype, "--json")
+            assert run(monkeypatch, model, *options) == 0
+            rates.append(json.loads(capsys.readouterr().out)["egress_bits_per_s"])
+        assert 2 * rates[1] == pytest.approx(rates[0])
+
+
 def test_the_case_study(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     long_prompts = ("internal-1t", "--gpus", 32, "--lognormal", "9.9,1,19400,131072")
     assert run(monkeypatch, *long_prompts, "--json") == 0

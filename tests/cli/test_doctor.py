@@ -20,6 +20,7 @@ from prfaas.core.deployment import AdminConfig, Deployment, load_deployment
 from prfaas.core.route_header import RouteHeader
 from prfaas.serving.certificates import CertificateFolder
 from prfaas.serving.engines.preparation import ensure_certificates, ensure_key
+from prfaas.serving.engines.tiny import tiny_config
 from prfaas.serving.transport import Peer, Sender
 from prfaas.serving.transport.receiver import Receiver
 from prfaas.serving.transport.staging import StagingArena
@@ -321,6 +322,10 @@ def test_files(deployment: Deployment, tmp_path: Path) -> None:
     deployment.model.path.mkdir(parents=True)
     finding = check_model(deployment)
     assert (finding.level, finding.mend) == ("problem", "prfaas model make qwen3-next")
+    (deployment.model.path / "config.json").write_text(json.dumps(tiny_config("qwen3-next")))
+    assert check_model(deployment).level == "ok"
+    other = replace(deployment, model=replace(deployment.model, kv_cache_dtype="fp8_ds_mla"))
+    assert check_model(other).mend == f"name another model.kv_cache_dtype in {EXAMPLE}"
     elsewhere = replace(deployment, model=replace(deployment.model, tiny=None, path=tmp_path / "none"))
     assert "model.path" in str(check_model(elsewhere).mend)
 

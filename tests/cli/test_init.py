@@ -88,7 +88,10 @@ def test_no_secrets_where_none_are_wanted_or_needed(
         ((*MODEL, "--site", "east:prfaas:h200x8"), "is no site; write NAME:KIND:HARDWARE:HOST,HOST"),
         ((*MODEL, *SITES, "--link", "east:west:1 Gbit/s"), 'link to or from "west"'),
         ((*MODEL, *SITES[:4]), "these options make no deployment: clusters[0]: no link leads from"),
+        ((*MODEL, *SITES, "--gateway", "not a host"), '--gateway "not a host" is no host'),
         (MODEL, "--model is for a file of your own; give its sites, too: --site, or --ask"),
+        (("--served-name", "m"), "--served-name is for a file of your own"),
+        (("--max-model-len", "4096"), "--max-model-len is for a file of your own"),
     ],
 )
 def test_what_makes_no_file_is_one_sentence(
@@ -109,10 +112,10 @@ def test_it_asks_for_what_is_not_given(
 ) -> None:
     answers = iter(
         [
-            *("llm", "/models/qwen3-next", "", "0", "65536"),
+            *("llm", "models/qwen3-next", "/models/qwen3-next", "", "0", "65536"),
             *("east", "", "h200x8", "192.0.2.10"),
             *("home", "nothing", "h20x8", "198.51.100.10"),
-            *("home", "", "h20x8", "198.51.100.10", ""),
+            *("east", "home", "", "", "198.51.100.10", ""),
             *("a lot", "40 Gbit/s"),
         ]
     )
@@ -130,6 +133,8 @@ def test_it_asks_for_what_is_not_given(
     assert [cluster.kind for cluster in deployment.clusters] == ["prfaas", "pd"]
     error = capsys.readouterr().err
     assert '"nothing" is no kind of site' in error and 'link "east:home:a lot"' in error
+    assert '"models/qwen3-next" is no absolute path' in error and 'there is a site "east" already' in error
+    assert {instance.tensor_parallel for instance in deployment.instances} == {8}
 
 
 def test_examples_are_copied_as_before(

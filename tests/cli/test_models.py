@@ -77,6 +77,22 @@ def test_a_users_model(
     assert json.loads(capsys.readouterr().out)["bytes_per_token"] == 2 * 4 * 2 * 16
 
 
+def test_published_models_in_other_dtypes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = []
+    for options in ((), ("--kv-dtype", "fp8"), ("--kv-dtype", "fp32"), ("--state-dtype", "bf16")):
+        assert run(monkeypatch, "models", "internal-1t", *options, "--json") == 0
+        found = json.loads(capsys.readouterr().out)
+        sizes.append((found["bytes_per_token"], found["groups"][1]["recurrent_bytes"]))
+    (token, state), *others = sizes
+    assert others == [(token // 2, state), (token * 2, state), (token, state // 2)]
+    assert run(monkeypatch, "models", "--kv-dtype", "fp8", "--json") == 0
+    assert {each["name"]: each for each in json.loads(capsys.readouterr().out)}["internal-1t"][
+        "bytes_per_token"
+    ] == token // 2
+
+
 def test_mistakes_are_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,9 +101,10 @@ def test_mistakes_are_one_sentence(
     for args, message in (
         (("kimi-q2",), 'no published model "kimi-q2"; did you mean "kimi-k2"?'),
         ((path,), f'{path}: the KVCache of model_type "brand_new" is not known, and it has no layer_types'),
-        ((tmp_path / "gone.json",), "gone.json: can't be read as JSON"),
+        ((tmp_path / "gone.json",), "gone.json: there is no such file; name the directory of"),
         ((path, "--sources"), "only published models have sources"),
-        (("kimi-k2", "--kv-dtype", "fp8"), "go with a config.json"),
+        (("kimi-k2", "--kv-dtype", "fp8_ds_mla"), 'not of model_type "kimi_k2"'),
+        (("kimi-k2", "--state-dtype", "fp8"), '--state-dtype: must be one of fp32, bf16, fp16, not "fp8"'),
         (("minimax-m2.5", "--tensor-parallel", 3), "8 KV heads can't be divided among 3 ranks"),
         (("--tensor-parallel", 3), "can't be divided among 3 ranks; name one model"),
     ):
@@ -100,7 +117,10 @@ def test_mistakes_are_one_sentence(
     path.write_text(json.dumps(DENSE))
     assert run(monkeypatch, "models", path, "--kv-dtype", "int4") == 2
     said = capsys.readouterr().err
-    assert '--kv-dtype: must be one of bf16, fp16, fp8, fp32, fp8_ds_mla, fp8_e4m3, not "int4"' in said
+    assert (
+        '--kv-dtype: must be one of auto, bf16, fp16, fp32, fp8, fp8_e4m3, fp8_e5m2, fp8_ds_mla, not "int4"'
+        in said
+    )
 
 
 def test_the_layout_of_an_fp8_cache_of_sparse_mla_must_be_said(

@@ -372,6 +372,23 @@ def test_the_guide_shows_what_is_printed(
     assert throughput in guide
 
 
+def test_the_guide_shows_what_an_fp8_cache_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "model:\n  published: minimax-m2.5\n"
+    guide = (EXAMPLES.parent / "docs" / "guides" / "plan.md").read_text()
+    assert f"```yaml\n{said}  kv_cache_dtype: fp8\n```" in guide
+    text = (EXAMPLES / "dense.yaml").read_text()
+    assert said in text
+    (tmp_path / "dense.yaml").write_text(text.replace(said, f"{said}  kv_cache_dtype: fp8\n"))
+    assert run(monkeypatch, "plan", tmp_path / "dense.yaml") == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert "\n".join(lines[: lines.index("")]) in guide
+    assert "dense: minimax-m2.5, KVCache in fp8" in lines
+    (threshold,) = (line.split()[2] for line in lines if line.startswith("threshold (tokens)"))
+    assert f"The threshold falls from 37,352 to {threshold} tokens" in guide
+
+
 def test_values_for_another_router(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

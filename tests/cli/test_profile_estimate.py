@@ -97,6 +97,8 @@ def test_mistakes_are_one_sentence(
         (("--estimate", "--gpu", "h200"), "--estimate needs --model CONFIG"),
         (("http://127.0.0.1:9", *base), "--estimate asks no server; leave http://127.0.0.1:9 out"),
         (("http://127.0.0.1:9", "--gpu", "h200"), "--gpu goes with --estimate"),
+        (("http://127.0.0.1:9", "--kv-dtype", "fp8"), "--kv-dtype goes with --estimate"),
+        ((*base, "--kv-dtype", "int4"), "--kv-dtype: must be one of auto, bf16"),
         (("http://127.0.0.1:9", "--beside", "x"), "--beside goes with --estimate"),
         ((*base, "--estimator", "guess"), "--estimator: must be one of auto, aiconfigurator, roofline"),
         ((*base, "--beside", "nobodys"), 'there is no profile "nobodys"'),

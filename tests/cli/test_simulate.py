@@ -282,6 +282,7 @@ BAD = {
     "fluctuation of nothing": (["--link-fluctuation", "0:5"], "must be SD:CORRELATION_S"),
     "fluctuation for ever": (["--link-fluctuation", "0.3:inf"], "must be SD:CORRELATION_S"),
     "memory": (["--caches", "--cache-memory", "lots"], "--cache-memory: 'lots' is no size"),
+    "memory of no caches": (["--cache-memory", "5 GiB"], "there are none: give --caches, too"),
     "trace and bursts": (
         ["--trace", str(BURST), "--bursts"],
         "--bursts makes up arrivals; a --trace has its own",
@@ -388,3 +389,57 @@ def test_a_deployment_that_can_serve_nothing(
 def test_help_has_an_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "--help") == 0
     assert "Example: prfaas simulate" in " ".join(capsys.readouterr().out.split())
+
+
+OWN_POLICIES = '''
+from dataclasses import replace
+from prfaas.api import NoDecodeInstanceError, options
+
+class Silent:
+    def decide(self, request, view): return None
+
+class Raising:
+    def decide(self, request, view): return self.worst(request) / 0
+    def worst(self, request): raise KeyError("no\\nlinks")
+
+class Narrow:
+    def decide(self, request): return None
+
+class Wordy:
+    def decide(self, request, view): return options(request, view)[0].decision("Two words")
+
+class Late:
+    """Fails once it is under way."""
+    def decide(self, request, view):
+        if view.now_s > 20: raise ValueError("late")
+        return options(request, view)[0].decision("first")
+
+class Elsewhere:
+    def decide(self, request, view): raise NoDecodeInstanceError("nothing decodes")
+'''
+
+
+@pytest.mark.parametrize(
+    ("policy", "complaint"),
+    [
+        ("Silent", "it is a NoneType, not a Decision"),
+        ("Raising", "it raised KeyError: 'no\\nlinks' (own_policies.py, line 10)"),
+        ("Narrow", "it raised TypeError: Narrow.decide() takes 2 positional arguments but 3 were given"),
+        ("Wordy", "reason 'Two words' is no lower-case word"),
+        ("Late", "it raised ValueError: late (own_policies.py, line 21)"),
+        ("Elsewhere", "nothing decodes"),
+    ],
+)
+def test_an_own_policy_that_fails_ends_the_run_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    policy: str,
+    complaint: str,
+) -> None:
+    (tmp_path / "own_policies.py").write_text(OWN_POLICIES)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_policies", raising=False)
+    assert run(monkeypatch, PAPER, "--policy", f"own_policies:{policy}", "--requests", 300) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"prfaas: policy own_policies:{policy}: ") and complaint in said

@@ -1,27 +1,11 @@
-import json
 from collections.abc import Iterator
 
 import pytest
-
-from .stack import Stack, running, write_deployment
 
 
 @pytest.fixture(scope="session", autouse=True)
 def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Models, keys and logs of tests stay out of the user's own folder."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PRFAAS_HOME", str(tmp_path_factory.mktemp("prfaas-home")))
+        patch.setenv("PRFAAS_HOME", str(tmp_path_factory.mktemp("home")))
         yield
-
-
-@pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Three engines of the tiny Qwen3-Next and the gateway, over a link on which transfer time matters."""
-    directory = tmp_path_factory.mktemp("prfaas-test-stack")
-    tools = ["--enable-auto-tool-choice", "--tool-call-parser", "pythonic"]
-    # Where a grammar allows any whitespace, a model that likes it best writes nothing else to its last token.
-    tools += [
-        "--structured-outputs-config",
-        json.dumps({"backend": "xgrammar", "disable_any_whitespace": True}),
-    ]
-    yield from running(write_deployment(directory, bandwidth="100 Mbit/s", extra_args=tools))

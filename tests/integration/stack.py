@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import math
+import random
 import subprocess
 import sys
 import time
@@ -26,6 +27,15 @@ from prfaas.tools.demo.compare import Comparison, Equality, compare, tie_bound_n
 MODEL = "tiny"
 THRESHOLD_TOKENS = 2000
 TENANT_HEADER = "x-tenant"
+
+# Of the tiny Qwen3-Next on CPUs.
+BLOCK_TOKENS = 256
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    """Random printable bytes; ids of the byte-level tokenizer start behind its few special tokens."""
+    return [random.Random(seed * 100003 + i).randrange(40, 130) for i in range(tokens)]
+
 
 # What makes an engine of this stack report logits.
 LOGITS: Mapping[str, Any] = {"logprobs": 10, "return_tokens_as_token_ids": True}

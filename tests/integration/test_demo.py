@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +15,13 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(3600)]
 
 
 @pytest.mark.parametrize("model", ["qwen3-next", "gpt-oss", "mimo-v2-flash", "qwen3"])
-def test_the_demo_succeeds_with_every_kind_of_cache(model: str, tmp_path: Path) -> None:
-    deployment = write_deployment(tmp_path, bandwidth="200 Mbit/s", staging="256 MiB", pools=True)
-    result = tmp_path / "demo.json"
+def test_the_demo_succeeds_with_every_kind_of_cache(
+    model: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    # The folder's name is the deployment's, and part of the path of a pool's socket, which must be short.
+    directory = tmp_path_factory.mktemp("demo")
+    deployment = write_deployment(directory, bandwidth="200 Mbit/s", staging="256 MiB", pools=True)
+    result = directory / "demo.json"
     demo = subprocess.run(
         [
             sys.executable,

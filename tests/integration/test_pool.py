@@ -20,8 +20,7 @@ from prfaas.serving.pool.client import PoolClient
 from prfaas.serving.pool.running import RunningPools
 from prfaas.tools.demo.compare import Equality, compare
 
-from .stack import LOGITS, MODEL, PATIENCE_S, DemoAnswer, call, completion_body, wait_until
-from .test_chain import prompt
+from .stack import LOGITS, MODEL, PATIENCE_S, DemoAnswer, call, completion_body, prompt, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 

@@ -9,8 +9,7 @@ import pytest
 from prfaas.core.kv import KvModel, model_from_directory
 from prfaas.serving.engines.preparation import port_problem
 
-from .stack import MODEL, PATIENCE_S, Stack, call, running, wait_until, write_deployment
-from .test_chain import BLOCK_TOKENS, prompt
+from .stack import BLOCK_TOKENS, MODEL, PATIENCE_S, Stack, call, prompt, running, wait_until, write_deployment
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 

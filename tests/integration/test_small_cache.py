@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from .stack import Stack, running, write_deployment
-from .test_chain import prompt
+from .stack import Stack, prompt, running, write_deployment
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 

@@ -16,8 +16,7 @@ from prfaas.serving.certificates import CertificateFolder, https_options, identi
 from prfaas.serving.engines.running import RunningEngines
 from prfaas.serving.live import serve_live
 
-from .stack import MODEL, PATIENCE_S, write_deployment
-from .test_chain import prompt
+from .stack import MODEL, PATIENCE_S, prompt, write_deployment
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 

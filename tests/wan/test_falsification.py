@@ -146,14 +146,14 @@ def test_a_run_goes_on_with_the_same_settings_only(document: dict[str, Any], tmp
     again = json.loads(json.dumps(document))
     settings = again["settings"]
     options = argparse.Namespace(
-        **{name: settings[name] for name in ("engines", "bandwidth", "load")},
+        **{name: settings[name] for name in ("engines", "bandwidth", "load", "mean_tokens")},
         seconds=settings["phase_s"],
         phases=PHASES,
         start=settings["start_s"],
     )
     falsification.plan(again, options, tmp_path)
     assert set(again["drives"]) == set(document["drives"])
-    options.load = 0.4
+    options.mean_tokens = 2000
     falsification.plan(again, options, tmp_path)
     assert again["drives"] == {}
 
@@ -203,7 +203,13 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         },
     }
     options = argparse.Namespace(
-        engines="vllm", bandwidth="60 Mbit/s", seconds=60.0, phases=PHASES, load=0.5, start=600.0
+        engines="vllm",
+        bandwidth="60 Mbit/s",
+        seconds=60.0,
+        phases=PHASES,
+        load=0.5,
+        start=600.0,
+        mean_tokens=4000,
     )
     falsification.plan(made, options, tmp_path_factory.mktemp("plan"))
     for policy in ("paper", "tilted", STATIC):

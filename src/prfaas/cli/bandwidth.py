@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from prfaas.cli.cache_dtypes import KV_DTYPE_HELP, cache_dtypes
 from prfaas.cli.common import AsJson, CliError, print_json
 from prfaas.cli.completions import model_names
 
 if TYPE_CHECKING:
-    from prfaas.core.kv import KvModel
+    from prfaas.core.kv import CacheDtypes, KvModel
     from prfaas.core.workload import LengthDistribution
 
 
@@ -39,18 +40,19 @@ def bandwidth(
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The lengths of a trace instead; docs/guides/plan.md.")
     ] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help=KV_DTYPE_HELP)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what bandwidth N GPUs fill with KVCache if they prefill without a pause (the paper's equation 2).
 
-    Examples: prfaas bandwidth ring-2.5-1t --gpus 512 --length 32768;
+    Examples: prfaas bandwidth ring-2.5-1t --gpus 512 --length 32768 --kv-dtype fp8;
     prfaas bandwidth internal-1t --gpus 32 --lognormal 9.9,1,19400,131072
     """
     from prfaas.core.latency import load_profile, profile_names
     from prfaas.core.planner import egress
     from prfaas.core.units import format_bits_per_s
 
-    kv_model = _kv_model(model)
+    kv_model = _kv_model(model, cache_dtypes(kv_dtype))
     if profile is None and f"{model}-h200" not in profile_names():
         raise CliError(
             f'--profile: none comes with prfaas for "{model}"; `prfaas profile URL` measures one, and there are '
@@ -86,15 +88,15 @@ def bandwidth(
         typer.echo(f"Mind that {speed.name} was measured with {speed.model}.", err=True)
 
 
-def _kv_model(name: str) -> "KvModel":
+def _kv_model(name: str, dtypes: "CacheDtypes") -> "KvModel":
     from prfaas.core.kv import model_from_directory, model_from_file, published_model
 
     path = Path(name)
     if path.is_dir():
-        return model_from_directory(path)
+        return model_from_directory(path, dtypes=dtypes)
     if "/" in name or name.endswith(".json"):
-        return model_from_file(path)
-    return published_model(name).kv_model
+        return model_from_file(path, dtypes=dtypes)
+    return published_model(name).kept_in(dtypes)
 
 
 def _lengths(length: float | None, lognormal: str | None, trace: Path | None) -> "LengthDistribution":

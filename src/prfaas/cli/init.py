@@ -79,8 +79,14 @@ def init(
         )
         write_draft(given, out, ask=ask, secrets=secrets, force=force, as_json=as_json)
         return
-    for option, value in (("--model", model), ("--link", link), ("--gateway", gateway)):
-        if value:
+    for option, value in (
+        ("--model", model),
+        ("--served-name", served_name),
+        ("--max-model-len", max_model_len),
+        ("--link", link),
+        ("--gateway", gateway),
+    ):
+        if value is not None and value != []:
             raise CliError(f"{option} is for a file of your own; give its sites, too: --site, or --ask")
     files = {path.stem: path for path in example_files().values()}
     if list_only:

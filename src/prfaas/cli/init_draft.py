@@ -8,7 +8,7 @@ import typer
 
 from prfaas.cli.common import CliError, made_folder, print_json
 from prfaas.cli.init_questions import ask as ask_for
-from prfaas.cli.init_questions import ask_links, ask_sites
+from prfaas.cli.init_questions import ask_links, ask_model, ask_sites
 from prfaas.core.deployment import DeploymentError, load_deployment
 from prfaas.core.deployment.draft import Draft, DraftError, DraftLink, DraftSite
 
@@ -67,7 +67,7 @@ def _told(given: DraftOptions) -> Draft:
 
 def _asked(given: DraftOptions) -> Draft:
     name = ask_for("Name of the deployment", given.name)
-    model = given.model or ask_for("The checkpoint's directory on all machines (or tiny:qwen3-next)")
+    model = given.model or ask_model()
     served_name = given.served_name or ask_for("What clients write as the model", _name_of(model))
     length = given.max_model_len
     while length is None:

@@ -4,13 +4,25 @@ from collections.abc import Sequence
 
 import typer
 
-from prfaas.core.deployment.draft import DraftError, DraftLink, DraftSite
+from prfaas.core.deployment.draft import DraftError, DraftLink, DraftSite, check_model
 
 
 def ask(question: str, default: str | None = None) -> str:
     """One line from the person at the terminal; questions go to stderr."""
     answer = typer.prompt(question, default=default, err=True)
     return str(answer).strip()
+
+
+def ask_model() -> str:
+    """Where the model is, asked again until every machine can find it there."""
+    while True:
+        model = ask("The checkpoint's directory on all machines (or tiny:qwen3-next)")
+        try:
+            check_model(model)
+        except DraftError as error:
+            typer.echo(f"  {error}", err=True)
+        else:
+            return model
 
 
 def ask_sites() -> tuple[DraftSite, ...]:
@@ -21,10 +33,13 @@ def ask_sites() -> tuple[DraftSite, ...]:
         name = ask(f"Name of a site{more}", "" if sites else None)
         if not name:
             return tuple(sites)
+        if name in {site.name for site in sites}:
+            typer.echo(f'  there is a site "{name}" already; give this one another name', err=True)
+            continue
         kind = ask(
             "  prfaas (only prefills long prompts) or pd (serves clients)", "pd" if sites else "prfaas"
         )
-        hardware = ask("  GPUs of one engine, for example h200x8", sites[-1].hardware if sites else None)
+        hardware = ask("  GPUs of one engine, for example h200x8", sites[-1].engine if sites else None)
         hosts = ask("  its hosts, one engine on each, with commas between")
         try:
             sites.append(DraftSite.parse(f"{name}:{kind}:{hardware}:{hosts}"))

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from prfaas.cli.cache_dtypes import KV_DTYPE_HELP, cache_dtypes
 from prfaas.cli.common import AsJson
 from prfaas.cli.completions import model_names, tiny_model_names
 
@@ -59,8 +60,6 @@ def make(
 
 # The paper's lengths, K = 1024.
 _LENGTHS = (1024, 8192, 32768, 131072)
-_DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp8": 1, "fp32": 4}
-_FP8_LAYOUTS = ("fp8_ds_mla", "fp8_e4m3")
 
 
 def models(
@@ -75,39 +74,36 @@ def models(
     tensor_parallel: Annotated[
         int, typer.Option("--tensor-parallel", min=1, help="Show what each of so many ranks holds.")
     ] = 1,
-    kv_dtype: Annotated[
-        str | None,
-        typer.Option(help="Of a user's model: bf16, fp8, fp8_ds_mla, fp8_e4m3 or fp32; default: bf16."),
-    ] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help=KV_DTYPE_HELP)] = None,
     state_dtype: Annotated[
-        str | None, typer.Option(help="Of its recurrent states: fp32 or bf16; default: fp32.")
+        str | None, typer.Option(help="Of recurrent states: fp32, bf16 or fp16; default: fp32.")
     ] = None,
     sources: Annotated[bool, typer.Option("--sources", help="Say where every number comes from.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """List models with their layers, bytes per token, fixed state, and KVCache size S(l) from 1K to 128K tokens.
 
-    Examples: prfaas models; prfaas models kimi-k2; prfaas models ./my-model/config.json --tensor-parallel 8
+    Examples: prfaas models; prfaas models kimi-k2 --kv-dtype fp8;
+    prfaas models ./my-model/config.json --tensor-parallel 8
     """
     import json
 
     from prfaas.cli.common import CliError
-    from prfaas.core.kv import published_model, published_models
+    from prfaas.core.kv import model_from_directory, model_from_file, published_model, published_models
 
+    dtypes = cache_dtypes(kv_dtype, state_dtype)
     listed: list[tuple[KvModel, PublishedModel | None]]
     if model is None:
-        listed = [(each.kv_model, each) for each in published_models()]
+        listed = [(each.kept_in(dtypes), each) for each in published_models()]
     elif _is_path(model):
         if sources:
             raise CliError("--sources: only published models have sources; this one's is its config.json")
-        listed = [(_from_path(Path(model), kv_dtype, state_dtype), None)]
+        path = Path(model)
+        read = model_from_directory if path.is_dir() else model_from_file
+        listed = [(read(path, dtypes=dtypes), None)]
     else:
         found = published_model(model)
-        listed = [(found.kv_model, found)]
-    if (kv_dtype or state_dtype) and listed[0][1] is not None:
-        raise CliError(
-            "--kv-dtype and --state-dtype go with a config.json; published models are bf16 and fp32"
-        )
+        listed = [(found.kept_in(dtypes), found)]
     try:
         rows = [(each.per_rank(tensor_parallel), published) for each, published in listed]
     except ValueError as error:
@@ -125,26 +121,6 @@ def models(
 
 def _is_path(text: str) -> bool:
     return "/" in text or text.endswith(".json") or Path(text).is_dir()
-
-
-def _from_path(path: Path, kv_dtype: str | None, state_dtype: str | None) -> "KvModel":
-    from prfaas.core.kv import model_from_directory, model_from_file
-
-    read = model_from_directory if path.is_dir() else model_from_file
-    layout = kv_dtype if kv_dtype in _FP8_LAYOUTS else None
-    kv = 1 if layout else _dtype_bytes("--kv-dtype", kv_dtype, 2, *_FP8_LAYOUTS)
-    state = _dtype_bytes("--state-dtype", state_dtype, 4)
-    return read(path, kv_dtype_bytes=kv, state_dtype_bytes=state, fp8_layout=layout)
-
-
-def _dtype_bytes(option: str, dtype: str | None, default: int, *others: str) -> int:
-    from prfaas.cli.common import CliError
-
-    if dtype is None:
-        return default
-    if dtype not in _DTYPE_BYTES:
-        raise CliError(f'{option}: must be one of {", ".join([*_DTYPE_BYTES, *others])}, not "{dtype}"')
-    return _DTYPE_BYTES[dtype]
 
 
 def _document(

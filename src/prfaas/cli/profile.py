@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from prfaas.cli.cache_dtypes import KV_DTYPE_HELP, cache_dtypes
 from prfaas.cli.common import AsJson
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ def profile(
     weights: Annotated[
         str | None, typer.Option(help="Estimate: bf16, fp8, int4, nvfp4, …; default: as in config.json.")
     ] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help=f"Estimate: {KV_DTYPE_HELP}")] = None,
     estimator: Annotated[
         str, typer.Option(help="Estimate: auto, aiconfigurator (measured kernels) or roofline.")
     ] = "auto",
@@ -139,13 +141,17 @@ def profile(
     if wanted is not None and len(wanted) < 2:
         raise CliError("--lengths: give at least two, for example 1024,8192")
     given = None if batches is None else _numbers(batches, "--batches")
-    _check_kind(url, estimate, {"--gpu": gpu, "--weights": weights, "--beside": beside})
+    _check_kind(
+        url, estimate, {"--gpu": gpu, "--weights": weights, "--kv-dtype": kv_dtype, "--beside": beside}
+    )
     if estimate:
         if model is None or gpu is None:
             raise CliError(
                 "--estimate needs --model CONFIG (its config.json) and --gpu NAME (for example h200)"
             )
-        plan = _estimate_plan(Path(model), gpu, tp, wanted, given, context, weights, estimator, name)
+        plan = _estimate_plan(
+            Path(model), gpu, tp, wanted, given, context, weights, kv_dtype, estimator, name
+        )
         print_estimate(plan, EstimateOutputs(out, plot, beside, as_json))
         return
     if url is None:
@@ -210,6 +216,7 @@ def _estimate_plan(
     batches: tuple[int, ...] | None,
     context: int | None,
     weights: str | None,
+    kv_dtype: str | None,
     estimator: str,
     name: str | None,
 ) -> "EstimatePlan":
@@ -222,7 +229,8 @@ def _estimate_plan(
         raise CliError(f'--estimator: must be one of {", ".join(get_args(Estimator))}, not "{estimator}"')
     chosen = cast("Estimator", estimator)
     tokens = CONTEXT_TOKENS if context is None else context
-    return EstimatePlan(config, gpu, ranks, lengths, batches, tokens, weights, chosen, name)
+    dtypes = cache_dtypes(kv_dtype)
+    return EstimatePlan(config, gpu, ranks, lengths, batches, tokens, weights, dtypes, chosen, name)
 
 
 async def _run(

@@ -98,9 +98,13 @@ def simulate(
         ),
     ] = None,
     cache_memory: Annotated[
-        str,
-        typer.Option(metavar="SIZE", help="Of one instance, for its prefix cache.", rich_help_panel=_WORLD),
-    ] = "64 GiB",
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Of one instance, for its prefix cache. Default: 64 GiB.",
+            rich_help_panel=_WORLD,
+        ),
+    ] = None,
     pool: PoolMemory = None,
     pool_ssd: PoolSsd = None,
     pool_rate: PoolRates = None,
@@ -192,6 +196,8 @@ def simulate(
     options = None
     if caches or (caches is None and trace is not None):
         options = cache_options(planned.kv_model, cache_memory)
+    elif cache_memory is not None:
+        _refuse("--cache-memory is for prefix caches, and there are none: give --caches, too")
     pools = pools_asked(planned, PoolsAsked(pool, pool_ssd, tuple(pool_rate or ())))
     if trace is None or recorded_trace is None:
         traffic = made_up(problem, rate_rps, bursts=bursts)
@@ -248,6 +254,9 @@ def _simulated(
     from rich.console import Console
     from rich.progress import Progress
 
+    from prfaas.cli.common import CliError
+    from prfaas.core.scheduling import NoDecodeInstanceError
+    from prfaas.core.scheduling.checked_policy import UnsoundDecisionError
     from prfaas.lab.simulator import simulate as run
 
     expected = requests if requests is not None else round((duration_s or 0.0) * traffic.traffic.mean_per_s)
@@ -261,14 +270,17 @@ def _simulated(
                 progress.update(task, completed=done)
 
             started_s = time.perf_counter()
-            result = run(
-                scenario,
-                traffic.traffic.chunks(np.random.default_rng(seed)),
-                seed=seed,
-                requests=requests,
-                duration_s=duration_s,
-                progress=advance,
-            )
+            try:
+                result = run(
+                    scenario,
+                    traffic.traffic.chunks(np.random.default_rng(seed)),
+                    seed=seed,
+                    requests=requests,
+                    duration_s=duration_s,
+                    progress=advance,
+                )
+            except (NoDecodeInstanceError, UnsoundDecisionError) as error:
+                raise CliError(f"policy {scenario.policy}: {error}") from error
             took_s = time.perf_counter() - started_s
             results[scenario.policy] = result
             progress.update(task, completed=expected)

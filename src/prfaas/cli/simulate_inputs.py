@@ -288,17 +288,18 @@ def scenario_for(
     return scenario
 
 
-def cache_options(model: "KvModel", text: str) -> "CacheOptions":
-    """Prefix caches of so much memory on every instance, in the model's own tokens.
+def cache_options(model: "KvModel", text: str | None) -> "CacheOptions":
+    """Prefix caches of so much memory on every instance, 64 GiB if not said, in the model's own tokens.
 
     Raises:
         CliError: no size, or the model keeps nothing per token that could be cached.
     """
     from prfaas.core.units import parse_bytes
     from prfaas.lab.simulator import CacheOptions
+    from prfaas.lab.simulator.recording import CACHE_BYTES
 
     try:
-        num_bytes = parse_bytes(text)
+        num_bytes = CACHE_BYTES if text is None else parse_bytes(text)
     except ValueError as error:
         raise CliError(f"--cache-memory: {error}") from None
     try:

@@ -56,7 +56,7 @@ async def serve_live(
     reloader.follow(membership)
     if isinstance(plane, FleetPlane):
         reloader.follow(plane.fleet)
-        plane.fleet.reload = reloader.reload
+        plane.fleet.reloads.reload = reloader.reload
     reloader.wait_for(membership.is_idle)
     reloader.check(lambda said, _: _check_policy(said))
     reloader.check(lambda said, _: _check_identity(said, tls))

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from prfaas.core.deployment import TOOLS, Deployment, Instance
-from prfaas.core.kv import ConfigError, model_from_directory
+from prfaas.core.kv import CacheDtypeError, ConfigError
 from prfaas.core.route_header import REQUEST_ID_HEADER, ROUTE_HEADER, RouteHeader
 from prfaas.core.units import format_bytes
 from prfaas.serving.certificates import https_options
@@ -48,7 +48,9 @@ def check_model(deployment: Deployment) -> Finding:
     if model.tiny is not None and not model.path.exists():
         return ok("model", f"{model.tiny} will be made at {model.path} when the first engine starts")
     try:
-        kv_model = model_from_directory(model.path, name=model.served_name)
+        kv_model = model.kv_model()
+    except CacheDtypeError as error:
+        return problem("model", str(error), f"name another model.kv_cache_dtype in {deployment.path}")
     except ConfigError as error:
         mend = (
             f"prfaas model make {model.tiny}"

@@ -1,5 +1,6 @@
 """Deployment files for planning: what a good one says, and where a bad one is wrong."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from prfaas.core.deployment import (
     load_deployment,
     load_planned,
 )
+from prfaas.core.kv import published_model
 from prfaas.core.latency import load_profile, save_profile
 from prfaas.core.planner import problem_of
 
@@ -101,6 +103,17 @@ def test_a_good_file(tmp_path: Path) -> None:
     assert deployment.prices == {"h200": 2, "h20": 1}
     assert deployment.links[0].bandwidth_bits_per_s == 100e9
     assert deployment.kv_model.kv_bytes(1024) == pytest.approx(190.8 * 2**20, rel=1e-3)
+
+
+@pytest.mark.parametrize("source", ["published", "config", "path"])
+def test_an_fp8_cache_is_counted_wherever_the_model_comes_from(tmp_path: Path, source: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(published_model("internal-1t").config))
+    text = replaced("published: internal-1t", f"{source}: {'internal-1t' if source == 'published' else '.'}")
+    whole = planned(tmp_path, text)
+    half = planned(tmp_path, text.replace("model:\n", "model:\n  kv_cache_dtype: fp8\n"))
+    double = planned(tmp_path, text.replace("model:\n", "model:\n  dtype: float32\n"))
+    assert 2 * half.kv_model.token_bytes == whole.kv_model.token_bytes == double.kv_model.token_bytes / 2
+    assert half.kv_model.fixed_bytes == whole.kv_model.fixed_bytes < double.kv_model.fixed_bytes
 
 
 @pytest.mark.parametrize("name", ["paper", "dense", "multi"])
@@ -261,13 +274,17 @@ BAD = {
         replaced("published: internal-1t", "published: internal-1t\n  config: m"),
         "2: model: needs either path (a checkpoint directory), tiny",
     ),
+    "cache that the model does not have": (
+        replaced("published: internal-1t", "published: internal-1t\n  kv_cache_dtype: fp8_ds_mla"),
+        "4: model.kv_cache_dtype: fp8_ds_mla is a layout of sparse MLA (deepseek_v32, glm_moe_dsa), not of model_type",
+    ),
     "made model": (
         replaced("published: internal-1t", "tiny: qwen3"),
         "3: model.tiny: a made model has no published speed",
     ),
     "config that is not there": (
         replaced("published: internal-1t", "config: nowhere"),
-        "nowhere/config.json: can't be read",
+        "nowhere/config.json: there is no such file",
     ),
     "no workload": (
         GOOD[: GOOD.index("workload:")] + GOOD[GOOD.index("slo:") :],

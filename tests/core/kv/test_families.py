@@ -4,7 +4,14 @@ from typing import Any
 
 import pytest
 
-from prfaas.core.kv import ConfigError, FullAttention, LinearState, SlidingWindow, model_from_config
+from prfaas.core.kv import (
+    CacheDtypes,
+    ConfigError,
+    FullAttention,
+    LinearState,
+    SlidingWindow,
+    model_from_config,
+)
 
 HEADS: dict[str, Any] = {
     "num_attention_heads": 8,
@@ -88,7 +95,7 @@ def test_lightning_has_no_convolution() -> None:
 
 
 def test_bf16_states_are_half() -> None:
-    half = model_from_config(RING, state_dtype_bytes=2)
+    half = model_from_config(RING, dtypes=CacheDtypes(state="bfloat16"))
     assert 2 * half.fixed_bytes == model_from_config(RING).fixed_bytes
 
 

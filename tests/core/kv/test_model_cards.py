@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 
 from prfaas.core.kv import (
+    CacheDtypes,
     ChunkedWindow,
     ConfigError,
     FullAttention,
     Group,
+    KvCacheDtype,
     LinearState,
     SlidingWindow,
     model_from_config,
@@ -293,8 +295,8 @@ def test_windows_of_the_whole_context_join_the_full_layers() -> None:
 
 
 @pytest.mark.parametrize(("layout", "latent_bytes"), [("fp8_ds_mla", 78 * 656), ("fp8_e4m3", 78 * 576)])
-def test_sparse_mla_has_two_fp8_layouts(layout: str, latent_bytes: int) -> None:
-    latent, index = model_from_config(GLM_5_2, kv_dtype_bytes=1, fp8_layout=layout).groups
+def test_sparse_mla_has_two_fp8_layouts(layout: KvCacheDtype, latent_bytes: int) -> None:
+    latent, index = model_from_config(GLM_5_2, dtypes=CacheDtypes(layout)).groups
     assert isinstance(latent, FullAttention)
     assert latent.is_mla
     assert latent.token_bytes == latent_bytes
@@ -303,16 +305,10 @@ def test_sparse_mla_has_two_fp8_layouts(layout: str, latent_bytes: int) -> None:
 
 def test_fp8_layouts_that_are_not_known_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"two layouts; say fp8_ds_mla .* or fp8_e4m3"):
-        model_from_config(GLM_5_2, kv_dtype_bytes=1)
+        model_from_config(GLM_5_2, dtypes=CacheDtypes("fp8"))
     with pytest.raises(ConfigError, match="fp8_ds_mla is known for a kv_lora_rank of 512 and"):
-        model_from_config({**GLM_5_2, "kv_lora_rank": 256}, kv_dtype_bytes=1, fp8_layout="fp8_ds_mla")
+        model_from_config({**GLM_5_2, "kv_lora_rank": 256}, dtypes=CacheDtypes("fp8_ds_mla"))
     with pytest.raises(ConfigError, match='not of model_type "longcat_flash"'):
-        model_from_config(LONGCAT_FLASH, kv_dtype_bytes=1, fp8_layout="fp8_ds_mla")
-    with pytest.raises(
-        ConfigError, match='fp8_layout must be one of fp8_ds_mla, fp8_e4m3, of one byte, not "fp4"'
-    ):
-        model_from_config(GLM_5_2, kv_dtype_bytes=1, fp8_layout="fp4")
-    with pytest.raises(ConfigError, match="fp8_layout must be one of"):
-        model_from_config(GLM_5_2, fp8_layout="fp8_e4m3")
+        model_from_config(LONGCAT_FLASH, dtypes=CacheDtypes("fp8_ds_mla"))
     # Dense MLA has one layout, a byte per value.
-    assert model_from_config(LONGCAT_FLASH, kv_dtype_bytes=1).token_bytes == 56 * 576
+    assert model_from_config(LONGCAT_FLASH, dtypes=CacheDtypes("fp8")).token_bytes == 56 * 576

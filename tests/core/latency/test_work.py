@@ -1,5 +1,6 @@
 """What models compute and read, against the parameters that their makers print."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.core.kv.model_cards import GEMMA_3_27B, LLAMA_4_SCOUT
 
-from prfaas.core.kv import ConfigError
+from prfaas.core.kv import CacheDtypes, ConfigError, KvCacheDtype
 from prfaas.core.latency.work import WEIGHT_FORMATS, Experts, SoftmaxLayers, model_work, weight_format
 
 MODELS: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "public_models.yaml").read_text())
@@ -44,6 +45,16 @@ def test_sparse_attention_sees_its_top_tokens_and_has_an_index() -> None:
     latent, index = model_work(config, "v3.2").softmax
     assert latent.window_tokens == 2048
     assert (index.width, index.window_tokens) == (64 * 128, None)
+
+
+@pytest.mark.parametrize("dtype", ["fp8_ds_mla", "fp8_e4m3"])
+def test_the_dtype_of_its_cache_changes_nothing_that_a_model_computes(dtype: KvCacheDtype) -> None:
+    config = MODELS["deepseek-r1"]["config"] | {
+        "model_type": "deepseek_v32", "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048,
+    }  # fmt: skip
+    whole, small = (model_work(config, "v3.2", None, CacheDtypes(each)) for each in ("auto", dtype))
+    assert small.kv.token_bytes < whole.kv.token_bytes
+    assert replace(small, kv=whole.kv) == whole
 
 
 @given(st.integers(1, 5000), st.integers(1, 500))

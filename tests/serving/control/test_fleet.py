@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -11,12 +12,15 @@ from tests.serving.fleet.memory_store import MemoryEtcd, MemoryStore
 
 from prfaas.core.deployment import AppliedDeployment, Deployment, FleetConfig
 from prfaas.serving.control.fleet_plane import FleetPlane, default_name
+from prfaas.serving.control.membership import Membership
 from prfaas.serving.fleet.messages import Announcement, Decisions, RoleDecision, file_digest
+from prfaas.serving.fleet.store import StoreError
 
-from .world import KEY, LINK, FakeClock, FakeHttp, FakeSender, decision, deployment_of, report
+from .world import FILE, KEY, LINK, FakeClock, FakeHttp, FakeSender, decision, deployment_of, report
 
 LIMIT_S = 30.0
 PREFIX = "/prfaas/test/"
+WITHOUT_D1 = "".join(line for line in FILE.splitlines(keepends=True) if "home-d1" not in line)
 
 
 class Node:
@@ -481,7 +485,7 @@ def test_a_reload_at_one_has_the_others_look_at_their_files(
                     raise ValueError("a mistake")
                 node.plane.fleet.adopt(new)
 
-            node.plane.fleet.reload = reload
+            node.plane.fleet.reloads.reload = reload
 
         look(a, has_new_file=True)
         look(b, has_new_file=True)
@@ -507,6 +511,171 @@ def test_a_reload_at_one_has_the_others_look_at_their_files(
         a.plane.fleet.adopt(AppliedDeployment(deployment, ""))
         stage.etcd.start()
         await until(lambda: {"b", "late"} <= set(looked[2:]))
+
+    play(deployment, clock, scene)
+
+
+def test_a_second_reload_that_is_told_during_the_first_is_looked_at_too(
+    deployment: Deployment, clock: FakeClock, tmp_path: Path
+) -> None:
+    async def scene(stage: Stage) -> None:
+        a, b = await stage.join("a", "b")
+        files = []
+        for rate in ("2 Gbit/s", "3 Gbit/s"):
+            (tmp_path / rate[0]).mkdir()
+            changed = deployment_of(tmp_path / rate[0], change=f"1 Gbit/s -> {rate}")
+            files.append(AppliedDeployment(changed, ""))
+        is_reading, may_end = asyncio.Event(), asyncio.Event()
+        on_disk = iter(files)
+
+        async def reload() -> None:
+            new = next(on_disk)
+            is_reading.set()
+            await may_end.wait()
+            b.plane.fleet.adopt(new)
+
+        b.plane.fleet.reloads.reload = reload
+        a.plane.fleet.adopt(files[0])
+        await until(is_reading.is_set)
+        a.plane.fleet.adopt(files[1])
+        await told()
+        may_end.set()
+        await until(lambda: a.plane.state()["fleet"]["members"]["b"]["same_file"])
+
+    play(deployment, clock, scene)
+
+
+def test_a_setting_of_gateways_alone_is_told_too_and_again_where_etcd_fails(
+    deployment: Deployment, clock: FakeClock, tmp_path: Path
+) -> None:
+    async def scene(stage: Stage) -> None:
+        a, b = await stage.join("a", "b")
+        (tmp_path / "new").mkdir()
+        said = replace(deployment, gateway=replace(deployment.gateway, shadow=0.5))
+        assert file_digest(said) == file_digest(deployment)
+        looked = asyncio.Event()
+
+        async def reload() -> None:
+            looked.set()
+
+        b.plane.fleet.reloads.reload = reload
+        put_while, failures = a.store.put_while, iter([True, True])
+
+        async def put_badly(key: str, value: bytes | None, holder: str, created: int) -> int | None:
+            if key.endswith("reloaded") and next(failures, False):
+                raise StoreError("too slow")
+            return await put_while(key, value, holder, created)
+
+        a.store.put_while = put_badly  # type: ignore[method-assign]
+        a.plane.fleet.adopt(AppliedDeployment(said, ""))
+        await until(looked.is_set)
+        # The same again is no news.
+        looked.clear()
+        a.plane.fleet.adopt(AppliedDeployment(said, ""))
+        await told()
+        assert not looked.is_set()
+
+    play(deployment, clock, scene)
+
+
+def test_who_joins_is_drained_where_a_mark_says_so_and_who_leaves_is_not_undrained(
+    deployment: Deployment, clock: FakeClock, tmp_path: Path
+) -> None:
+    async def scene(stage: Stage) -> None:
+        a, b = await stage.join("a", "b")
+        gone = next(each for each in deployment.instances if each.name == "home-d1")
+        (tmp_path / "less").mkdir()
+        less = deployment_of(tmp_path / "less", text=WITHOUT_D1)
+        membership = Membership(b.plane)
+
+        def take_on(applied: AppliedDeployment) -> None:
+            membership.adopt(applied)
+            b.plane.fleet.adopt(applied)
+
+        def is_closed(node: Node) -> bool:
+            return node.plane.cluster_state.instance("home-d1").closed
+
+        a.plane.drain("home-d1", wanted=True)
+        await until(lambda: is_closed(b))
+        take_on(AppliedDeployment(less, "", (gone,)))
+        # The other gateway has not read its file yet, and takes the mark back, and sets it again.
+        a.plane.drain("home-d1", wanted=False)
+        await until(lambda: PREFIX + "drained/home-d1" not in stage.etcd.entries)
+        await told()
+        assert is_closed(b)
+        take_on(AppliedDeployment(less, ""))
+        a.plane.drain("home-d1", wanted=True)
+        await until(lambda: PREFIX + "drained/home-d1" in stage.etcd.entries)
+        await told()
+        take_on(AppliedDeployment(deployment, ""))
+        assert is_closed(b)
+        a.plane.drain("home-d1", wanted=False)
+        await until(lambda: not is_closed(b))
+        await membership.close()
+
+    play(deployment, clock, scene)
+
+
+def test_who_joins_has_the_role_that_the_leader_has_decided(
+    deployment: Deployment, clock: FakeClock, tmp_path: Path
+) -> None:
+    async def scene(stage: Stage) -> None:
+        (a,) = await stage.join("a")
+        (tmp_path / "less").mkdir()
+        less = deployment_of(tmp_path / "less", text=WITHOUT_D1)
+        (b,) = await stage.join("b", deployment=less)
+        a.plane.cluster_state.set_roles("home-d1", ["prefill"])
+        await until(lambda: stage.decisions().roles["home-d1"].prefills)
+        await told()
+        membership, whole = Membership(b.plane), AppliedDeployment(deployment, "")
+        membership.adopt(whole)
+        b.plane.fleet.adopt(whole)
+        assert b.roles()["home-d1"] == (True, False, False)
+        await membership.close()
+
+    play(deployment, clock, scene)
+
+
+def test_an_etcd_that_has_lost_its_data_is_told_everything_again(
+    deployment: Deployment, clock: FakeClock, tmp_path: Path
+) -> None:
+    async def scene(stage: Stage) -> None:
+        a, b = await stage.join("a", "b")
+        looked = asyncio.Event()
+
+        async def reload() -> None:
+            looked.set()
+
+        b.plane.fleet.reloads.reload = reload
+        a.plane.fleet.adopt(
+            AppliedDeployment(replace(deployment, gateway=replace(deployment.gateway, shadow=0.5)), "")
+        )
+        await until(looked.is_set)
+        looked.clear()
+        a.plane.drain("home-d0", wanted=True)
+        a.plane.cluster_state.view.threshold_tokens["home"] = 7000.0
+        await until(lambda: b.threshold == 7000.0 and b.plane.cluster_state.instance("home-d0").closed)
+        for _ in range(100):
+            stage.etcd.set(PREFIX + "nothing", b"")
+        stage.etcd.stop()
+        await until(lambda: not any(node.plane.fleet.member.is_connected for node in stage.nodes))
+        stage.etcd.lose()
+        stage.etcd.start()
+        await until(lambda: {PREFIX + "decisions", PREFIX + "drained/home-d0"} <= stage.etcd.entries.keys())
+        assert stage.decisions().thresholds["home"] == 7000.0
+        await until(lambda: all(node.plane.fleet.member.is_connected for node in stage.nodes))
+        await told()
+        assert all(node.plane.cluster_state.instance("home-d0").closed for node in stage.nodes)
+        # Words with lower revisions than those before are heard.
+        a.plane.fleet.adopt(AppliedDeployment(deployment, ""))
+        await until(looked.is_set)
+        a.plane.drain("home-d0", wanted=False)
+        await until(lambda: not b.plane.cluster_state.instance("home-d0").closed)
+        (late,) = await stage.join("late")
+        assert not late.plane.cluster_state.instance("home-d0").closed
+        stage.nodes[0].plane.cluster_state.view.threshold_tokens["home"] = 6000.0
+        stage.nodes[1].plane.cluster_state.view.threshold_tokens["home"] = 6000.0
+        await until(lambda: late.threshold == 6000.0)
 
     play(deployment, clock, scene)
 

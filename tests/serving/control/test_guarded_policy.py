@@ -1,8 +1,11 @@
 """A policy that is not ours, live: it decides, and where it fails no request is lost."""
 
+import asyncio
 import logging
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +34,11 @@ class NobodyThere:
 class Unsound:
     def decide(self, request: RoutingRequest, view: View) -> Decision:
         return replace(make_policy("tilted").decide(request, view), decode="far-p0")
+
+
+class Uncopied(Working):
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
 
 
 def planes_of(tmp_path: Path, clock: FakeClock, policy: type) -> Planes:
@@ -67,3 +75,23 @@ def test_one_that_fails_loses_no_request(
     said = [each.getMessage() for each in caplog.records if "decided in its place" in each.getMessage()]
     assert [sentence.partition(" failed (")[2].split(" ")[0] for sentence in said] == ["1", "10"]
     assert f"{__name__}:{policy.__name__}" in said[0] and "tilted decided" in said[0]
+
+
+@pytest.mark.parametrize("policy", [Working, Raising, NobodyThere, Unsound, Uncopied])
+def test_roles_are_evaluated_under_any_policy(tmp_path: Path, clock: FakeClock, policy: type) -> None:
+    """A loop that ends with an error ends the gateway."""
+    planes = planes_of(tmp_path, clock, policy)
+
+    async def evaluated() -> dict[str, Any]:
+        plane = planes.made()
+        for number in range(500):
+            plane.window.add(1000.0 + number, clock())
+        clock.now_s += 250
+        try:
+            await plane.role_allocation.evaluate()
+            return plane.role_allocation.last
+        finally:
+            await plane.close()
+
+    assert asyncio.run(evaluated())["result"] in ("kept", "conversion")
+    assert failures(planes) == 0

@@ -11,7 +11,7 @@ from opentelemetry.util.re import parse_env_headers
 from prfaas.core.deployment import Deployment, PoolSpace, TracingConfig, load_deployment
 from prfaas.core.kv import ConfigError
 from prfaas.serving.certificates import CertificateFolder
-from prfaas.serving.engines.command import EngineCommand, vllm_command
+from prfaas.serving.engines.command import CPU_EXECUTOR, EngineCommand, vllm_command
 from prfaas.serving.gateway import GatewayOptions
 from prfaas.serving.secret_files import TlsFileError
 
@@ -73,6 +73,7 @@ def test_a_server_on_cpu(tmp_path: Path) -> None:
     assert value(built, "--max-num-seqs") == "16"
     assert "--enforce-eager" in built.argv
     assert "--tensor-parallel-size" not in built.argv
+    assert value(built, "--distributed-executor-backend") == CPU_EXECUTOR
     assert built.env["VLLM_CPU_KVCACHE_SPACE"] == "1"
     assert built.env["VLLM_SSM_CONV_STATE_LAYOUT"] == "SD"
     assert "PYTHONPATH" not in built.env
@@ -87,6 +88,7 @@ def test_other_hardware_finds_its_own_settings(tmp_path: Path) -> None:
     )
     built = command(deployment)
     assert "--enforce-eager" not in built.argv
+    assert "--distributed-executor-backend" not in built.argv
     assert "--prefix-cache-retention-interval" not in built.argv
     assert value(built, "--tensor-parallel-size") == "2"
     peer = extra(built)["peers"]["home-decode-0"]
@@ -195,6 +197,27 @@ def test_options_that_only_some_models_take(
         ("--mamba-ssm-cache-dtype", state_dtype),
     ):
         assert (value(built, option) if option in built.argv else None) == expected
+
+
+def test_dtypes_are_vllm_s_own_unless_the_file_names_them(tmp_path: Path) -> None:
+    built = command(make(tmp_path, STATES))
+    assert not [word for word in built.argv if word in ("--dtype", "--kv-cache-dtype")]
+
+
+def test_dtypes_of_the_file(tmp_path: Path) -> None:
+    named = ("path: model", "path: model\n  dtype: float32\n  kv_cache_dtype: fp8_e5m2")
+    built = command(make(tmp_path, STATES, a=named))
+    assert value(built, "--dtype") == "float32"
+    assert value(built, "--kv-cache-dtype") == "fp8_e5m2"
+    assert value(built, "--mamba-ssm-cache-dtype") == "float32"
+
+
+def test_a_cache_that_the_model_does_not_have_starts_no_engine(tmp_path: Path) -> None:
+    deployment = make(tmp_path, DENSE, a=("path: model", "path: model\n  kv_cache_dtype: fp8_ds_mla"))
+    with pytest.raises(
+        ConfigError, match=r'fp8_ds_mla is a layout of sparse MLA .*, not of model_type "qwen3"'
+    ):
+        command(deployment)
 
 
 def test_the_file_s_own_options_come_last(tmp_path: Path) -> None:

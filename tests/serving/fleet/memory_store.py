@@ -32,6 +32,12 @@ class MemoryEtcd:
         for lease in self.leases:
             self.leases[lease] = self.clock() + self.lengths_s[lease]
 
+    def lose(self) -> None:
+        """Its disk is another one."""
+        self.revision = 1
+        for kept in (self.entries, self.leases, self.lengths_s, self.holders, self.history):
+            kept.clear()
+
     def expire(self) -> None:
         """End the leases whose time is over."""
         for lease in [lease for lease, until_s in self.leases.items() if until_s <= self.clock()]:

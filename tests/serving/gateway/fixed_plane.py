@@ -15,7 +15,6 @@ from typing import Any
 import aiohttp
 
 from prfaas.core.deployment import Deployment, Instance
-from prfaas.core.kv import model_from_directory
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
 from prfaas.serving.control.planning_inputs import kv_facts
 from prfaas.serving.own_process import LoopClock
@@ -63,7 +62,7 @@ class FixedPlane:
         self._probe_s = probe_s
         self._suspect_s = suspect_s
         self._can_skip = can_skip
-        self._kv = kv_facts(model_from_directory(deployment.model.path, name=deployment.model.served_name))
+        self._kv = kv_facts(deployment.model.kv_model())
         self._held: dict[str, set[Hashable]] = {name: set() for name in self._instances}
         self._suspects: dict[str, float] = {}
         self.prefers: str | None = None

@@ -179,6 +179,15 @@ def test_noise(frame: bytes) -> None:
     assert isinstance(error, ValueError | ConnectionError)
 
 
+def test_of_several_differences_the_one_is_told_that_comes_first_on_either_side() -> None:
+    told = fingerprint_difference(LAYOUT, LAYOUT | {"dtype": "fp8", "model": "n"}, "a", "b")
+    assert told == "KV layout differs in 'model': a has 'm', b has 'n'"
+    told = fingerprint_difference(LAYOUT, {"model": "m", "base": 2} | LAYOUT | {"layers": 5}, "a", "b")
+    assert told == "KV layout differs in 'base': a has None, b has 2"
+    told = fingerprint_difference(LAYOUT, {"layers": 5, "zeta": 1}, "a", "b")
+    assert told == "KV layout differs in 'layers': a has 4, b has 5"
+
+
 def test_difference_of_nothing() -> None:
     assert fingerprint_difference(LAYOUT, dict(LAYOUT), "a", "b") is None
     assert fingerprint_difference(LAYOUT, None, "a", "b") == "b sent no layout fingerprint"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from prfaas.core.kv import ConfigError
+from prfaas.core.kv import CacheDtypes, ConfigError
 from prfaas.core.latency import ProfileError, load_profile, profile_text, save_profile
 from prfaas.tools.profiling import aiconfigurator
 from prfaas.tools.profiling.estimate import EstimatePlan, differences, estimate
@@ -51,6 +51,29 @@ def test_a_profile_that_says_that_it_is_estimated(tmp_path: Path) -> None:
     assert made.notes == (
         "aiconfigurator-core is not installed: pip install 'prfaas[estimate]'; estimated by the roofline",
     )
+
+
+def test_an_fp8_cache_is_read_faster_and_more_of_it_fits(tmp_path: Path) -> None:
+    path, batches = config(tmp_path, "minimax-m2.5"), (1, 64)
+    plan = EstimatePlan(path, "h200", 8, batches=batches, context_tokens=32_768)
+    whole = estimate(replace(plan, estimator="roofline"))
+    half = estimate(replace(plan, dtypes=CacheDtypes("fp8")))
+    assert whole.profile.decode is not None and half.profile.decode is not None
+    for (batch, slow_s), (_, fast_s) in zip(
+        whole.profile.decode.curve.points, half.profile.decode.curve.points, strict=True
+    ):
+        assert fast_s < slow_s, batch
+    assert half.profile.prefill == whole.profile.prefill
+    assert half.profile.source == f"{whole.profile.source}, KVCache in fp8"
+    assert half.notes == (
+        "aiconfigurator is only asked about caches of the engine's own dtype; estimated by the roofline",
+    )
+    rooms = []
+    for dtype in ("auto", "fp8"):
+        with pytest.raises(ProfileError, match="has memory for") as told:
+            estimate(replace(plan, batches=(1, 99_999), dtypes=CacheDtypes(dtype)))
+        rooms.append(int(str(told.value).split("for ")[1].split()[0]))
+    assert rooms[1] in (2 * rooms[0], 2 * rooms[0] + 1)
 
 
 def test_it_survives_the_file(tmp_path: Path) -> None:

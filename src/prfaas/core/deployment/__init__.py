@@ -15,6 +15,7 @@ from prfaas.core.deployment.gateway import (
     TracingConfig,
 )
 from prfaas.core.deployment.load import default_state_dir, load_deployment, load_planned
+from prfaas.core.deployment.model import ModelRef
 from prfaas.core.deployment.openings import CLIENTS, OPERATORS, Opening, openings_of
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
@@ -51,7 +52,6 @@ from prfaas.core.deployment.types import (
     Instance,
     KvPeer,
     Link,
-    ModelRef,
     Role,
     Routing,
     Slo,

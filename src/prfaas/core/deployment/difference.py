@@ -39,6 +39,8 @@ RULES: Mapping[FieldPath, FieldRule] = {
     ("model", "max_model_len"): FieldRule("model.max_model_len", _EVERYTHING),
     ("model", "path"): FieldRule("model.path", _EVERYTHING),
     ("model", "tiny"): FieldRule("model.tiny", _EVERYTHING),
+    ("model", "kv_cache_dtype"): FieldRule("model.kv_cache_dtype", _EVERYTHING),
+    ("model", "dtype"): FieldRule("model.dtype", _EVERYTHING),
     ("model", "adapters", "*"): FieldRule("model.adapters", _EVERYTHING),
     ("clusters", "*", "kind"): FieldRule("kind", _EVERYTHING),
     ("clusters", "*", "hardware"): FieldRule("hardware", _EVERYTHING),

@@ -34,6 +34,11 @@ class DraftSite:
     """Of one engine."""
     hosts: tuple[str, ...]
 
+    @property
+    def engine(self) -> str:
+        """What one engine runs on, as `parse` reads it: "h200x8"."""
+        return f"{self.hardware}x{self.gpus}" if self.gpus > 1 else self.hardware
+
     @classmethod
     def parse(cls, text: str) -> "DraftSite":
         """Read "NAME:KIND:HARDWARE:HOST,HOST", where HARDWARE may end in "x8" for eight GPUs.
@@ -61,7 +66,7 @@ class DraftSite:
                 f'"{hardware}" has more than {_MOST_RANKS} GPUs for one engine; write the file by hand'
             )
         listed = tuple(host.strip() for host in hosts.split(",") if host.strip())
-        if not listed or any(re.search(r"[\s/]", host) for host in listed):
+        if not listed or not all(map(_is_host, listed)):
             raise DraftError(
                 f'"{hosts}" are no hosts; write addresses or names with commas between, without blanks'
             )
@@ -121,10 +126,9 @@ class Draft:
             )
         if not any(site.kind == "pd" for site in self.sites):
             raise DraftError("no site serves clients; give one of kind pd")
-        if not self.model.startswith((_TINY, "/")):
-            raise DraftError(
-                f'--model "{self.model}" is no absolute path, which all machines need; or write tiny:qwen3-next'
-            )
+        check_model(self.model)
+        if not _is_host(self.gateway_host):
+            raise DraftError(f'--gateway "{self.gateway_host}" is no host; write an address or a name')
         names = {site.name for site in self.sites}
         for link in self.links:
             for end in (link.source, link.target):
@@ -269,6 +273,22 @@ def _instance(site: DraftSite, number: int, host: str, index: int) -> str:
     if not is_loopback(host):
         fields.append(f"events_port: {_EVENTS + 2 * index}")
     return f"      - {{{', '.join(fields)}}}"
+
+
+def check_model(model: str) -> None:
+    """Whether every machine can find the model there.
+
+    Raises:
+        DraftError: it is neither an absolute path nor a model that prfaas makes.
+    """
+    if not model.startswith((_TINY, "/")):
+        raise DraftError(
+            f'--model "{model}" is no absolute path, which all machines need; or write tiny:qwen3-next'
+        )
+
+
+def _is_host(text: str) -> bool:
+    return not re.search(r"[\s/]", text)
 
 
 def _check_name(name: str, what: str) -> None:

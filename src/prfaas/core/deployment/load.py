@@ -11,6 +11,7 @@ from prfaas.core.deployment.encryption import gateway_cluster, speaks_tls
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
 from prfaas.core.deployment.fleet_section import fleet_of
 from prfaas.core.deployment.gateway import AdminConfig, GatewayConfig, GatewayLimits, TracingConfig
+from prfaas.core.deployment.model import ModelRef
 from prfaas.core.deployment.planned import (
     EmpiricalLengths,
     FixedLengths,
@@ -22,6 +23,7 @@ from prfaas.core.deployment.planned import (
     UniformLengths,
     WorkloadSpec,
 )
+from prfaas.core.deployment.planned_model import planned_dtypes, planned_kv_model
 from prfaas.core.deployment.pool import PoolSettings, PoolSpace, by_machine
 from prfaas.core.deployment.problems import first_problem
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, LengthsSection, MachinePoolSection
@@ -33,11 +35,10 @@ from prfaas.core.deployment.types import (
     Deployment,
     Instance,
     Link,
-    ModelRef,
     Routing,
     Slo,
 )
-from prfaas.core.kv import ConfigError, KvModel, model_from_directory, published_model
+from prfaas.core.kv import KvModel
 from prfaas.core.latency import ProfileError, load_profile
 
 # Long enough for windows to be full and states to matter little.
@@ -210,7 +211,15 @@ def _model(path: Path, file: DeploymentFile, state_dir: Path) -> ModelRef:
     adapters = {
         name: path.parent.absolute() / Path(adapter).expanduser() for name, adapter in model.adapters.items()
     }
-    return ModelRef(model.served_name, model.max_model_len, directory, model.tiny, adapters)
+    return ModelRef(
+        model.served_name,
+        model.max_model_len,
+        directory,
+        model.tiny,
+        adapters,
+        model.kv_cache_dtype,
+        model.dtype,
+    )
 
 
 def _cluster(source: YamlSource, index: int, file: DeploymentFile) -> Cluster:
@@ -267,7 +276,7 @@ def load_planned(path: Path | str, *, changes: Mapping[str, float] | None = None
     source, file = read_file(path, changes)
     check_to_plan(source, file)
     assert file.workload is not None
-    kv_model = _kv_model(source, file)
+    kv_model = planned_kv_model(source, file.model)
     clusters = tuple(
         _planned_cluster(source, c, cluster, file.model.published) for c, cluster in enumerate(file.clusters)
     )
@@ -290,27 +299,8 @@ def load_planned(path: Path | str, *, changes: Mapping[str, float] | None = None
         prices=file.prices.per_gpu_hour,
         source=source,
         pool=_pool_settings(file),
+        dtypes=planned_dtypes(file.model),
         kv_copies=sent.kv_bytes(_COMPARED_TOKENS) / kv_model.kv_bytes(_COMPARED_TOKENS),
-    )
-
-
-def _kv_model(source: YamlSource, file: DeploymentFile) -> KvModel:
-    model = file.model
-    folder = source.path.parent
-    try:
-        if model.published is not None:
-            return published_model(model.published).kv_model
-        if model.config is not None:
-            config = folder / Path(model.config).expanduser()
-            directory = config.parent if config.name == "config.json" else config
-            return model_from_directory(directory, name=model.served_name)
-        if model.path is not None:
-            return model_from_directory(folder / Path(model.path).expanduser(), name=model.served_name)
-    except ConfigError as error:
-        field = "published" if model.published else "config" if model.config else "path"
-        raise source.error(("model", field), str(error)) from None
-    raise source.error(
-        ("model", "tiny"), "a made model has no published speed; plan with published, config or path"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 from prfaas.core.deployment.pool import PoolSettings, PoolSpace
 from prfaas.core.deployment.source import DeploymentError, YamlSource
 from prfaas.core.deployment.types import ClusterKind, ControlConfig, Link, Routing, Slo
-from prfaas.core.kv import KvModel
+from prfaas.core.kv import DEFAULT_DTYPES, CacheDtypes, KvModel
 from prfaas.core.latency import LatencyProfile
 
 TraceFormat = Literal["mooncake", "azure", "burstgpt", "servegen", "jsonl"]
@@ -122,6 +122,15 @@ class PlannedDeployment:
     """What all pools have in common."""
     kv_copies: float = 1.0
     """Bytes of `kv_model`, which are those that all ranks send together, per byte of the model on one rank."""
+
+    dtypes: CacheDtypes = DEFAULT_DTYPES
+    """What `kv_model` is counted in."""
+
+    @property
+    def model_title(self) -> str:
+        """The model for people, with the dtype of its KVCache where the file names one."""
+        kept_in = self.dtypes.of_kv
+        return self.kv_model.name if kept_in is None else f"{self.kv_model.name}, KVCache in {kept_in}"
 
     @property
     def prfaas_clusters(self) -> tuple[PlannedCluster, ...]:

@@ -10,11 +10,13 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
 from prfaas.core.deployment.addresses import traces_url
+from prfaas.core.deployment.engine_args import free_arg
 from prfaas.core.deployment.fleet_section import FleetSection
 from prfaas.core.deployment.gateway import FirstTokenSource, RouteDetail
 from prfaas.core.deployment.pool import EvictionName
 from prfaas.core.deployment.security import EngineTls
 from prfaas.core.deployment.types import DEFAULT_POLICY
+from prfaas.core.kv import KvCacheDtype, ModelDtype
 from prfaas.core.units import GIB, MIB, parse_bits_per_s, parse_bytes
 
 # Less without a unit is somebody who thinks in larger units.
@@ -24,37 +26,6 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 
 # A label of RFC 1123, which Kubernetes asks of names.
 LABEL_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
-
-# The command line builder sets these from other fields; a second value would silently win over them.
-OWNED_ARGS = {
-    "--kv-transfer-config": "it is made from clusters, links and transfer",
-    "--host": "give the instance's host",
-    "--port": "give the instance's http_port",
-    "--model": "give model.path or model.tiny",
-    "--served-model-name": "give model.served_name",
-    "--tensor-parallel-size": "give the instance's tensor_parallel",
-    "--kv-events-config": "it is made from the instance's host and events_port",
-    "--lora-modules": "give model.adapters",
-    "--ssl-keyfile": "give security.engine_tls and security.certificates",
-    "--ssl-certfile": "give security.engine_tls and security.certificates",
-    "--ssl-ca-certs": "give security.engine_tls and security.certificates",
-    "--ssl-cert-reqs": "give security.engine_tls and security.certificates",
-}
-
-
-def _owned_arg(arg: str) -> str | None:
-    name = arg.split("=", 1)[0].split(".", 1)[0].replace("_", "-")
-    if len(name) <= 2 or not name.startswith("--"):
-        return "--tensor-parallel-size" if arg.startswith("-tp") else None
-    # argparse takes any unambiguous beginning of an option's name for the whole one.
-    return next((owned for owned in OWNED_ARGS if owned == name or owned.startswith(name)), None)
-
-
-def _free_arg(arg: str) -> str:
-    owned = _owned_arg(arg)
-    if owned is not None:
-        raise ValueError(f"{arg!r} can't be given here; {OWNED_ARGS[owned]}")
-    return arg
 
 
 def _env_name(name: str) -> str:
@@ -128,7 +99,7 @@ Text = Annotated[str, Field(min_length=1)]
 Bandwidth = Annotated[float, BeforeValidator(_bandwidth)]
 Size = Annotated[int, BeforeValidator(parse_bytes)]
 SizeOrZero = Annotated[int, BeforeValidator(_size_or_zero)]
-Arg = Annotated[str, AfterValidator(_free_arg)]
+Arg = Annotated[str, AfterValidator(free_arg)]
 EnvName = Annotated[str, AfterValidator(_env_name)]
 EnvValue = Annotated[str, BeforeValidator(_env_value)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -159,6 +130,8 @@ class ModelSection(_Section):
     published: Text | None = None
     config: Text | None = None
     adapters: dict[Name, Text] = {}
+    kv_cache_dtype: KvCacheDtype = "auto"
+    dtype: ModelDtype = "auto"
 
 
 class InstanceSection(_Section):

@@ -70,8 +70,10 @@ def read_source(path: Path) -> YamlSource:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise DeploymentError(path, None, "", "there is no such file; name a deployment file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DeploymentError(path, None, "", f"can't be read ({error})") from error
+    except OSError as error:
+        raise DeploymentError(path, None, "", f"can't be read ({error.strerror})") from error
+    except UnicodeDecodeError:
+        raise DeploymentError(path, None, "", "is no text in UTF-8; name a deployment file") from None
     try:
         loader = yaml.SafeLoader(text)
         try:

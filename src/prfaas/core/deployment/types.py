@@ -16,6 +16,7 @@ from prfaas.core.deployment.addresses import (
 from prfaas.core.deployment.engine import EngineConfig, TransferLimits
 from prfaas.core.deployment.fleet import FleetConfig
 from prfaas.core.deployment.gateway import GatewayConfig
+from prfaas.core.deployment.model import ModelRef
 from prfaas.core.deployment.pool import PoolNode, PoolSettings, PoolSpace, pool_nodes
 from prfaas.core.deployment.security import CERTIFICATE_NAMES, OBSERVERS, Security
 from prfaas.core.deployment.source import DeploymentError
@@ -36,22 +37,6 @@ SYNTHETIC_CONNECTIONS = 1
 
 SYNTHETIC = "synthetic"
 """The `hardware` of clusters whose engines are stand-ins: for load and fault tests, never for answers."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelRef:
-    """The model that every engine serves."""
-
-    served_name: str
-    """What clients write as the model."""
-    max_model_len: int
-    """Tokens of a prompt and its answer together, at most."""
-    path: Path
-    """The checkpoint's directory."""
-    tiny: str | None
-    """Name of the tiny model that prfaas makes there; None: the checkpoint is the user's."""
-    adapters: Mapping[str, Path] = field(default_factory=dict)
-    """LoRA adapters' directories, by the name that clients write as the model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,21 +1,28 @@
 """What a request's KVCache is made of, and how many bytes of it must move."""
 
-from prfaas.core.kv.config_fields import ConfigError
+from prfaas.core.kv.config_fields import CacheDtypeError, ConfigError
+from prfaas.core.kv.dtypes import DEFAULT_DTYPES, CacheDtypes, KvCacheDtype, ModelDtype, StateDtype
 from prfaas.core.kv.hf_config import model_from_config, model_from_directory, model_from_file
 from prfaas.core.kv.layers import ChunkedWindow, FullAttention, LinearState, SlidingWindow
 from prfaas.core.kv.model import Group, KvModel
 from prfaas.core.kv.published import ConfigSource, PublishedModel, published_model, published_models
 
 __all__ = [
+    "DEFAULT_DTYPES",
+    "CacheDtypeError",
+    "CacheDtypes",
     "ChunkedWindow",
     "ConfigError",
     "ConfigSource",
     "FullAttention",
     "Group",
+    "KvCacheDtype",
     "KvModel",
     "LinearState",
+    "ModelDtype",
     "PublishedModel",
     "SlidingWindow",
+    "StateDtype",
     "model_from_config",
     "model_from_directory",
     "model_from_file",

@@ -14,6 +14,10 @@ class ConfigError(ValueError):
     """A `config.json` that the KVCache can't be read out of, or a published model that isn't known."""
 
 
+class CacheDtypeError(ConfigError):
+    """A KV cache that the model can't have, or of a size that is not known: another dtype mends it."""
+
+
 class ConfigFields:
     """The fields of one JSON object. Every error is a ConfigError that names the field; `inside` is its prefix."""
 
@@ -113,7 +117,7 @@ class ConfigFields:
 
 @dataclass(frozen=True, slots=True)
 class ElementBytes:
-    """Bytes of one element: `kv` of attention, `state` of recurrent states (convolutions keep two).
+    """Bytes of one element: `kv` of attention, `state` of recurrent states, `conv` of convolutions' states.
 
     `fp8_layout` is the name in vLLM of what an fp8 cache of sparse MLA looks like; None where nobody said.
     """
@@ -121,6 +125,7 @@ class ElementBytes:
     kv: int
     state: int
     fp8_layout: str | None = None
+    conv: int = 2
 
 
 # What transformers 5.x puts in place of fields that a `config.json` leaves out, for fields that sizes depend on.

@@ -6,15 +6,24 @@ transformers 5.x in `transformers/models/FAMILY/configuration_FAMILY.py`. Famili
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
-from prfaas.core.kv.config_fields import FULL, LINEAR, SLIDING, ConfigError, ConfigFields, ElementBytes
+from prfaas.core.kv.config_fields import (
+    FULL,
+    LINEAR,
+    SLIDING,
+    CacheDtypeError,
+    ConfigError,
+    ConfigFields,
+    ElementBytes,
+)
 from prfaas.core.kv.layers import ChunkedWindow, FullAttention, SlidingWindow
 from prfaas.core.kv.model import Group
 
 Reader = Callable[[ConfigFields, ElementBytes], list[Group]]
 
-FP8_DS_MLA = "fp8_ds_mla"
-FP8_PLAIN = "fp8_e4m3"
+FP8_DS_MLA: Final = "fp8_ds_mla"
+FP8_PLAIN: Final = "fp8_e4m3"
 FP8_LAYOUTS = (FP8_DS_MLA, FP8_PLAIN)
 """vLLM's names (`CacheDType` in vllm/config/cache.py) of what an fp8 cache of sparse MLA may look like."""
 
@@ -271,7 +280,7 @@ def _sparse_latent(config: ConfigFields, size: ElementBytes) -> FullAttention:
     if size.kv != 1:
         return latent_attention(config, config.layers, size)
     if size.fp8_layout is None:
-        raise ConfigError(
+        raise CacheDtypeError(
             f"the fp8 cache of this model's sparse MLA has two layouts; say {FP8_DS_MLA} (vLLM's FlashMLA, on H100 and "
             f"H200) or {FP8_PLAIN} (vLLM's FlashInfer, on B200 and GB200)"
         )
@@ -279,7 +288,7 @@ def _sparse_latent(config: ConfigFields, size: ElementBytes) -> FullAttention:
         return latent_attention(config, config.layers, size)
     shape = config.whole("kv_lora_rank"), config.whole("qk_rope_head_dim")
     if shape != (_DS_MLA_LATENT, _DS_MLA_ROPE):
-        raise ConfigError(
+        raise CacheDtypeError(
             f"{FP8_DS_MLA} is known for a kv_lora_rank of {_DS_MLA_LATENT} and a qk_rope_head_dim of {_DS_MLA_ROPE} "
             f"only, not {shape[0]} and {shape[1]}"
         )

@@ -1,7 +1,7 @@
 """Reads the KVCache's shape out of a Hugging Face `config.json`.
 
-Caches are counted as vLLM lays them out with `--dtype auto` (two bytes, whatever the checkpoint's own dtype) and
-fp32 recurrent state, unless asked for otherwise.
+Caches are counted as vLLM lays them out with `--dtype auto`, `--kv-cache-dtype auto` and fp32 recurrent state, unless
+asked for otherwise (`CacheDtypes`).
 """
 
 import json
@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from prfaas.core.kv.config_fields import FAMILY_DEFAULTS, ConfigError, ConfigFields, ElementBytes
+from prfaas.core.kv.config_fields import FAMILY_DEFAULTS, CacheDtypeError, ConfigError, ConfigFields
+from prfaas.core.kv.dtypes import DEFAULT_DTYPES, CacheDtypes
 from prfaas.core.kv.families import (
     ATTENTION_READERS,
     FP8_DS_MLA,
-    FP8_LAYOUTS,
     SPARSE_MLA,
     Reader,
     by_layer_types,
@@ -37,9 +37,7 @@ def model_from_directory(
     directory: Path,
     *,
     name: str | None = None,
-    kv_dtype_bytes: int = 2,
-    state_dtype_bytes: int = 4,
-    fp8_layout: str | None = None,
+    dtypes: CacheDtypes = DEFAULT_DTYPES,
 ) -> KvModel:
     """The KVCache of the checkpoint in `directory`; see `model_from_config`.
 
@@ -49,9 +47,7 @@ def model_from_directory(
     return model_from_file(
         directory / "config.json",
         name=name or directory.name,
-        kv_dtype_bytes=kv_dtype_bytes,
-        state_dtype_bytes=state_dtype_bytes,
-        fp8_layout=fp8_layout,
+        dtypes=dtypes,
     )
 
 
@@ -59,42 +55,49 @@ def model_from_file(
     path: Path,
     *,
     name: str | None = None,
-    kv_dtype_bytes: int = 2,
-    state_dtype_bytes: int = 4,
-    fp8_layout: str | None = None,
+    dtypes: CacheDtypes = DEFAULT_DTYPES,
 ) -> KvModel:
     """The KVCache of the model that the `config.json` at `path` describes, named like its directory.
 
     Raises:
         ConfigError: an unreadable file, an unknown `model_type`, or a field that is missing or wrong.
     """
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{path}: can't be read as JSON ({error}); name a Hugging Face checkpoint"
-        ) from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path}: must hold one JSON object")
+    config = _json_object(path)
+    # Where ModelOpt up to 0.29 wrote it: vllm/transformers_utils/config.py, get_config.
+    beside = path.parent / "hf_quant_config.json"
+    if config.get("quantization_config") is None and beside.is_file():
+        config["quantization_config"] = _json_object(beside)
     try:
         return model_from_config(
             config,
             name=name or path.absolute().parent.name,
-            kv_dtype_bytes=kv_dtype_bytes,
-            state_dtype_bytes=state_dtype_bytes,
-            fp8_layout=fp8_layout,
+            dtypes=dtypes,
         )
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise type(error)(f"{path}: {error}") from None
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(
+            f"{path}: there is no such file; name the directory of a Hugging Face checkpoint, or its config.json"
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path}: can't be read as JSON ({error}); name a Hugging Face checkpoint"
+        ) from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: must hold one JSON object")
+    return found
 
 
 def model_from_config(
     config: Mapping[str, Any],
     *,
     name: str | None = None,
-    kv_dtype_bytes: int = 2,
-    state_dtype_bytes: int = 4,
-    fp8_layout: str | None = None,
+    dtypes: CacheDtypes = DEFAULT_DTYPES,
 ) -> KvModel:
     """The KVCache of a model with this configuration. Multimodal ones are read from their `text_config`.
 
@@ -103,27 +106,21 @@ def model_from_config(
     Args:
         config: the fields of the `config.json`.
         name: of the model; default: its `model_type`.
-        kv_dtype_bytes: bytes of one element of K and V.
-        state_dtype_bytes: bytes of one element of recurrent state.
-        fp8_layout: "fp8_ds_mla" or "fp8_e4m3", which of vLLM's layouts an fp8 cache of sparse MLA has. They differ in
-            size, and the GPU decides which one vLLM takes.
+        dtypes: of the engine's caches. Sparse MLA has two layouts of an fp8 cache that differ in size, `fp8_ds_mla` and
+            `fp8_e4m3`; the GPU decides which one vLLM takes, so `fp8` is refused for it.
 
     Raises:
-        ConfigError: the `model_type` is unknown, or a field is missing or wrong.
+        ConfigError: the `model_type` is unknown, a field is missing or wrong, or its caches have no such dtype.
     """
-    if fp8_layout is not None and (fp8_layout not in FP8_LAYOUTS or kv_dtype_bytes != 1):
-        raise ConfigError(
-            f'fp8_layout must be one of {", ".join(FP8_LAYOUTS)}, of one byte, not "{fp8_layout}"'
-        )
     # InternVL calls it llm_config: vllm/transformers_utils/config.py, _CONFIG_ATTRS_MAPPING.
     text = config.get("text_config", config.get("llm_config"))
     fields = ConfigFields({**config, **text} if isinstance(text, Mapping) else config)
     model_type = _model_type(fields)
-    if fp8_layout == FP8_DS_MLA and model_type not in SPARSE_MLA:
-        raise ConfigError(
+    if dtypes.kv_cache == FP8_DS_MLA and model_type not in SPARSE_MLA:
+        raise CacheDtypeError(
             f'{FP8_DS_MLA} is a layout of sparse MLA ({", ".join(SPARSE_MLA)}), not of model_type "{model_type}"'
         )
-    size = ElementBytes(kv_dtype_bytes, state_dtype_bytes, fp8_layout)
+    size = dtypes.element_bytes(config.get("quantization_config"), is_latent=fields.given("kv_lora_rank"))
     read = READERS.get(model_type, by_layer_types)
     groups = read(fields.with_defaults(FAMILY_DEFAULTS.get(model_type, {})), size)
     if groups is None:

@@ -8,6 +8,7 @@ from importlib import resources
 from typing import Any
 
 from prfaas.core.kv.config_fields import ConfigError
+from prfaas.core.kv.dtypes import CacheDtypes
 from prfaas.core.kv.hf_config import model_from_config
 from prfaas.core.kv.model import KvModel
 
@@ -30,7 +31,18 @@ class PublishedModel:
     in_paper: bool
     layers: int
     kv_model: KvModel
+    """With vLLM's default dtypes."""
     sources: tuple[ConfigSource, ...]
+    config: Mapping[str, Any]
+    """The fields of its `config.json` that its KVCache follows from."""
+
+    def kept_in(self, dtypes: CacheDtypes) -> KvModel:
+        """Its KVCache in other dtypes.
+
+        Raises:
+            ConfigError: its caches have no such dtype.
+        """
+        return model_from_config(self.config, name=self.name, dtypes=dtypes)
 
 
 def published_models() -> tuple[PublishedModel, ...]:
@@ -74,4 +86,5 @@ def _model(entry: Mapping[str, Any]) -> PublishedModel:
         layers=config["num_hidden_layers"],
         kv_model=model_from_config(config, name=entry["name"]),
         sources=tuple(sources),
+        config=config,
     )

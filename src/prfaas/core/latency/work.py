@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prfaas.core.kv.config_fields import FAMILY_DEFAULTS, ConfigError, ConfigFields
+from prfaas.core.kv.dtypes import DEFAULT_DTYPES, CacheDtypes
 from prfaas.core.kv.hf_config import model_from_config
 from prfaas.core.kv.layers import FullAttention, LinearState, SlidingWindow
 from prfaas.core.kv.model import KvModel
@@ -118,18 +119,26 @@ class ModelWork:
         return matrices, sum(each.prefill_flops(tokens) for each in self.softmax)
 
 
-def model_work(config: Mapping[str, Any], name: str, weights: WeightFormat | None = None) -> ModelWork:
+def model_work(
+    config: Mapping[str, Any],
+    name: str,
+    weights: WeightFormat | None = None,
+    dtypes: CacheDtypes = DEFAULT_DTYPES,
+) -> ModelWork:
     """The work of the model with this configuration. Multimodal ones are read from their `text_config`.
 
     Args:
         config: what its `config.json` holds.
         name: of the model, for people.
         weights: how its weights are stored; None: as its `quantization_config` says.
+        dtypes: of its caches.
 
     Raises:
-        ConfigError: the model is not known, or a field is missing or wrong.
+        ConfigError: the model is not known, a field is missing or wrong, or its caches have no such dtype.
     """
-    kv = model_from_config(config, name=name)
+    kv = model_from_config(config, name=name, dtypes=dtypes)
+    # Shapes are those of caches of two bytes: an fp8 layout may be no multiple of them.
+    shapes = model_from_config(config, name=name, dtypes=CacheDtypes("bfloat16"))
     text = config.get("text_config")
     fields = ConfigFields({**config, **text} if isinstance(text, Mapping) else dict(config))
     family = str(fields.fields.get("model_type"))
@@ -137,7 +146,7 @@ def model_work(config: Mapping[str, Any], name: str, weights: WeightFormat | Non
     hidden = fields.whole("hidden_size")
     mixers = 0
     softmax: list[SoftmaxLayers] = []
-    for group in kv.groups:
+    for group in shapes.groups:
         if isinstance(group, LinearState):
             mixers += group.layers * _linear_params(group, fields)
         elif isinstance(group, FullAttention) and group.is_mla:

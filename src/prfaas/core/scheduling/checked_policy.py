@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
+from traceback import extract_tb
 
 from prfaas.core.scheduling.decision import Decision, Route, RoutingRequest
 from prfaas.core.scheduling.link_choice import usable_link
 from prfaas.core.scheduling.policy import Policy
-from prfaas.core.scheduling.view import ClusterView, InstanceView, View
+from prfaas.core.scheduling.view import ClusterView, InstanceView, NoDecodeInstanceError, View
 
 _WORD = re.compile(r"[a-z][a-z0-9-]{0,31}")
 # Reasons are labels of metrics, whose values must stay few.
@@ -14,7 +16,7 @@ _MOST_REASONS = 32
 
 
 class UnsoundDecisionError(ValueError):
-    """A decision that can't be carried out."""
+    """No decision, or one that can't be carried out."""
 
 
 class CheckedPolicy:
@@ -30,10 +32,17 @@ class CheckedPolicy:
         """The policy's decision.
 
         Raises:
-            UnsoundDecisionError: it can't be carried out.
-            Exception: whatever the policy raises, NoDecodeInstanceError if nothing can decode.
+            UnsoundDecisionError: it can't be carried out, or the policy raised the error that is its cause.
+            NoDecodeInstanceError: nothing can decode.
         """
-        decision = self.policy.decide(request, view)
+        try:
+            decision = self.policy.decide(request, view)
+        except NoDecodeInstanceError:
+            raise
+        except Exception as error:
+            raise UnsoundDecisionError(
+                f"the decision for a prompt of {request.num_tokens} tokens: {_raised(error)}"
+            ) from error
         if view.clusters is not self._clusters:
             self._clusters, self._instances = view.clusters, instances_of(view)
         fault = fault_of(decision, request, view, self._instances) or self._fault_of_reason(decision.reason)
@@ -52,6 +61,16 @@ class CheckedPolicy:
             return f"reason {reason!r} would be more than {_MOST_REASONS} different ones; use fewer"
         self._reasons.add(reason)
         return None
+
+
+def _raised(error: Exception) -> str:
+    """What a policy raised, and the last line of its own file that led there."""
+    told = f"it raised {type(error).__name__}: {' '.join(str(error).split())}"
+    frames = extract_tb(error.__traceback__)[1:]
+    if not frames:
+        return told
+    own = [frame for frame in frames if frame.filename == frames[0].filename][-1]
+    return f"{told} ({Path(own.filename).name}, line {own.lineno})"
 
 
 def instances_of(view: View) -> dict[str, InstanceView]:

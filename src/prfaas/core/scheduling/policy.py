@@ -136,7 +136,7 @@ def is_shortest_first(policy: Policy, view: View) -> bool:
     The policy is asked, not changed, and told that prefills have waited: an order may follow what they waited. False
     where prefills wait in the order of their arrival.
     """
-    asked = deepcopy(policy)
+    asked = _copied(policy)
     busy = replace(view, clusters={name: _after_waits(each) for name, each in view.clusters.items()})
     try:
         urgencies = [
@@ -147,6 +147,14 @@ def is_shortest_first(policy: Policy, view: View) -> bool:
         return False
     short, long = urgencies
     return short is not None and long is not None and short < long
+
+
+def _copied(policy: Policy) -> Policy:
+    try:
+        return deepcopy(policy)
+    except Exception:
+        # One that holds a lock or a compiled model. To ask it itself does no harm: policies have no memory.
+        return policy
 
 
 def _after_waits(cluster: ClusterView) -> ClusterView:

@@ -161,7 +161,7 @@ def _setups(deployment: PlannedDeployment, plan: Plan) -> "Table":
     }
     table = new_table("", "optimum", *baselines)
     # Not the head of a column: long names would make the others narrow.
-    table.title = escape(f"{deployment.name}: {deployment.kv_model.name}")
+    table.title = escape(f"{deployment.name}: {deployment.model_title}")
     table.title_justify, table.title_style = "left", "bold"
     for name, cells in rows.items():
         if any(text is not None for text in cells):

@@ -89,8 +89,8 @@ def kv_throughput_curves(deployment: PlannedDeployment) -> list[KvThroughputCurv
     shown = {f"{model.name}-h200" for model in published_models() if model.in_paper}
     own = {cluster.profile.name: cluster.profile for cluster in deployment.clusters}
     for name, profile in own.items():
-        if name not in shown:
-            label = f"{deployment.kv_model.name}, {_on(profile)}"
+        if name not in shown or deployment.dtypes.of_kv is not None:
+            label = f"{deployment.model_title}, {_on(profile)}"
             curves.append(_curve(label, deployment.kv_model, profile))
     return curves
 

@@ -69,7 +69,7 @@ class SimulationReport:
 
     @property
     def lead(self) -> str:
-        return f"{self.deployment.kv_model.name}; simulated with prfaas simulate, seed {self.seed}"
+        return f"{self.deployment.model_title}; simulated with prfaas simulate, seed {self.seed}"
 
     def facts(self) -> list[tuple[str, str]]:
         """What was simulated, in words: a name and a text each."""

@@ -5,7 +5,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,12 +22,13 @@ from prfaas.core.scheduling.gateway_share import (
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.fleet_metrics import FleetMetrics
+from prfaas.serving.control.fleet_reloads import FleetReloads
 from prfaas.serving.control.link_budget import LinkBudget
 from prfaas.serving.control.prefill_admission import PrefillAdmission
 from prfaas.serving.control.role_allocation import RoleAllocation, RoleChanges
 from prfaas.serving.control.thresholds import Thresholds
 from prfaas.serving.fleet.member import FleetMember
-from prfaas.serving.fleet.messages import Announcement, Decisions, Reloaded, RoleDecision, file_digest
+from prfaas.serving.fleet.messages import Announcement, Decisions, Reloaded, RoleDecision
 from prfaas.serving.fleet.store import Store, StoreError
 
 logger = logging.getLogger(__name__)
@@ -76,8 +77,7 @@ class FleetControl:
         drain: Callable[[str, bool], None],
     ) -> None:
         """`drain(instance, wanted)` carries a drain mark out here; the other parts are the control plane's own."""
-        self.reload: Callable[[], Awaitable[object]] | None = None
-        """Has this gateway take its file on again."""
+        self.reloads = FleetReloads(deployment, name)
         self._config = config
         self._clock = clock
         self._cluster_state = cluster_state
@@ -89,9 +89,7 @@ class FleetControl:
         self._window = window
         self._drain = drain
         self._metrics = FleetMetrics(registry)
-        self._digest = self._told_digest = file_digest(deployment)
-        self._reloading: asyncio.Task[None] | None = None
-        self._reload_revision = 0
+        self._leaving: frozenset[str] = frozenset()
         self._lengths: deque[tuple[float, int]] = deque(maxlen=MOST_LENGTHS)
         self._lengths_total = 0
         self._seen_lengths: dict[str, int] = {}
@@ -116,6 +114,7 @@ class FleetControl:
             tell=self.announcement,
             on_value=self._on_value,
             on_joined=self.steer,
+            on_store_lost=self._on_store_lost,
         )
         role_changes.knows_all = self._knows_all
         self._pause()
@@ -128,9 +127,7 @@ class FleetControl:
 
     async def close(self) -> None:
         """Leave the fleet; after `run` has ended."""
-        if self._reloading is not None:
-            self._reloading.cancel()
-            await asyncio.gather(self._reloading, return_exceptions=True)
+        await self.reloads.close()
         await self.member.leave()
 
     def observe(self, uncached_tokens: int) -> None:
@@ -145,7 +142,15 @@ class FleetControl:
 
     def adopt(self, applied: AppliedDeployment) -> None:
         """This gateway has taken a file on; the others are told when etcd answers."""
-        self._digest = file_digest(applied.said)
+        self.reloads.adopt(applied.said)
+        self._leaving = frozenset(instance.name for instance in applied.leaving)
+        # Who joins may have been drained, or given another role, before this gateway knew of it.
+        for name in self._marked.intersection(self._cluster_state.names):
+            if self._wanted_marks.get(name, True):
+                self._drain(name, True)
+        if not self._is_leading:
+            self._followed = None
+            self._follow()
 
     def is_known_drained(self, instance: str) -> bool:
         """Whether every gateway has carried out the newest drain mark of an instance."""
@@ -160,7 +165,7 @@ class FleetControl:
             lengths=[tokens for _, tokens in self._lengths],
             lengths_total=self._lengths_total,
         )
-        return msgspec.json.encode(Announcement(self._digest, _rounded(share), self._applied))
+        return msgspec.json.encode(Announcement(self.reloads.digest, _rounded(share), self._applied))
 
     def take_shares(self) -> None:
         """Count what the others have told."""
@@ -212,7 +217,7 @@ class FleetControl:
         members = {
             name: {
                 "requests": requests[name],
-                "same_file": each is not None and each.file == self._digest,
+                "same_file": each is not None and each.file == self.reloads.digest,
             }
             for name, each in told.items()
         }
@@ -252,11 +257,7 @@ class FleetControl:
                 self._note_mark(name, wanted, revision)
                 if self._wanted_marks.get(name) == wanted:
                     del self._wanted_marks[name]
-        if self._digest != self._told_digest and (self._reloading is None or self._reloading.done()):
-            told, self._told_digest = self._told_digest, self._digest
-            message = msgspec.json.encode(Reloaded(self.member.name, self._digest))
-            if await self.member.put(RELOADED, message) is None:
-                self._told_digest = told
+        await self.reloads.tell(lambda told: self.member.put(RELOADED, msgspec.json.encode(told)))
         decided = self.decided()
         if self._is_leading and decided != self._known:
             revision = await self.member.put(DECISIONS, msgspec.json.encode(decided))
@@ -268,7 +269,7 @@ class FleetControl:
         view, converting = self._cluster_state.view, self._role_changes.converting
         return Decisions(
             self.member.name,
-            self._digest,
+            self.reloads.digest,
             {name: None if math.isinf(tokens) else tokens for name, tokens in view.threshold_tokens.items()},
             {
                 each.name: RoleDecision(
@@ -286,7 +287,7 @@ class FleetControl:
     def _begin_to_lead(self) -> None:
         known = self._known
         # What a fleet with another file has decided, and nobody of it is left, is no good for this one.
-        if known is not None and (known is self._followed or known.file == self._digest):
+        if known is not None and (known is self._followed or known.file == self.reloads.digest):
             self._follow()
             for name, role in known.roles.items():
                 if role.to_role is not None and name in self._names():
@@ -334,34 +335,24 @@ class FleetControl:
             if value is not None and not self._is_leading:
                 self.steer()
         elif key == RELOADED:
-            is_news = revision > self._reload_revision
-            self._reload_revision = max(self._reload_revision, revision)
+            is_news = self.reloads.is_news(revision)
             told = None if value is None else self._read(value, Reloaded)
-            # What was told before this gateway began is older than the file that it has read.
-            if told is not None and is_news and self.member.has_joined:
-                self._reload_as(told)
+            if told is not None and is_news:
+                self.reloads.hear(told, is_old=not self.member.has_joined)
         elif key.startswith(DRAINED):
             name = key.removeprefix(DRAINED)
             self._note_mark(name, value is not None, revision)
-            if name in self._cluster_state.names and name not in self._wanted_marks:
+            # Who leaves gets nothing new, whatever a gateway says that does not know it yet.
+            if name in self._cluster_state.names and name not in self._leaving | self._wanted_marks.keys():
                 self._drain(name, value is not None)
 
-    def _reload_as(self, told: Reloaded) -> None:
-        """Another gateway has taken a file on: look whether the one here is the same now."""
-        is_busy = self._reloading is not None and not self._reloading.done()
-        if told.file != self._digest and self.reload is not None and not is_busy:
-            self._reloading = asyncio.get_running_loop().create_task(self._reload(told, self.reload))
-
-    async def _reload(self, told: Reloaded, reload: Callable[[], Awaitable[object]]) -> None:
-        try:
-            await reload()
-        except Exception as error:
-            logger.warning("%s has taken another file on, and this gateway can't: %s", told.by, error)
-        self._told_digest = self._digest
-        if self._digest == told.file:
-            logger.info("this gateway has taken on the file that %s has", told.by)
-        else:
-            logger.warning("the deployment file here is not the one that %s has taken on", told.by)
+    def _on_store_lost(self) -> None:
+        """Write marks and decisions again; the store's revisions begin anew."""
+        self._wanted_marks = dict.fromkeys(self._marked, True) | self._wanted_marks
+        self._mark_revisions.clear()
+        self._known = self._followed = None
+        self._decided_revision = self._applied = 0
+        self.reloads.count_anew()
 
     def _note_mark(self, name: str, wanted: bool, revision: int) -> None:
         if revision >= self._mark_revisions.get(name, 0):

@@ -6,6 +6,7 @@ from prometheus_client import Counter
 
 from prfaas.core.deployment import BUILT_IN_POLICIES, DEFAULT_POLICY
 from prfaas.core.scheduling import CheckedPolicy, Decision, Policy, RoutingRequest, View, make_policy
+from prfaas.core.scheduling.policy import is_shortest_first
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,13 @@ class GuardedPolicy:
             self._note(error)
             return self._default.decide(request, view)
 
+    def is_shortest_first(self, view: View) -> bool:
+        """See `is_shortest_first` of core; of the default policy where the own one fails. No failure is counted."""
+        try:
+            return is_shortest_first(CheckedPolicy(self._policy.policy), view)
+        except Exception:
+            return is_shortest_first(self._default, view)
+
     def _note(self, error: Exception) -> None:
         self._failures.inc()
         self._failed += 1
@@ -47,3 +55,10 @@ class GuardedPolicy:
 def guarded(name: str, policy: Policy, failures: Counter) -> Policy:
     """The policy itself where it is one of ours."""
     return policy if name in BUILT_IN_POLICIES else GuardedPolicy(name, policy, failures)
+
+
+def prefills_shortest_first(policy: Policy, view: View) -> bool:
+    """The order in which prefills wait under a policy that `guarded` gave. It never fails."""
+    if isinstance(policy, GuardedPolicy):
+        return policy.is_shortest_first(view)
+    return is_shortest_first(policy, view)

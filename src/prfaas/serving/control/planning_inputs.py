@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from prfaas.core.deployment import Cluster, Deployment, Instance
 from prfaas.core.deployment.source import read_source
-from prfaas.core.kv import ConfigError, KvModel, model_from_directory
+from prfaas.core.kv import ConfigError, KvModel
 from prfaas.core.latency.service_curve import ServiceCurve
 from prfaas.core.planner import KvSize, PlanProblem
 from prfaas.core.scheduling import (
@@ -46,7 +46,7 @@ _LARGEST_BLOCK_TOKENS = 256
 def kv_model_of(deployment: Deployment) -> KvModel | None:
     """The model's layers by its config; None, with a warning, where that can't be read."""
     try:
-        return model_from_directory(deployment.model.path, name=deployment.model.served_name)
+        return deployment.model.kv_model()
     except ConfigError as error:
         logger.warning("the KV cache's shape is unknown, so it is taken for a hybrid one: %s", error)
         return None

@@ -20,13 +20,14 @@ from prfaas.core.scheduling.allocation import (
     RoleDrain,
 )
 from prfaas.core.scheduling.forecast import Outlook, foresight_of
-from prfaas.core.scheduling.policy import Policy, is_shortest_first
+from prfaas.core.scheduling.policy import Policy
 from prfaas.core.scheduling.role_choice import ExpectedLoad, RoleOutlook
 from prfaas.core.scheduling.stage_utilisation import InstanceWork, StageUtilisation
 from prfaas.core.scheduling.threshold import LengthWindow
 from prfaas.core.workload import WorkloadError
 from prfaas.serving.control.cluster_state import Clock, ClusterState
 from prfaas.serving.control.engine_monitor import EngineMeter
+from prfaas.serving.control.guarded_policy import prefills_shortest_first
 from prfaas.serving.control.planning_inputs import OUTPUT_AGE_S, LiveFacts
 
 logger = logging.getLogger(__name__)
@@ -242,7 +243,7 @@ class RoleAllocation:
             return
         means = expected.means
         # Asked anew each time: at the start hardly any instance is there.
-        queues = QueueingModel(is_shortest_first(self._policy, self._facts.view))
+        queues = QueueingModel(prefills_shortest_first(self._policy, self._facts.view))
         load = ExpectedLoad(means.requests_per_s, queues, expected.is_forecast)
         try:
             problem = self._facts.problem(expected.lengths, means.output_tokens)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from prfaas.core.deployment import Deployment, Instance, KvPeer
-from prfaas.core.kv import KvModel, model_from_directory
+from prfaas.core.deployment import Deployment, Instance, KvPeer, ModelRef
+from prfaas.core.kv import KvModel
 from prfaas.core.units import GIB
 from prfaas.serving.secret_files import load_headers
 from prfaas.serving.tracing.collector import HEADERS_VARIABLE, PROTOCOL, PROTOCOL_VARIABLE, collector_of
@@ -22,6 +22,10 @@ CONV_STATE_LAYOUT = "SD"
 STATE_DTYPE = "float32"
 
 CPU_RETENTION_TOKENS = 256
+
+# By its path, since vLLM's platforms/cpu.py takes "uni" for "mp". That is there to pin OpenMP's threads, which these
+# engines have one of; a process less starts in two thirds of the time, and waits for nobody by spinning.
+CPU_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 TLS_KEEPALIVE_S = 40
 """An engine keeps an idle connection with TLS for longer than the gateway does, so that no request meets its end."""
@@ -58,7 +62,7 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
     """
     on_cpu = deployment.cluster_of(instance).hardware == "cpu"
     collector = collector_of(deployment.gateway.tracing)
-    kv_model = model_from_directory(deployment.model.path, name=deployment.model.served_name)
+    kv_model = deployment.model.kv_model()
     engine = deployment.engine
     argv = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
@@ -72,11 +76,12 @@ def vllm_command(deployment: Deployment, instance: Instance) -> EngineCommand:
         "--enable-prefix-caching",
         "--enable-prompt-tokens-details",
         *_retention(deployment, kv_model, on_cpu),
+        *_dtypes(deployment.model),
         *(("--mamba-ssm-cache-dtype", STATE_DTYPE) if kv_model.has_linear_state else ()),
         *("--no-enable-log-requests", "--disable-uvicorn-access-log"),
         *(("--enforce-eager",) if on_cpu else ()),
         *_kv_memory(deployment, on_cpu),
-        *_tensor_parallel(instance),
+        *_ranks(instance, on_cpu),
         *("--kv-transfer-config", json.dumps(kv_transfer_config(deployment, instance))),
         *_events(deployment, instance),
         *_adapters(deployment),
@@ -211,6 +216,11 @@ def _retention(deployment: Deployment, kv_model: KvModel, on_cpu: bool) -> tuple
     return ("--prefix-cache-retention-interval", str(tokens))
 
 
+def _dtypes(model: ModelRef) -> tuple[str, ...]:
+    given = {"--dtype": model.dtype, "--kv-cache-dtype": model.kv_cache_dtype}
+    return tuple(word for option, dtype in given.items() if dtype != "auto" for word in (option, dtype))
+
+
 def _kv_memory(deployment: Deployment, on_cpu: bool) -> tuple[str, ...]:
     gib = deployment.engine.kv_cache_gib
     if on_cpu or gib is None:
@@ -218,9 +228,9 @@ def _kv_memory(deployment: Deployment, on_cpu: bool) -> tuple[str, ...]:
     return ("--kv-cache-memory-bytes", str(gib * GIB))
 
 
-def _tensor_parallel(instance: Instance) -> tuple[str, ...]:
+def _ranks(instance: Instance, on_cpu: bool) -> tuple[str, ...]:
     if instance.tensor_parallel == 1:
-        return ()
+        return ("--distributed-executor-backend", CPU_EXECUTOR) if on_cpu else ()
     return ("--tensor-parallel-size", str(instance.tensor_parallel))
 
 

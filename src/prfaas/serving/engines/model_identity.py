@@ -5,12 +5,17 @@ identities are equal. Reading a terabyte at every start would take too long: wei
 
 What is compared of each file of weights: its name, its size, its safetensors header (names, types, shapes and places
 of the tensors) and two samples of every tensor, at places that follow from its name. Other formats: the name, the size
-and samples at equal distances. Files of the tokenizer are compared whole.
+and samples at equal distances. Of an index, the file that it names for each tensor. Files of the tokenizer are compared
+whole, above 64 MiB by samples at equal distances.
+
+What is read is bounded: of a file of weights its header (100 MB at most, by the format) and 16,384 samples of
+128 bytes at most (2 MiB). Above 8,192 tensors in one file some tensors have one sample, above 16,384 some have none.
 
 What it can miss: a change of few values within a tensor, for example by hand or by a damaged disk. What training,
 quantization or merging changes, it sees: that is nearly every value of a tensor. Needs neither torch nor vLLM.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -19,7 +24,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+from huggingface_hub import snapshot_download
+
+_INDEX_SUFFIX = ".index.json"
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", f"*{_INDEX_SUFFIX}")
 _TOKENIZER = (
     "tokenizer*",
     "vocab.*",
@@ -29,8 +37,12 @@ _TOKENIZER = (
     "*.tiktoken",
 )
 _DIGEST_BYTES = 8
+# Tokenizers have some megabytes; a single file that holds weights too may be named as one.
+_MOST_WHOLE_BYTES = 64 << 20
 _SAMPLE_BYTES = 128
 _SAMPLES_OF_A_TENSOR = 2
+# Of a file with very many tensors.
+_MOST_SAMPLES_OF_A_FILE = 16_384
 # Of a file that isn't cut into tensors.
 _SAMPLES_OF_A_FILE = 1024
 _HEADER_LENGTH_BYTES = 8
@@ -48,56 +60,102 @@ class ModelIdentity:
     tokenizer: str
 
     @classmethod
-    def of(cls, model: str, tokenizer: str, revision: str | None = None) -> "ModelIdentity":
+    def of(
+        cls,
+        model: str,
+        tokenizer: str,
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+    ) -> "ModelIdentity":
         """Read it off the files.
 
+        A name of the Hugging Face hub stands for the files of it in this machine's cache. A name without such files
+        (of an object store, of a directory without weights) stands for itself, with its revision.
+
         Args:
-            model: directory of the checkpoint. Any other name stands for itself, with its revision.
-            tokenizer: directory of the tokenizer, likewise.
-            revision: of a model that is not in a directory.
+            model: directory or single file of the checkpoint, or its name.
+            tokenizer: directory or single file of the tokenizer, or its name.
+            revision: of the model, where it is a name.
+            tokenizer_revision: of the tokenizer, likewise.
 
         Raises:
             OSError: a file can't be read.
         """
         return cls(
-            _identity(Path(model), _WEIGHTS, _sampled, revision),
-            _identity(Path(tokenizer), _TOKENIZER, _whole, revision),
+            _identity(model, _WEIGHTS, _sampled, revision),
+            _identity(tokenizer, _TOKENIZER, _whole, tokenizer_revision),
         )
 
 
 def _identity(
-    directory: Path, patterns: Sequence[str], digest_of: Callable[[Path], bytes], revision: str | None
+    name: str, patterns: Sequence[str], digest_of: Callable[[Path], bytes], revision: str | None
 ) -> str:
     identity = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    if directory.is_dir():
-        files = sorted({file for pattern in patterns for file in directory.glob(pattern) if file.is_file()})
-        with ThreadPoolExecutor(_READERS) as readers:
-            for file, digest in zip(files, readers.map(digest_of, files), strict=True):
-                identity.update(file.name.encode() + b"\0" + digest)
-    else:
-        identity.update(f"{directory}\0{revision}".encode())
+    path = Path(name)
+    if path.is_file():
+        # Its name may be part of the path to it.
+        identity.update(digest_of(path))
+        return identity.hexdigest()
+    directory = path if path.is_dir() else _downloaded(name, revision)
+    found = (
+        {file for pattern in patterns for file in directory.glob(pattern)} if directory is not None else set()
+    )
+    files = sorted(file for file in found if file.is_file())
+    with ThreadPoolExecutor(_READERS) as readers:
+        for file, digest in zip(files, readers.map(digest_of, files), strict=True):
+            identity.update(file.name.encode() + b"\0" + digest)
+    if not files:
+        # vLLM's revision may be text that remembers the commit it was resolved to.
+        identity.update(f"{path}\0{getattr(revision, 'resolved', revision)}".encode())
     return identity.hexdigest()
 
 
+def _downloaded(name: str, revision: str | None) -> Path | None:
+    """Where this machine has the files of a name of the hub; None: it has none. Asks nobody over the network."""
+    try:
+        # No file is asked for: an engine downloads only those that it needs.
+        return Path(snapshot_download(name, revision=revision, local_files_only=True, allow_patterns=[]))
+    except (OSError, ValueError):
+        return None
+
+
 def _whole(file: Path) -> bytes:
+    if file.stat().st_size > _MOST_WHOLE_BYTES:
+        return _sampled(file)
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "blake2b").digest()
 
 
 def _sampled(file: Path) -> bytes:
+    if file.name.endswith(_INDEX_SUFFIX):
+        return _index_digest(file)
     digest = hashlib.blake2b()
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size
         digest.update(size.to_bytes(8, "little"))
         header = _safetensors_header(descriptor, size) if file.suffix == ".safetensors" else None
-        places = _tensor_samples(header) if header is not None else _even_samples(size)
+        places = _few(list(_tensor_samples(header))) if header is not None else _even_samples(size)
         digest.update(header or b"")
         for start in places:
             digest.update(os.pread(descriptor, _SAMPLE_BYTES, start))
     finally:
         os.close(descriptor)
     return digest.digest()
+
+
+def _index_digest(file: Path) -> bytes:
+    """Of the file that the index names for each tensor, or of all its bytes where it names none."""
+    content = file.read_bytes()
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        content = json.dumps(json.loads(content)["weight_map"], sort_keys=True).encode()
+    return hashlib.blake2b(content).digest()
+
+
+def _few(places: Sequence[int]) -> Sequence[int]:
+    """So many of them, evenly, as are read of one file."""
+    most = _MOST_SAMPLES_OF_A_FILE
+    return places if len(places) <= most else [places[index * len(places) // most] for index in range(most)]
 
 
 def _safetensors_header(descriptor: int, size: int) -> bytes | None:
@@ -121,5 +179,5 @@ def _tensor_samples(header: bytes) -> Iterator[int]:
             yield behind_header + start + int.from_bytes(chosen[index : index + 8], "little") % room
 
 
-def _even_samples(size: int) -> Iterator[int]:
-    return iter(range(0, size, max(_SAMPLE_BYTES, size // _SAMPLES_OF_A_FILE)))
+def _even_samples(size: int) -> Sequence[int]:
+    return range(0, size, max(_SAMPLE_BYTES, size // _SAMPLES_OF_A_FILE))

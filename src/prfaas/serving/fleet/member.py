@@ -50,6 +50,7 @@ class FleetMember:
         tell: Callable[[], bytes],
         on_value: Callable[[str, bytes | None, int], None],
         on_joined: Callable[[], None],
+        on_store_lost: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -62,6 +63,7 @@ class FleetMember:
             on_value: told each value beside those of gateways, by its key without the prefix, with the revision of its
                 change; None: it was deleted.
             on_joined: called after everything was read, at the start and after each silence of the store.
+            on_store_lost: called when the store has lost what it held, before `on_value` is told what it holds now.
         """
         self.name = name
         self.members: dict[str, MemberEntry] = {}
@@ -81,6 +83,7 @@ class FleetMember:
         self._tell = tell
         self._on_value = on_value
         self._on_joined = on_joined
+        self._on_store_lost = on_store_lost
         self._lease: int | None = None
         self._values: set[str] = set()
         self._next_revision = 0
@@ -172,6 +175,11 @@ class FleetMember:
         self._on_joined()
 
     def _take_all(self, entries: Sequence[Entry], revision: int) -> None:
+        if revision + 1 < self._next_revision:
+            # Revisions only grow: its data is gone, and so is no word that anybody has taken back.
+            logger.warning("etcd has lost its data: what this gateway knows is written again")
+            self._values.clear()
+            self._on_store_lost()
         leader = self.leader
         gateways = self._prefix + GATEWAYS
         self.members = {

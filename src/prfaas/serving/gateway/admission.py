@@ -112,7 +112,8 @@ class Admission:
             body_bytes: what its Content-Length says; None: unknown.
 
         Raises:
-            ApiError: 429 when a limit is reached, 400 for a timeout that is no positive number.
+            ApiError: 429 when a limit is reached, 413 for a body that alone is beyond it, 400 for a timeout that is no
+                positive number.
         """
         timeout_s = timeout_of(headers)
         self._check_room(tenant, body_bytes or 0, math.inf if timeout_s is None else timeout_s)
@@ -153,6 +154,10 @@ class Admission:
         wait_s = self._plane.wait_s(None) if self._open else 0.0
         self._check_queue(wait_s)
         self._check_deadline(wait_s, timeout_s)
+        if body_bytes > limits.bodies_bytes:
+            # Sent again it would be too large again.
+            sentence = f"The request body has {body_bytes} bytes; all bodies together may have {limits.bodies_bytes}."
+            raise ApiError(413, sentence)
         others = 0 if tenant in self._open_of else 1
         self._check_bytes(tenant, body_bytes, others)
         pressure = max(self._open / limits.requests, wait_s / limits.queue_s)

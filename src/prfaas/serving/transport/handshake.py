@@ -357,10 +357,17 @@ def bounded_sentences(sentences: Mapping[str, str]) -> dict[str, str]:
 
 
 def fingerprint_difference(ours: Fingerprint, theirs: object, name: str, peer: str) -> str | None:
-    """A sentence naming the first field in which two layouts differ, or None if they are equal."""
+    """A sentence naming the first field in which two layouts differ, or None if they are equal.
+
+    Fingerprints have what says most first. A field that only one side has keeps its place among those of that side.
+    """
     if not isinstance(theirs, dict):
         return f"{peer} sent no layout fingerprint"
-    for field in sorted(set(ours) | {str(field) for field in theirs}):
+    places: dict[str, int] = {}
+    for layout in (ours, theirs):
+        for place, field in enumerate(layout):
+            places[str(field)] = min(place, places.get(str(field), place))
+    for field in sorted(places, key=lambda field: (places[field], field)):
         mine, other = ours.get(field), theirs.get(field)
         if mine != other:
             what, value = legible(repr(field), 60), legible(repr(other), 100)

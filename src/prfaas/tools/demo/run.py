@@ -10,7 +10,6 @@ from typing import Any, Protocol, TypeVar
 import aiohttp
 
 from prfaas.core.deployment import TOOLS, AdminConfig, Deployment
-from prfaas.core.kv import model_from_directory
 from prfaas.serving.certificates import https_options, identity_of
 from prfaas.serving.engines.preparation import ensure_model, port_problem
 from prfaas.serving.engines.running import READY_TIMEOUT_S, EngineProgress, RunningEngines
@@ -65,7 +64,7 @@ def run_demo(deployment: Deployment, stages: Stages, ready_timeout_s: float = RE
         EngineError, KeyFileError, ConfigError: engines can't be started.
     """
     ensure_model(deployment)
-    kv_model = model_from_directory(deployment.model.path, name=deployment.model.served_name)
+    kv_model = deployment.model.kv_model()
     prompts = demo_prompts(_chars_per_token(deployment))
     try:
         answers, seconds = _two_acts(deployment, prompts, stages, ready_timeout_s)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from prfaas.core.kv import ConfigError
+from prfaas.core.kv import DEFAULT_DTYPES, CacheDtypes, ConfigError
 from prfaas.core.latency import roofline
 from prfaas.core.latency.profile import Curve, DecodeCurve, Evidence, LatencyProfile, ProfileError
 from prfaas.core.latency.roofline import Roofline, gpu
@@ -48,6 +48,8 @@ class EstimatePlan:
     context_tokens: int = CONTEXT_TOKENS
     weights: str | None = None
     """A name in `WEIGHT_FORMATS`; None: as the `config.json` says."""
+    dtypes: CacheDtypes = DEFAULT_DTYPES
+    """Of the engine's caches."""
     estimator: Estimator = "auto"
     """"auto": AIConfigurator where it can, else the roofline."""
     name: str | None = None
@@ -90,7 +92,7 @@ def estimate(plan: EstimatePlan) -> Estimate:
     config, model = _config(plan.config)
     weights = _weights(plan.weights)
     try:
-        work = model_work(config, model, weights)
+        work = model_work(config, model, weights, plan.dtypes)
     except ConfigError as error:
         raise ConfigError(f"--model {plan.config}: {error}") from None
     bound = Roofline(work, gpu(plan.gpu), plan.ranks)
@@ -107,11 +109,14 @@ def estimate(plan: EstimatePlan) -> Estimate:
             f"not for a batch of {batches[-1]}"
         )
     notes = []
+    kept_in = plan.dtypes.of_kv
     times: EngineTimes = bound
     source = f"the roofline of prfaas, with the peaks of {bound.gpu.source}"
     bands = (roofline.PREFILL_BAND, roofline.DECODE_BAND)
     if plan.estimator != "roofline":
         try:
+            if plan.dtypes != DEFAULT_DTYPES:
+                raise EstimatorGap("aiconfigurator is only asked about caches of the engine's own dtype")
             times = AiconfiguratorTimes(config, bound.gpu.name, plan.ranks, weights)
             prefill, steps = _points(times, lengths, batches, plan.context_tokens)
             source = f"aiconfigurator-core {aiconfigurator.version()}, vLLM on {bound.gpu.name}"
@@ -140,6 +145,7 @@ def estimate(plan: EstimatePlan) -> Estimate:
             source=(
                 f"Estimated, not measured: {source}; {work.total_params / 1e9:.3g} billion parameters, "
                 f"{work.active_params / 1e9:.3g} of them per token, {work.weights.name} weights"
+                f"{'' if kept_in is None else f', KVCache in {kept_in}'}"
             ),
             evidence=Evidence("estimated", band=bands[0]),
         ),

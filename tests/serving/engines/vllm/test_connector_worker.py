@@ -291,9 +291,29 @@ def test_two_ranks_store_for_another_engine_whose_loads_fail_after_a_restart_of_
 # ---- what engines compare
 
 
-def marks(identity: ModelIdentity, *, page_digests: bool = True) -> dict[str, str | int]:
+SETTINGS: dict[str, Any] = {
+    "layers": 4,
+    "vocab_size": 320,
+    "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}},
+    "transformers_version": "5.0",
+    "_name_or_path": "/models/ours",
+    "text_config": {"_name_or_path": "/models/ours"},
+}
+
+
+def marks(
+    identity: ModelIdentity = ModelIdentity("w", "t"),
+    *,
+    page_digests: bool = True,
+    settings: dict[str, Any] = SETTINGS,
+    architecture: str = "Qwen3ForCausalLM",
+    quantization: str | None = None,
+) -> dict[str, str | int]:
+    hf_config = SimpleNamespace(to_dict=lambda: settings, architectures=[architecture])
     config = SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: {"layers": 4}), dtype="bf16"),
+        model_config=SimpleNamespace(
+            hf_config=hf_config, hf_text_config=hf_config, dtype="bf16", quantization=quantization
+        ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         parallel_config=SimpleNamespace(tensor_parallel_size=1),
     )
@@ -305,12 +325,53 @@ def marks(identity: ModelIdentity, *, page_digests: bool = True) -> dict[str, st
 
 @pytest.mark.parametrize("field", ["weights", "tokenizer"])
 def test_engines_with_other_weights_or_tokenizers_neither_send_nor_share_a_pool(field: str) -> None:
-    ours = ModelIdentity("w", "t")
-    theirs = dataclasses.replace(ours, **{field: "other"})
-    assert fingerprint_difference(marks(ours), marks(ours), "home", "east") is None
+    ours = ModelIdentity("ours", "ours")
+    theirs = dataclasses.replace(ours, **{field: "theirs"})
     difference = fingerprint_difference(marks(ours), marks(theirs), "home", "east")
-    assert difference is not None and field in difference
+    assert difference == f"KV layout differs in '{field}': home has 'ours', east has 'theirs'"
     assert pool_fingerprint(marks(ours)) != pool_fingerprint(marks(theirs))
+
+
+def rotary_base(base: float) -> dict[str, Any]:
+    return {"full_attention": {"rope_theta": base}, "sliding_attention": {"rope_theta": 1e4}}
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (
+            {"settings": SETTINGS | {"rope_parameters": rotary_base(5e5)}},
+            "'rope_parameters.full_attention.rope_theta': home has '1000000.0', east has '500000.0'",
+        ),
+        ({"settings": SETTINGS | {"vocab_size": 512}}, "'vocab_size': home has '320', east has '512'"),
+        (
+            {"architecture": "LlamaForCausalLM", "settings": SETTINGS | {"layers": 5}},
+            "'architecture': home has 'Qwen3ForCausalLM', east has 'LlamaForCausalLM'",
+        ),
+        ({"quantization": "fp8"}, "'quantization': home has 'None', east has 'fp8'"),
+    ],
+)
+def test_another_model_is_refused_with_the_setting_and_both_values(other: dict[str, Any], told: str) -> None:
+    sentence = fingerprint_difference(marks(), marks(**other), "home", "east")
+    assert sentence == f"KV layout differs in {told}"
+    assert pool_fingerprint(marks()) != pool_fingerprint(marks(**other))
+
+
+def test_a_setting_that_has_no_name_of_its_own_is_told_too() -> None:
+    sentence = fingerprint_difference(marks(), marks(settings=SETTINGS | {"layers": 5}), "home", "east")
+    assert sentence is not None and sentence.startswith("KV layout differs in 'model_config': home has ")
+
+
+def test_a_setting_that_only_one_side_has_is_told() -> None:
+    scaled = SETTINGS | {"rope_scaling": {"factor": [1.5] * 48}}
+    sentence = fingerprint_difference(marks(), marks(settings=scaled), "home", "east")
+    assert sentence is not None and "'rope_scaling.factor': home has None, east has " in sentence
+    assert len(marks(settings=scaled)["rope_scaling.factor"]) == 16  # type: ignore[arg-type]
+
+
+def test_where_a_model_lies_and_who_reads_its_settings_do_not_matter() -> None:
+    elsewhere = {"_name_or_path": "/mnt/theirs", "text_config": {"_name_or_path": "/mnt/theirs"}}
+    assert marks(settings=SETTINGS | elsewhere | {"transformers_version": "5.1"}) == marks()
 
 
 def test_what_belongs_to_transfers_alone_does_not_part_pools() -> None:

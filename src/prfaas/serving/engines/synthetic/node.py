@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from prfaas.core.deployment import SYNTHETIC, Deployment, Instance
-from prfaas.core.kv import model_from_directory
 from prfaas.core.units import GIB
 from prfaas.serving.certificates import identity_of
 from prfaas.serving.engines import EngineError
@@ -44,9 +43,7 @@ class SyntheticNode:
             raise EngineError(f"{instance.name}: synthetic engines have one rank; make tensor_parallel 1")
         self.instance = instance
         self._tls = identity_of(deployment, instance.name)
-        layout = SyntheticLayout.of_model(
-            model_from_directory(deployment.model.path, name=deployment.model.served_name)
-        )
+        layout = SyntheticLayout.of_model(deployment.model.kv_model())
         endpoint = deployment.events_endpoint(instance)
         self._publisher = EventPublisher(endpoint) if endpoint is not None else None
         publish: Callable[[Sequence[Event]], None] = (

@@ -112,7 +112,13 @@ class ConnectorWorker:
         layout = KvLayout.of_engine(kv_cache_config, kv_caches, _built_order(vllm_config))
         digests = settings.page_digests
         model = vllm_config.model_config
-        identity = ModelIdentity.of(model.model, model.tokenizer, model.revision)
+        identity = ModelIdentity.of(
+            # Weights that come out of an object store: the directory has only the other files.
+            model.model_weights or model.model,
+            model.tokenizer,
+            model.revision,
+            model.tokenizer_revision,
+        )
         marks = fingerprint(layout, vllm_config, identity, get_conv_state_layout(), page_digests=digests)
         geometry = _pool_geometry(settings, layout, vllm_config, pool_fingerprint(marks))
         digest_plan = layout.digest_plan(rank) if digests else None

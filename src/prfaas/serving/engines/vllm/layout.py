@@ -22,6 +22,9 @@ from prfaas.serving.engines.page_digests import DIGEST_FORMAT, DigestPlan
 from prfaas.serving.engines.vllm.device_pages import layer_pages
 from prfaas.serving.engines.vllm.pages import LayerPages, LayoutError, raw_pages
 
+# The fingerprint is part of a handshake of 8 KiB; a difference is one line.
+_MOST_TOLD_CHARS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class EngineGroup(KvGroup):
@@ -188,9 +191,12 @@ def fingerprint(
         (r.layer_name, r.part, r.group.kind.value, r.group.block_tokens, r.group.window_tokens, r.page_bytes)
         for r in layout.regions
     ]
+    # In the order in which a difference is looked for: what says most comes before digests of many things.
     return {
-        "model_config": _digest(_portable(model.hf_config.to_dict())),
+        "architecture": ",".join(getattr(model.hf_config, "architectures", None) or ()),
+        **_told_settings(model.hf_text_config.to_dict()),
         "weights": identity.weights,
+        "quantization": str(model.quantization),
         "tokenizer": identity.tokenizer,
         "dtype": str(model.dtype),
         "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
@@ -198,6 +204,7 @@ def fingerprint(
         "block_tokens": ",".join(str(b) for b in sorted({r.group.block_tokens for r in layout.regions})),
         "conv_state_layout": conv_state_layout,
         "layers": len(layout.regions),
+        "model_config": _digest(_portable(model.hf_config.to_dict())),
         "pages": _digest(regions),
         "page_digests": DIGEST_FORMAT if page_digests else "off",
     }
@@ -208,8 +215,31 @@ def pool_fingerprint(marks: Mapping[str, str | int]) -> str:
     return _digest({name: mark for name, mark in marks.items() if name != "page_digests"})
 
 
-def _portable(config: dict[str, object]) -> dict[str, object]:
-    return {key: value for key, value in config.items() if not key.startswith("_")}
+def _told_settings(config: Mapping[str, object]) -> dict[str, str]:
+    """Settings of a model that an error shall give with both values: its vocabulary and its rotary positions."""
+    told = {"vocab_size": str(config.get("vocab_size"))}
+    for key, value in sorted(config.items()):
+        if "rope" in key or "rotary" in key:
+            told |= _leaves(key, value)
+    return told
+
+
+def _leaves(name: str, value: object) -> dict[str, str]:
+    if isinstance(value, Mapping):
+        return {key: text for part in value for key, text in _leaves(f"{name}.{part}", value[part]).items()}
+    text = str(value)
+    return {name: text if len(text) <= _MOST_TOLD_CHARS else _digest(value)}
+
+
+def _portable(value: object) -> object:
+    """A configuration without what depends on where it lies and who has read it."""
+    if isinstance(value, Mapping):
+        return {
+            key: _portable(part)
+            for key, part in value.items()
+            if not str(key).startswith("_") and key != "transformers_version"
+        }
+    return [_portable(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def _digest(value: object) -> str:

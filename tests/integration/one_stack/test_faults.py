@@ -12,8 +12,7 @@ import pytest
 
 from prfaas.serving.transport.ticket import Ticket, load_key, prompt_digest
 
-from .stack import PATIENCE_S, DemoAnswer, Stack, call, completion_body, wait_until
-from .test_chain import prompt
+from ..stack import PATIENCE_S, DemoAnswer, Stack, call, completion_body, prompt, wait_until
 
 # More than any machine decodes while a test looks once.
 ANSWER_TOKENS = 4000

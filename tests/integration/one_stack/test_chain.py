@@ -1,7 +1,6 @@
 """The main job on real vLLM: right tokens, right bytes, right routes."""
 
 import json
-import random
 import re
 from typing import Any
 
@@ -11,16 +10,19 @@ from openai.types import CompletionUsage
 
 from prfaas.core.kv import model_from_directory
 
-from .stack import LOGITS, MODEL, TENANT_HEADER, THRESHOLD_TOKENS, Stack, call, completion_body
+from ..stack import (
+    BLOCK_TOKENS,
+    LOGITS,
+    MODEL,
+    TENANT_HEADER,
+    THRESHOLD_TOKENS,
+    Stack,
+    call,
+    completion_body,
+    prompt,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
-
-BLOCK_TOKENS = 256
-
-
-def prompt(seed: int, tokens: int) -> list[int]:
-    """Random printable bytes; ids of the byte-level tokenizer start behind its few special tokens."""
-    return [random.Random(seed * 100003 + i).randrange(40, 130) for i in range(tokens)]
 
 
 @pytest.mark.parametrize("tokens", [2, 3, 255, 256, 257, 258, 1025, 2001, 2002, 3073, 5000])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from .stack import MODEL, TENANT_HEADER, DemoAnswer, Stack, call
+from ..stack import MODEL, TENANT_HEADER, DemoAnswer, Stack, call
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 

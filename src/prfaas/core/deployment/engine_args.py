@@ -1,0 +1,40 @@
+"""Options of vLLM's server that the deployment file has fields for."""
+
+# The command line builder sets these from other fields; a second value would silently win over them.
+OWNED_ARGS = {
+    "--kv-transfer-config": "it is made from clusters, links and transfer",
+    "--host": "give the instance's host",
+    "--port": "give the instance's http_port",
+    "--model": "give model.path or model.tiny",
+    "--served-model-name": "give model.served_name",
+    "--tensor-parallel-size": "give the instance's tensor_parallel",
+    "--kv-events-config": "it is made from the instance's host and events_port",
+    "--lora-modules": "give model.adapters",
+    "--ssl-keyfile": "give security.engine_tls and security.certificates",
+    "--ssl-certfile": "give security.engine_tls and security.certificates",
+    "--ssl-ca-certs": "give security.engine_tls and security.certificates",
+    "--ssl-cert-reqs": "give security.engine_tls and security.certificates",
+    "--dtype": "give model.dtype",
+    "--kv-cache-dtype": "give model.kv_cache_dtype",
+    "--kv-cache-dtype-skip-layers": "all layers keep the dtype of model.kv_cache_dtype",
+}
+
+
+def free_arg(arg: str) -> str:
+    """`arg` where no field of the file stands for it.
+
+    Raises:
+        ValueError: one does; the text names it.
+    """
+    owned = _owned_arg(arg)
+    if owned is not None:
+        raise ValueError(f"{arg!r} can't be given here; {OWNED_ARGS[owned]}")
+    return arg
+
+
+def _owned_arg(arg: str) -> str | None:
+    name = arg.split("=", 1)[0].split(".", 1)[0].replace("_", "-")
+    if len(name) <= 2 or not name.startswith("--"):
+        return "--tensor-parallel-size" if arg.startswith("-tp") else None
+    # argparse takes any unambiguous beginning of an option's name for the whole one.
+    return next((owned for owned in OWNED_ARGS if owned == name or owned.startswith(name)), None)
