@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from .one_stack.test_chain import prompt
 from .stack import MODEL, Stack, call, running, write_deployment
-from .test_chain import prompt
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
