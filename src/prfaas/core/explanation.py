@@ -37,6 +37,8 @@ def sentences(told: Json) -> Iterator[str]:
         )
     for number, attempt in enumerate(told["attempts"], start=1):
         yield from _attempt(number, attempt)
+    if told.get("first_token") is not None:
+        yield "The prefill instance sampled the answer's first token, and the client had it at once."
     yield from _bytes(told)
     yield from _steps(told)
     for note in told["notes"]:

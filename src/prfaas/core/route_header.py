@@ -52,6 +52,9 @@ class RouteHeader:
     prefix_bytes: int = 0
     """Bytes of that prefix."""
 
+    first_token: str | None = None
+    """`prefill`: who prefilled has sampled the answer's first token; None: who decoded."""
+
     fallback: str | None = None
     """Why an earlier prefill elsewhere failed, in one word."""
 
@@ -77,6 +80,8 @@ class RouteHeader:
             parts.append(f"predicted_ttft_s={self.predicted_ttft_s:.4f}")
         if self.prefix_source is not None:
             parts.append(f"cache_transfer={self.prefix_source}:{self.prefix_bytes}")
+        if self.first_token is not None:
+            parts.append(f"first_token={self.first_token}")
         if self.fallback is not None:
             parts.append(f"fallback={self.fallback}")
         if self.reason is not None:
@@ -84,8 +89,9 @@ class RouteHeader:
         return "; ".join(parts)
 
     def without_details(self) -> str:
-        """The route and its reason alone: nothing that depends on what others have sent, nor on the load."""
-        return self.route if self.reason is None else f"{self.route}; reason={self.reason}"
+        """The route, its reason and whose the first token is: nothing that depends on what others have sent."""
+        told = {"first_token": self.first_token, "reason": self.reason}
+        return "; ".join((self.route, *(f"{name}={word}" for name, word in told.items() if word is not None)))
 
     @classmethod
     def parse(cls, text: str) -> "RouteHeader":
@@ -116,6 +122,7 @@ class RouteHeader:
             predicted_ttft_s=number("predicted_ttft_s"),
             prefix_source=prefix_source or None,
             prefix_bytes=int(prefix_bytes or "0"),
+            first_token=fields.get("first_token"),
             fallback=fields.get("fallback"),
             reason=fields.get("reason"),
         )

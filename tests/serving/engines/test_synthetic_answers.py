@@ -52,6 +52,28 @@ def test_any_route_gives_the_same_answer(tmp_path: Path, model: str, num_tokens:
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("num_tokens", [2, 256, 257, 1500])
+def test_an_answer_goes_on_after_the_producers_first_token(deployment: Deployment, num_tokens: int) -> None:
+    """All tokens of the prompt leave, and the consumer computes the one after them, which the producer has named."""
+
+    async def check() -> None:
+        ids = random_ids(num_tokens, num_tokens)
+        async with running(deployment) as world:
+            local = (await world.complete("home-0", ids)).ids
+            sealed = (ticket := world.ticket("far-0", "home-1", ids)).seal(world.key)
+            arrival = asyncio.create_task(world.arrival(ticket))
+            asked = {"max_tokens": 1, "logprobs": 0, "return_tokens_as_token_ids": True}
+            (choice,) = (await world.complete("far-0", ids, sealed, **asked)).body["choices"]
+            assert choice["logprobs"]["tokens"] == [f"token_id:{local[0]}"]
+            await arrival
+            rest = await world.complete("home-1", [*ids, local[0]], sealed, max_tokens=23)
+            assert [local[0], *rest.ids] == local
+            assert world.nodes["home-1"].engine.endpoints.counts.loads_completed == 1
+            await world.settled()
+
+    asyncio.run(check())
+
+
 def test_other_prompts_give_other_answers(deployment: Deployment) -> None:
     async def check() -> None:
         ids = random_ids(700, 1)

@@ -80,6 +80,7 @@ def kv_of(ids: Sequence[int]) -> bytes:
 
 
 ANSWER_TOKENS = 16
+_CHARACTERS = "0123456789abcdef"
 _ID_OF = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
 
 
@@ -87,13 +88,68 @@ def answer_tokens(ids: Sequence[int]) -> Iterator[str]:
     """One character, which is one token, after the other; there is no end to it."""
     state = hashlib.sha256(kv_of(ids))
     while True:
-        character = "0123456789abcdef"[state.digest()[0] % 16]
+        character = _CHARACTERS[state.digest()[0] % 16]
         yield character
         state.update(kv_of([_ID_OF[character]]))
 
 
 def answer_text(ids: Sequence[int], tokens: int = ANSWER_TOKENS) -> str:
     return "".join(itertools.islice(answer_tokens(ids), tokens))
+
+
+@dataclass(frozen=True)
+class Generated:
+    """An answer by vLLM's rules: the text that comes with each token, all tokens, and why it ended."""
+
+    pieces: list[str]
+    token_ids: list[int]
+    reason: str
+    stop_reason: int | str | None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+def generated(
+    ids: Sequence[int], body: dict[str, Any], limit: int, end: str | None = None, blank: str = ""
+) -> Generated:
+    """What the model answers to `ids`, `limit` tokens at most.
+
+    `end`: the character whose token ends an answer. `blank`: characters whose tokens have no text.
+    """
+    given = body.get("stop") or []
+    stops = [given] if isinstance(given, str) else given
+    includes, least = bool(body.get("include_stop_str_in_output")), body.get("min_tokens") or 0
+    own_end = _ID_OF[end] if end is not None and not body.get("ignore_eos") else None
+    ends = {own_end, *(body.get("stop_token_ids") or [])} - {None}
+    lag = 0 if includes else max(map(len, stops), default=1) - 1
+    state, text, shown = hashlib.sha256(kv_of(ids)), "", 0
+    pieces: list[str] = []
+    token_ids: list[int] = []
+    reason: str | None = None
+    stop_reason: int | str | None = None
+    while reason is None:
+        place = state.digest()[0] % 16
+        while len(token_ids) < least and _ID_OF[_CHARACTERS[place]] in ends:
+            place = (place + 1) % 16
+        character = _CHARACTERS[place]
+        token_ids.append(_ID_OF[character])
+        state.update(kv_of(token_ids[-1:]))
+        if token_ids[-1] in ends:
+            reason, stop_reason = "stop", None if token_ids[-1] == own_end else token_ids[-1]
+        if (reason is None or includes) and character not in blank:
+            text += character
+        found = next((stop for stop in stops if len(token_ids) > least and stop in text[-len(stop) :]), None)
+        if found is not None:
+            reason, stop_reason = "stop", found
+            text = text if includes else text.removesuffix(found)
+        elif reason is None and len(token_ids) == limit:
+            reason = "length"
+        until = max(shown, len(text) if reason is not None else len(text) - lag)
+        pieces.append(text[shown:until])
+        shown = until
+    return Generated(pieces, token_ids, reason, stop_reason)
 
 
 class IdLayout:
@@ -130,7 +186,10 @@ class StandInEngine:
     `frozen` is false again. `mute`: its KV port accepts connections and never says a word.
 
     `lingers`: three quarters of its KV leave; the rest of it, and of its prefill, wait for `goes_on`, and then do what
-    `lingers` says: "ends" well, "aborts" the transfer, or the prefill "fails" too.
+    `lingers` says: "ends" well, "aborts" the transfer, or the prefill "fails" too. `trails`: the prefill answers at
+    once all the same.
+
+    `end`, `blank`: as in `generated`.
     """
 
     name: str
@@ -151,6 +210,9 @@ class StandInEngine:
     frozen: bool = False
     mute: bool = False
     lingers: str | None = None
+    trails: bool = False
+    end: str | None = None
+    blank: str = ""
     refuses_in_stream: bool = True
     refuses_user: bool = False
     other_ids: bool = False
@@ -173,6 +235,7 @@ class StandInEngine:
     kv_port: int = 0
 
     async def start(self) -> None:
+        self._trailing: set[asyncio.Task[None]] = set()
         self.tokenizer = Tokenizer.from_file(str(self.model_dir / "tokenizer.json"))
         self.template = ChatTemplate.of_model(self.model_dir)
         self.arena = StagingArena(self.staging_bytes, block_bytes=1 << 16)
@@ -228,6 +291,8 @@ class StandInEngine:
         await self.runner.cleanup()
 
     async def stop(self) -> None:
+        for task in self._trailing:
+            task.cancel()
         await self.runner.cleanup()
         if self.sender is not None:
             await asyncio.to_thread(self.sender.close)
@@ -404,15 +469,24 @@ class StandInEngine:
         return response
 
     def _whole_answer(self, body: dict[str, Any], ids: list[int]) -> dict[str, Any]:
-        count = body.get("max_tokens") or ANSWER_TOKENS
-        text = answer_text(ids[::-1] if self.garbles else ids, count)
+        count = body.get("max_completion_tokens") or body.get("max_tokens") or ANSWER_TOKENS
+        answer = generated(ids[::-1] if self.garbles else ids, body, count, self.end, self.blank)
+        text, ended = answer.text, {"finish_reason": answer.reason, "stop_reason": answer.stop_reason}
         return {
             "id": "x",
             "choices": [
-                {"index": 0, "text": text, "message": {"role": "assistant", "content": text}}
-                | ({"logprobs": _logprobs(text)} if body.get("logprobs") else {})
+                {"index": 0, "text": text, "message": {"role": "assistant", "content": text}, **ended}
+                | (
+                    {"logprobs": _logprobs(text, answer.token_ids)}
+                    if body.get("logprobs") is not None and body["logprobs"] is not False
+                    else {}
+                )
             ],
-            "usage": {"prompt_tokens": len(ids), "completion_tokens": count},
+            "usage": {
+                "prompt_tokens": len(ids),
+                "completion_tokens": len(answer.token_ids),
+                "total_tokens": len(ids) + len(answer.token_ids),
+            },
             "prompt_token_ids": ids if body.get("return_token_ids") else None,
             "kv_transfer_params": {"leaked": "secret"} if body.get("leak") else None,
         }
@@ -441,11 +515,15 @@ class StandInEngine:
 
         if chat:
             await say([{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}])
-        for index, character in enumerate(itertools.islice(answer_tokens(ids), count)):
+        answer = generated(ids, body, count, self.end, self.blank)
+        count = len(answer.pieces)
+        for index, piece in enumerate(answer.pieces):
             if self.dies and index == self.dies_after and await self._fail_in_stream(request, response):
                 return response
-            reason = "length" if index == count - 1 else None
-            said = {"delta": {"content": character}} if chat else {"text": character, "stop_reason": None}
+            reason = answer.reason if index == count - 1 else None
+            said: dict[str, Any] = {"delta": {"content": piece}} if chat else {"text": piece}
+            if not chat or reason is not None:
+                said["stop_reason"] = answer.stop_reason if reason is not None else None
             await say([{"index": 0, **said, "logprobs": None, "finish_reason": reason}])
             await asyncio.sleep(self.chunk_s)
         if self.dies == "before-usage":
@@ -494,6 +572,16 @@ class StandInEngine:
         if self.lingers:
             first = len(payload) // 4 * 3
             outgoing.put(0, 0, BytesSource(payload[:first]))
+        rest = self._send_rest(outgoing, payload, first)
+        if not self.trails:
+            await rest
+            return
+        task = asyncio.create_task(rest)
+        self._trailing.add(task)
+        task.add_done_callback(self._trailing.discard)
+
+    async def _send_rest(self, outgoing: Any, payload: bytes, first: int) -> None:
+        if self.lingers:
             try:
                 await self.goes_on.wait()
             except asyncio.CancelledError:
@@ -551,9 +639,10 @@ def refusal_of(body: dict[str, Any]) -> str | None:
     return None
 
 
-def _logprobs(text: str) -> dict[str, Any]:
+def _logprobs(text: str, token_ids: list[int]) -> dict[str, Any]:
     """A token per character, each sure of itself."""
     return {
+        "tokens": [f"token_id:{token}" for token in token_ids],
         "text_offset": list(range(len(text))),
         "token_logprobs": [-0.01] * len(text),
         "top_logprobs": [{character: -0.01} for character in text],

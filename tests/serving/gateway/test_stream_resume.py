@@ -27,6 +27,8 @@ PLAIN: dict[str, Any] = {
     "top_k": 5,
     "min_p": 0.1,
     "stop": ["a", "b"],
+    "stop_token_ids": [7],
+    "include_stop_str_in_output": True,
     "ignore_eos": True,
     "min_tokens": 4,
     "user": "me",
@@ -68,7 +70,7 @@ def test_what_is_known_to_be_harmless_may_be_there() -> None:
         {"guided_json": {}},
         {"prompt_logprobs": 0},
         {"stream_options": {"continuous_usage_stats": True}},
-        {"stop_token_ids": [1]},
+        {"stop_token_ids": ["1"]},
         {"skip_special_tokens": False},
         {"vllm_xargs": {"a": 1}},
         {"include_reasoning": True},
@@ -132,7 +134,7 @@ def test_a_story_and_its_rest_read_as_one_answer(text: str, data: st.DataObject)
     heard = [event for event in events(told) if event]
     assert "".join(event["choices"][0]["text"] for event in heard) == text == story.text
     assert {(event["id"], event["model"]) for event in heard} == {("a", "m")}
-    assert heard[-1]["choices"][0]["finish_reason"] == "stop" and story.finished
+    assert heard[-1]["choices"][0]["finish_reason"] == "stop" and story.finish_reason == "stop"
     assert heard[-1]["choices"][0]["stop_reason"] == "#"
 
 

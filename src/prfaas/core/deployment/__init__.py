@@ -8,6 +8,7 @@ from prfaas.core.deployment.engine import EngineConfig, TransferLimits
 from prfaas.core.deployment.fleet import FleetConfig
 from prfaas.core.deployment.gateway import (
     AdminConfig,
+    FirstTokenSource,
     GatewayConfig,
     GatewayLimits,
     RouteDetail,
@@ -82,6 +83,7 @@ __all__ = [
     "EventsEndpoint",
     "EvictionName",
     "FieldChange",
+    "FirstTokenSource",
     "FixedLengths",
     "FleetConfig",
     "GatewayConfig",

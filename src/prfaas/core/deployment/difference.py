@@ -76,6 +76,7 @@ RULES: Mapping[FieldPath, FieldRule] = {
     ("gateway", "hosts"): FieldRule("gateway.hosts"),
     ("gateway", "route_header"): FieldRule("gateway.route_header"),
     ("gateway", "shadow"): FieldRule("gateway.shadow"),
+    ("gateway", "first_token"): FieldRule("gateway.first_token"),
     ("gateway", "first_byte_s"): FieldRule("gateway.first_byte_s"),
     ("gateway", "idle_s"): FieldRule("gateway.idle_s"),
     ("gateway", "limits", "requests"): FieldRule("gateway.limits.requests"),

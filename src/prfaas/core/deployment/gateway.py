@@ -7,6 +7,7 @@ from typing import Literal
 from prfaas.core.deployment.addresses import host_in_url
 
 RouteDetail = Literal["short", "full"]
+FirstTokenSource = Literal["decode", "prefill"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,8 @@ class GatewayConfig:
     """Whether `x-prfaas-route` tells every client the numbers that decided (`full`), or only a named tenant."""
     shadow: float = 0.0
     """Share of the requests with a transfer that are computed again on a plain path and compared."""
+    first_token: FirstTokenSource = "decode"
+    """Who samples an answer's first token where the prompt is prefilled elsewhere than at the decode instance."""
     first_byte_s: float = 1800.0
     """How long an engine may take until its answer begins."""
     idle_s: float = 600.0

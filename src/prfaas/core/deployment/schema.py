@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from prfaas.core.deployment.addresses import traces_url
 from prfaas.core.deployment.engine_args import free_arg
 from prfaas.core.deployment.fleet_section import FleetSection
-from prfaas.core.deployment.gateway import RouteDetail
+from prfaas.core.deployment.gateway import FirstTokenSource, RouteDetail
 from prfaas.core.deployment.pool import EvictionName
 from prfaas.core.deployment.security import EngineTls
 from prfaas.core.deployment.types import DEFAULT_POLICY
@@ -291,6 +291,7 @@ class GatewaySection(_Section):
     hosts: list[HostName] = []
     route_header: RouteDetail = "short"
     shadow: Annotated[float, Field(ge=0, le=1)] = 0.0
+    first_token: FirstTokenSource = "decode"
     limits: Annotated[LimitsSection, _SECTION] = LimitsSection()
     tracing: Annotated[TracingSection | None, _GIVEN] = None
     cluster: Annotated[Name | None, _GIVEN] = None

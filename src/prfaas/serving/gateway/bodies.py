@@ -173,27 +173,29 @@ def strip_owned(body: Json) -> Json:
 def prefill_body(
     model: str,
     prompt: Sequence[int],
-    sealed_ticket: str,
+    sealed_ticket: str | None,
     *,
     salt: str = "",
     sealed_from: str | None = None,
+    sampling: Json | None = None,
 ) -> bytes:
     """The producer's request: what it is to prefill, one token out, and the ticket of what it sends.
 
-    `salt`: the tenant's, empty without tenants. `sealed_from`: the ticket of a prefix that it loads first.
+    `sealed_ticket`: None: it sends nothing. `salt`: the tenant's, empty without tenants. `sealed_from`: the ticket of
+    a prefix that it loads first. `sampling`: how the token is sampled; None: in the cheapest way.
     """
-    tickets = {TICKET_PARAMETER: sealed_ticket}
-    if sealed_from is not None:
-        tickets[PREFIX_TICKET_PARAMETER] = sealed_from
-    ours: Json = {"cache_salt": salt} if salt else {}
+    named = {TICKET_PARAMETER: sealed_ticket, PREFIX_TICKET_PARAMETER: sealed_from}
+    tickets = {name: sealed for name, sealed in named.items() if sealed is not None}
+    ours: Json = {"kv_transfer_params": tickets} if tickets else {}
+    if salt:
+        ours["cache_salt"] = salt
     return dump_body(
         {
             "model": model,
             "prompt": orjson.Fragment(ids_json(prompt)),
             "max_tokens": 1,
-            "temperature": 0,
             "stream": False,
-            "kv_transfer_params": tickets,
+            **({"temperature": 0} if sampling is None else sampling),
             **ours,
         }
     )

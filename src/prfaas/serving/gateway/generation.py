@@ -15,6 +15,8 @@ from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.decode import MAX_ANSWERING_ATTEMPTS, Decoder
 from prfaas.serving.gateway.dialects import dialect_of
 from prfaas.serving.gateway.engine_client import OWN_RESOURCES
+from prfaas.serving.gateway.first_token_answer import FirstTokenAnswers
+from prfaas.serving.gateway.first_token_rules import FirstTokenRules
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.prompts import DirectPrompt, Endpoint, answer_limit
 from prfaas.serving.gateway.request import (
@@ -48,9 +50,11 @@ class Generation:
         parser: RequestParser,
         tokenization: Tokenization,
         validation: Validation,
+        first_tokens: FirstTokenRules,
         prefill: PrefillOrchestrator,
         decoder: Decoder,
         resume: StreamResume,
+        first_answers: FirstTokenAnswers,
         shadow: Shadow,
         log: RequestLog,
         detail: RouteDetail,
@@ -67,6 +71,8 @@ class Generation:
         self._prefill = prefill
         self._decoder = decoder
         self._resume = resume
+        self._first_tokens = first_tokens
+        self._first_answers = first_answers
         self._shadow = shadow
         self._log = log
         self._budget = KeepBudget(context.options.kept_answers_bytes)
@@ -96,8 +102,10 @@ class Generation:
                 taken.check(decision, answer_limit(endpoint, request.body))
                 # 4. Before KV moves: would the decode engine take the request at all?
                 prompt = await self._validation.checked(request, prompt, decision)
-                # 5. Prefill there and move the KV. If that fails, the decode engine prefills.
-                prepared = await self._prefill.prepare(request, prompt, decision)
+                # 5. Prefill there and move the KV. If that fails, the decode engine prefills. Where the prefill samples
+                #    the first token, this does not wait for the KV.
+                ask = self._first_tokens.ask(request, prompt) if decision.transfers else None
+                prepared = await self._prefill.prepare(request, prompt, decision, ask=ask)
                 self._count_uncached(prepared)
             # 6. Decode and relay. If an engine fails, another one decodes.
             is_compared = self._shadow.wants(request, prepared)
@@ -177,6 +185,11 @@ class Generation:
         While the client has seen nothing, another engine may answer in place of one that failed. After the first
         byte, another engine continues the text if the request allows it. Raises ApiError.
         """
+        if prepared.first is not None and prepared.prompt is not None:
+            request.record.sent(prepared.header())
+            return await self._first_answers.answer(
+                request, prepared.prompt, prepared, prepared.first, writer
+            )
         failed: list[str] = []
         while True:
             if request.endpoint.generates:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from prfaas.core.scheduling import Decision
+from prfaas.serving.gateway.first_token import FirstTokenAsk
 from prfaas.serving.transport.observer import OnSoon
 from prfaas.serving.transport.ticket import Ticket
 from prfaas.serving.transport.wire import TransferPhase, TransferStatus
@@ -57,6 +58,8 @@ class TransferSpec:
     """How many requests load it at the consumer."""
     sealed_from: str | None = None
     """The sealed ticket of a prefix that the producer loads first."""
+    ask: FirstTokenAsk | None = None
+    """The prefill also samples the first token of the answer, so; None: the consumer samples it."""
     background: bool = False
     """It gets what other transfers leave of the link."""
 

@@ -137,6 +137,14 @@ class Metrics:
                 registry=registry,
             )
         )
+        self.first_tokens = CachedLabels(
+            Counter(
+                "prfaas_gateway_first_tokens",
+                "First tokens wanted from the prefill, by what became of them.",
+                ("outcome",),
+                registry=registry,
+            )
+        )
         self.shadows = CachedLabels(
             Counter(
                 "prfaas_gateway_shadows",

@@ -1,41 +1,22 @@
 """Carries a routing decision out: prefill where it says, move the KV, and fall back to a local prefill."""
 
 import asyncio
-import time
 from collections.abc import Collection
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from prfaas.core.deployment import Deployment
 from prfaas.core.scheduling import Decision, NoDecodeInstanceError, Route
 from prfaas.serving.gateway.context import GatewayContext
-from prfaas.serving.gateway.control_plane import PrefillWork
-from prfaas.serving.gateway.egress_bill import EgressBill
-from prfaas.serving.gateway.kv_transfer import MovedPrefix, StartedTransfer, TransferDone, TransferSpec
+from prfaas.serving.gateway.first_token import FirstTokenAsk, FirstTokenHeldError
+from prfaas.serving.gateway.kv_transfer import MovedPrefix
 from prfaas.serving.gateway.prefill_hop import INCOMPATIBLE, HopFailedError, PrefillHop
 from prfaas.serving.gateway.prefix_moves import PrefixMoves
 from prfaas.serving.gateway.prompts import DirectPrompt
+from prfaas.serving.gateway.remote_prefill import RemotePrefills
 from prfaas.serving.gateway.request import PreparedRequest, ServingRequest, TokenizedPrompt
-from prfaas.serving.gateway.request_log import Attempt, WaitsFor
 
 # Prefills elsewhere that one request may try before its decode engine prefills.
 _PREFILL_ATTEMPTS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class _RemotePrefill:
-    """A prefill elsewhere whose instance is taken."""
-
-    request: ServingRequest
-    prompt: TokenizedPrompt
-    attempt: Attempt
-    moved: MovedPrefix
-    """What the prefill may start from."""
-    wanted: str
-    """The instance that it was moved to."""
-    work: PrefillWork
-    stack: AsyncExitStack
-    """Gives the instance back."""
 
 
 class PrefillOrchestrator:
@@ -44,17 +25,18 @@ class PrefillOrchestrator:
     def __init__(
         self, deployment: Deployment, hop: PrefillHop, prefixes: PrefixMoves, context: GatewayContext
     ) -> None:
-        self._hop = hop
+        self._remote = RemotePrefills(deployment, hop, prefixes, context)
         self._prefixes = prefixes
         self._plane = context.plane
         self._metrics = context.metrics
-        self._bill = EgressBill(deployment, context.metrics)
-        self.adopt(deployment)
+        self._take_on(deployment)
 
     def adopt(self, deployment: Deployment) -> None:
         """Prefill with these instances from now on."""
-        self._lead_s = deployment.transfer.decode_lead_s
-        self._bill.adopt(deployment)
+        self._remote.adopt(deployment)
+        self._take_on(deployment)
+
+    def _take_on(self, deployment: Deployment) -> None:
         self._staging_bytes = {
             instance.name: deployment.engine.staging_bytes * instance.tensor_parallel
             for instance in deployment.instances
@@ -66,8 +48,13 @@ class PrefillOrchestrator:
         prompt: TokenizedPrompt | DirectPrompt,
         decision: Decision,
         avoid: Collection[str] = (),
+        *,
+        ask: FirstTokenAsk | None = None,
     ) -> PreparedRequest:
         """Prefill the prompt where `decision` says, and have its KV at the decode engine, or nearly.
+
+        With `ask`, a prefill elsewhere samples the first token, and this returns once it has (`PreparedRequest.first`).
+        The KV may be far from complete then: `loadable` waits for it.
 
         A prefill that fails is tried once more inside the PD cluster. After that the decode engine prefills: this
         never raises for a failed prefill.
@@ -82,6 +69,7 @@ class PrefillOrchestrator:
             self._note_rejections(request, decision.decode)
         failed = set(avoid)
         fallback: str | None = None
+        held: str | None = None
         for _ in range(_PREFILL_ATTEMPTS):
             if not decision.transfers:
                 moved = MovedPrefix(decision)
@@ -93,7 +81,12 @@ class PrefillOrchestrator:
                 return self._at_decode(request, prompt, decision, "staging", fallback)
             attempt = request.record.start(decision, num_tokens)
             try:
-                prepared = await self._begin_remote(request, prompt, attempt)
+                prepared = await self._remote.begin(request, prompt, attempt, None if held else ask)
+            except FirstTokenHeldError as error:
+                # What is prefilled there is still cached, so the other way costs little more than the transfer.
+                held = error.reason
+                self._metrics.first_tokens.labels(held).inc()
+                request.record.fell_back(attempt, f"first-token-{held}")
             except HopFailedError as failure:
                 fallback = failure.reason
                 request.record.fell_back(attempt, fallback)
@@ -127,6 +120,41 @@ class PrefillOrchestrator:
             decision = self._plane.route(len(prompt.token_ids), prompt.chains, avoid=avoid)
         return await self.prepare(request, prompt, decision, avoid)
 
+    async def prepare_near(
+        self, request: ServingRequest, prompt: TokenizedPrompt, avoid: Collection[str], fallback: str
+    ) -> PreparedRequest:
+        """The same inside of the PD cluster, where a prefill elsewhere has failed for the reason `fallback`.
+
+        Raises:
+            NoDecodeInstanceError: no engine can decode.
+        """
+        decision = self._plane.route(len(prompt.token_ids), prompt.chains, avoid=avoid, offload=False)
+        prepared = await self.prepare(request, prompt, decision, avoid)
+        return replace(prepared, fallback=prepared.fallback or fallback)
+
+    async def loadable(
+        self, prepared: PreparedRequest, rest: ServingRequest, rest_prompt: TokenizedPrompt
+    ) -> PreparedRequest:
+        """`rest`, which continues `prepared` after its first token, ready for the decode engine.
+
+        Waits until the transfer is complete, or nearly. Raises HopFailedError if it will not be.
+        """
+        arriving, soon = prepared.arriving, prepared.soon
+        assert arriving is not None and soon is not None
+        await asyncio.wait((arriving, soon), return_when=asyncio.FIRST_COMPLETED)
+        attempt = rest.record.attempts[-1]
+        if not arriving.done():
+            ready = replace(soon.result(), arriving=arriving)
+        else:
+            try:
+                ready = arriving.result()
+            except HopFailedError as failure:
+                rest.record.fell_back(attempt, failure.reason)
+                self._metrics.fallbacks.labels(failure.reason).inc()
+                raise
+            attempt.outcome = "done"
+        return replace(ready, prompt=rest_prompt, first=prepared.first, fallback=prepared.fallback)
+
     async def arrived(self, request: ServingRequest, prepared: PreparedRequest) -> PreparedRequest:
         """Wait for the rest of the KV that the decode engine waits for too; what became of it.
 
@@ -138,14 +166,15 @@ class PrefillOrchestrator:
         await asyncio.wait((arriving,))
         attempt = request.record.attempts[-1]
         try:
-            prepared = replace(arriving.result(), fallback=prepared.fallback)
+            done = replace(arriving.result(), first=prepared.first, fallback=prepared.fallback)
         except HopFailedError as failure:
             request.record.fell_back(attempt, failure.reason)
             self._metrics.fallbacks.labels(failure.reason).inc()
             assert isinstance(prompt, TokenizedPrompt) and decision is not None
-            return self._at_decode(request, prompt, decision, "fallback", failure.reason)
+            local = self._at_decode(request, prompt, decision, "fallback", failure.reason)
+            return replace(local, first=prepared.first)
         attempt.outcome = "done"
-        return prepared
+        return done
 
     def delivered(self, prepared: PreparedRequest) -> None:
         """The decode engine answers, so it holds the prompt now."""
@@ -154,10 +183,7 @@ class PrefillOrchestrator:
 
     def abandon(self, prepared: PreparedRequest, reason: str) -> None:
         """The decode engine may never take the transfer: have its staging freed."""
-        if prepared.arriving is not None:
-            prepared.arriving.cancel()
-        if prepared.transfer is not None:
-            self._hop.abandon(prepared.transfer.ticket, reason)
+        self._remote.abandon(prepared, reason)
 
     def _note_rejections(self, request: ServingRequest, consumer: str) -> None:
         for producer in self._staging_bytes:
@@ -205,124 +231,3 @@ class PrefillOrchestrator:
             own_prefill_tokens=decision.prefill_tokens,
             fallback=fallback,
         )
-
-    async def _begin_remote(
-        self, request: ServingRequest, prompt: TokenizedPrompt, attempt: Attempt
-    ) -> PreparedRequest:
-        """Prefill elsewhere until the KV is at the decode engine, or is expected to be there in a moment.
-
-        In the second case `PreparedRequest.arriving` goes on. Raises HopFailedError.
-        `attempt.decision` becomes the one that was carried out: another instance may be free first.
-        """
-        wanted = attempt.decision
-        # 1. A cached prefix that is elsewhere goes to the prefill instance first.
-        moved = await self._prefixes.move(request, prompt, wanted)
-        decision = moved.decision
-        begun_s = time.perf_counter()
-        request.record.waits_for = WaitsFor.PREFILL_INSTANCE
-        async with AsyncExitStack() as stack:
-            if moved.transfer is not None:
-                stack.callback(self._abandon_unused, moved.transfer, wanted, attempt)
-            # 2. Wait until an instance of the cluster is free for the prefill. From then on it counts as its work, and
-            #    requests that are decided meanwhile see that.
-            decision = await stack.enter_async_context(self._plane.admit(decision, prompt.chains))
-            request.record.since("turn", begun_s)
-            request.record.waits_for = WaitsFor.PREFILL
-            attempt.decision = decision
-            self._plane.expect(decision.prefill, prompt.chains)
-            work = stack.enter_context(self._plane.prefilling(decision))
-            running = _RemotePrefill(request, prompt, attempt, moved, wanted.prefill, work, stack.pop_all())
-        # 3. Prefill there.
-        if self._lead_s <= 0:
-            return await self._prefill_remote(running, None)
-        return await self._until_soon(running)
-
-    async def _until_soon(self, running: _RemotePrefill) -> PreparedRequest:
-        loop = asyncio.get_running_loop()
-        soon: asyncio.Future[PreparedRequest] = loop.create_future()
-        moving = loop.create_task(self._prefill_remote(running, soon))
-        moving.add_done_callback(_look_at)
-        begun = False
-        try:
-            await asyncio.wait((moving, soon), return_when=asyncio.FIRST_COMPLETED)
-            begun = True
-        finally:
-            if not begun:
-                moving.cancel()
-                await asyncio.wait((moving,))
-                # One that was cancelled before it began has given nothing back.
-                await running.stack.aclose()
-        return moving.result() if moving.done() else replace(soon.result(), arriving=moving)
-
-    async def _prefill_remote(
-        self, running: _RemotePrefill, soon: "asyncio.Future[PreparedRequest] | None"
-    ) -> PreparedRequest:
-        """Prefill at another instance than the decode instance, and move the KV. Raises HopFailedError.
-
-        `soon` gets the request as it is prepared when the KV is expected in a moment.
-        """
-        request, prompt, attempt, moved = running.request, running.prompt, running.attempt, running.moved
-        decision, prefix = attempt.decision, moved.transfer
-        has_prefix = prefix is not None and decision.prefill == running.wanted
-
-        def on_soon(transfer: StartedTransfer) -> None:
-            if soon is not None and not soon.done():
-                soon.set_result(_prepared(prompt, decision, transfer, moved))
-
-        async with running.stack:
-            # The last token stays for the decode engine, which samples from it.
-            done = await self._hop.run(
-                TransferSpec(
-                    producer=decision.prefill,
-                    consumer=decision.decode,
-                    token_ids=prompt.token_ids[:-1],
-                    skip_tokens=decision.skip_tokens,
-                    kv_bytes=decision.kv_bytes,
-                    uses=request.samples,
-                    sealed_from=prefix.sealed if prefix is not None and has_prefix else None,
-                ),
-                request,
-                on_soon if soon is not None else None,
-            )
-            running.work.measured()
-            attempt.moved, attempt.cached_tokens = done.moved, done.cached_tokens
-        self._count(request, decision, done)
-        return _prepared(prompt, decision, done, moved)
-
-    def _abandon_unused(self, prefix: TransferDone, wanted: Decision, attempt: Attempt) -> None:
-        if attempt.moved is None or attempt.decision.prefill != wanted.prefill:
-            self._hop.abandon(prefix.ticket, "the prefill that would have used it failed")
-
-    def _count(self, request: ServingRequest, decision: Decision, done: TransferDone) -> None:
-        route, metrics = str(decision.route), self._metrics
-        metrics.prefill_seconds.labels(route).observe(done.prefill_s)
-        metrics.transfer_seconds.labels(route).observe(done.transfer_s)
-        metrics.transferred_bytes.labels(route).inc(done.moved.total_bytes)
-        self._bill.add(decision.prefill, decision.decode, done.moved.total_bytes)
-        metrics.overlapped_bytes.labels(route).inc(done.moved.overlapped_bytes)
-        # Both begin at once, and the transfer has just ended.
-        begun_s = time.perf_counter() - done.transfer_s
-        request.record.took("prefill", done.prefill_s, begun_s)
-        request.record.took("transfer", done.transfer_s, begun_s)
-
-
-def _prepared(
-    prompt: TokenizedPrompt, decision: Decision, transfer: StartedTransfer, prefix: MovedPrefix
-) -> PreparedRequest:
-    """A request whose prompt was prefilled elsewhere, or nearly."""
-    return PreparedRequest(
-        route=decision.route,
-        prefill=decision.prefill,
-        decode=decision.decode,
-        reason=decision.reason,
-        prompt=prompt,
-        decision=decision,
-        transfer=transfer,
-        prefix=prefix,
-    )
-
-
-def _look_at(moving: "asyncio.Task[PreparedRequest]") -> None:
-    """Asyncio warns of an exception that nobody looks at, as when the decode engine failed before."""
-    if not moving.cancelled():
-        moving.exception()

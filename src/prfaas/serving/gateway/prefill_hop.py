@@ -13,6 +13,7 @@ from prfaas.serving.gateway.answer import cached_tokens_of
 from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, prefill_body
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.engine_client import FROZEN, OWN_RESOURCES, Blame, EngineCallError
+from prfaas.serving.gateway.first_token import FirstToken, FirstTokenAsk
 from prfaas.serving.gateway.hop_trace import HopTrace
 from prfaas.serving.gateway.kv_transfer import (
     DROPPED,
@@ -23,6 +24,7 @@ from prfaas.serving.gateway.kv_transfer import (
     TransferredBytes,
     TransferSpec,
 )
+from prfaas.serving.gateway.prompts import Endpoint
 from prfaas.serving.gateway.request import ServingRequest, Tenants
 from prfaas.serving.gateway.request_trace import CANCELLED
 from prfaas.serving.transport.ticket import Ticket, prompt_digest
@@ -109,16 +111,43 @@ class PrefillHop:
                 self._silent[arrival] = sentence
                 arrival.cancel()
 
+    async def sample(
+        self, spec: TransferSpec, ask: FirstTokenAsk, request: ServingRequest
+    ) -> tuple[FirstToken, float]:
+        """Prefill and sample the one token of an answer; nothing moves.
+
+        Returns:
+            The token, and the seconds that it took.
+
+        Raises:
+            HopFailedError: the prefill failed.
+        """
+        begun_s = time.perf_counter()
+        size_bytes = len(spec.token_ids) * JSON_BYTES_PER_TOKEN
+        body = await self._json_threads.run(size_bytes, self._prefill_request, spec, request, None)
+        trace = request.record.trace
+        spans = None if trace is None else HopTrace(trace, spec, self._plane)
+        try:
+            self._check_frozen(spec)
+            first = _first_token(spec, ask, await self._prefill(spec, body, request, spans))
+        except (EngineCallError, TransferFailedError) as failure:
+            if spans is not None:
+                spans.failed(failure.reason, in_transfer=False)
+            raise self._report(spec, failure) from None
+        return first, time.perf_counter() - begun_s
+
     async def run(
         self,
         spec: TransferSpec,
         request: ServingRequest,
         on_soon: Callable[[StartedTransfer], None] | None = None,
+        on_first: Callable[[FirstToken], None] | None = None,
     ) -> TransferDone:
         """Prefill and move the KV, until all bytes are at the consumer.
 
         `on_soon` is called some time (`transfer.decode_lead_s`) before that, perhaps before the prefill's end: a
         request for the KV may be sent then. If this fails later, the consumer prefills such a request itself.
+        `on_first` is called with the first token, where `spec` asks for one, as soon as the producer has told it.
 
         Raises:
             HopFailedError: the prefill or the transfer failed. What has arrived is freed.
@@ -136,7 +165,7 @@ class PrefillHop:
                 try:
                     # 2. The producer prefills and sends; the consumer's ranks say when all bytes are there.
                     done = await self._prefill_and_transfer(
-                        spec, ticket, sealed, body, request, on_soon, spans
+                        spec, ticket, sealed, body, request, on_soon, on_first, spans
                     )
                 except (EngineCallError, TransferFailedError) as error:
                     failure = error
@@ -185,10 +214,30 @@ class PrefillHop:
             service=self._tenants.transfer_class(request.salt, background=spec.background),
         )
         sealed = ticket.seal(self._key)
-        body = prefill_body(
-            request.model, spec.token_ids, sealed, salt=request.salt, sealed_from=spec.sealed_from
+        return ticket, sealed, self._prefill_request(spec, request, sealed)
+
+    @staticmethod
+    def _prefill_request(spec: TransferSpec, request: ServingRequest, sealed: str | None) -> bytes:
+        return prefill_body(
+            request.model,
+            spec.token_ids,
+            sealed,
+            salt=request.salt,
+            sealed_from=spec.sealed_from,
+            sampling=None if spec.ask is None else spec.ask.body_fields(),
         )
-        return ticket, sealed, body
+
+    async def _prefill(
+        self, spec: TransferSpec, body: bytes, request: ServingRequest, spans: HopTrace | None
+    ) -> bytes:
+        """The producer's answer. Raises EngineCallError."""
+        producer = self._plane.instance(spec.producer)
+        headers = request.headers if spans is None else spans.headers(request.headers)
+        timeout_s = self._options.prefill_timeout_s
+        answer = await self._client.call(producer, Endpoint.COMPLETIONS.path, body, headers, timeout_s)
+        if spans is not None:
+            spans.prefilled(cached_tokens_of(answer))
+        return answer
 
     async def _prefill_and_transfer(
         self,
@@ -198,6 +247,7 @@ class PrefillHop:
         body: bytes,
         request: ServingRequest,
         on_soon: Callable[[StartedTransfer], None] | None,
+        on_first: Callable[[FirstToken], None] | None,
         spans: HopTrace | None,
     ) -> TransferDone:
         """The request and the transfer at the same time; the first to fail ends the other."""
@@ -209,12 +259,11 @@ class PrefillHop:
         _check_compatible(self._plane.incompatible(spec.producer, spec.consumer))
 
         async def prefill() -> tuple[float, bytes]:
-            producer = self._plane.instance(spec.producer)
-            headers = request.headers if spans is None else spans.headers(request.headers)
-            answer = await self._client.call(producer, "/v1/completions", body, headers, prefill_timeout_s)
-            if spans is not None:
-                spans.prefilled(cached_tokens_of(answer))
-            return clock() - start_s, answer
+            answer = await self._prefill(spec, body, request, spans)
+            prefill_s = clock() - start_s
+            if spec.ask is not None and on_first is not None:
+                on_first(_first_token(spec, spec.ask, answer))
+            return prefill_s, answer
 
         def soon(cached_tokens: int) -> None:
             if on_soon is not None:
@@ -331,6 +380,14 @@ class PrefillHop:
             self._plane.suspect(spec.producer, str(failure))
         # No other producer could reach such a consumer either; it prefills, if it lives.
         return HopFailedError(failure.reason, hopeless=failure.reason in _HOPELESS)
+
+
+def _first_token(spec: TransferSpec, ask: FirstTokenAsk, answer: bytes) -> FirstToken:
+    """What the producer has sampled. Raises EngineCallError."""
+    try:
+        return FirstToken.of(answer, ask)
+    except ValueError as error:
+        raise EngineCallError(spec.producer, "garbled", str(error), blame=Blame.NONE) from None
 
 
 def _check_compatible(rejection: str | None) -> None:

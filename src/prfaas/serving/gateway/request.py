@@ -16,6 +16,7 @@ from prfaas.core.route_header import REQUEST_ID_HEADER, RouteHeader
 from prfaas.core.scheduling import Decision, Route
 from prfaas.serving.gateway.bodies import ApiError, Json, parse_body, strip_owned
 from prfaas.serving.gateway.context import GatewayOptions, ThreadOffload
+from prfaas.serving.gateway.first_token import FirstToken
 from prfaas.serving.gateway.kv_transfer import MovedPrefix, StartedTransfer, TransferDone
 from prfaas.serving.gateway.prompts import Endpoint, Prompt, prompt_of, samples_of
 from prfaas.serving.gateway.request_log import RequestRecord, WaitsFor
@@ -87,6 +88,10 @@ class PreparedRequest:
     """The KV that waits at the decode engine, or is about to; None when that engine prefills."""
     arriving: "asyncio.Task[PreparedRequest] | None" = None
     """Ends when all KV is there, with what is known of it then; None: it is."""
+    first: FirstToken | None = None
+    """The answer's first token, which the prefill instance has sampled; None: the decode instance samples it."""
+    soon: "asyncio.Future[PreparedRequest] | None" = None
+    """Besides `arriving`: has the transfer that the decode request may name, once that may be sent."""
     prefix: MovedPrefix | None = None
     """What became of the cached prefix that was to move to the prefill instance first."""
     fallback: str | None = None
@@ -121,6 +126,7 @@ class PreparedRequest:
             predicted_ttft_s=None if decision is None else decision.predicted_ttft_s,
             prefix_source=None if prefix is None else prefix.source,
             prefix_bytes=0 if prefix is None else prefix.moved_bytes,
+            first_token=None if self.first is None else "prefill",
             fallback=self.fallback,
             reason=self.reason,
         )

@@ -71,6 +71,8 @@ class RequestRecord:
     answer_tokens: int | None = None
     direct_reason: str | None = None
     """Why its decode engine got it without a look at the prompt."""
+    first_token: str | None = None
+    """`prefill`: who prefilled has sampled the answer's first token; None: who decoded."""
     attempts: list[Attempt] = field(default_factory=list)
     route_header: str | None = None
     """The numbers that decided, for operators."""
@@ -151,6 +153,7 @@ class RequestRecord:
     def sent(self, header: RouteHeader) -> None:
         """Its decode instance is asked now, by the way that `header` tells."""
         self.route, self.route_header = header.route, header.encode()
+        self.first_token = header.first_token
         self.client_header = self.route_header if self.tells_details else header.without_details()
         self.waits_for = WaitsFor.DECODE
 

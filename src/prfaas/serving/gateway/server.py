@@ -24,6 +24,8 @@ from prfaas.serving.gateway.control_plane import ControlPlane
 from prfaas.serving.gateway.decode import Decoder
 from prfaas.serving.gateway.draining import Draining
 from prfaas.serving.gateway.engine_client import EngineCallError, EngineClient
+from prfaas.serving.gateway.first_token_answer import FirstTokenAnswers
+from prfaas.serving.gateway.first_token_rules import FirstTokenRules
 from prfaas.serving.gateway.generation import Generation
 from prfaas.serving.gateway.http_pool import HttpPool
 from prfaas.serving.gateway.kv_transfer import KvTransfers
@@ -123,6 +125,14 @@ class Gateway:
         self._prefixes = PrefixMoves(deployment, self._hop, self._copier, tenants, context)
         self._prefill = prefill = PrefillOrchestrator(deployment, self._hop, self._prefixes, context)
         decoder = Decoder(prefill, context)
+        resume = StreamResume(
+            AnswerText(model.path),
+            tokenization=self._tokenization,
+            prefill=prefill,
+            decoder=decoder,
+            context=context,
+        )
+        self._first_tokens = FirstTokenRules(deployment, context)
         self._shadow = Shadow(ShadowOptions(deployment.gateway.shadow), context)
         self._tracing = _tracing(deployment, self._metrics)
         log = RequestLog(options.kept_records, context.metrics, self._tracing)
@@ -135,15 +145,11 @@ class Gateway:
             parser=self._parser,
             tokenization=self._tokenization,
             validation=Validation(context),
+            first_tokens=self._first_tokens,
             prefill=prefill,
             decoder=decoder,
-            resume=StreamResume(
-                AnswerText(model.path),
-                tokenization=self._tokenization,
-                prefill=prefill,
-                decoder=decoder,
-                context=context,
-            ),
+            resume=resume,
+            first_answers=FirstTokenAnswers(prefill=prefill, resume=resume, context=context),
             shadow=self._shadow,
             log=log,
             detail=deployment.gateway.route_header,
@@ -174,6 +180,7 @@ class Gateway:
         self._admission.adopt(config.limits)
         self._generation.adopt(config.route_header, running.routing.policy)
         self._shadow.adopt(config.shadow)
+        self._first_tokens.adopt(running)
         self.admin_routes.adopt(applied)
 
     async def introduce(self) -> None:

@@ -78,7 +78,8 @@ class Shadow:
 
     def wants(self, request: ServingRequest, prepared: PreparedRequest) -> bool:
         """Whether the answer to this request is to be kept for `compare`. Asked once per request."""
-        if not self._options.share or prepared.transfer is None or self._draw.random() >= self._options.share:
+        has_moved = prepared.transfer is not None or prepared.arriving is not None
+        if not self._options.share or not has_moved or self._draw.random() >= self._options.share:
             return False
         return is_comparable(request.endpoint, request.body)
 

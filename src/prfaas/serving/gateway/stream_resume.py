@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -15,13 +15,14 @@ from prfaas.serving.gateway.answer import (
     ResponseWriter,
     note_answer_tokens,
 )
-from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, Json
+from prfaas.serving.gateway.bodies import JSON_BYTES_PER_TOKEN, Json, WrittenIds, ids_json
 from prfaas.serving.gateway.context import GatewayContext
 from prfaas.serving.gateway.decode import Decoder
 from prfaas.serving.gateway.dialects import END_OF_EVENT, LAST_EVENT, dialect_of
+from prfaas.serving.gateway.first_token import FirstToken
 from prfaas.serving.gateway.prefill import PrefillOrchestrator
 from prfaas.serving.gateway.prompts import DEFAULT_COMPLETION_TOKENS, Endpoint, TokenPrompt
-from prfaas.serving.gateway.request import PreparedRequest, ServingRequest
+from prfaas.serving.gateway.request import PreparedRequest, ServingRequest, TokenizedPrompt
 from prfaas.serving.gateway.tokenization import Tokenization
 from prfaas.serving.gateway.transcript import AnswerText, NotPlainError, StreamTranscript, events
 
@@ -42,6 +43,10 @@ def _anything(_value: Any) -> bool:
     return True
 
 
+def _ids(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_whole_number, value))
+
+
 def _stops(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(s, str) for s in value))
 
@@ -53,6 +58,8 @@ _KEPT: dict[str, Callable[[Any], bool]] = {
     "top_k": _whole_number,
     "min_p": _number,
     "stop": _stops,
+    "stop_token_ids": _ids,
+    "include_stop_str_in_output": _flag,
     "ignore_eos": _flag,
     "user": lambda value: isinstance(value, str),
 }
@@ -117,9 +124,16 @@ def tokens_left(
     return room if limit is None else min(room, limit - sent_tokens)
 
 
-def resume_body(body: Json, model: str, token_ids: Sequence[int], sent_tokens: int, max_tokens: int) -> Json:
+def sampling_fields(body: Json) -> Json:
+    """The fields of `body` that have an engine sample as it would for `body` itself."""
+    return {name: body[name] for name in _KEPT if body.get(name) is not None}
+
+
+def resume_body(
+    body: Json, model: str, token_ids: Sequence[int] | WrittenIds, sent_tokens: int, max_tokens: int
+) -> Json:
     """A text completion that continues `token_ids`: the prompt and `sent_tokens` tokens of the answer."""
-    kept = {name: body[name] for name in _KEPT if body.get(name) is not None}
+    kept = sampling_fields(body)
     if body.get("min_tokens") is not None:
         kept["min_tokens"] = max(body["min_tokens"] - sent_tokens, 0)
     if wants_usage(body):
@@ -127,7 +141,7 @@ def resume_body(body: Json, model: str, token_ids: Sequence[int], sent_tokens: i
     return {"model": model, "prompt": token_ids, "max_tokens": max_tokens, "stream": True, **kept}
 
 
-class _CannotResumeError(Exception):
+class CannotResumeError(Exception):
     """The stream can't be resumed."""
 
     def __init__(self, outcome: str) -> None:
@@ -136,16 +150,37 @@ class _CannotResumeError(Exception):
         self.outcome = outcome
 
 
+class EventSink(Protocol):
+    """Takes the events of an answer, one by one."""
+
+    async def write(self, event: bytes, /) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
-class _BrokenStream:
-    """A stream that has begun and whose engine failed."""
+class BegunAnswer:
+    """An answer of which the client has the beginning, and which an engine is to continue."""
 
     request: ServingRequest
+    body: Json
+    """The client's request, in the form of a stream."""
     prompt_ids: Sequence[int]
     transcript: StreamTranscript
-    writer: ResponseWriter
+    sink: EventSink
     failed: list[str]
     """All decode engines that have failed this request."""
+    first: FirstToken | None = None
+    """The first token of the transcript's text, where its id is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRest:
+    """What an engine is asked for to continue an answer."""
+
+    request: ServingRequest
+    token_ids: "array[int]"
+    """The prompt and the answer so far."""
+    sent_tokens: int
+    """Tokens of the answer so far."""
 
 
 class StreamResume:
@@ -184,69 +219,105 @@ class StreamResume:
         """
         try:
             outcome = await self._resume(_broken_stream(request, prepared, writer, failed))
-        except _CannotResumeError as error:
+        except CannotResumeError as error:
             outcome = error.outcome
             sentence = f"The decode instance {failed[-1]} died while answering."
             event = failure.event or dialect_of(request.endpoint).error_event(502, sentence, writer.latest)
             await writer.write(END_OF_EVENT + event if writer.kept.torn else event)
             request.record.broken = True
-        self._metrics.continuations.labels(outcome).inc()
-        request.record.note(f"continuation: {outcome}")
+        self._count(request, outcome)
         return await writer.end()
 
-    async def _resume(self, broken: _BrokenStream) -> str:
-        """Write the rest. Raises _CannotResumeError, perhaps after a part of it."""
-        request, transcript, prompt_ids = broken.request, broken.transcript, broken.prompt_ids
-        while True:
-            sent_ids = await self._answer_text.ids_after(prompt_ids, transcript.text)
-            if sent_ids is None:
-                raise _CannotResumeError("not-exact")
-            max_tokens = tokens_left(
-                request.endpoint, request.body, len(prompt_ids), len(sent_ids), self._max_model_len
-            )
-            if transcript.finished or transcript.ended or max_tokens < 1:
-                usage = wants_usage(request.body)
-                for event in transcript.closing_events(len(prompt_ids), len(sent_ids), usage=usage):
-                    await broken.writer.write(event)
-                request.record.answer_tokens = len(sent_ids)
-                return "finished"
-            if len(broken.failed) >= self._decode_attempts:
-                raise _CannotResumeError("attempts")
-            try:
-                rest, prepared = await self._prepare_rest(broken, sent_ids, max_tokens)
-            except NoDecodeInstanceError:
-                raise _CannotResumeError("no-instance") from None
-            try:
-                await self._relay_rest(broken, rest, prepared, len(sent_ids))
-            except DecodeFailedError as failure:
-                self._decoder.report(request, prepared, failure)
-                broken.failed.append(prepared.decode)
-            except NotPlainError:
-                raise _CannotResumeError("not-plain") from None
-            else:
-                return "continued"
-
-    async def _prepare_rest(
-        self, broken: _BrokenStream, sent_ids: Sequence[int], max_tokens: int
-    ) -> tuple[ServingRequest, PreparedRequest]:
-        """A request for the rest of the answer, prefilled for another decode engine."""
-        request, ids = broken.request, array("I", (*broken.prompt_ids, *sent_ids))
+    def rest_of(self, begun: BegunAnswer, sent_ids: Sequence[int], max_tokens: int) -> AnswerRest:
+        """A request for what follows `sent_ids`, the tokens of the answer so far: `max_tokens` at most."""
+        request, ids = begun.request, array("I", (*begun.prompt_ids, *sent_ids))
+        written = WrittenIds(ids, ids_json(ids))
         rest = replace(
             request,
             endpoint=Endpoint.COMPLETIONS,
-            body=resume_body(request.body, request.model, ids.tolist(), len(sent_ids), max_tokens),
+            body=resume_body(begun.body, request.model, written, len(sent_ids), max_tokens),
             size_bytes=len(ids) * JSON_BYTES_PER_TOKEN,
             prompt=TokenPrompt(ids),
             samples=1,
         )
-        prompt = await self._tokenization.hash_blocks(rest, ids, exact=True)
-        return rest, await self._prefill.prepare_again(rest, prompt, broken.failed)
+        return AnswerRest(rest, ids, len(sent_ids))
 
-    async def _relay_rest(
-        self, broken: _BrokenStream, rest: ServingRequest, prepared: PreparedRequest, sent_tokens: int
-    ) -> None:
+    async def hashed(self, rest: AnswerRest) -> TokenizedPrompt:
+        """The prompt of `rest` with the hashes of its blocks."""
+        return await self._tokenization.hash_blocks(rest.request, rest.token_ids, exact=True)
+
+    async def go_on(self, begun: BegunAnswer, rest: AnswerRest, prepared: PreparedRequest) -> None:
+        """Write the rest of an answer by the decode engine of `prepared`; if it fails, by others.
+
+        Raises:
+            CannotResumeError: perhaps after a part of it.
+        """
+        begun.request.record.sent(prepared.header())
+        if not await self._relayed(begun, rest, prepared):
+            try:
+                outcome = await self._resume(begun)
+            except CannotResumeError as error:
+                self._count(begun.request, error.outcome)
+                raise
+            self._count(begun.request, outcome)
+
+    def _count(self, request: ServingRequest, outcome: str) -> None:
+        self._metrics.continuations.labels(outcome).inc()
+        request.record.note(f"continuation: {outcome}")
+
+    async def _resume(self, begun: BegunAnswer) -> str:
+        """Write the rest. Raises CannotResumeError, perhaps after a part of it."""
+        request, transcript, prompt_ids = begun.request, begun.transcript, begun.prompt_ids
+        while True:
+            sent_ids = await self._sent_ids(begun)
+            if sent_ids is None:
+                raise CannotResumeError("not-exact")
+            max_tokens = tokens_left(
+                request.endpoint, begun.body, len(prompt_ids), len(sent_ids), self._max_model_len
+            )
+            if transcript.finish_reason is not None or transcript.ended or max_tokens < 1:
+                usage = wants_usage(begun.body)
+                for event in transcript.closing_events(len(prompt_ids), len(sent_ids), usage=usage):
+                    await begun.sink.write(event)
+                request.record.answer_tokens = len(sent_ids)
+                return "finished"
+            if len(begun.failed) >= self._decode_attempts:
+                raise CannotResumeError("attempts")
+            rest = self.rest_of(begun, sent_ids, max_tokens)
+            try:
+                prepared = await self._prefill.prepare_again(
+                    rest.request, await self.hashed(rest), begun.failed
+                )
+            except NoDecodeInstanceError:
+                raise CannotResumeError("no-instance") from None
+            if await self._relayed(begun, rest, prepared):
+                return "continued"
+
+    async def _sent_ids(self, begun: BegunAnswer) -> list[int] | None:
+        """The tokens of the answer so far; None if they can't be had with certainty."""
+        first, text = begun.first, begun.transcript.text
+        if first is None:
+            return await self._answer_text.ids_after(begun.prompt_ids, text)
+        # It never ends within a character (`FirstToken.held`).
+        before = (*begun.prompt_ids, first.token_id)
+        ids = await self._answer_text.ids_after(before, text[len(first.text) :])
+        return None if ids is None else [first.token_id, *ids]
+
+    async def _relayed(self, begun: BegunAnswer, rest: AnswerRest, prepared: PreparedRequest) -> bool:
+        """Whether the decode engine has ended the answer. Raises CannotResumeError."""
+        try:
+            await self._relay_rest(begun, rest, prepared)
+        except DecodeFailedError as failure:
+            self._decoder.report(begun.request, prepared, failure)
+            begun.failed.append(prepared.decode)
+            return False
+        except NotPlainError:
+            raise CannotResumeError("not-plain") from None
+        return True
+
+    async def _relay_rest(self, begun: BegunAnswer, rest: AnswerRest, prepared: PreparedRequest) -> None:
         """Pass the decode engine's stream on in the first one's form. Raises DecodeFailedError and NotPlainError."""
-        async with self._decoder.open(rest, prepared) as answer:
+        async with self._decoder.open(rest.request, prepared) as answer:
             if answer.status != 200 or not answer.content_type.startswith(EVENT_STREAM):
                 detail = f"{prepared.decode} answered {answer.status}"
                 raise DecodeFailedError(f"http-{answer.status}", detail, lost=False)
@@ -254,25 +325,25 @@ class StreamResume:
             while chunk := await stream.read():
                 for event in events(chunk):
                     if event is None:
-                        broken.transcript.ended = True
-                        await broken.writer.write(LAST_EVENT)
+                        begun.transcript.ended = True
+                        await begun.sink.write(LAST_EVENT)
                     else:
-                        piece = broken.transcript.rewrite(event, len(broken.prompt_ids), sent_tokens)
-                        note_answer_tokens(broken.request.record, piece)
-                        await broken.writer.write(piece)
+                        piece = begun.transcript.rewrite(event, len(begun.prompt_ids), rest.sent_tokens)
+                        note_answer_tokens(begun.request.record, piece)
+                        await begun.sink.write(piece)
 
 
 def _broken_stream(
     request: ServingRequest, prepared: PreparedRequest, writer: ResponseWriter, failed: list[str]
-) -> _BrokenStream:
-    """What is known of a broken stream. Raises _CannotResumeError."""
+) -> BegunAnswer:
+    """What is known of a broken stream. Raises CannotResumeError."""
     if prepared.prompt is None or not can_resume(request.endpoint, request.body):
-        raise _CannotResumeError("parameters")
+        raise CannotResumeError("parameters")
     written = writer.kept.written()
     if written is None:
-        raise _CannotResumeError("not-kept")
+        raise CannotResumeError("not-kept")
     try:
         transcript = StreamTranscript.of(request.endpoint, written)
     except NotPlainError:
-        raise _CannotResumeError("not-plain") from None
-    return _BrokenStream(request, prepared.prompt.token_ids, transcript, writer, failed)
+        raise CannotResumeError("not-plain") from None
+    return BegunAnswer(request, request.body, prepared.prompt.token_ids, transcript, writer, failed)

@@ -29,6 +29,7 @@ def explain(record: RequestRecord, deployment: Deployment, model: KvModel | None
         "answer_tokens": record.answer_tokens,
         "route": record.route_header,
         "direct_reason": record.direct_reason,
+        "first_token": record.first_token,
         "attempts": [_attempt(attempt, deployment) for attempt in record.attempts],
         "transfer": _moved(_sum(record.attempts)) | {"saved_bytes": _saved_bytes(record.attempts, model)},
         "cache_transfer": None

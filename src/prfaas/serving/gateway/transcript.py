@@ -84,10 +84,12 @@ class StreamTranscript:
     """The choice of that event."""
     text: str = ""
     """All of the answer's text so far."""
-    finished: bool = False
-    """Whether the client has the finish reason."""
-    counted: bool = False
-    """Whether the client has the usage."""
+    finish_reason: str | None = None
+    """Why the answer ended; None: the client has not been told yet."""
+    stop_reason: Any = None
+    """The stop string or token that ended it."""
+    usage: Json | None = None
+    """The latest usage; None: the client has none yet."""
     ended: bool = False
     """Whether the client has the mark at the stream's end."""
 
@@ -128,7 +130,7 @@ class StreamTranscript:
         usage = event.get("usage")
         if usage is not None:
             answered = sent_tokens + int(usage.get("completion_tokens", 0))
-            usage = _usage(prompt_tokens, answered)
+            self.usage = usage = usage_of(prompt_tokens, answered, usage.get("prompt_tokens_details"))
         if choice is None:
             return self._event([], usage)
         self.text += text
@@ -136,27 +138,35 @@ class StreamTranscript:
             [self._choice(text, choice.get("finish_reason"), choice.get("stop_reason"))], usage
         )
 
-    def closing_events(self, prompt_tokens: int, sent_tokens: int, *, usage: bool) -> Iterator[bytes]:
-        """The events that are missing at the end of a complete text; `usage`: whether it was asked for."""
-        if not self.finished:
+    def closing_events(
+        self, prompt_tokens: int, sent_tokens: int, *, usage: bool, details: Json | None = None
+    ) -> Iterator[bytes]:
+        """The events that are missing at the end of a complete text.
+
+        `usage`: whether it was asked for. `details`: its `prompt_tokens_details`, where they are known.
+        """
+        if self.finish_reason is None:
+            self.finish_reason = "length"
             yield self._event([self._choice("", "length", None)], None)
-        if usage and not self.counted:
-            yield self._event([], _usage(prompt_tokens, sent_tokens))
+        if usage and self.usage is None:
+            self.usage = usage_of(prompt_tokens, sent_tokens, details)
+            yield self._event([], self.usage)
         if not self.ended:
             yield LAST_EVENT
 
     def _note(self, event: Json, choice: Json | None) -> str:
         if event.get("usage") is not None:
-            self.counted = True
+            self.usage = event["usage"]
         if choice is None:
             return ""
         if choice.get("finish_reason") is not None:
-            self.finished = True
+            self.finish_reason, self.stop_reason = choice["finish_reason"], choice.get("stop_reason")
         return _text(choice)
 
     def _choice(self, text: str, finish_reason: str | None, stop_reason: Any) -> Json:
         choice: Json = {**self.choice, "finish_reason": finish_reason}
-        if "stop_reason" in choice or stop_reason is not None:
+        # As in vLLM, whose chats tell it at the end alone.
+        if "stop_reason" in choice or finish_reason is not None:
             choice["stop_reason"] = stop_reason
         if self.endpoint is Endpoint.CHAT:
             choice["delta"] = {"content": text}
@@ -234,9 +244,11 @@ def _is_plain(fields: Json, known: set[str]) -> bool:
     return all(value is None or value == [] for name, value in fields.items() if name not in known)
 
 
-def _usage(prompt_tokens: int, answer_tokens: int) -> Json:
-    return {
+def usage_of(prompt_tokens: int, answer_tokens: int, details: Json | None = None) -> Json:
+    """An answer's usage. `details`: its `prompt_tokens_details`; None: there are none."""
+    usage: Json = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": answer_tokens,
         "total_tokens": prompt_tokens + answer_tokens,
     }
+    return usage if details is None else {**usage, "prompt_tokens_details": details}

@@ -69,6 +69,8 @@ class GenerationRequest:
     include_usage: bool
     """A stream ends with an event of token counts."""
     return_token_ids: bool
+    names_tokens: bool = False
+    """A text completion's log probabilities name each token by its id; each is certain of itself."""
 
 
 def parse_generation(raw: bytes, *, chat: bool, models: ServedModels, text: Text) -> GenerationRequest:
@@ -124,6 +126,7 @@ def generation_of(body: dict[str, Any], *, chat: bool, models: ServedModels, tex
         stream=body.get("stream") is True,
         include_usage=isinstance(options, dict) and options.get("include_usage") is True,
         return_token_ids=body.get("return_token_ids") is True,
+        names_tokens=body.get("return_tokens_as_token_ids") is True and body.get("logprobs") is not None,
     )
 
 
@@ -273,11 +276,16 @@ class AnswerWriter:
         return {
             "index": index,
             "text": self._text.decode(ids),
-            "logprobs": None,
+            "logprobs": self._logprobs(ids),
             "finish_reason": "length" if finished else None,
             "stop_reason": None,
             "token_ids": ids if self._request.return_token_ids else None,
         }
+
+    def _logprobs(self, ids: list[int]) -> dict[str, Any] | None:
+        if not self._request.names_tokens or self._request.chat:
+            return None
+        return {"tokens": [f"token_id:{token}" for token in ids], "token_logprobs": [0.0] * len(ids)}
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

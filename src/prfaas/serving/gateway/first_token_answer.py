@@ -1,0 +1,204 @@
+"""Answers whose first token the prefill engine has sampled: the client has it at once, the decode engine goes on."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from prfaas.core.scheduling import NoDecodeInstanceError
+from prfaas.serving.gateway.answer import ResponseWriter, WholeAnswer
+from prfaas.serving.gateway.bodies import ApiError, Json
+from prfaas.serving.gateway.context import GatewayContext
+from prfaas.serving.gateway.dialects import DATA, END_OF_EVENT, dialect_of
+from prfaas.serving.gateway.first_token import FirstToken
+from prfaas.serving.gateway.prefill import PrefillOrchestrator
+from prfaas.serving.gateway.prefill_hop import HopFailedError
+from prfaas.serving.gateway.prompts import Endpoint
+from prfaas.serving.gateway.request import PreparedRequest, ServingRequest, TokenizedPrompt
+from prfaas.serving.gateway.stream_resume import (
+    BegunAnswer,
+    CannotResumeError,
+    StreamResume,
+    tokens_left,
+    wants_usage,
+)
+from prfaas.serving.gateway.transcript import StreamTranscript, usage_of
+
+
+class _Unsent:
+    """Where an answer in one piece grows: what is known of it is in its transcript."""
+
+    async def write(self, event: bytes) -> None:
+        """Nothing is sent."""
+
+
+class FirstTokenAnswers:
+    """Writes answers that begin with a `FirstToken`."""
+
+    def __init__(
+        self, *, prefill: PrefillOrchestrator, resume: StreamResume, context: GatewayContext
+    ) -> None:
+        self._prefill = prefill
+        self._resume = resume
+        self._metrics = context.metrics
+        self._max_model_len = context.max_model_len
+
+    async def answer(
+        self,
+        request: ServingRequest,
+        prompt: TokenizedPrompt,
+        prepared: PreparedRequest,
+        first: FirstToken,
+        writer: ResponseWriter,
+    ) -> web.StreamResponse:
+        """Give the client its first token, and then what the decode engine makes of it.
+
+        Raises:
+            ApiError: no engine could end an answer of which nothing was sent.
+        """
+        streams = request.body.get("stream") is True
+        told = list(_opening_events(request, first))
+        sink = writer if streams else _Unsent()
+        begun = BegunAnswer(
+            request=request,
+            body=_streamed(request.body),
+            prompt_ids=prompt.token_ids,
+            transcript=StreamTranscript.of(request.endpoint, b"".join(told)),
+            sink=sink,
+            failed=[],
+            first=first,
+        )
+        self._metrics.first_tokens.labels("prefill" if first.finish_reason is None else "whole").inc()
+        try:
+            for event in told:
+                await sink.write(event)
+            if first.finish_reason is None:
+                await self._go_on(begun, prompt, prepared)
+            else:
+                self._prefill.abandon(prepared, "the answer ended with its first token")
+                await self._end(begun)
+        except CannotResumeError as error:
+            return await self._fail(begun, error, writer if streams else None)
+        except BaseException:
+            self._prefill.abandon(prepared, "the request ended before its decode")
+            raise
+        return await writer.end() if streams else writer.send(_whole(begun))
+
+    async def _go_on(self, begun: BegunAnswer, prompt: TokenizedPrompt, prepared: PreparedRequest) -> None:
+        """Have the decode engine continue after the first token. Raises CannotResumeError."""
+        assert begun.first is not None
+        request, num_tokens = begun.request, len(prompt.token_ids)
+        max_tokens = tokens_left(request.endpoint, begun.body, num_tokens, 1, self._max_model_len)
+        rest = self._resume.rest_of(begun, (begun.first.token_id,), max_tokens)
+        # The prompt's own hashes: what follows them is one token, of no whole block more.
+        rest_prompt = TokenizedPrompt(rest.token_ids, prompt.chains, exact=True, takes_ids=False)
+        try:
+            ready = await self._prefill.loadable(prepared, rest.request, rest_prompt)
+        except HopFailedError as failure:
+            try:
+                ready = await self._prefill.prepare_near(
+                    rest.request,
+                    await self._resume.hashed(rest),
+                    () if failure.hopeless else (prepared.prefill,),
+                    failure.reason,
+                )
+            except NoDecodeInstanceError:
+                raise CannotResumeError("no-instance") from None
+        await self._resume.go_on(begun, rest, ready)
+
+    async def _end(self, begun: BegunAnswer) -> None:
+        """Write what follows the last token of a complete answer."""
+        assert begun.first is not None
+        usage = wants_usage(begun.body)
+        details = begun.first.prompt_details
+        for event in begun.transcript.closing_events(len(begun.prompt_ids), 1, usage=usage, details=details):
+            await begun.sink.write(event)
+        record = begun.request.record
+        record.answer_tokens, record.attempts[-1].outcome = 1, "done"
+
+    async def _fail(
+        self, begun: BegunAnswer, error: CannotResumeError, writer: ResponseWriter | None
+    ) -> web.StreamResponse:
+        """No engine can end the answer: say so in the stream, or in place of an answer (ApiError)."""
+        request = begun.request
+        request.record.note(f"continuation: {error.outcome}")
+        name = begun.failed[-1] if begun.failed else None
+        sentence = (
+            "No decode instance can continue."
+            if name is None
+            else f"The decode instance {name} does not answer."
+        )
+        if writer is None:
+            raise ApiError(503, sentence, retry_after_s=1)
+        request.record.broken = True
+        await writer.write(dialect_of(request.endpoint).error_event(502, sentence, writer.latest))
+        return await writer.end()
+
+
+def _streamed(body: Json) -> Json:
+    """The body as of a stream that tells its usage: the form in which decode engines answer the gateway."""
+    if body.get("stream") is True:
+        return body
+    return {**body, "stream": True, "stream_options": {"include_usage": True}}
+
+
+def _opening_events(request: ServingRequest, first: FirstToken) -> Iterator[bytes]:
+    """The events of a stream as vLLM begins it, with the first token."""
+    chat = request.endpoint is Endpoint.CHAT
+    head: Json = {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{request.record.request_id}",
+        "object": "chat.completion.chunk" if chat else "text_completion",
+        "created": int(time.time()),
+        "model": request.model,
+    }
+    if chat:
+        role = {
+            "index": 0,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        yield _event(head, role)
+        said: Json = {"delta": {"content": first.text}}
+    else:
+        said = {"text": first.text}
+    choice: Json = {"index": 0, **said, "logprobs": None, "finish_reason": first.finish_reason}
+    if not chat or first.finish_reason is not None:
+        choice["stop_reason"] = first.stop_reason
+    yield _event(head, {**choice, "token_ids": None})
+
+
+def _event(head: Json, choice: Json) -> bytes:
+    return DATA + orjson.dumps({**head, "choices": [choice]}) + END_OF_EVENT
+
+
+def _whole(begun: BegunAnswer) -> WholeAnswer:
+    """The answer in one piece, in vLLM's form."""
+    transcript, chat = begun.transcript, begun.request.endpoint is Endpoint.CHAT
+    said: dict[str, Any] = {"text": transcript.text}
+    if chat:
+        nothing = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
+        said = {"message": {"role": "assistant", "content": transcript.text, **nothing}}
+    answer = {
+        "id": transcript.event["id"],
+        "object": "chat.completion" if chat else "text_completion",
+        "created": transcript.event["created"],
+        "model": transcript.event["model"],
+        "choices": [
+            {
+                "index": 0,
+                **said,
+                "logprobs": None,
+                "finish_reason": transcript.finish_reason,
+                "stop_reason": transcript.stop_reason,
+                "token_ids": None,
+            }
+        ],
+        "service_tier": None,
+        "system_fingerprint": None,
+        "usage": transcript.usage or usage_of(len(begun.prompt_ids), 1),
+        "kv_transfer_params": None,
+    }
+    return WholeAnswer(200, orjson.dumps(answer), "application/json")

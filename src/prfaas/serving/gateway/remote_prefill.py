@@ -1,0 +1,258 @@
+"""A prefill at another instance than the decode instance, and the way of its KV to that one."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+
+from prfaas.core.deployment import Deployment
+from prfaas.core.scheduling import Decision
+from prfaas.serving.gateway.context import GatewayContext
+from prfaas.serving.gateway.control_plane import PrefillWork
+from prfaas.serving.gateway.egress_bill import EgressBill
+from prfaas.serving.gateway.first_token import FirstToken, FirstTokenAsk, FirstTokenHeldError
+from prfaas.serving.gateway.kv_transfer import MovedPrefix, StartedTransfer, TransferDone, TransferSpec
+from prfaas.serving.gateway.prefill_hop import PrefillHop
+from prfaas.serving.gateway.prefix_moves import PrefixMoves
+from prfaas.serving.gateway.request import PreparedRequest, ServingRequest, TokenizedPrompt
+from prfaas.serving.gateway.request_log import Attempt, WaitsFor
+
+
+@dataclass(frozen=True, slots=True)
+class _RemotePrefill:
+    """A prefill elsewhere whose instance is taken."""
+
+    request: ServingRequest
+    prompt: TokenizedPrompt
+    attempt: Attempt
+    moved: MovedPrefix
+    """What the prefill may start from."""
+    wanted: str
+    """The instance that it was moved to."""
+    work: PrefillWork
+    stack: AsyncExitStack
+    """Gives the instance back."""
+    ask: FirstTokenAsk | None
+    """The prefill samples the first token too, so; None: the decode instance does."""
+
+
+class RemotePrefills:
+    """Prefills elsewhere, each until its request can go to the decode instance, or has its first token."""
+
+    def __init__(
+        self, deployment: Deployment, hop: PrefillHop, prefixes: PrefixMoves, context: GatewayContext
+    ) -> None:
+        self._hop = hop
+        self._prefixes = prefixes
+        self._plane = context.plane
+        self._metrics = context.metrics
+        self._bill = EgressBill(deployment, context.metrics)
+        self.adopt(deployment)
+
+    def adopt(self, deployment: Deployment) -> None:
+        """Move KV as this file says from now on."""
+        self._lead_s = deployment.transfer.decode_lead_s
+        self._bill.adopt(deployment)
+
+    def abandon(self, prepared: PreparedRequest, reason: str) -> None:
+        """The decode engine may never take the transfer: have its staging freed."""
+        transfer, arriving = prepared.transfer, prepared.arriving
+        if arriving is not None and not arriving.cancel() and not arriving.cancelled():
+            transfer = transfer if arriving.exception() is not None else arriving.result().transfer
+        if transfer is not None:
+            self._hop.abandon(transfer.ticket, reason)
+
+    async def begin(
+        self, request: ServingRequest, prompt: TokenizedPrompt, attempt: Attempt, ask: FirstTokenAsk | None
+    ) -> PreparedRequest:
+        """Prefill elsewhere until the KV is at the decode engine, or is expected to be there in a moment.
+
+        In the second case, and with `ask`, `PreparedRequest.arriving` goes on. Raises HopFailedError and
+        FirstTokenHeldError.
+        `attempt.decision` becomes the one that was carried out: another instance may be free first.
+        """
+        wanted = attempt.decision
+        # 1. A cached prefix that is elsewhere goes to the prefill instance first.
+        moved = await self._prefixes.move(request, prompt, wanted)
+        decision = moved.decision
+        begun_s = time.perf_counter()
+        request.record.waits_for = WaitsFor.PREFILL_INSTANCE
+        async with AsyncExitStack() as stack:
+            if moved.transfer is not None:
+                stack.callback(self._abandon_unused, moved.transfer, wanted, attempt)
+            # 2. Wait until an instance of the cluster is free for the prefill. From then on it counts as its work, and
+            #    requests that are decided meanwhile see that.
+            decision = await stack.enter_async_context(self._plane.admit(decision, prompt.chains))
+            request.record.since("turn", begun_s)
+            request.record.waits_for = WaitsFor.PREFILL
+            attempt.decision = decision
+            self._plane.expect(decision.prefill, prompt.chains)
+            work = stack.enter_context(self._plane.prefilling(decision))
+            running = _RemotePrefill(
+                request, prompt, attempt, moved, wanted.prefill, work, stack.pop_all(), ask
+            )
+        # 3. Prefill there.
+        if ask is not None:
+            return await (
+                self._answer_remote(running, ask) if ask.is_all else self._until_first(running, ask)
+            )
+        if self._lead_s <= 0:
+            return await self._prefill_remote(running, None)
+        return await self._until_soon(running)
+
+    async def _until_soon(self, running: _RemotePrefill) -> PreparedRequest:
+        soon: asyncio.Future[PreparedRequest] = asyncio.get_running_loop().create_future()
+        moving = await self._moving_until(running, soon, None)
+        return moving.result() if moving.done() else replace(soon.result(), arriving=moving)
+
+    async def _until_first(self, running: _RemotePrefill, ask: FirstTokenAsk) -> PreparedRequest:
+        """Until the prefill has sampled the first token. Raises HopFailedError and FirstTokenHeldError."""
+        loop = asyncio.get_running_loop()
+        soon: asyncio.Future[PreparedRequest] = loop.create_future()
+        told: asyncio.Future[FirstToken] = loop.create_future()
+        moving = await self._moving_until(running, soon, told)
+        if not told.done():
+            # It has failed: a prefill that ends well has told its token.
+            return moving.result()
+        first, decision = told.result(), running.attempt.decision
+        prepared = PreparedRequest(
+            route=decision.route,
+            prefill=decision.prefill,
+            decode=decision.decode,
+            reason=decision.reason,
+            prompt=running.prompt,
+            decision=decision,
+            arriving=moving,
+            first=first,
+            soon=soon,
+            prefix=running.moved,
+        )
+        held = first.held(ask)
+        if held is not None:
+            self.abandon(prepared, f"the first token can't be told alone: {held}")
+            await asyncio.wait((moving,))
+            raise FirstTokenHeldError(held)
+        return prepared
+
+    async def _moving_until(
+        self,
+        running: _RemotePrefill,
+        soon: "asyncio.Future[PreparedRequest]",
+        told: "asyncio.Future[FirstToken] | None",
+    ) -> "asyncio.Task[PreparedRequest]":
+        """`_prefill_remote`, begun, when it is over or `told` is done; `soon` in its place if there is none."""
+        moving = asyncio.get_running_loop().create_task(self._prefill_remote(running, soon, told))
+        moving.add_done_callback(_look_at)
+        begun = False
+        try:
+            await asyncio.wait((moving, soon if told is None else told), return_when=asyncio.FIRST_COMPLETED)
+            begun = True
+        finally:
+            if not begun:
+                moving.cancel()
+                await asyncio.wait((moving,))
+                # One that was cancelled before it began has given nothing back.
+                await running.stack.aclose()
+        return moving
+
+    async def _answer_remote(self, running: _RemotePrefill, ask: FirstTokenAsk) -> PreparedRequest:
+        """Prefill at another instance, and sample the only token of the answer there. Raises HopFailedError."""
+        request, attempt = running.request, running.attempt
+        async with running.stack:
+            first, prefill_s = await self._hop.sample(_spec(running, running.prompt.token_ids), ask, request)
+            running.work.measured()
+        route = str(attempt.decision.route)
+        self._metrics.prefill_seconds.labels(route).observe(prefill_s)
+        request.record.took("prefill", prefill_s)
+        return replace(_prepared(running.prompt, attempt.decision, None, running.moved), first=first)
+
+    async def _prefill_remote(
+        self,
+        running: _RemotePrefill,
+        soon: "asyncio.Future[PreparedRequest] | None",
+        told: "asyncio.Future[FirstToken] | None" = None,
+    ) -> PreparedRequest:
+        """Prefill at another instance than the decode instance, and move the KV. Raises HopFailedError.
+
+        `soon` gets the request as it is prepared when the KV is expected in a moment, `told` the first token.
+        """
+        request, prompt, attempt, moved = running.request, running.prompt, running.attempt, running.moved
+        decision = attempt.decision
+
+        def on_soon(transfer: StartedTransfer) -> None:
+            if soon is not None and not soon.done():
+                soon.set_result(_prepared(prompt, decision, transfer, moved))
+
+        def on_first(first: FirstToken) -> None:
+            if told is not None and not told.done():
+                told.set_result(first)
+
+        # The last token of what is decoded stays for the decode engine, which samples from it: of the prompt, or the
+        # first of the answer.
+        token_ids = prompt.token_ids if running.ask is not None else prompt.token_ids[:-1]
+        async with running.stack:
+            done = await self._hop.run(
+                _spec(running, token_ids),
+                request,
+                on_soon if soon is not None and self._lead_s > 0 else None,
+                on_first,
+            )
+            running.work.measured()
+            attempt.moved, attempt.cached_tokens = done.moved, done.cached_tokens
+        self._count(request, decision, done)
+        return _prepared(prompt, decision, done, moved)
+
+    def _abandon_unused(self, prefix: TransferDone, wanted: Decision, attempt: Attempt) -> None:
+        if attempt.moved is None or attempt.decision.prefill != wanted.prefill:
+            self._hop.abandon(prefix.ticket, "the prefill that would have used it failed")
+
+    def _count(self, request: ServingRequest, decision: Decision, done: TransferDone) -> None:
+        route, metrics = str(decision.route), self._metrics
+        metrics.prefill_seconds.labels(route).observe(done.prefill_s)
+        metrics.transfer_seconds.labels(route).observe(done.transfer_s)
+        metrics.transferred_bytes.labels(route).inc(done.moved.total_bytes)
+        self._bill.add(decision.prefill, decision.decode, done.moved.total_bytes)
+        metrics.overlapped_bytes.labels(route).inc(done.moved.overlapped_bytes)
+        # Both begin at once, and the transfer has just ended.
+        begun_s = time.perf_counter() - done.transfer_s
+        request.record.took("prefill", done.prefill_s, begun_s)
+        request.record.took("transfer", done.transfer_s, begun_s)
+
+
+def _spec(running: _RemotePrefill, token_ids: Sequence[int]) -> TransferSpec:
+    """What moves of a prefill elsewhere: the KV of `token_ids`."""
+    decision, prefix = running.attempt.decision, running.moved.transfer
+    has_prefix = prefix is not None and decision.prefill == running.wanted
+    return TransferSpec(
+        producer=decision.prefill,
+        consumer=decision.decode,
+        token_ids=token_ids,
+        skip_tokens=decision.skip_tokens,
+        kv_bytes=decision.kv_bytes,
+        uses=running.request.samples,
+        sealed_from=prefix.sealed if prefix is not None and has_prefix else None,
+        ask=running.ask,
+    )
+
+
+def _prepared(
+    prompt: TokenizedPrompt, decision: Decision, transfer: StartedTransfer | None, prefix: MovedPrefix
+) -> PreparedRequest:
+    """A request whose prompt was prefilled elsewhere, or nearly."""
+    return PreparedRequest(
+        route=decision.route,
+        prefill=decision.prefill,
+        decode=decision.decode,
+        reason=decision.reason,
+        prompt=prompt,
+        decision=decision,
+        transfer=transfer,
+        prefix=prefix,
+    )
+
+
+def _look_at(moving: "asyncio.Task[PreparedRequest]") -> None:
+    """Asyncio warns of an exception that nobody looks at, as when the decode engine failed before."""
+    if not moving.cancelled():
+        moving.exception()
