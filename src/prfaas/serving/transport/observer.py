@@ -237,8 +237,8 @@ class Observer:
         self._send(pack_control(FrameType.WATCH, transfer_id, body))
 
     def _send(self, frame: bytes) -> None:
-        # While reconnecting there is no writer: what still waits is asked again once the connection is back. One that
-        # has ended may not be known to have: uvloop's raises RuntimeError for a write then, which would end the gateway.
+        # While reconnecting there is no writer: what still waits is asked again once the connection is back. Or it has
+        # ended, and nobody was told yet: uvloop raises RuntimeError for a write then, which would end the gateway.
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(frame if self._sealing is None else self._sealing.sealer.seal(frame))
 
