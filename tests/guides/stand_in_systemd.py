@@ -177,10 +177,8 @@ class Supervisor:
             await service.reload()
         elif verb == "kill":
             assert service.process is not None
-            number = next(
-                (each.partition("=")[2] for each in options if each.startswith("--signal=")), "SIGTERM"
-            )
-            service.process.send_signal(signal.Signals[number])
+            named = next((each.partition("=")[2] for each in options if each.startswith("--signal=")), "TERM")
+            service.process.send_signal(signal.Signals[f"SIG{named.removeprefix('SIG')}"])
         else:
             raise RefusedError(f"Unknown command verb {verb}.")
 
