@@ -81,6 +81,13 @@ def test_no_secrets_where_none_are_wanted_or_needed(
     assert load_deployment(tmp_path / "here.yaml").gateway.host == "127.0.0.1"
 
 
+def test_engines_of_a_trial_fit_on_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take their staging at the start: 4 GiB each with a model whose KVCache needs it."""
+    for model, staging_bytes in (("tiny:qwen3-next", 256 << 20), (MODEL[1], 4 << 30)):
+        assert run(monkeypatch, "init", "llm", "-o", tmp_path, *SITES, "--model", model, "--force") == 0
+        assert load_deployment(tmp_path / "llm.yaml").engine.staging_bytes == staging_bytes
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [

@@ -17,6 +17,8 @@ _HTTP, _KV, _EVENTS = 8100, 8200, 8600
 _MOST_RANKS = 16
 _PROFILES = {"prfaas": "internal-1t-h200", "pd": "internal-1t-h20"}
 _TINY = "tiny:"
+# Engines take it at their start, and all those of a trial are on one machine.
+_TINY_STAGING = "  staging: 256 MiB"
 
 
 class DraftError(ValueError):
@@ -248,9 +250,18 @@ class Draft:
         return "\n".join(lines) + "\n"
 
     def _engine(self) -> str:
-        if not any(site.hardware == "cpu" for site in self.sites):
-            return ""
-        return "engine:\n  # Memory for the KVCache of each engine; on GPUs vLLM chooses it.\n  kv_cache_gib: 1\n"
+        lines = []
+        if self.model.startswith(_TINY):
+            lines += [
+                "  # Host memory of each engine where KVCache waits. Leave it out for a larger model.",
+                _TINY_STAGING,
+            ]
+        if any(site.hardware == "cpu" for site in self.sites):
+            lines += [
+                "  # Memory for the KVCache of each engine; on GPUs vLLM chooses it.",
+                "  kv_cache_gib: 1",
+            ]
+        return "\n".join(("engine:", *lines)) + "\n" if lines else ""
 
 
 def _instance(site: DraftSite, number: int, host: str, index: int) -> str:
