@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from .one_stack.test_chain import prompt
-from .stack import MODEL, Stack, call, running, write_deployment
+from .stack import MODEL, Stack, call, prompt, running, write_deployment
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 

@@ -239,7 +239,7 @@ def test_the_file_s_own_options_come_last(tmp_path: Path) -> None:
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
     deployment = make(tmp_path, STATES)
     (tmp_path / "model" / "config.json").unlink()
-    with pytest.raises(ConfigError, match=r"config\.json: can't be read"):
+    with pytest.raises(ConfigError, match=r"config\.json: there is no such file"):
         command(deployment)
 
 

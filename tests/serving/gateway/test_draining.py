@@ -1,6 +1,7 @@
 """A gateway that is about to end, or has no descriptors left: what is open ends, what is new is refused."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,9 @@ def test_idle_clients_leave_descriptors_to_those_that_ask(
                 for _, writer in idle[::2]:
                     writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n")
                 for reader, _ in idle[:40]:
-                    assert await asyncio.wait_for(reader.read(), 30) == b""
+                    # Where its bytes had come, but were not read yet, the connection ends with a reset.
+                    with contextlib.suppress(ConnectionResetError):
+                        assert await asyncio.wait_for(reader.read(), 30) == b""
                 response, _ = await world.post("/v1/completions", {"model": "stand-in", "prompt": "b"})
                 assert response.status == 200
                 # The stream's connection is older than all of them.
