@@ -115,18 +115,12 @@ class RemotePrefills:
         if not told.done():
             # It has failed: a prefill that ends well has told its token.
             return moving.result()
-        first, decision = told.result(), running.attempt.decision
-        prepared = PreparedRequest(
-            route=decision.route,
-            prefill=decision.prefill,
-            decode=decision.decode,
-            reason=decision.reason,
-            prompt=running.prompt,
-            decision=decision,
+        first = told.result()
+        prepared = replace(
+            _prepared(running.prompt, running.attempt.decision, None, running.moved),
             arriving=moving,
             first=first,
             soon=soon,
-            prefix=running.moved,
         )
         held = first.held(ask)
         if held is not None:
