@@ -16,8 +16,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     path = write_deployment(
         directory,
         bandwidth="400 Mbit/s",
-        extra_args=["--num-gpu-blocks-override", "64"],
-        max_model_len=8192,
+        extra_args=["--num-gpu-blocks-override", "40"],
+        max_model_len=6400,
     )
     yield from running(path)
 
@@ -29,7 +29,7 @@ def test_preempted_decodes_recompute_and_answer_right(small: Stack) -> None:
     for count in (4, 8, 16):
         more = [prompt(5000 + len(jobs) + i, 2300) for i in range(count)]
         with concurrent.futures.ThreadPoolExecutor(count) as pool:
-            answers += list(pool.map(lambda ids: small.complete(ids, max_tokens=900), more))
+            answers += list(pool.map(lambda ids: small.complete(ids, max_tokens=1500), more))
         jobs += more
         if small.metric("home-decode-0", "vllm:num_preemptions_total") > 0:
             break
@@ -37,7 +37,7 @@ def test_preempted_decodes_recompute_and_answer_right(small: Stack) -> None:
         raise AssertionError("nothing was preempted")
     for ids, answer in zip(jobs, answers, strict=True):
         assert answer.status == 200, answer.body
-        assert len(answer.token_ids) == 900
+        assert len(answer.token_ids) == 1500
         # After a preemption the split of the prompt is another one.
         small.check_likely((ids, answer.token_ids))
     small.wait_clean()
