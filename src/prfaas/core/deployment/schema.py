@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
-from prfaas.core.deployment.addresses import traces_url
+from prfaas.core.deployment.addresses import checked_host, traces_url
 from prfaas.core.deployment.engine_args import free_arg
 from prfaas.core.deployment.fleet_section import FleetSection
 from prfaas.core.deployment.gateway import FirstTokenSource, RouteDetail
@@ -96,6 +96,7 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1)]
+Host = Annotated[Text, AfterValidator(checked_host)]
 Bandwidth = Annotated[float, BeforeValidator(_bandwidth)]
 Size = Annotated[int, BeforeValidator(parse_bytes)]
 SizeOrZero = Annotated[int, BeforeValidator(_size_or_zero)]
@@ -139,7 +140,7 @@ class InstanceSection(_Section):
 
     name: Name
     roles: Annotated[list[Literal["prefill", "decode"]], Field(min_length=1)]
-    host: Text
+    host: Host
     http_port: Port
     kv_port: Port
     tensor_parallel: Positive = 1
@@ -258,7 +259,7 @@ class PricesSection(_Section):
 class AdminSection(_Section):
     """Where operators connect. Without a `port`: the one after the gateway's that nothing else of the file uses."""
 
-    host: Text = "127.0.0.1"
+    host: Host = "127.0.0.1"
     port: Annotated[Port | None, _GIVEN] = None
     token_file: Annotated[Text | None, _GIVEN] = None
 
@@ -283,7 +284,7 @@ class TracingSection(_Section):
 class GatewaySection(_Section):
     """Where clients and operators connect, what clients are told, and how much they get."""
 
-    host: Text = "127.0.0.1"
+    host: Host = "127.0.0.1"
     port: Port = 8000
     first_byte_s: Seconds = 1800.0
     idle_s: Seconds = 600.0
