@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import typer
-from test_docs import PAGES, ROOT
 
 from prfaas.cli.completions import STUDY_NAMES
 from prfaas.cli.main import app
+from test_docs import PAGES, ROOT
 
 REFERENCE = "docs/reference/cli.md"
 ROOT_COMMAND: Any = typer.main.get_command(app)
@@ -91,7 +91,9 @@ def section_of(name: str) -> str:
     raise AssertionError(f"{REFERENCE} has no section on {name}")
 
 
-@pytest.mark.parametrize(("name", "command"), leaves(), ids=lambda each: each if isinstance(each, str) else "")
+@pytest.mark.parametrize(
+    ("name", "command"), leaves(), ids=lambda each: each if isinstance(each, str) else ""
+)
 def test_the_reference_has_every_option(name: str, command: Any) -> None:
     section = section_of(name)
     # One name of each is enough.
@@ -111,7 +113,8 @@ def test_the_reference_has_every_study() -> None:
 
 
 def test_the_checks_catch_what_they_should() -> None:
-    page = "```sh\nprfaas up x.yaml --sight east\nprfaas fly\nprfaas plan \\\n  a.yaml --sweeps 3 | cat\n```\n`prfaas up x`"
+    shell = "prfaas up x.yaml --sight east\nprfaas fly\nprfaas plan \\\n  a.yaml --sweeps 3 | cat\n"
+    page = f"```sh\n{shell}```\n`prfaas up x`"
     found = [problem(words) for words in commands_in(page)]
     assert found == [
         "prfaas up has no option --sight",

@@ -1,6 +1,5 @@
 """`prfaas serve`: the gateway and its control plane as a process's main job, until a signal."""
 
-import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING
 
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from prfaas.serving.engines.following import FollowingEngines
     from prfaas.serving.gateway import Draining
     from prfaas.serving.reloading import Reloader
-
-logger = logging.getLogger(__name__)
 
 
 def serve(
@@ -166,9 +163,12 @@ async def _serve(
 
 async def reload_and_tell(reloader: "Reloader") -> None:
     """Take the file on again, and write into the log what became of it: the reloader itself writes each change."""
+    import logging
+
     from prfaas.core.deployment import DeploymentError
     from prfaas.serving.reloading import ReloadRefusedError
 
+    logger = logging.getLogger(__name__)
     try:
         outcome = await reloader.reload()
     except (DeploymentError, ReloadRefusedError) as error:

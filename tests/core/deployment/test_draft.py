@@ -151,7 +151,10 @@ def test_what_is_no_link_is_said(text: str) -> None:
         ({"sites": ()}, "a deployment needs a site"),
         ({"sites": (EAST,), "links": ()}, "no site serves clients"),
         ({"model": "models/x"}, "is no absolute path"),
-        ({"model": "tiny:nothing"}, "is no model that prfaas makes; choose one of tiny:qwen3-next, tiny:gpt-oss"),
+        (
+            {"model": "tiny:nothing"},
+            "is no model that prfaas makes; choose one of tiny:qwen3-next, tiny:gpt-oss",
+        ),
         ({"model": "tiny:"}, "is no model that prfaas makes"),
         ({"model": "/"}, "is the root of the file system; write the checkpoint's directory"),
         ({"model": "//x/.."}, "is the root of the file system"),

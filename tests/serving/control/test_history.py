@@ -244,7 +244,7 @@ def test_who_leaves_is_not_said_to_be_drained_by_an_operator() -> None:
     frames = [frame_of(each, at_s) for at_s, each in enumerate((before, leaving, idle, gone))]
     told = [[change.what for change in changes_between(*pair)] for pair in itertools.pairwise(frames)]
     assert told == [
-        ["pd-0 is in the deployment file no more, and leaves when its work has ended."],
+        ["pd-0 is not in the file any more, and leaves when its work has ended."],
         [],
         ["pd-0 left."],
     ]

@@ -78,7 +78,7 @@ def _instance(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iter
     if new.get("leaving"):
         # Who leaves is drained by the file, not by an operator.
         if not old.get("leaving"):
-            yield "member", name, f"{name} is in the deployment file no more, and leaves when its work has ended."
+            yield "member", name, f"{name} is not in the file any more, and leaves when its work has ended."
     elif old["drain"] != new["drain"]:
         state = {None: "takes part again", "draining": "is drained by an operator", "drained": "is drained"}
         yield "drain", name, f"{name} {state[new['drain']]}."
