@@ -176,18 +176,19 @@ class Supervisor(Generic[_N]):
             # In a thread: the gateway serves in this one.
             await asyncio.to_thread(self._running.restart, due)
         except (EngineError, KeyFileError, TlsFileError, OSError) as error:
-            if len(due) == 1:
-                self._refused(*due, error)
-                return
             for name in due:
                 # Who has left meanwhile is not to be started any more.
-                if name in self._watched:
+                if name not in self._watched:
+                    continue
+                if len(due) == 1:
+                    self._refused(name, error)
+                else:
                     await self._start([name])
 
     def _refused(self, name: str, error: Exception) -> None:
         self._tell(f"no restart of {name}: {error}")
         # Of what has never run, nobody can say how it ended.
-        if name in self._watched and self._watched[name].is_new:
+        if self._watched[name].is_new:
             self._watched[name].given_up = True
             self._watched[name].started_s = None
 
