@@ -42,7 +42,7 @@ def parse_bits_per_s(value: object) -> float:
     if isinstance(value, bool):
         raise ValueError(_rate_hint(value))
     if isinstance(value, int | float):
-        rate = float(value)
+        rate = _float(value)
     else:
         number, unit = _split(value)
         if unit not in _RATES:
@@ -62,7 +62,7 @@ def parse_bytes(value: object) -> int:
     if isinstance(value, bool):
         raise ValueError(_size_hint(value))
     if isinstance(value, int):
-        size = float(value)
+        size = _float(value)
     else:
         number, unit = _split(value)
         if unit not in _SIZES:
@@ -102,6 +102,14 @@ def format_s(seconds: float) -> str:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s"
+
+
+def _float(number: float) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        # A whole number of hundreds of digits.
+        return math.inf
 
 
 def _split(value: object) -> tuple[float, str]:

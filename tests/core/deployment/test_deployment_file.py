@@ -333,7 +333,7 @@ BAD = {
     ),
     "tiny model by path": (
         replaced("  path: models/m", "  tiny: ../m"),
-        '4: model.tiny: "../m" is no name',
+        '4: model.tiny: there is no tiny model "../m"; choose one of qwen3-next, gpt-oss, mimo-v2-flash, qwen3',
     ),
     "no cache size on cpu": (
         replaced("hardware: h20\n", "hardware: cpu\n"),

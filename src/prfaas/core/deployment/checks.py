@@ -5,10 +5,10 @@ A file that is to run and one that is to be planned share most checks; each has 
 
 from collections.abc import Iterator
 from importlib.metadata import entry_points
-from pathlib import Path
 
 from prfaas.core.deployment.addresses import is_loopback, plain_host
 from prfaas.core.deployment.encryption import check_encryption
+from prfaas.core.deployment.model import TINY_MODELS
 from prfaas.core.deployment.pool_checks import check_pool_sections, check_pools, pool_ports
 from prfaas.core.deployment.schema import ClusterSection, DeploymentFile, InstanceSection, LengthsSection
 from prfaas.core.deployment.source import Location, YamlSource
@@ -186,9 +186,10 @@ def _check_model(source: YamlSource, file: DeploymentFile) -> None:
         choices = ", ".join(f"{field} ({meaning})" for field, meaning in fields.items())
         found = f"{' and '.join(given)} are given" if given else "none is given"
         raise source.error(("model",), f"needs either {choices}; {found}")
-    if file.model.tiny is not None and Path(file.model.tiny).name != file.model.tiny:
+    if file.model.tiny not in (None, *TINY_MODELS):
+        known = ", ".join(TINY_MODELS)
         raise source.error(
-            ("model", "tiny"), f'"{file.model.tiny}" is no name; write for example "qwen3-next"'
+            ("model", "tiny"), f'there is no tiny model "{file.model.tiny}"; choose one of {known}'
         )
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
-from prfaas.core.deployment.addresses import traces_url
+from prfaas.core.deployment.addresses import checked_host, traces_url
 from prfaas.core.deployment.engine_args import free_arg
 from prfaas.core.deployment.fleet_section import FleetSection
 from prfaas.core.deployment.gateway import FirstTokenSource, RouteDetail
@@ -17,10 +17,18 @@ from prfaas.core.deployment.pool import EvictionName
 from prfaas.core.deployment.security import EngineTls
 from prfaas.core.deployment.types import DEFAULT_POLICY
 from prfaas.core.kv import KvCacheDtype, ModelDtype
-from prfaas.core.units import GIB, MIB, parse_bits_per_s, parse_bytes
+from prfaas.core.units import GIB, MIB, format_bits_per_s, parse_bits_per_s, parse_bytes
 
 # Less without a unit is somebody who thinks in larger units.
 _LEAST_PLAIN_BITS_PER_S = 1e6
+
+# More than any deployment has, and less than what a message on the wire, a socket's option or a timer can hold.
+_MOST_BITS_PER_S = 1e15
+_MOST_BYTES = 1 << 50
+_MOST_COUNT = (1 << 31) - 1
+_MOST_S = 1e9
+_MOST_SOCKET_S = 32_767.0
+_MOST_CHARACTERS = 4096
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 
@@ -32,6 +40,13 @@ def _env_name(name: str) -> str:
     if not name or "=" in name or "\0" in name:
         raise ValueError(f"{name!r} is no name of an environment variable")
     return name
+
+
+def _without_nul(text: str) -> str:
+    # A process can't be started with one.
+    if "\0" in text:
+        raise ValueError("must not have a NUL character")
+    return text
 
 
 def _mapping(value: object) -> object:
@@ -56,8 +71,20 @@ def _size_or_zero(value: object) -> int:
     return 0 if value == 0 and not isinstance(value, bool) else parse_bytes(value)
 
 
+def _line(text: str) -> str:
+    if not text.strip():
+        raise ValueError("must not be empty")
+    if not text.isprintable():
+        raise ValueError("must be one line of printable characters")
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(f"must have at most {_MOST_CHARACTERS} characters, not {len(text)}")
+    return text
+
+
 def _bandwidth(value: object) -> float:
     rate = parse_bits_per_s(value)
+    if rate > _MOST_BITS_PER_S:
+        raise ValueError(f"must be at most {format_bits_per_s(_MOST_BITS_PER_S)}")
     if isinstance(value, int | float) and rate < _LEAST_PLAIN_BITS_PER_S:
         raise ValueError(f'{rate:g} would be {rate:g} bit/s; write the unit, for example "{rate:g} Gbit/s"')
     return rate
@@ -93,15 +120,17 @@ def _setting(value: object) -> float | str:
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 HostName = Annotated[str, AfterValidator(_host_name)]
 Port = Annotated[int, Field(ge=1, le=65535)]
-Positive = Annotated[int, Field(gt=0)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Text = Annotated[str, Field(min_length=1)]
+Positive = Annotated[int, Field(gt=0, le=_MOST_COUNT)]
+Seconds = Annotated[float, Field(gt=0, le=_MOST_S, allow_inf_nan=False)]
+SocketSeconds = Annotated[float, Field(gt=0, le=_MOST_SOCKET_S, allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1), AfterValidator(_line)]
+Host = Annotated[Text, AfterValidator(checked_host)]
 Bandwidth = Annotated[float, BeforeValidator(_bandwidth)]
-Size = Annotated[int, BeforeValidator(parse_bytes)]
-SizeOrZero = Annotated[int, BeforeValidator(_size_or_zero)]
-Arg = Annotated[str, AfterValidator(free_arg)]
+Size = Annotated[int, BeforeValidator(parse_bytes), Field(le=_MOST_BYTES)]
+SizeOrZero = Annotated[int, BeforeValidator(_size_or_zero), Field(le=_MOST_BYTES)]
+Arg = Annotated[str, AfterValidator(free_arg), AfterValidator(_without_nul)]
 EnvName = Annotated[str, AfterValidator(_env_name)]
-EnvValue = Annotated[str, BeforeValidator(_env_value)]
+EnvValue = Annotated[str, BeforeValidator(_env_value), AfterValidator(_without_nul)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -139,7 +168,7 @@ class InstanceSection(_Section):
 
     name: Name
     roles: Annotated[list[Literal["prefill", "decode"]], Field(min_length=1)]
-    host: Text
+    host: Host
     http_port: Port
     kv_port: Port
     tensor_parallel: Positive = 1
@@ -258,7 +287,7 @@ class PricesSection(_Section):
 class AdminSection(_Section):
     """Where operators connect. Without a `port`: the one after the gateway's that nothing else of the file uses."""
 
-    host: Text = "127.0.0.1"
+    host: Host = "127.0.0.1"
     port: Annotated[Port | None, _GIVEN] = None
     token_file: Annotated[Text | None, _GIVEN] = None
 
@@ -283,7 +312,7 @@ class TracingSection(_Section):
 class GatewaySection(_Section):
     """Where clients and operators connect, what clients are told, and how much they get."""
 
-    host: Text = "127.0.0.1"
+    host: Host = "127.0.0.1"
     port: Port = 8000
     first_byte_s: Seconds = 1800.0
     idle_s: Seconds = 600.0
@@ -346,8 +375,8 @@ class TransferSection(_Section):
     progress_deadline_s: Seconds = 8.0
     page_digests: bool = True
     checksums: bool = True
-    user_timeout_s: Seconds = 10.0
-    keepalive_s: Annotated[Seconds, Field(ge=1)] = 10.0
+    user_timeout_s: SocketSeconds = 10.0
+    keepalive_s: Annotated[SocketSeconds, Field(ge=1)] = 10.0
 
 
 class ContainersSection(_Section):

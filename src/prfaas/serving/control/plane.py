@@ -82,9 +82,9 @@ class LivePlane:
         self._local = make_policy("local_only")
         self.metrics = ControlMetrics(registry)
         self.policy = guarded(deployment.routing.policy, policy_of(deployment), self.metrics.policy_failures)
-        self._curves = service_curves(deployment)
+        self.curves = service_curves(deployment)
         self.cluster_state = ClusterState(
-            view_of(deployment, kv_model, self._curves, clock()), clock=clock, on_service=self._on_service
+            view_of(deployment, kv_model, self.curves, clock()), clock=clock, on_service=self._on_service
         )
         endpoints = events_endpoints(deployment, deployment.instances)
         pool_endpoints = events_endpoints(deployment, deployment.pools)
@@ -134,7 +134,7 @@ class LivePlane:
         )
         self.window = LengthWindow(deployment.control.window_s)
         self.facts = facts = LiveFacts(
-            deployment, kv_model, self.cluster_state, self._curves, self.engines.meters
+            deployment, kv_model, self.cluster_state, self.curves, self.engines.meters
         )
         self.thresholds = Thresholds(
             deployment, self.cluster_state, facts, self.window, clock=clock, on_change=self._on_threshold
@@ -381,8 +381,8 @@ class LivePlane:
         self.event_feed.reset(name, reason)
 
     def _on_service(self, cluster: str, tokens: int, seconds: float) -> None:
-        self.metrics.service_ratio.labels(cluster).observe(seconds / self._curves[cluster].seconds(tokens))
-        self._curves[cluster].add(tokens, seconds, self.clock())
+        self.metrics.service_ratio.labels(cluster).observe(seconds / self.curves[cluster].seconds(tokens))
+        self.curves[cluster].add(tokens, seconds, self.clock())
 
     def _on_health(self, name: str, healthy: bool) -> None:
         if not healthy:

@@ -193,15 +193,15 @@ class RequestParser:
 
     def __init__(self, deployment: Deployment, options: GatewayOptions, json_threads: ThreadOffload) -> None:
         self._model = deployment.model
-        self._most_values = deployment.gateway.limits.body_values
-        # vLLM's CPU backend (0.32) ends when a prompt with a seed is prefilled in more than one chunk.
-        self._takes_seeds = all(cluster.hardware != "cpu" for cluster in deployment.pd_clusters)
+        self.adopt(deployment)
         self._most_bytes = options.max_body_bytes
         self._json_threads = json_threads
 
     def adopt(self, deployment: Deployment) -> None:
         """Take bodies as large as this file says from now on."""
         self._most_values = deployment.gateway.limits.body_values
+        # vLLM's CPU backend (0.32) ends when a prompt with a seed is prefilled in more than one chunk.
+        self._takes_seeds = all(cluster.hardware != "cpu" for cluster in deployment.pd_clusters)
 
     async def parse(
         self,
