@@ -199,14 +199,17 @@ def unlike(tmp_path: Path, far: int, home: int, **replacements: str) -> PlannedD
     )
     text = replaced("published: internal-1t", "config: config.json")
     for ranks, count in ((far, "4\n"), (home, "8\n")):
-        text = text.replace(f"    instance_count: {count}", f"    instance_count: {count}    tensor_parallel: {ranks}\n")
+        text = text.replace(
+            f"    instance_count: {count}", f"    instance_count: {count}    tensor_parallel: {ranks}\n"
+        )
     for old, new in replacements.items():
         text = text.replace(old, new)
     return planned(tmp_path, text)
 
 
 @pytest.mark.parametrize(
-    ("far", "home", "sent_copies", "held_copies"), [(8, 8, 4, 4), (8, 4, 1, 4), (1, 8, 1, 4), (2, 1, 1, 1), (2, 2, 1, 1)]
+    ("far", "home", "sent_copies", "held_copies"),
+    [(8, 8, 4, 4), (8, 4, 1, 4), (1, 8, 1, 4), (2, 1, 1, 1), (2, 2, 1, 1)],
 )
 def test_between_unlike_ranks_every_byte_crosses_once(
     tmp_path: Path, far: int, home: int, sent_copies: int, held_copies: int
@@ -241,7 +244,10 @@ def test_where_some_ends_are_alike_all_are_counted_with_their_copies(tmp_path: P
     more = "  - {source: east, target: home, bandwidth: 100 Gbit/s}\n"
     other = GOOD.split("  - name: home")[1].split("links:")[0]
     deployment = unlike(
-        tmp_path, 8, 8, **{"links:\n": f"  - name: away{other}links:\n", more: f"{more}{more.replace('home', 'away')}"}
+        tmp_path,
+        8,
+        8,
+        **{"links:\n": f"  - name: away{other}links:\n", more: f"{more}{more.replace('home', 'away')}"},
     )
     assert deployment.wire_model is None and deployment.kv_copies == 4
 

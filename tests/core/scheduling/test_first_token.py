@@ -151,6 +151,8 @@ def test_a_pd_cluster_with_full_slots_costs_the_rest_only() -> None:
         links=[],
     )
     view.clusters["pd1"].slot_s = 3.0 * 16 / 3
-    usual, soon = (LEAST.decide(each, view) for each in (RoutingRequest(TOKENS), early(RoutingRequest(TOKENS))))
+    usual, soon = (
+        LEAST.decide(each, view) for each in (RoutingRequest(TOKENS), early(RoutingRequest(TOKENS)))
+    )
     assert (usual.decode, soon.decode) == ("d2", "d1")
     assert (soon.predicted_ttft_s, soon.decode_wait_s) == pytest.approx((PREFILL_S, 2.0))

@@ -94,7 +94,9 @@ def test_an_answer_of_one_token_is_over_with_its_prefill(case_study: CaseStudy, 
     plain = scenario(case_study, links={"east->home": Constant(1e9)})
     shown = replace(plain, links=tuple(replace(link, rtt_s=rtt_s) for link in plain.links))
     result = run(shown, [1, ANSWER])
-    assert result.e2e_s[0] == result.ttft_s[0] == pytest.approx(shown.clusters[0].curve.seconds(TOKENS) + rtt_s)
+    assert (
+        result.e2e_s[0] == result.ttft_s[0] == pytest.approx(shown.clusters[0].curve.seconds(TOKENS) + rtt_s)
+    )
     assert result.second_token_s is not None and np.isnan(result.second_token_s[0])
     assert result.link_bytes[0] == 0 and result.link_bytes[1] > 0
     both = run(shown, [2, ANSWER])
@@ -121,7 +123,9 @@ def test_without_a_link_in_the_way_nothing_is_odd(case_study: CaseStudy) -> None
 @settings(deadline=None, max_examples=20)
 @given(
     st.sampled_from(["static_threshold", "offload_all", "local_only"]),
-    st.lists(st.tuples(st.floats(0.0, 3.0), st.integers(200, 60_000), st.integers(2, 300)), min_size=1, max_size=25),
+    st.lists(
+        st.tuples(st.floats(0.0, 3.0), st.integers(200, 60_000), st.integers(2, 300)), min_size=1, max_size=25
+    ),
     st.sampled_from([2e8, 2e9, 1e11]),
     st.booleans(),
 )
@@ -159,7 +163,12 @@ def test_every_token_is_as_soon_and_all_bytes_and_tokens_are_the_same(
 @given(
     st.sampled_from(POLICIES),
     st.lists(
-        st.builds(Failure, st.sampled_from(["east-0", "east-1", "home-0", "home-5", "east->home"]), st.floats(0, 40), st.floats(0.1, 40)),
+        st.builds(
+            Failure,
+            st.sampled_from(["east-0", "east-1", "home-0", "home-5", "east->home"]),
+            st.floats(0, 40),
+            st.floats(0.1, 40),
+        ),
         max_size=4,
     ),
     st.integers(0, 1000),
@@ -175,7 +184,9 @@ def test_under_failures(
     caches = CacheOptions(200_000, 4096, 1000) if has_caches else None
     shown = replace(plain, failures=failed, caches=caches, pools=pools)
     answers = rng.integers(1, 60, 40).tolist()
-    chunk = chunk_of(np.cumsum(rng.exponential(0.7, 40)).tolist(), rng.integers(50, 40_000, 40).tolist(), answers)
+    chunk = chunk_of(
+        np.cumsum(rng.exponential(0.7, 40)).tolist(), rng.integers(50, 40_000, 40).tolist(), answers
+    )
     result = simulate(shown, [chunk], seed=seed, debug=True)
     assert not np.isnan(result.e2e_s).any()
     assert (result.ttft_s <= result.e2e_s + 1e-9).all()

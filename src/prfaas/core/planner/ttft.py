@@ -96,9 +96,7 @@ class PrefillPoolLoad:
         """Seconds of work per request of the whole system."""
         return float((self.seconds * self.weights).sum())
 
-    def served_s(
-        self, requests_per_s: float = 0.0, first_token: FirstTokenSource = "decode"
-    ) -> "FloatArray":
+    def served_s(self, requests_per_s: float = 0.0, first_token: FirstTokenSource = "decode") -> "FloatArray":
         """Prefill and what the link adds to the TTFT, without waiting for either's turn."""
         if self.link is None:
             return self.seconds

@@ -269,9 +269,7 @@ def _compared(
     return chosen, best
 
 
-def _delay_s(
-    request: RoutingRequest, option: PrefillCandidate, decode: InstanceView, free_s: float
-) -> float:
+def _delay_s(request: RoutingRequest, option: PrefillCandidate, decode: InstanceView, free_s: float) -> float:
     """`PrefillCandidate.delay_s` with the wait for a decode slot, which a first token from the prefill is spared."""
     if not request.first_from_prefill or option.instance is decode:
         return max(option.ttft_s, free_s)

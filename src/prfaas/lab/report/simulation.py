@@ -93,6 +93,8 @@ class SimulationReport:
         ]
         if self.pools:
             facts.append(("pools", "; ".join(_pools(self.pools))))
+        if self.deployment.first_token == "prefill":
+            facts.append(("first tokens", "from the prefill, for every request"))
         if self.changes_text:
             facts.append(("changed in the file", "; ".join(self.changes_text)))
         if self.params:

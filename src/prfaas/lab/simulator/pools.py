@@ -82,9 +82,7 @@ class MachinePools:
             hit = machine.pool.hit(blocks, tokens - 1)
             if hit is not None:
                 hits[name] = hit
-        return with_pools(
-            tokens, held, hits, self._view, number, first_from_prefill=first_from_prefill
-        )
+        return with_pools(tokens, held, hits, self._view, number, first_from_prefill=first_from_prefill)
 
     def place(self, job: Job, held: Mapping[str, PrefixHit]) -> None:
         """A job was routed: what its decision says of pools comes true."""
