@@ -98,9 +98,9 @@ class Tilted:
                 # The cache that makes it short does not come here, or is done sooner where it is.
                 return Choice(far, uncached, adjusted, "cached-there")
         reason = pd.reason_to_stay(long=uncached > threshold)
-        if reason == "busy-prfaas" and far is not None:
-            if uncached <= self._idle_threshold(local, far, pd, request.first_from_prefill):
-                reason = "slow-link"
+        is_busy, early = reason == "busy-prfaas", request.first_from_prefill
+        if is_busy and far is not None and uncached <= self._idle_threshold(local, far, pd, early):
+            reason = "slow-link"
         elif far is not None and not pd.local_reason and uncached > unpriced(adjusted, pd.remotes):
             reason = "congested-link"
         return Choice(local, uncached, adjusted, reason)
