@@ -380,10 +380,13 @@ def test_the_wait_for_a_decode_slot_is_told(deployment: Deployment) -> None:
     record = RequestRecord(ID, "chat", 0.0, 0.0, prompt_tokens=5000)
     record.start(decision(decode_wait_s=2.5), 5000).outcome = "done"
     record.start(decision(), 5000).outcome = "done"
+    record.start(decision(decode_wait_s=0.5, kv_wait_s=2.0), 5000).outcome = "done"
     lines = [line for line in sentences(page(record, deployment)) if "first token" in line]
     assert lines == [
         "   Predicted time to first token: 1.5 s, and then 2.5 s until home-decode-0 has a decode slot.",
         "   Predicted time to first token: 1.5 s.",
+        "   Predicted time to first token: 1.5 s, from the prefill; 2 s more until home-decode-0 has the KVCache, and "
+        "then 500 ms until home-decode-0 has a decode slot.",
     ]
 
 

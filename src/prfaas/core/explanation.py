@@ -74,9 +74,10 @@ def _attempt(number: int, attempt: Json) -> Iterator[str]:
     yield f"   {prefill} had to prefill {attempt['prefill_tokens']:,}."
     yield from _pools(attempt)
     if attempt["predicted_ttft_s"] is not None:
-        wait_s = attempt["decode_wait_s"]
+        kv_s, wait_s = attempt.get("kv_wait_s", 0.0), attempt["decode_wait_s"]
+        kv = f", from the prefill; {format_s(kv_s)} more until {decode} has the KVCache" if kv_s else ""
         slot = f", and then {format_s(wait_s)} until {decode} has a decode slot" if wait_s else ""
-        yield f"   Predicted time to first token: {format_s(attempt['predicted_ttft_s'])}{slot}."
+        yield f"   Predicted time to first token: {format_s(attempt['predicted_ttft_s'])}{kv}{slot}."
 
 
 _SOURCES = {

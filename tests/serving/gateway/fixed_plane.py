@@ -74,6 +74,7 @@ class FixedPlane:
         self.suspected: list[tuple[str, bool]] = []
         self.rejections: dict[tuple[str, str], str] = {}
         self.asked: list[tuple[str, str]] = []
+        self.routed_early: list[bool] = []
         self.own_prefills: list[int] = []
         self.drained: list[tuple[str, bool]] = []
         self.waits_s = self.answers_s = 0.0
@@ -125,7 +126,9 @@ class FixedPlane:
         *,
         avoid: Collection[str] = (),
         offload: bool = True,
+        first_from_prefill: bool = False,
     ) -> Decision:
+        self.routed_early.append(first_from_prefill)
         up = [i for i in self._instances.values() if i.name not in self._suspects and i.name not in avoid]
         held = {i.name: self._held_tokens(i.name, chains) for i in up}
 

@@ -72,6 +72,36 @@ def test_the_client_has_it_while_the_kv_is_on_its_way(in_world: InWorld) -> None
     in_world(body, gateway_config=WANTED)
 
 
+@pytest.mark.parametrize(
+    ("fields", "is_early"),
+    [
+        ({"stream": True}, True),
+        ({"stream": False}, False),
+        ({"stream": True, "logprobs": 1}, False),
+        ({"stream": True, "seed": 1, "temperature": 0.5}, False),
+    ],
+)
+def test_routing_knows_which_clients_see_the_first_token_early(
+    in_world: InWorld, fields: dict[str, Any], is_early: bool
+) -> None:
+    async def body(world: World) -> None:
+        async with world.client.post("/v1/completions", json=ASKED | fields) as response:
+            await response.read()
+            assert response.status == 200
+        assert world.plane.routed_early[0] is is_early
+
+    in_world(body, gateway_config=WANTED)
+
+
+def test_by_default_no_first_token_is_early(in_world: InWorld) -> None:
+    async def body(world: World) -> None:
+        async with world.client.post("/v1/completions", json=ASKED | {"stream": True}) as response:
+            await response.read()
+        assert not any(world.plane.routed_early)
+
+    in_world(body)
+
+
 @pytest.mark.parametrize("lead_s", [0.0, 1.0])
 @pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
 def test_every_form_of_the_answer_is_as_without_it(in_world: InWorld, chat: bool, lead_s: float) -> None:

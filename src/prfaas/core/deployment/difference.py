@@ -63,6 +63,7 @@ RULES: Mapping[FieldPath, FieldRule] = {
     ("links", "*", "encryption"): FieldRule("encryption", _ENGINES),
     ("links", "*", "compression"): FieldRule("compression", _ENGINES),
     ("links", "*", "egress_per_gb"): FieldRule("egress_per_gb"),
+    ("links", "*", "mapping_bits_per_s"): FieldRule("mapping_bandwidth"),
     ("routing", "policy"): FieldRule("routing.policy"),
     ("routing", "threshold_tokens"): FieldRule("routing.threshold_tokens"),
     ("routing", "params", "*"): FieldRule("routing.params"),

@@ -213,6 +213,7 @@ class LinkSection(_Section):
     encryption: bool = True
     compression: bool = False
     egress_per_gb: Annotated[Weight | None, _GIVEN] = None
+    mapping_bandwidth: Annotated[Bandwidth | None, _GIVEN] = None
 
 
 class RoutingSection(_Section):

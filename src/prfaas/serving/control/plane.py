@@ -215,6 +215,7 @@ class LivePlane:
         *,
         avoid: Collection[str] = (),
         offload: bool = True,
+        first_from_prefill: bool = False,
     ) -> Decision:
         """Where a prompt goes; raises NoDecodeInstanceError. See `gateway.control_plane`."""
         view = self.cluster_state.at(self.clock())
@@ -227,7 +228,7 @@ class LivePlane:
             )
         match = self.prefix_knowledge.match(chains)
         self._routed.total += 1
-        request = self.prefix_knowledge.request(match, num_tokens, self._routed.total)
+        request = self.prefix_knowledge.request(match, num_tokens, self._routed.total, first_from_prefill)
         policy = self.policy if offload else self._local
         decision = match.bound(policy.decide(request, view), num_tokens, view.kv)
         self._count(decision)

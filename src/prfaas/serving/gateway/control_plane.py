@@ -43,6 +43,7 @@ class ControlPlane(Protocol):
         *,
         avoid: Collection[str] = (),
         offload: bool = True,
+        first_from_prefill: bool = False,
     ) -> Decision:
         """Decide where a prompt of `num_tokens` tokens goes.
 
@@ -51,6 +52,7 @@ class ControlPlane(Protocol):
                 prefills itself.
             avoid: instances that have failed this request.
             offload: False: never to another cluster.
+            first_from_prefill: where another instance prefills, the client has its first token from there.
 
         Raises:
             NoDecodeInstanceError: no instance can decode.

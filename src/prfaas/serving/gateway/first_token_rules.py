@@ -64,6 +64,14 @@ class FirstTokenRules:
             sampling["min_tokens"] = min(body["min_tokens"], 1)
         return FirstTokenAsk(sampling, (stop,) if isinstance(stop, str) else tuple(stop or ()), left <= 1)
 
+    def shows_first(self, request: ServingRequest, prompt: TokenizedPrompt) -> bool:
+        """Whether the client would see a first token of the prefill before the KV has moved: what routing goes by.
+
+        An answer in one piece shows nothing before its last token.
+        """
+        streams = request.body.get("stream") is True
+        return self._wanted and streams and self._refusal(request, prompt) is None
+
     def _refusal(self, request: ServingRequest, prompt: TokenizedPrompt) -> str | None:
         """Why the first token can't come from the prefill, in one word."""
         if request.endpoint not in (Endpoint.COMPLETIONS, Endpoint.CHAT):

@@ -88,6 +88,7 @@ def _attempt(attempt: Attempt, deployment: Deployment) -> Json:
         "skip_tokens": decision.skip_tokens,
         "held_tokens": _held_tokens(decision, attempt.prompt_tokens, deployment),
         "predicted_ttft_s": _finite(decision.predicted_ttft_s),
+        "kv_wait_s": decision.kv_wait_s,
         "decode_wait_s": decision.decode_wait_s,
         "cache_transfer": None
         if transfer is None
