@@ -35,6 +35,8 @@ class TransferredBytes:
     """Bytes that had arrived when the prefill ended."""
     spared_bytes: int = 0
     """By how many bytes compression made them less on the link."""
+    cached_tokens: int | None = None
+    """Tokens that the producer reused, by its own word; None: it did not say."""
 
     @property
     def overlapped_fraction(self) -> float:
@@ -174,7 +176,9 @@ class KvTransfers:
 
         if len(watchers) == 1:
             status = await self._wait(watchers[0], transfer_id, timeout_s, lead_s, soon)
-            return TransferredBytes(status.total_bytes, status.overlapped_bytes, status.spared_bytes)
+            return TransferredBytes(
+                status.total_bytes, status.overlapped_bytes, status.spared_bytes, status.cached_tokens
+            )
         try:
             async with asyncio.TaskGroup() as group:
                 waits = [
@@ -188,6 +192,7 @@ class KvTransfers:
             total_bytes=sum(status.total_bytes for status in statuses),
             overlapped_bytes=sum(status.overlapped_bytes for status in statuses),
             spared_bytes=sum(status.spared_bytes for status in statuses),
+            cached_tokens=statuses[0].cached_tokens,
         )
 
     def announced(self, consumer: str, transfer_id: bytes) -> bool:
@@ -258,3 +263,16 @@ class KvTransfers:
 def _first(failures: BaseExceptionGroup[TransferFailedError]) -> TransferFailedError:
     first = failures.exceptions[0]
     return first if isinstance(first, TransferFailedError) else _first(first)
+
+
+async def end_all(*tasks: "asyncio.Task[Any]") -> None:
+    """Cancel what is still running and wait for it, so that no task is left."""
+    open_tasks = [task for task in tasks if not task.done()]
+    for task in open_tasks:
+        task.cancel()
+    if open_tasks:
+        await asyncio.gather(*open_tasks, return_exceptions=True)
+    for task in tasks:
+        if not task.cancelled():
+            # Of two failures only the first is reported; asyncio warns of an exception that was never read.
+            task.exception()
