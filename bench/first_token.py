@@ -63,7 +63,7 @@ class Streamed:
 
 
 def checkpoint(directory: Path, model: str) -> Path:
-    """The tiny Qwen3-Next for `hybrid`, `DENSE` for `dense`. Tokens that are no printable character are never likeliest."""
+    """The tiny Qwen3-Next for `hybrid`, `DENSE` for `dense`. No token is likeliest that is no printable character."""
     from safetensors.torch import save_file
 
     family = "qwen3" if model == "dense" else "qwen3-next"

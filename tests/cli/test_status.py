@@ -286,8 +286,8 @@ def test_explain_says_what_each_tier_held(deployment: Deployment) -> None:
         ),
         (
             RelayPlan(0, "busy-prefill", 2.0, 0.05, 3.0),
-            "east-prefill-0 was not to decode more than one token: prefills of 3.0 s waited for it, and the KVCache was "
-            "to come 2.0 s after the prefill.",
+            "east-prefill-0 was not to decode more than one token: prefills of 3.0 s waited for it, and the KVCache "
+            "was to come 2.0 s after the prefill.",
         ),
         (
             RelayPlan(0, "short-gap", 0.1, 0.05, 0.0),

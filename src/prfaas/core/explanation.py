@@ -99,7 +99,8 @@ def _relay(attempt: Json) -> str:
             f"and the KVCache was to come {gap} after the prefill."
         )
     return (
-        f"{prefill} was not to decode more than one token: the KVCache was to come {gap} after the prefill, and {step}."
+        f"{prefill} was not to decode more than one token: the KVCache was to come {gap} after the prefill, "
+        f"and {step}."
     )
 
 

@@ -34,7 +34,9 @@ def plan(
     """A prefill of 8 s, and 80 Mbit of KV: 10 s of the link by itself, so 2 s after the prefill."""
     instance = InstanceView("east", "far", True, False, busy_until_s=NOW_S + busy_s)
     other = InstanceView("west", "far", True, False)
-    cluster = ClusterView("far", "prfaas", [instance, other], lambda tokens: tokens / 1000, waiting_s=waiting_s)
+    cluster = ClusterView(
+        "far", "prfaas", [instance, other], lambda tokens: tokens / 1000, waiting_s=waiting_s
+    )
     link = LinkView("far", "near", mbit_per_s * 1e6, drained_s=NOW_S + link_queue_s)
     return relay_plan(
         replace(DECISION, kv_bytes=kv_bytes),
@@ -58,7 +60,7 @@ def test_what_waits_for_the_link_counts() -> None:
 
 
 def test_a_busy_instance_has_its_steps_for_prefills() -> None:
-    assert plan(busy_s=2.1) == RelayPlan(0, "busy-prefill", 2.0, 0.05, 2.1)
+    assert plan(busy_s=2.5) == RelayPlan(0, "busy-prefill", 2.0, 0.05, 2.5)
     assert plan(waiting_s=4.2).reason == "busy-prefill"
 
 

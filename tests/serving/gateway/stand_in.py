@@ -191,7 +191,8 @@ class StandInEngine:
 
     `end`, `blank`: as in `generated`.
 
-    `joins`: tokens of one event of a stream. `sends_after`: `goes_on` is set with that token of a stream, or at an answer's end.
+    `joins`: tokens of one event of a stream. `sends_after`: `goes_on` is set with that token of a stream, or at an
+    answer's end.
     """
 
     name: str
@@ -528,11 +529,15 @@ class StandInEngine:
         names_tokens = body.get("return_tokens_as_token_ids")
         for first in range(0, count, self.joins):
             indices = range(first, min(first + self.joins, count))
-            if self.sends_after is not None and (self.sends_after < indices.stop or self.dies):
+            ends_here = self.dies and self.dies_after in indices
+            if self.sends_after is not None and (self.sends_after < indices.stop or ends_here):
                 self.goes_on.set()
-            if self.dies and self.dies_after in indices and await self._fail_in_stream(request, response):
+            if ends_here and await self._fail_in_stream(request, response):
                 return response
-            piece, ids_said = "".join(answer.pieces[first : indices.stop]), answer.token_ids[first : indices.stop]
+            piece, ids_said = (
+                "".join(answer.pieces[first : indices.stop]),
+                answer.token_ids[first : indices.stop],
+            )
             reason = answer.reason if indices.stop == count else None
             said: dict[str, Any] = {"delta": {"content": piece}} if chat else {"text": piece}
             if not chat or reason is not None:

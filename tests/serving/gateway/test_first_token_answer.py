@@ -369,9 +369,7 @@ def test_no_token_is_lost_doubled_or_different(cases: list[Case], relay_tokens: 
         with tempfile.TemporaryDirectory() as home:
             async with (
                 asyncio.timeout(240),
-                running_world(
-                    Path(home), spare=True, gateway_config=wanted, decode_lead_s=lead_s
-                ) as world,
+                running_world(Path(home), spare=True, gateway_config=wanted, decode_lead_s=lead_s) as world,
             ):
                 world.remote.chunk_s = 0.001
                 for case in cases:

@@ -52,7 +52,9 @@ def test_tokens_come_while_the_kv_is_on_its_way(in_world: InWorld) -> None:
         assert await world.metric("prfaas_gateway_relayed_tokens_total") == sent - 1
         async with world.admin.get(f"/prfaas/requests/{response.headers['X-Request-Id']}") as page:
             record = await page.json()
-        assert record["relayed_tokens"] == sent - 1 and record["attempts"][0]["cached_tokens"] == CACHED_TOKENS
+        assert (
+            record["relayed_tokens"] == sent - 1 and record["attempts"][0]["cached_tokens"] == CACHED_TOKENS
+        )
         assert record["attempts"][0]["relay"] == {
             "tokens": 5,
             "reason": "link-bound",

@@ -59,7 +59,11 @@ class FirstTokenAsk:
             # vLLM takes no larger minimum than what is asked for.
             fields["min_tokens"] = min(fields["min_tokens"], self.most_tokens)
         if self.relay_tokens:
-            fields |= {"max_tokens": self.most_tokens, "stream": True, "stream_options": {"include_usage": True}}
+            fields |= {
+                "max_tokens": self.most_tokens,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            }
         if self.shows_stops:
             fields["include_stop_str_in_output"] = True
         return fields

@@ -63,7 +63,7 @@ class FirstTokenAnswers:
         first: SampledTokens,
         writer: ResponseWriter,
     ) -> web.StreamResponse:
-        """Give the client its first token, then what the prefill engine relays, then what the decode engine makes of it.
+        """Give the client its first token, then what the prefill engine relays, then the decode engine's rest of it.
 
         Raises:
             ApiError: no engine could end an answer of which nothing was sent.

@@ -233,7 +233,12 @@ class PrefillHop:
         )
 
     async def _relay(
-        self, spec: TransferSpec, body: bytes, request: ServingRequest, spans: HopTrace | None, on_first: OnFirst
+        self,
+        spec: TransferSpec,
+        body: bytes,
+        request: ServingRequest,
+        spans: HopTrace | None,
+        on_first: OnFirst,
     ) -> None:
         """Until the producer, which goes on decoding, has told its first token. Raises EngineCallError."""
         assert spec.ask is not None
@@ -289,7 +294,9 @@ class PrefillHop:
             if on_soon is not None:
                 on_soon(StartedTransfer(ticket, sealed, cached_tokens))
 
-        lead_s = 0.0 if on_soon is None else min(self._lead_s, math.inf if spec.ask is None else spec.ask.lead_s)
+        lead_s = (
+            0.0 if on_soon is None else min(self._lead_s, math.inf if spec.ask is None else spec.ask.lead_s)
+        )
         loop = asyncio.get_running_loop()
         # Two tasks and no group: each more costs every request some percent of the gateway's CPU time.
         prefilling = loop.create_task(prefill())

@@ -18,7 +18,7 @@ from prfaas.serving.gateway.first_token import (
 )
 from prfaas.serving.gateway.http_exchange import EngineResponse
 from prfaas.serving.gateway.prompts import Endpoint
-from prfaas.serving.gateway.transcript import NotPlainError, events
+from prfaas.serving.gateway.transcript import events
 
 logger = logging.getLogger(__name__)
 
@@ -121,9 +121,7 @@ class TokenRelay:
                 try:
                     if answer.status != 200:
                         detail = f"answered {path} with {answer.status}"
-                        raise EngineCallError(
-                            producer.name, f"http-{answer.status}", detail, answer.status
-                        )
+                        raise EngineCallError(producer.name, f"http-{answer.status}", detail, answer.status)
                     first = await relay._next()
                 except BaseException:
                     relay.close()
@@ -140,8 +138,8 @@ class TokenRelay:
 
     @property
     def holds(self) -> bool:
-        """Whether it has tokens that can't be told before the next ones."""
-        return self._seams.holds
+        """Whether it has tokens that can't be told before what comes next: the next ones, or the answer's usage."""
+        return self._seams.holds or self._end is not None
 
     async def next(self) -> SampledTokens | None:
         """What can be told next; None: the engine has failed, or tells no more.
