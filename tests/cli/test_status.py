@@ -282,12 +282,12 @@ def test_explain_says_what_each_tier_held(deployment: Deployment) -> None:
         (
             RelayPlan(16, "link-bound", 2.0, 0.05, 0.0),
             "Meanwhile east-prefill-0 was to decode 16 more tokens at most: after the prefill the KVCache was to be on "
-            "its way for 2.0 s, and a decode step takes 50 ms.",
+            "its way for 2 s, and a decode step takes 50 ms.",
         ),
         (
             RelayPlan(0, "busy-prefill", 2.0, 0.05, 3.0),
-            "east-prefill-0 was not to decode more than one token: prefills of 3.0 s waited for it, and the KVCache "
-            "was to come 2.0 s after the prefill.",
+            "east-prefill-0 was not to decode more than one token: prefills of 3 s waited for it, and the KVCache "
+            "was to come 2 s after the prefill.",
         ),
         (
             RelayPlan(0, "short-gap", 0.1, 0.05, 0.0),

@@ -108,3 +108,55 @@ def test_a_client_that_leaves_after_it_leaves_nothing(first_stack: Stack) -> Non
     with urllib.request.urlopen(request, timeout=300) as answer:
         answer.readline()
     first_stack.wait_clean()
+
+
+@pytest.fixture
+def relaying(first_stack: Stack) -> Iterator[Stack]:
+    """Meanwhile the prefill engine decodes on, and the link is so slow that it pays."""
+    path, before = first_stack.path, first_stack.path.read_text()
+    deployment = json.loads(before)
+    deployment["gateway"]["relay_tokens"] = 16
+    for link in deployment["links"]:
+        link["bandwidth"] = "4 Mbit/s"
+    try:
+        path.write_text(json.dumps(deployment))
+        assert call(first_stack.url("gateway", "/prfaas/reload"), {}).status == 200
+        yield first_stack
+    finally:
+        path.write_text(before)
+        call(first_stack.url("gateway", "/prfaas/reload"), {})
+
+
+def test_relayed_answers_are_those_of_a_plain_engine(relaying: Stack) -> None:
+    """States are sent as the prompt left them, although the prefill engine writes over them meanwhile."""
+    equal = []
+    for seed in range(4):
+        ids = prompt(740 + seed, TOKENS + seed * 37)
+        plain = relaying.plain(ids, ANSWER_TOKENS).body
+        route, events, _ = streamed(relaying, asked(ids))
+        text = "".join(event["choices"][0]["text"] for event in events if event["choices"])
+        assert route.startswith("offload") and events[-1]["usage"]["completion_tokens"] == ANSWER_TOKENS
+        equal.append(text == plain["choices"][0]["text"])
+        relaying.wait_clean()
+    assert relaying.metric("gateway", "prfaas_gateway_relayed_tokens_total") >= 1
+    assert sum(equal) >= EQUAL_SHARE * len(equal), equal
+    for each in relaying.deployment.instances:
+        assert relaying.metric(each.name, "vllm:prfaas_loads_failed_total") == 0
+
+
+def test_an_answer_that_ends_while_it_is_relayed_is_the_plain_one(relaying: Stack) -> None:
+    ids = prompt(750, TOKENS)
+    plain = relaying.plain(ids, 6).body["choices"][0]
+    _, events, _ = streamed(relaying, asked(ids, max_tokens=6))
+    assert "".join(event["choices"][0]["text"] for event in events if event["choices"]) == plain["text"]
+    assert events[-1]["usage"]["completion_tokens"] == 6
+    assert relaying.metric("gateway", "prfaas_gateway_relays_total", 'outcome="ended"') == 1
+    relaying.wait_clean()
+
+
+def test_a_client_that_leaves_while_it_is_relayed_leaves_nothing(relaying: Stack) -> None:
+    body = json.dumps(asked(prompt(751, TOKENS), stream=True)).encode()
+    url, headers = relaying.url("gateway", "/v1/completions"), {"Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=300) as answer:
+        answer.readline()
+    relaying.wait_clean()

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -64,6 +65,11 @@ class TransferSpec:
     """The prefill also samples the first token of the answer, so; None: the consumer samples it."""
     background: bool = False
     """It gets what other transfers leave of the link."""
+
+    @property
+    def most_lead_s(self) -> float:
+        """How long before the KV is complete a request for it is wanted, at most."""
+        return math.inf if self.ask is None else self.ask.lead_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from prfaas.serving.gateway.kv_transfer import (
 from prfaas.serving.gateway.prompts import Endpoint
 from prfaas.serving.gateway.request import ServingRequest, Tenants
 from prfaas.serving.gateway.request_trace import CANCELLED
-from prfaas.serving.gateway.token_relay import TokenRelay
+from prfaas.serving.gateway.token_relay import TokenRelay, only_token
 from prfaas.serving.transport.ticket import Ticket, prompt_digest
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class PrefillHop:
         spans = None if trace is None else HopTrace(trace, spec, self._plane)
         try:
             self._check_frozen(spec)
-            first = _first_token(spec, ask, await self._prefill(spec, body, request, spans))
+            first = only_token(spec.producer, ask, await self._prefill(spec, body, request, spans))
         except (EngineCallError, TransferFailedError) as failure:
             if spans is not None:
                 spans.failed(failure.reason, in_transfer=False)
@@ -287,16 +287,14 @@ class PrefillHop:
             answer = await self._prefill(spec, body, request, spans)
             prefill_s = clock() - start_s
             if spec.ask is not None and on_first is not None:
-                on_first(_first_token(spec, spec.ask, answer), None)
+                on_first(only_token(spec.producer, spec.ask, answer), None)
             return prefill_s, cached_tokens_of(answer)
 
         def soon(cached_tokens: int) -> None:
             if on_soon is not None:
                 on_soon(StartedTransfer(ticket, sealed, cached_tokens))
 
-        lead_s = (
-            0.0 if on_soon is None else min(self._lead_s, math.inf if spec.ask is None else spec.ask.lead_s)
-        )
+        lead_s = min(self._lead_s, spec.most_lead_s) if on_soon is not None else 0.0
         loop = asyncio.get_running_loop()
         # Two tasks and no group: each more costs every request some percent of the gateway's CPU time.
         prefilling = loop.create_task(prefill())
@@ -409,14 +407,6 @@ class PrefillHop:
             self._plane.suspect(spec.producer, str(failure))
         # No other producer could reach such a consumer either; it prefills, if it lives.
         return HopFailedError(failure.reason, hopeless=failure.reason in _HOPELESS)
-
-
-def _first_token(spec: TransferSpec, ask: FirstTokenAsk, answer: bytes) -> SampledTokens:
-    """What the producer has sampled. Raises EngineCallError."""
-    try:
-        return SampledTokens.of(answer, ask)
-    except ValueError as error:
-        raise EngineCallError(spec.producer, "garbled", str(error), blame=Blame.NONE) from None
 
 
 def _check_compatible(rejection: str | None) -> None:

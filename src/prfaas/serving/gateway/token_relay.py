@@ -88,6 +88,7 @@ class TokenRelay:
 
     def __init__(self, answer: EngineResponse, instance: str, ask: FirstTokenAsk) -> None:
         self._answer = answer
+        self._instance = instance
         self._stream = EventStream(answer, instance)
         self._seams = _TextSeams(ask)
         self._ready: list[SampledTokens] = []
@@ -123,6 +124,9 @@ class TokenRelay:
                         detail = f"answered {path} with {answer.status}"
                         raise EngineCallError(producer.name, f"http-{answer.status}", detail, answer.status)
                     first = await relay._next()
+                except ValueError as error:
+                    relay.close()
+                    raise relay._refused(error) from None
                 except BaseException:
                     relay.close()
                     raise
@@ -130,10 +134,6 @@ class TokenRelay:
             raise EngineCallError(producer.name, "deadline", f"no answer within {timeout_s:g} s") from None
         except DecodeFailedError as failure:
             raise EngineCallError(producer.name, failure.reason, str(failure), blame=failure.blame) from None
-        except ValueError as error:
-            status = relay._stream.refused_status
-            reason = "garbled" if status is None else f"http-{status}"
-            raise EngineCallError(producer.name, reason, str(error), status, blame=Blame.NONE) from None
         return relay, first or _NOTHING
 
     @property
@@ -175,6 +175,12 @@ class TokenRelay:
                     self._take(event)
         return self._ready.pop(0)
 
+    def _refused(self, error: ValueError) -> EngineCallError:
+        """What a stream says that is no answer."""
+        status = self._stream.refused_status
+        reason = "garbled" if status is None else f"http-{status}"
+        return EngineCallError(self._instance, reason, str(error), status, blame=Blame.NONE)
+
     def _take(self, event: Json) -> None:
         if event.get("choices"):
             told = self._seams.take(event["choices"][0])
@@ -184,3 +190,11 @@ class TokenRelay:
                 self._ready.append(told)
         elif self._end is not None and event.get("usage"):
             self._end = replace(self._end, prompt_details=event["usage"].get("prompt_tokens_details"))
+
+
+def only_token(instance: str, ask: FirstTokenAsk, answer: bytes) -> SampledTokens:
+    """The token in a prefill engine's answer of one. Raises EngineCallError."""
+    try:
+        return SampledTokens.of(answer, ask)
+    except ValueError as error:
+        raise EngineCallError(instance, "garbled", str(error), blame=Blame.NONE) from None
