@@ -83,13 +83,17 @@ def test_it_ends_when_the_kv_is_there(in_world: InWorld) -> None:
 
 def test_after_the_last_relayed_token_the_kv_is_waited_for(in_world: InWorld) -> None:
     async def body(world: World) -> None:
-        relay_until(world, 99)
-        world.remote.chunk_s = 0.0
-        _, events = await stream(world, "/v1/completions", STREAMED)
-        assert text_of(events) == whole().text
+        world.remote.lingers, world.remote.trails = "ends", True
+        async with world.client.post("/v1/completions", json=STREAMED) as response:
+            told = [orjson.loads((await response.content.readuntil(b"\n\n"))[6:]) for _ in range(6)]
+            while await world.metric('prfaas_gateway_relays_total{outcome="limit"}') == 0:
+                await asyncio.sleep(0.01)
+            assert world.decode.generated() == []
+            world.remote.goes_on.set()
+            raw = await response.read()
+        assert text_of(told + [orjson.loads(part[6:]) for part in raw.split(b"\n\n")[:-2]]) == whole().text
         (rest,) = world.decode.generated()
         assert len(rest.body["prompt"]) - len(LONG) == 6
-        assert await world.metric('prfaas_gateway_relays_total{outcome="limit"}') == 1
 
     in_world(body, gateway_config=RELAYS, decode_lead_s=0.0)
 
