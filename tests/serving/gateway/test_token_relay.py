@@ -175,6 +175,27 @@ def test_a_prefill_engine_that_dies_meanwhile_costs_no_token(in_world: InWorld, 
     in_world(body, gateway_config=RELAYS, decode_lead_s=0.0)
 
 
+@pytest.mark.parametrize("chat", [False, True], ids=["completion", "chat"])
+def test_a_decode_engine_that_dies_after_it_costs_no_token(in_world: InWorld, chat: bool) -> None:
+    async def body(world: World) -> None:
+        relay_until(world, 3)
+        world.decode.dies, world.decode.dies_after = "mid-stream", 2
+        fields = STREAMED
+        path, ids = "/v1/completions", LONG
+        if chat:
+            fields = {name: value for name, value in STREAMED.items() if name != "prompt"}
+            fields["messages"] = [{"role": "user", "content": "tell me " * 40}]
+            path, ids = "/v1/chat/completions", world.decode._ids(fields)
+        _, events = await stream(world, path, fields)
+        assert text_of(events) == generated(ids, ASKED, 9).text
+        assert events[-2]["usage"]["completion_tokens"] == 9 and events.count(None) == 1
+        assert world.spare is not None
+        (dead,), (rest,) = world.decode.generated(), world.spare.generated()
+        assert len(rest.body["prompt"]) == len(dead.body["prompt"]) + 2 > len(ids) + 3
+
+    in_world(body, gateway_config=RELAYS, decode_lead_s=0.0, spare=True)
+
+
 def test_a_client_that_leaves_ends_it(in_world: InWorld) -> None:
     async def body(world: World) -> None:
         relay_until(world, 99)
