@@ -44,10 +44,11 @@ class FixedWaits:
 
     def __init__(self) -> None:
         self.reason: RelayReason = "link-bound"
+        self.step_s = 0.05
 
     def relay(self, decision: Decision, most_tokens: int) -> RelayPlan:
         tokens = most_tokens if self.reason == "link-bound" else 0
-        return RelayPlan(tokens, self.reason, exposed_s=2.0, step_s=0.05, queue_s=3.0)
+        return RelayPlan(tokens, self.reason, exposed_s=2.0, step_s=self.step_s, queue_s=3.0)
 
 
 class FixedLinks:

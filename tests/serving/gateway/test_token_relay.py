@@ -66,6 +66,20 @@ def test_tokens_come_while_the_kv_is_on_its_way(in_world: InWorld) -> None:
     in_world(body, gateway_config=RELAYS, decode_lead_s=0.0)
 
 
+def test_the_decode_engine_is_asked_a_step_before_the_kv_is_there_and_no_sooner(in_world: InWorld) -> None:
+    """However long before it is asked elsewhere: nobody would make tokens meanwhile."""
+
+    async def body(world: World) -> None:
+        world.plane.waits.step_s = 0.0
+        relay_until(world, 3)
+        _, events = await stream(world, "/v1/completions", STREAMED)
+        assert text_of(events) == whole().text
+        (rest,) = world.decode.generated()
+        assert len(rest.body["prompt"]) - len(LONG) >= 3 and world.decode.early == 0
+
+    in_world(body, gateway_config=RELAYS, decode_lead_s=1.0)
+
+
 def test_it_ends_when_the_kv_is_there(in_world: InWorld) -> None:
     async def body(world: World) -> None:
         relay_until(world, 2)
