@@ -1,6 +1,8 @@
 """The first token from the prefill on real vLLM: the answers are those of a plain engine, whatever ends them."""
 
 import json
+import os
+import statistics
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -8,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from .stack import MODEL, Stack, call, prompt, running, write_deployment
+from .stack import LIKELY_SHARE, MODEL, Stack, call, prompt, running, write_deployment
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
@@ -128,20 +130,32 @@ def relaying(first_stack: Stack) -> Iterator[Stack]:
 
 
 def test_relayed_answers_are_those_of_a_plain_engine(relaying: Stack) -> None:
-    """States are sent as the prompt left them, although the prefill engine writes over them meanwhile."""
-    equal = []
+    """States are sent as the prompt left them, although the prefill engine writes over them meanwhile.
+
+    The decode engine computes the relayed tokens in one step, and a plain engine each by itself: rounding may move an
+    answer after that, and not before.
+    """
+    relayed, shares = [], []
     for seed in range(4):
         ids = prompt(740 + seed, TOKENS + seed * 37)
-        plain = relaying.plain(ids, ANSWER_TOKENS).body
+        plain = relaying.plain(ids, ANSWER_TOKENS).body["choices"][0]["text"]
         route, events, _ = streamed(relaying, asked(ids))
         text = "".join(event["choices"][0]["text"] for event in events if event["choices"])
         assert route.startswith("offload") and events[-1]["usage"]["completion_tokens"] == ANSWER_TOKENS
-        equal.append(text == plain["choices"][0]["text"])
+        record = call(
+            relaying.url("gateway", f"/prfaas/requests/{events[0]['id'].removeprefix('cmpl-')}")
+        ).body
+        assert record["attempts"][0]["relay"]["reason"] == "link-bound"
+        relayed.append(record["relayed_tokens"])
+        alike = len(os.path.commonprefix([text, plain]))
+        # Some bytes have no character of their own.
+        assert alike * 4 >= min(relayed[-1], len(plain))
+        shares.append(alike / len(plain))
         relaying.wait_clean()
-    assert relaying.metric("gateway", "prfaas_gateway_relayed_tokens_total") >= 1
-    assert sum(equal) >= EQUAL_SHARE * len(equal), equal
     for each in relaying.deployment.instances:
         assert relaying.metric(each.name, "vllm:prfaas_loads_failed_total") == 0
+    assert sum(relayed) >= 1 and statistics.median(shares) >= LIKELY_SHARE, (relayed, shares)
+    print("relayed tokens and equal shares:", relayed, shares)
 
 
 def test_an_answer_that_ends_while_it_is_relayed_is_the_plain_one(relaying: Stack) -> None:
