@@ -1,7 +1,7 @@
 """The first token from the prefill on real vLLM: the answers are those of a plain engine, whatever ends them."""
 
+import itertools
 import json
-import os
 import statistics
 import time
 import urllib.request
@@ -147,7 +147,7 @@ def test_relayed_answers_are_those_of_a_plain_engine(relaying: Stack) -> None:
         ).body
         assert record["attempts"][0]["relay"]["reason"] == "link-bound"
         relayed.append(record["relayed_tokens"])
-        alike = len(os.path.commonprefix([text, plain]))
+        alike = sum(1 for _ in itertools.takewhile(bool, map(str.__eq__, text, plain)))
         # Some bytes have no character of their own.
         assert alike * 4 >= min(relayed[-1], len(plain))
         shares.append(alike / len(plain))
